@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
-from penstock.server.lanes import Lane
+from penstock.server.http.threads import Lane
 from streams import LONG
 
 

@@ -697,7 +697,7 @@ def test_nothing_is_left_behind(end: str, monkeypatch: pytest.MonkeyPatch) -> No
         elif end == "in the midst":
             for _ in range(3):
                 llm.stream(prompt[0], params)
-                llm._pump()
+                llm.driver.step()
         elif end == "failed":
             monkeypatch.setattr(Carrier, "take", fail)
             with pytest.raises(ZeroDivisionError):

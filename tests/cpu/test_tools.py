@@ -15,10 +15,10 @@ openai = pytest.importorskip("openai", reason="needs the client that the server 
 
 from penstock.api.llm import SHIPPED_MODEL  # noqa: E402
 from penstock.api.text import Tokenizer  # noqa: E402
+from penstock.server.answers.prompts import chat_tokens  # noqa: E402
 from penstock.server.parsing.dialects import Dialect, dialect_of  # noqa: E402
 from penstock.server.parsing.speech import FORMATS, THOUGHTS  # noqa: E402
 from penstock.server.parsing.tools import told_messages, tools_of  # noqa: E402
-from penstock.server.prompts import chat_tokens  # noqa: E402
 from penstock.server.wire.requests import FieldError, Message, TokenizeRequest  # noqa: E402
 from servers import FLAGS, Server, serving  # noqa: E402
 from speakers import CALL, NOW, TEMPLATE, THINK, WEATHER, called, checkpoint, saying  # noqa: E402
@@ -377,7 +377,7 @@ def test_what_cannot_be_served_is_refused_by_name(
 
 def test_a_template_that_takes_no_tools_is_no_way_to_tell_of_them() -> None:
     tokenizer = Tokenizer.from_directory(SHIPPED_MODEL)
-    shipped: Any = SimpleNamespace(tokenizer=tokenizer, prompt_tokens=tokenizer.encode)
+    shipped: Any = SimpleNamespace(tokenizer=tokenizer, encode=tokenizer.encode)
     messages = [Message(role="user", content="a")]
     assert chat_tokens(shipped, TokenizeRequest(messages=messages))
     with pytest.raises(FieldError, match="template takes none") as refused:

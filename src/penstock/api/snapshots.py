@@ -1,4 +1,4 @@
-"""Frozen values that say what a loaded model takes, and where its bytes rest at a moment."""
+"""Frozen values that say where the bytes of a loaded model rest at a moment."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -7,40 +7,6 @@ from penstock.base.meter import KVStats, WeightStats
 from penstock.engine.boot import Booted
 from penstock.engine.budget import Budget
 from penstock.step.plan import Route
-
-
-@dataclass(frozen=True, slots=True)
-class ServingLimits:
-    """The largest requests and steps that a model takes. Nothing here changes after the model is loaded.
-
-    max_model_len: tokens of one request, prompt and output together; the context, or less where the KV cache
-        has no room for it.
-    max_sequences: outputs that one step computes (vLLM: max_num_seqs).
-    max_step_tokens: tokens that one step computes (vLLM: max_num_batched_tokens).
-    block_size: tokens of a KV block.
-    kv_blocks: KV blocks on the device and in host memory.
-    prefix_cache: whether prompts share the KV of equal prefixes.
-    """
-
-    max_model_len: int
-    max_sequences: int
-    max_step_tokens: int
-    block_size: int
-    kv_blocks: int
-    prefix_cache: bool
-
-    @classmethod
-    def of(cls, booted: Booted) -> Self:
-        """Return the limits of a booted engine."""
-        limits, scheduler = booted.limits, booted.engine.scheduler
-        return cls(
-            max_model_len=scheduler.longest,
-            max_sequences=limits.max_sequences,
-            max_step_tokens=limits.max_step_tokens,
-            block_size=limits.block_size,
-            kv_blocks=booted.budget.blocks + scheduler.host.near,
-            prefix_cache=scheduler.prefixes.share,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ from penstock.step.plan import TokenLogprob
 from penstock.step.request import FinishReason
 
 if TYPE_CHECKING:  # torch takes 1.2 s
-    from penstock.api.llm import LLM, Prompt
+    from penstock.api.llm import LLM
     from penstock.api.outputs import Delta
+    from penstock.api.reader import Prompt
 
 
 @dataclass(slots=True)

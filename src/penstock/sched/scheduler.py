@@ -17,12 +17,11 @@ from itertools import islice, takewhile
 from math import inf
 from time import monotonic
 
-from penstock.base.errors import LengthError, RequestError
 from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
 from penstock.sched.arrivals import Arrivals
 from penstock.sched.needs import Needs
 from penstock.sched.proofs import prove_kv, prove_plan, prove_rows
-from penstock.sched.rules import Limits, PrefixRule
+from penstock.sched.rules import Limits, PrefixRule, admit
 from penstock.sched.tiers import Store, Tiers
 from penstock.step.params import Sampling
 from penstock.step.plan import (
@@ -235,12 +234,7 @@ class Scheduler:
         could never be served.
 
         or_more: whether it may have more tokens than that, for all that is known."""
-        room = self.longest - prompt
-        if not prompt:
-            raise RequestError("the prompt is empty; give at least one token")
-        if room < 1 or (max_tokens is not None and max_tokens > room):
-            raise LengthError(self._refusal(prompt, max_tokens, or_more=or_more))
-        return room
+        return admit(prompt, max_tokens, self.longest, self._why_too_long, or_more=or_more)
 
     def _becomes_long(self, request: Request, reach: int) -> bool:
         """Whether a request that comes to `reach` tokens, if it may have so many, is long: it is not if it
@@ -248,10 +242,7 @@ class Scheduler:
         most = request.prompt_length + request.max_tokens
         return min(reach, most) >= self._long_from and most <= self._longest_long
 
-    def _refusal(self, prompt: int, max_tokens: int | None, *, or_more: bool) -> str:
-        asked = f"{'at least ' if or_more else ''}{prompt} tokens of prompt" + (
-            f" and {max_tokens} of output" if max_tokens else ""
-        )
+    def _why_too_long(self, total: int) -> str:
         if self.longest == self.limits.max_length or not self.host.blocks:
             context = self.longest == self.limits.max_length
             what, more = (
@@ -259,9 +250,8 @@ class Scheduler:
                 if context
                 else ("the KV blocks hold", "more memory, or KV in host memory")
             )
-            return f"the request has {asked}, but {what} {self.longest} in all; shorten it, or allow {more}"
-        size, total = self.limits.block_size, prompt + (max_tokens or 1)
-        needed = []
+            return f"{what} {self.longest} in all; shorten it, or allow {more}"
+        size, needed = self.limits.block_size, list[str]()
         if total > (self.host.blocks + 1) * size:
             needed.append(
                 f"host memory or disk for {(total - 1) // size * size} tokens of KV "
@@ -271,10 +261,7 @@ class Scheduler:
             needed.append(f"{self._needs.long_pages} KV blocks on the device ({self.ledger.blocks} now)")
         if total > self.limits.max_length:
             needed.append(f"a max_length of {total} ({self.limits.max_length} now)")
-        return (
-            f"the request has {asked}, but KV has room for {self.longest} in all; shorten it, or allow "
-            f"{' and '.join(needed)}"
-        )
+        return f"KV has room for {self.longest} in all; shorten it, or allow {' and '.join(needed)}"
 
     def stop(self, id: RequestId, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request now, wherever it is, and free what it holds. False if it has already ended."""

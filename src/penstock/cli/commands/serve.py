@@ -17,8 +17,8 @@ from penstock.cli.command import Command, Session, option
 from penstock.cli.load import load
 from penstock.cli.options import engine_config, engine_options
 from penstock.cli.terminal import say
+from penstock.server.http.keys import Key
 from penstock.server.parsing.dialects import AUTO, REASONING_PARSERS, TOOL_PARSERS
-from penstock.server.tenants import Key
 
 if TYPE_CHECKING:
     from penstock.server.fleet.replicas import Replicas
@@ -217,10 +217,11 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     """
     asked = ctx.params
     try:
-        from penstock.server.app import Settings
+        from penstock.server.broker.backend import LocalBackend
+        from penstock.server.http.state import ServerSettings
+        from penstock.server.monitoring.logs import last_line, logged, note
+        from penstock.server.monitoring.telemetry import traced
         from penstock.server.run import Listening, serve
-        from penstock.server.watching.logs import last_line, logged, note
-        from penstock.server.watching.telemetry import traced
     except ModuleNotFoundError as missing:
         raise ConfigError(
             f"serving needs {missing.name}, which is not installed; pip install 'penstock[serve]'"
@@ -231,7 +232,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     config = engine_config(ctx, model, None)
     names = asked["names"] or (model.resolve().name,)
     parsers = asked["tool_parser"], asked["reasoning_parser"]
-    there = Settings(
+    there = ServerSettings(
         tuple(names),
         api_keys(ctx),
         asked["max_body"],
@@ -283,7 +284,6 @@ def command(ctx: click.Context, /, **settings: object) -> None:
                 listening,
                 ready=tell_ready,
                 tellers=tellers,
-                desk=crew.desk,
                 give_up=crew.give_up,
             )
             return
@@ -291,7 +291,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         if config.tensor_parallel > 1 and (place := launched()) is not None and place.rank:
             load_model().close()  # It follows rank 0, which listens, and does not return.
             return
-        serve(load_model, there, listening, ready=tell_ready, tellers=tellers)
+        serve(lambda: LocalBackend(load_model()), there, listening, ready=tell_ready, tellers=tellers)
 
 
 def _crew(asked: Mapping[str, Any], config: Config, name: str) -> "Replicas":

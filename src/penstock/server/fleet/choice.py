@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from penstock.server.fleet.routing import Route, affinity_of
+from penstock.server.fleet.routing import PromptRoute, affinity_of
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes have no types here.
-    """Ranks replicas for a request whose first argument is a Route. Any other is sent to the idlest."""
+    """Ranks replicas for a request whose first argument is a PromptRoute. Any other is sent to the idlest."""
 
     def initialize_state(self, *, application: str) -> None:
         self._affinity = affinity_of(application)
@@ -52,4 +52,4 @@ def _name(replica: ReplicaID) -> str:
 
 def _keys(request: PendingRequest | None) -> Sequence[bytes]:
     route = request.args[0] if request is not None and request.args else None
-    return route.keys if isinstance(route, Route) else ()
+    return route.keys if isinstance(route, PromptRoute) else ()

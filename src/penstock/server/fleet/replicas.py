@@ -1,10 +1,10 @@
-"""Replicas of a model on Ray Serve, on this machine or on many: each an engine and its desk in a process of
+"""Replicas of a model on Ray Serve, on this machine or on many: each an engine and its broker in a process of
 its own.
 
 Ray starts them, gives each its GPUs or CPUs, sees that they live, replaces those that do not, and has more or
 fewer of them as there is more or less to do. Requests do not go through Ray's own HTTP servers: those know
 nothing of an answer that is half told. The server in front of them is the one that serves a single engine,
-with a desk that sends its calls to replicas (see server.fleet).
+with a backend that sends its calls to replicas (see server.fleet).
 """
 
 import asyncio
@@ -17,7 +17,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import fields, replace
 from math import ceil, floor
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -36,14 +35,22 @@ from penstock.base import errors
 from penstock.base.config import Config
 from penstock.base.errors import CheckpointError, ConfigError, DeviceError, EngineClosedError, PenstockError
 from penstock.memory.device import free_memory
-from penstock.server.desk import Desk
+from penstock.server.broker.backend import LocalBackend
+from penstock.server.broker.broker import RequestBroker
+from penstock.server.broker.metrics import Metrics
+from penstock.server.fleet.backend import RemoteBackend
 from penstock.server.fleet.choice import PrefixRouter
-from penstock.server.fleet.desk import Fleet
-from penstock.server.fleet.errands import Errand, Facts, FarLLM, LostError, Message, carried_out
-from penstock.server.fleet.routing import Affinity, Route, share
+from penstock.server.fleet.requests import (
+    LostError,
+    RemoteReader,
+    RemoteRequest,
+    ReplicaInfo,
+    ReplicaMessage,
+    computed,
+)
+from penstock.server.fleet.routing import Affinity, PromptRoute, share
 from penstock.server.fleet.scale import Scale
-from penstock.server.metrics import Metrics
-from penstock.server.watching.state import Watch
+from penstock.server.monitoring.state import StateMonitor
 
 _LOG = logging.getLogger("penstock")
 _NAME = "replica"
@@ -59,7 +66,7 @@ _KNOCK = 5.0
 """Seconds in which a cluster has answered that it is there."""
 _SILENCE = 15.0
 """Seconds after which it is said that there is no replica yet."""
-_FACTS = 60.0
+_INFO = 60.0
 """Seconds in which a replica that runs has said what it is."""
 _TOLD = 5.0
 """Seconds in which replicas have told their state."""
@@ -74,7 +81,7 @@ theirs."""
 
 
 class Replica:
-    """An engine and its desk, in a process that Ray has started."""
+    """An engine and its broker, in a process that Ray has started."""
 
     async def __init__(self, config: Config, model: str, neighbours: int) -> None:  # type: ignore[misc]  # Ray Serve awaits it.
         """model: what clients call it. neighbours: replicas that share this machine's memory, this one
@@ -88,40 +95,45 @@ class Replica:
                 **{field.name: getattr(settings, field.name) for field in fields(Config)}, progress=False
             )
         )
-        self._desk = Desk(self._llm, self._metrics, queue=sys.maxsize)  # Those who wait are counted in front.
-        self._metrics.watch(self._llm, self._desk)
-        self._watch = Watch(self._llm, self._desk, model)
+        backend = LocalBackend(self._llm)
+        # Those who wait are counted in front.
+        self._broker = RequestBroker(backend, self._metrics, queue=sys.maxsize)
+        self._metrics.watch(backend, lambda: self._broker.outputs)
+        self._monitor = StateMonitor(backend, self._broker, model)
         self._ending = asyncio.ensure_future(self._end_with_engine())
 
-    async def answer(self, route: Route, errand: Errand) -> AsyncGenerator[Message]:
-        """What comes of the errand. Ends early if the engine ends."""
-        async with aclosing(carried_out(self._llm, self._desk, self._name, errand)) as messages:
+    async def answer(self, route: PromptRoute, request: RemoteRequest) -> AsyncGenerator[ReplicaMessage]:
+        """Give out what is computed for the request. Ends early if the engine ends."""
+        async with aclosing(computed(self._llm.reader, self._broker, self._name, request)) as messages:
             async for message in messages:
                 yield message
 
-    async def facts(self) -> Facts:
-        return Facts.of(self._llm)
+    async def info(self) -> ReplicaInfo:
+        """Return what the server is to know of the model."""
+        return ReplicaInfo.of(self._llm)
 
     async def state(self) -> tuple[str, Mapping[str, Any]]:
-        return self._name, msgspec.to_builtins(self._watch.look())
+        """Return the replica's name and the state of its machine."""
+        return self._name, msgspec.to_builtins(self._monitor.look())
 
     async def metrics(self) -> tuple[str, str]:
+        """Return the replica's name and its metrics, as Prometheus reads them."""
         return self._name, self._metrics.text().decode()
 
     async def check_health(self) -> None:
         """Raises EngineClosedError for an engine that has ended."""
-        if not self._desk.open:
+        if not self._broker.open:
             raise EngineClosedError("the engine has ended")
 
     async def _end_with_engine(self) -> None:
         """Whoever waits for this process is told at once that it will not answer."""
-        if (fault := await self._desk.failure()) is not None:
+        if (fault := await self._broker.failure()) is not None:
             _LOG.error("this replica ends, for its engine has failed: %s", fault)
             os._exit(1)
 
     async def __del__(self) -> None:
         """Ray Serve awaits it when the replica is to go, and nothing is under way any more."""
-        await self._desk.close(0)
+        await self._broker.close(0)
         await asyncio.to_thread(self._llm.close)
 
 
@@ -156,7 +168,7 @@ class Replicas:
 
     # ---- their life
 
-    def load(self) -> LLM:
+    def load(self) -> RemoteBackend:
         """Start them, and wait for the first. Raises ConfigError for what Ray cannot do, and what the
         replica's model has raised."""
         if not (self._config.model / "config.json").exists():
@@ -168,20 +180,18 @@ class Replicas:
             self._connect()
             if not self._enough.is_set():
                 self._deploy()
-            facts = self._first()
+            info = self._first()
         except BaseException:
             self.stop()
             raise
-        self._affinity.slack, self._affinity.kept = max(facts.limits.max_sequences // 4, 1), facts.blocks
-        return _Near(self, self._config.model, facts, replicas=self._scale.most)
+        limits = info.limits
+        self._affinity.slack, self._affinity.kept = max(limits.max_sequences // 4, 1), limits.kv_blocks
+        reader = RemoteReader(self._config.model, info, replicas=self._scale.most)
+        return RemoteBackend(reader, self, self._affinity, patience=self._patience)
 
     def give_up(self) -> None:
         """Do not wait any longer for a replica."""
         self._enough.set()
-
-    def desk(self, llm: LLM, metrics: Metrics, *, queue: int, keys: int) -> Desk:
-        assert isinstance(llm, FarLLM)
-        return Fleet(llm, metrics, self, self._affinity, queue=queue, patience=self._patience, keys=keys)
 
     def stop(self) -> None:
         """End them, and whatever was started for them."""
@@ -308,7 +318,7 @@ class Replicas:
         each = min(cpus) / ceil(self._scale.most / len(cpus))
         return {"CPU": floor(each) if each >= 1 else floor(each * 1000) / 1000}
 
-    def _first(self) -> Facts:
+    def _first(self) -> ReplicaInfo:
         """What a replica says of its model, as soon as there is one."""
         waited = 0.0
         while not self._enough.wait(_LOOK):
@@ -318,8 +328,8 @@ class Replicas:
             if found is None:
                 continue
             if any(state == "RUNNING" and count for state, count in found.replica_states.items()):
-                facts: Facts = self._handle.facts.remote().result(timeout_s=_FACTS)
-                return facts
+                info: ReplicaInfo = self._handle.info.remote().result(timeout_s=_INFO)
+                return info
             _raise_what(found.message)
             if application is not None and application.status == "DEPLOY_FAILED":
                 raise EngineClosedError(f"the replicas do not start: {_line(found.message)}")
@@ -331,9 +341,9 @@ class Replicas:
 
     # ---- their answers
 
-    async def answer(self, keys: Sequence[bytes], errand: Errand) -> AsyncGenerator[Message]:
-        """See fleet.Crew."""
-        response = self._streams.remote(Route(keys), errand)
+    async def answer(self, keys: Sequence[bytes], request: RemoteRequest) -> AsyncGenerator[ReplicaMessage]:
+        """Give out a replica's answer; see ReplicaPool."""
+        response = self._streams.remote(PromptRoute(keys), request)
         try:
             async for message in response:
                 yield message
@@ -346,8 +356,8 @@ class Replicas:
         finally:
             response.cancel()
 
-    async def everyone(self, what: str) -> dict[str, Any]:
-        """See fleet.Crew."""
+    async def broadcast(self, what: str) -> dict[str, Any]:
+        """Ask every replica; see ReplicaPool."""
         if self._handle is None:
             return {}
         with suppress(RayError, RayServeException, TimeoutError):
@@ -363,18 +373,6 @@ class Replicas:
     @property
     def _streams(self) -> Any:
         return self._plain.options(method_name="answer", stream=True)
-
-
-class _Near(FarLLM):
-    """Closed with its replicas."""
-
-    def __init__(self, replicas_of: Replicas, model: Path, facts: Facts, *, replicas: int) -> None:
-        super().__init__(model, facts, replicas=replicas)
-        self._replicas = replicas_of
-
-    def close(self) -> None:
-        super().close()
-        self._replicas.stop()
 
 
 def _knock(address: str) -> None:

@@ -114,15 +114,15 @@ class Affinity:
                 replica.load = max(replica.load + change, 0)
 
 
-class Route:
+class PromptRoute:
     """The keys of a prompt's blocks. They are for who chooses a replica and stay in that process: the replica
     gets none."""
 
     def __init__(self, keys: Sequence[bytes] = ()) -> None:
         self.keys = keys
 
-    def __reduce__(self) -> tuple[type["Route"], tuple[()]]:
-        return Route, ()
+    def __reduce__(self) -> tuple[type["PromptRoute"], tuple[()]]:
+        return PromptRoute, ()
 
 
 _SHARED: dict[str, Affinity] = {}

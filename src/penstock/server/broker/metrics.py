@@ -6,22 +6,21 @@ them are there as soon as the model is, also those of tiers that are not in use.
 
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from time import monotonic
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from penstock.api.llm import LLM
 from penstock.api.outputs import Completion
 from penstock.api.snapshots import MemoryUse, PrefixCounts
 from penstock.base.meter import SHARES, Direction, KVStats, MissedStats, Passes, TierStats, WeightStats
 from penstock.engine.engine import Stats
+from penstock.server.broker.backend import LocalBackend
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
@@ -41,7 +40,7 @@ _NO_KV = KVStats(0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class RequestTimes:
     """Seconds of a request: until its turn came, from then to its first token, and from there to its last."""
 
     queue: float
@@ -51,18 +50,6 @@ class Times:
     @property
     def whole(self) -> float:
         return self.queue + self.prefill + self.decode
-
-
-class Counts(Protocol):
-    """What a desk knows of the moment."""
-
-    @property
-    def stats(self) -> Stats:
-        """The engine's, as it has last told them."""
-
-    @property
-    def outputs(self) -> int:
-        """That are asked for and not complete."""
 
 
 class Metrics:
@@ -121,10 +108,10 @@ class Metrics:
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(_PREFIX + name, what, labels, registry=self._registry)
 
-    def watch(self, llm: LLM, desk: Counts) -> None:
-        """From now on the engine's own counts are told too."""
-        self._looks = llm.limits.prefix_cache
-        self._registry.register(_Engine(llm, desk))
+    def watch(self, backend: LocalBackend, outputs: Callable[[], int]) -> None:
+        """Show the engine's own counts too from now on. outputs: returns those that are not complete."""
+        self._looks = backend.llm.limits.prefix_cache
+        self._registry.register(_EngineCollector(backend, outputs))
 
     def answered(self, route: str, status: int) -> None:
         self._answers.labels(route, str(status)).inc()
@@ -138,7 +125,7 @@ class Metrics:
         for seconds, requests in Tally(gaps).items():
             self._gap.observe(seconds, requests)
 
-    def completed(self, times: Times, completion: Completion) -> None:
+    def completed(self, times: RequestTimes, completion: Completion) -> None:
         """All of a request."""
         self._whole.observe(times.whole)
         self._queue.observe(times.queue)
@@ -188,17 +175,17 @@ class _Gaps(Collector):
         yield HistogramMetricFamily(_PREFIX + self._name, self._what, buckets=buckets, sum_value=self._sum)
 
 
-class _Engine(Collector):
+class _EngineCollector(Collector):
     """The engine's counts, at the moment they are asked for."""
 
-    def __init__(self, llm: LLM, desk: Counts) -> None:
-        self._llm, self._desk = llm, desk
-        self._rates = _Rates()
+    def __init__(self, backend: LocalBackend, outputs: Callable[[], int]) -> None:
+        self._backend, self._outputs = backend, outputs
+        self._rates = _LinkRates()
 
     def collect(self) -> Iterator[Metric]:
-        stats, memory = self._desk.stats, self._llm.memory
+        stats, memory = self._backend.stats, self._backend.llm.memory
         weights, kv, tiers = memory.weights, stats.kv or _NO_KV, stats.tiers or _NO_TIERS
-        yield from _of_steps(stats, max(self._desk.outputs - stats.running, stats.waiting))
+        yield from _of_steps(stats, max(self._outputs() - stats.running, stats.waiting))
         yield from _of_passes(stats.passes, weights)
         yield from _of_weights(weights)
         crossed = _crossed(weights, kv, tiers)
@@ -208,7 +195,7 @@ class _Engine(Collector):
         yield from _of_tiers(tiers, memory.prefixes)
 
 
-class _Rates:
+class _LinkRates:
     """Of what only grows, between two looks."""
 
     def __init__(self) -> None:

@@ -10,16 +10,16 @@ from typing import Any
 
 import msgspec
 
-from penstock.api.jobs import Ready
-from penstock.api.llm import LLM
 from penstock.api.outputs import Completion, Delta
+from penstock.api.reader import PromptReader
+from penstock.api.sequences import PreparedPrompt
 from penstock.api.text import Tokenizer
-from penstock.server.answers import logprob_entries, new_call
-from penstock.server.desk import Call
+from penstock.server.answers.completions import logprob_entries, new_call
+from penstock.server.answers.prompts import read_chat
+from penstock.server.broker.calls import Call
 from penstock.server.parsing.dialects import Dialect
 from penstock.server.parsing.reading import Arguments, Begin, Broken, Content, End, Part, Reasoning
 from penstock.server.parsing.speech import Speech
-from penstock.server.prompts import read_chat
 from penstock.server.wire.items import messages_of
 from penstock.server.wire.requests import Message
 from penstock.server.wire.responses import ResponsesRequest, named_here
@@ -40,8 +40,8 @@ _BROKEN = (
 
 
 def read_response(
-    llm: LLM, asked: ResponsesRequest, before: bytes, dialect: Dialect | None
-) -> tuple[Ready, "Told"]:
+    reader: PromptReader, asked: ResponsesRequest, before: bytes, dialect: Dialect | None
+) -> tuple[PreparedPrompt, "ResponseStream"]:
     """before: the conversation that it goes on with, as JSON; empty if there is none. From any thread.
 
     Raises FieldError and RequestError for what cannot be served.
@@ -51,18 +51,18 @@ def read_response(
     with named_here():
         chat = asked.chat(messages)
         chat.check()
-        ready, speech = read_chat(llm, chat, dialect)
-    return ready, Told(asked, messages, ready, speech(), llm.tokenizer)
+        ready, speech = read_chat(reader, chat, dialect)
+    return ready, ResponseStream(asked, messages, ready, speech(), reader.tokenizer)
 
 
-class Told:
+class ResponseStream:
     """One response as it comes."""
 
     def __init__(
         self,
         asked: ResponsesRequest,
         messages: Sequence[Message],
-        ready: Ready,
+        ready: PreparedPrompt,
         speech: Speech,
         tokenizer: Tokenizer,
     ) -> None:
@@ -89,11 +89,11 @@ class Told:
         being complete."""
         for kind in ("created", "in_progress"):
             self._tell(f"response.{kind}", response=self.response)
-        for event in self._told():
+        for event in self._drain_events():
             yield event
         async for deltas in call.pieces():
             self._take(deltas)
-            for event in self._told():
+            for event in self._drain_events():
                 yield event
         self._end(call.so_far())
         if keep is not None and self.response["status"] != "failed":
@@ -103,7 +103,7 @@ class Told:
                 if item["type"] != "function_call" or item["status"] == "completed"
             ]
             keep(self.response["id"], msgspec.json.encode(self.response), messages_of(said, self._messages))
-        for event in self._told():
+        for event in self._drain_events():
             yield event
 
     def failure(self, message: str) -> bytes:
@@ -111,10 +111,10 @@ class Told:
         self._close("incomplete")
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": message}}
         self._tell("response.failed", response=self.response)
-        return b"".join(self._told())
+        return b"".join(self._drain_events())
 
-    def _told(self) -> list[bytes]:
-        """And not told again."""
+    def _drain_events(self) -> list[bytes]:
+        """Return and clear the pending server-sent events."""
         events, self._events = self._events, []
         return events
 
@@ -253,7 +253,7 @@ class Told:
         self._tell(f"response.{status}", response=self.response)
 
 
-def _begun(asked: ResponsesRequest, ready: Ready) -> Item:
+def _begun(asked: ResponsesRequest, ready: PreparedPrompt) -> Item:
     """A response of which nothing has come."""
     sampling = ready.samplings[0]
     form = {"type": "text"} if asked.text is None or asked.text.format is None else asked.text.format

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
-from penstock.server.watching.accounts import Account
+from penstock.server.monitoring.records import RequestRecord
 
 _LOG = logging.getLogger("penstock")
 _POLLED = ("/health", "/ready", "/metrics", "/state")
@@ -26,37 +26,37 @@ def note(event: str, level: int = logging.INFO, /, **fields: Value) -> None:
         _LOG.log(level, event, extra={"fields": known})
 
 
-def note_request(account: Account) -> None:
+def note_request(record: RequestRecord) -> None:
     """A request that is over."""
-    level, calls = _level(account), account.calls
+    level, calls = _level(record), record.calls
     if not _LOG.isEnabledFor(level):
         return
     note(
         "request",
         level,
-        request_id=account.id,
-        method=account.method,
-        route=account.route,
-        status=account.status,
-        model=account.model,
-        stream=account.streams if calls else None,
-        prompt_tokens=account.prompt_tokens if calls else None,
-        output_tokens=account.output_tokens if calls else None,
-        cached_tokens=account.cached_tokens if calls else None,
-        queue_seconds=account.admitted - calls[0].begun if account.admitted else None,
-        first_token_seconds=account.first - account.began if account.first else None,
-        seconds=account.ended - account.began,
-        finish_reason=",".join(dict.fromkeys(account.reasons)) if calls else None,
-        error=account.fault,
-        trace_id=account.trace,
+        request_id=record.id,
+        method=record.method,
+        route=record.route,
+        status=record.status,
+        model=record.model,
+        stream=record.streams if calls else None,
+        prompt_tokens=record.prompt_tokens if calls else None,
+        output_tokens=record.output_tokens if calls else None,
+        cached_tokens=record.cached_tokens if calls else None,
+        queue_seconds=record.scheduled_time - calls[0].arrival_time if record.scheduled_time else None,
+        first_token_seconds=record.first_token_time - record.began if record.first_token_time else None,
+        seconds=record.ended - record.began,
+        finish_reason=",".join(dict.fromkeys(record.reasons)) if calls else None,
+        error=record.fault,
+        trace_id=record.trace,
     )
 
 
-def _level(account: Account) -> int:
-    status = account.status or 0
-    if account.route in _POLLED:
+def _level(record: RequestRecord) -> int:
+    status = record.status or 0
+    if record.route in _POLLED:
         return logging.DEBUG
-    if status == 500 or (status == 200 and account.fault is not None):
+    if status == 500 or (status == 200 and record.fault is not None):
         return logging.ERROR
     return logging.WARNING if status > 500 else logging.INFO
 

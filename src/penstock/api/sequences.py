@@ -1,8 +1,9 @@
-"""Prompts at work: what has come of each of their outputs so far."""
+"""The outputs of a prompt in the making: what the engine is asked for, and what has come of it so far."""
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from penstock.api.detokenize import Detokenizer
 from penstock.api.outputs import Completion, Delta, Output
@@ -13,29 +14,38 @@ from penstock.step.request import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """A prompt that has been read and checked, with the settings of each of its outputs: all that the engine
-    is to be told."""
+class PreparedPrompt:
+    """A prompt that has been read and checked: everything that the engine is asked for.
+
+    prompt: its text; None for a prompt of token ids.
+    tokens: token ids.
+    samplings: settings of each output.
+    max_tokens: tokens of each output at most; None is as many as there is room for.
+    detokenizer: makes a new detokenizer, one for each output.
+    priority: the waiting prompt of the lowest number is served first.
+    salt: prefixes are shared with prompts of the same salt alone.
+    """
 
     prompt: str | None
     tokens: tuple[int, ...]
     samplings: tuple[Sampling, ...]
     max_tokens: int | None
     detokenizer: Callable[[], Detokenizer | None]
-    """A new one for each output."""
     priority: int = 0
-    """Of those that wait the one with the least is served first."""
     salt: bytes = b""
-    """Prefixes are shared with prompts of the same salt alone."""
 
-    def salted(self, salt: bytes) -> "Ready":
-        """The same, sharing with those of that salt."""
+    def salted(self, salt: bytes) -> Self:
+        """Return the same prompt, which shares prefixes with prompts of this salt."""
         return replace(self, salt=salt)
 
 
 @dataclass(slots=True)
-class Sequel:
-    """One output in the making."""
+class OutputSequence:
+    """One output in the making (vLLM: a Sequence).
+
+    deltas: what each step has added and nobody has taken yet.
+    cached: prompt tokens whose KV was found; those that came from host memory, and from disk.
+    """
 
     index: int
     request: RequestId
@@ -49,11 +59,10 @@ class Sequel:
     finish: FinishReason | None = None
     error: str = ""
     cached: tuple[int, int, int] = (0, 0, 0)
-    """Prompt tokens that were found; those that came from the host, and from disk."""
 
     def take(self, event: Event) -> bool:
-        """Add what happened in a step. True if a stop string has just ended the output, which the engine does
-        not know."""
+        """Add what a step has computed. Return whether a stop string has just ended the output, which the
+        engine does not know."""
         if event.prompt_logprobs:
             self.prompt_logprobs.extend(event.prompt_logprobs)
         if event.token is None:
@@ -83,13 +92,14 @@ class Sequel:
         return stopped
 
     def _break_off(self, event: Event) -> None:
-        """The output ends without another token."""
+        """End the output without another token."""
         self.finish, self.error = event.finish, event.fault
         text = self.detokenizer.finish() if self.detokenizer is not None else ""
         self.text.append(text)
         self.deltas.append(Delta(text, (), self.finish, self.index))
 
     def output(self) -> Output:
+        """Return everything up to now. An output that has not ended counts as aborted."""
         logprobs = None if self.sampling.logprobs is None else tuple(self.logprobs)
         return Output(
             self.index,
@@ -102,18 +112,23 @@ class Sequel:
 
 
 @dataclass(slots=True)
-class Job:
-    """A prompt and its outputs in the making."""
+class SequenceGroup:
+    """A prompt and its outputs in the making (vLLM: a SequenceGroup).
+
+    prompt: its text; None for a prompt of token ids. tokens: token ids of the prompt.
+    """
 
     prompt: str | None
     tokens: tuple[int, ...]
-    sequences: list[Sequel]
+    sequences: list[OutputSequence]
 
     @property
     def done(self) -> bool:
+        """Tell whether all outputs have ended."""
         return all(sequence.finish is not None for sequence in self.sequences)
 
     def completion(self) -> Completion:
+        """Return the prompt with everything that has come of its outputs up to now."""
         first = self.sequences[0]
         prompt_logprobs = None if first.sampling.prompt_logprobs is None else (None, *first.prompt_logprobs)
         outputs = tuple(sequence.output() for sequence in self.sequences)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import msgspec
 
 from penstock import __version__
-from penstock.server.page import FILES
-from penstock.server.watching.state import State
+from penstock.server.http.page import FILES
+from penstock.server.monitoring.state import State
 from penstock.server.wire import shapes
 from penstock.server.wire.requests import (
     MOST_LOGPROBS,

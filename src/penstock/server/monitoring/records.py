@@ -13,17 +13,17 @@ from time import monotonic, time_ns
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.server.answers import new_id
-from penstock.server.desk import Call
+from penstock.server.answers.completions import new_id
+from penstock.server.broker.calls import Call
 
 _HEADER = b"x-request-id"
 _SANE = re.compile(rb"[!-~]{1,128}")
 """Printable ASCII without spaces."""
-_KEY = "penstock.account"
+_KEY = "penstock.record"
 
 
 @dataclass(slots=True)
-class Account:
+class RequestRecord:
     """Of a request, until its response has been sent. Written on the loop, by the middleware and by the
     route."""
 
@@ -58,7 +58,7 @@ class Account:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(call.ready.tokens) for call in self.calls)
+        return sum(len(call.prompt.tokens) for call in self.calls)
 
     @property
     def output_tokens(self) -> int:
@@ -74,35 +74,35 @@ class Account:
         return [reason for call in self.calls for reason in call.reasons]
 
     @property
-    def admitted(self) -> float:
+    def scheduled_time(self) -> float:
         """When the first of its calls was begun; 0 if none was. So in what follows."""
-        return min((call.admitted for call in self.calls if call.admitted), default=0.0)
+        return min((call.scheduled_time for call in self.calls if call.scheduled_time), default=0.0)
 
     @property
-    def first(self) -> float:
+    def first_token_time(self) -> float:
         """When there was a first piece of any."""
-        return min((call.first for call in self.calls if call.first), default=0.0)
+        return min((call.first_token_time for call in self.calls if call.first_token_time), default=0.0)
 
     @property
-    def last(self) -> float:
+    def last_token_time(self) -> float:
         """When there was a last piece of any."""
-        return max((call.last for call in self.calls), default=0.0)
+        return max((call.last_token_time for call in self.calls), default=0.0)
 
 
-Teller = Callable[[Account], None]
+RecordSink = Callable[[RequestRecord], None]
 
 
-def account_of(request: Request) -> Account:
-    account = request.scope[_KEY]
-    assert isinstance(account, Account)
-    return account
+def record_of(request: Request) -> RequestRecord:
+    record = request.scope[_KEY]
+    assert isinstance(record, RequestRecord)
+    return record
 
 
-class Accounts:
-    """Around an application: an account for each of its requests, which those who want to know are told when
+class RecordMiddleware:
+    """Around an application: an record for each of its requests, which those who want to know are told when
     it is over."""
 
-    def __init__(self, app: ASGIApp, tell: Sequence[Teller]) -> None:
+    def __init__(self, app: ASGIApp, tell: Sequence[RecordSink]) -> None:
         self._app, self._tell = app, tell
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,26 +111,26 @@ class Accounts:
             return
         headers = dict(scope["headers"])
         given = headers.get(_HEADER, b"")
-        account = Account(
+        record = RequestRecord(
             given.decode() if _SANE.fullmatch(given) else new_id("req"), scope["method"], headers
         )
-        scope[_KEY] = account
+        scope[_KEY] = record
 
         async def sent(event: Message) -> None:
             if event["type"] == "http.response.start":
-                account.status = event["status"]
-                event["headers"] = [*event.get("headers", ()), (_HEADER, account.id.encode())]
+                record.status = event["status"]
+                event["headers"] = [*event.get("headers", ()), (_HEADER, record.id.encode())]
             await send(event)
 
         try:
             await self._app(scope, receive, sent)
         finally:
-            account.ended = monotonic()
-            self._settle(account)
+            record.ended = monotonic()
+            self._settle(record)
 
-    def _settle(self, account: Account) -> None:
-        fault = next((call.fault for call in account.calls if call.fault is not None), None)
+    def _settle(self, record: RequestRecord) -> None:
+        fault = next((call.fault for call in record.calls if call.fault is not None), None)
         if fault is not None:
-            account.fault = type(fault).__name__
+            record.fault = type(fault).__name__
         for tell in self._tell:
-            tell(account)
+            tell(record)

@@ -64,7 +64,7 @@ def logprob_entries(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> lis
     ]
 
 
-class _Choice:
+class _ChatChoice:
     """One answer to a conversation, as it comes."""
 
     def __init__(self, speech: Speech, *, reasons: bool) -> None:
@@ -110,7 +110,7 @@ def _called(parts: Sequence[Part]) -> list[Answer]:
     return list(entries.values())
 
 
-class Chat:
+class ChatWriter:
     """Answers to a conversation."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Chat:
         """speech: a new one for each answer. reasons: whether reasoning is told."""
         self._head: Answer = {"id": new_id("chatcmpl"), "created": int(time()), "model": model}
         self._tokenizer, self._speech, self._reasons = tokenizer, speech, reasons
-        self._choices: dict[int, _Choice] = {}
+        self._choices: dict[int, _ChatChoice] = {}
 
     def whole(self, completions: Sequence[Completion]) -> Answer:
         [completion] = completions
@@ -162,7 +162,7 @@ class Chat:
         chunks = []
         for index, text, logprobs, reason in _by_output(deltas):
             if (one := self._choices.get(index)) is None:
-                one = self._choices[index] = _Choice(self._speech(), reasons=self._reasons)
+                one = self._choices[index] = _ChatChoice(self._speech(), reasons=self._reasons)
             choice = {
                 "index": index,
                 "delta": one.delta(text, reason),
@@ -183,7 +183,7 @@ class Chat:
         return {"content": logprob_entries(self._tokenizer, tokens), "refusal": None}
 
 
-class Texts:
+class TextWriter:
     """Continuations of texts."""
 
     def __init__(

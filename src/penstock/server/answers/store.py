@@ -25,25 +25,25 @@ class NotKeptError(PenstockError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Response:
+class _StoredResponse:
     owner: bytes
     answer: bytes
     messages: bytes
     """The conversation up to its end, without instructions, as JSON."""
 
 
-class Kept:
+class ResponseStore:
     """Of one thread."""
 
     def __init__(self, room: int) -> None:
         """room: bytes."""
         self._room = room
         self._size = 0
-        self._responses: OrderedDict[str, _Response] = OrderedDict()
+        self._responses: OrderedDict[str, _StoredResponse] = OrderedDict()
 
     def put(self, owner: bytes, name: str, answer: bytes, messages: Sequence[Message]) -> None:
         """Those that have been there for longest make room. owner: who alone may come back to it."""
-        one = _Response(owner, answer, msgspec.json.encode(messages))
+        one = _StoredResponse(owner, answer, msgspec.json.encode(messages))
         self._responses[name] = one
         self._size += len(one.answer) + len(one.messages)
         while self._size > self._room or len(self._responses) > MOST:
@@ -62,7 +62,7 @@ class Kept:
         self._found(name, owner)
         self._forget(name)
 
-    def _found(self, name: str, owner: bytes, param: str | None = None) -> _Response:
+    def _found(self, name: str, owner: bytes, param: str | None = None) -> _StoredResponse:
         one = self._responses.get(name)
         if one is None or one.owner != owner:  # Of another's nothing is told, nor that it is there.
             raise NotKeptError(name, param)

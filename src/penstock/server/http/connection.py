@@ -17,7 +17,7 @@ import msgspec
 from starlette.requests import Request
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from penstock.server.answers import error
+from penstock.server.answers.completions import error
 
 MOST_HEAD = 64 << 10
 """Bytes of a request's line and headers, and of what follows its body."""

@@ -27,8 +27,8 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.server.answers import error
-from penstock.server.sending import json_response
+from penstock.server.answers.completions import error
+from penstock.server.http.sending import json_response
 
 CLOSED = (
     ("Cross-Origin-Resource-Policy", "same-origin"),

@@ -7,12 +7,13 @@ from time import perf_counter
 
 import torch
 
-from penstock.api.llm import LLM
 from penstock.api.snapshots import MemoryUse, PrefixCounts
 from penstock.base.meter import Counts, KVStats, MissedStats, Passes, Prompt, TierStats
 from penstock.engine.engine import Stats
 from penstock.memory.device import device_name, free_memory, total_memory
-from penstock.server.desk import Call, Desk
+from penstock.server.broker.backend import LocalBackend
+from penstock.server.broker.broker import RequestBroker
+from penstock.server.broker.calls import Call
 
 _WINDOW = 2.0
 """Seconds over which rates are taken; two passes of weights that stream, where these are longer."""
@@ -142,18 +143,20 @@ class _Look:
     stats: Stats
 
 
-class Watch:
-    """Looks at a model again and again. On the desk's loop; what steps change is read as they leave it, and
-    nothing is waited for."""
+class StateMonitor:
+    """Looks at a model again and again. Runs on the broker's loop: it reads what steps change as they leave
+    it, and waits for nothing."""
 
-    def __init__(self, llm: LLM, desk: Desk, name: str) -> None:
-        self._llm, self._desk, self._name = llm, desk, name
-        self._device = device_name(torch.device(llm.device))
+    def __init__(self, backend: LocalBackend, broker: RequestBroker, name: str) -> None:
+        """name: of the model, as clients know it."""
+        self._backend, self._llm, self._broker, self._name = backend, backend.llm, broker, name
+        self._device = device_name(torch.device(self._llm.device))
         self._seen = deque[_Look]()
         self._prompt: tuple[Call, Prompt] | None = None
 
     def look(self) -> State:
-        memory, stats = self._llm.memory, self._desk.stats
+        """Return the state at this moment."""
+        memory, stats = self._llm.memory, self._backend.stats
         weights, kv = memory.weights, memory.kv
         now = _Look(Counts(perf_counter(), weights, kv), stats)
         first = self._since(now)
@@ -170,9 +173,9 @@ class Watch:
             dtype=self._llm.dtype,
             device=self._device,
             longest=self._llm.limits.max_model_len,
-            open=self._desk.open,
+            open=self._broker.open,
             running=stats.running,
-            waiting=max(self._desk.outputs - stats.running, stats.waiting),
+            waiting=max(self._broker.outputs - stats.running, stats.waiting),
             output_tokens=stats.output_tokens,
             output_rate=rate(stats.output_tokens - first.stats.output_tokens),
             computed_rate=rate(stats.computed_tokens - first.stats.computed_tokens),
@@ -201,13 +204,13 @@ class Watch:
         return seen[0]
 
     def _prompt_at(self, now: float) -> PromptState | None:
-        call, progress, stats = self._desk.reading, self._llm.progress, self._desk.stats
+        call, progress, stats = self._broker.reading, self._llm.progress, self._backend.stats
         # One of which nothing is computed may still be waiting.
         if call is None or not (progress.reached or stats.waiting == 0):
             self._prompt = None
             return None
         if self._prompt is None or self._prompt[0] is not call:
-            self._prompt = call, Prompt(len(call.ready.tokens), now, progress.computed)
+            self._prompt = call, Prompt(len(call.prompt.tokens), now, progress.computed)
         prompt = self._prompt[1]
         prompt.see(now, progress.reached, progress.computed)
         if now - prompt.begin < _PATIENCE:

@@ -5,13 +5,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from penstock.api.jobs import Ready
-from penstock.api.llm import LLM, Prompt
 from penstock.api.outputs import Completion, Delta
+from penstock.api.reader import Prompt, PromptReader
+from penstock.api.sequences import PreparedPrompt
 from penstock.api.structures import CrowdedError
 from penstock.base.errors import StructureError
-from penstock.server.answers import Answer, Chat, Texts
-from penstock.server.desk import BusyError
+from penstock.server.answers.completions import Answer, ChatWriter, TextWriter
+from penstock.server.broker.calls import BusyError
 from penstock.server.parsing.dialects import Dialect, dialect_of
 from penstock.server.parsing.forms import behind_reasoning, may_be_behind
 from penstock.server.parsing.speech import LIST, Speech
@@ -24,7 +24,7 @@ _CROWDED = 10.0
 """Seconds after which there may be time for a structure again."""
 
 
-class Telling(Protocol):
+class AnswerWriter(Protocol):
     """How answers of a kind are written."""
 
     def whole(self, completions: Sequence[Completion]) -> Answer: ...
@@ -35,8 +35,8 @@ class Telling(Protocol):
 
 
 def read(
-    llm: LLM, asked: ChatRequest | CompletionRequest, dialect: Dialect | None = None
-) -> tuple[list[Ready], Telling]:
+    reader: PromptReader, asked: ChatRequest | CompletionRequest, dialect: Dialect | None = None
+) -> tuple[list[PreparedPrompt], AnswerWriter]:
     """All of a request's prompts, tokens made and lengths checked: what takes long for long ones. From any
     thread.
 
@@ -45,8 +45,8 @@ def read(
     """
     asked.check()
     if isinstance(asked, ChatRequest):
-        one, speech = read_chat(llm, asked, dialect)
-        return [one], Chat(asked.model, llm.tokenizer, speech, reasons=asked.include_reasoning)
+        one, speech = read_chat(reader, asked, dialect)
+        return [one], ChatWriter(asked.model, reader.tokenizer, speech, reasons=asked.include_reasoning)
     params = asked.params()
     prompts = asked.prompts
 
@@ -54,19 +54,21 @@ def read(
         return (
             given
             if isinstance(given, list) or asked.add_special_tokens
-            else llm.prompt_tokens(given, special=False)
+            else reader.encode(given, special=False)
         )
 
-    ready = [_read(llm, prompt_of(one), params, asked) for one in prompts]
-    echoes = [one if isinstance(one, str) else llm.decode(one) for one in prompts] if asked.echo else None
-    return ready, Texts(asked.model, llm.tokenizer if llm.has_tokenizer else None, echoes, params.n)
+    ready = [_read(reader, prompt_of(one), params, asked) for one in prompts]
+    echoes = [one if isinstance(one, str) else reader.decode(one) for one in prompts] if asked.echo else None
+    return ready, TextWriter(
+        asked.model, reader.tokenizer if reader.has_tokenizer else None, echoes, params.n
+    )
 
 
 def read_chat(
-    llm: LLM, asked: ChatRequest, dialect: Dialect | None = None
-) -> tuple[Ready, Callable[[], Speech]]:
+    reader: PromptReader, asked: ChatRequest, dialect: Dialect | None = None
+) -> tuple[PreparedPrompt, Callable[[], Speech]]:
     """A conversation's prompt, and what tells an answer's parts apart. Raises FieldError and RequestError."""
-    dialect = dialect or dialect_of(llm.tokenizer.templates)
+    dialect = dialect or dialect_of(reader.tokenizer.templates)
     tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
     params = asked.params()
     if tools.forced:
@@ -77,7 +79,7 @@ def read_chat(
             "tool_choice to none"
         )
         raise FieldError(message, "response_format")
-    text = _chat_text(llm, asked, dialect, tools)
+    text = _chat_text(reader, asked, dialect, tools)
     format = LIST if tools.forced else dialect.calls if tools else None
     thought, end = dialect.thought, text.rstrip()
     thinking = thought is not None and end.endswith(thought.begin)
@@ -90,23 +92,26 @@ def read_chat(
             thought, thinking = None, False
         elif not end.endswith(thought.end):
             params = replace(
-                params, structure=behind_reasoning(params.structure, thought, llm.tokenizer, opened=thinking)
+                params,
+                structure=behind_reasoning(params.structure, thought, reader.tokenizer, opened=thinking),
             )
     marks = [
         *(format.markers + format.others if format else ()),
         *((thought.begin, thought.end) if thought else ()),
     ]
-    shown = [token for mark in marks if (token := llm.tokenizer.token_to_id(mark)) is not None]
-    ready = _read(llm, llm.prompt_tokens(text, special=False), replace(params, shown_tokens=shown), asked)
+    shown = [token for mark in marks if (token := reader.tokenizer.token_to_id(mark)) is not None]
+    ready = _read(reader, reader.encode(text, special=False), replace(params, shown_tokens=shown), asked)
     return ready, partial(
         Speech, format, tools.schemas, several=tools.several, thought=thought, thinking=thinking
     )
 
 
-def _read(llm: LLM, prompt: Prompt, params: SamplingParams, asked: ChatRequest | CompletionRequest) -> Ready:
+def _read(
+    reader: PromptReader, prompt: Prompt, params: SamplingParams, asked: ChatRequest | CompletionRequest
+) -> PreparedPrompt:
     """Raises FieldError, RequestError and BusyError."""
     try:
-        return replace(llm.read(prompt, params), priority=asked.priority)
+        return replace(reader.read(prompt, params), priority=asked.priority)
     except CrowdedError as error:
         raise BusyError(str(error), _CROWDED) from error
     except StructureError as error:
@@ -121,16 +126,18 @@ def _held(params: SamplingParams, tools: Tools) -> SamplingParams:
         raise FieldError(f"the tools cannot be asked for: {error}", "tools") from error
 
 
-def chat_tokens(llm: LLM, asked: TokenizeRequest, dialect: Dialect | None = None) -> list[int]:
+def chat_tokens(reader: PromptReader, asked: TokenizeRequest, dialect: Dialect | None = None) -> list[int]:
     """A conversation by the model's own template. Raises FieldError and RequestError."""
     tools = tools_of(asked.tools, None, None)
-    return llm.prompt_tokens(
-        _chat_text(llm, asked, dialect or dialect_of(llm.tokenizer.templates), tools), special=False
+    return reader.encode(
+        _chat_text(reader, asked, dialect or dialect_of(reader.tokenizer.templates), tools), special=False
     )
 
 
-def _chat_text(llm: LLM, asked: ChatRequest | TokenizeRequest, dialect: Dialect, tools: Tools) -> str:
-    reads = llm.tokenizer.template_variables(tools=bool(tools))
+def _chat_text(
+    reader: PromptReader, asked: ChatRequest | TokenizeRequest, dialect: Dialect, tools: Tools
+) -> str:
+    reads = reader.tokenizer.template_variables(tools=bool(tools))
     if tools and "tools" not in reads:
         raise FieldError(
             "tools were sent, but the model's chat template takes none; leave them out, or serve a model "
@@ -140,7 +147,7 @@ def _chat_text(llm: LLM, asked: ChatRequest | TokenizeRequest, dialect: Dialect,
     variables = _asked_for(asked, reads) | (asked.chat_template_kwargs or {})
     messages = told_messages(asked.messages or (), dialect)
     told = tools.told if tools else None
-    return llm.tokenizer.render_chat(
+    return reader.tokenizer.render_chat(
         messages, add_generation_prompt=asked.add_generation_prompt, tools=told, **variables
     )
 

@@ -8,9 +8,9 @@ from typing import TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from penstock.server.desk import BusyError
-from penstock.server.lanes import Lane
-from penstock.server.watching.accounts import account_of
+from penstock.server.broker.calls import BusyError
+from penstock.server.http.threads import Lane
+from penstock.server.monitoring.records import record_of
 
 T = TypeVar("T")
 SMALL = 64 << 10
@@ -53,7 +53,7 @@ class Uploads:
         """Raises HTTPException for one that is too large or takes too long, BusyError if there are too many,
         of all keys or its own."""
         parts, size, waited, loop = [], 0, 0.0, asyncio.get_running_loop()
-        begin, owner = loop.time(), account_of(request).owner
+        begin, owner = loop.time(), record_of(request).owner
         self._hold(request, 0)
         try:
             async with asyncio.timeout_at(begin + _PATIENCE) as late:
@@ -82,7 +82,7 @@ class Uploads:
     async def aside(self, request: Request, read: Callable[[], T]) -> T:
         """Done on another thread, small requests beside large ones, and keys in turns."""
         lane = self._small if self._held.get(request, 0) <= SMALL else self._large
-        found = await lane.run(account_of(request).owner, read)
+        found = await lane.run(record_of(request).owner, read)
         self.release(request)
         return found
 
@@ -90,7 +90,7 @@ class Uploads:
         """It is over, if it was not read before."""
         if (size := self._held.pop(request, None)) is None:
             return
-        owner = account_of(request).owner
+        owner = record_of(request).owner
         count, bytes_ = self._by[owner]
         if count == 1:
             del self._by[owner]
@@ -107,7 +107,7 @@ class Uploads:
         return max(lead - _BURST, 0.0) / _RATE
 
     def _hold(self, request: Request, size: int) -> None:
-        owner, there = account_of(request).owner, request in self._held
+        owner, there = record_of(request).owner, request in self._held
         count, bytes_ = self._by.get(owner, (0, 0))
         count, bytes_ = count + (not there), bytes_ + size - self._held.get(request, 0)
         others = [one for whose, one in self._by.items() if whose != owner]

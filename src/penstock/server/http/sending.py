@@ -13,16 +13,17 @@ from starlette.responses import Response
 from starlette.types import Message as Event
 from starlette.types import Receive, Scope, Send
 
-from penstock.api.jobs import Ready
 from penstock.api.outputs import Completion, Delta
+from penstock.api.sequences import PreparedPrompt
 from penstock.base.errors import PenstockError
-from penstock.server.answers import error
-from penstock.server.connection import Connection, connection_of
-from penstock.server.desk import Call, Desk
-from penstock.server.kept import Kept
-from penstock.server.prompts import Telling
-from penstock.server.responses import Told
-from penstock.server.watching.accounts import account_of
+from penstock.server.answers.completions import error
+from penstock.server.answers.prompts import AnswerWriter
+from penstock.server.answers.responses import ResponseStream
+from penstock.server.answers.store import ResponseStore
+from penstock.server.broker.broker import RequestBroker
+from penstock.server.broker.calls import Call
+from penstock.server.http.connection import Connection, connection_of
+from penstock.server.monitoring.records import record_of
 from penstock.server.wire.requests import ChatRequest, CompletionRequest
 from penstock.server.wire.responses import ResponsesRequest
 
@@ -47,16 +48,16 @@ def said(fault: Exception) -> str:
 
 async def completed(
     request: Request,
-    desk: Desk,
-    ready: Sequence[Ready],
-    telling: Telling,
+    broker: RequestBroker,
+    ready: Sequence[PreparedPrompt],
+    writer: AnswerWriter,
     asked: ChatRequest | CompletionRequest,
 ) -> Response:
     """The outputs of all prompts, whole or as they come. A client that goes takes its calls with it."""
-    calls = desk.ask(ready, asked.timeout, account_of(request).began, account_of(request).owner)
-    account_of(request).asks(asked.model, calls, streams=asked.streams)
+    calls = broker.submit(ready, asked.timeout, record_of(request).began, record_of(request).owner)
+    record_of(request).asks(asked.model, calls, streams=asked.streams)
     if asked.streams:
-        events = _told_live(calls, telling, connection_of(request), tells_usage=asked.tells_usage)
+        events = _told_live(calls, writer, connection_of(request), tells_usage=asked.tells_usage)
         return Live(events, lambda: leave(calls))
     try:
         completions = await unless_gone(request.receive, _all(calls))
@@ -64,16 +65,21 @@ async def completed(
         leave(calls)
     if completions is None:
         return Response(status_code=GONE)
-    return json_response(telling.whole(completions))
+    return json_response(writer.whole(completions))
 
 
 async def responded(
-    request: Request, desk: Desk, ready: Ready, told: Told, kept: Kept, asked: ResponsesRequest
+    request: Request,
+    broker: RequestBroker,
+    ready: PreparedPrompt,
+    told: ResponseStream,
+    kept: ResponseStore,
+    asked: ResponsesRequest,
 ) -> Response:
     """A response, which is kept unless it is not to be."""
-    calls = desk.ask([ready], asked.timeout, account_of(request).began, account_of(request).owner)
-    account_of(request).asks(asked.model, calls, streams=asked.streams)
-    events = told.events(calls[0], partial(kept.put, account_of(request).owner) if asked.stores else None)
+    calls = broker.submit([ready], asked.timeout, record_of(request).began, record_of(request).owner)
+    record_of(request).asks(asked.model, calls, streams=asked.streams)
+    events = told.events(calls[0], partial(kept.put, record_of(request).owner) if asked.stores else None)
     if asked.streams:
         return Live(_to_the_end(events, told), lambda: leave(calls))
 
@@ -89,7 +95,7 @@ async def responded(
     return Response(status_code=GONE) if response is None else json_response(response)
 
 
-async def _to_the_end(events: AsyncGenerator[bytes], told: Told) -> AsyncGenerator[bytes]:
+async def _to_the_end(events: AsyncGenerator[bytes], told: ResponseStream) -> AsyncGenerator[bytes]:
     """With a last event that says what has failed, if something has."""
     try:
         async with aclosing(events):
@@ -106,7 +112,7 @@ async def _all(calls: Sequence[Call]) -> list[Completion]:
 
 
 async def _told_live(
-    calls: Sequence[Call], telling: Telling, connection: Connection | None, *, tells_usage: bool
+    calls: Sequence[Call], writer: AnswerWriter, connection: Connection | None, *, tells_usage: bool
 ) -> AsyncGenerator[bytes]:
     """Events, as pieces come of any of the calls. Those of a single one go to the connection without this
     being woken up for them."""
@@ -115,7 +121,7 @@ async def _told_live(
         return b"".join(
             [
                 _event(chunk | {"usage": None} if tells_usage else chunk)
-                for chunk in telling.pieces(number, deltas)
+                for chunk in writer.pieces(number, deltas)
             ]
         )
 
@@ -134,7 +140,7 @@ async def _told_live(
                 async for number, deltas in merged:
                     yield events(number, deltas)
         if tells_usage:
-            yield _event(telling.last([call.so_far() for call in calls]))
+            yield _event(writer.last([call.so_far() for call in calls]))
     except Exception as fault:
         # The status has been sent: that is all that can still be said.
         if not isinstance(fault, PenstockError):

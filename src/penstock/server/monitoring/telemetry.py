@@ -13,7 +13,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from penstock import __version__
-from penstock.server.watching.accounts import Account, Teller
+from penstock.server.monitoring.records import RecordSink, RequestRecord
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -38,7 +38,7 @@ def endpoint(environment: Mapping[str, str]) -> str | None:
 
 
 @contextmanager
-def traced(environment: Mapping[str, str]) -> Iterator[list[Teller]]:
+def traced(environment: Mapping[str, str]) -> Iterator[list[RecordSink]]:
     """Who is to be told of requests so that they are traced: nobody if traces go nowhere, and then nothing is
     imported either."""
     if endpoint(environment) is None:
@@ -81,38 +81,38 @@ def traced(environment: Mapping[str, str]) -> Iterator[list[Teller]]:
             _LOG.warning("the last traces have not been taken in %g seconds, and are lost", _LAST)
 
 
-def teller(tracer: "Tracer") -> Teller:
-    """Makes the spans of a request that is over, and notes its trace's id in the account."""
+def teller(tracer: "Tracer") -> RecordSink:
+    """Makes the spans of a request that is over, and notes its trace's id in the record."""
     from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     propagator = TraceContextTextMapPropagator()
 
-    def tell(account: Account) -> None:
-        if not account.calls and not _is_model(account.route):
+    def tell(record: RequestRecord) -> None:
+        if not record.calls and not _is_model(record.route):
             return
         carrier = {
-            name: account.headers[name.encode()].decode("latin-1")
+            name: record.headers[name.encode()].decode("latin-1")
             for name in propagator.fields
-            if name.encode() in account.headers
+            if name.encode() in record.headers
         }
-        at = _clock(account)
-        name = " ".join(filter(None, (_OPERATIONS.get(account.route, account.route), account.model)))
+        at = _clock(record)
+        name = " ".join(filter(None, (_OPERATIONS.get(record.route, record.route), record.model)))
         span = tracer.start_span(
             name,
             propagator.extract(carrier),
             SpanKind.SERVER,
-            attributes=_attributes(account),
-            start_time=at(account.began),
+            attributes=_attributes(record),
+            start_time=at(record.began),
         )
-        if (account.status or 0) >= 500 or (account.fault is not None and account.status == 200):
+        if (record.status or 0) >= 500 or (record.fault is not None and record.status == 200):
             span.set_status(Status(StatusCode.ERROR))
         within = set_span_in_context(span)
-        for part, begin, end in _parts(account):
+        for part, begin, end in _parts(record):
             tracer.start_span(part, within, start_time=at(begin)).end(at(end))
-        span.end(at(account.ended))
+        span.end(at(record.ended))
         if (context := span.get_span_context()).is_valid:
-            account.trace = format(context.trace_id, "032x")
+            record.trace = format(context.trace_id, "032x")
 
     return tell
 
@@ -122,40 +122,40 @@ def _is_model(route: str) -> bool:
     return route in _OPERATIONS
 
 
-def _clock(account: Account) -> Callable[[float], int]:
+def _clock(record: RequestRecord) -> Callable[[float], int]:
     """From seconds of monotonic() to nanoseconds since 1970."""
-    return lambda moment: account.began_ns + round((moment - account.began) * 1e9)
+    return lambda moment: record.began_ns + round((moment - record.began) * 1e9)
 
 
-def _parts(account: Account) -> Iterator[tuple[str, float, float]]:
+def _parts(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
     """What a request has gone through, as far as it came. Of several prompts from the first to the last."""
-    if not account.calls:
+    if not record.calls:
         return
-    asked = account.calls[0].begun
-    yield "queue", asked, account.admitted or account.ended
-    if account.admitted:
-        yield "prefill", account.admitted, account.first or account.ended
-    if account.first:
-        yield "decode", account.first, max(account.last, account.first)
+    asked = record.calls[0].arrival_time
+    yield "queue", asked, record.scheduled_time or record.ended
+    if record.scheduled_time:
+        yield "prefill", record.scheduled_time, record.first_token_time or record.ended
+    if record.first_token_time:
+        yield "decode", record.first_token_time, max(record.last_token_time, record.first_token_time)
 
 
-def _attributes(account: Account) -> "dict[str, AttributeValue]":
+def _attributes(record: RequestRecord) -> "dict[str, AttributeValue]":
     found: dict[str, AttributeValue | None] = {
-        "http.request.method": account.method,
-        "http.route": account.route,
-        "http.response.status_code": account.status,
-        "error.type": account.fault,
-        "penstock.request.id": account.id,
-        "gen_ai.operation.name": _OPERATIONS.get(account.route),
+        "http.request.method": record.method,
+        "http.route": record.route,
+        "http.response.status_code": record.status,
+        "error.type": record.fault,
+        "penstock.request.id": record.id,
+        "gen_ai.operation.name": _OPERATIONS.get(record.route),
         "gen_ai.provider.name": "penstock",
-        "gen_ai.request.model": account.model,
+        "gen_ai.request.model": record.model,
     }
-    if account.calls:
-        ready = account.calls[0].ready
+    if record.calls:
+        ready = record.calls[0].prompt
         sampling = ready.samplings[0]
         found |= {
-            "gen_ai.response.model": account.model,
-            "gen_ai.request.stream": account.streams,
+            "gen_ai.response.model": record.model,
+            "gen_ai.request.stream": record.streams,
             "gen_ai.request.choice.count": len(ready.samplings),
             "gen_ai.request.max_tokens": ready.max_tokens,
             "gen_ai.request.temperature": sampling.temperature,
@@ -163,10 +163,12 @@ def _attributes(account: Account) -> "dict[str, AttributeValue]":
             "gen_ai.request.top_k": sampling.top_k,
             "gen_ai.request.presence_penalty": sampling.presence_penalty,
             "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
-            "gen_ai.usage.input_tokens": account.prompt_tokens,
-            "gen_ai.usage.output_tokens": account.output_tokens,
-            "gen_ai.usage.cache_read.input_tokens": account.cached_tokens,
-            "gen_ai.response.finish_reasons": account.reasons,
-            "gen_ai.response.time_to_first_chunk": account.first - account.began if account.first else None,
+            "gen_ai.usage.input_tokens": record.prompt_tokens,
+            "gen_ai.usage.output_tokens": record.output_tokens,
+            "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
+            "gen_ai.response.finish_reasons": record.reasons,
+            "gen_ai.response.time_to_first_chunk": record.first_token_time - record.began
+            if record.first_token_time
+            else None,
         }
     return {name: value for name, value in found.items() if value is not None}
