@@ -387,7 +387,7 @@ def ask_once(llm: LLM, name: str, asks: Sequence[Ask]) -> list[Completion]:
     return found
 
 
-def _through(llm: LLM, streams: Sequence[CompletionStream]) -> Sequence[Stream]:
+def _through(llm: LLM, streams: Sequence[CompletionStream]) -> Sequence[CompletionStream]:
     while not all(stream._group.done for stream in streams):
         llm.driver.step()
     return streams

@@ -14,9 +14,9 @@ import pytest
 import forks
 from penstock import LLM, SamplingParams
 from penstock.api import structures
+from penstock.api.driver import EngineDriver
 from penstock.base.errors import ConfigError
 from penstock.cli.main import main
-from penstock.api.driver import EngineDriver
 from penstock.server.batch import Batch, Tally
 from streams import LONG
 

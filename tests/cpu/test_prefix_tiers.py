@@ -274,7 +274,7 @@ def test_what_a_long_request_has_sent_lands_before_anything_else_does_in_its_pla
         for _ in range(8):
             llm.driver.step()
         made.out.open.set()
-        while not asked._job.done:
+        while not asked._group.done:
             llm.driver.step()
         rest(llm)
         assert tiers_of(llm).counts.moved[Route.DOWN] >= 5

@@ -28,7 +28,7 @@ from penstock.server.broker.broker import RequestBroker
 from penstock.server.broker.calls import Call
 from penstock.server.broker.metrics import Metrics
 from penstock.server.http import keys as tenants
-from penstock.server.http.keys import Refusals
+from penstock.server.http.keys import RefusalThrottle
 from servers import ENDLESS, FLAGS, SETTINGS, Server, serving
 from streams import LONG
 
@@ -333,7 +333,7 @@ def test_a_key_that_is_refused_again_and_again_waits_for_it(monkeypatch: pytest.
     monkeypatch.setattr(tenants, "LONGEST", 0.5)
 
     async def waits() -> tuple[list[float], float, float]:
-        refusals, loop = Refusals(), asyncio.get_running_loop()
+        refusals, loop = RefusalThrottle(), asyncio.get_running_loop()
 
         async def turn(owner: bytes) -> float:
             begin = loop.time()

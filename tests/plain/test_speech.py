@@ -14,7 +14,7 @@ from penstock.server.parsing import schemas
 from penstock.server.parsing.jsontext import MalformedError, Value
 from penstock.server.parsing.reading import Arguments, Begin, Broken, Content, End, Part, Reasoning
 from penstock.server.parsing.schemas import kinds_of, typed
-from penstock.server.parsing.speech import FORMATS, LIST, THOUGHTS, Called, Speech, _joined, whole
+from penstock.server.parsing.speech import FORMATS, LIST, THOUGHTS, Called, OutputParser, _joined, whole
 
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "weather": {
@@ -35,8 +35,8 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
 THINK, BRACKETS = THOUGHTS["think"], THOUGHTS["mistral"]
 
 
-def speech(name: str | None, **how: Any) -> Speech:
-    return Speech(LIST if name == "list" else FORMATS[name] if name else None, FUNCTIONS, **how)
+def speech(name: str | None, **how: Any) -> OutputParser:
+    return OutputParser(LIST if name == "list" else FORMATS[name] if name else None, FUNCTIONS, **how)
 
 
 def parts(name: str | None, pieces: list[str], **how: Any) -> list[Part]:

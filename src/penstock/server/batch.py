@@ -32,7 +32,7 @@ _AHEAD = 2
 waits."""
 
 
-class _Line(Struct, kw_only=True):
+class _BatchLine(Struct, kw_only=True):
     custom_id: str
     method: str = "POST"
     url: str
@@ -153,7 +153,7 @@ class Batch:
             self.lines += 1
             name = f"line {number}"
             try:
-                asked = decoded(line, _Line)
+                asked = decoded(line, _BatchLine)
                 name = asked.custom_id
                 if name in ids:
                     raise FieldError(
@@ -170,7 +170,7 @@ class Batch:
                     refused.append(_line(name, 400, error(str(fault), "invalid_request_error", param)))
         return tasks
 
-    def _read(self, asked: _Line) -> tuple[list[PreparedPrompt], AnswerWriter]:
+    def _read(self, asked: _BatchLine) -> tuple[list[PreparedPrompt], AnswerWriter]:
         kind = KINDS.get(asked.url)
         if asked.method != "POST" or kind is None:
             raise FieldError(

@@ -17,7 +17,7 @@ from penstock.cli.command import Command, Session, option
 from penstock.cli.load import load
 from penstock.cli.options import engine_config, engine_options
 from penstock.cli.terminal import say
-from penstock.server.http.keys import Key
+from penstock.server.http.keys import ApiKey
 from penstock.server.parsing.dialects import AUTO, REASONING_PARSERS, TOOL_PARSERS
 
 if TYPE_CHECKING:
@@ -321,11 +321,11 @@ def _crew(asked: Mapping[str, Any], config: Config, name: str) -> "Replicas":
     return Replicas(config, scale, name, asked["patience"])
 
 
-def keys_in_environment() -> tuple[Key, ...]:
-    return tuple(Key(key.strip().encode()) for key in os.environ.get(KEYS, "").split(",") if key.strip())
+def keys_in_environment() -> tuple[ApiKey, ...]:
+    return tuple(ApiKey(key.strip().encode()) for key in os.environ.get(KEYS, "").split(",") if key.strip())
 
 
-def api_keys(ctx: click.Context) -> tuple[Key, ...]:
+def api_keys(ctx: click.Context) -> tuple[ApiKey, ...]:
     """Of which a client must send one: from the file that was typed, else from the environment, else from the
     file that settings name.
 
@@ -345,7 +345,7 @@ def api_keys(ctx: click.Context) -> tuple[Key, ...]:
     return tuple({key.secret: key for key in (_key(line, file) for line in lines)}.values())
 
 
-def _key(line: str, file: Path) -> Key:
+def _key(line: str, file: Path) -> ApiKey:
     """A key, and what stands behind a tab: the least number that it may send for `priority`."""
     text, tab, granted = line.partition("\t")
     name, _, number = granted.strip().partition("=")
@@ -354,4 +354,4 @@ def _key(line: str, file: Path) -> Key:
             f"behind a key in {file} stands {granted.strip()[:40]!r}; write priority=NUMBER behind a tab, "
             "or nothing"
         )
-    return Key(text.strip().encode(), int(number) if tab else 0)
+    return ApiKey(text.strip().encode(), int(number) if tab else 0)

@@ -7,7 +7,7 @@ from time import time
 from penstock.api.outputs import Completion, Delta, Output
 from penstock.api.text import Tokenizer
 from penstock.server.parsing.reading import Arguments, Begin, Content, End, Part, Reasoning
-from penstock.server.parsing.speech import Called, Speech, whole
+from penstock.server.parsing.speech import Called, OutputParser, whole
 from penstock.step.plan import TokenLogprob
 from penstock.step.request import FinishReason
 
@@ -67,7 +67,7 @@ def logprob_entries(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> lis
 class _ChatChoice:
     """One answer to a conversation, as it comes."""
 
-    def __init__(self, speech: Speech, *, reasons: bool) -> None:
+    def __init__(self, speech: OutputParser, *, reasons: bool) -> None:
         self._speech, self._reasons = speech, reasons
         self._greeted = False
         self._ended = 0
@@ -114,7 +114,7 @@ class ChatWriter:
     """Answers to a conversation."""
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer, speech: Callable[[], Speech], *, reasons: bool = True
+        self, model: str, tokenizer: Tokenizer, speech: Callable[[], OutputParser], *, reasons: bool = True
     ) -> None:
         """speech: a new one for each answer. reasons: whether reasoning is told."""
         self._head: Answer = {"id": new_id("chatcmpl"), "created": int(time()), "model": model}

@@ -14,7 +14,7 @@ from penstock.server.answers.completions import Answer, ChatWriter, TextWriter
 from penstock.server.broker.calls import BusyError
 from penstock.server.parsing.dialects import Dialect, dialect_of
 from penstock.server.parsing.forms import behind_reasoning, may_be_behind
-from penstock.server.parsing.speech import LIST, Speech
+from penstock.server.parsing.speech import LIST, OutputParser
 from penstock.server.parsing.tools import Tools, told_messages, tools_of
 from penstock.server.wire.requests import ChatRequest, CompletionRequest, FieldError, TokenizeRequest
 from penstock.step.params import SamplingParams
@@ -66,7 +66,7 @@ def read(
 
 def read_chat(
     reader: PromptReader, asked: ChatRequest, dialect: Dialect | None = None
-) -> tuple[PreparedPrompt, Callable[[], Speech]]:
+) -> tuple[PreparedPrompt, Callable[[], OutputParser]]:
     """A conversation's prompt, and what tells an answer's parts apart. Raises FieldError and RequestError."""
     dialect = dialect or dialect_of(reader.tokenizer.templates)
     tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
@@ -102,7 +102,7 @@ def read_chat(
     shown = [token for mark in marks if (token := reader.tokenizer.token_to_id(mark)) is not None]
     ready = _read(reader, reader.encode(text, special=False), replace(params, shown_tokens=shown), asked)
     return ready, partial(
-        Speech, format, tools.schemas, several=tools.several, thought=thought, thinking=thinking
+        OutputParser, format, tools.schemas, several=tools.several, thought=thought, thinking=thinking
     )
 
 

@@ -19,7 +19,7 @@ from penstock.server.answers.prompts import read_chat
 from penstock.server.broker.calls import Call
 from penstock.server.parsing.dialects import Dialect
 from penstock.server.parsing.reading import Arguments, Begin, Broken, Content, End, Part, Reasoning
-from penstock.server.parsing.speech import Speech
+from penstock.server.parsing.speech import OutputParser
 from penstock.server.wire.items import messages_of
 from penstock.server.wire.requests import Message
 from penstock.server.wire.responses import ResponsesRequest, named_here
@@ -63,7 +63,7 @@ class ResponseStream:
         asked: ResponsesRequest,
         messages: Sequence[Message],
         ready: PreparedPrompt,
-        speech: Speech,
+        speech: OutputParser,
         tokenizer: Tokenizer,
     ) -> None:
         self.response = _begun(asked, ready)

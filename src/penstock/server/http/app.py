@@ -24,7 +24,7 @@ from penstock.server.broker.metrics import CONTENT_TYPE
 from penstock.server.http.errors import error_response, no_route
 from penstock.server.http.keys import NOBODY, owner_of, salt_of
 from penstock.server.http.openapi import described
-from penstock.server.http.origins import Doors, is_json
+from penstock.server.http.origins import OriginGuard, is_json
 from penstock.server.http.page import FILES, told
 from penstock.server.http.sending import GONE, completed, json_response, responded
 from penstock.server.http.state import ServerSettings, ServerState
@@ -70,7 +70,7 @@ def application(server: ServerState) -> ASGIApp:
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: no_route})
     app.router.redirect_slashes = False  # It would send clients to whatever their Host header says.
-    doors = Doors(app, server.settings.allow_hosts, keys=bool(server.settings.keys))
+    doors = OriginGuard(app, server.settings.allow_hosts, keys=bool(server.settings.keys))
     return RecordMiddleware(doors, (*server.tellers, note_request))
 
 

@@ -55,7 +55,7 @@ _REFUSALS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class ConnectionLimits:
     """For connections. most: of all. at_once: of those that come before the first of them is looked at; where
     files run out meanwhile, asyncio says that again and again, and does nothing else."""
 
@@ -64,7 +64,7 @@ class Room:
 
 
 @cache
-def room() -> Room:
+def room() -> ConnectionLimits:
     """As much as open files allow, of which as many are allowed from now on as can be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = _ENOUGH
@@ -73,7 +73,7 @@ def room() -> Room:
     if soft != resource.RLIM_INFINITY and soft < files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
     at_once = min(2048, files // 4)
-    return Room(max(files - at_once - _OTHERS, at_once), at_once)
+    return ConnectionLimits(max(files - at_once - _OTHERS, at_once), at_once)
 
 
 class _EarlyError(Exception):

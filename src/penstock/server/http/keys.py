@@ -12,14 +12,14 @@ NOBODY = b""
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ApiKey:
     """What a client sends to be answered, and the least number that it may ask for as `priority`."""
 
     secret: bytes
     priority: int = 0
 
 
-class Refusals:
+class RefusalThrottle:
     """Has a key that is refused again and again wait for it: one every PACE seconds, so that refusals are not
     what a server is busy with. Of one loop."""
 

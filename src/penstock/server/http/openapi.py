@@ -31,7 +31,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class RouteSpec:
     """answer: its type, or the media type of what is not JSON. events: what an event's data may be, where
     there may be events instead. refused: with which statuses, beside 401 and 500. open: whether no key is
     asked for."""
@@ -52,7 +52,7 @@ _READS, _GENERATES = (400, 404, 413, 429, 503), (400, 404, 413, 429, 503, 504)
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 _KEPT = ("get_v1_responses_name", "delete_v1_responses_name")
 OPERATIONS = (
-    Operation(
+    RouteSpec(
         "post",
         _CHAT,
         "Answer a conversation",
@@ -61,16 +61,16 @@ OPERATIONS = (
         (shapes.ChatCompletionChunk,),
         _GENERATES,
     ),
-    Operation(
+    RouteSpec(
         "post",
         _TEXT,
         "Continue texts",
-        shapes.Completion,
+        shapes.CompletionResponse,
         CompletionRequest,
         (shapes.CompletionChunk,),
         _GENERATES,
     ),
-    Operation(
+    RouteSpec(
         "post",
         "/v1/responses",
         "Respond to items",
@@ -80,28 +80,28 @@ OPERATIONS = (
         _GENERATES,
         leads=_KEPT,
     ),
-    Operation("get", "/v1/responses/{name}", "A response that is kept", shapes.Response, refused=(400, 404)),
-    Operation(
+    RouteSpec("get", "/v1/responses/{name}", "A response that is kept", shapes.Response, refused=(400, 404)),
+    RouteSpec(
         "delete", "/v1/responses/{name}", "Keep a response no longer", shapes.DeletedResponse, refused=(404,)
     ),
-    Operation("get", "/v1/models", "The models by their names", shapes.ModelList, refused=(503,)),
-    Operation("get", "/v1/models/{name}", "A model", shapes.Model, refused=(404, 503)),
-    Operation(
+    RouteSpec("get", "/v1/models", "The models by their names", shapes.ModelList, refused=(503,)),
+    RouteSpec("get", "/v1/models/{name}", "A model", shapes.ModelCard, refused=(404, 503)),
+    RouteSpec(
         "post",
         "/tokenize",
         "The tokens of a text or a conversation",
-        shapes.Tokens,
+        shapes.TokenizeResponse,
         TokenizeRequest,
         refused=_READS,
     ),
-    Operation("post", "/detokenize", "The text of tokens", shapes.Text, DetokenizeRequest, refused=_READS),
-    Operation("get", "/metrics", "Counts and times, for Prometheus", "text/plain"),
-    Operation("get", "/state", "The machine at this moment", State, refused=(503,)),
-    Operation("get", "/health", "Whether the server is alive", shapes.Status, open=True),
-    Operation("get", "/ready", "Whether requests are taken", shapes.Status, refused=(503,), open=True),
-    Operation("get", "/openapi.json", "This description", "application/json", open=True),
+    RouteSpec("post", "/detokenize", "The text of tokens", shapes.Text, DetokenizeRequest, refused=_READS),
+    RouteSpec("get", "/metrics", "Counts and times, for Prometheus", "text/plain"),
+    RouteSpec("get", "/state", "The machine at this moment", State, refused=(503,)),
+    RouteSpec("get", "/health", "Whether the server is alive", shapes.Status, open=True),
+    RouteSpec("get", "/ready", "Whether requests are taken", shapes.Status, refused=(503,), open=True),
+    RouteSpec("get", "/openapi.json", "This description", "application/json", open=True),
     *[
-        Operation("get", path, "The page", file.kind.partition(";")[0], refused=(304,), open=True)
+        RouteSpec("get", path, "The page", file.kind.partition(";")[0], refused=(304,), open=True)
         for path, file in FILES.items()
     ],
 )
@@ -153,6 +153,15 @@ RANGES: Mapping[str, Json] = {
 }
 """Of numbers, in whatever request: what they are checked for besides."""
 
+_PUBLIC_NAMES = {
+    b"CompletionResponse": b"Completion",
+    b"LogprobEntry": b"TokenLogprob",
+    b"ModelCard": b"Model",
+    b"TierPart": b"Part",
+    b"TokenizeResponse": b"Tokens",
+}
+"""Types that are known by other names in the description."""
+
 
 @cache
 def described(*, keys: bool) -> bytes:
@@ -185,10 +194,13 @@ def described(*, keys: bool) -> bytes:
     }
     if keys:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    return msgspec.json.encode(document)
+    said = msgspec.json.encode(document)
+    for own, public in _PUBLIC_NAMES.items():
+        said = said.replace(own + b'"', public + b'"')
+    return said
 
 
-def _operation(one: Operation, known: Mapping[type, Json], *, keys: bool) -> Json:
+def _operation(one: RouteSpec, known: Mapping[type, Json], *, keys: bool) -> Json:
     told: Json = {"summary": one.what, "operationId": _name(one)}
     names = [part[1:-1] for part in one.path.split("/") if part.startswith("{")]
     if names:
@@ -207,7 +219,7 @@ def _operation(one: Operation, known: Mapping[type, Json], *, keys: bool) -> Jso
     return told
 
 
-def _answer(one: Operation, status: int, known: Mapping[type, Json]) -> Json:
+def _answer(one: RouteSpec, status: int, known: Mapping[type, Json]) -> Json:
     told: Json = {"description": _STATUSES[status]}
     if status == 304:
         return told
@@ -245,6 +257,6 @@ def _event(data: Sequence[Json]) -> Json:
     }
 
 
-def _name(one: Operation) -> str:
+def _name(one: RouteSpec) -> str:
     words = [word.strip("{}") for word in one.path.replace(".", "/").split("/") if word]
     return "_".join([one.method, *words])

@@ -43,7 +43,7 @@ _JSON = re.compile(r"application/(?:[a-z0-9.+-]+\+)?json\s*(?:;.*)?", re.IGNOREC
 _INVALID = "invalid_request_error"
 
 
-class Doors:
+class OriginGuard:
     """ASGI middleware in front of all routes."""
 
     def __init__(self, app: ASGIApp, names: Iterable[str], *, keys: bool) -> None:

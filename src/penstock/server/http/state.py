@@ -12,7 +12,7 @@ from penstock.server.broker.backend import Backend, LocalBackend
 from penstock.server.broker.broker import RequestBroker
 from penstock.server.broker.metrics import Metrics
 from penstock.server.fleet.backend import RemoteBackend
-from penstock.server.http.keys import Key, Refusals
+from penstock.server.http.keys import ApiKey, RefusalThrottle
 from penstock.server.http.uploads import Uploads
 from penstock.server.monitoring.records import RecordSink
 from penstock.server.monitoring.state import StateMonitor
@@ -30,13 +30,13 @@ class ServerSettings:
     most_body: bytes of a request.
     tool_parser, reasoning_parser: as `dialect_of` takes them.
     most_kept: bytes of responses that clients may come back to.
-    allow_hosts: names by which this machine is asked, if there are no keys; see Doors.
+    allow_hosts: names by which this machine is asked, if there are no keys; see OriginGuard.
     share_prefixes: whether prefixes that one key has sent are found by others too, who can tell by the time
         that it takes.
     """
 
     names: tuple[str, ...]
-    keys: tuple[Key, ...] = ()
+    keys: tuple[ApiKey, ...] = ()
     most_body: int = 32 << 20
     tool_parser: str = AUTO
     reasoning_parser: str = AUTO
@@ -65,7 +65,7 @@ class ServerState:
     metrics: Metrics = field(default_factory=Metrics)
     tellers: Sequence[RecordSink] = ()
     dialect: Dialect | None = None
-    refusals: Refusals = field(default_factory=Refusals)
+    refusals: RefusalThrottle = field(default_factory=RefusalThrottle)
     responses: ResponseStore = field(init=False)
     uploads: Uploads = field(init=False)
 

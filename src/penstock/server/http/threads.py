@@ -17,7 +17,7 @@ T = TypeVar("T")
 _ANY = 1 << 30
 
 
-class Lane:
+class FairThreads:
     """A few threads, and the keys whose requests wait for one."""
 
     def __init__(self, threads: int, each: int | None = None, *, alone: bool = False) -> None:

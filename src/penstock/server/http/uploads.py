@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from penstock.server.broker.calls import BusyError
-from penstock.server.http.threads import Lane
+from penstock.server.http.threads import FairThreads
 from penstock.server.monitoring.records import record_of
 
 T = TypeVar("T")
@@ -46,8 +46,8 @@ class Uploads:
         """By key, how many requests it has, and of how many bytes."""
         self._lead: dict[bytes, tuple[float, float]] | None = {} if keys > 1 else None
         """By key, bytes that were read faster than at that rate, and when that was."""
-        self._small = Lane(_THREADS, _THREADS - 1) if keys > 1 else Lane(_THREADS, alone=True)
-        self._large = Lane(1)
+        self._small = FairThreads(_THREADS, _THREADS - 1) if keys > 1 else FairThreads(_THREADS, alone=True)
+        self._large = FairThreads(1)
 
     async def body(self, request: Request) -> bytes:
         """Raises HTTPException for one that is too large or takes too long, BusyError if there are too many,

@@ -89,7 +89,7 @@ class JsonLines(logging.Formatter):
         return json.dumps(head | said)
 
 
-class _Lines(logging.Handler):
+class _LineHandler(logging.Handler):
     def __init__(self, write: Callable[[str], None], level: int, formatter: logging.Formatter) -> None:
         super().__init__(level)
         self._write = write
@@ -107,7 +107,7 @@ def logged(write: Callable[[str], None], kind: str, level: str) -> Iterator[None
     kind: "text" or "json". level: as logging names it, in any case.
     """
     least = logging.getLevelNamesMapping()[level.upper()]
-    handler = _Lines(write, least, JsonLines() if kind == "json" else TextLines())
+    handler = _LineHandler(write, least, JsonLines() if kind == "json" else TextLines())
     root, before = logging.getLogger(), _LOG.level
     root.addHandler(handler)
     _LOG.setLevel(least)

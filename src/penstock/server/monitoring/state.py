@@ -26,7 +26,7 @@ _PATIENCE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TierPart:
     """What takes so many bytes of a tier."""
 
     what: str
@@ -42,7 +42,7 @@ class TierState:
 
     tier: str
     bytes: int
-    parts: tuple[Part, ...]
+    parts: tuple[TierPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,13 +227,13 @@ class StateMonitor:
 def _on_device(stats: Stats, memory: MemoryUse) -> TierState:
     budget, weights, block = memory.budget, memory.weights, memory.budget.block_bytes
     beside = budget.weights - weights.device - weights.device_ring
-    parts = [Part("weights", weights.device)]
+    parts = [TierPart("weights", weights.device)]
     parts += [
-        Part(what, size) for what, size in (("ring", weights.device_ring), ("beside", beside)) if size > 0
+        TierPart(what, size) for what, size in (("ring", weights.device_ring), ("beside", beside)) if size > 0
     ]
     held = (stats.kv_blocks - stats.kv_blocks_free) * block
     parts += _kv_parts(budget.kv, held, stats.kv_blocks_cached * block)
-    parts.append(Part("activations", budget.activations))
+    parts.append(TierPart("activations", budget.activations))
     return _tier("device", budget.total, parts)
 
 
@@ -241,18 +241,20 @@ def _on_host(tiers: TierStats | None, memory: MemoryUse) -> TierState:
     host, kv, weights = torch.device("cpu"), memory.kv, memory.weights
     whole, free = total_memory(host), free_memory(host)
     parts = [
-        Part(what, size) for what, size in (("weights", weights.host), ("ring", weights.host_ring)) if size
+        TierPart(what, size)
+        for what, size in (("weights", weights.host), ("ring", weights.host_ring))
+        if size
     ]
     if kv is not None:
         kept = tiers.cached_host * _host_block(memory, kv) if tiers is not None else 0
         parts += _kv_parts(kv.room, kv.host, kept)
     # What is pinned for penstock is not free, and neither is what others have.
-    parts.append(Part("other", max(whole - free - sum(part.bytes for part in parts), 0)))
+    parts.append(TierPart("other", max(whole - free - sum(part.bytes for part in parts), 0)))
     return _tier("host", whole, parts)
 
 
 def _on_disk(tiers: TierStats | None, memory: MemoryUse) -> TierState:
-    kv, parts = memory.kv, [Part("weights", memory.weights.disk)] if memory.weights.disk else []
+    kv, parts = memory.kv, [TierPart("weights", memory.weights.disk)] if memory.weights.disk else []
     room = memory.disk_blocks * _host_block(memory, kv) if kv is not None else 0
     if kv is not None and room:
         parts += _kv_parts(room, kv.disk, tiers.disk_bytes if tiers is not None else 0)
@@ -288,17 +290,17 @@ def _missed(stats: MissedStats) -> MissedState:
     return MissedState(stats.choices, stats.fallbacks, stats.read, stats.most, stats.worst, stats.mean)
 
 
-def _kv_parts(room: int, held: int, kept: int) -> list[Part]:
+def _kv_parts(room: int, held: int, kept: int) -> list[TierPart]:
     """Of room for KV: what requests hold, what is kept for later ones, and what is empty."""
     kept = max(min(kept, room - held), 0)
-    return [Part("kv", held), Part("kept", kept), Part("empty", max(room - held - kept, 0))]
+    return [TierPart("kv", held), TierPart("kept", kept), TierPart("empty", max(room - held - kept, 0))]
 
 
-def _tier(name: str, size: int, parts: list[Part]) -> TierState:
+def _tier(name: str, size: int, parts: list[TierPart]) -> TierState:
     """With what is left, and no smaller than what was counted on it, of which some has just moved."""
     taken = sum(part.bytes for part in parts)
     if size > taken:
-        parts = [*parts, Part("free", size - taken)]
+        parts = [*parts, TierPart("free", size - taken)]
     return TierState(name, max(size, taken), tuple(parts))
 
 

@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.server.parsing.jsontext import MalformedError, Value, loaded, told, written
-from penstock.server.parsing.reading import Arguments, Begin, Broken, Content, End, Part, Reader, Reading
+from penstock.server.parsing.reading import (
+    Arguments,
+    Begin,
+    Broken,
+    Content,
+    End,
+    FormatReader,
+    Part,
+    Reading,
+)
 from penstock.server.parsing.schemas import kinds_of, typed
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -22,7 +31,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 class Calls:
     """The calls of one answer."""
 
-    def __init__(self, reader: Reader, functions: Schemas, *, several: bool = True) -> None:
+    def __init__(self, reader: FormatReader, functions: Schemas, *, several: bool = True) -> None:
         """several: whether there may be more than one; what follows one is not read then."""
         self.reader, self.functions, self._several = reader, functions, several
         self._next, self._open = 0, False

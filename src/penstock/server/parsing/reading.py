@@ -61,7 +61,7 @@ Part = Reasoning | Content | Begin | Arguments | End | Broken
 Reading = Generator[Part | None, None, T]
 
 
-class Reader:
+class FormatReader:
     """What has come: of `text`, what was not read yet begins `at`."""
 
     def __init__(self) -> None:

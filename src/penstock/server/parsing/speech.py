@@ -17,8 +17,8 @@ from penstock.server.parsing.reading import (
     Broken,
     Content,
     End,
+    FormatReader,
     Part,
-    Reader,
     Reading,
     Reasoning,
 )
@@ -59,7 +59,7 @@ LIST = Format(lambda calls, _: calls.list(), bare="[")
 """Calls in a form that no model was taught, for one that can write nothing else."""
 
 
-class Speech:
+class OutputParser:
     """One answer in the making."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Speech:
         self._format, self._thought = format, thought
         self.thinking = thought is not None and thinking
         """Whether what comes is reasoning."""
-        self._reader = Reader()
+        self._reader = FormatReader()
         self._calls = Calls(self._reader, functions or {}, several=several)
         self._reading = self._read()
 
@@ -153,7 +153,7 @@ class Called:
     arguments: str
 
 
-def whole(speech: Speech, text: str) -> list[Reasoning | Content | Called]:
+def whole(speech: OutputParser, text: str) -> list[Reasoning | Content | Called]:
     """What is said by a text that is complete. A call that was broken off is content."""
     said = list[Reasoning | Content | Called]()
     names, arguments = dict[int, str](), dict[int, str]()

@@ -54,13 +54,13 @@ class _Tool(Struct, forbid_unknown_fields=True):
     function: _Function
 
 
-class _Named(Struct, forbid_unknown_fields=True):
+class _NamedTool(Struct, forbid_unknown_fields=True):
     name: str
 
 
-class _Choice(Struct, forbid_unknown_fields=True):
+class _ToolChoice(Struct, forbid_unknown_fields=True):
     type: Literal["function"]
-    function: _Named
+    function: _NamedTool
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def _forced(choice: object, schemas: Mapping[str, object]) -> tuple[str, ...]:
             f"tool_choice {choice[:40]!r} must be none, auto, required, or an object that names a function",
             "tool_choice",
         )
-    name = _converted(choice, _Choice, "tool_choice", "tool_choice").function.name
+    name = _converted(choice, _ToolChoice, "tool_choice", "tool_choice").function.name
     if name not in schemas:
         raise FieldError(
             f"tool_choice names {name[:160]!r}, which is not one of the tools: {', '.join(schemas)[:200]}",

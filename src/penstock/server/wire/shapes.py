@@ -7,11 +7,11 @@ from msgspec import UNSET, Struct, UnsetType
 FinishReason = Literal["stop", "length", "tool_calls", "error"]
 
 
-class Answer(Struct, forbid_unknown_fields=True, kw_only=True):
+class Shape(Struct, forbid_unknown_fields=True, kw_only=True):
     """Nothing else is in an answer."""
 
 
-class Fault(Answer):
+class Fault(Shape):
     message: str
     type: Literal[
         "invalid_request_error", "authentication_error", "rate_limit_error", "timeout_error", "server_error"
@@ -21,51 +21,51 @@ class Fault(Answer):
     code: str | None
 
 
-class Refusal(Answer):
+class Refusal(Shape):
     """What is said instead of an answer, and as the last event of a stream that has failed."""
 
     error: Fault
 
 
-class PromptTokensDetails(Answer):
+class PromptTokensDetails(Shape):
     cached_tokens: int
 
 
-class Usage(Answer):
+class Usage(Shape):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
 
-class TokenLogprob(Answer):
+class LogprobEntry(Shape):
     token: str
     logprob: float
     bytes: list[int]
 
 
-class ChatTokenLogprob(TokenLogprob):
-    top_logprobs: list[TokenLogprob]
+class ChatTokenLogprob(LogprobEntry):
+    top_logprobs: list[LogprobEntry]
 
 
-class ChatLogprobs(Answer):
+class ChatLogprobs(Shape):
     content: list[ChatTokenLogprob]
     refusal: None
 
 
-class Function(Answer):
+class Function(Shape):
     name: str
     arguments: str
     """A JSON object."""
 
 
-class ToolCall(Answer):
+class ToolCall(Shape):
     id: str
     type: Literal["function"]
     function: Function
 
 
-class ChatMessage(Answer):
+class ChatMessage(Shape):
     role: Literal["assistant"]
     content: str | None
     refusal: None
@@ -73,14 +73,14 @@ class ChatMessage(Answer):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(Answer):
+class ChatChoice(Shape):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(Shape):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -89,12 +89,12 @@ class ChatCompletion(Answer):
     usage: Usage
 
 
-class FunctionDelta(Answer):
+class FunctionDelta(Shape):
     arguments: str
     name: str | UnsetType = UNSET
 
 
-class ToolCallDelta(Answer):
+class ToolCallDelta(Shape):
     """Its id, type and the function's name come once, with the first."""
 
     index: int
@@ -103,21 +103,21 @@ class ToolCallDelta(Answer):
     type: Literal["function"] | UnsetType = UNSET
 
 
-class ChatDelta(Answer):
+class ChatDelta(Shape):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
-class ChatChunkChoice(Answer):
+class ChatChunkChoice(Shape):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
 
 
-class ChatCompletionChunk(Answer):
+class ChatCompletionChunk(Shape):
     """The data of an event of a chat that is streamed."""
 
     id: str
@@ -128,21 +128,21 @@ class ChatCompletionChunk(Answer):
     usage: Usage | UnsetType | None = UNSET
 
 
-class CompletionLogprobs(Answer):
+class CompletionLogprobs(Shape):
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
     text_offset: list[int]
 
 
-class CompletionChoice(Answer):
+class CompletionChoice(Shape):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
 
 
-class Completion(Answer):
+class CompletionResponse(Shape):
     id: str
     object: Literal["text_completion"]
     created: int
@@ -151,14 +151,14 @@ class Completion(Answer):
     usage: Usage
 
 
-class CompletionChunkChoice(Answer):
+class CompletionChunkChoice(Shape):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
 
 
-class CompletionChunk(Answer):
+class CompletionChunk(Shape):
     """The data of an event of a completion that is streamed."""
 
     id: str
@@ -169,7 +169,7 @@ class CompletionChunk(Answer):
     usage: Usage | UnsetType | None = UNSET
 
 
-class Model(Answer):
+class ModelCard(Shape):
     id: str
     object: Literal["model"]
     created: int
@@ -177,57 +177,57 @@ class Model(Answer):
     max_model_len: int
 
 
-class ModelList(Answer):
+class ModelList(Shape):
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelCard]
 
 
-class Tokens(Answer):
+class TokenizeResponse(Shape):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | UnsetType = UNSET
 
 
-class Text(Answer):
+class Text(Shape):
     prompt: str
 
 
-class Status(Answer):
+class Status(Shape):
     status: Literal["alive", "ready", "loading", "closing", "waiting for a replica"]
 
 
 # ---- responses
 
 
-class OutputText(Answer, tag_field="type", tag="output_text"):
+class OutputText(Shape, tag_field="type", tag="output_text"):
     text: str
     annotations: list[Any]
     logprobs: list[ChatTokenLogprob]
 
 
-class ReasoningText(Answer, tag_field="type", tag="reasoning_text"):
+class ReasoningText(Shape, tag_field="type", tag="reasoning_text"):
     text: str
 
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
-class OutputMessage(Answer, tag_field="type", tag="message"):
+class OutputMessage(Shape, tag_field="type", tag="message"):
     id: str
     status: ItemStatus
     role: Literal["assistant"]
     content: list[OutputText]
 
 
-class ReasoningItem(Answer, tag_field="type", tag="reasoning"):
+class ReasoningItem(Shape, tag_field="type", tag="reasoning"):
     id: str
     status: ItemStatus
     summary: list[Any]
     content: list[ReasoningText]
 
 
-class FunctionCall(Answer, tag_field="type", tag="function_call"):
+class FunctionCall(Shape, tag_field="type", tag="function_call"):
     id: str
     status: ItemStatus
     call_id: str
@@ -238,35 +238,35 @@ class FunctionCall(Answer, tag_field="type", tag="function_call"):
 Item = OutputMessage | ReasoningItem | FunctionCall
 
 
-class ResponseError(Answer):
+class ResponseError(Shape):
     code: Literal["server_error"]
     message: str
 
 
-class IncompleteDetails(Answer):
+class IncompleteDetails(Shape):
     reason: Literal["max_output_tokens"]
 
 
-class ReasoningSettings(Answer):
+class ReasoningSettings(Shape):
     effort: str | None
     summary: None
 
 
-class TextSettings(Answer):
+class TextSettings(Shape):
     format: dict[str, Any]
     verbosity: str | None
 
 
-class InputTokensDetails(Answer):
+class InputTokensDetails(Shape):
     cached_tokens: int
     cache_write_tokens: int
 
 
-class OutputTokensDetails(Answer):
+class OutputTokensDetails(Shape):
     reasoning_tokens: int
 
 
-class ResponseUsage(Answer):
+class ResponseUsage(Shape):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
@@ -274,7 +274,7 @@ class ResponseUsage(Answer):
     total_tokens: int
 
 
-class Response(Answer):
+class Response(Shape):
     id: str
     object: Literal["response"]
     created_at: int
@@ -307,19 +307,19 @@ class Response(Answer):
     user: str | None
 
 
-class DeletedResponse(Answer):
+class DeletedResponse(Shape):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
 
 
-class Event(Answer):
+class StreamEvent(Shape):
     """The data of an event of a response that is streamed."""
 
     sequence_number: int
 
 
-class ResponseEvent(Event):
+class ResponseEvent(StreamEvent):
     type: Literal[
         "response.created",
         "response.in_progress",
@@ -330,13 +330,13 @@ class ResponseEvent(Event):
     response: Response
 
 
-class ItemEvent(Event):
+class ItemEvent(StreamEvent):
     type: Literal["response.output_item.added", "response.output_item.done"]
     output_index: int
     item: Item
 
 
-class PlacedEvent(Event):
+class PlacedEvent(StreamEvent):
     item_id: str
     output_index: int
 
