@@ -56,7 +56,7 @@ class ChatTemplate:
             ) from error
 
     def render(self, variables: Mapping[str, object]) -> str:
-        """Raises RequestError for whatever goes wrong in the template."""
+        """Return the text of a conversation. Raise RequestError for whatever goes wrong in the template."""
         try:  # JSON's own types have no methods that could lead a template astray
             plain = json.loads(json.dumps(variables))
         except (TypeError, ValueError, RecursionError) as error:

@@ -24,7 +24,8 @@ known at once."""
 
 
 def has_failed(error: BaseException) -> bool:
-    """Whether the tokenizers library has raised this of its own: where it panics, that is no Exception."""
+    """Tell whether the tokenizers library has raised this of its own: where it panics, that is no
+    Exception."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -48,7 +49,7 @@ def _grown(step: dict[str, Any]) -> int:
 
 
 _WHOLE = {"ByteLevel", "Sequence", "Split", "Digits", "Metaspace", "Punctuation"}
-"""Ways to cut a text that leave nothing of it out, unless they are told to remove what they find."""
+"""Ways to cut a text that leave nothing of it out, unless they are set to remove what they find."""
 
 
 def longest_share(tokenizer: tokenizers.Tokenizer) -> int:
@@ -84,7 +85,7 @@ def _shrunk(step: dict[str, Any]) -> int:
 
 
 class Pieces:
-    """What each token adds to a text, in bytes, learnt from the tokenizer's own decoder and kept.
+    """The bytes that each token adds to a text, learnt from the tokenizer's own decoder and kept.
 
     Several threads may ask at once: at worst both compute the same entry. Raises UnsupportedModelError for a
     decoder whose text for a token depends on its neighbours.
@@ -109,8 +110,8 @@ class Pieces:
         )
 
     def of(self, token: int) -> tuple[bytes, bytes]:
-        """(what it adds as the first of a text, what it adds later). Empty for a token the tokenizer does not
-        know."""
+        """Return the bytes that a token adds as the first of a text, and those that it adds later. Both are
+        empty for a token that the tokenizer does not know."""
         piece = self._known.get(token)
         if piece is None:
             piece = self._known[token] = self._learn(self._tokenizer.id_to_token(token))
@@ -168,7 +169,7 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """Everything given out so far."""
+        """The text that was given out so far."""
         return "".join(self._given)
 
     def push(self, tokens: Sequence[int]) -> str:
@@ -185,7 +186,7 @@ class Detokenizer:
         return self._release(self._utf8.decode(bytes(added)), last=False)
 
     def finish(self) -> str:
-        """Whatever is left, half a character as U+FFFD. Nothing may be pushed after it."""
+        """Return the text that is left, half a character as U+FFFD. Nothing may be pushed after it."""
         return "" if self.stopped else self._release(self._utf8.decode(b"", final=True), last=True)
 
     def _release(self, new: str, *, last: bool) -> str:

@@ -180,7 +180,8 @@ class LLM:
 
     @property
     def memory(self) -> MemoryUse:
-        """Where weights and KV rest at this moment. May be read from any thread, also while a step runs."""
+        """The memory of weights and KV at this moment. May be read from any thread, also while a step
+        runs."""
         return MemoryUse.of(self._booted)
 
     @property

@@ -9,7 +9,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def conversation(messages: object) -> list[dict[str, object]]:
-    """Messages as templates expect them: text parts joined, keys without a value left out. Raises
+    """Return messages as templates expect them: text parts joined, keys without a value left out. Raise
     RequestError."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise RequestError(

@@ -50,12 +50,18 @@ class Process:
 
     @property
     def alive(self) -> bool:
+        """Tell whether the process runs."""
         return self._process.poll() is None
 
     def ask(self, sent: bytes, patience: float, briefly: float | None = None) -> bytes:
-        """briefly: seconds after which it yields from then on; its start does not count. Raises EOFError if
-        it ends before there is an answer, TimeoutError if there is none for so many seconds, OSError if it
-        has ended."""
+        """Return the answer to what is sent.
+
+        patience: seconds in which there must be one.
+        briefly: seconds after which the process yields from then on; its start does not count.
+
+        Raise EOFError if it ends before there is an answer, TimeoutError if there is none in time, and
+        OSError if it has ended.
+        """
         assert self._process.stdin is not None
         late, pipe = monotonic() + patience, self._process.stdin.fileno()
         if not self._started:
@@ -72,6 +78,7 @@ class Process:
         return self._read(size, late)
 
     def kill(self) -> None:
+        """End the process now."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -127,8 +134,8 @@ class Pool:
         weakref.finalize(self, _end, self._idle)
 
     def ask(self, sent: bytes, patience: float) -> bytes:
-        """What one of them answers. Raises OSError, TimeoutError included, or EOFError if it took too long or
-        has ended."""
+        """Return what one of the processes answers. Raise OSError, TimeoutError included, or EOFError if it
+        took too long or has ended."""
         with self._room:
             process = self._take()
             try:
@@ -143,7 +150,7 @@ class Pool:
         return answer
 
     def end(self) -> None:
-        """Those that have nothing to do. Others are started when they are wanted."""
+        """End the processes that have nothing to do. Others are started when they are wanted."""
         _end(self._idle)
 
     def _take(self) -> Process:

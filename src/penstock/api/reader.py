@@ -32,7 +32,7 @@ class Admit(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What reading a prompt needs to know of the model that computes it.
+    """The facts of a model that reading a prompt needs.
 
     vocab_size: tokens that the model has embeddings for.
     defaults: sampling settings from the checkpoint's generation_config.json.

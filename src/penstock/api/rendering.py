@@ -39,14 +39,15 @@ class Template:
 
     @property
     def variables(self) -> frozenset[str]:
-        """Of those that it is given, the ones that it reads; there may be others in it. Raises RequestError
-        if it cannot be compiled."""
+        """The variables that the template reads, of those that it is given; there may be others in it. Raise
+        RequestError if it cannot be compiled."""
         if self._variables is None:
             self._variables = frozenset(_answer({"source": self._source}))
         return self._variables
 
     def render(self, variables: Mapping[str, object]) -> str:
-        """Raises RequestError for whatever goes wrong in the template, and for what JSON cannot hold."""
+        """Return the text of a conversation. Raise RequestError for whatever goes wrong in the template, and
+        for what JSON cannot hold."""
         return str(_answer({"source": self._source, "variables": variables}))
 
 
@@ -110,12 +111,12 @@ def render(seconds: str, memory: str) -> None:
             found: object = (
                 template.render(asked["variables"]) if "variables" in asked else sorted(template.variables)
             )
-            told: Mapping[str, object] = {"found": found}
+            reply: Mapping[str, object] = {"found": found}
         except RequestError as fault:
             if isinstance(fault.__cause__, MemoryError):
                 os._exit(1)  # As where the system ends it.
-            told = {"fault": str(fault)}
-        text = json.dumps(told).encode()
+            reply = {"fault": str(fault)}
+        text = json.dumps(reply).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         return text
 

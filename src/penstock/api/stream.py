@@ -42,7 +42,7 @@ class CompletionStream:
 
     @property
     def completion(self) -> Completion:
-        """Everything up to now, as `generate` would return it. Outputs that have not ended by themselves
+        """The outputs up to now, as `generate` would return them. Those that have not ended by themselves
         count as aborted."""
         return self._group.completion()
 

@@ -6,7 +6,7 @@ longer for others. On the engine's thread an output gets a copy, in microseconds
 library learns of a structure as it goes along, which makes them fast, and fills up: an output that meets the
 end of that room gets the structure anew, and says there what it has said.
 
-The library cannot be told to stop. What takes it too long is refused and left to itself; where several such
+The library cannot be stopped. What takes it too long is refused and left to itself; where several such
 go on, nothing new is begun.
 
 Why this is safe. What is compiled changes under the library's own lock; a compiled structure is put in its
@@ -83,7 +83,8 @@ class _SlowError(StructureError):
 
 
 class Structures:
-    """Of one model. A worker's guide; and what says, before anything runs, whether a structure can be one."""
+    """Compiles the structures of one model, and guides its worker. Before anything runs it says whether a
+    structure can be one."""
 
     def __init__(
         self, tokenizer: Callable[[], Tokenizer | None], vocab_size: int, end_tokens: Collection[int]
@@ -107,8 +108,8 @@ class Structures:
         self._executor: LLExecutor | None = None
 
     def check(self, structure: Structure, end_tokens: Collection[int]) -> None:
-        """Compile it, to be there as long as this object is. end_tokens: those that would end an output.
-        Raises StructureError."""
+        """Compile a structure, to be there as long as the structure is. end_tokens: those that would end an
+        output. Raise StructureError."""
         if not end_tokens:
             raise StructureError(
                 "a structure's end is an end token, and the model names none; give stop_token_ids"
@@ -120,7 +121,7 @@ class Structures:
             held[name] = ref(structure, lambda _: held.pop(name, None)), compiled
 
     def close(self) -> None:
-        """Let go of the tokens, which the library has a copy of. Nothing is compiled afterwards."""
+        """Free the tokens, which the library has a copy of. Nothing is compiled afterwards."""
         if self._vocabulary is not None:
             self._vocabulary.words.trie = None
         self._vocabulary = None
@@ -131,6 +132,7 @@ class Structures:
     # -- a worker's guide
 
     def begin(self, row: Row, sampling: Sampling) -> None:
+        """Begin to guide a row's output."""
         assert sampling.structure is not None
         self._rows[row] = matcher = _Matcher(sampling.end_tokens)
         try:
@@ -139,14 +141,18 @@ class Structures:
             matcher.break_off(str(error))
 
     def end(self, row: Row) -> None:
+        """Forget a row."""
         self._rows.pop(row, None)
 
     def take(self, row: Row, tokens: Sequence[int]) -> None:
+        """Follow tokens that were added to a row's output."""
         matcher = self._rows[row]
         for token in tokens:
             matcher.take(token)
 
     def masks(self, rows: Sequence[Row]) -> tuple[NDArray[np.int32], frozenset[int]]:
+        """Return the masks of tokens that rows may have next, `[rows, ceil(vocab / 32)]` bits in int32, and
+        the places of rows whose structure could not be held."""
         matchers = [self._rows[row] for row in rows]
         masks = np.zeros((len(rows), self._size // 32 + 1), dtype=np.int32)
         self._fill(matchers, masks)

@@ -93,7 +93,7 @@ class Tokenizer:
         return read
 
     def cut_aside(self) -> None:
-        """From now on cut long texts into tokens in a process of its own, which leaves the processor to
+        """Cut long texts into tokens in a process of its own from now on, which leaves the processor to
         whatever else wants it.
 
         A thread that does so holds the interpreter's lock now and then, for 20 ms a megabyte, and others wait
@@ -106,10 +106,12 @@ class Tokenizer:
 
     @property
     def bos_token(self) -> str | None:
+        """The token that begins a text; None if there is none."""
         return self._names.get("bos_token")
 
     @property
     def eos_token(self) -> str | None:
+        """The token that ends a text; None if there is none."""
         return self._names.get("eos_token")
 
     @property
@@ -119,21 +121,23 @@ class Tokenizer:
 
     @property
     def templates(self) -> Mapping[str, str]:
-        """Sources of the chat templates, by name."""
+        """The sources of the chat templates, by name."""
         return self._templates
 
     def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token; None if there is no such token."""
         return self._tokenizer.token_to_id(token)
 
     def is_special(self, token: int) -> bool:
+        """Tell whether a token is a special one, which has no text."""
         return token in self._pieces.special
 
     def token_bytes(self, token: int) -> bytes:
-        """What the token adds to a text; empty if the tokenizer does not know it."""
+        """Return the bytes that a token adds to a text; none if the tokenizer does not know it."""
         return self._pieces.of(token)[1]
 
     def token_text(self, token: int) -> str:
-        """For display: bytes that are no whole character show as U+FFFD."""
+        """Return a token's text for display: bytes that are no whole character show as U+FFFD."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def least_tokens(self, text: str) -> int:
@@ -148,9 +152,13 @@ class Tokenizer:
         return -(-len("".join(text.split()).encode("utf-8", "replace")) // self._longest)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """`special`: with the tokens that tokenizer.json puts around a text. add_bos_token in the config
-        changes nothing, as in transformers 5, since the file was written with it in mind. Raises RequestError
-        if the text is not valid Unicode."""
+        """Return the token ids of a text.
+
+        special: whether to add the tokens that tokenizer.json puts around a text. add_bos_token in the config
+            changes nothing, as in transformers 5, since the file was written with it in mind.
+
+        Raise RequestError if the text is not valid Unicode.
+        """
         if (found := self._done_aside(_SPECIAL if special else _PLAIN, text)) is not None:
             tokens = array("i")
             tokens.frombytes(found)
@@ -158,8 +166,8 @@ class Tokenizer:
         return self.encode_batch([text], special=special)[0]
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-        """As `encode` has each. Raises RequestError too where the tokenizer fails, such as for characters
-        that it has no token for."""
+        """Return the token ids of each text, as `encode` does. Raise RequestError too where the tokenizer
+        fails, such as for characters that it has no token for."""
         for text in texts:
             _check_unicode(text)
         # Without offsets it takes half the time, and unlike `encode` it lets other Python threads run
@@ -219,14 +227,12 @@ class Tokenizer:
 
     def detokenizer(self, stop: Sequence[str] = (), include_stop: bool = False, *, skip_special: bool = True,
                     continues: bool = False, kept: Collection[int] = ()) -> Detokenizer:  # fmt: skip
+        """Return a new detokenizer; see Detokenizer."""
         return Detokenizer(self._pieces, stop, include_stop, skip_special, continues, kept)
 
     def template_variables(self, *, tools: bool = False) -> frozenset[str]:
-        """What the chat template reads of what `render_chat` may be given. tools: the one for conversations
-        with tools.
-
-        Raises RequestError as `render_chat` does.
-        """
+        """Return the names that the chat template reads, of those that `render_chat` may be given. tools:
+        whether of the template for conversations with tools. Raise RequestError as `render_chat` does."""
         return self._template(tools).variables
 
     def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True,
@@ -264,7 +270,8 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True,
                     tools: Sequence[Mapping[str, object]] | None = None,
                     **variables: object) -> list[int]:  # fmt: skip
-        """Templates write the special tokens themselves, so none are added to what `render_chat` gives."""
+        """Return the token ids of a conversation. Templates write the special tokens themselves, so none are
+        added to what `render_chat` returns."""
         return self.encode(
             self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables),
             special=False,

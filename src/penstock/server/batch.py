@@ -41,7 +41,7 @@ class _BatchLine(Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Lines of the input; those answered, before this run too; those of them that could not be served."""
+    """Counts the lines of a batch: of the input, answered (before this run too), and of these, refused."""
 
     lines: int
     answered: int
@@ -76,7 +76,7 @@ class Batch:
         self._seen = self._resumed()
         self.lines = 0
 
-    def run(self, told: Callable[[Tally], object] = lambda _: None) -> Tally:
+    def run(self, progress: Callable[[Tally], object] = lambda _: None) -> Tally:
         """Answer what is not answered yet. To be ended at any moment, and begun again. Raises ConfigError and
         what the engine does."""
         refused: list[bytes] = []
@@ -84,7 +84,7 @@ class Batch:
         with self._target.open("ab") as out:
             for line in refused:
                 self._put(out, line, failed=True)
-            told(self._tally())
+            progress(self._tally())
             waiting, active = deque(sorted(tasks, key=lambda task: task.prompts[0].tokens)), list[_Task]()
             del tasks
             driver, most = self._llm.driver, _AHEAD * self._llm.limits.max_sequences
@@ -99,7 +99,7 @@ class Batch:
                         active.remove(task)
                         body = task.writer.whole([group.completion() for group in task.groups])
                         self._put(out, _line(task.custom_id, 200, body))
-                        told(self._tally())
+                        progress(self._tally())
             finally:
                 driver.abandon([group for task in active for group in task.groups])
                 out.flush()

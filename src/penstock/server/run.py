@@ -30,8 +30,12 @@ _LAST = 5
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """queue: outputs that may wait. patience: seconds that requests under way are given when the server is
-    told to end. most_seconds: that a request may take."""
+    """The address of a server, and how long requests may wait and run.
+
+    queue: outputs that may wait.
+    patience: seconds that requests under way are given when the server is to end.
+    most_seconds: seconds that a request may take; None is any.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000

@@ -15,6 +15,7 @@ Answer = dict[str, object]
 
 
 def new_id(kind: str) -> str:
+    """Return a new random id of a kind, such as "chatcmpl"."""
     return f"{kind}-{secrets.token_hex(16)}"
 
 
@@ -24,10 +25,13 @@ def new_call() -> str:
 
 
 def error(message: str, kind: str, param: str | None = None, code: str | None = None) -> Answer:
+    """Return the body of an error. kind: its `type`, as OpenAI names it. param: the field at fault."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def usage(completions: Sequence[Completion]) -> Answer:
+    """Return the tokens of completions, as OpenAI counts them: of prompts, of outputs, and found in the
+    cache."""
     prompt = sum(len(one.prompt_tokens) for one in completions)
     output = sum(len(other.tokens) for one in completions for other in one.outputs)
     cached = sum(one.cached_tokens for one in completions)
@@ -40,14 +44,14 @@ def usage(completions: Sequence[Completion]) -> Answer:
 
 
 def finish(reason: FinishReason | None, *, calls: bool = False) -> str | None:
-    """calls: whether there are any of tools."""
+    """Return OpenAI's finish reason; None for an output that goes on. calls: whether it has called tools."""
     if reason in (None, FinishReason.LENGTH, FinishReason.ERROR):
         return None if reason is None else reason.value
     return "tool_calls" if calls else "stop"
 
 
 def logprob_entries(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> list[Answer]:
-    """Of each token, with the likeliest in its place."""
+    """Return the log-probability of each token, and of the likeliest in its place, as chats have them."""
 
     def entry(token: int, logprob: float) -> Answer:
         written = tokenizer.token_bytes(token)
@@ -78,15 +82,15 @@ class _ChatChoice:
         said = "".join(part.text for part in parts if isinstance(part, Content))
         reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
         self._ended += sum(isinstance(part, End) for part in parts)
-        told: Answer = {"content": said} if said else {}
+        delta: Answer = {"content": said} if said else {}
         if reasoning and self._reasons:
-            told["reasoning_content"] = reasoning
+            delta["reasoning_content"] = reasoning
         if calls := _called(parts):
-            told["tool_calls"] = calls
+            delta["tool_calls"] = calls
         if not self._greeted:
-            told = {"role": "assistant", "content": None if told and not said else said} | told
+            delta = {"role": "assistant", "content": None if delta and not said else said} | delta
             self._greeted = True
-        return told
+        return delta
 
     def finish(self, reason: FinishReason | None) -> str | None:
         return finish(reason, calls=bool(self._ended))
@@ -111,17 +115,18 @@ def _called(parts: Sequence[Part]) -> list[Answer]:
 
 
 class ChatWriter:
-    """Answers to a conversation."""
+    """Writes the answers to a conversation, whole or piece by piece."""
 
     def __init__(
         self, model: str, tokenizer: Tokenizer, speech: Callable[[], OutputParser], *, reasons: bool = True
     ) -> None:
-        """speech: a new one for each answer. reasons: whether reasoning is told."""
+        """speech: a new one for each answer. reasons: whether reasoning is given out."""
         self._head: Answer = {"id": new_id("chatcmpl"), "created": int(time()), "model": model}
         self._tokenizer, self._speech, self._reasons = tokenizer, speech, reasons
         self._choices: dict[int, _ChatChoice] = {}
 
     def whole(self, completions: Sequence[Completion]) -> Answer:
+        """Return the answers of a chat.completion."""
         [completion] = completions
         choices = [
             {
@@ -158,7 +163,7 @@ class ChatWriter:
         return {"message": message, "finish_reason": finish(output.finish_reason, calls=bool(calls))}
 
     def pieces(self, prompt: int, deltas: Sequence[Delta]) -> list[Answer]:
-        """Chunks for what came of the outputs of a prompt, one for each output."""
+        """Return the chunks for what was added to the outputs of a prompt, one chunk for each output."""
         chunks = []
         for index, text, logprobs, reason in _by_output(deltas):
             if (one := self._choices.get(index)) is None:
@@ -184,7 +189,7 @@ class ChatWriter:
 
 
 class TextWriter:
-    """Continuations of texts."""
+    """Writes continuations of texts, whole or piece by piece."""
 
     def __init__(
         self, model: str, tokenizer: Tokenizer | None, echoes: Sequence[str] | None, outputs: int
@@ -202,6 +207,7 @@ class TextWriter:
         self._echoed: set[int] = set()
 
     def whole(self, completions: Sequence[Completion]) -> Answer:
+        """Return the continuations of a text_completion."""
         choices = [
             self._choice(
                 prompt,
@@ -209,7 +215,7 @@ class TextWriter:
                 output.text,
                 output.logprobs,
                 output.finish_reason,
-                told=output.logprobs is not None,
+                logged=output.logprobs is not None,
             )
             for prompt, one in enumerate(completions)
             for output in one.outputs
@@ -217,13 +223,15 @@ class TextWriter:
         return self._head | {"choices": choices, "usage": usage(completions)}
 
     def pieces(self, prompt: int, deltas: Sequence[Delta]) -> list[Answer]:
+        """Return the chunks for what was added to the outputs of a prompt, one chunk for each output."""
         return [
             self._head
-            | {"choices": [self._choice(prompt, index, text, logprobs, reason, told=bool(logprobs))]}
+            | {"choices": [self._choice(prompt, index, text, logprobs, reason, logged=bool(logprobs))]}
             for index, text, logprobs, reason in _by_output(deltas)
         ]
 
     def last(self, completions: Sequence[Completion]) -> Answer:
+        """Return the chunk that gives the usage."""
         return self._head | {"choices": [], "usage": usage(completions)}
 
     def _choice(
@@ -234,13 +242,13 @@ class TextWriter:
         logprobs: Sequence[TokenLogprob] | None,
         reason: FinishReason | None,
         *,
-        told: bool,
+        logged: bool,
     ) -> Answer:
         number = prompt * self._outputs + index
         if self._echoes is not None and number not in self._echoed:
             self._echoed.add(number)
             text = self._echoes[prompt] + text
-        listed = self._logprobs(number, logprobs or ()) if told else None
+        listed = self._logprobs(number, logprobs or ()) if logged else None
         return {"index": number, "text": text, "logprobs": listed, "finish_reason": finish(reason)}
 
     def _logprobs(self, number: int, tokens: Sequence[TokenLogprob]) -> Answer:

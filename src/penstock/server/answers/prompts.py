@@ -1,4 +1,4 @@
-"""From a request to what the engine is to be told, and to who writes the answer."""
+"""From a request to prompts as the engine takes them, and to what writes the answer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from penstock.server.broker.calls import BusyError
 from penstock.server.parsing.dialects import Dialect, dialect_of
 from penstock.server.parsing.forms import behind_reasoning, may_be_behind
 from penstock.server.parsing.speech import LIST, OutputParser
-from penstock.server.parsing.tools import Tools, told_messages, tools_of
+from penstock.server.parsing.tools import Tools, template_messages, tools_of
 from penstock.server.wire.requests import ChatRequest, CompletionRequest, FieldError, TokenizeRequest
 from penstock.step.params import SamplingParams
 from penstock.step.structure import Structure, StructureKind
@@ -27,11 +27,15 @@ _CROWDED = 10.0
 class AnswerWriter(Protocol):
     """How answers of a kind are written."""
 
-    def whole(self, completions: Sequence[Completion]) -> Answer: ...
+    def whole(self, completions: Sequence[Completion]) -> Answer:
+        """Return the answer of a request whose outputs are complete."""
 
-    def pieces(self, prompt: int, deltas: Sequence[Delta]) -> list[Answer]: ...
+    def pieces(self, prompt: int, deltas: Sequence[Delta]) -> list[Answer]:
+        """Return the chunks for what was added to the outputs of a prompt. prompt: its number in the
+        request."""
 
-    def last(self, completions: Sequence[Completion]) -> Answer: ...
+    def last(self, completions: Sequence[Completion]) -> Answer:
+        """Return the chunk that gives the usage."""
 
 
 def read(
@@ -145,10 +149,10 @@ def _chat_text(
             "tools",
         )
     variables = _asked_for(asked, reads) | (asked.chat_template_kwargs or {})
-    messages = told_messages(asked.messages or (), dialect)
-    told = tools.told if tools else None
+    messages = template_messages(asked.messages or (), dialect)
+    described = tools.described if tools else None
     return reader.tokenizer.render_chat(
-        messages, add_generation_prompt=asked.add_generation_prompt, tools=told, **variables
+        messages, add_generation_prompt=asked.add_generation_prompt, tools=described, **variables
     )
 
 

@@ -1,6 +1,6 @@
 """Answers of /v1/responses: items, and the events that tell of them as they come.
 
-A response is always told as a stream; one that is not sent as such is what the stream adds up to.
+A response is always made as a stream; one that is not sent as a stream is what the stream adds up to.
 """
 
 import secrets
@@ -42,9 +42,12 @@ _BROKEN = (
 def read_response(
     reader: PromptReader, asked: ResponsesRequest, before: bytes, dialect: Dialect | None
 ) -> tuple[PreparedPrompt, "ResponseStream"]:
-    """before: the conversation that it goes on with, as JSON; empty if there is none. From any thread.
+    """Return the prompt of a request, and what writes its response. May be called from any thread.
 
-    Raises FieldError and RequestError for what cannot be served.
+    before: the conversation that it goes on with, as JSON; empty if there is none.
+    dialect: how the model writes; None is what its templates say.
+
+    Raise FieldError and RequestError for what cannot be served.
     """
     asked.check()
     messages = messages_of(asked.input, _CONVERSATION.decode(before) if before else ())
@@ -72,12 +75,12 @@ class ResponseStream:
         self._number = 0
         """Of the next event."""
         self._item: Item | None = None
-        """That which is being told."""
+        """The item that is being written."""
         self._text: list[str] = []
         self._logprobs: list[Any] = []
         """Of the item."""
         self._pending: list[Any] = []
-        """Log-probabilities of tokens whose text has not been told."""
+        """Log-probabilities of tokens without text so far."""
         self._called: list[Any] = []
         """And of those that a call has been made of, which are nobody's unless it is broken off."""
         self._reasoned = 0
@@ -160,7 +163,7 @@ class ResponseStream:
             case Broken() if self._asked.streams:
                 self._close("incomplete")
                 self._pending = []
-            case Broken():  # It has not been told yet.
+            case Broken():  # It has not been sent yet.
                 self.response["output"].pop()
                 self._item = None
                 self._pending = self._called + self._pending
@@ -178,12 +181,12 @@ class ResponseStream:
             )
             self._tell("response.content_part.added", **self._place(), content_index=0, part=self._part(""))
         self._text.append(text)
-        told = {"content_index": 0, "delta": text}
+        fields = {"content_index": 0, "delta": text}
         if kind == "message":
-            told["logprobs"] = self._pending
+            fields["logprobs"] = self._pending
             self._logprobs += self._pending
         self._pending = []
-        self._tell(f"response.{_PARTS[kind]}.delta", **self._place(), **told)
+        self._tell(f"response.{_PARTS[kind]}.delta", **self._place(), **fields)
 
     def _open(self, kind: str, **fields: object) -> None:
         self._close("completed")

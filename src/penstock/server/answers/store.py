@@ -33,7 +33,7 @@ class _StoredResponse:
 
 
 class ResponseStore:
-    """Of one thread."""
+    """Keeps the newest responses in memory. For one thread."""
 
     def __init__(self, room: int) -> None:
         """room: bytes."""
@@ -42,7 +42,7 @@ class ResponseStore:
         self._responses: OrderedDict[str, _StoredResponse] = OrderedDict()
 
     def put(self, owner: bytes, name: str, answer: bytes, messages: Sequence[Message]) -> None:
-        """Those that have been there for longest make room. owner: who alone may come back to it."""
+        """Keep a response; the oldest ones make room. owner: the only key that may come back to it."""
         one = _StoredResponse(owner, answer, msgspec.json.encode(messages))
         self._responses[name] = one
         self._size += len(one.answer) + len(one.messages)
@@ -50,15 +50,15 @@ class ResponseStore:
             self._forget(next(iter(self._responses)))
 
     def answer(self, name: str, owner: bytes) -> bytes:
-        """Raises NotKeptError, also for another's."""
+        """Return a response, as JSON. Raise NotKeptError, also for another key's."""
         return self._found(name, owner).answer
 
     def conversation(self, name: str, owner: bytes, param: str) -> bytes:
-        """Up to the end of that response: messages, as JSON. Raises NotKeptError."""
+        """Return the conversation up to the end of a response: messages, as JSON. Raise NotKeptError."""
         return self._found(name, owner, param).messages
 
     def drop(self, name: str, owner: bytes) -> None:
-        """Raises NotKeptError."""
+        """Forget a response. Raise NotKeptError."""
         self._found(name, owner)
         self._forget(name)
 

@@ -56,7 +56,7 @@ class Quotas:
 
 
 class Backend(Protocol):
-    """What computes calls: an engine in this process, or replicas in others."""
+    """A backend computes calls: an engine in this process, or replicas in others."""
 
     @property
     def reader(self) -> PromptReader:

@@ -36,7 +36,7 @@ complete."""
 
 
 class Leaving(Protocol):
-    """Whoever is told that a client has left its call."""
+    """The broker, as a call knows it."""
 
     def leave(self, call: "Call") -> None:
         """End a call that its client wants no more."""
@@ -139,7 +139,7 @@ class Call:
 
     @property
     def fault(self) -> BaseException | None:
-        """What has kept its outputs from being complete."""
+        """The error that has kept its outputs from being complete."""
         return self._fault
 
     def leave(self) -> None:

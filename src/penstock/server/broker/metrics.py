@@ -49,11 +49,12 @@ class RequestTimes:
 
     @property
     def whole(self) -> float:
+        """The seconds from its arrival to its last token."""
         return self.queue + self.prefill + self.decode
 
 
 class Metrics:
-    """Of one server. All is called on its loop."""
+    """Counts and measures the requests of one server. All is called on its loop."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -114,6 +115,7 @@ class Metrics:
         self._registry.register(_EngineCollector(backend, outputs))
 
     def answered(self, route: str, status: int) -> None:
+        """Count an answer, by its route and status."""
         self._answers.labels(route, str(status)).inc()
 
     def began(self, seconds: float) -> None:
@@ -121,7 +123,7 @@ class Metrics:
         self._first.observe(seconds)
 
     def went_on(self, gaps: Iterable[float]) -> None:
-        """More tokens of requests, each so many seconds after its last."""
+        """Observe more tokens of requests, each so many seconds after its last."""
         for seconds, requests in Tally(gaps).items():
             self._gap.observe(seconds, requests)
 
@@ -150,9 +152,11 @@ class Metrics:
             self._found.labels(tier).inc(count)
 
     def abandoned(self) -> None:
+        """Count a request that its client has left."""
         self._left.inc()
 
     def text(self) -> bytes:
+        """Return all metrics, as Prometheus reads them."""
         return generate_latest(self._registry)
 
 

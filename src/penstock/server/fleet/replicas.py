@@ -3,7 +3,7 @@ its own.
 
 Ray starts them, gives each its GPUs or CPUs, sees that they live, replaces those that do not, and has more or
 fewer of them as there is more or less to do. Requests do not go through Ray's own HTTP servers: those know
-nothing of an answer that is half told. The server in front of them is the one that serves a single engine,
+nothing of an answer that is half sent. The server in front of them is the one that serves a single engine,
 with a backend that sends its calls to replicas (see server.fleet).
 """
 
@@ -68,8 +68,8 @@ _SILENCE = 15.0
 """Seconds after which it is said that there is no replica yet."""
 _INFO = 60.0
 """Seconds in which a replica that runs has said what it is."""
-_TOLD = 5.0
-"""Seconds in which replicas have told their state."""
+_STATE = 5.0
+"""Seconds in which replicas have answered with their state."""
 _PERIOD, _LONGEST_PERIOD = 2.0, 30.0
 """Seconds between two looks at how much there is to do, and those whose mean counts, at most."""
 _SHARES = {"cpu": 0.5, "cuda": 0.8}
@@ -121,12 +121,12 @@ class Replica:
         return self._name, self._metrics.text().decode()
 
     async def check_health(self) -> None:
-        """Raises EngineClosedError for an engine that has ended."""
+        """Raise EngineClosedError if the engine has ended. Ray calls it every few seconds."""
         if not self._broker.open:
             raise EngineClosedError("the engine has ended")
 
     async def _end_with_engine(self) -> None:
-        """Whoever waits for this process is told at once that it will not answer."""
+        """End this process with its engine, so that no request waits for it."""
         if (fault := await self._broker.failure()) is not None:
             _LOG.error("this replica ends, for its engine has failed: %s", fault)
             os._exit(1)
@@ -190,7 +190,7 @@ class Replicas:
         return RemoteBackend(reader, self, self._affinity, patience=self._patience)
 
     def give_up(self) -> None:
-        """Do not wait any longer for a replica."""
+        """Stop waiting for a replica."""
         self._enough.set()
 
     def stop(self) -> None:
@@ -214,7 +214,7 @@ class Replicas:
                 _knock(self._scale.address)
                 ray.init(address=self._scale.address, **quiet)
             else:
-                # Nothing is told to anybody outside, and how much memory replicas take has been decided.
+                # Nothing is reported outside, and how much memory replicas take has been decided.
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
                 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
                 gpus = 0 if self._config.device == "cpu" else None
@@ -361,8 +361,8 @@ class Replicas:
         if self._handle is None:
             return {}
         with suppress(RayError, RayServeException, TimeoutError):
-            told = await self._plain.broadcast(what).results_async(timeout_s=_TOLD, return_exceptions=True)
-            return dict(one for one in told if not isinstance(one, BaseException))
+            found = await self._plain.broadcast(what).results_async(timeout_s=_STATE, return_exceptions=True)
+            return dict(one for one in found if not isinstance(one, BaseException))
         return {}
 
     @property

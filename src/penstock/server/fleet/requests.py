@@ -49,7 +49,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class OutputChunk:
-    """What was added to the outputs. prompt_logprobs: all of them come with the first chunk."""
+    """A chunk of what was added to the outputs. prompt_logprobs: all of them come with the first chunk."""
 
     deltas: tuple[Delta, ...]
     cached: tuple[int, int, int]
@@ -72,7 +72,7 @@ class LostError(PenstockError):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
-    """What the server knows of a replica's model: limits are those of one replica."""
+    """The facts that a server knows of a replica's model. limits: of one replica."""
 
     vocab_size: int
     limits: ServingLimits

@@ -7,9 +7,13 @@ from penstock.base.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """least, most: replicas; between them there are as many as there is work for. address: of a Ray cluster;
-    None is one of its own, on this machine. cpus: CPUs for each, None is an equal part of the machine, or one
-    beside GPUs. up, down: seconds for which there must be work for more, or for fewer, before there are."""
+    """The number of replicas, and where they run.
+
+    least, most: replicas; between them there are as many as there is work for.
+    address: of a Ray cluster; None is one of its own, on this machine.
+    cpus: CPUs for each; None is an equal part of the machine, or one beside GPUs.
+    up, down: seconds for which there must be work for more, or for fewer, before there are.
+    """
 
     least: int
     most: int

@@ -22,8 +22,8 @@ class _Families(Collector):
 
 
 def counted(loads: Mapping[str, int], again: int) -> str:
-    """Metrics of what a server knows of its replicas: requests under way at each, and how many requests were
-    sent once more."""
+    """Return the metrics of what a server knows of its replicas: requests under way at each, and requests
+    that were sent once more."""
     at = GaugeMetricFamily(
         "penstock:replica_requests", "Requests that a replica has under way.", labels=[_LABEL]
     )
@@ -39,8 +39,8 @@ def counted(loads: Mapping[str, int], again: int) -> str:
 
 
 def side_by_side(texts: Mapping[str, str], known: str) -> str:
-    """Metrics of each replica with a label that says which, but for those that `known`, the server's own,
-    has."""
+    """Return the metrics of each replica with a label that says which, but for those that `known`, the
+    server's own, has."""
     own = {family.name for family in text_string_to_metric_families(known)}
     families: dict[str, Metric] = {}
     for replica, text in texts.items():

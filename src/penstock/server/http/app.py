@@ -25,7 +25,7 @@ from penstock.server.http.errors import error_response, no_route
 from penstock.server.http.keys import NOBODY, owner_of, salt_of
 from penstock.server.http.openapi import described
 from penstock.server.http.origins import OriginGuard, is_json
-from penstock.server.http.page import FILES, told
+from penstock.server.http.page import FILES, page_file
 from penstock.server.http.sending import GONE, completed, json_response, responded
 from penstock.server.http.state import ServerSettings, ServerState
 from penstock.server.monitoring.logs import note_request
@@ -44,6 +44,7 @@ T = TypeVar("T")
 
 
 def application(server: ServerState) -> ASGIApp:
+    """Return the ASGI application of a server: routes, and what stands around them."""
     asked = [
         ("GET", "/health", _health),
         ("GET", "/ready", _ready),
@@ -66,7 +67,8 @@ def application(server: ServerState) -> ASGIApp:
         found.setdefault(path, {})[method] = handler
     # One route a path: what it does not take is refused with all that it does.
     routes = [
-        Route(path, _told(server, path, handlers), methods=list(handlers)) for path, handlers in found.items()
+        Route(path, _route(server, path, handlers), methods=list(handlers))
+        for path, handlers in found.items()
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: no_route})
     app.router.redirect_slashes = False  # It would send clients to whatever their Host header says.
@@ -81,7 +83,7 @@ _OPEN = ("/health", "/ready", "/openapi.json", *FILES)
 Handler = Callable[[ServerState, Request], Awaitable[Response]]
 
 
-def _told(
+def _route(
     server: ServerState, path: str, handlers: Mapping[str, Handler]
 ) -> Callable[[Request], Awaitable[Response]]:
     """The handler of the request's method, behind the check of keys, its errors as clients know them."""
@@ -90,7 +92,7 @@ def _told(
         record_of(request).route = path
         response = await answered(request)
         if len(server.settings.keys) > 1 and 400 <= response.status_code < 500:
-            with suppress(asyncio.CancelledError):  # The server ends: then it is told at once.
+            with suppress(asyncio.CancelledError):  # The server ends: then it is answered at once.
                 await server.refusals.turn(record_of(request).owner)
         server.metrics.answered(path, response.status_code)
         return response
@@ -266,8 +268,8 @@ async def _respond(server: ServerState, request: Request) -> Response:
     salt = _salt(server, request, asked.cache_salt)
 
     def prepared() -> tuple[PreparedPrompt, ResponseStream]:
-        ready, told = read_response(reader, asked, before, server.dialect)
-        return ready.salted(salt), told
+        ready, stream = read_response(reader, asked, before, server.dialect)
+        return ready.salted(salt), stream
 
     ready, response = await _aside(server, request, prepared, asked.timeout)
     return await responded(request, broker, ready, response, server.responses, asked)
@@ -310,7 +312,7 @@ async def _state(server: ServerState, request: Request) -> Response:
 
 
 async def _page(server: ServerState, request: Request) -> Response:
-    return told(request)
+    return page_file(request)
 
 
 async def _tokenize(server: ServerState, request: Request) -> Response:

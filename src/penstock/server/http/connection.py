@@ -56,8 +56,9 @@ _REFUSALS = {
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """For connections. most: of all. at_once: of those that come before the first of them is looked at; where
-    files run out meanwhile, asyncio says that again and again, and does nothing else."""
+    """The most connections that there may be. most: of all. at_once: of those that come before the first of
+    them is looked at; where files run out meanwhile, asyncio says that again and again, and does nothing
+    else."""
 
     most: int
     at_once: int
@@ -65,7 +66,7 @@ class ConnectionLimits:
 
 @cache
 def room() -> ConnectionLimits:
-    """As much as open files allow, of which as many are allowed from now on as can be."""
+    """Return as many connections as open files allow, after raising that limit as far as it goes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = _ENOUGH
     if resource.RLIM_INFINITY not in (soft, hard):
@@ -81,12 +82,14 @@ class _EarlyError(Exception):
 
 
 def connection_of(request: Request) -> "Connection | None":
-    """That a request has come by; None if that is none of ours."""
+    """Return the connection that a request has come by; None if it is not one of ours."""
     found: Connection | None = request.scope.get(_KEY)
     return found
 
 
 class Connection(HttpToolsProtocol):
+    """Follows one client's connection: it refuses what is too large, too slow or not HTTP."""
+
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._head = 0
@@ -99,17 +102,20 @@ class Connection(HttpToolsProtocol):
         self._stall: TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request, or refuse the connection if there are too many."""
         super().connection_made(transport)
         self._wait(_LONGEST_HEAD, self._late)
         if len(self.connections) > room().most:
             self._refuse(503)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stop all timers."""
         self._wait()
         self.resume_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Parse what has come, up to the largest head."""
         if self._deaf:
             return
         self._head += len(data)
@@ -126,16 +132,18 @@ class Connection(HttpToolsProtocol):
 
     @property
     def pushes(self) -> bool:
-        """Whether the client is there, and takes what there is of the answer."""
+        """Tell whether the client is there, and takes what there is of the answer."""
         return not (self.cycle.disconnected or self.flow.write_paused)
 
     def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP."""
         if not self._deaf:
             self._refuse(400)
 
     # ---- what the parser has found
 
     def on_message_begin(self) -> None:
+        """Begin a request, or close the connection if it comes before the last answer was sent."""
         if self._answers:
             self.cycle.keep_alive = False
             self._deaf = True
@@ -146,16 +154,19 @@ class Connection(HttpToolsProtocol):
         cast(dict[str, object], self.scope)[_KEY] = self
 
     def on_headers_complete(self) -> None:
+        """Begin to watch how fast the body comes."""
         self._body = 0
         self._wait(_LOOK, self._look)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        """Count a part of the body."""
         self._head = 0
         self._body += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        """Stop waiting for the body."""
         self._head = 0
         self._wait()
         super().on_message_complete()
@@ -163,11 +174,13 @@ class Connection(HttpToolsProtocol):
     # ---- time
 
     def pause_writing(self) -> None:
+        """Begin to wait for a client that does not read."""
         super().pause_writing()
         if self._stall is None:
             self._stall = self.loop.call_later(_LONGEST_STALL, self.transport.abort)
 
     def resume_writing(self) -> None:
+        """Stop waiting for the client, which reads again."""
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None

@@ -13,7 +13,7 @@ NOBODY = b""
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """What a client sends to be answered, and the least number that it may ask for as `priority`."""
+    """A key that a client sends to be answered, and the least number that it may ask for as `priority`."""
 
     secret: bytes
     priority: int = 0
@@ -28,7 +28,7 @@ class RefusalThrottle:
         """By key, when the next may be told."""
 
     async def turn(self, owner: bytes) -> None:
-        """Until it may be told of one more, LONGEST seconds at most."""
+        """Wait until a key may be refused once more, LONGEST seconds at most."""
         now = asyncio.get_running_loop().time()
         self._due = {whose: due for whose, due in self._due.items() if due > now or whose == owner}
         due = min(max(self._due.get(owner, now), now), now + LONGEST)
@@ -38,14 +38,14 @@ class RefusalThrottle:
 
 
 def owner_of(key: bytes) -> bytes:
-    """What stands for a key wherever something is kept for it, in memory or on disk: a digest, from which a
-    key can only be guessed."""
+    """Return what stands for a key wherever something is kept for it, in memory or on disk: a digest, from
+    which a key can only be guessed."""
     return blake2b(key, digest_size=DIGEST_BYTES, person=b"penstock-owner").digest()
 
 
 def salt_of(owner: bytes, given: str | None, *, share: bool) -> bytes:
-    """Prefixes are shared between requests of the same salt: of one key that send the same `cache_salt`, or
-    none; share: of any key."""
+    """Return the salt of a request's prefixes, which are shared between requests of the same salt: of one key
+    that send the same `cache_salt`, or none. share: between those of any key."""
     whose = NOBODY if share else owner
     if not whose and given is None:
         return b""

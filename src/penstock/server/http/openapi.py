@@ -13,7 +13,7 @@ import msgspec
 from penstock import __version__
 from penstock.server.http.page import FILES
 from penstock.server.monitoring.state import State
-from penstock.server.wire import shapes
+from penstock.server.wire import response_shapes, shapes
 from penstock.server.wire.requests import (
     MOST_LOGPROBS,
     ChatRequest,
@@ -32,9 +32,13 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RouteSpec:
-    """answer: its type, or the media type of what is not JSON. events: what an event's data may be, where
-    there may be events instead. refused: with which statuses, beside 401 and 500. open: whether no key is
-    asked for."""
+    """The description of a route.
+
+    answer: its type, or the media type of what is not JSON.
+    events: types of an event's data, where there may be events instead.
+    refused: the statuses that it may answer with, beside 401 and 500.
+    open: whether no key is asked for.
+    """
 
     method: Literal["get", "post", "delete"]
     path: str
@@ -74,15 +78,21 @@ OPERATIONS = (
         "post",
         "/v1/responses",
         "Respond to items",
-        shapes.Response,
+        response_shapes.Response,
         ResponsesRequest,
-        shapes.EVENTS,
+        response_shapes.EVENTS,
         _GENERATES,
         leads=_KEPT,
     ),
-    RouteSpec("get", "/v1/responses/{name}", "A response that is kept", shapes.Response, refused=(400, 404)),
     RouteSpec(
-        "delete", "/v1/responses/{name}", "Keep a response no longer", shapes.DeletedResponse, refused=(404,)
+        "get", "/v1/responses/{name}", "A response that is kept", response_shapes.Response, refused=(400, 404)
+    ),
+    RouteSpec(
+        "delete",
+        "/v1/responses/{name}",
+        "Keep a response no longer",
+        response_shapes.DeletedResponse,
+        refused=(404,),
     ),
     RouteSpec("get", "/v1/models", "The models by their names", shapes.ModelList, refused=(503,)),
     RouteSpec("get", "/v1/models/{name}", "A model", shapes.ModelCard, refused=(404, 503)),
@@ -175,8 +185,8 @@ def described(*, keys: bool) -> bytes:
         schemas[name]["properties"][field] = exact
     for asked in {one.asked.__name__ for one in OPERATIONS if one.asked is not None}:
         for field, within in RANGES.items():
-            told = schemas[asked]["properties"].get(field, {})
-            for kind in told.get("anyOf", [told]):
+            entry = schemas[asked]["properties"].get(field, {})
+            for kind in entry.get("anyOf", [entry]):
                 kind.update(within if kind.get("type") in ("integer", "number") else {})
     known = dict(zip(ordered, references, strict=True))
     paths: dict[str, Json] = {}
@@ -201,50 +211,50 @@ def described(*, keys: bool) -> bytes:
 
 
 def _operation(one: RouteSpec, known: Mapping[type, Json], *, keys: bool) -> Json:
-    told: Json = {"summary": one.what, "operationId": _name(one)}
+    entry: Json = {"summary": one.what, "operationId": _name(one)}
     names = [part[1:-1] for part in one.path.split("/") if part.startswith("{")]
     if names:
-        told["parameters"] = [
+        entry["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     if one.asked is not None:
-        told["requestBody"] = {
+        entry["requestBody"] = {
             "required": True,
             "content": {"application/json": {"schema": known[one.asked]}},
         }
     if keys:
-        told["security"] = [] if one.open else [{"key": []}]
+        entry["security"] = [] if one.open else [{"key": []}]
     statuses = {200, 500, *one.refused, *([401] if keys and not one.open else [])}
-    told["responses"] = {str(status): _answer(one, status, known) for status in sorted(statuses)}
-    return told
+    entry["responses"] = {str(status): _answer(one, status, known) for status in sorted(statuses)}
+    return entry
 
 
 def _answer(one: RouteSpec, status: int, known: Mapping[type, Json]) -> Json:
-    told: Json = {"description": _STATUSES[status]}
+    entry: Json = {"description": _STATUSES[status]}
     if status == 304:
-        return told
+        return entry
     if status == 200 and isinstance(one.answer, str):
-        told["content"] = {
+        entry["content"] = {
             one.answer: {"schema": {"type": "object" if one.answer == "application/json" else "string"}}
         }
-        return told
+        return entry
     if status == 200 or (status == 503 and one.answer is shapes.Status):
         assert isinstance(one.answer, type)
-        told["content"] = {"application/json": {"schema": known[one.answer]}}
+        entry["content"] = {"application/json": {"schema": known[one.answer]}}
         if one.events:
-            told["content"]["text/event-stream"] = {
+            entry["content"]["text/event-stream"] = {
                 "schema": _event([known[kind] for kind in (*one.events, shapes.Refusal)])
             }
         if one.leads:
-            told["links"] = {
+            entry["links"] = {
                 name: {"operationId": name, "parameters": {"name": "$response.body#/id"}}
                 for name in one.leads
             }
-        return told
-    told["content"] = {"application/json": {"schema": known[shapes.Refusal]}}
+        return entry
+    entry["content"] = {"application/json": {"schema": known[shapes.Refusal]}}
     if status in _HEADERS:
-        told["headers"] = _HEADERS[status]
-    return told
+        entry["headers"] = _HEADERS[status]
+    return entry
 
 
 def _event(data: Sequence[Json]) -> Json:

@@ -44,7 +44,7 @@ _INVALID = "invalid_request_error"
 
 
 class OriginGuard:
-    """ASGI middleware in front of all routes."""
+    """Guards all routes from other sites' pages, as ASGI middleware."""
 
     def __init__(self, app: ASGIApp, names: Iterable[str], *, keys: bool) -> None:
         """names: of this machine, beside addresses and localhost. keys: whether clients must send one."""
@@ -113,6 +113,6 @@ def _foreign(scope: Scope, host: str) -> str:
 
 
 def is_json(scope: Scope) -> bool:
-    """Whether the body is declared as JSON, once."""
+    """Tell whether the body is declared as JSON, once."""
     kinds = _values(scope, b"content-type")
     return len(kinds) == 1 and _JSON.fullmatch(kinds[0]) is not None

@@ -41,7 +41,7 @@ FILES = {"/": _file("index.html")} | {
 """By path."""
 
 
-def told(request: Request) -> Response:
+def page_file(request: Request) -> Response:
     """One of them; nothing but that it is the same, to who has it already."""
     file = FILES[request.scope["path"]]
     headers = _HEADERS | {"ETag": file.tag}

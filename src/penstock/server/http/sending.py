@@ -34,11 +34,12 @@ GONE = 499
 
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a response with this content as JSON."""
     return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
 def said(fault: Exception) -> str:
-    """What a client is told of it: of what was not foreseen, not much."""
+    """Return what a client reads of an error: of one that was not foreseen, not much."""
     return (
         str(fault)
         if isinstance(fault, PenstockError)
@@ -57,7 +58,7 @@ async def completed(
     calls = broker.submit(ready, asked.timeout, record_of(request).began, record_of(request).owner)
     record_of(request).asks(asked.model, calls, streams=asked.streams)
     if asked.streams:
-        events = _told_live(calls, writer, connection_of(request), tells_usage=asked.tells_usage)
+        events = _chunk_events(calls, writer, connection_of(request), tells_usage=asked.tells_usage)
         return Live(events, lambda: leave(calls))
     try:
         completions = await unless_gone(request.receive, _all(calls))
@@ -72,21 +73,21 @@ async def responded(
     request: Request,
     broker: RequestBroker,
     ready: PreparedPrompt,
-    told: ResponseStream,
+    stream: ResponseStream,
     kept: ResponseStore,
     asked: ResponsesRequest,
 ) -> Response:
     """A response, which is kept unless it is not to be."""
     calls = broker.submit([ready], asked.timeout, record_of(request).began, record_of(request).owner)
     record_of(request).asks(asked.model, calls, streams=asked.streams)
-    events = told.events(calls[0], partial(kept.put, record_of(request).owner) if asked.stores else None)
+    events = stream.events(calls[0], partial(kept.put, record_of(request).owner) if asked.stores else None)
     if asked.streams:
-        return Live(_to_the_end(events, told), lambda: leave(calls))
+        return Live(_to_the_end(events, stream), lambda: leave(calls))
 
     async def whole() -> object:
         async for _ in events:
             raise AssertionError("events are for streams")
-        return told.response
+        return stream.response
 
     try:
         response = await unless_gone(request.receive, whole())
@@ -95,7 +96,7 @@ async def responded(
     return Response(status_code=GONE) if response is None else json_response(response)
 
 
-async def _to_the_end(events: AsyncGenerator[bytes], told: ResponseStream) -> AsyncGenerator[bytes]:
+async def _to_the_end(events: AsyncGenerator[bytes], stream: ResponseStream) -> AsyncGenerator[bytes]:
     """With a last event that says what has failed, if something has."""
     try:
         async with aclosing(events):
@@ -104,14 +105,14 @@ async def _to_the_end(events: AsyncGenerator[bytes], told: ResponseStream) -> As
     except Exception as fault:
         if not isinstance(fault, PenstockError):
             _LOG.error("a stream has failed", exc_info=fault)
-        yield told.failure(said(fault))
+        yield stream.failure(said(fault))
 
 
 async def _all(calls: Sequence[Call]) -> list[Completion]:
     return [await call.completion() for call in calls]
 
 
-async def _told_live(
+async def _chunk_events(
     calls: Sequence[Call], writer: AnswerWriter, connection: Connection | None, *, tells_usage: bool
 ) -> AsyncGenerator[bytes]:
     """Events, as pieces come of any of the calls. Those of a single one go to the connection without this
@@ -182,6 +183,7 @@ def _event(content: object) -> bytes:
 
 
 def leave(calls: Sequence[Call]) -> None:
+    """End calls that their client wants no more."""
     for call in calls:
         call.leave()
 
@@ -216,7 +218,7 @@ class Live(Response):
 
 
 async def unless_gone(receive: Callable[[], Awaitable[Event]], work: Coroutine[Any, Any, T]) -> T | None:
-    """What comes of the work; None if the client goes before it is done, which ends it."""
+    """Return what comes of the work; None if the client goes before it is done, which ends it."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":

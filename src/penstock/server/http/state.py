@@ -47,7 +47,7 @@ class ServerSettings:
 
 @dataclass(slots=True)
 class ServerState:
-    """What the routes work with. There is no model while it is being loaded.
+    """The state that routes work with. There is no model while it is being loaded.
 
     monitor: looks at the engine in this process, if that computes.
     fleet: the backend, if replicas compute.

@@ -33,8 +33,8 @@ class FairThreads:
         """By key, the next one's first."""
 
     async def run(self, owner: bytes, work: Callable[[], T]) -> T:
-        """What the work returns or raises, when it is that key's turn. Whoever is cancelled before leaves its
-        place."""
+        """Return or raise what the work does, when it is that key's turn. Whoever is cancelled before leaves
+        its place."""
         loop = asyncio.get_running_loop()
         if self._free and self._busy[owner] < self._each:
             self._take(owner)

@@ -32,8 +32,8 @@ holds. What reads them is the loop, which all wait for."""
 
 
 class Uploads:
-    """Of one server, on its loop. A request is counted from the first bytes of its body until it was read, or
-    is over."""
+    """Takes the bodies of one server's requests, on its loop. A request is counted from the first bytes of
+    its body until it was read, or is over."""
 
     def __init__(self, most: int, *, keys: int = 0) -> None:
         """most: bytes of a request. keys: of the server. Where there are several, each may have half of what
@@ -50,8 +50,8 @@ class Uploads:
         self._large = FairThreads(1)
 
     async def body(self, request: Request) -> bytes:
-        """Raises HTTPException for one that is too large or takes too long, BusyError if there are too many,
-        of all keys or its own."""
+        """Return a request's body. Raise HTTPException for one that is too large or takes too long, and
+        BusyError if there are too many, of all keys or its own."""
         parts, size, waited, loop = [], 0, 0.0, asyncio.get_running_loop()
         begin, owner = loop.time(), record_of(request).owner
         self._hold(request, 0)
@@ -80,7 +80,7 @@ class Uploads:
         return b"".join(parts)
 
     async def aside(self, request: Request, read: Callable[[], T]) -> T:
-        """Done on another thread, small requests beside large ones, and keys in turns."""
+        """Read a request on another thread, small requests beside large ones, and keys in turns."""
         lane = self._small if self._held.get(request, 0) <= SMALL else self._large
         found = await lane.run(record_of(request).owner, read)
         self.release(request)

@@ -1,2 +1,2 @@
-"""What those who run a server are told of requests and of the moment: log lines, traces, the state that the
+"""For those who run a server: log lines and traces of requests, and the state that the
 page shows."""

@@ -15,7 +15,7 @@ Value = str | int | float | bool | None
 
 
 def note(event: str, level: int = logging.INFO, /, **fields: Value) -> None:
-    """An event: its name and what is to be known of it, None left out. Seconds are told to the
+    """An event: its name and what is to be known of it, None left out. Seconds are written to the
     microsecond."""
     if _LOG.isEnabledFor(level):
         known = {
@@ -62,14 +62,15 @@ def _level(record: RequestRecord) -> int:
 
 
 class TextLines(logging.Formatter):
-    """Events with their time and fields; remarks as they are."""
+    """Formats events with their time and fields, and remarks as they are."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return a line of text."""
         fields: Mapping[str, Value] | None = getattr(record, "fields", None)
         if fields is None:
             return super().format(record)
-        told = " ".join(f"{name}={_shown(value)}" for name, value in fields.items())
-        return f"{_time(record)} {record.levelname.lower()} {record.getMessage()} {told}".rstrip()
+        shown = " ".join(f"{name}={_shown(value)}" for name, value in fields.items())
+        return f"{_time(record)} {record.levelname.lower()} {record.getMessage()} {shown}".rstrip()
 
 
 class JsonLines(logging.Formatter):
@@ -77,6 +78,7 @@ class JsonLines(logging.Formatter):
     and its text the message."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return a JSON object, in one line."""
         fields: Mapping[str, Value] | None = getattr(record, "fields", None)
         head: dict[str, Value] = {"time": _time(record), "level": record.levelname.lower()}
         if fields is not None:
@@ -121,7 +123,7 @@ def logged(write: Callable[[str], None], kind: str, level: str) -> Iterator[None
 
 
 def last_line(text: str, traceback: str | None) -> str:
-    """What has ended the server, as JSON."""
+    """Return what has ended the server, as JSON."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     line = {"time": now, "level": "error", "event": "ended", "message": text}
     return json.dumps(line | ({"traceback": traceback} if traceback is not None else {}))
@@ -135,7 +137,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _shown(value: Value) -> str:
-    """On one line, and to be told from what follows: client ids have no spaces, but may have quotes."""
+    """On one line, and distinct from what follows: client ids have no spaces, but may have quotes."""
     text = str(value).lower() if isinstance(value, bool) else str(value)
     plain = text.isascii() and text.isprintable() and not any(character in ' "=\\' for character in text)
     return text if plain and text else json.dumps(text)

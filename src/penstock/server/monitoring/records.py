@@ -24,8 +24,8 @@ _KEY = "penstock.record"
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Of a request, until its response has been sent. Written on the loop, by the middleware and by the
-    route."""
+    """The record of a request, until its response has been sent. Written on the loop, by the middleware and
+    by the route."""
 
     id: str
     method: str
@@ -54,38 +54,42 @@ class RequestRecord:
     """The id of the trace that it is a part of, where there are any."""
 
     def asks(self, model: str, calls: Sequence[Call], *, streams: bool) -> None:
+        """Note what was asked for, when the request has been read and checked."""
         self.model, self.calls, self.streams = model, calls, streams
 
     @property
     def prompt_tokens(self) -> int:
+        """The tokens of its prompts."""
         return sum(len(call.prompt.tokens) for call in self.calls)
 
     @property
     def output_tokens(self) -> int:
+        """The tokens of its outputs, so far."""
         return sum(call.counts[0] for call in self.calls)
 
     @property
     def cached_tokens(self) -> int:
+        """The tokens of its prompts whose KV was found."""
         return sum(call.counts[1] for call in self.calls)
 
     @property
     def reasons(self) -> list[str]:
-        """Why its outputs have ended."""
+        """The finish reasons of its outputs."""
         return [reason for call in self.calls for reason in call.reasons]
 
     @property
     def scheduled_time(self) -> float:
-        """When the first of its calls was begun; 0 if none was. So in what follows."""
+        """The time at which the first of its calls left the engine's queue, by monotonic(); 0 if none did."""
         return min((call.scheduled_time for call in self.calls if call.scheduled_time), default=0.0)
 
     @property
     def first_token_time(self) -> float:
-        """When there was a first piece of any."""
+        """The time at which there was a first piece of any call; 0 if there was none."""
         return min((call.first_token_time for call in self.calls if call.first_token_time), default=0.0)
 
     @property
     def last_token_time(self) -> float:
-        """When there was a last piece of any."""
+        """The time at which there was a last piece of any call; 0 if there was none."""
         return max((call.last_token_time for call in self.calls), default=0.0)
 
 
@@ -93,14 +97,15 @@ RecordSink = Callable[[RequestRecord], None]
 
 
 def record_of(request: Request) -> RequestRecord:
+    """Return the record of a request."""
     record = request.scope[_KEY]
     assert isinstance(record, RequestRecord)
     return record
 
 
 class RecordMiddleware:
-    """Around an application: an record for each of its requests, which those who want to know are told when
-    it is over."""
+    """Keeps a record of each request around an application, and gives it to sinks when the request is
+    over."""
 
     def __init__(self, app: ASGIApp, tell: Sequence[RecordSink]) -> None:
         self._app, self._tell = app, tell

@@ -27,7 +27,7 @@ _PATIENCE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class TierPart:
-    """What takes so many bytes of a tier."""
+    """A part of a tier: so many bytes, and what takes them."""
 
     what: str
     """weights, ring (weights on their way), beside (the host's part of weights, on a CPU), kv (of requests),
@@ -37,8 +37,8 @@ class TierPart:
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """bytes: all that penstock may use of the device, all there is of host memory, and all that penstock has
-    on disk or may put there. The parts add up to it."""
+    """The memory of a tier. bytes: all that penstock may use of the device, all there is of host memory, and
+    all that penstock has on disk or may put there. The parts add up to it."""
 
     tier: str
     bytes: int
@@ -47,8 +47,8 @@ class TierState:
 
 @dataclass(frozen=True, slots=True)
 class LinkState:
-    """What crosses a link, in bytes per second. ceiling: as measured at start, 0 if it was not. waited: share
-    of the time for which arithmetic waited for weights because of it."""
+    """The traffic of a link, in bytes per second. ceiling: as measured at start, 0 if it was not. waited:
+    share of the time for which arithmetic waited for weights because of it."""
 
     link: str
     weights: float
@@ -69,7 +69,7 @@ class PromptState:
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """Prompt tokens since the engine started: computed, and found on a tier."""
+    """The prompt tokens since the engine started: computed, and found on a tier."""
 
     computed: int
     device: int
@@ -79,12 +79,13 @@ class CacheState:
 
 @dataclass(frozen=True, slots=True)
 class PlanState:
-    """Where weights rest, and what a pass over them moves.
+    """The placement of weights, and the bytes that a pass over them moves.
 
     decode_predicted: seconds of a pass that decodes one sequence, as predicted at start; 0 if it was not.
-    decode_seconds, prefill_seconds: what a decode pass and a pass with some of a prompt have taken lately; 0
-    if there was none. Compare a prediction with its kind alone. binding: what bounds a decode pass, "disk",
-    "link" or "compute"; empty if nothing streams."""
+    decode_seconds, prefill_seconds: seconds that a decode pass and a pass with some of a prompt have taken
+        lately; 0 if there was none. Compare a prediction with its kind alone.
+    binding: the bound of a decode pass, "disk", "link" or "compute"; empty if nothing streams.
+    """
 
     device: int
     host: int
@@ -99,9 +100,12 @@ class PlanState:
 
 @dataclass(frozen=True, slots=True)
 class MissedState:
-    """What attention policies have left out since the engine started. most: the largest bound on the share of
-    a token's attention, in a head and layer, that was missed. worst: of a choice's heads the largest bound,
-    on average; mean: the mean one. All 0 if everything is read. read: share of the blocks."""
+    """The attention that policies have left out since the engine started. All are 0 if everything is read.
+
+    most: the largest bound on the share of a token's attention, in a head and layer, that was missed.
+    worst, mean: of a choice's heads the largest bound and the mean one, on average.
+    read: share of the blocks.
+    """
 
     choices: int
     fallbacks: int
@@ -113,6 +117,8 @@ class MissedState:
 
 @dataclass(frozen=True, slots=True)
 class State:
+    """The machine at this moment."""
+
     model: str
     family: str
     layers: int

@@ -29,7 +29,7 @@ _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/com
 
 
 def endpoint(environment: Mapping[str, str]) -> str | None:
-    """Where traces are to go by OpenTelemetry's own variables; None if nowhere."""
+    """Return where traces go by OpenTelemetry's own variables; None if nowhere."""
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
     if "otlp" not in (environment.get("OTEL_TRACES_EXPORTER") or "otlp").split(","):
@@ -39,8 +39,7 @@ def endpoint(environment: Mapping[str, str]) -> str | None:
 
 @contextmanager
 def traced(environment: Mapping[str, str]) -> Iterator[list[RecordSink]]:
-    """Who is to be told of requests so that they are traced: nobody if traces go nowhere, and then nothing is
-    imported either."""
+    """Give the sinks that trace requests; none if traces go nowhere, and then nothing is imported either."""
     if endpoint(environment) is None:
         yield []
         return

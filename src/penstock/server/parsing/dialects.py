@@ -20,6 +20,8 @@ _REASONING = {"think": "</?think>", "mistral": r"\[/?THINK\]"}
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
+    """The way in which a model writes calls of tools and reasoning, and what its chat templates take."""
+
     calls: Format | None = None
     thought: Thought | None = None
     names_developer: bool = False
@@ -29,7 +31,8 @@ class Dialect:
 
 
 def dialect_of(templates: Mapping[str, str], calls: str = AUTO, reasoning: str = AUTO) -> Dialect:
-    """templates: sources. calls, reasoning: "auto", "none", or one of FORMATS and of THOUGHTS."""
+    """Return a model's dialect. templates: sources. calls, reasoning: "auto", "none", or one of FORMATS and
+    of THOUGHTS."""
     source = "\n".join(templates.values())
     calls = _mentioned(source, _CALLS) if calls == AUTO else calls
     reasoning = _mentioned(source, _REASONING) if reasoning == AUTO else reasoning

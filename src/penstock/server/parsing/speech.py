@@ -1,4 +1,4 @@
-"""What a model has said, told apart as it comes: reasoning, content, calls of tools.
+"""The parts of what a model says, as they come: reasoning, content, calls of tools.
 
 The parts are the same however the text was cut. No text is lost, but for markers and line breaks around them:
 what begins as a call and is none is content.
@@ -39,7 +39,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Between what reasoning stands."""
+    """The texts between which reasoning stands."""
 
     begin: str
     end: str
@@ -81,16 +81,16 @@ class OutputParser:
         self._reading = self._read()
 
     def push(self, text: str) -> list[Part]:
-        """What is certain now."""
+        """Add a piece of text, and return the parts that are certain now."""
         self._reader.push(text)
-        return self._told()
+        return self._parts()
 
     def finish(self) -> list[Part]:
-        """Whatever is left. Nothing may be pushed after it."""
+        """Return the parts that are left. Nothing may be pushed after it."""
         self._reader.ended = True
-        return self._told()
+        return self._parts()
 
-    def _told(self) -> list[Part]:
+    def _parts(self) -> list[Part]:
         parts: list[Part] = []
         for part in self._reading:
             if part is None:
@@ -154,7 +154,7 @@ class Called:
 
 
 def whole(speech: OutputParser, text: str) -> list[Reasoning | Content | Called]:
-    """What is said by a text that is complete. A call that was broken off is content."""
+    """Return the parts of a text that is complete. A call that was broken off is content."""
     said = list[Reasoning | Content | Called]()
     names, arguments = dict[int, str](), dict[int, str]()
     for part in [*speech.push(text), *speech.finish()]:

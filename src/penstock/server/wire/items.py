@@ -42,11 +42,8 @@ class _Reasoned(Struct):
 def messages_of(
     items: str | Sequence[Mapping[str, Any]] | None, before: Sequence[Message] = ()
 ) -> list[Message]:
-    """Behind those that were there before. What an assistant has thought, said and called one after the other
-    is one message.
-
-    Raises FieldError.
-    """
+    """Return items as messages, behind those that were there before. What an assistant has thought, said and
+    called one after the other is one message. Raise FieldError."""
     messages = list(before)
     if isinstance(items, str):
         return [*messages, Message(role="user", content=items)]

@@ -1,6 +1,6 @@
-"""What answers are, field by field: nothing reads them here, and the API's description is made from them."""
+"""The answers of the API, field by field. Nothing reads them; the API's description is made from them."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -8,10 +8,12 @@ FinishReason = Literal["stop", "length", "tool_calls", "error"]
 
 
 class Shape(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Nothing else is in an answer."""
+    """An object of an answer. It has no other fields."""
 
 
 class Fault(Shape):
+    """An error, as OpenAI's clients read it."""
+
     message: str
     type: Literal[
         "invalid_request_error", "authentication_error", "rate_limit_error", "timeout_error", "server_error"
@@ -22,16 +24,20 @@ class Fault(Shape):
 
 
 class Refusal(Shape):
-    """What is said instead of an answer, and as the last event of a stream that has failed."""
+    """The body of a response that is an error, and the last event of a stream that has failed."""
 
     error: Fault
 
 
 class PromptTokensDetails(Shape):
+    """The tokens of prompts that were found in the cache."""
+
     cached_tokens: int
 
 
 class Usage(Shape):
+    """The tokens of a request."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -39,33 +45,45 @@ class Usage(Shape):
 
 
 class LogprobEntry(Shape):
+    """The log-probability of a token."""
+
     token: str
     logprob: float
     bytes: list[int]
 
 
 class ChatTokenLogprob(LogprobEntry):
+    """The log-probability of a token, and those of the likeliest in its place."""
+
     top_logprobs: list[LogprobEntry]
 
 
 class ChatLogprobs(Shape):
+    """The log-probabilities of an answer's tokens."""
+
     content: list[ChatTokenLogprob]
     refusal: None
 
 
 class Function(Shape):
+    """A function that is called."""
+
     name: str
     arguments: str
     """A JSON object."""
 
 
 class ToolCall(Shape):
+    """A call of a tool."""
+
     id: str
     type: Literal["function"]
     function: Function
 
 
 class ChatMessage(Shape):
+    """An answer to a conversation."""
+
     role: Literal["assistant"]
     content: str | None
     refusal: None
@@ -74,6 +92,8 @@ class ChatMessage(Shape):
 
 
 class ChatChoice(Shape):
+    """One of the answers to a conversation."""
+
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
@@ -81,6 +101,8 @@ class ChatChoice(Shape):
 
 
 class ChatCompletion(Shape):
+    """The answers to a conversation."""
+
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -90,6 +112,8 @@ class ChatCompletion(Shape):
 
 
 class FunctionDelta(Shape):
+    """A piece of a function that is called."""
+
     arguments: str
     name: str | UnsetType = UNSET
 
@@ -104,6 +128,8 @@ class ToolCallDelta(Shape):
 
 
 class ChatDelta(Shape):
+    """A piece of an answer to a conversation."""
+
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
@@ -111,6 +137,8 @@ class ChatDelta(Shape):
 
 
 class ChatChunkChoice(Shape):
+    """A piece of one of the answers to a conversation."""
+
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
@@ -129,6 +157,8 @@ class ChatCompletionChunk(Shape):
 
 
 class CompletionLogprobs(Shape):
+    """The log-probabilities of a continuation's tokens."""
+
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
@@ -136,6 +166,8 @@ class CompletionLogprobs(Shape):
 
 
 class CompletionChoice(Shape):
+    """One of the continuations of texts."""
+
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -143,6 +175,8 @@ class CompletionChoice(Shape):
 
 
 class CompletionResponse(Shape):
+    """The continuations of texts."""
+
     id: str
     object: Literal["text_completion"]
     created: int
@@ -152,6 +186,8 @@ class CompletionResponse(Shape):
 
 
 class CompletionChunkChoice(Shape):
+    """A piece of one of the continuations of texts."""
+
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -170,6 +206,8 @@ class CompletionChunk(Shape):
 
 
 class ModelCard(Shape):
+    """A model, as clients ask for it."""
+
     id: str
     object: Literal["model"]
     created: int
@@ -178,11 +216,15 @@ class ModelCard(Shape):
 
 
 class ModelList(Shape):
+    """The models by their names."""
+
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class TokenizeResponse(Shape):
+    """The tokens of a text or a conversation."""
+
     count: int
     max_model_len: int
     tokens: list[int]
@@ -190,209 +232,15 @@ class TokenizeResponse(Shape):
 
 
 class Text(Shape):
+    """The text of tokens."""
+
     prompt: str
 
 
 class Status(Shape):
+    """The status of a server."""
+
     status: Literal["alive", "ready", "loading", "closing", "waiting for a replica"]
 
 
 # ---- responses
-
-
-class OutputText(Shape, tag_field="type", tag="output_text"):
-    text: str
-    annotations: list[Any]
-    logprobs: list[ChatTokenLogprob]
-
-
-class ReasoningText(Shape, tag_field="type", tag="reasoning_text"):
-    text: str
-
-
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
-
-
-class OutputMessage(Shape, tag_field="type", tag="message"):
-    id: str
-    status: ItemStatus
-    role: Literal["assistant"]
-    content: list[OutputText]
-
-
-class ReasoningItem(Shape, tag_field="type", tag="reasoning"):
-    id: str
-    status: ItemStatus
-    summary: list[Any]
-    content: list[ReasoningText]
-
-
-class FunctionCall(Shape, tag_field="type", tag="function_call"):
-    id: str
-    status: ItemStatus
-    call_id: str
-    name: str
-    arguments: str
-
-
-Item = OutputMessage | ReasoningItem | FunctionCall
-
-
-class ResponseError(Shape):
-    code: Literal["server_error"]
-    message: str
-
-
-class IncompleteDetails(Shape):
-    reason: Literal["max_output_tokens"]
-
-
-class ReasoningSettings(Shape):
-    effort: str | None
-    summary: None
-
-
-class TextSettings(Shape):
-    format: dict[str, Any]
-    verbosity: str | None
-
-
-class InputTokensDetails(Shape):
-    cached_tokens: int
-    cache_write_tokens: int
-
-
-class OutputTokensDetails(Shape):
-    reasoning_tokens: int
-
-
-class ResponseUsage(Shape):
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
-
-
-class Response(Shape):
-    id: str
-    object: Literal["response"]
-    created_at: int
-    completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    background: Literal[False]
-    error: ResponseError | None
-    incomplete_details: IncompleteDetails | None
-    instructions: str | None
-    max_output_tokens: int | None
-    max_tool_calls: int | None
-    metadata: dict[str, str]
-    model: str
-    output: list[Item]
-    parallel_tool_calls: bool
-    previous_response_id: str | None
-    prompt_cache_key: str | None
-    reasoning: ReasoningSettings
-    safety_identifier: str | None
-    service_tier: str
-    store: bool
-    temperature: float
-    text: TextSettings
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    top_logprobs: int
-    top_p: float
-    truncation: Literal["disabled"]
-    usage: ResponseUsage | None
-    user: str | None
-
-
-class DeletedResponse(Shape):
-    id: str
-    object: Literal["response"]
-    deleted: Literal[True]
-
-
-class StreamEvent(Shape):
-    """The data of an event of a response that is streamed."""
-
-    sequence_number: int
-
-
-class ResponseEvent(StreamEvent):
-    type: Literal[
-        "response.created",
-        "response.in_progress",
-        "response.completed",
-        "response.incomplete",
-        "response.failed",
-    ]
-    response: Response
-
-
-class ItemEvent(StreamEvent):
-    type: Literal["response.output_item.added", "response.output_item.done"]
-    output_index: int
-    item: Item
-
-
-class PlacedEvent(StreamEvent):
-    item_id: str
-    output_index: int
-
-
-class ContentPartEvent(PlacedEvent):
-    type: Literal["response.content_part.added", "response.content_part.done"]
-    content_index: int
-    part: OutputText | ReasoningText
-
-
-class TextDeltaEvent(PlacedEvent):
-    type: Literal["response.output_text.delta"]
-    content_index: int
-    delta: str
-    logprobs: list[ChatTokenLogprob]
-
-
-class TextDoneEvent(PlacedEvent):
-    type: Literal["response.output_text.done"]
-    content_index: int
-    text: str
-    logprobs: list[ChatTokenLogprob]
-
-
-class ReasoningDeltaEvent(PlacedEvent):
-    type: Literal["response.reasoning_text.delta"]
-    content_index: int
-    delta: str
-
-
-class ReasoningDoneEvent(PlacedEvent):
-    type: Literal["response.reasoning_text.done"]
-    content_index: int
-    text: str
-
-
-class ArgumentsDeltaEvent(PlacedEvent):
-    type: Literal["response.function_call_arguments.delta"]
-    delta: str
-
-
-class ArgumentsDoneEvent(PlacedEvent):
-    type: Literal["response.function_call_arguments.done"]
-    name: str
-    arguments: str
-
-
-EVENTS = (
-    ResponseEvent,
-    ItemEvent,
-    ContentPartEvent,
-    TextDeltaEvent,
-    TextDoneEvent,
-    ReasoningDeltaEvent,
-    ReasoningDoneEvent,
-    ArgumentsDeltaEvent,
-    ArgumentsDoneEvent,
-)
-"""Of a response."""
