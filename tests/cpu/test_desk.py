@@ -334,9 +334,9 @@ def test_what_is_put_into_the_tray_while_the_loop_has_just_found_it_empty_is_del
     async def work(one: RequestBroker) -> None:
         nonlocal broker
         broker = one
-        call = Call(broker, llm.reader.read(SHORT_ONE, PARAMS))
+        call = Call(broker.leave, llm.reader.read(SHORT_ONE, PARAMS))
         broker._calls.add(call)
-        broker._outputs += 1
+        broker.outputs += 1
         call.first_token_time = 1.0
         broker._mailbox._tray = Tray()
         broker._mailbox.report([(call, [Delta("", (1,))], False, None)])
@@ -366,7 +366,7 @@ def test_nothing_is_taken_at_once_before_what_came_before_it_was_dealt_with(llm:
         return True
 
     async def work(broker: RequestBroker) -> None:
-        call = Call(broker, llm.reader.read(SHORT_ONE, PARAMS))
+        call = Call(broker.leave, llm.reader.read(SHORT_ONE, PARAMS))
 
         async def listen() -> None:
             async for deltas in call.pieces(at_once):

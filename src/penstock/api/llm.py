@@ -12,7 +12,7 @@ from typing import Self
 from penstock.api.driver import EngineDriver
 from penstock.api.limits import ServingLimits
 from penstock.api.outputs import Completion
-from penstock.api.reader import Message, Prompt, PromptReader, ServedModel, load_tokenizer, not_a_prompt
+from penstock.api.reader import Message, Prompt, PromptReader, load_tokenizer, not_a_prompt
 from penstock.api.sequences import SequenceGroup
 from penstock.api.snapshots import MemoryUse
 from penstock.api.stream import CompletionStream
@@ -132,8 +132,14 @@ class LLM:
             engine = self._booted.engine
             opened.callback(engine.close)
             self.limits = ServingLimits.of(self._booted.limits, engine.scheduler, self._booted.budget.blocks)
-            served = ServedModel(self.spec.vocab_size, defaults, self.limits, engine.scheduler.admissible)
-            self.reader = PromptReader(tokenizer.result(), structures, served)
+            self.reader = PromptReader(
+                tokenizer.result(),
+                structures,
+                self.spec.vocab_size,
+                defaults,
+                self.limits,
+                engine.scheduler.admissible,
+            )
             self.driver = EngineDriver(engine)
             # What stays on disk is read for as long as the engine lives, which then closes it. A checkpoint
             # has been read.
@@ -147,11 +153,6 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raise CheckpointError if it has none."""
         return self.reader.tokenizer
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Tell whether the model has a tokenizer; without one prompts are token ids."""
-        return self.reader.has_tokenizer
 
     @property
     def booted(self) -> Booted:

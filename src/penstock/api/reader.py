@@ -4,7 +4,6 @@ engine sees it."""
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -30,32 +29,32 @@ class Admit(Protocol):
         request that could never be served."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The facts of a model that reading a prompt needs.
-
-    vocab_size: tokens that the model has embeddings for.
-    defaults: sampling settings from the checkpoint's generation_config.json.
-    limits: the largest requests that are served.
-    admit: the rule by which requests are admitted.
-    """
-
-    vocab_size: int
-    defaults: GenerationDefaults
-    limits: ServingLimits
-    admit: Admit
-
-
 class PromptReader:
     """Reads prompts for a model: tokenizer, chat template, defaults and limits, without an engine.
 
     May be used from any thread, also while steps run.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, structures: Structures, model: ServedModel) -> None:
-        """tokenizer: None if the model directory has none. structures: compiles what outputs are held to."""
-        self._tokenizer, self._structures, self._model = tokenizer, structures, model
-        self.limits, self.defaults = model.limits, model.defaults
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        structures: Structures,
+        vocab_size: int,
+        defaults: GenerationDefaults,
+        limits: ServingLimits,
+        admit: Admit,
+    ) -> None:
+        """Read prompts for a model.
+
+        tokenizer: None if the model directory has none.
+        structures: compiles what outputs are held to.
+        vocab_size: tokens that the model has embeddings for.
+        defaults: sampling settings from the checkpoint's generation_config.json.
+        limits: the largest requests that are served.
+        admit: the rule by which requests are admitted.
+        """
+        self._tokenizer, self._structures, self._admit = tokenizer, structures, admit
+        self.vocab_size, self.defaults, self.limits = vocab_size, defaults, limits
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -81,7 +80,7 @@ class PromptReader:
         """
         longest, tokenizer = self.limits.max_model_len, self.tokenizer
         if len(text) > longest and (least := tokenizer.least_tokens(text)) >= longest:
-            self._model.admit(least, None, or_more=True)
+            self._admit(least, None, or_more=True)
         return tokenizer.encode(text, special=special)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -99,7 +98,7 @@ class PromptReader:
             )
         text, tokens = self._read(prompt)
         sampling = self._sampling(params)
-        self._model.admit(len(tokens), params.max_tokens)
+        self._admit(len(tokens), params.max_tokens)
         continues = isinstance(prompt, str) and bool(prompt)
 
         def detokenizer() -> Detokenizer | None:
@@ -131,7 +130,7 @@ class PromptReader:
     def _known(self, tokens: list[int]) -> list[int]:
         """The same. A tokenizer may have tokens that the model has no embedding for, such as one that was
         added to its file alone."""
-        if (most := max(tokens, default=0)) >= (vocab := self._model.vocab_size):
+        if (most := max(tokens, default=0)) >= (vocab := self.vocab_size):
             raise RequestError(
                 f"the prompt has {shown(self.tokenizer.token_text(most))}, token {most} of the tokenizer, "
                 "but the model has embeddings for "
@@ -142,7 +141,7 @@ class PromptReader:
 
     def _tokens(self, given: Sequence[object]) -> list[int]:
         """The same, known to be token ids."""
-        vocab, tokens = self._model.vocab_size, []
+        vocab, tokens = self.vocab_size, []
         for token in given:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
                 raise RequestError(
@@ -154,7 +153,7 @@ class PromptReader:
 
     def _sampling(self, params: SamplingParams) -> Callable[[int], Sampling]:
         """The settings of output `index`, with the model's defaults filled in."""
-        defaults, vocab = self.defaults, self._model.vocab_size
+        defaults, vocab = self.defaults, self.vocab_size
         for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if (worst := max(tokens, default=0)) >= vocab:
                 raise RequestError(f"{name} has token {worst}, but token ids end at {vocab - 1}")

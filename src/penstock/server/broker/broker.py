@@ -41,8 +41,8 @@ class RequestBroker:
         self._quotas = Quotas.of(backend.reader.limits.max_sequences, queue, keys)
         self._calls: set[Call] = set()
         """Calls that were taken and have not ended."""
-        self._outputs = 0
-        """Outputs of all calls."""
+        self.outputs = 0
+        """Outputs of all calls, that are computed or wait."""
         self._of_key: Counter[bytes] = Counter()
         """Outputs of each key's calls."""
         self._output_seconds_ema = _FIRST_GUESS
@@ -60,11 +60,6 @@ class RequestBroker:
     def open(self) -> bool:
         """Tell whether calls are taken."""
         return not (self._closing or self._over.is_set())
-
-    @property
-    def outputs(self) -> int:
-        """The outputs that are computed or wait."""
-        return self._outputs
 
     @property
     def reading(self) -> Call | None:
@@ -92,7 +87,7 @@ class RequestBroker:
                 0.0,
             )
         for whose, there, most in (
-            ("", self._outputs, quotas.total),
+            ("", self.outputs, quotas.total),
             (" of this key", self._of_key[owner], quotas.per_key),
         ):
             if there + asked > most:
@@ -124,9 +119,9 @@ class RequestBroker:
         """
         asked = sum(len(one.samplings) for one in prompts)
         self.check_room(asked, owner)
-        calls = [Call(self, one, owner) for one in prompts]
+        calls = [Call(self.leave, one, owner) for one in prompts]
         self._calls.update(calls)
-        self._outputs += asked
+        self.outputs += asked
         self._of_key[owner] += asked
         seconds, gone = self.allowed_seconds(wanted), 0.0 if since is None else monotonic() - since
         for call in calls:
@@ -171,7 +166,7 @@ class RequestBroker:
     def _forget(self, call: Call) -> None:
         """Count a call no more, which has ended."""
         self._calls.discard(call)
-        self._outputs -= len(call.prompt.samplings)
+        self.outputs -= len(call.prompt.samplings)
         self._of_key[call.owner] -= len(call.prompt.samplings)
         if not self._of_key[call.owner]:
             del self._of_key[call.owner]
@@ -224,5 +219,5 @@ class RequestBroker:
             call.deliver((), True, EngineClosedError(f"{what}; send it again"))
         self._calls.clear()
         self._of_key.clear()
-        self._outputs = 0
+        self.outputs = 0
         self._over.set()

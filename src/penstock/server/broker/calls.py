@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from time import monotonic
-from typing import Protocol
 
 from penstock.api.outputs import Completion, Delta
 from penstock.api.sequences import PreparedPrompt, SequenceGroup
@@ -35,13 +34,6 @@ Update = tuple["Call", Sequence[Delta], bool, BaseException | None]
 complete."""
 
 
-class Leaving(Protocol):
-    """The broker, as a call knows it."""
-
-    def leave(self, call: "Call") -> None:
-        """End a call that its client wants no more."""
-
-
 class Call:
     """A client's prompt: the pieces of its outputs as they come, on the loop that has submitted it.
 
@@ -49,8 +41,8 @@ class Call:
         its first output left the engine's queue, and its first and its latest piece came; 0 until then.
     """
 
-    def __init__(self, broker: Leaving, prompt: PreparedPrompt, owner: bytes = b"") -> None:
-        """owner: stands for the key of its client."""
+    def __init__(self, leave: Callable[["Call"], None], prompt: PreparedPrompt, owner: bytes = b"") -> None:
+        """leave: ends a call that its client wants no more. owner: stands for the key of its client."""
         self.prompt, self.owner = prompt, owner
         self.arrival_time = monotonic()
         self.scheduled_time = self.first_token_time = self.last_token_time = 0.0
@@ -62,7 +54,7 @@ class Call:
         """Whether it has ended. Written by the loop; the backend's thread reads it."""
         self.timer: asyncio.TimerHandle | None = None
         """Ends the call when it has taken too long."""
-        self._broker = broker
+        self._leave = leave
         self._pieces: list[Delta] = []
         """Pieces that have come and were not taken."""
         self._wakes = asyncio.Event()
@@ -144,7 +136,7 @@ class Call:
 
     def leave(self) -> None:
         """End the call, whose client wants no more of it. One that has ended is not disturbed."""
-        self._broker.leave(self)
+        self._leave(self)
 
     async def withdraw(self) -> bool:
         """Take back the pieces that the client was not given. Return False, and change nothing, if it has

@@ -6,8 +6,9 @@ them are there as soon as the model is, also those of tiers that are not in use.
 
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from time import monotonic
 
@@ -217,43 +218,43 @@ class _LinkRates:
         return self._rates
 
 
-def _of_steps(stats: Stats, waiting: int) -> Iterator[Metric]:
-    yield _gauge("num_requests_running", "Outputs that are being computed.", stats.running)
-    yield _gauge("num_requests_waiting", "Outputs that wait for room or their turn.", waiting)
-    yield _gauge(
-        "kv_cache_usage_perc",
-        "Share of the device's KV blocks that are held, 1 is all.",
-        1 - stats.kv_blocks_free / stats.kv_blocks,
+def _of_steps(stats: Stats, waiting: int) -> Sequence[Metric]:
+    held = 1 - stats.kv_blocks_free / stats.kv_blocks
+    return (
+        _gauge("num_requests_running", "Outputs that are being computed.", stats.running),
+        _gauge("num_requests_waiting", "Outputs that wait for room or their turn.", waiting),
+        _gauge("kv_cache_usage_perc", "Share of the device's KV blocks that are held, 1 is all.", held),
+        _gauge(
+            "kv_blocks_cached",
+            "KV blocks of the device that nobody holds and that may be found.",
+            stats.kv_blocks_cached,
+        ),
+        _counter(
+            "num_preemptions", "Requests that had to give up their blocks and start anew.", stats.preemptions
+        ),
+        _counter("iterations", "Steps of the engine.", stats.steps),
+        _counter("computed_tokens", "Tokens computed, of prompts and outputs.", stats.computed_tokens),
+        _counter("generation_tokens", "Tokens of outputs.", stats.output_tokens),
     )
-    yield _gauge(
-        "kv_blocks_cached",
-        "KV blocks of the device that nobody holds and that may be found.",
-        stats.kv_blocks_cached,
-    )
-    yield _counter(
-        "num_preemptions", "Requests that had to give up their blocks and start anew.", stats.preemptions
-    )
-    yield _counter("iterations", "Steps of the engine.", stats.steps)
-    yield _counter("computed_tokens", "Tokens computed, of prompts and outputs.", stats.computed_tokens)
-    yield _counter("generation_tokens", "Tokens of outputs.", stats.output_tokens)
 
 
-def _of_passes(passes: Passes, weights: WeightStats) -> Iterator[Metric]:
+def _of_passes(passes: Passes, weights: WeightStats) -> Sequence[Metric]:
     counts = {"decode": passes.decode, "prefill": passes.prefill}
-    yield _counters("passes", "Steps of the engine, each a pass over the model.", "kind", counts)
     seconds = {"decode": passes.decode_seconds, "prefill": passes.prefill_seconds}
-    yield _counters("pass_seconds", "Time that they took.", "kind", seconds)
-    # With the same label as what was measured: nobody has predicted how long a prompt's passes take.
-    predicted = {"decode": weights.predicted}
-    yield _gauges(
-        "pass_predicted_seconds",
-        "What a pass was predicted to take at start; 0 if it was not.",
-        "kind",
-        predicted,
+    return (
+        _counter("passes", "Steps of the engine, each a pass over the model.", counts, "kind"),
+        _counter("pass_seconds", "Time that they took.", seconds, "kind"),
+        # With the same label as what was measured: what a prompt's passes take is not predicted.
+        _gauge(
+            "pass_predicted_seconds",
+            "What a pass was predicted to take at start; 0 if it was not.",
+            {"decode": weights.predicted},
+            "kind",
+        ),
     )
 
 
-def _of_missed(missed: MissedStats) -> Iterator[Metric]:
+def _of_missed(missed: MissedStats) -> Sequence[Metric]:
     ends = [*map(floatToGoString, SHARES), "+Inf"]
     shares = HistogramMetricFamily(
         _PREFIX + "attention_missed_share",
@@ -265,37 +266,44 @@ def _of_missed(missed: MissedStats) -> Iterator[Metric]:
         ("mean", missed.mean_buckets, missed.mean_total),
     ):
         shares.add_metric([heads], list(zip(ends, accumulate(buckets), strict=True)), total)
-    yield shares
-    yield _gauge(
-        "attention_missed_share_max",
-        "The largest of these bounds since the start, of any head and token that has one.",
-        missed.most,
-    )
-    yield _counter(
-        "attention_choices",
-        "Choices of attention policies: blocks that queries read in a layer.",
-        missed.choices,
-    )
-    yield _counter(
-        "attention_fallbacks",
-        "Of these, the ones that might have missed too much: everything was read.",
-        missed.fallbacks,
-    )
     blocks = {"read": missed.blocks_read, "skipped": missed.blocks - missed.blocks_read}
-    yield _counters(
-        "attention_blocks", "KV blocks that policies chose from, by what became of them.", "choice", blocks
+    return (
+        shares,
+        _gauge(
+            "attention_missed_share_max",
+            "The largest of these bounds since the start, of any head and token that has one.",
+            missed.most,
+        ),
+        _counter(
+            "attention_choices",
+            "Choices of attention policies: blocks that queries read in a layer.",
+            missed.choices,
+        ),
+        _counter(
+            "attention_fallbacks",
+            "Of these, the ones that might have missed too much: everything was read.",
+            missed.fallbacks,
+        ),
+        _counter(
+            "attention_blocks",
+            "KV blocks that policies chose from, by what became of them.",
+            blocks,
+            "choice",
+        ),
     )
 
 
-def _of_weights(stats: WeightStats) -> Iterator[Metric]:
+def _of_weights(stats: WeightStats) -> Sequence[Metric]:
     at = {"device": stats.device, "host": stats.host, "disk": stats.disk}
-    yield _gauges("weights_bytes", "Bytes of weights, by where they stay.", "tier", at)
-    yield _counter(
-        "weights_copied_bytes", "Bytes of weights that came from the host to the device.", stats.copied
-    )
-    yield _counter("weights_read_bytes", "Bytes of weights that were read from disk.", stats.read)
     waits = {"link": stats.stalled_link, "disk": stats.stalled_disk}
-    yield _counters("weights_stalled_seconds", "Time that arithmetic waited for weights.", "cause", waits)
+    return (
+        _gauge("weights_bytes", "Bytes of weights, by where they stay.", at, "tier"),
+        _counter(
+            "weights_copied_bytes", "Bytes of weights that came from the host to the device.", stats.copied
+        ),
+        _counter("weights_read_bytes", "Bytes of weights that were read from disk.", stats.read),
+        _counter("weights_stalled_seconds", "Time that arithmetic waited for weights.", waits, "cause"),
+    )
 
 
 def _crossed(weights: WeightStats, kv: KVStats, tiers: TierStats) -> Mapping[str, int]:
@@ -309,82 +317,106 @@ def _crossed(weights: WeightStats, kv: KVStats, tiers: TierStats) -> Mapping[str
     }
 
 
-def _of_links(stats: WeightStats, crossed: Mapping[str, int], rates: Mapping[str, float]) -> Iterator[Metric]:
-    yield _counters("link_bytes", "Bytes of weights and KV that have crossed a link.", "link", crossed)
-    yield _gauges(
-        "link_bytes_per_second", "What crosses a link, since the metrics were last read.", "link", rates
-    )
+def _of_links(stats: WeightStats, crossed: Mapping[str, int], rates: Mapping[str, float]) -> Sequence[Metric]:
     ceilings = {"host to device": stats.link_rate, "disk to host": stats.disk_rate}
-    yield _gauges(
-        "link_ceiling_bytes_per_second", "What was measured at start; 0 if it was not.", "link", ceilings
+    return (
+        _counter("link_bytes", "Bytes of weights and KV that have crossed a link.", crossed, "link"),
+        _gauge(
+            "link_bytes_per_second",
+            "What crosses a link, since the metrics were last read.",
+            rates,
+            "link",
+        ),
+        _gauge(
+            "link_ceiling_bytes_per_second",
+            "What was measured at start; 0 if it was not.",
+            ceilings,
+            "link",
+        ),
     )
 
 
-def _of_kv(memory: MemoryUse, stats: Stats, kv: KVStats, tiers: TierStats) -> Iterator[Metric]:
-    block = memory.budget.block_bytes
+def _of_kv(memory: MemoryUse, stats: Stats, kv: KVStats, tiers: TierStats) -> Sequence[Metric]:
+    block, far = memory.budget.block_bytes, {"host": kv.host, "disk": kv.disk}
     near = kv.room // memory.host_blocks if memory.host_blocks else 0
-    held = {"device": (stats.kv_blocks - stats.kv_blocks_free) * block, "host": kv.host, "disk": kv.disk}
     kept = {
         "device": stats.kv_blocks_cached * block,
         "host": tiers.cached_host * near,
         "disk": tiers.disk_bytes,
     }
+    held = {"device": (stats.kv_blocks - stats.kv_blocks_free) * block, **far}
     room = {"device": stats.kv_blocks * block, "host": kv.room}
-    yield _gauges("kv_held_bytes", "KV of requests under way, by where it rests.", "tier", held)
-    yield _gauges("kv_kept_bytes", "KV that is kept for later requests, by where.", "tier", kept)
-    yield _gauges("kv_room_bytes", "Memory for KV.", "tier", room)
-    yield _gauges(
-        "far_kv_bytes", "KV of long contexts, by where it rests.", "tier", {"host": kv.host, "disk": kv.disk}
+    return (
+        _gauge("kv_held_bytes", "KV of requests under way, by where it rests.", held, "tier"),
+        _gauge("kv_kept_bytes", "KV that is kept for later requests, by where.", kept, "tier"),
+        _gauge("kv_room_bytes", "Memory for KV.", room, "tier"),
+        _gauge("far_kv_bytes", "KV of long contexts, by where it rests.", far, "tier"),
+        _counter("far_kv_copied_bytes", "Bytes of it that came to the device.", kv.copied),
+        _counter("far_kv_sent_bytes", "Bytes of it that left the device.", kv.sent),
+        _counter("far_kv_read_bytes", "Bytes of it that were read from disk.", kv.read),
+        _counter("far_kv_written_bytes", "Bytes of it that were written to disk.", kv.written),
     )
-    yield _counter("far_kv_copied_bytes", "Bytes of it that came to the device.", kv.copied)
-    yield _counter("far_kv_sent_bytes", "Bytes of it that left the device.", kv.sent)
-    yield _counter("far_kv_read_bytes", "Bytes of it that were read from disk.", kv.read)
-    yield _counter("far_kv_written_bytes", "Bytes of it that were written to disk.", kv.written)
 
 
-def _of_tiers(stats: TierStats, prefixes: PrefixCounts) -> Iterator[Metric]:
-    ways = {"up": stats.up, "down": stats.down, "in": stats.inward, "out": stats.outward}
-    moved = {route: way.bytes for route, way in ways.items()}
-    yield _counters("kv_moved_bytes", "Bytes of KV blocks that went between tiers.", "route", moved)
-    moving = {route: way.seconds for route, way in ways.items()}
-    yield _counters("kv_moving_seconds", "Time that they were under way.", "route", moving)
-    lost = {route: way.lost for route, way in ways.items()}
-    yield _counters("kv_lost_blocks", "KV blocks that did not get there.", "route", lost)
+def _of_tiers(stats: TierStats, prefixes: PrefixCounts) -> Sequence[Metric]:
+    ways = {"up": stats.up, "down": stats.down, "in": stats.inward, "out": stats.outward}.items()
     decided = {"load": prefixes.loaded_blocks, "recompute": stats.recomputed, "late": stats.late}
-    yield _counters(
-        "kv_load_decisions", "KV blocks found beyond the device, by what became of them.", "decision", decided
-    )
     made_room = {"device": prefixes.evicted_blocks, "host": stats.given_up_host, "disk": stats.given_up_disk}
-    yield _counters("kv_given_up_blocks", "KV blocks that made room for others.", "tier", made_room)
-    yield _counter(
-        "kv_checksum_failures",
-        "KV blocks that were not on disk as they were written.",
-        stats.checksum_failures,
+    return (
+        _counter(
+            "kv_moved_bytes",
+            "Bytes of KV blocks that went between tiers.",
+            {route: way.bytes for route, way in ways},
+            "route",
+        ),
+        _counter(
+            "kv_moving_seconds",
+            "Time that they were under way.",
+            {route: way.seconds for route, way in ways},
+            "route",
+        ),
+        _counter(
+            "kv_lost_blocks",
+            "KV blocks that did not get there.",
+            {route: way.lost for route, way in ways},
+            "route",
+        ),
+        _counter(
+            "kv_load_decisions",
+            "KV blocks found beyond the device, by what became of them.",
+            decided,
+            "decision",
+        ),
+        _counter("kv_given_up_blocks", "KV blocks that made room for others.", made_room, "tier"),
+        _counter(
+            "kv_checksum_failures",
+            "KV blocks that were not on disk as they were written.",
+            stats.checksum_failures,
+        ),
+        _counter("kv_io_failures", "Reads and writes of KV on disk that failed.", stats.io_failures),
+        _gauge(
+            "kv_quarantined_blocks",
+            "KV blocks on disk that were damaged and are not used.",
+            stats.quarantined,
+        ),
+        _gauge("kv_disk_off", "1 while the disk is left alone, since it kept failing.", stats.disk_off),
     )
-    yield _counter("kv_io_failures", "Reads and writes of KV on disk that failed.", stats.io_failures)
-    yield _gauge(
-        "kv_quarantined_blocks", "KV blocks on disk that were damaged and are not used.", stats.quarantined
-    )
-    yield _gauge("kv_disk_off", "1 while the disk is left alone, since it kept failing.", stats.disk_off)
 
 
-def _gauge(name: str, what: str, value: float) -> Metric:
-    return GaugeMetricFamily(_PREFIX + name, what, value=value)
-
-
-def _gauges(name: str, what: str, label: str, values: Mapping[str, float]) -> Metric:
-    found = GaugeMetricFamily(_PREFIX + name, what, labels=[label])
-    for one, value in values.items():
-        found.add_metric([one], value)
+def _family(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    what: str,
+    value: float | Mapping[str, float],
+    label: str = "",
+) -> Metric:
+    """Return a metric. value: of the metric, or by the label."""
+    if not isinstance(value, Mapping):
+        return kind(_PREFIX + name, what, value=value)
+    found = kind(_PREFIX + name, what, labels=[label])
+    for one, count in value.items():
+        found.add_metric([one], count)
     return found
 
 
-def _counter(name: str, what: str, value: float) -> Metric:
-    return CounterMetricFamily(_PREFIX + name, what, value=value)
-
-
-def _counters(name: str, what: str, label: str, values: Mapping[str, float]) -> Metric:
-    found = CounterMetricFamily(_PREFIX + name, what, labels=[label])
-    for one, value in values.items():
-        found.add_metric([one], value)
-    return found
+_gauge, _counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)

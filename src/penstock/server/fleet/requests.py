@@ -10,7 +10,7 @@ from typing import Self
 from penstock.api.limits import ServingLimits
 from penstock.api.llm import LLM
 from penstock.api.outputs import Delta
-from penstock.api.reader import Prompt, PromptReader, ServedModel, load_tokenizer
+from penstock.api.reader import Prompt, PromptReader, load_tokenizer
 from penstock.api.sequences import PreparedPrompt
 from penstock.api.structures import Structures
 from penstock.base.errors import EngineClosedError, PenstockError
@@ -81,7 +81,7 @@ class ReplicaInfo:
     @classmethod
     def of(cls, llm: LLM) -> Self:
         """Return what is known of a loaded model."""
-        return cls(llm.spec.vocab_size, llm.limits, llm.reader.defaults)
+        return cls(llm.reader.vocab_size, llm.limits, llm.reader.defaults)
 
 
 # ---- where prompts are read
@@ -145,7 +145,7 @@ class RemoteReader(PromptReader):
 
         limits = replace(info.limits, max_sequences=replicas * info.limits.max_sequences)
         structures = Structures(lambda: tokenizer, info.vocab_size, info.defaults.eos_tokens)
-        super().__init__(tokenizer, structures, ServedModel(info.vocab_size, info.defaults, limits, admitted))
+        super().__init__(tokenizer, structures, info.vocab_size, info.defaults, limits, admitted)
 
     def read(self, prompt: Prompt, params: SamplingParams | None = None) -> RoutedPrompt:
         """Return a prompt as replicas take it. Raise RequestError for one that could never be served."""

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import TypeVar
 
@@ -45,7 +46,7 @@ T = TypeVar("T")
 
 def application(server: ServerState) -> ASGIApp:
     """Return the ASGI application of a server: routes, and what stands around them."""
-    asked = [
+    asked: list[tuple[str, str, Handler]] = [
         ("GET", "/health", _health),
         ("GET", "/ready", _ready),
         ("GET", "/openapi.json", _openapi),
@@ -53,8 +54,8 @@ def application(server: ServerState) -> ASGIApp:
         ("GET", "/state", _state),
         ("GET", "/v1/models", _models),
         ("GET", "/v1/models/{name:path}", _model),
-        ("POST", "/v1/chat/completions", _chat),
-        ("POST", "/v1/completions", _complete),
+        ("POST", "/v1/chat/completions", partial(_generate, kind=ChatRequest)),
+        ("POST", "/v1/completions", partial(_generate, kind=CompletionRequest)),
         ("POST", "/v1/responses", _respond),
         ("GET", "/v1/responses/{name}", _response),
         ("DELETE", "/v1/responses/{name}", _drop),
@@ -227,14 +228,6 @@ def _described(server: ServerState, name: str) -> Answer:
         "owned_by": "penstock",
         "max_model_len": longest,
     }
-
-
-async def _chat(server: ServerState, request: Request) -> Response:
-    return await _generate(server, request, ChatRequest)
-
-
-async def _complete(server: ServerState, request: Request) -> Response:
-    return await _generate(server, request, CompletionRequest)
 
 
 async def _generate(
