@@ -28,7 +28,7 @@ from penstock import LLM, Completion, SamplingParams, Structure  # noqa: E402
 from penstock.api import structures as compiled  # noqa: E402
 from penstock.api.llm import SHIPPED_MODEL  # noqa: E402
 from penstock.api.structures import Structures  # noqa: E402
-from penstock.api.text import Tokenizer  # noqa: E402
+from penstock.api.text.tokenizer import Tokenizer  # noqa: E402
 from penstock.base.errors import RequestError, StructureError  # noqa: E402
 from penstock.cli.main import main  # noqa: E402
 from penstock.ops.sampling import draw_reference  # noqa: E402

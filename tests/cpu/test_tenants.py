@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 
 from penstock import LLM, SamplingParams
-from penstock.api.text import Tokenizer
+from penstock.api.text.tokenizer import Tokenizer
 from penstock.base.errors import LengthError
 from penstock.cli.main import main
 from penstock.server.broker.backend import LocalBackend

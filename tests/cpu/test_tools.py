@@ -14,7 +14,7 @@ import pytest
 openai = pytest.importorskip("openai", reason="needs the client that the server is for")
 
 from penstock.api.llm import SHIPPED_MODEL  # noqa: E402
-from penstock.api.text import Tokenizer  # noqa: E402
+from penstock.api.text.tokenizer import Tokenizer  # noqa: E402
 from penstock.server.answers.prompts import chat_tokens  # noqa: E402
 from penstock.server.parsing.dialects import Dialect, dialect_of  # noqa: E402
 from penstock.server.parsing.speech import FORMATS, THOUGHTS  # noqa: E402

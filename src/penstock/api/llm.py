@@ -17,7 +17,7 @@ from penstock.api.sequences import SequenceGroup
 from penstock.api.snapshots import MemoryUse
 from penstock.api.stream import CompletionStream
 from penstock.api.structures import Structures
-from penstock.api.text import Tokenizer
+from penstock.api.text.tokenizer import Tokenizer
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import CACHE, Config
 from penstock.base.errors import RequestError

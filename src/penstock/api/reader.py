@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from penstock.api.detokenize import Detokenizer
 from penstock.api.limits import ServingLimits
 from penstock.api.sequences import PreparedPrompt
 from penstock.api.structures import Structures
-from penstock.api.text import Tokenizer
+from penstock.api.text.detokenize import Detokenizer
+from penstock.api.text.tokenizer import Tokenizer
 from penstock.base.errors import CheckpointError, RequestError
 from penstock.step.params import Sampling, SamplingParams, shown
 from penstock.weights.checkpoint.generation import GenerationDefaults

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from penstock.api.detokenize import Detokenizer
 from penstock.api.outputs import Completion, Delta, Output
+from penstock.api.text.detokenize import Detokenizer
 from penstock.sched.scheduler import Event
 from penstock.step.params import Sampling
 from penstock.step.plan import RequestId, TokenLogprob

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.api.grammars import grammar_of, placed, said
-from penstock.api.text import Tokenizer
+from penstock.api.text.tokenizer import Tokenizer
 from penstock.base.errors import StructureError
 from penstock.step.params import Sampling
 from penstock.step.plan import Row

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from time import time
 
 from penstock.api.outputs import Completion, Delta, Output
-from penstock.api.text import Tokenizer
+from penstock.api.text.tokenizer import Tokenizer
 from penstock.server.parsing.reading import Arguments, Begin, Content, End, Part, Reasoning
 from penstock.server.parsing.speech import Called, OutputParser, whole
 from penstock.step.plan import TokenLogprob

@@ -13,7 +13,7 @@ import msgspec
 from penstock.api.outputs import Completion, Delta
 from penstock.api.reader import PromptReader
 from penstock.api.sequences import PreparedPrompt
-from penstock.api.text import Tokenizer
+from penstock.api.text.tokenizer import Tokenizer
 from penstock.server.answers.completions import logprob_entries, new_call
 from penstock.server.answers.prompts import read_chat
 from penstock.server.broker.calls import Call

@@ -4,7 +4,7 @@ reasoning."""
 import json
 import re
 
-from penstock.api.text import Tokenizer
+from penstock.api.text.tokenizer import Tokenizer
 from penstock.server.parsing.speech import Thought
 from penstock.step.structure import Structure, StructureKind
 

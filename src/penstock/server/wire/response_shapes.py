@@ -2,10 +2,10 @@
 
 from typing import Any, Literal
 
-from penstock.server.wire.shapes import ChatTokenLogprob, Shape
+from penstock.server.wire.shapes import AnswerObject, ChatTokenLogprob
 
 
-class OutputText(Shape, tag_field="type", tag="output_text"):
+class OutputText(AnswerObject, tag_field="type", tag="output_text"):
     """A part of a message: text."""
 
     text: str
@@ -13,7 +13,7 @@ class OutputText(Shape, tag_field="type", tag="output_text"):
     logprobs: list[ChatTokenLogprob]
 
 
-class ReasoningText(Shape, tag_field="type", tag="reasoning_text"):
+class ReasoningText(AnswerObject, tag_field="type", tag="reasoning_text"):
     """A part of reasoning: text."""
 
     text: str
@@ -22,7 +22,7 @@ class ReasoningText(Shape, tag_field="type", tag="reasoning_text"):
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
-class OutputMessage(Shape, tag_field="type", tag="message"):
+class OutputMessage(AnswerObject, tag_field="type", tag="message"):
     """An item: a message."""
 
     id: str
@@ -31,7 +31,7 @@ class OutputMessage(Shape, tag_field="type", tag="message"):
     content: list[OutputText]
 
 
-class ReasoningItem(Shape, tag_field="type", tag="reasoning"):
+class ReasoningItem(AnswerObject, tag_field="type", tag="reasoning"):
     """An item: reasoning."""
 
     id: str
@@ -40,7 +40,7 @@ class ReasoningItem(Shape, tag_field="type", tag="reasoning"):
     content: list[ReasoningText]
 
 
-class FunctionCall(Shape, tag_field="type", tag="function_call"):
+class FunctionCall(AnswerObject, tag_field="type", tag="function_call"):
     """An item: a call of a function."""
 
     id: str
@@ -53,47 +53,47 @@ class FunctionCall(Shape, tag_field="type", tag="function_call"):
 Item = OutputMessage | ReasoningItem | FunctionCall
 
 
-class ResponseError(Shape):
+class ResponseError(AnswerObject):
     """The error that has kept a response from being complete."""
 
     code: Literal["server_error"]
     message: str
 
 
-class IncompleteDetails(Shape):
+class IncompleteDetails(AnswerObject):
     """The reason for which a response is not complete."""
 
     reason: Literal["max_output_tokens"]
 
 
-class ReasoningSettings(Shape):
+class ReasoningSettings(AnswerObject):
     """The settings of reasoning that a request had."""
 
     effort: str | None
     summary: None
 
 
-class TextSettings(Shape):
+class TextSettings(AnswerObject):
     """The form of text that a request asked for."""
 
     format: dict[str, Any]
     verbosity: str | None
 
 
-class InputTokensDetails(Shape):
+class InputTokensDetails(AnswerObject):
     """The tokens of the input that were found in the cache."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
-class OutputTokensDetails(Shape):
+class OutputTokensDetails(AnswerObject):
     """The tokens of the output that are reasoning."""
 
     reasoning_tokens: int
 
 
-class ResponseUsage(Shape):
+class ResponseUsage(AnswerObject):
     """The tokens of a response."""
 
     input_tokens: int
@@ -103,7 +103,7 @@ class ResponseUsage(Shape):
     total_tokens: int
 
 
-class Response(Shape):
+class Response(AnswerObject):
     """A response to items."""
 
     id: str
@@ -138,7 +138,7 @@ class Response(Shape):
     user: str | None
 
 
-class DeletedResponse(Shape):
+class DeletedResponse(AnswerObject):
     """The answer to a request that a response be kept no longer."""
 
     id: str
@@ -146,7 +146,7 @@ class DeletedResponse(Shape):
     deleted: Literal[True]
 
 
-class StreamEvent(Shape):
+class StreamEvent(AnswerObject):
     """The data of an event of a response that is streamed."""
 
     sequence_number: int

@@ -7,11 +7,11 @@ from msgspec import UNSET, Struct, UnsetType
 FinishReason = Literal["stop", "length", "tool_calls", "error"]
 
 
-class Shape(Struct, forbid_unknown_fields=True, kw_only=True):
+class AnswerObject(Struct, forbid_unknown_fields=True, kw_only=True):
     """An object of an answer. It has no other fields."""
 
 
-class Fault(Shape):
+class Fault(AnswerObject):
     """An error, as OpenAI's clients read it."""
 
     message: str
@@ -23,19 +23,19 @@ class Fault(Shape):
     code: str | None
 
 
-class Refusal(Shape):
+class Refusal(AnswerObject):
     """The body of a response that is an error, and the last event of a stream that has failed."""
 
     error: Fault
 
 
-class PromptTokensDetails(Shape):
+class PromptTokensDetails(AnswerObject):
     """The tokens of prompts that were found in the cache."""
 
     cached_tokens: int
 
 
-class Usage(Shape):
+class Usage(AnswerObject):
     """The tokens of a request."""
 
     prompt_tokens: int
@@ -44,7 +44,7 @@ class Usage(Shape):
     prompt_tokens_details: PromptTokensDetails
 
 
-class LogprobEntry(Shape):
+class LogprobEntry(AnswerObject):
     """The log-probability of a token."""
 
     token: str
@@ -58,14 +58,14 @@ class ChatTokenLogprob(LogprobEntry):
     top_logprobs: list[LogprobEntry]
 
 
-class ChatLogprobs(Shape):
+class ChatLogprobs(AnswerObject):
     """The log-probabilities of an answer's tokens."""
 
     content: list[ChatTokenLogprob]
     refusal: None
 
 
-class Function(Shape):
+class Function(AnswerObject):
     """A function that is called."""
 
     name: str
@@ -73,7 +73,7 @@ class Function(Shape):
     """A JSON object."""
 
 
-class ToolCall(Shape):
+class ToolCall(AnswerObject):
     """A call of a tool."""
 
     id: str
@@ -81,7 +81,7 @@ class ToolCall(Shape):
     function: Function
 
 
-class ChatMessage(Shape):
+class ChatMessage(AnswerObject):
     """An answer to a conversation."""
 
     role: Literal["assistant"]
@@ -91,7 +91,7 @@ class ChatMessage(Shape):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(Shape):
+class ChatChoice(AnswerObject):
     """One of the answers to a conversation."""
 
     index: int
@@ -100,7 +100,7 @@ class ChatChoice(Shape):
     finish_reason: FinishReason
 
 
-class ChatCompletion(Shape):
+class ChatCompletion(AnswerObject):
     """The answers to a conversation."""
 
     id: str
@@ -111,14 +111,14 @@ class ChatCompletion(Shape):
     usage: Usage
 
 
-class FunctionDelta(Shape):
+class FunctionDelta(AnswerObject):
     """A piece of a function that is called."""
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
-class ToolCallDelta(Shape):
+class ToolCallDelta(AnswerObject):
     """Its id, type and the function's name come once, with the first."""
 
     index: int
@@ -127,7 +127,7 @@ class ToolCallDelta(Shape):
     type: Literal["function"] | UnsetType = UNSET
 
 
-class ChatDelta(Shape):
+class ChatDelta(AnswerObject):
     """A piece of an answer to a conversation."""
 
     role: Literal["assistant"] | UnsetType = UNSET
@@ -136,7 +136,7 @@ class ChatDelta(Shape):
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
-class ChatChunkChoice(Shape):
+class ChatChunkChoice(AnswerObject):
     """A piece of one of the answers to a conversation."""
 
     index: int
@@ -145,7 +145,7 @@ class ChatChunkChoice(Shape):
     finish_reason: FinishReason | None
 
 
-class ChatCompletionChunk(Shape):
+class ChatCompletionChunk(AnswerObject):
     """The data of an event of a chat that is streamed."""
 
     id: str
@@ -156,7 +156,7 @@ class ChatCompletionChunk(Shape):
     usage: Usage | UnsetType | None = UNSET
 
 
-class CompletionLogprobs(Shape):
+class CompletionLogprobs(AnswerObject):
     """The log-probabilities of a continuation's tokens."""
 
     tokens: list[str]
@@ -165,7 +165,7 @@ class CompletionLogprobs(Shape):
     text_offset: list[int]
 
 
-class CompletionChoice(Shape):
+class CompletionChoice(AnswerObject):
     """One of the continuations of texts."""
 
     index: int
@@ -174,7 +174,7 @@ class CompletionChoice(Shape):
     finish_reason: FinishReason
 
 
-class CompletionResponse(Shape):
+class CompletionResponse(AnswerObject):
     """The continuations of texts."""
 
     id: str
@@ -185,7 +185,7 @@ class CompletionResponse(Shape):
     usage: Usage
 
 
-class CompletionChunkChoice(Shape):
+class CompletionChunkChoice(AnswerObject):
     """A piece of one of the continuations of texts."""
 
     index: int
@@ -194,7 +194,7 @@ class CompletionChunkChoice(Shape):
     finish_reason: FinishReason | None
 
 
-class CompletionChunk(Shape):
+class CompletionChunk(AnswerObject):
     """The data of an event of a completion that is streamed."""
 
     id: str
@@ -205,7 +205,7 @@ class CompletionChunk(Shape):
     usage: Usage | UnsetType | None = UNSET
 
 
-class ModelCard(Shape):
+class ModelCard(AnswerObject):
     """A model, as clients ask for it."""
 
     id: str
@@ -215,14 +215,14 @@ class ModelCard(Shape):
     max_model_len: int
 
 
-class ModelList(Shape):
+class ModelList(AnswerObject):
     """The models by their names."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
-class TokenizeResponse(Shape):
+class TokenizeResponse(AnswerObject):
     """The tokens of a text or a conversation."""
 
     count: int
@@ -231,13 +231,13 @@ class TokenizeResponse(Shape):
     token_strs: list[str] | UnsetType = UNSET
 
 
-class Text(Shape):
+class Text(AnswerObject):
     """The text of tokens."""
 
     prompt: str
 
 
-class Status(Shape):
+class Status(AnswerObject):
     """The status of a server."""
 
     status: Literal["alive", "ready", "loading", "closing", "waiting for a replica"]

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.api.processes import Pool, Process, serve
+from penstock.api.text.processes import Pool, Process, serve
 from penstock.base.errors import RequestError
 from penstock.base.pacing import paced
 
@@ -95,7 +95,7 @@ LARGE = Pool(PROCESSES, lambda: _renderer(yields=True))
 
 def render(seconds: str, memory: str) -> None:
     """All that such a process does. seconds: of each rendering. memory: bytes."""
-    from penstock.api.chat_template import ChatTemplate
+    from penstock.api.text.chat_template import ChatTemplate
 
     _limit(int(memory))
     compiled: dict[str, ChatTemplate] = {}

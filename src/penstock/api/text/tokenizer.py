@@ -9,10 +9,10 @@ from pathlib import Path
 
 import tokenizers
 
-from penstock.api.detokenize import Detokenizer, Pieces, growth_of, has_failed, longest_share
-from penstock.api.messages import conversation
-from penstock.api.processes import Pool, Process, serve
-from penstock.api.rendering import Template
+from penstock.api.text.detokenize import Detokenizer, Pieces, growth_of, has_failed, longest_share
+from penstock.api.text.messages import conversation
+from penstock.api.text.processes import Pool, Process, serve
+from penstock.api.text.rendering import Template
 from penstock.base.errors import CheckpointError, PenstockError, RequestError
 from penstock.weights.checkpoint.links import expect_inside
 
