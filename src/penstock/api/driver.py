@@ -54,14 +54,14 @@ class EngineDriver:
             return self._engine.stats()
 
     def check(self) -> None:
-        """Raise what has ended the engine while nobody asked anything of it, such as a rank that was lost."""
+        """Raise what has ended the engine while it had nothing to do, such as a rank that was lost."""
         with self._lock:
             self._engine.check()
 
     def begin(self, ready: PreparedPrompt, *, followed: bool = True) -> SequenceGroup:
         """Queue all outputs of a prompt. They are computed as `advance` is called, and end as `abandon` is.
 
-        followed: whether somebody takes what each step adds. Else it is not kept: the garbage collector would
+        followed: whether what each step adds is taken. Else it is not kept: the garbage collector would
             look at all of it again.
         """
         self._check_process()

@@ -1,4 +1,4 @@
-"""Structures as llguidance reads them, and what it says of them, in words for whoever asked."""
+"""Structures as llguidance reads them, and what it says of them, in words for the client."""
 
 import json
 import re

@@ -42,11 +42,13 @@ log = logging.getLogger("penstock")
 class LLM:
     """A loaded model.
 
-    model: a Hugging Face checkpoint directory; None is the small model that comes with the package. progress:
-    whether `generate` shows a bar; None shows it for several prompts on a terminal. loading: is told how far
-    packing and loading of weights are: what is being done, bytes done, bytes in all. trace: is told of every
-    read, copy, wait and use of weights that stream. Everything else is explained in base.config.Config. What
-    was decided (device, dtype, how memory is divided) is logged to the logger "penstock" at level INFO.
+    model: a Hugging Face checkpoint directory; None is the small model that comes with the package.
+    progress: whether `generate` shows a bar; None shows it for several prompts on a terminal.
+    loading: is called with how far packing and loading of weights are: what is done, bytes done, all bytes.
+    trace: notes every read, copy, wait and use of weights that stream.
+
+    Everything else is explained in base.config.Config. What was decided (device, dtype, how memory is
+    divided) is logged to the logger "penstock" at level INFO.
 
     May be used from several threads; whichever waits for its own outputs drives the engine for all. Use it in
     a `with` block, or call `close`, to free the device.

@@ -43,7 +43,7 @@ class PreparedPrompt:
 class OutputSequence:
     """One output in the making (vLLM: a Sequence).
 
-    deltas: what each step has added and nobody has taken yet.
+    deltas: what steps have added and was not taken yet.
     cached: prompt tokens whose KV was found; those that came from host memory, and from disk.
     """
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _LOG = logging.getLogger("penstock")
 _MANY = 8
-"""Rows whose masks are worth several threads."""
+"""Rows from which masks are worth several threads."""
 _WEIGHT = 8 << 10
 """Characters that a structure counts for beside its own: most compiled ones take a few hundred kilobytes,
 those of long texts up to some hundred megabytes."""
@@ -48,7 +48,7 @@ _PATIENCE = 10.0
 """Seconds for which a reader waits for its structure, and before that for its turn: most take milliseconds,
 hard ones a second."""
 _MOST_LATE = 2
-"""Structures that nobody waits for any more, and that the library still compiles."""
+"""Structures that are not waited for any more, and that the library still compiles."""
 _STACK = 256 << 20
 """Bytes for the thread that compiles: the library goes down into rules one within the other, which may be
 thousands."""
@@ -71,7 +71,7 @@ _MARK = b"\xff"
 """Before the name of a special token, which no text has."""
 _STARTING = threading.Lock()
 _LATE: list[threading.Thread] = []
-"""Compile what nobody waits for any more; some may have ended."""
+"""Threads that compile what is not waited for any more; some may have ended."""
 
 
 class CrowdedError(StructureError):
@@ -79,7 +79,7 @@ class CrowdedError(StructureError):
 
 
 class _SlowError(StructureError):
-    """Nobody waits any longer."""
+    """Says that the structure took too long."""
 
 
 class Structures:
@@ -100,7 +100,7 @@ class Structures:
         """The latest; as keys there are only copies, since those that requests have hold what was
         compiled."""
         self._alive: WeakValueDictionary[Structure, _Compiled] = WeakValueDictionary()
-        """And all that somebody holds."""
+        """All compiled structures that are held."""
         self._held: dict[int, tuple[ref[Structure], _Compiled]] = {}
         """By those that were checked, for as long as they are there: by their ids, as there may be several
         that are equal."""
@@ -416,7 +416,7 @@ def _fill(matcher: "LLMatcher", mask: NDArray[np.int32]) -> None:
 
 
 def _deep(work: Callable[[], T]) -> T:
-    """Done on a thread with a large stack, of which only what is used is taken. Raises RuntimeError if it
+    """Run on a thread with a large stack; only what is used of it is taken. Raises RuntimeError if it
     fails, StructureError if it takes too long."""
     results: list[T] = []
     faults: list[BaseException] = []

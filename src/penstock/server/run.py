@@ -56,9 +56,10 @@ def serve(
     """Serve until a signal says that it is enough: one lets requests end, a second one does not, a third one
     waits for nothing.
 
-    load: loads what computes. ready: is called with the address when the model is there. tellers: are given
-        the record of each request that is over. give_up: is called at the first signal, to break off loading
-        that can be.
+    load: loads what computes.
+    ready: is called with the address when the model is there.
+    tellers: are given the record of each request that is over.
+    give_up: is called at the first signal, to break off loading that can be.
 
     Raises ConfigError if the address is not to be had, and whatever has ended the server besides a signal:
     what loading or the engine has raised.
@@ -169,7 +170,7 @@ class _Life:
 
 
 class _Server(uvicorn.Server):
-    """One whose signals are somebody else's."""
+    """Serves without taking signals, which _Life takes."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -184,7 +185,7 @@ def _bind(listening: Listening) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((listening.host, listening.port))
-        bound.listen()  # Until then, somebody else might.
+        bound.listen()  # Until then, another process might.
     except (OSError, OverflowError, UnicodeError) as fault:
         bound.close()
         raise ConfigError(

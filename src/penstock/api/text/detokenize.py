@@ -88,7 +88,7 @@ class Pieces:
     """The bytes that each token adds to a text, learnt from the tokenizer's own decoder and kept.
 
     Several threads may ask at once: at worst both compute the same entry. Raises UnsupportedModelError for a
-    decoder whose text for a token depends on its neighbours.
+    decoder by which a token's text depends on its neighbours.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:

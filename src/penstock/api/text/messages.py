@@ -38,7 +38,7 @@ def _message(where: str, message: object) -> dict[str, object]:
         )
     kept["content"] = content
     reasoning = next((kept[key] for key in _REASONING if key in kept), None)
-    if reasoning is not None:  # one thing under three names, of which templates read the first or the second
+    if reasoning is not None:  # one thing under three names: templates read the first or the second
         kept = {"thinking": reasoning, **kept, "reasoning_content": reasoning}
     return kept
 

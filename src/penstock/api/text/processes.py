@@ -1,7 +1,7 @@
 """Processes for work that may take too long or too much memory, or that holds the interpreter's lock while
 others want it.
 
-Why this is safe: a process has one request at a time. Whoever sends it owns the process until the whole
+Why this is safe: a process has one request at a time. The sender owns the process until the whole
 answer is there, and kills it if anything else comes of that, so no answer is ever taken for another
 request's. A forked process has none of its parent's.
 """
@@ -124,7 +124,7 @@ class Pool:
     """A few processes that do the same, started when they are wanted. Threads may share it."""
 
     def __init__(self, most: int, start: Callable[[], Process], briefly: float | None = None) -> None:
-        """most: at a time; whoever comes then waits. briefly: seconds after which one that still works leaves
+        """most: at a time; others wait. briefly: seconds after which one that still works leaves
         the processor to whatever else wants it, and ends with its answer; None is never. Only root can take
         that back."""
         self._most, self._start, self._briefly = most, start, briefly
@@ -154,7 +154,7 @@ class Pool:
         _end(self._idle)
 
     def _take(self) -> Process:
-        """One that nobody else has."""
+        """Return a process that is not in use."""
         while True:
             try:
                 process = self._idle.pop()
@@ -187,7 +187,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def serve(answer: Callable[[bytes], bytes]) -> None:
-    """All that such a process does, until nobody writes to it any more."""
+    """Answer what is sent, until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to every process.
     into, out = sys.stdin.buffer, sys.stdout.buffer
     out.write(_READY)

@@ -82,7 +82,7 @@ class ResponseStream:
         self._pending: list[Any] = []
         """Log-probabilities of tokens without text so far."""
         self._called: list[Any] = []
-        """And of those that a call has been made of, which are nobody's unless it is broken off."""
+        """Log-probabilities of a call's tokens, which are given out if it is broken off."""
         self._reasoned = 0
         """Tokens of reasoning."""
         self._finish: FinishReason | None = None
@@ -257,7 +257,7 @@ class ResponseStream:
 
 
 def _begun(asked: ResponsesRequest, ready: PreparedPrompt) -> Item:
-    """A response of which nothing has come."""
+    """Return a response before its first output."""
     sampling = ready.samplings[0]
     form = {"type": "text"} if asked.text is None or asked.text.format is None else asked.text.format
     return {

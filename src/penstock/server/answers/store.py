@@ -64,7 +64,7 @@ class ResponseStore:
 
     def _found(self, name: str, owner: bytes, param: str | None = None) -> _StoredResponse:
         one = self._responses.get(name)
-        if one is None or one.owner != owner:  # Of another's nothing is told, nor that it is there.
+        if one is None or one.owner != owner:  # Another key's is not even said to be there.
             raise NotKeptError(name, param)
         return one
 

@@ -171,7 +171,7 @@ class LocalBackend:
         return len(call.prompt.tokens) > self._long
 
     def _is_reading(self, group: SequenceGroup) -> bool:
-        """Tell whether it is a long prompt of which nothing has come yet."""
+        """Tell whether it is a long prompt without any output yet."""
         return len(group.tokens) > self._long and not any(sequence.tokens for sequence in group.sequences)
 
     def _begin(self, call: Call, refused: list[Update]) -> None:

@@ -63,7 +63,7 @@ class RequestBroker:
 
     @property
     def reading(self) -> Call | None:
-        """The first call that the engine was given and of which nothing has come: a prompt that is being
+        """The first call that the engine was given and that has no output yet: a prompt that is being
         computed is that call's."""
         unread = [
             (call.group.sequences[0].request, call)
@@ -143,7 +143,7 @@ class RequestBroker:
         await asyncio.to_thread(self._thread.join)
 
     async def failure(self) -> BaseException | None:
-        """Wait until the backend has ended, and return why, unless it was told to."""
+        """Wait until the backend has ended. Return what has ended it; None if the broker has."""
         await self._over.wait()
         return self._fault
 

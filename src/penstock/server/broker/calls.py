@@ -59,7 +59,7 @@ class Call:
         """Pieces that have come and were not taken."""
         self._wakes = asyncio.Event()
         self._at_once: AtOnce | None = None
-        """Takes what comes, while somebody waits for it."""
+        """Takes what comes, while it is waited for."""
         self._raised: Exception | None = None
         """What `_at_once` has raised."""
         self._fault: BaseException | None = None

@@ -162,7 +162,7 @@ class Metrics:
 
 
 class _Gaps(Collector):
-    """A histogram that is told of many at once: after a step there is one for each request, and for nearly
+    """A histogram that observes many at once: after a step there is one for each request, and for nearly
     all of them the same."""
 
     def __init__(self, name: str, what: str, bounds: tuple[float, ...]) -> None:

@@ -60,7 +60,7 @@ _WAITING = 1.25
 """Requests that are sent to a replica, by the sequences of its steps: so many that no row is empty between
 two steps. Others wait where any replica may take them."""
 _OBJECTS = 100 << 20
-"""Bytes of memory for Ray's objects, of which there are none."""
+"""Bytes of memory for Ray's objects: there are none."""
 _LOOK = 0.2
 _KNOCK = 5.0
 """Seconds in which a cluster has answered that it is there."""
@@ -71,7 +71,7 @@ _INFO = 60.0
 _STATE = 5.0
 """Seconds in which replicas have answered with their state."""
 _PERIOD, _LONGEST_PERIOD = 2.0, 30.0
-"""Seconds between two looks at how much there is to do, and those whose mean counts, at most."""
+"""Seconds between two looks at how much there is to do, and the most seconds that their mean counts."""
 _SHARES = {"cpu": 0.5, "cuda": 0.8}
 """Of host memory that is free, for all replicas of a machine that has it as their device, or beside
 theirs."""
@@ -376,7 +376,7 @@ class Replicas:
 
 
 def _knock(address: str) -> None:
-    """Raises OSError or ValueError if nobody is there, for whom Ray would wait for minutes."""
+    """Raise OSError or ValueError if there is no cluster: Ray would wait for minutes."""
     if "://" in address:
         raise ValueError("an address is auto, or HOST:PORT as `ray start` has told it")
     found = ray._private.services.canonicalize_bootstrap_address(address)

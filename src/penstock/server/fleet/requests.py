@@ -22,7 +22,7 @@ from penstock.step.plan import TokenLogprob
 from penstock.weights.checkpoint.generation import GenerationDefaults
 
 _ROOT = root_key(b"which replica")
-"""The first link of the keys by which prompts are told apart. Where they are compared there is one model."""
+"""The first link of prompts' keys. Where they are compared there is one model."""
 
 
 # ---- what a replica is sent, and what it sends
@@ -134,7 +134,7 @@ class RemoteReader(PromptReader):
     """Reads prompts for replicas: what it returns says where it may be computed."""
 
     def __init__(self, model: Path, info: ReplicaInfo, *, replicas: int) -> None:
-        """model: its directory, of which the tokenizer is read. replicas: most that there will be."""
+        """model: its directory, with the tokenizer. replicas: most that there will be."""
         tokenizer, longest = load_tokenizer(model), info.limits.max_model_len
 
         def why(_: int) -> str:

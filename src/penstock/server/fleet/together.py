@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 _LABEL = "replica"
 _NAMES = ("what", "tier", "link")
-"""Fields by which parts of a list are told apart."""
+"""Fields by which parts of a list are distinguished."""
 
 
 class _Families(Collector):

@@ -23,7 +23,7 @@ from penstock.server.answers.responses import ResponseStream, read_response
 from penstock.server.broker.calls import overdue
 from penstock.server.broker.metrics import CONTENT_TYPE
 from penstock.server.http.errors import error_response, no_route
-from penstock.server.http.keys import NOBODY, owner_of, salt_of
+from penstock.server.http.keys import NO_OWNER, owner_of, salt_of
 from penstock.server.http.openapi import described
 from penstock.server.http.origins import OriginGuard, is_json
 from penstock.server.http.page import FILES, page_file
@@ -128,7 +128,7 @@ def _route(
 def _owner(settings: ServerSettings, request: Request) -> bytes:
     """Who has sent it. Raises HTTPException for a key that is not one of the server's, if that has any."""
     if not settings.keys:
-        return NOBODY
+        return NO_OWNER
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     sent = given.strip().encode("latin-1")  # As Starlette has read it; the bytes are the client's.
     # Each is compared, in a time that tells nothing of how much of it was right.

@@ -51,7 +51,7 @@ _REFUSALS = {
         "server_error",
     ),
 }
-"""What is said where no route is asked, and of which kind it is."""
+"""Messages and kinds of errors where no route is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(431)
 
     def push(self, piece: bytes) -> None:
-        """A piece of the answer whose head has been sent: now, or when there is room. Ask `pushes` first."""
+        """Send a piece of an answer that has begun: now, or when there is room. Ask `pushes` first."""
         if piece:  # What is empty would be the end.
             self.transport.write(
                 b"%x\r\n%s\r\n" % (len(piece), piece) if self.cycle.chunked_encoding else piece

@@ -1,4 +1,4 @@
-"""Whose a request is, by the key that came with it, and with whom it shares prefixes."""
+"""The keys of clients: the owner of a request, and the requests with which it shares prefixes."""
 
 import asyncio
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from hashlib import blake2b
 DIGEST_BYTES = 16
 PACE, LONGEST = 0.02, 10.0
 """Seconds."""
-NOBODY = b""
-"""Whoever asks a server without keys."""
+NO_OWNER = b""
+"""The owner of requests to a server without keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class RefusalThrottle:
 
     def __init__(self) -> None:
         self._due: dict[bytes, float] = {}
-        """By key, when the next may be told."""
+        """By key, when it may be refused again."""
 
     async def turn(self, owner: bytes) -> None:
         """Wait until a key may be refused once more, LONGEST seconds at most."""
@@ -46,7 +46,7 @@ def owner_of(key: bytes) -> bytes:
 def salt_of(owner: bytes, given: str | None, *, share: bool) -> bytes:
     """Return the salt of a request's prefixes, which are shared between requests of the same salt: of one key
     that send the same `cache_salt`, or none. share: between those of any key."""
-    whose = NOBODY if share else owner
+    whose = NO_OWNER if share else owner
     if not whose and given is None:
         return b""
     said = b"" if given is None else b"\1" + given.encode("utf-8", "surrogatepass")

@@ -1,6 +1,6 @@
 """The API in OpenAPI's words: from the types that requests are read as, and those that say what answers are.
 
-Nothing of it depends on the model, so whoever reaches the server may read it.
+Nothing of it depends on the model, so every client that reaches the server may read it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -144,7 +144,7 @@ _EXACT: Mapping[tuple[str, str], Json] = {
         ],
     },
 }
-"""Fields of which more is known than their types say."""
+"""Fields with more rules than their types say."""
 RANGES: Mapping[str, Json] = {
     "temperature": {"minimum": 0, "maximum": 1000},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},

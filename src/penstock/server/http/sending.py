@@ -30,7 +30,7 @@ from penstock.server.wire.responses import ResponsesRequest
 T = TypeVar("T")
 _LOG = logging.getLogger("penstock")
 GONE = 499
-"""What is noted of a request whose client has gone."""
+"""The status that is noted of a request when its client has gone."""
 
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -1,4 +1,4 @@
-"""What a server is told to be, and what its routes work with."""
+"""The settings of a server, and the state that its routes work with."""
 
 import logging
 from collections.abc import Sequence

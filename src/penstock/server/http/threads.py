@@ -1,8 +1,8 @@
-"""Where requests wait to be read: their texts are cut into tokens on threads, and whose turn it is goes round
+"""Where requests wait to be read: their texts are cut into tokens on threads, and the turn goes round
 among keys.
 
 Why this is safe. All but the work itself happens on the loop. Whoever takes a thread, or is given one by its
-turn's future, has it until its work has ended, and is counted by its key until then. Work that nobody waits
+turn's future, has it until its work has ended, and is counted by its key until then. Work that is not waited
 for any more goes on to its end, since no thread can be stopped, and its thread is free only then.
 """
 
@@ -18,11 +18,11 @@ _ANY = 1 << 30
 
 
 class FairThreads:
-    """A few threads, and the keys whose requests wait for one."""
+    """Runs work on a few threads, for which the requests of keys wait."""
 
     def __init__(self, threads: int, each: int | None = None, *, alone: bool = False) -> None:
         """each: threads that one key may have at a time, so that another's requests find one; None is all.
-        alone: there is one key, and nobody to take turns with: what comes waits at the threads, which then go
+        alone: there is one key, and no turns: what comes waits at the threads, which then go
         on to the next without a word from the loop."""
         self._pool = ThreadPoolExecutor(threads, "penstock reading")
         self._free = _ANY if alone else threads
@@ -50,7 +50,7 @@ class FairThreads:
         future = self._pool.submit(work)
 
         def ended(_: "Future[T]") -> None:
-            with suppress(RuntimeError):  # The loop has been closed, and nobody waits.
+            with suppress(RuntimeError):  # The loop has been closed, and waits for nothing.
                 loop.call_soon_threadsafe(self._leave, owner)
 
         future.add_done_callback(ended)

@@ -43,7 +43,7 @@ class RequestRecord:
     route: str = "unknown"
     """The path as the API names it, so without what clients put into it."""
     status: int | None = None
-    """None if there was nobody to send it to."""
+    """None if the client had gone."""
     model: str | None = None
     """Set, as is what follows, when the request has been read and checked."""
     streams: bool = False

@@ -18,11 +18,11 @@ from penstock.server.broker.calls import Call
 _WINDOW = 2.0
 """Seconds over which rates are taken; two passes of weights that stream, where these are longer."""
 _STALE = 10.0
-"""Seconds after which nobody has looked for so long that rates begin anew, if passes are not longer."""
+"""Seconds without a look after which rates begin anew, if passes are not longer."""
 _CLOSE = 0.1
 """Seconds between two looks that are both kept, at least: several pages may ask."""
 _PATIENCE = 0.5
-"""Seconds after which a prompt is told of: what is computed sooner comes and goes too fast to be read."""
+"""Seconds after which a prompt is shown: what is computed sooner comes and goes too fast to be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class StateMonitor:
 
     def _prompt_at(self, now: float) -> PromptState | None:
         call, progress, stats = self._broker.reading, self._llm.progress, self._backend.stats
-        # One of which nothing is computed may still be waiting.
+        # A prompt without computed tokens may still be waiting.
         if call is None or not (progress.reached or stats.waiting == 0):
             self._prompt = None
             return None
@@ -222,7 +222,7 @@ class StateMonitor:
         if now - prompt.begin < _PATIENCE:
             return None
         rate = prompt.rate
-        # Until a step of it is over while somebody looks, what it had reached before is not known by
+        # Until a step of it is over between two looks, what it had reached before is not known by
         # `prompt`.
         reached = max(prompt.reached, min(progress.reached, prompt.length))
         return PromptState(
@@ -303,7 +303,7 @@ def _kv_parts(room: int, held: int, kept: int) -> list[TierPart]:
 
 
 def _tier(name: str, size: int, parts: list[TierPart]) -> TierState:
-    """With what is left, and no smaller than what was counted on it, of which some has just moved."""
+    """Return a tier with what is left. It is no smaller than what was counted on it: some may have moved."""
     taken = sum(part.bytes for part in parts)
     if size > taken:
         parts = [*parts, TierPart("free", size - taken)]

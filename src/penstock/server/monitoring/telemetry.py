@@ -1,4 +1,4 @@
-"""Traces of requests, for whoever collects OpenTelemetry's: a span for each that asks for tokens, and in it
+"""Traces of requests, for collectors of OpenTelemetry's: a span for each that asks for tokens, and in it
 its queue, prefill and decode.
 
 Spans are made when a request is over, from the times that were noted anyway: while it is served nothing is

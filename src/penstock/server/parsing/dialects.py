@@ -14,7 +14,7 @@ _CALLS = {
     "hermes": "<tool_call>",
     "llama3_json": r'(?s)<\|python_tag\|>|ipython.*"parameters"|"parameters".*ipython',
 }
-"""What a template mentions whose model writes that format; the first that fits counts."""
+"""Patterns in a template by which the format that its model writes is known; the first that fits counts."""
 _REASONING = {"think": "</?think>", "mistral": r"\[/?THINK\]"}
 
 

@@ -74,7 +74,7 @@ class Tools:
     several: bool = True
     """Whether there may be more than one call."""
     forced: tuple[str, ...] = ()
-    """Functions of which it has to call one; none if it may also say something else."""
+    """Functions, one of which it has to call; none if it may also say something else."""
 
     def __bool__(self) -> bool:
         return bool(self.schemas)

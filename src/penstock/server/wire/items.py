@@ -86,7 +86,7 @@ def _turn(messages: list[Message]) -> Message:
     """The assistant's message at the end, a new one if there is none."""
     if not messages or messages[-1].role != "assistant":
         messages.append(Message(role="assistant"))
-    else:  # It may be somebody else's, too.
+    else:  # It may be another item's, too.
         messages[-1] = copy(messages[-1])
     return messages[-1]
 

@@ -1,7 +1,7 @@
 """What clients may send, field by field, and what of it the engine is asked.
 
 The fields are OpenAI's, and beside them those of SamplingParams. One that would change the answer and cannot
-be honoured is refused, and so is one that nobody knows; what only labels a request, or suits what is done
+be honoured is refused, and so is an unknown one; what only labels a request, or suits what is done
 anyway, is taken and has no effect.
 """
 
