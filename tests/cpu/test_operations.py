@@ -447,16 +447,16 @@ def test_without_a_place_for_traces_nothing_is_imported(caplog: pytest.LogCaptur
     ]
     with patch.dict(sys.modules, {exporter: None}):  # Whoever imports it is told that it is not there.
         for environment in nowhere:
-            with telemetry.traced(environment) as tellers:
-                assert tellers == []
+            with telemetry.traced(environment) as sinks:
+                assert sinks == []
         assert caplog.text == ""
-        with telemetry.traced({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://a"}) as tellers:
-            assert tellers == []
+        with telemetry.traced({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://a"}) as sinks:
+            assert sinks == []
     assert "pip install 'penstock[otel]'" in caplog.text
     with telemetry.traced(
         {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
-    ) as tellers:
-        assert tellers == []
+    ) as sinks:
+        assert sinks == []
     assert "only sent by http/protobuf" in caplog.text
 
 

@@ -35,7 +35,7 @@ from penstock.ops.sampling import draw_reference  # noqa: E402
 from penstock.server.answers.prompts import read  # noqa: E402
 from penstock.server.broker.broker import BusyError  # noqa: E402
 from penstock.server.parsing.forms import behind_reasoning, may_be_behind  # noqa: E402
-from penstock.server.parsing.speech import THOUGHTS  # noqa: E402
+from penstock.server.parsing.output_parser import REASONING_MARKS  # noqa: E402
 from penstock.server.wire.requests import CompletionRequest, decoded  # noqa: E402
 from penstock.step.plan import Admission, Row  # noqa: E402
 from penstock.step.structure import LONGEST  # noqa: E402
@@ -434,7 +434,8 @@ def test_forms_behind_reasoning_are_what_they_are_alone(llm: LLM) -> None:
     ):
         assert may_be_behind(form)
         params = SamplingParams(
-            structure=behind_reasoning(form, THOUGHTS["think"], llm.tokenizer, opened=False), max_tokens=60
+            structure=behind_reasoning(form, REASONING_MARKS["think"], llm.tokenizer, opened=False),
+            max_tokens=60,
         )
         assert llm.generate(PROMPT, replace(params, logit_bias=never("<")))[0].text == text
     assert not may_be_behind(Structure.regex("(?ix) a # the end of the line matters\n b"))

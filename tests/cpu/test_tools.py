@@ -17,7 +17,7 @@ from penstock.api.llm import SHIPPED_MODEL  # noqa: E402
 from penstock.api.text.tokenizer import Tokenizer  # noqa: E402
 from penstock.server.answers.prompts import chat_tokens  # noqa: E402
 from penstock.server.parsing.dialects import Dialect, dialect_of  # noqa: E402
-from penstock.server.parsing.speech import FORMATS, THOUGHTS  # noqa: E402
+from penstock.server.parsing.output_parser import FORMATS, REASONING_MARKS  # noqa: E402
 from penstock.server.parsing.tools import template_messages, tools_of  # noqa: E402
 from penstock.server.wire.requests import FieldError, Message, TokenizeRequest  # noqa: E402
 from servers import FLAGS, Server, serving  # noqa: E402
@@ -281,7 +281,7 @@ DIALECTS = [
 def test_a_template_says_what_its_model_writes(template: str, calls: str | None, thought: str | None) -> None:
     found = dialect_of({"default": template})
     assert found.calls == (FORMATS[calls] if calls else None)
-    assert found.thought == (THOUGHTS[thought] if thought else None)
+    assert found.thought == (REASONING_MARKS[thought] if thought else None)
     other = dialect_of({"default": template}, "mistral", "none")
     assert (other.calls, other.thought) == (FORMATS["mistral"], None)
 

@@ -50,7 +50,7 @@ def serve(
     listening: Listening,
     *,
     ready: Callable[[str], object] = lambda _: None,
-    tellers: Sequence[RecordSink] = (),
+    sinks: Sequence[RecordSink] = (),
     give_up: Callable[[], object] = lambda: None,
 ) -> None:
     """Serve until a signal says that it is enough: one lets requests end, a second one does not, a third one
@@ -58,7 +58,7 @@ def serve(
 
     load: loads what computes.
     ready: is called with the address when the model is there.
-    tellers: are given the record of each request that is over.
+    sinks: are given the record of each request that is over.
     give_up: is called at the first signal, to break off loading that can be.
 
     Raises ConfigError if the address is not to be had, and whatever has ended the server besides a signal:
@@ -66,7 +66,7 @@ def serve(
     """
     bound = _bind(listening)
     with bound:
-        state = ServerState(settings, tellers=tellers)
+        state = ServerState(settings, sinks=sinks)
         asyncio.run(_Life(load, state, listening, ready, give_up).run(bound))
     note("stopped")
 

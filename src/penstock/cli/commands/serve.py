@@ -262,7 +262,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
             say(f"serving {names[0]} at {address}")
 
     level = asked["log_level"] or ("warning" if quiet else "info")
-    with logged(partial(say, faint=not as_json), asked["log_format"], level), traced(os.environ) as tellers:
+    with logged(partial(say, faint=not as_json), asked["log_format"], level), traced(os.environ) as sinks:
         if as_json and session is not None and session.read is not None:
             note("settings", file=str(session.read))
         if not there.keys and asked["host"] not in LOOPBACK:
@@ -283,7 +283,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
                 there,
                 listening,
                 ready=tell_ready,
-                tellers=tellers,
+                sinks=sinks,
                 give_up=crew.give_up,
             )
             return
@@ -291,7 +291,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         if config.tensor_parallel > 1 and (place := launched()) is not None and place.rank:
             load_model().close()  # It follows rank 0, which listens, and does not return.
             return
-        serve(lambda: LocalBackend(load_model()), there, listening, ready=tell_ready, tellers=tellers)
+        serve(lambda: LocalBackend(load_model()), there, listening, ready=tell_ready, sinks=sinks)
 
 
 def _crew(asked: Mapping[str, Any], config: Config, name: str) -> "Replicas":

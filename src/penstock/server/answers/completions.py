@@ -6,8 +6,8 @@ from time import time
 
 from penstock.api.outputs import Completion, Delta, Output
 from penstock.api.text.tokenizer import Tokenizer
+from penstock.server.parsing.output_parser import Called, OutputParser, whole
 from penstock.server.parsing.reading import Arguments, Begin, Content, End, Part, Reasoning
-from penstock.server.parsing.speech import Called, OutputParser, whole
 from penstock.step.plan import TokenLogprob
 from penstock.step.request import FinishReason
 

@@ -14,7 +14,7 @@ from penstock.server.answers.completions import Answer, ChatWriter, TextWriter
 from penstock.server.broker.calls import BusyError
 from penstock.server.parsing.dialects import Dialect, dialect_of
 from penstock.server.parsing.forms import behind_reasoning, may_be_behind
-from penstock.server.parsing.speech import LIST, OutputParser
+from penstock.server.parsing.output_parser import LIST, OutputParser
 from penstock.server.parsing.tools import Tools, template_messages, tools_of
 from penstock.server.wire.requests import ChatRequest, CompletionRequest, FieldError, TokenizeRequest
 from penstock.step.params import SamplingParams

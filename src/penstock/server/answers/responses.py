@@ -18,8 +18,8 @@ from penstock.server.answers.completions import logprob_entries, new_call
 from penstock.server.answers.prompts import read_chat
 from penstock.server.broker.calls import Call
 from penstock.server.parsing.dialects import Dialect
+from penstock.server.parsing.output_parser import OutputParser
 from penstock.server.parsing.reading import Arguments, Begin, Broken, Content, End, Part, Reasoning
-from penstock.server.parsing.speech import OutputParser
 from penstock.server.wire.items import messages_of
 from penstock.server.wire.requests import Message
 from penstock.server.wire.responses import ResponsesRequest, named_here

@@ -26,6 +26,7 @@ from penstock.server.broker.backend import Quotas
 from penstock.server.broker.broker import RequestBroker
 from penstock.server.broker.calls import Call
 from penstock.server.broker.mailbox import Mailbox
+from penstock.server.fleet.merge import counted, side_by_side, summed
 from penstock.server.fleet.requests import (
     Accepted,
     LostError,
@@ -37,7 +38,6 @@ from penstock.server.fleet.requests import (
     RoutedPrompt,
 )
 from penstock.server.fleet.routing import Affinity
-from penstock.server.fleet.together import counted, side_by_side, summed
 from penstock.step.plan import RequestId
 from penstock.step.request import FinishReason
 

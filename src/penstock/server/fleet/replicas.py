@@ -39,7 +39,7 @@ from penstock.server.broker.backend import LocalBackend
 from penstock.server.broker.broker import RequestBroker
 from penstock.server.broker.metrics import Metrics
 from penstock.server.fleet.backend import RemoteBackend
-from penstock.server.fleet.choice import PrefixRouter
+from penstock.server.fleet.ray_router import PrefixRouter
 from penstock.server.fleet.requests import (
     LostError,
     RemoteReader,

@@ -74,7 +74,7 @@ def application(server: ServerState) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers={HTTPException: no_route})
     app.router.redirect_slashes = False  # It would send clients to whatever their Host header says.
     doors = OriginGuard(app, server.settings.allow_hosts, keys=bool(server.settings.keys))
-    return RecordMiddleware(doors, (*server.tellers, note_request))
+    return RecordMiddleware(doors, (*server.sinks, note_request))
 
 
 # ---- what stands around every route

@@ -52,7 +52,7 @@ class ServerState:
     monitor: looks at the engine in this process, if that computes.
     fleet: the backend, if replicas compute.
     loaded: when the model was there, in seconds since 1970.
-    tellers: are given the record of each request that is over, before the log is.
+    sinks: are given the record of each request that is over, before the log is.
     dialect: how the model writes reasoning and calls of tools.
     """
 
@@ -63,7 +63,7 @@ class ServerState:
     fleet: RemoteBackend | None = None
     loaded: int = 0
     metrics: Metrics = field(default_factory=Metrics)
-    tellers: Sequence[RecordSink] = ()
+    sinks: Sequence[RecordSink] = ()
     dialect: Dialect | None = None
     refusals: RefusalThrottle = field(default_factory=RefusalThrottle)
     responses: ResponseStore = field(init=False)

@@ -71,7 +71,7 @@ def traced(environment: Mapping[str, str]) -> Iterator[list[RecordSink]]:
     provider = TracerProvider(resource=Resource.create(about), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     try:
-        yield [teller(provider.get_tracer("penstock", __version__))]
+        yield [span_sink(provider.get_tracer("penstock", __version__))]
     finally:
         end = Thread(target=provider.shutdown, name="penstock last spans", daemon=True)
         end.start()
@@ -80,7 +80,7 @@ def traced(environment: Mapping[str, str]) -> Iterator[list[RecordSink]]:
             _LOG.warning("the last traces have not been taken in %g seconds, and are lost", _LAST)
 
 
-def teller(tracer: "Tracer") -> RecordSink:
+def span_sink(tracer: "Tracer") -> RecordSink:
     """Makes the spans of a request that is over, and notes its trace's id in the record."""
     from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

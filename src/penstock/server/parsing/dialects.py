@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.server.parsing.speech import FORMATS, THOUGHTS, Format, Thought
+from penstock.server.parsing.output_parser import FORMATS, REASONING_MARKS, Format, ReasoningMarks
 
 AUTO, NONE = "auto", "none"
-TOOL_PARSERS, REASONING_PARSERS = (AUTO, NONE, *FORMATS), (AUTO, NONE, *THOUGHTS)
+TOOL_PARSERS, REASONING_PARSERS = (AUTO, NONE, *FORMATS), (AUTO, NONE, *REASONING_MARKS)
 _CALLS = {
     "mistral": r"\[TOOL_CALLS\]",
     "qwen3_coder": r"(?s)<tool_call>.*<function=|<function=.*<tool_call>",
@@ -23,7 +23,7 @@ class Dialect:
     """The way in which a model writes calls of tools and reasoning, and what its chat templates take."""
 
     calls: Format | None = None
-    thought: Thought | None = None
+    thought: ReasoningMarks | None = None
     names_developer: bool = False
     """Whether the templates know the role, which most call system."""
     short_ids: bool = False
@@ -32,12 +32,12 @@ class Dialect:
 
 def dialect_of(templates: Mapping[str, str], calls: str = AUTO, reasoning: str = AUTO) -> Dialect:
     """Return a model's dialect. templates: sources. calls, reasoning: "auto", "none", or one of FORMATS and
-    of THOUGHTS."""
+    of REASONING_MARKS."""
     source = "\n".join(templates.values())
     calls = _mentioned(source, _CALLS) if calls == AUTO else calls
     reasoning = _mentioned(source, _REASONING) if reasoning == AUTO else reasoning
     return Dialect(
-        FORMATS.get(calls), THOUGHTS.get(reasoning), "developer" in source, "[TOOL_CALLS]" in source
+        FORMATS.get(calls), REASONING_MARKS.get(reasoning), "developer" in source, "[TOOL_CALLS]" in source
     )
 
 

@@ -5,7 +5,7 @@ import json
 import re
 
 from penstock.api.text.tokenizer import Tokenizer
-from penstock.server.parsing.speech import Thought
+from penstock.server.parsing.output_parser import ReasoningMarks
 from penstock.step.structure import Structure, StructureKind
 
 _NO_PART = {
@@ -20,7 +20,7 @@ _SPACES = {"x-guidance": {"whitespace_pattern": "[ \\n\\r\\t]{1,64}"}}
 
 
 def behind_reasoning(
-    structure: Structure, thought: Thought, tokenizer: Tokenizer, *, opened: bool
+    structure: Structure, thought: ReasoningMarks, tokenizer: Tokenizer, *, opened: bool
 ) -> Structure:
     """Return the structure of an output that reasons before it keeps to `structure`. opened: reasoning has
     begun in the prompt; else there may be none. Raise StructureError."""

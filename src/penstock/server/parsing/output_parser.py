@@ -38,7 +38,7 @@ class Format:
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningMarks:
     """The texts between which reasoning stands."""
 
     begin: str
@@ -51,9 +51,9 @@ FORMATS: Mapping[str, Format] = {
     "llama3_json": Format(Calls.llama, ("<|python_tag|>",), bare="{"),
     "mistral": Format(Calls.mistral, ("[TOOL_CALLS]",), others=("[ARGS]", "[CALL_ID]")),
 }
-THOUGHTS: Mapping[str, Thought] = {
-    "think": Thought("<think>", "</think>"),
-    "mistral": Thought("[THINK]", "[/THINK]"),
+REASONING_MARKS: Mapping[str, ReasoningMarks] = {
+    "think": ReasoningMarks("<think>", "</think>"),
+    "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
 }
 LIST = Format(lambda calls, _: calls.list(), bare="[")
 """Calls in a form that no model was taught, for one that can write nothing else."""
@@ -68,7 +68,7 @@ class OutputParser:
         functions: Schemas | None = None,
         *,
         several: bool = True,
-        thought: Thought | None = None,
+        thought: ReasoningMarks | None = None,
         thinking: bool = False,
     ) -> None:
         """format: None if there are no calls. several: False if there is one call at most, behind which
@@ -103,7 +103,7 @@ class OutputParser:
             yield from self._reason(self._thought)
         yield from self._speak(self._format)
 
-    def _reason(self, thought: Thought) -> Reading[None]:
+    def _reason(self, thought: ReasoningMarks) -> Reading[None]:
         reader = self._reader
         if not self.thinking:
             yield from reader.ahead()
