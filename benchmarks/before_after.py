@@ -3,9 +3,9 @@
     python3 benchmarks/before_after.py --before TREE --out compared.json      8B and 0.6B shapes, on CUDA
     python3 benchmarks/before_after.py --before TREE --tiny                   small shapes, on any device
 
-TREE is another checkout. Each round runs both versions, each in a fresh process, in an order that alternates. A
-process measures everything once: decode steps, prompts, many requests, weights and KV that stream, a prefix that
-comes back from host memory, the start of engines, and the most memory that each engine took.
+TREE is another checkout. Each round runs both versions, each in a fresh process, in an order that alternates.
+A process measures everything once: decode steps, prompts, many requests, weights and KV that stream, a prefix
+that comes back from host memory, the start of engines, and the most memory that each engine took.
 """
 
 import argparse
@@ -22,23 +22,31 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
-LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "rms_norm_eps": 1e-5}
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "torch_dtype": "bfloat16",
+    "rms_norm_eps": 1e-5,
+}
 SHAPES = {
     "8B": LLAMA
     | {
         "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rope_theta": 5e5,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+        "rope_theta": 5e5,
     },
     "0.6B": LLAMA
     | {
-        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 1024,
-        "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": True,
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": True,
     },
     "tiny": LLAMA
     | {
         "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "rope_theta": 1e4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+        "rope_theta": 1e4,
     },
 }  # fmt: skip
 
@@ -49,7 +57,9 @@ SHAPES = {
 class Clocked:
     """One engine over random weights, and what was measured of it."""
 
-    def __init__(self, shape: str, device: str, found: dict[str, float], label: str, **settings: object) -> None:
+    def __init__(
+        self, shape: str, device: str, found: dict[str, float], label: str, **settings: object
+    ) -> None:
         import torch
 
         from penstock.base.config import Config
@@ -150,7 +160,9 @@ def measure(tiny: bool) -> dict[str, float]:
     large, small, part = ("tiny", "tiny", 32) if tiny else ("8B", "0.6B", 1)
     with clocked(large, device, found, "8B") as engine:
         found["8B, one sequence, ms a step"] = 1e3 * engine.decode(1, 2048 // part, 96 // part)
-        found["8B, 64 sequences, ms a step"] = 1e3 * engine.decode(4 if tiny else 64, 2048 // part, 96 // part)
+        found["8B, 64 sequences, ms a step"] = 1e3 * engine.decode(
+            4 if tiny else 64, 2048 // part, 96 // part
+        )
         engine.first_token(engine.prompt(16384 // part))
         prompts = [engine.first_token(engine.prompt(16384 // part)) for _ in range(3)]
         found["8B, prompt of 16K, s"] = statistics.median(prompts)
@@ -162,10 +174,16 @@ def measure(tiny: bool) -> dict[str, float]:
     streams = {} if tiny else {"device_memory": "8GiB"}
     with clocked(large, device, found, "8B streamed", **streams) as engine:
         found["8B streamed from host memory, ms a step"] = 1e3 * engine.decode(1, 512 // part, 10)
-    kv = {"max_length": 140_000 // part, "beyond_trained": True, "host_kv_memory": "24GiB" if not tiny else "64MiB"}
+    kv = {
+        "max_length": 140_000 // part,
+        "beyond_trained": True,
+        "host_kv_memory": "24GiB" if not tiny else "64MiB",
+    }
     if tiny:
         kv["max_length"] = 4000
-    with clocked(large, device, found, "8B, KV on the host", kv_blocks=700 if not tiny else 40, **kv) as engine:
+    with clocked(
+        large, device, found, "8B, KV on the host", kv_blocks=700 if not tiny else 40, **kv
+    ) as engine:
         long = engine.prompt(131_072 // part if not tiny else 3000)
         found["8B, prompt of 128K, s"] = engine.first_token(long)
         found["8B, KV of 128K streamed, ms a step"] = 1e3 * engine.decode(1, len(long), 12)
@@ -193,9 +211,15 @@ def compare(before: Path, after: Path, rounds: int, tiny: bool) -> dict[str, lis
     for number in range(rounds):
         for name in list(trees)[:: 1 if number % 2 == 0 else -1]:
             more = ["--tiny"] if tiny else []
-            environment = os.environ | {"PYTHONPATH": f"{trees[name] / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
+            environment = os.environ | {
+                "PYTHONPATH": f"{trees[name] / 'src'}:{os.environ.get('PYTHONPATH', '')}"
+            }
             ran = subprocess.run(
-                [sys.executable, __file__, "--one", *more], env=environment, capture_output=True, text=True, check=False
+                [sys.executable, __file__, "--one", *more],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
             )
             if ran.returncode:
                 sys.exit(f"{name} failed:\n{ran.stderr[-3000:]}")
@@ -214,7 +238,9 @@ def table(runs: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--before", type=Path, help="a checkout of the earlier version")
     parser.add_argument("--after", type=Path, default=HERE)
     parser.add_argument("--rounds", type=int, default=3)
@@ -234,7 +260,9 @@ def main() -> None:
         sys.path.insert(0, str(HERE / "tests"))
         from recording import environment
 
-        args.out.write_text(json.dumps({"rounds": args.rounds, "rows": rows, "environment": environment()}) + "\n")
+        args.out.write_text(
+            json.dumps({"rounds": args.rounds, "rows": rows, "environment": environment()}) + "\n"
+        )
 
 
 if __name__ == "__main__":

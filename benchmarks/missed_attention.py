@@ -54,7 +54,7 @@ def captured(
     with LLM(
         model, max_length=tokens + 512, max_sequences=1, prefix_cache=False, graphs=False, progress=False
     ) as llm:
-        layers = llm.booted.spec.layers
+        layers = llm.spec.layers
 
         def noting(q: Tensor, k: Tensor, *given: Any, **more: Any) -> Attended:
             nonlocal scale, calls

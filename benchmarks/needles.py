@@ -62,7 +62,7 @@ def main() -> None:
         with LLM(SHIPPED_MODEL, **common, **far) as llm:
             streamed, late = asked(llm, work)
             again, _ = asked(llm, few)
-            kv = llm.booted.engine.kv_stats()
+            kv = llm.memory.kv
             left = llm.booted.engine.scheduler.busy
         assert kv is not None, "nothing streamed"
         assert not left, "a request is left"

@@ -81,7 +81,7 @@ def main() -> None:
             for (_, _, style), sample in zip(cells, samples, strict=True)
         ]
         completions = llm.generate(prompts, params)
-        stats, booted = llm.stats(), llm.booted
+        stats, dtype = llm.stats(), llm.dtype
     seconds = time.perf_counter() - begin
 
     right: dict[tuple[str, int, float], list[bool]] = defaultdict(list)
@@ -117,7 +117,7 @@ def main() -> None:
     total = sum(sum(cell) for cell in right.values())
     print(
         f"\n{total} of {len(samples)} exact; {seconds:.0f} s, {stats.computed_tokens / seconds:,.0f} "
-        f"tokens/s, {booted.dtype}"
+        f"tokens/s, {dtype}"
     )
     record = {
         "bench": "retrieval",
@@ -130,7 +130,7 @@ def main() -> None:
         "misses": misses,
         "seconds": seconds,
         "computed_tokens": stats.computed_tokens,
-        "dtype": booted.dtype,
+        "dtype": dtype,
         "machine": environment(),
     }
     if args.out:

@@ -146,7 +146,7 @@ def answers(
         if len(streams) == len(asks) and not llm.booted.engine.busy:
             return [streams[index].completion for index in range(len(asks))]
         try:
-            llm._pump()
+            llm.driver.step()
             interrupted = False
         except KeyboardInterrupt:
             interrupted = True

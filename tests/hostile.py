@@ -46,7 +46,7 @@ ENDLESS = {"model": "shipped", "prompt": "The sea", "max_tokens": 900, "ignore_e
 _WATCHED = """
 import asyncio, ctypes, gc, json, os, resource, signal, sys
 from penstock.cli.main import main
-from penstock.server import connection
+from penstock.server.http import connection
 
 for name, seconds in PATIENCE.items():
     setattr(connection, name, seconds)
@@ -95,7 +95,7 @@ class Watched(Server):
 
     def __init__(self, folder: Path, *flags: str, files: int = 0, **patience: float) -> None:
         """files: that it may open, if not as many as others. patience: the seconds that
-        penstock.server.connection names, where they are others."""
+        penstock.server.http.connection names, where they are others."""
         self._told = folder / "tasks.json"
         self.python = (
             "-c",

@@ -20,7 +20,7 @@ import torch
 import tiny
 from far import LIMIT, SETTINGS, Ask, Line, apart, check, expected, layout_of
 from penstock import LLM, Completion
-from penstock.api.llm import Stream
+from penstock.api.stream import CompletionStream
 from penstock.kv.ledger.host import HostLedger
 from penstock.kv.movement import carrier
 from penstock.kv.store.blocks import BlockStore
@@ -195,7 +195,7 @@ def converse(
     """Let them talk, `width` at once, and hold every answer against the right one. leaves, clears: chances
     before each step that someone stops listening to an answer, and asks again, and that everything is
     forgotten. pause: turns after which to stop in between."""
-    idle, live = list(talks), dict[Talk, tuple[Ask, Stream]]()
+    idle, live = list(talks), dict[Talk, tuple[Ask, CompletionStream]]()
     late, turns = time.monotonic() + 4 * LONG, 0
     while (idle and (pause is None or turns < pause)) or live:
         assert time.monotonic() < late, "conversations do not end"
@@ -225,11 +225,11 @@ def converse(
             if rng.random() < clears:
                 tally.cleared += 1
                 llm.clear_prefix_cache()
-            llm._pump()
+            llm.driver.step()
         except KeyboardInterrupt:
             tally.interrupts += 1
         for talk, (ask, stream) in list(live.items()):
-            if stream._job.done:
+            if stream._group.done:
                 del live[talk]
                 late = time.monotonic() + 4 * LONG
                 right(name, ask, stream.completion)
@@ -387,7 +387,7 @@ def ask_once(llm: LLM, name: str, asks: Sequence[Ask]) -> list[Completion]:
     return found
 
 
-def _through(llm: LLM, streams: Sequence[Stream]) -> Sequence[Stream]:
-    while not all(stream._job.done for stream in streams):
-        llm._pump()
+def _through(llm: LLM, streams: Sequence[CompletionStream]) -> Sequence[CompletionStream]:
+    while not all(stream._group.done for stream in streams):
+        llm.driver.step()
     return streams

@@ -130,7 +130,7 @@ def _words(path: Path) -> None:
 
 
 def _read_words(path: Path) -> None:
-    from penstock.api.text import Tokenizer
+    from penstock.api.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_directory(path)
     text = "Once upon a time é \U0001f600 <s>"
@@ -415,7 +415,7 @@ def fuzz(name: str, runs: int, seed: int, again: Path | None, out: Path) -> None
     import atheris
 
     with atheris.instrument_imports(include=["penstock"]):
-        import penstock.api.text
+        import penstock.api.text.tokenizer
         import penstock.arch.layout
         import penstock.kv.store.blocks
         import penstock.weights.pack.reader

@@ -406,7 +406,7 @@ def _answers(llm: LLM, asks: tuple[Ask, ...], prompts: list[tuple[int, ...]]) ->
                 streams[index] = llm.stream(list(prompt), params)
             if ask.leave is not None and ask.at + ask.leave == step:
                 streams[index].close()
-        llm.advance()
+        llm.driver.advance()
         step += 1
     return [streams[index].completion for index in range(len(asks))]
 

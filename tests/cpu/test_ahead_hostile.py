@@ -52,7 +52,7 @@ def opened(**more: object) -> LLM:
 def least_memory() -> dict[str, int]:
     """All weights stream through the smallest rings."""
     with opened() as llm:
-        budget, layouts = llm.booted.budget, llm.booted.weights._layouts.values()
+        budget, layouts = llm.memory.budget, llm.booted.weights._layouts.values()
     least = budget.activations + budget.kv + max(-(-layout.size // 4096) * 4096 for layout in layouts)
     return {"device_memory": least, "host_memory": least + int(0.35 * budget.weights)}
 

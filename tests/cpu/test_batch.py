@@ -14,6 +14,7 @@ import pytest
 import forks
 from penstock import LLM, SamplingParams
 from penstock.api import structures
+from penstock.api.driver import EngineDriver
 from penstock.base.errors import ConfigError
 from penstock.cli.main import main
 from penstock.server.batch import Batch, Tally
@@ -173,7 +174,7 @@ def test_a_run_that_was_ended_goes_on_where_it_was(llm: LLM, tmp_path: Path) -> 
     assert {name: said(one) for name, one in found.items()} == {
         name: expected(llm, one) for name, one in asked.items()
     }
-    with patch.object(LLM, "advance", side_effect=AssertionError("nothing is left to do")):
+    with patch.object(EngineDriver, "advance", side_effect=AssertionError("nothing is left to do")):
         assert Batch(llm, source, target, NAMES).run() == Tally(10, 10, 1)
 
 

@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import specs
-from penstock.api.text import Tokenizer
+from penstock.api.text.tokenizer import Tokenizer
 from penstock.arch.families import FAMILIES, read_spec
 from penstock.arch.layout import GroupLayout, group_layouts
 from penstock.arch.mixers.attention import Attention

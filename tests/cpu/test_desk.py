@@ -12,11 +12,14 @@ from unittest.mock import patch
 import pytest
 
 from penstock import LLM, SamplingParams
+from penstock.api.driver import EngineDriver
 from penstock.api.outputs import Delta
 from penstock.base.errors import EngineClosedError
 from penstock.engine.engine import Engine
-from penstock.server.desk import BusyError, Call, DeadlineError, Desk, News
-from penstock.server.metrics import Metrics
+from penstock.server.broker.backend import LocalBackend
+from penstock.server.broker.broker import RequestBroker
+from penstock.server.broker.calls import BusyError, Call, DeadlineError, Update
+from penstock.server.broker.metrics import Metrics
 from penstock.step.plan import RequestId
 from streams import LONG
 
@@ -40,18 +43,18 @@ def llm() -> Iterator[LLM]:
 
 
 def at_the_desk(
-    llm: LLM, work: Callable[[Desk], Awaitable[None]], queue: int = 8, patience: float = 100.0
+    llm: LLM, work: Callable[[RequestBroker], Awaitable[None]], queue: int = 8, patience: float = 100.0
 ) -> None:
     """Nothing is left when it is closed."""
 
     async def run() -> None:
-        desk = Desk(llm, Metrics(), queue=queue)
+        broker = RequestBroker(LocalBackend(llm), Metrics(), queue=queue)
         try:
-            await work(desk)
+            await work(broker)
         finally:
-            await desk.close(patience)
-            assert not desk.open
-        assert desk.outputs == 0
+            await broker.close(patience)
+            assert not broker.open
+        assert broker.outputs == 0
 
     asyncio.run(run())
     assert llm.stats().running == llm.stats().waiting == 0
@@ -66,7 +69,7 @@ def test_short_prompts_do_not_wait_for_long_ones_and_these_come_one_by_one(llm: 
     }
     order: list[str] = []
 
-    async def work(desk: Desk) -> None:
+    async def work(broker: RequestBroker) -> None:
         async def answer(name: str, call: Call) -> None:
             async for _ in call.pieces():
                 if name not in order:
@@ -77,7 +80,9 @@ def test_short_prompts_do_not_wait_for_long_ones_and_these_come_one_by_one(llm: 
             "short 1": SHORT_ONE,
             "short 2": SHORT_ONE,
         }
-        calls = {name: desk.ask([llm.read(prompt, PARAMS)])[0] for name, prompt in prompts.items()}
+        calls = {
+            name: broker.submit([llm.reader.read(prompt, PARAMS)])[0] for name, prompt in prompts.items()
+        }
         await asyncio.gather(*(answer(name, call) for name, call in calls.items()))
 
     at_the_desk(llm, work)
@@ -87,36 +92,36 @@ def test_short_prompts_do_not_wait_for_long_ones_and_these_come_one_by_one(llm: 
 
 def test_who_leaves_before_its_turn_is_never_begun(llm: LLM) -> None:
     begun: list[int] = []
-    begin = LLM.begin
+    begin = EngineDriver.begin
 
-    async def work(desk: Desk) -> None:
-        calls = [desk.ask([llm.read([number, *LONG_ONE], PARAMS)])[0] for number in range(4)]
+    async def work(broker: RequestBroker) -> None:
+        calls = [broker.submit([llm.reader.read([number, *LONG_ONE], PARAMS)])[0] for number in range(4)]
         calls[1].leave()
         calls[2].leave()
-        assert desk.outputs == 2
+        assert broker.outputs == 2
         await asyncio.gather(calls[0].completion(), calls[3].completion())
         calls[0].leave()
-        assert desk.outputs == 0
+        assert broker.outputs == 0
 
     with patch.object(
-        LLM, "begin", lambda self, ready: (begun.append(ready.tokens[0]), begin(self, ready))[1]
+        EngineDriver, "begin", lambda self, ready: (begun.append(ready.tokens[0]), begin(self, ready))[1]
     ):
         at_the_desk(llm, work)
     assert begun == [0, 3]
 
 
 def test_there_is_room_for_so_many_and_no_more(llm: LLM) -> None:
-    async def work(desk: Desk) -> None:
-        ready = llm.read(SHORT_ONE, SamplingParams(max_tokens=400, ignore_eos=True, n=4))
-        calls = desk.ask([ready, ready])
+    async def work(broker: RequestBroker) -> None:
+        ready = llm.reader.read(SHORT_ONE, SamplingParams(max_tokens=400, ignore_eos=True, n=4))
+        calls = broker.submit([ready, ready])
         with pytest.raises(BusyError, match="8 outputs are under way or waiting, and 9 can at most") as busy:
-            desk.ask([ready])
+            broker.submit([ready])
         assert busy.value.seconds >= 1
         with pytest.raises(BusyError, match="12 outputs were asked for, but there is room for 9") as never:
-            desk.ask([ready] * 3)
+            broker.submit([ready] * 3)
         assert never.value.seconds == 0
         calls[0].leave()
-        again = desk.ask([ready])
+        again = broker.submit([ready])
         for call in (*calls, *again):
             call.leave()
 
@@ -126,7 +131,7 @@ def test_there_is_room_for_so_many_and_no_more(llm: LLM) -> None:
 def test_when_patience_is_over_everybody_is_told(llm: LLM) -> None:
     told: list[str] = []
 
-    async def work(desk: Desk) -> None:
+    async def work(broker: RequestBroker) -> None:
         async def answer(call: Call) -> None:
             with pytest.raises(EngineClosedError) as closed:
                 await call.completion()
@@ -134,16 +139,16 @@ def test_when_patience_is_over_everybody_is_told(llm: LLM) -> None:
 
         endless = SamplingParams(max_tokens=10_000, ignore_eos=True)
         calls = [
-            desk.ask([llm.read([number, *prompt], endless)])[0]
+            broker.submit([llm.reader.read([number, *prompt], endless)])[0]
             for number, prompt in enumerate([SHORT_ONE, LONG_ONE, LONG_ONE] * 3)
         ]
         waiting = [asyncio.ensure_future(answer(call)) for call in calls]
-        while not calls[0].first:
+        while not calls[0].first_token_time:
             await asyncio.sleep(0.01)
-        closing = asyncio.ensure_future(desk.close(0.0))
+        closing = asyncio.ensure_future(broker.close(0.0))
         await asyncio.sleep(0)
         with pytest.raises(EngineClosedError, match="shutting down"):
-            desk.ask([llm.read(SHORT_ONE, PARAMS)])
+            broker.submit([llm.reader.read(SHORT_ONE, PARAMS)])
         await closing
         await asyncio.gather(*waiting)
 
@@ -154,25 +159,25 @@ def test_when_patience_is_over_everybody_is_told(llm: LLM) -> None:
 @pytest.mark.parametrize("when", ["at work", "idle"])
 def test_when_the_engine_fails_everybody_is_told(llm: LLM, when: str) -> None:
     async def run() -> None:
-        desk = Desk(llm, Metrics(), queue=3)
+        broker = RequestBroker(LocalBackend(llm), Metrics(), queue=3)
         fault = OSError("the device is gone")
         if when == "idle":
-            with patch.object(LLM, "check", side_effect=fault):
-                assert await asyncio.wait_for(desk.failure(), 100) is fault
+            with patch.object(EngineDriver, "check", side_effect=fault):
+                assert await asyncio.wait_for(broker.failure(), 100) is fault
         else:
-            with patch.object(LLM, "advance", side_effect=fault):
-                calls = [desk.ask([llm.read(SHORT_ONE, PARAMS)])[0] for _ in range(3)]
+            with patch.object(EngineDriver, "advance", side_effect=fault):
+                calls = [broker.submit([llm.reader.read(SHORT_ONE, PARAMS)])[0] for _ in range(3)]
                 for call in calls:
                     with pytest.raises(
                         EngineClosedError, match="the engine has failed: the device is gone; send it again"
                     ):
                         await call.completion()
-                assert await desk.failure() is fault
-                llm.abandon([call._job for call in calls if call._job is not None])
-        assert not desk.open
+                assert await broker.failure() is fault
+                llm.driver.abandon([call.group for call in calls if call.group is not None])
+        assert not broker.open
         with pytest.raises(EngineClosedError, match="it has failed: the device is gone"):
-            desk.ask([llm.read(SHORT_ONE, PARAMS)])
-        await desk.close(100.0)
+            broker.submit([llm.reader.read(SHORT_ONE, PARAMS)])
+        await broker.close(100.0)
 
     asyncio.run(run())
 
@@ -180,7 +185,7 @@ def test_when_the_engine_fails_everybody_is_told(llm: LLM, when: str) -> None:
 def test_of_those_that_wait_the_least_number_is_first_long_or_short(llm: LLM) -> None:
     order: list[int] = []
 
-    async def work(desk: Desk) -> None:
+    async def work(broker: RequestBroker) -> None:
         async def answer(number: int, call: Call) -> None:
             await call.completion()
             order.append(number)
@@ -191,14 +196,14 @@ def test_of_those_that_wait_the_least_number_is_first_long_or_short(llm: LLM) ->
             SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, n=n)
             for most, n in ((5_000, 5), (30, 1))
         ]
-        taken = [desk.ask([llm.read(SHORT_ONE, params)])[0] for params in rows]
+        taken = [broker.submit([llm.reader.read(SHORT_ONE, params)])[0] for params in rows]
         for call in taken:
             async for _ in call.pieces():
                 break
         # The long ones wait for their turn here.
         for prompt in (SHORT_ONE, LONG_ONE):
             calls = [
-                (number, desk.ask([replace(llm.read(prompt, PARAMS), priority=number)])[0])
+                (number, broker.submit([replace(llm.reader.read(prompt, PARAMS), priority=number)])[0])
                 for number in (2, 0, 1)
             ]
             await asyncio.gather(*(answer(number, call) for number, call in calls))
@@ -213,26 +218,26 @@ def test_who_may_take_no_longer_is_told_so_and_holds_nothing(llm: LLM) -> None:
     [alone] = llm.generate(LONG_ONE, PARAMS)
     endless = SamplingParams(temperature=0, max_tokens=10_000, ignore_eos=True)
 
-    async def work(desk: Desk) -> None:
+    async def work(broker: RequestBroker) -> None:
         late, later, free = (
-            llm.read(prompt, params)
+            llm.reader.read(prompt, params)
             for prompt, params in ((SHORT_ONE, endless), (LONG_ONE, endless), (LONG_ONE, PARAMS))
         )
-        desk.most_seconds = 0.3
-        calls = desk.ask([late, later], 1000.0)
-        desk.most_seconds = None
-        whole = desk.ask([free], 1000.0)[0]
+        broker.max_seconds = 0.3
+        calls = broker.submit([late, later], 1000.0)
+        broker.max_seconds = None
+        whole = broker.submit([free], 1000.0)[0]
         for call in calls:
             with pytest.raises(
                 DeadlineError, match=r"has taken 0\.3 seconds, which is all it may \(timeout\)"
             ):
                 await call.completion()
         assert (await whole.completion()).tokens == alone.tokens
-        assert whole._timer is not None
-        assert whole._timer.cancelled()
-        assert desk.outputs == 0
+        assert whole.timer is not None
+        assert whole.timer.cancelled()
+        assert broker.outputs == 0
         with pytest.raises(DeadlineError, match=r"0\.001 seconds"):
-            await desk.ask([late], 0.001)[0].completion()
+            await broker.submit([late], 0.001)[0].completion()
 
     at_the_desk(llm, work)
 
@@ -250,11 +255,11 @@ def test_what_is_taken_at_once_does_not_come_again_and_the_order_stays(llm: LLM)
             told.extend(token for delta in deltas for token in delta.tokens)
         return turns[-1]
 
-    async def work(desk: Desk) -> None:
+    async def work(broker: RequestBroker) -> None:
         pieces = 0
-        async for deltas in desk.ask([llm.read(SHORT_ONE, replace(PARAMS, max_tokens=40))])[0].pieces(
-            at_once
-        ):
+        async for deltas in broker.submit([llm.reader.read(SHORT_ONE, replace(PARAMS, max_tokens=40))])[
+            0
+        ].pieces(at_once):
             told.extend(token for delta in deltas for token in delta.tokens)
             pieces += 1
             await asyncio.sleep(0.02 * (pieces % 2))  # What comes meanwhile comes after this.
@@ -271,9 +276,12 @@ def test_who_fails_while_it_takes_is_told_and_the_others_of_the_step_are_not_hel
     def at_once(deltas: Sequence[Delta]) -> bool:
         raise ValueError("cannot be written")
 
-    async def work(desk: Desk) -> None:
+    async def work(broker: RequestBroker) -> None:
         endless = SamplingParams(temperature=0, max_tokens=10_000, ignore_eos=True)
-        [bad], [good] = desk.ask([llm.read(SHORT_ONE, endless)]), desk.ask([llm.read(SHORT_ONE, PARAMS)])
+        [bad], [good] = (
+            broker.submit([llm.reader.read(SHORT_ONE, endless)]),
+            broker.submit([llm.reader.read(SHORT_ONE, PARAMS)]),
+        )
 
         async def fails() -> None:
             with pytest.raises(ValueError, match="cannot be written"):
@@ -291,15 +299,15 @@ def test_steps_that_the_loop_was_too_busy_for_are_told_in_one_piece(llm: LLM) ->
     params = replace(PARAMS, max_tokens=30)
     [alone] = llm.generate(SHORT_ONE, params)
 
-    async def work(desk: Desk) -> None:
-        call = desk.ask([llm.read(SHORT_ONE, params)])[0]
+    async def work(broker: RequestBroker) -> None:
+        call = broker.submit([llm.reader.read(SHORT_ONE, params)])[0]
         sizes, tokens = list[int](), list[int]()
         async for deltas in call.pieces():
             sizes.append(len(deltas))
             tokens.extend(token for delta in deltas for token in delta.tokens)
             if len(sizes) == 1:
                 late = time.monotonic() + 60
-                while not (call._job and call._job.done) and time.monotonic() < late:
+                while not (call.group and call.group.done) and time.monotonic() < late:
                     time.sleep(0.01)  # The loop does nothing else until all of it is there.
         assert sum(sizes) == 30
         assert max(sizes) >= 10
@@ -310,27 +318,27 @@ def test_steps_that_the_loop_was_too_busy_for_are_told_in_one_piece(llm: LLM) ->
 
 def test_what_is_put_into_the_tray_while_the_loop_has_just_found_it_empty_is_delivered(llm: LLM) -> None:
     """The one moment in which the driver's word to the loop could be lost."""
-    late: list[News] = []
+    late: list[Update] = []
 
-    class Tray(deque[News]):
+    class Tray(deque[Update]):
         def __len__(self) -> int:
             found = super().__len__()
             if found == 0 and late:
-                desk._report([late.pop()])
+                broker._mailbox.report([late.pop()])
                 return 0
             return found
 
-    desk: Desk
+    broker: RequestBroker
 
-    async def work(one: Desk) -> None:
-        nonlocal desk
-        desk = one
-        call = desk.call(llm.read(SHORT_ONE, PARAMS))
-        desk._calls.add(call)
-        desk._outputs += 1
-        call.first = 1.0
-        desk._tray = Tray()
-        desk._report([(call, [Delta("", (1,))], False, None)])
+    async def work(one: RequestBroker) -> None:
+        nonlocal broker
+        broker = one
+        call = Call(broker.leave, llm.reader.read(SHORT_ONE, PARAMS))
+        broker._calls.add(call)
+        broker.outputs += 1
+        call.first_token_time = 1.0
+        broker._mailbox._tray = Tray()
+        broker._mailbox.report([(call, [Delta("", (1,))], False, None)])
         late.append((call, [Delta("", (2,))], True, EngineClosedError("over")))
         told: list[int] = []
 
@@ -356,8 +364,8 @@ def test_nothing_is_taken_at_once_before_what_came_before_it_was_dealt_with(llm:
         told.extend(f"{delta.tokens[0]} at once" for delta in deltas)
         return True
 
-    async def work(desk: Desk) -> None:
-        call = desk.call(llm.read(SHORT_ONE, PARAMS))
+    async def work(broker: RequestBroker) -> None:
+        call = Call(broker.leave, llm.reader.read(SHORT_ONE, PARAMS))
 
         async def listen() -> None:
             async for deltas in call.pieces(at_once):
@@ -367,13 +375,13 @@ def test_nothing_is_taken_at_once_before_what_came_before_it_was_dealt_with(llm:
 
         listening = asyncio.ensure_future(listen())
         await asyncio.sleep(0)
-        call._take([Delta("", (1,))], False, None)
-        call._take([Delta("", (2,))], False, None)
+        call.deliver([Delta("", (1,))], False, None)
+        call.deliver([Delta("", (2,))], False, None)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        call._take([Delta("", (3,))], False, None)
+        call.deliver([Delta("", (3,))], False, None)
         await asyncio.sleep(0.1)
-        call._take([Delta("", (4,))], True, None)
+        call.deliver([Delta("", (4,))], True, None)
         await asyncio.wait_for(listening, LONG)
 
     at_the_desk(llm, work)
@@ -382,17 +390,17 @@ def test_nothing_is_taken_at_once_before_what_came_before_it_was_dealt_with(llm:
 
 def test_who_leaves_while_another_long_one_is_read_is_never_begun(llm: LLM) -> None:
     begun: list[int] = []
-    begin = LLM.begin
+    begin = EngineDriver.begin
 
-    async def work(desk: Desk) -> None:
-        calls = [desk.ask([llm.read([number, *LONG_ONE], PARAMS)])[0] for number in range(3)]
-        while calls[0]._job is None or not desk._mail.empty():
+    async def work(broker: RequestBroker) -> None:
+        calls = [broker.submit([llm.reader.read([number, *LONG_ONE], PARAMS)])[0] for number in range(3)]
+        while calls[0].group is None or not broker._mailbox._calls.empty():
             await asyncio.sleep(0)
         calls[1].leave()
         await asyncio.gather(calls[0].completion(), calls[2].completion())
 
     with patch.object(
-        LLM, "begin", lambda self, ready: (begun.append(ready.tokens[0]), begin(self, ready))[1]
+        EngineDriver, "begin", lambda self, ready: (begun.append(ready.tokens[0]), begin(self, ready))[1]
     ):
         at_the_desk(llm, work)
     assert begun == [0, 2]
@@ -400,7 +408,10 @@ def test_who_leaves_while_another_long_one_is_read_is_never_begun(llm: LLM) -> N
 
 def test_what_was_begun_in_part_is_ended(llm: LLM) -> None:
     """Of three outputs the engine takes one."""
-    ready, submit = llm.read(SHORT_ONE, SamplingParams(max_tokens=400, ignore_eos=True, n=3)), Engine.submit
+    ready, submit = (
+        llm.reader.read(SHORT_ONE, SamplingParams(max_tokens=400, ignore_eos=True, n=3)),
+        Engine.submit,
+    )
 
     def refusing(engine: Engine, *given: Any) -> RequestId:
         if engine.busy:
@@ -408,6 +419,6 @@ def test_what_was_begun_in_part_is_ended(llm: LLM) -> None:
         return submit(engine, *given)
 
     with patch.object(Engine, "submit", refusing), pytest.raises(EngineClosedError, match="no more"):
-        llm.begin(ready)
+        llm.driver.begin(ready)
     assert llm.stats().running == llm.stats().waiting == 0
-    assert not llm._live
+    assert not llm.driver._live

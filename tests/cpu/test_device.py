@@ -74,7 +74,7 @@ def test_a_closed_model_has_given_its_memory_back_though_it_is_still_known() -> 
     with LLM(device="cpu", device_memory="256MiB", max_length=256) as llm:
         weights = llm.booted.weights.bytes
         there = resident_pages()
-    assert llm.booted.weights.stats().device == weights, "what it was is still told"
+    assert llm.memory.weights.device == weights, "what it was is still told"
     assert resident_pages() < there - weights * 9 // 10
 
 

@@ -1215,7 +1215,7 @@ def answers(llm: LLM, between: Callable[[int], None] = lambda step: None) -> tup
     while llm.booted.engine.busy:
         between(step)
         try:
-            llm._pump()
+            llm.driver.step()
         except KeyboardInterrupt:
             interrupts += 1
         step += 1
@@ -1253,8 +1253,9 @@ def test_metrics_count_what_was_read_and_written(tmp_path: Path, monkeypatch: py
     """The counters of links and of far KV, as `/metrics` has them, against the bytes that the system's calls
     have moved."""
     pytest.importorskip("prometheus_client")
-    from penstock.server.metrics import Metrics
-    from penstock.server.watching.state import Watch
+    from penstock.server.broker.backend import LocalBackend
+    from penstock.server.broker.metrics import Metrics
+    from penstock.server.monitoring.state import StateMonitor
 
     moved = {"read": 0, "written": 0}
     counting, reading, writing = Lock(), DirectFile.read_direct, os.pwrite
@@ -1273,16 +1274,17 @@ def test_metrics_count_what_was_read_and_written(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(DirectFile, "read_direct", read_direct)
     monkeypatch.setattr(os, "pwrite", pwrite)
     with engine("llama", tmp_path) as llm:
-        desk = SimpleNamespace(stats=llm.booted.engine.stats(), outputs=0, reading=None, open=True)
-        metrics, watch = Metrics(), Watch(llm, cast("Any", desk), "llama")
-        metrics.watch(llm, desk)
+        broker = SimpleNamespace(outputs=0, reading=None, open=True)
+        backend = LocalBackend(llm)
+        metrics, watch = Metrics(), StateMonitor(backend, cast("Any", broker), "llama")
+        metrics.watch(backend, lambda: 0)
         watch.look()
         llm.generate(prompts(), PARAMS)
         disk = carrier(llm).disk
         assert disk is not None
         disk.readers.close()  # Reads ahead of the last step may be under way.
         disk.close()
-        desk.stats = llm.booted.engine.stats()
+        backend.stats = llm.stats()
         found = dict(
             re.findall(r"^penstock:(\S+(?: \S+ \S+)?) (\S+)$", metrics.text().decode(), re.MULTILINE)
         )
@@ -1297,9 +1299,9 @@ def test_metrics_count_what_was_read_and_written(tmp_path: Path, monkeypatch: py
         == moved["written"]
     )
     assert links["disk to host"].kv > 0
-    passes = desk.stats.passes
+    passes = backend.stats.passes
     assert told['passes_total{kind="decode"}'] == passes.decode > 0
-    assert told['passes_total{kind="prefill"}'] == passes.prefill == desk.stats.steps - passes.decode > 0
+    assert told['passes_total{kind="prefill"}'] == passes.prefill == backend.stats.steps - passes.decode > 0
     assert passes.decode_seconds > 0
     assert told['pass_seconds_total{kind="decode"}'] == pytest.approx(passes.decode_seconds)
     assert told['pass_predicted_seconds{kind="decode"}'] == 0, "nothing streams, and nothing was predicted"

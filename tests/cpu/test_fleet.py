@@ -18,13 +18,23 @@ from penstock.api.llm import SHIPPED_MODEL
 from penstock.api.outputs import Delta
 from penstock.base.errors import ConfigError, EngineClosedError, LengthError, RequestError
 from penstock.cli.main import main
-from penstock.server.desk import BusyError, Call, Desk
-from penstock.server.fleet import desk as far
-from penstock.server.fleet.desk import Fleet
-from penstock.server.fleet.errands import Came, Errand, Facts, FarLLM, LostError, Message, carried_out
+from penstock.server.broker.backend import LocalBackend
+from penstock.server.broker.broker import RequestBroker
+from penstock.server.broker.calls import BusyError, Call
+from penstock.server.broker.metrics import Metrics
+from penstock.server.fleet import backend as remote
+from penstock.server.fleet.backend import RemoteBackend
+from penstock.server.fleet.requests import (
+    LostError,
+    OutputChunk,
+    RemoteReader,
+    RemoteRequest,
+    ReplicaInfo,
+    ReplicaMessage,
+    computed,
+)
 from penstock.server.fleet.routing import Affinity
 from penstock.server.fleet.scale import bounds
-from penstock.server.metrics import Metrics
 from penstock.step.structure import Structure
 
 SIZE, ROWS = 16, 4
@@ -65,26 +75,26 @@ class Crew:
 
     def __init__(self, llm: LLM, losses: Sequence[Loss]) -> None:
         self._llm, self._losses = llm, list(losses)
-        self.desk: Desk | None = None
+        self.broker: RequestBroker | None = None
         self.sent: list[Sequence[bytes]] = []
         self.open = 0
         """Answers that are waited for."""
 
-    async def answer(self, keys: Sequence[bytes], errand: Errand) -> AsyncGenerator[Message]:
-        if self.desk is None:
-            self.desk = Desk(self._llm, Metrics(), queue=1000)
+    async def answer(self, keys: Sequence[bytes], request: RemoteRequest) -> AsyncGenerator[ReplicaMessage]:
+        if self.broker is None:
+            self.broker = RequestBroker(LocalBackend(self._llm), Metrics(), queue=1000)
         loss = self._losses[len(self.sent)] if len(self.sent) < len(self._losses) else Loss()
         self.sent.append(keys)
         if loss.seed is not None:
-            samplings = self._llm.read(
-                errand.prompt, replace(errand.params or GREEDY, seed=loss.seed)
+            samplings = self._llm.reader.read(
+                request.prompt, replace(request.params or GREEDY, seed=loss.seed)
             ).samplings
-            errand = replace(errand, decided=errand.decided | {"samplings": samplings})
+            request = replace(request, decided=request.decided | {"samplings": samplings})
         self.open += 1
         try:
             count = 0
             async with aclosing(
-                carried_out(self._llm, self.desk, f"replica {len(self.sent) - 1}", errand)
+                computed(self._llm.reader, self.broker, f"replica {len(self.sent) - 1}", request)
             ) as messages:
                 async for message in messages:
                     for part in _parts(message):
@@ -99,20 +109,23 @@ class Crew:
         finally:
             self.open -= 1
 
-    async def everyone(self, what: str) -> Mapping[str, Any]:
+    async def broadcast(self, what: str) -> Mapping[str, Any]:
         return {}
 
+    def stop(self) -> None:
+        pass
 
-def _parts(message: Message) -> list[Message]:
+
+def _parts(message: ReplicaMessage) -> list[ReplicaMessage]:
     """Token by token, however many have come at a time."""
     return (
         [replace(message, deltas=(delta,)) for delta in message.deltas]
-        if isinstance(message, Came)
+        if isinstance(message, OutputChunk)
         else [message]
     )
 
 
-Work = Callable[[FarLLM, Fleet, Crew], Awaitable[None]]
+Work = Callable[[RemoteReader, RequestBroker, Crew], Awaitable[None]]
 
 
 def with_a_fleet(
@@ -122,19 +135,20 @@ def with_a_fleet(
     crew = Crew(llm, losses)
 
     async def run() -> None:
-        far = FarLLM(SHIPPED_MODEL, Facts.of(llm), replicas=2)
-        desk = Fleet(far, Metrics(), crew, affinity or Affinity(1, 100), queue=8, patience=patience)
+        reader = RemoteReader(SHIPPED_MODEL, ReplicaInfo.of(llm), replicas=2)
+        backend = RemoteBackend(reader, crew, affinity or Affinity(1, 100), patience=patience)
+        broker = RequestBroker(backend, Metrics(), queue=8)
         try:
-            await work(far, desk, crew)
+            await work(reader, broker, crew)
         finally:
-            await desk.close(0)
-            assert not desk.open
-            if crew.desk is not None:
-                crew.desk._mail.put(None)
-                await asyncio.to_thread(crew.desk._thread.join)
-        assert desk.outputs == 0
+            await broker.close(0)
+            assert not broker.open
+            if crew.broker is not None:
+                crew.broker._mailbox.send(None)
+                await asyncio.to_thread(crew.broker._thread.join)
+        assert broker.outputs == 0
         assert crew.open == 0
-        far.close()
+        backend.close()
 
     asyncio.run(run())
     assert llm.stats().running == llm.stats().waiting == 0
@@ -173,8 +187,8 @@ def test_wherever_replicas_are_lost_a_stream_goes_on_with_what_is_next(
     [expected] = llm.generate(STORY, params)
     for losses in ([0], [1], [2], [7], [3, 5], [5, 3, 1]):
 
-        async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
-            [call] = desk.ask([far.read(STORY, params)])
+        async def work(reader: RemoteReader, broker: RequestBroker, crew: Crew) -> None:
+            [call] = broker.submit([reader.read(STORY, params)])
             deltas = await streamed(call)
             for output in expected.outputs:
                 own = [delta for delta in deltas if delta.index == output.index]
@@ -204,8 +218,8 @@ def another(llm: LLM) -> int:
 def test_a_whole_answer_begins_anew_if_another_replica_has_other_tokens(llm: LLM, another: int) -> None:
     [expected] = llm.generate(STORY, replace(DRAWN, seed=another))
 
-    async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
-        first, second = desk.ask([far.read(STORY, DRAWN), far.read("The sea", GREEDY)])
+    async def work(reader: RemoteReader, broker: RequestBroker, crew: Crew) -> None:
+        first, second = broker.submit([reader.read(STORY, DRAWN), reader.read("The sea", GREEDY)])
         # Of the first nobody has been given anything before the second is complete.
         await second.completion()
         same(await first.completion(), expected)
@@ -214,8 +228,8 @@ def test_a_whole_answer_begins_anew_if_another_replica_has_other_tokens(llm: LLM
 
 
 def test_a_stream_ends_with_an_error_rather_than_with_other_tokens(llm: LLM, another: int) -> None:
-    async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
-        [call] = desk.ask([far.read(STORY, DRAWN)])
+    async def work(reader: RemoteReader, broker: RequestBroker, crew: Crew) -> None:
+        [call] = broker.submit([reader.read(STORY, DRAWN)])
         with pytest.raises(EngineClosedError, match="goes on with other tokens; send the request again"):
             await streamed(call)
         assert call.reasons == ["error", "error"]
@@ -230,8 +244,8 @@ def test_what_was_taken_at_once_was_given_too(llm: LLM, another: int) -> None:
         told.extend(deltas)
         return True
 
-    async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
-        [call] = desk.ask([far.read(STORY, DRAWN)])
+    async def work(reader: RemoteReader, broker: RequestBroker, crew: Crew) -> None:
+        [call] = broker.submit([reader.read(STORY, DRAWN)])
         with pytest.raises(EngineClosedError, match="goes on with other tokens; send the request again"):
             assert [deltas async for deltas in call.pieces(at_once)] == []
         assert told
@@ -240,8 +254,8 @@ def test_what_was_taken_at_once_was_given_too(llm: LLM, another: int) -> None:
 
 
 def test_a_request_that_replicas_are_lost_with_again_and_again_is_given_up(llm: LLM) -> None:
-    async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
-        [call] = desk.ask([far.read(STORY, GREEDY)])
+    async def work(reader: RemoteReader, broker: RequestBroker, crew: Crew) -> None:
+        [call] = broker.submit([reader.read(STORY, GREEDY)])
         with pytest.raises(EngineClosedError, match="4 replicas were lost with this request"):
             await call.completion()
 
@@ -249,19 +263,17 @@ def test_a_request_that_replicas_are_lost_with_again_and_again_is_given_up(llm: 
 
 
 def test_what_no_replica_can_answer_is_not_asked_twice(llm: LLM) -> None:
-    async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
-        with pytest.raises(
-            LengthError, match=f"a replica holds {llm.booted.engine.scheduler.longest} in all"
-        ):
-            far.read(STORY, SamplingParams(max_tokens=1 << 20))
+    async def work(reader: RemoteReader, broker: RequestBroker, crew: Crew) -> None:
+        with pytest.raises(LengthError, match=f"a replica holds {llm.limits.max_model_len} in all"):
+            reader.read(STORY, SamplingParams(max_tokens=1 << 20))
         with pytest.raises(
             LengthError, match=r"the request has at least \d+ tokens of prompt, but a replica holds"
         ):
-            far.read("word " * 500_000, GREEDY)
+            reader.read("word " * 500_000, GREEDY)
         with pytest.raises(RequestError, match="the prompt is empty"):
-            far.read([], GREEDY)
-        ready = replace(far.read([1, 2, 3], GREEDY), given=[1 << 40])
-        [call] = desk.ask([ready])
+            reader.read([], GREEDY)
+        ready = replace(reader.read([1, 2, 3], GREEDY), given=[1 << 40])
+        [call] = broker.submit([ready])
         with pytest.raises(RequestError, match="is not in the vocabulary"):
             await call.completion()
 
@@ -272,13 +284,13 @@ def test_an_answer_that_nothing_can_come_of_any_more_is_asked_of_another_replica
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its machine has stopped without a word: all that is known is that the replica is not there any more."""
-    monkeypatch.setattr(far, "_LOOK", 0.02)
+    monkeypatch.setattr(remote, "_LOOK", 0.02)
     [expected] = llm.generate(STORY, GREEDY)
     affinity = Affinity(1, 100)
     affinity.keep(["replica 0", "replica 1"])
 
-    async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
-        [call] = desk.ask([far.read(STORY, GREEDY)])
+    async def work(reader: RemoteReader, broker: RequestBroker, crew: Crew) -> None:
+        [call] = broker.submit([reader.read(STORY, GREEDY)])
         pieces = call.pieces()
         begun = list(await anext(pieces))
         affinity.keep(["replica 1"])
@@ -290,19 +302,19 @@ def test_an_answer_that_nothing_can_come_of_any_more_is_asked_of_another_replica
 
 
 def test_who_leaves_takes_its_errand_along_and_there_is_room_again(llm: LLM) -> None:
-    async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
-        endless = far.read(STORY, SamplingParams(max_tokens=5000, ignore_eos=True, n=4))
-        calls = desk.ask([endless] * 4)
+    async def work(reader: RemoteReader, broker: RequestBroker, crew: Crew) -> None:
+        endless = reader.read(STORY, SamplingParams(max_tokens=5000, ignore_eos=True, n=4))
+        calls = broker.submit([endless] * 4)
         with pytest.raises(BusyError, match="16 outputs are under way or waiting, and 16 can at most"):
-            desk.ask([far.read("The sea", GREEDY)])
+            broker.submit([reader.read("The sea", GREEDY)])
         await anext(calls[0].pieces())
         for call in calls:
             call.leave()
-        assert desk.outputs == 0
+        assert broker.outputs == 0
         while crew.open:
             await asyncio.sleep(0.01)
         same(
-            (await desk.ask([far.read("The sea", GREEDY)])[0].completion()),
+            (await broker.submit([reader.read("The sea", GREEDY)])[0].completion()),
             llm.generate("The sea", GREEDY)[0],
         )
 
@@ -313,11 +325,11 @@ def test_a_conversation_goes_on_where_its_answer_was_computed(llm: LLM) -> None:
     affinity = Affinity(1, 100)
     affinity.keep(["replica 0", "replica 1"])
 
-    async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
-        [call] = desk.ask([far.read(STORY, replace(GREEDY, max_tokens=2 * SIZE))])
+    async def work(reader: RemoteReader, broker: RequestBroker, crew: Crew) -> None:
+        [call] = broker.submit([reader.read(STORY, replace(GREEDY, max_tokens=2 * SIZE))])
         found = await call.completion()
-        behind = far.read([*found.prompt_tokens, *found.tokens, 5], GREEDY)
-        [then] = desk.ask([behind])
+        behind = reader.read([*found.prompt_tokens, *found.tokens, 5], GREEDY)
+        [then] = broker.submit([behind])
         await then.completion()
         said = crew.sent[1]
         assert len(said) == (len(found.prompt_tokens) + len(found.tokens)) // SIZE, "its full blocks"
@@ -336,11 +348,11 @@ def test_prompts_of_different_salts_share_nothing_wherever_they_go(llm: LLM) -> 
     affinity.keep(["replica 0", "replica 1"])
     mine, theirs = b"mine" * 8, b"theirs" * 5
 
-    async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
-        story = far.read("Salt. " * 20 + STORY, replace(GREEDY, max_tokens=2 * SIZE))
+    async def work(reader: RemoteReader, broker: RequestBroker, crew: Crew) -> None:
+        story = reader.read("Salt. " * 20 + STORY, replace(GREEDY, max_tokens=2 * SIZE))
         found = []
         for salt in (mine, theirs, mine):
-            [call] = desk.ask([story.salted(salt)])
+            [call] = broker.submit([story.salted(salt)])
             found.append(await call.completion())
         assert [one.cached_tokens > 0 for one in found] == [False, False, True]
         assert found[0].tokens == found[1].tokens == found[2].tokens
@@ -349,7 +361,7 @@ def test_prompts_of_different_salts_share_nothing_wherever_they_go(llm: LLM) -> 
         assert not set(first) & set(second), "or where one's prompt went would tell of another's"
         assert first == third
         held = affinity._replicas["replica 0"].held
-        behind = far.read([*found[0].prompt_tokens, *found[0].tokens, 5], GREEDY)
+        behind = reader.read([*found[0].prompt_tokens, *found[0].tokens, 5], GREEDY)
         assert held(behind.salted(mine).keys) > len(first), "its answer is known by its salt too"
         assert held(behind.keys) == 0
 

@@ -473,7 +473,7 @@ def test_recorded_steps_take_weights_that_stream_from_the_beginning_of_a_pass(
             llm.generate([one.prompt for one in references], FEW), references, strict=True
         ):
             assert list(one.tokens) == reference.tokens[:4]
-        assert llm.booted.weights.stats().copied > 0
+        assert llm.memory.weights.copied > 0
 
 
 ROW = Share(Row(0), 9, (1,), 0, (), sample=True, prompt_length=5)

@@ -13,7 +13,7 @@ import pytest
 import forks
 import tiny
 from penstock import LLM, SamplingParams
-from penstock.api.detokenize import Detokenizer
+from penstock.api.text.detokenize import Detokenizer
 from penstock.base.errors import RequestError
 
 HUGE = 10**5000

@@ -304,7 +304,7 @@ def test_the_shipped_model_with_some_rows_edited(tmp_path: Path) -> None:
     alone = {"prefix_cache": False, "host_kv_memory": 0, "disk_kv_memory": None, **small}
     right = {path: answers(path, tmp_path / "alone", prompt, **alone).tokens for path in (first, other)}
     with LLM(first, device="cpu", max_length=256, block_size=16, **small) as llm:  # type: ignore[arg-type]
-        budget = llm.booted.budget
+        budget = llm.memory.budget
     streamed = {"device_memory": budget.activations + budget.kv + int(0.85 * budget.weights), **alone}
     for more in ({}, streamed):
         for path in (first, other, first):

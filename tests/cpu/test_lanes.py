@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
-from penstock.server.lanes import Lane
+from penstock.server.http.threads import FairThreads
 from streams import LONG
 
 
@@ -22,7 +22,7 @@ def test_keys_come_in_turns_and_each_in_its_order() -> None:
     order: list[str] = []
 
     async def all_of_them() -> None:
-        lane, gate = Lane(1), threading.Event()
+        lane, gate = FairThreads(1), threading.Event()
         first = asyncio.ensure_future(lane.run(b"a", gate.wait))
         await asyncio.sleep(0)
         asked = [(b"a", "a0"), (b"a", "a1"), (b"a", "a2"), (b"b", "b0"), (b"c", "c0"), (b"b", "b1")]
@@ -42,7 +42,7 @@ def test_whoever_goes_leaves_its_place() -> None:
     order: list[str] = []
 
     async def all_of_them() -> None:
-        lane, gate = Lane(1), threading.Event()
+        lane, gate = FairThreads(1), threading.Event()
         first = asyncio.ensure_future(lane.run(b"a", gate.wait))
         await asyncio.sleep(0)
         gone, stays = (
@@ -63,7 +63,7 @@ def test_a_thread_is_free_when_its_work_has_ended() -> None:
     """Whoever waits for that work, or no longer does."""
 
     async def all_of_them() -> None:
-        lane, begun, gate, at_once, most = Lane(2), threading.Semaphore(0), threading.Event(), 0, 0
+        lane, begun, gate, at_once, most = FairThreads(2), threading.Semaphore(0), threading.Event(), 0, 0
         lock = threading.Lock()
 
         def work() -> None:
@@ -100,7 +100,7 @@ def test_a_key_has_not_all_threads() -> None:
     """However much of it waits; what it may have beyond its share is another's."""
 
     async def all_of_them() -> None:
-        lane, gate = Lane(2, 1), threading.Event()
+        lane, gate = FairThreads(2, 1), threading.Event()
         held = [asyncio.ensure_future(lane.run(b"a", gate.wait)) for _ in range(4)]
         await asyncio.sleep(0)
         assert await lane.run(b"b", lambda: "free") == "free"
@@ -114,7 +114,7 @@ def test_a_key_has_not_all_threads() -> None:
 
 def test_two_keys_at_their_bounds_go_on_when_theirs_ends() -> None:
     async def all_of_them() -> None:
-        lane, gates = Lane(3, 1), {name: threading.Event() for name in (b"a", b"b")}
+        lane, gates = FairThreads(3, 1), {name: threading.Event() for name in (b"a", b"b")}
         held = [asyncio.ensure_future(lane.run(name, gate.wait)) for name, gate in gates.items()]
         behind = {name: asyncio.ensure_future(lane.run(name, lambda: None)) for name in gates}
         await asyncio.sleep(0.02)
@@ -130,7 +130,7 @@ def test_two_keys_at_their_bounds_go_on_when_theirs_ends() -> None:
 
 def test_a_turn_that_was_just_given_to_who_goes_is_handed_on() -> None:
     async def all_of_them() -> None:
-        lane = Lane(1)
+        lane = FairThreads(1)
         lane._free, lane._busy = 0, Counter({b"a": 1})
         gone = asyncio.ensure_future(lane.run(b"a", lambda: None))
         stays = asyncio.ensure_future(lane.run(b"a", lambda: "done"))
@@ -144,7 +144,7 @@ def test_a_turn_that_was_just_given_to_who_goes_is_handed_on() -> None:
 
 def test_what_the_work_raises_is_raised() -> None:
     async def all_of_them() -> None:
-        lane = Lane(1)
+        lane = FairThreads(1)
         with pytest.raises(ZeroDivisionError):
             await lane.run(b"", lambda: 1 // 0)
         assert await lane.run(b"", lambda: 3) == 3
@@ -159,7 +159,7 @@ def test_alone_all_wait_at_the_threads() -> None:
     done = threading.Event()
 
     async def all_of_them() -> None:
-        lane, gate = Lane(1, alone=True), threading.Event()
+        lane, gate = FairThreads(1, alone=True), threading.Event()
         first = asyncio.ensure_future(lane.run(b"a", gate.wait))
         await asyncio.sleep(0)
 

@@ -112,7 +112,7 @@ def some_asks(rng: random.Random, longest: int) -> list[Ask]:
 
 
 def longest(llm: LLM) -> int:
-    return llm.booted.engine.scheduler.longest
+    return llm.limits.max_model_len
 
 
 @pytest.mark.parametrize("name", tiny.SOME)
@@ -328,7 +328,7 @@ def test_weights_may_stream_at_the_same_time(name: str, tmp_path: Path) -> None:
     with opened(name, room) as llm:
         stays = answers(llm, asks)
         budget, groups = (
-            llm.booted.budget,
+            llm.memory.budget,
             {layout.id: layout.size for layout in llm.booted.weights._layouts.values()},
         )
     largest = max(size for id, size in groups.items() if id.expert < 0) + 2 * max(
@@ -338,7 +338,7 @@ def test_weights_may_stream_at_the_same_time(name: str, tmp_path: Path) -> None:
     host = device + room.host * layout_of(name, room.block).block_bytes + int(0.4 * budget.weights)
     with lines("some"), opened(name, room, device_memory=device, host_memory=host, cache=tmp_path) as llm:
         found = answers(llm, asks)
-        moved = llm.booted.weights.stats()
+        moved = llm.memory.weights
         assert brought(llm) > 0
         with struck(CARRIER, iter([1, 30, 4, 90])) as strikes:
             again = answers(llm, asks)
@@ -363,11 +363,11 @@ def test_a_length_that_needs_the_host_gets_it_unasked(tmp_path: Path) -> None:
     }
     with LLM(tiny.checkpoint("llama"), **settings, kv_blocks=260) as llm:  # type: ignore[arg-type]
         [alone] = answers(llm, [ask])
-        fixed = llm.booted.budget.weights + llm.booted.budget.activations
+        fixed = llm.memory.budget.weights + llm.booted.budget.activations
     budgets = {"device_memory": fixed + MIB, "host_memory": fixed + 8 * MIB}
     with LLM(tiny.checkpoint("llama"), **settings, **budgets) as llm:  # type: ignore[arg-type]
         assert llm.booted.engine.scheduler.host.blocks == 260
-        assert llm.booted.budget.blocks < 130
+        assert llm.memory.budget.blocks < 130
         [found] = answers(llm, [ask])
     assert found.tokens == alone.tokens
     assert apart(found, alone) < LIMIT
@@ -713,7 +713,7 @@ def test_nothing_is_left_behind(end: str, monkeypatch: pytest.MonkeyPatch) -> No
         elif end == "in the midst":
             for _ in range(3):
                 llm.stream(prompt[0], params)
-                llm._pump()
+                llm.driver.step()
         elif end == "failed":
             monkeypatch.setattr(Carrier, "take", fail)
             with pytest.raises(ZeroDivisionError):

@@ -36,7 +36,7 @@ WANTED = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=
 def answer(name: str, **settings: Any) -> tuple[list[Completion], MissedStats | None]:
     with LLM(tiny.checkpoint(name), **(SETTINGS | settings)) as llm:
         found = llm.generate(PROMPTS, WANTED)
-        return found, llm.booted.engine.stats().missed
+        return found, llm.stats().missed
 
 
 def apart(one: list[Completion], other: list[Completion]) -> float:

@@ -14,8 +14,9 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from penstock.api.llm import SHIPPED_MODEL
-from penstock.server.app import House, Settings, application
-from penstock.server.openapi import OPERATIONS, RANGES, described
+from penstock.server.http.app import application
+from penstock.server.http.openapi import OPERATIONS, RANGES, described
+from penstock.server.http.state import ServerSettings, ServerState
 from penstock.server.wire.requests import ChatRequest, CompletionRequest, FieldError
 from servers import FLAGS, ROOM, STORY, TALK, Server, Stream, serving, until
 
@@ -66,7 +67,7 @@ def document(server: Server) -> Json:
 
 
 def test_every_route_is_described_and_nothing_else() -> None:
-    app: Any = application(House(Settings(("mine",))))
+    app: Any = application(ServerState(ServerSettings(("mine",))))
     there = {
         (route.path.replace(":path}", "}"), method.lower())
         for route in app._app._app.routes

@@ -32,8 +32,8 @@ collected = pytest.importorskip(
 
 import forks  # noqa: E402
 from penstock.cli.main import main  # noqa: E402
-from penstock.server.watching import telemetry  # noqa: E402
-from penstock.server.watching.logs import JsonLines, TextLines, logged, note  # noqa: E402
+from penstock.server.monitoring import telemetry  # noqa: E402
+from penstock.server.monitoring.logs import JsonLines, TextLines, logged, note  # noqa: E402
 from streams import LONG  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -447,16 +447,16 @@ def test_without_a_place_for_traces_nothing_is_imported(caplog: pytest.LogCaptur
     ]
     with patch.dict(sys.modules, {exporter: None}):  # Whoever imports it is told that it is not there.
         for environment in nowhere:
-            with telemetry.traced(environment) as tellers:
-                assert tellers == []
+            with telemetry.traced(environment) as sinks:
+                assert sinks == []
         assert caplog.text == ""
-        with telemetry.traced({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://a"}) as tellers:
-            assert tellers == []
+        with telemetry.traced({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://a"}) as sinks:
+            assert sinks == []
     assert "pip install 'penstock[otel]'" in caplog.text
     with telemetry.traced(
         {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
-    ) as tellers:
-        assert tellers == []
+    ) as sinks:
+        assert sinks == []
     assert "only sent by http/protobuf" in caplog.text
 
 
@@ -507,9 +507,9 @@ def test_metrics_tell_where_a_request_spent_its_time(server: Server) -> None:
 
 
 def test_rates_are_those_between_two_looks() -> None:
-    from penstock.server.metrics import _Rates
+    from penstock.server.broker.metrics import _LinkRates
 
-    rates = _Rates()
+    rates = _LinkRates()
     assert rates.of({"up": 500}, 10.0) == {"up": 0}
     assert rates.of({"up": 900}, 10.5) == {"up": 0}  # Another one looks.
     assert rates.of({"up": 900}, 12.0) == {"up": 200}
@@ -519,7 +519,7 @@ def test_rates_are_those_between_two_looks() -> None:
 
 def test_gaps_that_are_told_together_are_counted_as_one_by_one() -> None:
     """By the library's own histogram, which differs in that it also says when it was made."""
-    from penstock.server.metrics import _SECONDS_EACH, _Gaps
+    from penstock.server.broker.metrics import _SECONDS_EACH, _Gaps
 
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     gaps, each = (
@@ -646,7 +646,7 @@ def test_what_ends_a_server_is_an_event_too(debug: bool, capsys: pytest.CaptureF
 def test_a_collector_that_does_not_answer_does_not_hold_up_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from penstock.server.watching.accounts import Account
+    from penstock.server.monitoring.records import RequestRecord
 
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
@@ -656,7 +656,7 @@ def test_a_collector_that_does_not_answer_does_not_hold_up_the_end(
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")
         monkeypatch.setattr(telemetry, "_LAST", 0.01)
         with telemetry.traced(os.environ) as [tell]:
-            account = Account("id", "POST", {}, route=TEXT, status=429, ended=time.monotonic())
+            account = RequestRecord("id", "POST", {}, route=TEXT, status=429, ended=time.monotonic())
             tell(account)
             assert account.trace is not None
         for thread in threading.enumerate():
@@ -667,13 +667,13 @@ def test_a_collector_that_does_not_answer_does_not_hold_up_the_end(
 
 def test_what_was_found_is_counted_once_by_where_it_was() -> None:
     from penstock.api.outputs import Completion, Output
-    from penstock.server.metrics import Metrics, Times
+    from penstock.server.broker.metrics import Metrics, RequestTimes
     from penstock.step.request import FinishReason
 
     metrics = Metrics()
     output = Output(0, "a", (1,), FinishReason.STOP)
     metrics.completed(
-        Times(0.0, 0.0, 0.0),
+        RequestTimes(0.0, 0.0, 0.0),
         Completion(None, tuple(range(100)), (output,), None, 60, cached_host=30, cached_disk=10),
     )
     families = text_string_to_metric_families(generate_latest(metrics._registry).decode())

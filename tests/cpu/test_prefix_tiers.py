@@ -157,7 +157,7 @@ def test_conversations_are_answered_right_while_weights_stream(
     talks, tally, place = some_talks(rng, TALKS), Tally(), Place(host=30)
     with opened(name, place, tmp_path) as llm:
         budget, groups = (
-            llm.booted.budget,
+            llm.memory.budget,
             [(layout.id.expert >= 0, layout.size) for layout in llm.booted.weights._layouts.values()],
         )
         converse(llm, name, talks, rng, tally, pause=TALKS)
@@ -173,7 +173,7 @@ def test_conversations_are_answered_right_while_weights_stream(
             converse(llm, name, talks, rng, tally, leaves=0.02)
         rest(llm)
         everything_is_free(llm)
-        moved = llm.booted.weights.stats()
+        moved = llm.memory.weights
         assert moved.copied > budget.weights
         assert sum(tally.found.values()) > 0
 
@@ -268,14 +268,14 @@ def test_what_a_long_request_has_sent_lands_before_anything_else_does_in_its_pla
     ):
         made.out.open.clear()
         stream = llm.stream(list(words(random.Random(9), 96)), Ask((1,), 8).params)
-        llm._pump()
+        llm.driver.step()
         stream.close()
         asked = llm.stream(list(short.prompt), short.params)
         for _ in range(8):
-            llm._pump()
+            llm.driver.step()
         made.out.open.set()
-        while not asked._job.done:
-            llm._pump()
+        while not asked._group.done:
+            llm.driver.step()
         rest(llm)
         assert tiers_of(llm).counts.moved[Route.DOWN] >= 5
         llm.booted.engine.scheduler.ledger.forget()
@@ -463,7 +463,7 @@ def test_what_comes_up_while_all_is_forgotten_is_not_found(tmp_path: Path) -> No
         llm.booted.engine.scheduler.ledger.forget()
         ways["up"].open.clear()
         stream = llm.stream(list(ONE.prompt), ONE.params)
-        llm._pump()
+        llm.driver.step()
         assert tiers_of(llm).moving
         stream.close()
         llm.clear_prefix_cache()
@@ -504,14 +504,14 @@ def test_no_more_is_counted_as_found_than_was(tmp_path: Path) -> None:
         stream = llm.stream(list(ONE.prompt), ONE.params)
         engine = llm.booted.engine
         while not engine.scheduler.tiers.counts.moved[Route.UP]:
-            llm._pump()
+            llm.driver.step()
         with (
             patch.object(engine._ranks, "begin", side_effect=KeyboardInterrupt),
             pytest.raises(KeyboardInterrupt),
         ):
-            llm._pump()
-        while not stream._job.done:
-            llm._pump()
+            llm.driver.step()
+        while not stream._group.done:
+            llm.driver.step()
         found = stream.completion
         assert found.cached_host + found.cached_disk <= found.cached_tokens
 
@@ -610,9 +610,9 @@ def test_an_interrupt_anywhere_in_a_use_breaks_nothing(tmp_path: Path) -> None:
 
             disk.use = struck  # type: ignore[method-assign]
             stream = llm.stream(list(ONE.prompt), replace(ONE, tokens=1).params)
-            while not stream._job.done:
+            while not stream._group.done:
                 with suppress(KeyboardInterrupt):
-                    llm._pump()
+                    llm.driver.step()
         assert strikes > 10
         rest(llm)
         there = len(disk)
@@ -641,9 +641,9 @@ def test_an_interrupt_anywhere_while_the_disk_makes_room_breaks_nothing(tmp_path
 
             stream = llm.stream(list(words(random.Random(turn), 20)), Ask((), 1).params)
             disk.make_room = struck  # type: ignore[method-assign]
-            while not stream._job.done or tiers_of(llm).ready or tiers_of(llm).moving:
+            while not stream._group.done or tiers_of(llm).ready or tiers_of(llm).moving:
                 with suppress(KeyboardInterrupt):
-                    llm._pump()
+                    llm.driver.step()
         assert strikes > 20
         agree(llm)
         there = len(disk)

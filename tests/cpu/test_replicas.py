@@ -83,10 +83,7 @@ def one_is_enough_to_be_ready(server: Server) -> None:
             answer["choices"][0]["text"]
             == llm.generate(STORY, SamplingParams(temperature=0, max_tokens=12))[0].text
         )
-        assert (
-            server.ask("GET", "/v1/models")[2]["data"][0]["max_model_len"]
-            == llm.booted.engine.scheduler.longest
-        )
+        assert server.ask("GET", "/v1/models")[2]["data"][0]["max_model_len"] == llm.limits.max_model_len
     assert answer["usage"]["completion_tokens"] == 12
 
 

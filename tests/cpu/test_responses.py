@@ -11,7 +11,7 @@ openai = pytest.importorskip("openai", reason="needs the client that the server 
 
 from pydantic import BaseModel  # noqa: E402
 
-from penstock.server.kept import MOST, Kept, NotKeptError  # noqa: E402
+from penstock.server.answers.store import MOST, NotKeptError, ResponseStore  # noqa: E402
 from penstock.server.wire.items import led, messages_of  # noqa: E402
 from penstock.server.wire.requests import FieldError, Message  # noqa: E402
 from servers import FLAGS, Server, Stream, counted, serving, until  # noqa: E402
@@ -342,7 +342,7 @@ def test_responses_are_kept_until_they_are_deleted_or_others_need_the_room(clien
 
 def test_as_many_are_kept_as_there_is_room_for() -> None:
     talk = [Message(role="user", content="a" * 100)]
-    kept = Kept(1000)
+    kept = ResponseStore(1000)
     for number in range(6):
         kept.put(b"", str(number), b"b" * 200, talk)
     assert kept.answer("5", b"") == b"b" * 200
@@ -357,7 +357,7 @@ def test_as_many_are_kept_as_there_is_room_for() -> None:
     kept.drop("6", b"")
     with pytest.raises(NotKeptError):
         kept.drop("6", b"")
-    many = Kept(1 << 30)
+    many = ResponseStore(1 << 30)
     for number in range(MOST + 1):
         many.put(b"", str(number), b"", talk)
     assert many.answer("1", b"") == b""

@@ -122,7 +122,7 @@ def test_who_leaves_in_the_midst_of_a_step_disturbs_nobody(steps: list[int]) -> 
         for leave in range(1, 8):
             stays, leaves = (llm.stream(references[which].prompt, greedy) for which in (3, 4))
             for _ in range(leave):
-                llm._pump()
+                llm.driver.step()
             leaves.close()
             list(stays)
             assert list(stays.completion.tokens) == references[3].tokens
@@ -138,11 +138,11 @@ def test_an_interrupt_anywhere_loses_no_token(steps: list[int]) -> None:
         for where in range(0, 3000, 150):
             streams = [llm.stream(reference.prompt, greedy) for reference in references]
             for _ in range(4):
-                llm._pump()
-            strikes += cut_short(llm._pump, where)
-            while not all(stream._job.done for stream in streams):
+                llm.driver.step()
+            strikes += cut_short(llm.driver.step, where)
+            while not all(stream._group.done for stream in streams):
                 with suppress(KeyboardInterrupt):
-                    llm._pump()
+                    llm.driver.step()
             for stream, reference in zip(streams, references, strict=True):
                 list(stream)
                 assert list(stream.completion.tokens) == reference.tokens[:few]

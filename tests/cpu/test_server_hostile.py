@@ -21,8 +21,8 @@ from starlette.requests import Request
 import hostile
 from hostile import CHAT, ENDLESS_ONES, FLAGS, MIB, TEXT, Rest, Watched, post, status_of
 from penstock import LLM, SamplingParams
-from penstock.server import connection
-from penstock.server.connection import Connection
+from penstock.server.http import connection
+from penstock.server.http.connection import Connection
 from servers import COUNT, SETTINGS, STORY, TALK, ending
 from streams import LONG
 

@@ -104,8 +104,8 @@ def open_model(path: Path, **settings: object) -> LLM:
 def resident(name: str) -> Resident:
     with open_model(tiny.checkpoint(name)) as llm:
         first, again = rounds(llm)
-        assert not llm.booted.weights.stats().streams
-        budget = llm.booted.budget
+        assert not llm.memory.weights.streams
+        budget = llm.memory.budget
         sizes = {layout.id: -(-layout.size // 4096) * 4096 for layout in llm.booted.weights._layouts.values()}
     experts = [size for id, size in sizes.items() if id.kind is GroupKind.EXPERT]
     least = max(size for id, size in sizes.items() if id.kind is not GroupKind.EXPERT) + 2 * max(
@@ -140,7 +140,7 @@ def test_what_streams_computes_the_same(name: str, kind: str, packs: Path) -> No
     whole = resident(name)
     with open_model(tiny.checkpoint(name), cache=packs, **budgets(name, kind)) as llm:
         assert rounds(llm) == (whole.completions, whole.again)
-        stats = llm.booted.weights.stats()
+        stats = llm.memory.weights
     assert stats.copied > 5 * whole.weights
     assert (stats.read > 0) == (kind != "host")
     assert stats.device + stats.host + stats.disk == whole.weights
@@ -175,7 +175,7 @@ def test_links_are_measured(name: str, packs: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(measuring, "peak_of", lambda device, run: 0 * peak_of(device, run))
     with open_model(tiny.checkpoint(name), cache=packs, **budgets(name, "both")) as llm:
         assert tuple(llm.generate(tiny.prompts(), ALL)) == resident(name).completions
-        stats = llm.booted.weights.stats()
+        stats = llm.memory.weights
     assert min(stats.link_rate, stats.disk_rate) > 0
     assert (stats.predicted > 0) == (name != "mixtral")  # Nobody knows which experts a router will choose.
     assert name != "mixtral" or stats.binding == "disk"
@@ -283,7 +283,7 @@ def test_a_trace_tells_a_consistent_story(name: str, packs: Path) -> None:
     trace = Trace()
     with open_model(tiny.checkpoint(name), cache=packs, trace=trace, **budgets(name, "both")) as llm:
         llm.generate([tiny.prompts()[1]], ALL)
-        stats = llm.booted.weights.stats()
+        stats = llm.memory.weights
     tracks = defaultdict(list)
     for track, group, begin, end, more in trace._events:
         assert begin <= end
@@ -340,7 +340,7 @@ watching.start()
 limits = {"max_length": 64, "max_step_tokens": 16, "max_sequences": 2}
 with LLM(sys.argv[1], device="cpu", dtype="float32", device_memory=budget, **limits) as llm:
     [completion] = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
-    stats = llm.booted.weights.stats()
+    stats = llm.memory.weights
 over.set()
 watching.join()
 print(json.dumps([most[0] - before, stats.disk, stats.read, len(completion.tokens)]))

@@ -28,14 +28,14 @@ from penstock import LLM, Completion, SamplingParams, Structure  # noqa: E402
 from penstock.api import structures as compiled  # noqa: E402
 from penstock.api.llm import SHIPPED_MODEL  # noqa: E402
 from penstock.api.structures import Structures  # noqa: E402
-from penstock.api.text import Tokenizer  # noqa: E402
+from penstock.api.text.tokenizer import Tokenizer  # noqa: E402
 from penstock.base.errors import RequestError, StructureError  # noqa: E402
 from penstock.cli.main import main  # noqa: E402
 from penstock.ops.sampling import draw_reference  # noqa: E402
-from penstock.server.desk import BusyError  # noqa: E402
+from penstock.server.answers.prompts import read  # noqa: E402
+from penstock.server.broker.broker import BusyError  # noqa: E402
 from penstock.server.parsing.forms import behind_reasoning, may_be_behind  # noqa: E402
-from penstock.server.parsing.speech import THOUGHTS  # noqa: E402
-from penstock.server.prompts import read  # noqa: E402
+from penstock.server.parsing.output_parser import REASONING_MARKS  # noqa: E402
 from penstock.server.wire.requests import CompletionRequest, decoded  # noqa: E402
 from penstock.step.plan import Admission, Row  # noqa: E402
 from penstock.step.structure import LONGEST  # noqa: E402
@@ -434,7 +434,8 @@ def test_forms_behind_reasoning_are_what_they_are_alone(llm: LLM) -> None:
     ):
         assert may_be_behind(form)
         params = SamplingParams(
-            structure=behind_reasoning(form, THOUGHTS["think"], llm.tokenizer, opened=False), max_tokens=60
+            structure=behind_reasoning(form, REASONING_MARKS["think"], llm.tokenizer, opened=False),
+            max_tokens=60,
         )
         assert llm.generate(PROMPT, replace(params, logit_bias=never("<")))[0].text == text
     assert not may_be_behind(Structure.regex("(?ix) a # the end of the line matters\n b"))
@@ -445,19 +446,19 @@ def test_what_was_compiled_is_there_for_as_long_as_who_asked_for_it(llm: LLM) ->
     with patch.object(compiled, "_KEPT", compiled._WEIGHT * 2 + 40), LLM(**SETTINGS) as llm:
         texts = [f"{word} {word}" for word in ("one", "two", "three", "four", "five")]
         ready = [
-            llm.read(PROMPT, SamplingParams(structure=Structure.choice([text]), max_tokens=60, n=2))
+            llm.reader.read(PROMPT, SamplingParams(structure=Structure.choice([text]), max_tokens=60, n=2))
             for text in texts
         ]
         with patch.object(
             compiled._Vocabulary, "compile", side_effect=AssertionError("it is compiled again")
         ) as again:
-            jobs = [llm.begin(one) for one in ready]
-            llm.read(PROMPT, SamplingParams(structure=Structure.choice(texts[:1])))
+            jobs = [llm.driver.begin(one) for one in ready]
+            llm.reader.read(PROMPT, SamplingParams(structure=Structure.choice(texts[:1])))
             while not all(job.done for job in jobs):
-                llm.advance()
+                llm.driver.advance()
         assert [job.completion().text for job in jobs] == texts
         assert again.call_count == 0
-        structures = llm._structures
+        structures = llm.reader._structures
         assert len(structures._alive) == len(structures._held) == 5
         del ready, jobs
         llm.generate([PROMPT] * 12, SamplingParams(max_tokens=1))  # Rows are others' now.
@@ -518,7 +519,7 @@ def test_what_takes_the_library_too_long_is_refused_and_holds_up_nobody(llm: LLM
 
 def test_a_structure_is_sent_without_what_was_compiled(llm: LLM) -> None:
     form = Structure.regex("a")
-    llm.read(PROMPT, SamplingParams(structure=form))
+    llm.reader.read(PROMPT, SamplingParams(structure=form))
     assert pickle.loads(pickle.dumps(form)) == form
 
 

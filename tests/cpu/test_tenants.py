@@ -20,13 +20,15 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 
 from penstock import LLM, SamplingParams
-from penstock.api.text import Tokenizer
+from penstock.api.text.tokenizer import Tokenizer
 from penstock.base.errors import LengthError
 from penstock.cli.main import main
-from penstock.server import tenants
-from penstock.server.desk import Call, Desk
-from penstock.server.metrics import Metrics
-from penstock.server.tenants import Refusals
+from penstock.server.broker.backend import LocalBackend
+from penstock.server.broker.broker import RequestBroker
+from penstock.server.broker.calls import Call
+from penstock.server.broker.metrics import Metrics
+from penstock.server.http import keys as tenants
+from penstock.server.http.keys import RefusalThrottle
 from servers import ENDLESS, FLAGS, SETTINGS, Server, serving
 from streams import LONG
 
@@ -198,27 +200,28 @@ def test_keys_come_in_turns() -> None:
     order: list[bytes] = []
     most = 0
 
-    class Noting(Desk):
+    class Noting(LocalBackend):
         def _begin(self, call: Call, *rest: Any) -> None:
             nonlocal most
             super()._begin(call, *rest)
             order.append(call.owner)
-            most = max(most, *self._under_way.values())
+            most = max(most, *self._running.values())
 
     async def ask(llm: LLM) -> None:
-        desk = Noting(llm, Metrics(), queue=60, keys=5)
-        ready = llm.read("The sea", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
-        calls = [desk.ask([ready], owner=b"much")[0] for _ in range(16)]
+        backend = Noting(llm)
+        broker = RequestBroker(backend, Metrics(), queue=60, keys=5)
+        ready = llm.reader.read("The sea", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+        calls = [broker.submit([ready], owner=b"much")[0] for _ in range(16)]
         calls += [
-            desk.ask([ready], owner=owner)[0]
+            broker.submit([ready], owner=owner)[0]
             for _ in range(3)
             for owner in (b"little", b"less", b"few", b"none")
         ]
         texts = {(await call.completion()).text for call in calls}
-        await desk.close(LONG)
+        await broker.close(LONG)
         assert len(texts) == 1
-        assert not +desk._under_way
-        assert not desk._of_key
+        assert not +backend._running
+        assert not broker._of_key
 
     with LLM(**SETTINGS) as llm:
         asyncio.run(ask(llm))
@@ -230,7 +233,7 @@ def test_keys_come_in_turns() -> None:
 def test_a_timeout_runs_from_arrival(tmp_path: Path) -> None:
     """Also while a request waits to be read, and then it is not computed."""
     slow = (
-        "import sys, time; import penstock.server.app as app; read = app.read\n"
+        "import sys, time; import penstock.server.http.app as app; read = app.read\n"
         "def slowly(*given): time.sleep(1.5); return read(*given)\n"
         "app.read = slowly\n"
         "from penstock.cli.main import main; sys.exit(main())"
@@ -261,7 +264,7 @@ def test_a_body_that_stalls_ends(tmp_path: Path) -> None:
     class Hasty(Server):
         python = (
             "-c",
-            "import sys; import penstock.server.uploads as u; u._PATIENCE = 0.5; from penstock.cli.main "
+            "import sys; import penstock.server.http.uploads as u; u._PATIENCE = 0.5; from penstock.cli.main "
             "import main; sys.exit(main())",
         )
 
@@ -286,17 +289,17 @@ def test_a_body_that_stalls_ends(tmp_path: Path) -> None:
 def test_what_cannot_fit_is_not_cut_into_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty megabytes would take a minute."""
     with LLM(**SETTINGS) as llm:
-        assert len(llm.prompt_tokens("word " * 1000)) >= 1000
+        assert len(llm.reader.encode("word " * 1000)) >= 1000
 
         def cut(*given: object, **more: object) -> list[int]:
             raise AssertionError("cut into tokens")
 
         monkeypatch.setattr(Tokenizer, "encode", cut)
-        for ask in (llm.prompt_tokens, llm.read):
+        for ask in (llm.reader.encode, llm.reader.read):
             with pytest.raises(LengthError, match=r"has at least [0-9]+ tokens of prompt"):
                 ask("word " * 6_000_000)
         with pytest.raises(LengthError):
-            llm.read([{"role": "user", "content": "word " * 1_000_000}])
+            llm.reader.read([{"role": "user", "content": "word " * 1_000_000}])
 
 
 def test_priority_goes_as_far_as_a_key_is_granted(tmp_path: Path) -> None:
@@ -330,7 +333,7 @@ def test_a_key_that_is_refused_again_and_again_waits_for_it(monkeypatch: pytest.
     monkeypatch.setattr(tenants, "LONGEST", 0.5)
 
     async def waits() -> tuple[list[float], float, float]:
-        refusals, loop = Refusals(), asyncio.get_running_loop()
+        refusals, loop = RefusalThrottle(), asyncio.get_running_loop()
 
         async def turn(owner: bytes) -> float:
             begin = loop.time()

@@ -131,7 +131,7 @@ def test_each_rank_streams_its_own_share(tmp_path: Path) -> None:
         for _ in range(2):
             with LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2, cache=tmp_path) as llm:
                 as_one(asked(llm), "llama")
-                stats = llm.booted.weights.stats()
+                stats = llm.memory.weights
                 assert stats.read > 0
                 assert stats.copied > 10 * whole // 2
                 assert stats.device + stats.host + stats.disk == whole

@@ -9,7 +9,7 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
-from penstock.api.text import Tokenizer  # noqa: E402
+from penstock.api.text.tokenizer import Tokenizer  # noqa: E402
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 QWEN, STORIES = "tokenizer_qwen_hf", "stories260k_hf"

@@ -14,11 +14,11 @@ import pytest
 openai = pytest.importorskip("openai", reason="needs the client that the server is for")
 
 from penstock.api.llm import SHIPPED_MODEL  # noqa: E402
-from penstock.api.text import Tokenizer  # noqa: E402
+from penstock.api.text.tokenizer import Tokenizer  # noqa: E402
+from penstock.server.answers.prompts import chat_tokens  # noqa: E402
 from penstock.server.parsing.dialects import Dialect, dialect_of  # noqa: E402
-from penstock.server.parsing.speech import FORMATS, THOUGHTS  # noqa: E402
-from penstock.server.parsing.tools import told_messages, tools_of  # noqa: E402
-from penstock.server.prompts import chat_tokens  # noqa: E402
+from penstock.server.parsing.output_parser import FORMATS, REASONING_MARKS  # noqa: E402
+from penstock.server.parsing.tools import template_messages, tools_of  # noqa: E402
 from penstock.server.wire.requests import FieldError, Message, TokenizeRequest  # noqa: E402
 from servers import FLAGS, Server, serving  # noqa: E402
 from speakers import CALL, NOW, TEMPLATE, THINK, WEATHER, called, checkpoint, saying  # noqa: E402
@@ -246,19 +246,22 @@ def test_templates_read_arguments_as_objects_and_roles_that_they_know() -> None:
         return Message(role="assistant", tool_calls=list(calls))
 
     given = ['{"a": [1.5, "ü"]}', "", "[1]", "{", '{"a": NaN}', {"b": 2}]
-    [read] = told_messages([message(*map(call, given))], Dialect())
+    [read] = template_messages([message(*map(call, given))], Dialect())
     found = [one["function"]["arguments"] for one in read["tool_calls"]]  # type: ignore[attr-defined]
     assert found == [{"a": [1.5, "ü"]}, {}, "[1]", "{", '{"a": NaN}', {"b": 2}]
-    assert "tool_calls" not in told_messages([message()], Dialect())[0]
-    assert told_messages([message({"function": 5}, {})], Dialect())[0]["tool_calls"] == [{"function": 5}, {}]
+    assert "tool_calls" not in template_messages([message()], Dialect())[0]
+    assert template_messages([message({"function": 5}, {})], Dialect())[0]["tool_calls"] == [
+        {"function": 5},
+        {},
+    ]
     rules = [Message(role="developer", content="Be brief.")]
-    assert told_messages(rules, Dialect())[0]["role"] == "system"
-    assert told_messages(rules, Dialect(names_developer=True))[0]["role"] == "developer"
+    assert template_messages(rules, Dialect())[0]["role"] == "system"
+    assert template_messages(rules, Dialect(names_developer=True))[0]["role"] == "developer"
     asks, answers = (
         message(call("{}"), call("{}", "abcDEF123")),
         Message(role="tool", tool_call_id="call_1", content="x"),
     )
-    first, second = told_messages([asks, answers], Dialect(short_ids=True))
+    first, second = template_messages([asks, answers], Dialect(short_ids=True))
     short = [one["id"] for one in first["tool_calls"]]  # type: ignore[attr-defined]
     assert re.fullmatch("[0-9a-f]{9}", short[0])
     assert (short[1], second["tool_call_id"]) == ("abcDEF123", short[0])
@@ -278,7 +281,7 @@ DIALECTS = [
 def test_a_template_says_what_its_model_writes(template: str, calls: str | None, thought: str | None) -> None:
     found = dialect_of({"default": template})
     assert found.calls == (FORMATS[calls] if calls else None)
-    assert found.thought == (THOUGHTS[thought] if thought else None)
+    assert found.thought == (REASONING_MARKS[thought] if thought else None)
     other = dialect_of({"default": template}, "mistral", "none")
     assert (other.calls, other.thought) == (FORMATS["mistral"], None)
 
@@ -308,7 +311,7 @@ def test_real_templates_take_tools_and_calls_that_are_sent_back(name: str, calls
         Message(role="tool", tool_call_id="call_1", content="Rain."),
     ]
     assert "tools" in real.template_variables(tools=True)
-    text = real.render_chat(told_messages(talk, dialect), tools=tools.told)
+    text = real.render_chat(template_messages(talk, dialect), tools=tools.described)
     assert '{"city": "Köln", "days": 2}' in text
     assert "Be brief." in text
     assert '"name": "now"' in text
@@ -377,7 +380,7 @@ def test_what_cannot_be_served_is_refused_by_name(
 
 def test_a_template_that_takes_no_tools_is_no_way_to_tell_of_them() -> None:
     tokenizer = Tokenizer.from_directory(SHIPPED_MODEL)
-    shipped: Any = SimpleNamespace(tokenizer=tokenizer, prompt_tokens=tokenizer.encode)
+    shipped: Any = SimpleNamespace(tokenizer=tokenizer, encode=tokenizer.encode)
     messages = [Message(role="user", content="a")]
     assert chat_tokens(shipped, TokenizeRequest(messages=messages))
     with pytest.raises(FieldError, match="template takes none") as refused:

@@ -297,12 +297,12 @@ def test_what_streams_in_waves_computes_the_same(tmp_path: Path) -> None:
             found = llm.generate(prompts, GREEDY)
             for one, reference in zip(found, references, strict=True):
                 assert list(one.tokens) == reference.tokens[:3]
-            return found, llm.booted.weights.stats().copied, llm
+            return found, llm.memory.weights.copied, llm
 
     whole, copied, llm = run()
     assert copied == 0
     assert llm.booted.weights.experts_rest
-    budget = llm.booted.budget
+    budget = llm.memory.budget
     beside = budget.activations + budget.kv
     streamed, copied, llm = run(
         device_memory=beside + int(0.6 * budget.weights), host_memory=beside + 2 * budget.weights

@@ -10,9 +10,9 @@ pytest.importorskip("starlette")
 from starlette.requests import Request
 from starlette.types import Message, Scope
 
-from penstock.server import uploads
-from penstock.server.uploads import SMALL, Uploads
-from penstock.server.watching.accounts import _KEY, Account
+from penstock.server.http import uploads
+from penstock.server.http.uploads import SMALL, Uploads
+from penstock.server.monitoring.records import _KEY, RequestRecord
 
 PART = 16 << 10
 
@@ -24,7 +24,7 @@ def asking(owner: bytes, parts: Iterable[bytes]) -> Request:
     async def receive() -> Message:
         return messages.pop(0)
 
-    account = Account("one", "POST", {}, owner=owner)
+    account = RequestRecord("one", "POST", {}, owner=owner)
     scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": [], _KEY: account}
     return Request(scope, receive)
 

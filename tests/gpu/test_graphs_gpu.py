@@ -98,7 +98,7 @@ def test_a_closed_engine_has_freed_its_weights_though_it_is_still_known() -> Non
         assert torch.cuda.memory_allocated() >= before + weights
     give_back(torch.device("cuda", 0))
     assert torch.cuda.memory_allocated() < before + weights // 10 + (64 << 20)
-    assert llm.booted.weights.stats().device > 0
+    assert llm.memory.weights.device > 0
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_windows", "qwen3", "mistral"])
@@ -163,7 +163,7 @@ def test_weights_that_stream_pass_through_recorded_steps(
                 llm.generate([one.prompt for one in references], QUICK), references, strict=True
             ):
                 assert list(one.tokens) == reference.tokens
-        assert llm.booted.weights.stats().copied > 0
+        assert llm.memory.weights.copied > 0
         assert not llm.booted.weights.all_stay
 
 

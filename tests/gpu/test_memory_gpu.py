@@ -73,21 +73,21 @@ def test_an_engine_counts_on_less(model: Path) -> None:
     give_back(DEVICE)
     part = small_in_large()
     with LLM(model, **SETTINGS) as llm:
-        budget = llm.booted.budget
+        budget = llm.memory.budget
         assert torch.cuda.memory_reserved(DEVICE) - WHOLE <= budget.total
         llm.generate(prompts, four)
         assert torch.cuda.max_memory_reserved(DEVICE) <= 3 << 30
     del llm, part
     give_back(DEVICE)
     with LLM(model, **SETTINGS) as llm:
-        assert llm.booted.budget.total >= budget.total + WHOLE - PART
-        assert llm.booted.budget.activations == budget.activations
+        assert llm.memory.budget.total >= budget.total + WHOLE - PART
+        assert llm.memory.budget.activations == budget.activations
 
 
 def test_recording_gives_back_what_it_took_beside(model: Path) -> None:
     with LLM(model, **SETTINGS) as llm:
         assert stuck_memory(DEVICE) <= 64 << 20
-        assert torch.cuda.memory_reserved(DEVICE) <= llm.booted.budget.total
+        assert torch.cuda.memory_reserved(DEVICE) <= llm.memory.budget.total
 
 
 def test_nothing_is_left(model: Path) -> None:

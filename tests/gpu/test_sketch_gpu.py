@@ -61,7 +61,7 @@ def test_an_engine_with_policies() -> None:
     ):
         with LLM(tiny.checkpoint("llama"), **(SETTINGS | FAR | policy)) as llm:  # type: ignore[arg-type]
             answers = [completion.tokens for completion in llm.generate(prompts, greedy)]
-            found.append((answers, llm.booted.engine.stats().missed))
+            found.append((answers, llm.stats().missed))
     assert found[1][0] == found[0][0]
     assert found[0][1].most == found[1][1].most == 0
     assert found[1][1].fallbacks == found[1][1].choices > 0

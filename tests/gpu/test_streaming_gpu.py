@@ -103,7 +103,7 @@ def test_streamed_is_resident(name: str, cache: Path, monkeypatch: pytest.Monkey
             trace = Trace()
             with LLM(path, **settings, trace=trace) as llm:
                 assert same(outputs(llm), expected), (share, host, cycles)
-                stats = llm.booted.weights.stats()
+                stats = llm.memory.weights
                 assert stats.copied > 0
                 assert host or stats.read > 0
 
@@ -127,7 +127,7 @@ def test_half_precision_and_long_prompts(cache: Path, monkeypatch: pytest.Monkey
         )
         with LLM(path, **settings) as llm:
             assert same(llm.generate(prompts, plain), expected)
-            assert llm.booted.weights.stats().read > 0
+            assert llm.memory.weights.read > 0
 
 
 # ---- the waits, one by one

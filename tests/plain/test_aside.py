@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.api.text import LONG, Tokenizer
+from penstock.api.text.tokenizer import LONG, Tokenizer
 from penstock.base.errors import PenstockError, RequestError
 
 SHIPPED = Path(__file__).resolve().parent.parent.parent / "src" / "penstock" / "shipped"

@@ -13,7 +13,7 @@ import click
 import pytest
 from PIL import Image
 
-from penstock.api.text import Tokenizer
+from penstock.api.text.tokenizer import Tokenizer
 from penstock.base.errors import ConfigError, RequestError
 from penstock.cli.commands import eval as cli
 from penstock.cli.main import main

@@ -118,7 +118,7 @@ def test_an_empty_package_keeps_every_contract(empty_house: Path, lint: Lint) ->
         ("sched.intruder", "penstock.worker", {"floors", "sched"}),
         ("worker.intruder", "penstock.engine", {"floors"}),
         ("engine.intruder", "penstock.api", {"floors"}),
-        ("api.intruder", "penstock.bench", {"floors"}),
+        ("api.text.intruder", "penstock.bench", {"floors"}),
         ("bench.speed.intruder", "penstock.cli", {"floors"}),
         ("bench.traces.intruder", "penstock.bench.speed", {"bench"}),
         ("models.intruder", "penstock.memory", {"arithmetic"}),
@@ -133,6 +133,7 @@ def test_an_empty_package_keeps_every_contract(empty_house: Path, lint: Lint) ->
         ("kv.ledger.prospect", "torch", {"no-torch"}),
         ("kv.ledger.keys", "torch", {"no-torch"}),
         ("engine.budget", "torch", {"no-torch"}),
+        ("api.reader", "torch", {"no-torch"}),
     ],
 )
 def test_an_import_against_the_floors_breaks(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.api.messages import conversation
+from penstock.api.text.messages import conversation
 from penstock.base import pacing
 from penstock.base.pacing import paced
 

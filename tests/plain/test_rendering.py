@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.api import processes, rendering
-from penstock.api.rendering import Template
+from penstock.api.text import processes, rendering
+from penstock.api.text.rendering import Template
 from penstock.base.errors import RequestError
 
 ECHO = Template("{% for word in words %}{{ word }}{% endfor %}")

@@ -12,9 +12,17 @@ from hypothesis import strategies as st
 
 from penstock.server.parsing import schemas
 from penstock.server.parsing.jsontext import MalformedError, Value
+from penstock.server.parsing.output_parser import (
+    FORMATS,
+    LIST,
+    REASONING_MARKS,
+    Called,
+    OutputParser,
+    _joined,
+    whole,
+)
 from penstock.server.parsing.reading import Arguments, Begin, Broken, Content, End, Part, Reasoning
 from penstock.server.parsing.schemas import kinds_of, typed
-from penstock.server.parsing.speech import FORMATS, LIST, THOUGHTS, Called, Speech, _joined, whole
 
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "weather": {
@@ -32,11 +40,11 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     },
     "now": {"type": "object", "properties": {}},
 }
-THINK, BRACKETS = THOUGHTS["think"], THOUGHTS["mistral"]
+THINK, BRACKETS = REASONING_MARKS["think"], REASONING_MARKS["mistral"]
 
 
-def speech(name: str | None, **how: Any) -> Speech:
-    return Speech(LIST if name == "list" else FORMATS[name] if name else None, FUNCTIONS, **how)
+def speech(name: str | None, **how: Any) -> OutputParser:
+    return OutputParser(LIST if name == "list" else FORMATS[name] if name else None, FUNCTIONS, **how)
 
 
 def parts(name: str | None, pieces: list[str], **how: Any) -> list[Part]:

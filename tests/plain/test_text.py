@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from penstock.api.chat_template import ChatTemplate
-from penstock.api.detokenize import Pieces
-from penstock.api.text import Tokenizer
+from penstock.api.text.chat_template import ChatTemplate
+from penstock.api.text.detokenize import Pieces
+from penstock.api.text.tokenizer import Tokenizer
 from penstock.base.errors import CheckpointError, RequestError, UnsupportedModelError
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -440,14 +440,14 @@ def test_template_language() -> None:
     ],
 )
 def test_bad_template_is_one_line(monkeypatch: pytest.MonkeyPatch, source: str, says: str) -> None:
-    monkeypatch.setattr("penstock.api.chat_template.MOST_STEPS", 5000)
+    monkeypatch.setattr("penstock.api.text.chat_template.MOST_STEPS", 5000)
     with pytest.raises(RequestError, match=says) as caught:
         ChatTemplate(source).render({"messages": []})
     assert "\n" not in str(caught.value)
 
 
 def test_template_recovers_after_it_ran_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.api.chat_template.MOST_STEPS", 5000)
+    monkeypatch.setattr("penstock.api.text.chat_template.MOST_STEPS", 5000)
     template = ChatTemplate("{% for a in range(n) %}{% for b in range(n) %}{% endfor %}{% endfor %}done")
     with pytest.raises(RequestError, match="steps"):
         template.render({"n": 100})
@@ -501,7 +501,7 @@ def test_what_a_template_sees_of_messages(folder: Path) -> None:
 
 def test_threads_share_a_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "penstock.api.chat_template.MOST_STEPS", 5000
+        "penstock.api.text.chat_template.MOST_STEPS", 5000
     )  # enough for one rendering, not for two at once
     write(folder / "chat_template.jinja", "{% for n in range(4000) %}{{ messages[0].content }}{% endfor %}")
     tokenizer = Tokenizer.from_directory(folder)
@@ -523,7 +523,7 @@ def test_threads_share_a_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_imports_stay_light() -> None:
     code = (
-        "import sys, penstock.api.text; sys.exit(any(name in sys.modules for name in ('torch', 'jinja2', "
-        "'numpy', 'transformers')))"
+        "import sys, penstock.api.text.tokenizer; "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'jinja2', 'numpy', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from penstock.api.text import Tokenizer
+from penstock.api.text.tokenizer import Tokenizer
 from penstock.base.errors import CheckpointError, RequestError
 
 WHOLE = {

@@ -1,4 +1,4 @@
-"""Structures as llguidance reads them, and what it says of them, in words for whoever asked."""
+"""Structures as llguidance reads them, and what it says of them, in words for the client."""
 
 import json
 import re
@@ -26,7 +26,8 @@ _OF = ("items", "additionalProperties", "prefixItems", "anyOf", "oneOf", "allOf"
 
 
 def grammar_of(structure: Structure) -> str:
-    """Raises StructureError for what it must not be given."""
+    """Return a structure as a grammar of the library's. Raise StructureError for what it must not be
+    given."""
     from llguidance import LLMatcher
 
     text = structure.text
@@ -105,12 +106,12 @@ def _multiples(schema: object) -> Iterator[int]:
 
 
 def said(error: str) -> str:
-    """What a message of the library's says, in one line, without the text that it shows."""
+    """Return what a message of the library's says, in one line, without the text that it shows."""
     lines = error.splitlines()
     marks = [line.index("^") for line in lines if "^" in line and not line.strip("^ ")]
-    told = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
-    if told is not None:  # Of a regular expression, which is shown four columns in.
-        return f"{told}, at character {marks[0] - 3}" if marks else told
+    fault = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
+    if fault is not None:  # Of a regular expression, which is shown four columns in.
+        return f"{fault}, at character {marks[0] - 3}" if marks else fault
     text = " ".join(
         line.strip()
         for line in lines

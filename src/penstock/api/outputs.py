@@ -40,25 +40,29 @@ class Completion:
 
     @property
     def text(self) -> str:
+        """The text of the first output."""
         return self.outputs[0].text
 
     @property
     def tokens(self) -> tuple[int, ...]:
+        """The tokens of the first output."""
         return self.outputs[0].tokens
 
     @property
     def finish_reason(self) -> FinishReason:
+        """The reason for which the first output ended."""
         return self.outputs[0].finish_reason
 
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """The log-probabilities of the first output's tokens, where they were asked for."""
         return self.outputs[0].logprobs
 
 
 @record(frozen=True, slots=True)
 class Delta:
-    """What a step added to output `index`: tokens, the text that became certain, and in the last one why it
-    ended."""
+    """A piece that a step has added to output `index`: tokens, the text that became certain, and in the last
+    piece the reason for which the output ended."""
 
     text: str
     tokens: tuple[int, ...]

@@ -6,7 +6,7 @@ longer for others. On the engine's thread an output gets a copy, in microseconds
 library learns of a structure as it goes along, which makes them fast, and fills up: an output that meets the
 end of that room gets the structure anew, and says there what it has said.
 
-The library cannot be told to stop. What takes it too long is refused and left to itself; where several such
+The library cannot be stopped. What takes it too long is refused and left to itself; where several such
 go on, nothing new is begun.
 
 Why this is safe. What is compiled changes under the library's own lock; a compiled structure is put in its
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.api.grammars import grammar_of, placed, said
-from penstock.api.text import Tokenizer
+from penstock.api.text.tokenizer import Tokenizer
 from penstock.base.errors import StructureError
 from penstock.step.params import Sampling
 from penstock.step.plan import Row
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _LOG = logging.getLogger("penstock")
 _MANY = 8
-"""Rows whose masks are worth several threads."""
+"""Rows from which masks are worth several threads."""
 _WEIGHT = 8 << 10
 """Characters that a structure counts for beside its own: most compiled ones take a few hundred kilobytes,
 those of long texts up to some hundred megabytes."""
@@ -48,7 +48,7 @@ _PATIENCE = 10.0
 """Seconds for which a reader waits for its structure, and before that for its turn: most take milliseconds,
 hard ones a second."""
 _MOST_LATE = 2
-"""Structures that nobody waits for any more, and that the library still compiles."""
+"""Structures that are not waited for any more, and that the library still compiles."""
 _STACK = 256 << 20
 """Bytes for the thread that compiles: the library goes down into rules one within the other, which may be
 thousands."""
@@ -71,7 +71,7 @@ _MARK = b"\xff"
 """Before the name of a special token, which no text has."""
 _STARTING = threading.Lock()
 _LATE: list[threading.Thread] = []
-"""Compile what nobody waits for any more; some may have ended."""
+"""Threads that compile what is not waited for any more; some may have ended."""
 
 
 class CrowdedError(StructureError):
@@ -79,11 +79,12 @@ class CrowdedError(StructureError):
 
 
 class _SlowError(StructureError):
-    """Nobody waits any longer."""
+    """Says that the structure took too long."""
 
 
 class Structures:
-    """Of one model. A worker's guide; and what says, before anything runs, whether a structure can be one."""
+    """Compiles the structures of one model, and guides its worker. Before anything runs it says whether a
+    structure can be one."""
 
     def __init__(
         self, tokenizer: Callable[[], Tokenizer | None], vocab_size: int, end_tokens: Collection[int]
@@ -99,7 +100,7 @@ class Structures:
         """The latest; as keys there are only copies, since those that requests have hold what was
         compiled."""
         self._alive: WeakValueDictionary[Structure, _Compiled] = WeakValueDictionary()
-        """And all that somebody holds."""
+        """All compiled structures that are held."""
         self._held: dict[int, tuple[ref[Structure], _Compiled]] = {}
         """By those that were checked, for as long as they are there: by their ids, as there may be several
         that are equal."""
@@ -107,8 +108,8 @@ class Structures:
         self._executor: LLExecutor | None = None
 
     def check(self, structure: Structure, end_tokens: Collection[int]) -> None:
-        """Compile it, to be there as long as this object is. end_tokens: those that would end an output.
-        Raises StructureError."""
+        """Compile a structure, to be there as long as the structure is. end_tokens: those that would end an
+        output. Raise StructureError."""
         if not end_tokens:
             raise StructureError(
                 "a structure's end is an end token, and the model names none; give stop_token_ids"
@@ -120,7 +121,7 @@ class Structures:
             held[name] = ref(structure, lambda _: held.pop(name, None)), compiled
 
     def close(self) -> None:
-        """Let go of the tokens, which the library has a copy of. Nothing is compiled afterwards."""
+        """Free the tokens, which the library has a copy of. Nothing is compiled afterwards."""
         if self._vocabulary is not None:
             self._vocabulary.words.trie = None
         self._vocabulary = None
@@ -131,6 +132,7 @@ class Structures:
     # -- a worker's guide
 
     def begin(self, row: Row, sampling: Sampling) -> None:
+        """Begin to guide a row's output."""
         assert sampling.structure is not None
         self._rows[row] = matcher = _Matcher(sampling.end_tokens)
         try:
@@ -139,14 +141,18 @@ class Structures:
             matcher.break_off(str(error))
 
     def end(self, row: Row) -> None:
+        """Forget a row."""
         self._rows.pop(row, None)
 
     def take(self, row: Row, tokens: Sequence[int]) -> None:
+        """Follow tokens that were added to a row's output."""
         matcher = self._rows[row]
         for token in tokens:
             matcher.take(token)
 
     def masks(self, rows: Sequence[Row]) -> tuple[NDArray[np.int32], frozenset[int]]:
+        """Return the masks of tokens that rows may have next, `[rows, ceil(vocab / 32)]` bits in int32, and
+        the places of rows whose structure could not be held."""
         matchers = [self._rows[row] for row in rows]
         masks = np.zeros((len(rows), self._size // 32 + 1), dtype=np.int32)
         self._fill(matchers, masks)
@@ -410,7 +416,7 @@ def _fill(matcher: "LLMatcher", mask: NDArray[np.int32]) -> None:
 
 
 def _deep(work: Callable[[], T]) -> T:
-    """Done on a thread with a large stack, of which only what is used is taken. Raises RuntimeError if it
+    """Run on a thread with a large stack; only what is used of it is taken. Raises RuntimeError if it
     fails, StructureError if it takes too long."""
     results: list[T] = []
     faults: list[BaseException] = []

@@ -22,11 +22,11 @@ to try.
         SecretError                   kv/store/seal.py
         ReadError                     memory/disk.py
         PackError                     weights/pack/writer.py
-        BusyError                     server/desk.py
-        DeadlineError                 server/desk.py
+        BusyError                     server/broker/calls.py
+        DeadlineError                 server/broker/calls.py
         FieldError                    server/wire/requests.py
-        NotKeptError                  server/kept.py
-        LostError                     server/fleet/errands.py
+        NotKeptError                  server/answers/store.py
+        LostError                     server/fleet/requests.py
 
 Those without a file are here; the others stand where they are raised. Most of the others are turned into one
 of these, or into an HTTP status, before anybody sees them.

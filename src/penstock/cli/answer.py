@@ -17,8 +17,9 @@ from penstock.step.plan import TokenLogprob
 from penstock.step.request import FinishReason
 
 if TYPE_CHECKING:  # torch takes 1.2 s
-    from penstock.api.llm import LLM, Prompt
+    from penstock.api.llm import LLM
     from penstock.api.outputs import Delta
+    from penstock.api.reader import Prompt
 
 
 @dataclass(slots=True)
@@ -102,15 +103,11 @@ def follow(
     show: is called with each piece at once. interrupted: once it is true, the answer ends with the step
     under way.
     """
-    weights, engine = llm.booted.weights, llm.booted.engine
-    before, kv_before, missed_before, begin = (
-        weights.stats(),
-        engine.kv_stats(),
-        engine.missed_stats(),
-        perf_counter(),
-    )
+    before, missed_before, begin = llm.memory, llm.stats().missed, perf_counter()
     with llm.stream(prompt, params, until=interrupted) as stream:
-        answer = TimedAnswer(len(stream.prompt_tokens), [TimedOutput() for _ in range(params.n)], before)
+        answer = TimedAnswer(
+            len(stream.prompt_tokens), [TimedOutput() for _ in range(params.n)], before.weights
+        )
         for delta in stream:
             answer.end = perf_counter() - begin
             answer.first = answer.first or answer.end
@@ -124,11 +121,12 @@ def follow(
     completion = stream.completion
     for output, ended in zip(answer.outputs, completion.outputs, strict=True):
         output.error = ended.error
-    answer.weights, kv = weights.stats().since(before), engine.kv_stats()
-    answer.kv = kv.since(kv_before) if kv and kv_before else None
+    memory, stats = llm.memory, llm.stats()
+    answer.weights = memory.weights.since(before.weights)
+    answer.kv = memory.kv.since(before.kv) if memory.kv and before.kv else None
     answer.cached_tokens, answer.prompt_logprobs = completion.cached_tokens, completion.prompt_logprobs
     answer.cached_host, answer.cached_disk = completion.cached_host, completion.cached_disk
-    answer.tiers, answer.missed = engine.tier_stats(), engine.missed_stats().since(missed_before)
+    answer.tiers, answer.missed = stats.tiers, stats.missed.since(missed_before)
     return answer
 
 
@@ -149,8 +147,7 @@ def record(
     llm: "LLM", config: Config, prompt: str, params: SamplingParams, answer: TimedAnswer
 ) -> dict[str, object]:
     """Return what --json writes of an answer to `prompt`, which is as the user gave it."""
-    booted, outputs = llm.booted, [_output(llm, output, params) for output in answer.outputs]
-    budget = asdict(booted.budget) | {"kv": booted.budget.kv, "kv_tokens": booted.budget.kv_tokens}
+    budget, outputs = llm.memory.budget, [_output(llm, output, params) for output in answer.outputs]
     return {
         "model": str(config.model),
         "prompt": prompt,
@@ -164,15 +161,15 @@ def record(
             "output_tokens": answer.tokens,
         },
         "timings": {
-            "boot_s": booted.seconds,
+            "boot_s": llm.boot_seconds,
             "first_token_s": answer.first or None,
             "total_s": answer.end,
             "prefill_tokens_per_s": answer.prefill_rate,
             "decode_tokens_per_s": answer.decode_rate,
         },
-        "device": str(booted.device),
-        "dtype": booted.dtype,
-        "budget": budget,
+        "device": llm.device,
+        "dtype": llm.dtype,
+        "budget": asdict(budget) | {"kv": budget.kv, "kv_tokens": budget.kv_tokens},
         "weights": asdict(answer.weights) | {"streams": True} if answer.weights.streams else None,
         "kv": asdict(answer.kv) if answer.kv is not None else None,
         "missed": _missed(answer.missed),

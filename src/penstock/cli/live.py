@@ -38,7 +38,7 @@ from penstock.cli import terminal
 from penstock.cli.summaries import bar, beside, fitting, kv_forms, weight_forms
 
 if TYPE_CHECKING:  # torch takes 1.2 s
-    from penstock.engine.boot import Booted
+    from penstock.api.llm import LLM
     from penstock.engine.engine import Progress
 
 PERIOD = 0.25
@@ -102,10 +102,9 @@ class LiveLine:
         self._thread: Thread | None = None
 
     @classmethod
-    def of(cls, booted: "Booted", *, quiet: bool) -> Self:
-        """Return the line for an engine."""
-        engine = booted.engine
-        return cls(booted.weights.stats, engine.kv_stats, lambda: engine.progress, quiet=quiet)
+    def of(cls, llm: "LLM", *, quiet: bool) -> Self:
+        """Return the line for a model."""
+        return cls(lambda: llm.memory.weights, lambda: llm.memory.kv, lambda: llm.progress, quiet=quiet)
 
     def __enter__(self) -> Self:
         if self._quiet or not _usable():

@@ -87,7 +87,7 @@ def loaded(config: Config, *, quiet: bool, trace: Path | None = None) -> Iterato
                 yield llm
         finally:
             if trace is not None and spans is not None:
-                llm.booted.weights.stats()  # notes what was still on its way, and ended with the model
+                _ = llm.memory  # notes what was still on its way, and ended with the model
                 spans.write(trace)
                 if not quiet:
                     say(f"{trace}: {_EMPTY if spans.empty else _WRITTEN}", faint=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.api.text import Tokenizer
+from penstock.api.text.tokenizer import Tokenizer
 from penstock.base.errors import ConfigError, RequestError
 from penstock.evals.phrases import CHAT_LEAD, RAW_ANSWER, RAW_LEAD
 

@@ -88,8 +88,8 @@ def evaluate(llm: LLM, work: EvalWork, model: str, tell: Callable[[str], None]) 
         model=model,
         text=work.source,
         chat=dress.chat,
-        dtype=llm.booted.dtype,
-        device=str(llm.booted.device),
+        dtype=llm.dtype,
+        device=llm.device,
         seed=work.seed,
         samples=work.samples,
         prompts=sum(cell.samples for cell in cells),
@@ -100,7 +100,7 @@ def evaluate(llm: LLM, work: EvalWork, model: str, tell: Callable[[str], None]) 
 
 
 def _lengths(llm: LLM, work: EvalWork) -> Sequence[int]:
-    longest = llm.booted.engine.scheduler.longest
+    longest = llm.limits.max_model_len
     lengths = sorted(set(work.lengths or [length for length in LENGTHS if length <= longest]))
     if not lengths or lengths[-1] > longest:
         asked = (

@@ -1,7 +1,6 @@
 """How long a request may be, and which requests are long."""
 
-from penstock.base.errors import LengthError, RequestError
-from penstock.sched.rules import Limits
+from penstock.sched.rules import Limits, admit
 
 
 class RequestRoom:
@@ -29,23 +28,15 @@ class RequestRoom:
         or_more: whether it may have more tokens than that, for all that is known.
         Raises RequestError if it could never be served.
         """
-        room = self.longest - prompt
-        if not prompt:
-            raise RequestError("the prompt is empty; give at least one token")
-        if room < 1 or (max_tokens is not None and max_tokens > room):
-            raise LengthError(self._refusal(prompt, max_tokens, or_more=or_more))
-        return room
+        return admit(prompt, max_tokens, self.longest, self._why_too_long, or_more=or_more)
 
     def is_long(self, reach: int, most: int) -> bool:
         """Tell whether a request that comes to `reach` tokens, and may have `most`, is long. It is not if it
         does not fit as such."""
         return min(reach, most) >= self.long_from and most <= self._longest_long
 
-    def _refusal(self, prompt: int, max_tokens: int | None, *, or_more: bool) -> str:
+    def _why_too_long(self, total: int) -> str:
         limits, size = self._limits, self._limits.block_size
-        asked = f"{'at least ' if or_more else ''}{prompt} tokens of prompt" + (
-            f" and {max_tokens} of output" if max_tokens else ""
-        )
         if self.longest == limits.max_length or not self._host:
             context = self.longest == limits.max_length
             what, more = (
@@ -53,8 +44,8 @@ class RequestRoom:
                 if context
                 else ("the KV blocks hold", "more memory, or KV in host memory")
             )
-            return f"the request has {asked}, but {what} {self.longest} in all; shorten it, or allow {more}"
-        total, needed = prompt + (max_tokens or 1), []
+            return f"{what} {self.longest} in all; shorten it, or allow {more}"
+        needed = []
         if total > (self._host + 1) * size:
             needed.append(
                 f"host memory or disk for {(total - 1) // size * size} tokens of KV ({self._host * size} now)"
@@ -63,7 +54,4 @@ class RequestRoom:
             needed.append(f"{self._long_pages} KV blocks on the device ({self._pages} now)")
         if total > limits.max_length:
             needed.append(f"a max_length of {total} ({limits.max_length} now)")
-        return (
-            f"the request has {asked}, but KV has room for {self.longest} in all; shorten it, or allow "
-            f"{' and '.join(needed)}"
-        )
+        return f"KV has room for {self.longest} in all; shorten it, or allow {' and '.join(needed)}"

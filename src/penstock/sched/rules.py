@@ -1,9 +1,10 @@
 """The limits that a scheduler keeps to, and how prefixes are named."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from penstock.base.errors import LengthError, RequestError
 from penstock.kv.ledger.keys import root_key
 
 
@@ -25,6 +26,29 @@ class Limits:
     near: int | None = None
     """Most blocks of a long request that are both on the host and on the device. With None, there are as many
     as there are pages to spare."""
+
+
+def admit(
+    prompt: int, max_tokens: int | None, longest: int, why: Callable[[int], str], *, or_more: bool = False
+) -> int:
+    """Return the most tokens of output that a request may have: the rule by which requests are admitted.
+
+    prompt: tokens of the prompt.
+    max_tokens: tokens of output that are asked for; None is as many as there is room for.
+    longest: tokens, prompt and output together, that a request may have.
+    why: is given the tokens that are asked for, and returns what there is room for and what to try.
+    or_more: whether the prompt may have more tokens than were counted.
+
+    Raise RequestError for an empty prompt, and LengthError for a request that could never be served.
+    """
+    room = longest - prompt
+    if not prompt:
+        raise RequestError("the prompt is empty; give at least one token")
+    if room < 1 or (max_tokens is not None and max_tokens > room):
+        output = f" and {max_tokens} of output" if max_tokens else ""
+        asked = f"{'at least ' if or_more else ''}{prompt} tokens of prompt{output}"
+        raise LengthError(f"the request has {asked}, but {why(prompt + (max_tokens or 1))}")
+    return room
 
 
 class Name(NamedTuple):

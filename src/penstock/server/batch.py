@@ -15,12 +15,12 @@ from typing import Any, BinaryIO
 import msgspec
 from msgspec import Struct
 
-from penstock.api.jobs import Job, Ready
 from penstock.api.llm import LLM
+from penstock.api.sequences import PreparedPrompt, SequenceGroup
 from penstock.base.errors import ConfigError, PenstockError
-from penstock.server.answers import Answer, error, new_id
-from penstock.server.desk import BusyError
-from penstock.server.prompts import Telling, read
+from penstock.server.answers.completions import Answer, error, new_id
+from penstock.server.answers.prompts import AnswerWriter, read
+from penstock.server.broker.calls import BusyError
 from penstock.server.wire.requests import ChatRequest, CompletionRequest, FieldError, decoded
 
 KINDS: dict[str, type[ChatRequest | CompletionRequest]] = {
@@ -32,7 +32,7 @@ _AHEAD = 2
 waits."""
 
 
-class _Line(Struct, kw_only=True):
+class _BatchLine(Struct, kw_only=True):
     custom_id: str
     method: str = "POST"
     url: str
@@ -41,7 +41,7 @@ class _Line(Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Lines of the input; those answered, before this run too; those of them that could not be served."""
+    """Counts the lines of a batch: of the input, answered (before this run too), and of these, refused."""
 
     lines: int
     answered: int
@@ -51,17 +51,17 @@ class Tally:
 @dataclass(slots=True)
 class _Task:
     custom_id: str
-    ready: Sequence[Ready]
-    telling: Telling
-    jobs: list[Job] = field(default_factory=list)
+    prompts: Sequence[PreparedPrompt]
+    writer: AnswerWriter
+    groups: list[SequenceGroup] = field(default_factory=list)
 
     @property
     def outputs(self) -> int:
-        return sum(len(one.samplings) for one in self.ready)
+        return sum(len(one.samplings) for one in self.prompts)
 
     @property
     def done(self) -> bool:
-        return all(job.done for job in self.jobs)
+        return all(group.done for group in self.groups)
 
 
 class Batch:
@@ -76,7 +76,7 @@ class Batch:
         self._seen = self._resumed()
         self.lines = 0
 
-    def run(self, told: Callable[[Tally], object] = lambda _: None) -> Tally:
+    def run(self, progress: Callable[[Tally], object] = lambda _: None) -> Tally:
         """Answer what is not answered yet. To be ended at any moment, and begun again. Raises ConfigError and
         what the engine does."""
         refused: list[bytes] = []
@@ -84,24 +84,24 @@ class Batch:
         with self._target.open("ab") as out:
             for line in refused:
                 self._put(out, line, failed=True)
-            told(self._tally())
-            waiting, active = deque(sorted(tasks, key=lambda task: task.ready[0].tokens)), list[_Task]()
+            progress(self._tally())
+            waiting, active = deque(sorted(tasks, key=lambda task: task.prompts[0].tokens)), list[_Task]()
             del tasks
-            most = _AHEAD * self._llm.booted.limits.max_sequences
+            driver, most = self._llm.driver, _AHEAD * self._llm.limits.max_sequences
             try:
                 while waiting or active:
                     while waiting and sum(task.outputs for task in active) < most:
                         task = waiting.popleft()
                         active.append(task)
-                        task.jobs.extend(map(self._llm.begin, task.ready))
-                    self._llm.advance()
+                        task.groups.extend(map(driver.begin, task.prompts))
+                    driver.advance()
                     for task in [task for task in active if task.done]:
                         active.remove(task)
-                        body = task.telling.whole([job.completion() for job in task.jobs])
+                        body = task.writer.whole([group.completion() for group in task.groups])
                         self._put(out, _line(task.custom_id, 200, body))
-                        told(self._tally())
+                        progress(self._tally())
             finally:
-                self._llm.abandon([job for task in active for job in task.jobs])
+                driver.abandon([group for task in active for group in task.groups])
                 out.flush()
                 with suppress(OSError):
                     os.fsync(out.fileno())
@@ -153,7 +153,7 @@ class Batch:
             self.lines += 1
             name = f"line {number}"
             try:
-                asked = decoded(line, _Line)
+                asked = decoded(line, _BatchLine)
                 name = asked.custom_id
                 if name in ids:
                     raise FieldError(
@@ -170,7 +170,7 @@ class Batch:
                     refused.append(_line(name, 400, error(str(fault), "invalid_request_error", param)))
         return tasks
 
-    def _read(self, asked: _Line) -> tuple[list[Ready], Telling]:
+    def _read(self, asked: _BatchLine) -> tuple[list[PreparedPrompt], AnswerWriter]:
         kind = KINDS.get(asked.url)
         if asked.method != "POST" or kind is None:
             raise FieldError(
@@ -185,7 +185,7 @@ class Batch:
             )
         if request.streams:
             raise FieldError("a batch has no streams; leave stream out", "stream")
-        return read(self._llm, request)
+        return read(self._llm.reader, request)
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         try:

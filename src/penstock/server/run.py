@@ -9,76 +9,67 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Protocol
 
 import uvicorn
 
-from penstock.api.llm import LLM
 from penstock.base.errors import ConfigError
-from penstock.server.app import House, Settings, application
-from penstock.server.connection import Connection, room
-from penstock.server.desk import Desk
-from penstock.server.doors import CLOSED
-from penstock.server.metrics import Metrics
+from penstock.server.broker.backend import Backend
+from penstock.server.broker.broker import RequestBroker
+from penstock.server.http.app import application
+from penstock.server.http.connection import Connection, room
+from penstock.server.http.origins import CLOSED
+from penstock.server.http.state import ServerSettings, ServerState
+from penstock.server.monitoring.logs import note
+from penstock.server.monitoring.records import RecordSink
 from penstock.server.settings import Listening
-from penstock.server.watching.accounts import Teller
-from penstock.server.watching.logs import note
 
 _LOG = logging.getLogger("penstock")
 _LAST = 5
 """Seconds in which the last answers must have been read, at the end."""
 
 
-class NewDesk(Protocol):
-    def __call__(self, llm: LLM, metrics: Metrics, *, queue: int, keys: int) -> Desk: ...
-
-
 def serve(
-    load: Callable[[], LLM],
-    settings: Settings,
+    load: Callable[[], Backend],
+    settings: ServerSettings,
     listening: Listening,
     *,
     ready: Callable[[str], object] = lambda _: None,
-    tellers: Sequence[Teller] = (),
-    desk: NewDesk = Desk,
+    sinks: Sequence[RecordSink] = (),
     give_up: Callable[[], object] = lambda: None,
 ) -> None:
     """Serve until a signal says that it is enough: one lets requests end, a second one does not, a third one
     waits for nothing.
 
-    ready: is told the address when the model is there. tellers: are told of each request that is over. desk:
-    takes calls for what was loaded. give_up: is told of the first signal, to break off loading that can be.
+    load: loads what computes.
+    ready: is called with the address when the model is there.
+    sinks: are given the record of each request that is over.
+    give_up: is called at the first signal, to break off loading that can be.
+
     Raises ConfigError if the address is not to be had, and whatever has ended the server besides a signal:
     what loading or the engine has raised.
     """
     bound = _bind(listening)
     with bound:
-        asyncio.run(_Life(load, desk, House(settings, tellers=tellers), listening, ready, give_up).run(bound))
+        state = ServerState(settings, sinks=sinks)
+        asyncio.run(_Life(load, state, listening, ready, give_up).run(bound))
     note("stopped")
 
 
 class _Life:
     def __init__(
         self,
-        load: Callable[[], LLM],
-        desk: NewDesk,
-        house: House,
+        load: Callable[[], Backend],
+        state: ServerState,
         listening: Listening,
         ready: Callable[[str], object],
         give_up: Callable[[], object],
     ) -> None:
-        self._load, self._desk, self._house, self._listening, self._ready, self._give_up = (
-            load,
-            desk,
-            house,
-            listening,
-            ready,
-            give_up,
-        )
+        self._load, self._state, self._listening = load, state, listening
+        self._ready, self._give_up = ready, give_up
         self._enough = asyncio.Event()
         self._signals = 0
         config = uvicorn.Config(
-            application(self._house),
+            application(self._state),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -98,7 +89,7 @@ class _Life:
         serving = asyncio.ensure_future(server.serve([bound]))
         try:
             async with self._opened() as failed:
-                if self._house.desk is not None:
+                if self._state.broker is not None:
                     host, port = bound.getsockname()[:2]
                     self._ready(f"http://{'[' + host + ']' if ':' in host else host}:{port}")
                 enough = asyncio.ensure_future(self._enough.wait())
@@ -114,34 +105,34 @@ class _Life:
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator["asyncio.Future[BaseException | None]"]:
-        """The model, at the desk. Gives a task that ends when the desk has failed."""
+        """Load the model, and take requests for it. Gives a task that ends when the broker has failed."""
         loading = asyncio.ensure_future(asyncio.to_thread(self._load))
         enough = asyncio.ensure_future(self._enough.wait())
         while not (loading.done() or enough.done()):
             await asyncio.wait((loading, enough), timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
             self._listen()  # What is being loaded may take the signals for itself, as Ray does.
         enough.cancel()
-        llm = await loading
+        backend = await loading
         try:
             # What is there for good is not looked at again and again by the garbage collector, which holds
             # everybody up.
             gc.collect()
             gc.freeze()
-            desk = self._desk(
-                llm, self._house.metrics, queue=self._listening.queue, keys=len(self._house.settings.keys)
-            )
-            desk.most_seconds = self._listening.request_timeout
-            failed = asyncio.ensure_future(desk.failure())
+            state, listening = self._state, self._listening
+            keys = len(state.settings.keys)
+            broker = RequestBroker(backend, state.metrics, queue=listening.queue, keys=keys)
+            broker.max_seconds = listening.request_timeout
+            failed = asyncio.ensure_future(broker.failure())
             try:
                 if not self._enough.is_set():
-                    self._house.open(llm, desk)
+                    state.open(backend, broker)
                 yield failed
             finally:
-                await desk.close(self._listening.patience, hurry=lambda: self._signals > 1)
+                await broker.close(listening.patience, hurry=lambda: self._signals > 1)
                 await failed
         finally:
             gc.unfreeze()
-            await asyncio.to_thread(llm.close)
+            await asyncio.to_thread(backend.close)
 
     def _listen(self) -> None:
         for one in (signal.SIGINT, signal.SIGTERM):
@@ -149,12 +140,12 @@ class _Life:
 
     def _enough_of_it(self) -> None:
         self._signals += 1
-        outputs = self._house.desk.outputs if self._house.desk is not None else 0
+        outputs = self._state.broker.outputs if self._state.broker is not None else 0
         note("stopping", signals=self._signals, outputs=outputs, patience=self._listening.patience)
         self._enough.set()
         self._give_up()
         self._server.force_exit = self._signals > 1
-        if self._signals > 1 and self._house.desk is None:
+        if self._signals > 1 and self._state.broker is None:
             _LOG.warning("ended while the model was being loaded")
             os._exit(1)  # Weights that are being loaded cannot be broken off, and there is nothing to save.
         if self._signals > 2:
@@ -163,7 +154,7 @@ class _Life:
 
 
 class _Server(uvicorn.Server):
-    """One whose signals are somebody else's."""
+    """Serves without taking signals, which _Life takes."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -178,7 +169,7 @@ def _bind(listening: Listening) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((listening.host, listening.port))
-        bound.listen()  # Until then, somebody else might.
+        bound.listen()  # Until then, another process might.
     except (OSError, OverflowError, UnicodeError) as fault:
         bound.close()
         raise ConfigError(

@@ -168,7 +168,7 @@ class ChatSession:
 
     def _answer(self, line: str) -> None:
         request, length = self.conversation.request(line)
-        longest = self.llm.booted.engine.scheduler.longest
+        longest = self.llm.limits.max_model_len
         room = longest - length
         if room < 1:
             hint = "/reset begins a new one" if self.conversation.turns else "shorten the message"
@@ -177,7 +177,7 @@ class ChatSession:
                 f"answer; {hint}"
             )
         params = replace(self.params, max_tokens=min(self.params.max_tokens or room, room))
-        with Interrupt() as interrupt, LiveLine.of(self.llm.booted, quiet=self.quiet or self.json) as live:
+        with Interrupt() as interrupt, LiveLine.of(self.llm, quiet=self.quiet or self.json) as live:
             put = (lambda text: None) if self.json else live.write
             live.compute(length)
             answer = follow(self.llm, request, params, lambda delta: put(delta.text), lambda: interrupt.asked)

@@ -162,7 +162,7 @@ def _evaluate(name: str, tasks: tuple[str, ...], asked: Mapping[str, Any]) -> No
     with llm:
         tell: Callable[[str], None] = (lambda _: None) if json else (lambda line: say(line, faint=True))
         report = evaluate(llm, work, str(asked["model"] or "shipped"), tell)
-        kv = llm.booted.engine.kv_stats()
+        kv = llm.memory.kv
     if kv is not None and kv.streams:
         tell(kv_summary(kv, report.seconds))
     line = report.line(settings=config.changed(), kv=asdict(kv) if kv else None, machine=asdict(machine()))

@@ -150,7 +150,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         else:
             usual = prompt.typed and not chat and is_terminal(sys.stdout)
             echo = prompt.text if asked["echo"] or (asked["echo"] is None and usual) else ""
-            with LiveLine.of(llm.booted, quiet=asked["quiet"]) as live:
+            with LiveLine.of(llm, quiet=asked["quiet"]) as live:
                 screen = Screen(params.n, echo, live.write)
                 live.compute(length)
                 answer = follow(llm, request, params, screen.show)
@@ -170,7 +170,7 @@ def _limited(llm: "LLM", params: SamplingParams, length: int) -> SamplingParams:
 
     There are fewer if a prompt of `length` tokens leaves less room.
     """
-    room = llm.booted.engine.scheduler.longest - length
+    room = llm.limits.max_model_len - length
     if (
         params.max_tokens is not None or room < 1
     ):  # what has no room is refused on submission, with the numbers

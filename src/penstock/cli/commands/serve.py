@@ -19,8 +19,8 @@ from penstock.cli.load import load
 from penstock.cli.options import engine_config, engine_options, flag, settings_from, with_options
 from penstock.cli.terminal import say
 from penstock.server.fleet.scale import Scale, bounds
+from penstock.server.http.keys import ApiKey
 from penstock.server.settings import AnswerSettings, Listening
-from penstock.server.tenants import Key
 
 if TYPE_CHECKING:
     from penstock.server.fleet.replicas import Replicas
@@ -128,10 +128,11 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     """
     asked = ctx.params
     try:
-        from penstock.server.app import Settings
+        from penstock.server.broker.backend import LocalBackend
+        from penstock.server.http.state import ServerSettings
+        from penstock.server.monitoring.logs import last_line, logged, note
+        from penstock.server.monitoring.telemetry import traced
         from penstock.server.run import serve
-        from penstock.server.watching.logs import last_line, logged, note
-        from penstock.server.watching.telemetry import traced
     except ModuleNotFoundError as missing:
         raise ConfigError(
             f"serving needs {missing.name}, which is not installed; pip install 'penstock[serve]'"
@@ -139,7 +140,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     config = engine_config(ctx, asked["model"], None)
     names = asked["names"] or (config.model.resolve().name,)
     there = settings_from(
-        Settings, asked, names=tuple(names), keys=api_keys(ctx), allow_hosts=asked["allow_hosts"]
+        ServerSettings, asked, names=tuple(names), keys=api_keys(ctx), allow_hosts=asked["allow_hosts"]
     )
     if not (there.keys or asked["without_keys"] or asked["host"] in LOOPBACK):
         raise ConfigError(
@@ -160,7 +161,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
             say(f"serving {names[0]} at {address}")
 
     level = asked["log_level"] or ("warning" if quiet else "info")
-    with logged(partial(say, faint=not as_json), asked["log_format"], level), traced(os.environ) as tellers:
+    with logged(partial(say, faint=not as_json), asked["log_format"], level), traced(os.environ) as sinks:
         if as_json and session is not None and session.read is not None:
             note("settings", file=str(session.read))
         if not there.keys and asked["host"] not in LOOPBACK:
@@ -181,8 +182,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
                 there,
                 listening,
                 ready=tell_ready,
-                tellers=tellers,
-                desk=crew.desk,
+                sinks=sinks,
                 give_up=crew.give_up,
             )
             return
@@ -190,7 +190,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         if config.tensor_parallel > 1 and (place := launched()) is not None and place.rank:
             load_model().close()  # It follows rank 0, which listens, and does not return.
             return
-        serve(load_model, there, listening, ready=tell_ready, tellers=tellers)
+        serve(lambda: LocalBackend(load_model()), there, listening, ready=tell_ready, sinks=sinks)
 
 
 def _crew(asked: Mapping[str, Any], config: Config, name: str) -> "Replicas":
@@ -211,12 +211,12 @@ def _crew(asked: Mapping[str, Any], config: Config, name: str) -> "Replicas":
     return Replicas(config, scale, name, asked["patience"])
 
 
-def keys_in_environment() -> tuple[Key, ...]:
+def keys_in_environment() -> tuple[ApiKey, ...]:
     """Return the keys in PENSTOCK_API_KEYS."""
-    return tuple(Key(key.strip().encode()) for key in os.environ.get(KEYS, "").split(",") if key.strip())
+    return tuple(ApiKey(key.strip().encode()) for key in os.environ.get(KEYS, "").split(",") if key.strip())
 
 
-def api_keys(ctx: click.Context) -> tuple[Key, ...]:
+def api_keys(ctx: click.Context) -> tuple[ApiKey, ...]:
     """Return the keys; a client must send one of them. Raises ConfigError.
 
     They are from the file that was typed, else from the environment, else from the file that settings name.
@@ -236,7 +236,7 @@ def api_keys(ctx: click.Context) -> tuple[Key, ...]:
     return tuple({key.secret: key for key in (_key(line, file) for line in lines)}.values())
 
 
-def _key(line: str, file: Path) -> Key:
+def _key(line: str, file: Path) -> ApiKey:
     """Read a line of the file: a key, and behind a tab the least number that it may send for `priority`."""
     text, tab, granted = line.partition("\t")
     name, _, number = granted.strip().partition("=")
@@ -245,4 +245,4 @@ def _key(line: str, file: Path) -> Key:
             f"behind a key in {file} stands {granted.strip()[:40]!r}; write priority=NUMBER behind a tab, "
             "or nothing"
         )
-    return Key(text.strip().encode(), int(number) if tab else 0)
+    return ApiKey(text.strip().encode(), int(number) if tab else 0)

@@ -1,10 +1,10 @@
-"""Replicas of a model on Ray Serve, on this machine or on many: each an engine and its desk in a process of
+"""Replicas of a model on Ray Serve, on this machine or on many: each an engine and its broker in a process of
 its own.
 
 Ray starts them, gives each its GPUs or CPUs, sees that they live, replaces those that do not, and has more or
 fewer of them as there is more or less to do. Requests do not go through Ray's own HTTP servers: those know
-nothing of an answer that is half told. The server in front of them is the one that serves a single engine,
-with a desk that sends its calls to replicas (see server.fleet).
+nothing of an answer that is half sent. The server in front of them is the one that serves a single engine,
+with a backend that sends its calls to replicas (see server.fleet).
 """
 
 import asyncio
@@ -17,7 +17,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from math import ceil, floor
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -36,14 +35,22 @@ from penstock.base import errors
 from penstock.base.config import Config
 from penstock.base.errors import CheckpointError, ConfigError, DeviceError, EngineClosedError, PenstockError
 from penstock.memory.device import free_memory
-from penstock.server.desk import Desk
-from penstock.server.fleet.choice import PrefixRouter
-from penstock.server.fleet.desk import Fleet
-from penstock.server.fleet.errands import Errand, Facts, FarLLM, LostError, Message, carried_out
-from penstock.server.fleet.routing import Affinity, Route, share
+from penstock.server.broker.backend import LocalBackend
+from penstock.server.broker.broker import RequestBroker
+from penstock.server.broker.metrics import Metrics
+from penstock.server.fleet.backend import RemoteBackend
+from penstock.server.fleet.ray_router import PrefixRouter
+from penstock.server.fleet.requests import (
+    LostError,
+    RemoteReader,
+    RemoteRequest,
+    ReplicaInfo,
+    ReplicaMessage,
+    computed,
+)
+from penstock.server.fleet.routing import Affinity, PromptRoute, share
 from penstock.server.fleet.scale import Scale
-from penstock.server.metrics import Metrics
-from penstock.server.watching.state import Watch
+from penstock.server.monitoring.state import StateMonitor
 
 _LOG = logging.getLogger("penstock")
 _NAME = "replica"
@@ -53,18 +60,18 @@ _WAITING = 1.25
 """Requests that are sent to a replica, by the sequences of its steps: so many that no row is empty between
 two steps. Others wait where any replica may take them."""
 _OBJECTS = 100 << 20
-"""Bytes of memory for Ray's objects, of which there are none."""
+"""Bytes of memory for Ray's objects: there are none."""
 _LOOK = 0.2
 _KNOCK = 5.0
 """Seconds in which a cluster has answered that it is there."""
 _SILENCE = 15.0
 """Seconds after which it is said that there is no replica yet."""
-_FACTS = 60.0
+_INFO = 60.0
 """Seconds in which a replica that runs has said what it is."""
-_TOLD = 5.0
-"""Seconds in which replicas have told their state."""
+_STATE = 5.0
+"""Seconds in which replicas have answered with their state."""
 _PERIOD, _LONGEST_PERIOD = 2.0, 30.0
-"""Seconds between two looks at how much there is to do, and those whose mean counts, at most."""
+"""Seconds between two looks at how much there is to do, and the most seconds that their mean counts."""
 _SHARES = {"cpu": 0.5, "cuda": 0.8}
 """Of host memory that is free, for all replicas of a machine that has it as their device, or beside
 theirs."""
@@ -74,7 +81,7 @@ theirs."""
 
 
 class Replica:
-    """An engine and its desk, in a process that Ray has started."""
+    """An engine and its broker, in a process that Ray has started."""
 
     async def __init__(self, config: Config, model: str, neighbours: int) -> None:  # type: ignore[misc]  # Ray Serve awaits it.
         """model: what clients call it. neighbours: replicas that share this machine's memory, this one
@@ -84,40 +91,45 @@ class Replica:
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._metrics = Metrics()
         self._llm = await asyncio.to_thread(LLM.from_config, settings, progress=False)
-        self._desk = Desk(self._llm, self._metrics, queue=sys.maxsize)  # Those who wait are counted in front.
-        self._metrics.watch(self._llm, self._desk)
-        self._watch = Watch(self._llm, self._desk, model)
+        backend = LocalBackend(self._llm)
+        # Those who wait are counted in front.
+        self._broker = RequestBroker(backend, self._metrics, queue=sys.maxsize)
+        self._metrics.watch(backend, lambda: self._broker.outputs)
+        self._monitor = StateMonitor(backend, self._broker, model)
         self._ending = asyncio.ensure_future(self._end_with_engine())
 
-    async def answer(self, route: Route, errand: Errand) -> AsyncGenerator[Message]:
-        """What comes of the errand. Ends early if the engine ends."""
-        async with aclosing(carried_out(self._llm, self._desk, self._name, errand)) as messages:
+    async def answer(self, route: PromptRoute, request: RemoteRequest) -> AsyncGenerator[ReplicaMessage]:
+        """Give out what is computed for the request. Ends early if the engine ends."""
+        async with aclosing(computed(self._llm.reader, self._broker, self._name, request)) as messages:
             async for message in messages:
                 yield message
 
-    async def facts(self) -> Facts:
-        return Facts.of(self._llm)
+    async def info(self) -> ReplicaInfo:
+        """Return what the server is to know of the model."""
+        return ReplicaInfo.of(self._llm)
 
     async def state(self) -> tuple[str, Mapping[str, Any]]:
-        return self._name, msgspec.to_builtins(self._watch.look())
+        """Return the replica's name and the state of its machine."""
+        return self._name, msgspec.to_builtins(self._monitor.look())
 
     async def metrics(self) -> tuple[str, str]:
+        """Return the replica's name and its metrics, as Prometheus reads them."""
         return self._name, self._metrics.text().decode()
 
     async def check_health(self) -> None:
-        """Raises EngineClosedError for an engine that has ended."""
-        if not self._desk.open:
+        """Raise EngineClosedError if the engine has ended. Ray calls it every few seconds."""
+        if not self._broker.open:
             raise EngineClosedError("the engine has ended")
 
     async def _end_with_engine(self) -> None:
-        """Whoever waits for this process is told at once that it will not answer."""
-        if (fault := await self._desk.failure()) is not None:
+        """End this process with its engine, so that no request waits for it."""
+        if (fault := await self._broker.failure()) is not None:
             _LOG.error("this replica ends, for its engine has failed: %s", fault)
             os._exit(1)
 
     async def __del__(self) -> None:
         """Ray Serve awaits it when the replica is to go, and nothing is under way any more."""
-        await self._desk.close(0)
+        await self._broker.close(0)
         await asyncio.to_thread(self._llm.close)
 
 
@@ -152,7 +164,7 @@ class Replicas:
 
     # ---- their life
 
-    def load(self) -> LLM:
+    def load(self) -> RemoteBackend:
         """Start them, and wait for the first. Raises ConfigError for what Ray cannot do, and what the
         replica's model has raised."""
         if not (self._config.model / "config.json").exists():
@@ -164,20 +176,18 @@ class Replicas:
             self._connect()
             if not self._enough.is_set():
                 self._deploy()
-            facts = self._first()
+            info = self._first()
         except BaseException:
             self.stop()
             raise
-        self._affinity.slack, self._affinity.kept = max(facts.limits.max_sequences // 4, 1), facts.blocks
-        return _Near(self, self._config.model, facts, replicas=self._scale.most)
+        limits = info.limits
+        self._affinity.slack, self._affinity.kept = max(limits.max_sequences // 4, 1), limits.kv_blocks
+        reader = RemoteReader(self._config.model, info, replicas=self._scale.most)
+        return RemoteBackend(reader, self, self._affinity, patience=self._patience)
 
     def give_up(self) -> None:
-        """Do not wait any longer for a replica."""
+        """Stop waiting for a replica."""
         self._enough.set()
-
-    def desk(self, llm: LLM, metrics: Metrics, *, queue: int, keys: int) -> Desk:
-        assert isinstance(llm, FarLLM)
-        return Fleet(llm, metrics, self, self._affinity, queue=queue, patience=self._patience, keys=keys)
 
     def stop(self) -> None:
         """End them, and whatever was started for them."""
@@ -200,7 +210,7 @@ class Replicas:
                 _knock(self._scale.ray_address)
                 ray.init(address=self._scale.ray_address, **quiet)
             else:
-                # Nothing is told to anybody outside, and how much memory replicas take has been decided.
+                # Nothing is reported outside, and how much memory replicas take has been decided.
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
                 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
                 gpus = 0 if self._config.device == "cpu" else None
@@ -304,7 +314,7 @@ class Replicas:
         each = min(cpus) / ceil(self._scale.most / len(cpus))
         return {"CPU": floor(each) if each >= 1 else floor(each * 1000) / 1000}
 
-    def _first(self) -> Facts:
+    def _first(self) -> ReplicaInfo:
         """What a replica says of its model, as soon as there is one."""
         waited = 0.0
         while not self._enough.wait(_LOOK):
@@ -314,8 +324,8 @@ class Replicas:
             if found is None:
                 continue
             if any(state == "RUNNING" and count for state, count in found.replica_states.items()):
-                facts: Facts = self._handle.facts.remote().result(timeout_s=_FACTS)
-                return facts
+                info: ReplicaInfo = self._handle.info.remote().result(timeout_s=_INFO)
+                return info
             _raise_what(found.message)
             if application is not None and application.status == "DEPLOY_FAILED":
                 raise EngineClosedError(f"the replicas do not start: {_line(found.message)}")
@@ -327,9 +337,9 @@ class Replicas:
 
     # ---- their answers
 
-    async def answer(self, keys: Sequence[bytes], errand: Errand) -> AsyncGenerator[Message]:
-        """See fleet.Crew."""
-        response = self._streams.remote(Route(keys), errand)
+    async def answer(self, keys: Sequence[bytes], request: RemoteRequest) -> AsyncGenerator[ReplicaMessage]:
+        """Give out a replica's answer; see ReplicaPool."""
+        response = self._streams.remote(PromptRoute(keys), request)
         try:
             async for message in response:
                 yield message
@@ -342,13 +352,13 @@ class Replicas:
         finally:
             response.cancel()
 
-    async def everyone(self, what: str) -> dict[str, Any]:
-        """See fleet.Crew."""
+    async def broadcast(self, what: str) -> dict[str, Any]:
+        """Ask every replica; see ReplicaPool."""
         if self._handle is None:
             return {}
         with suppress(RayError, RayServeException, TimeoutError):
-            told = await self._plain.broadcast(what).results_async(timeout_s=_TOLD, return_exceptions=True)
-            return dict(one for one in told if not isinstance(one, BaseException))
+            found = await self._plain.broadcast(what).results_async(timeout_s=_STATE, return_exceptions=True)
+            return dict(one for one in found if not isinstance(one, BaseException))
         return {}
 
     @property
@@ -361,20 +371,8 @@ class Replicas:
         return self._plain.options(method_name="answer", stream=True)
 
 
-class _Near(FarLLM):
-    """Closed with its replicas."""
-
-    def __init__(self, replicas_of: Replicas, model: Path, facts: Facts, *, replicas: int) -> None:
-        super().__init__(model, facts, replicas=replicas)
-        self._replicas = replicas_of
-
-    def close(self) -> None:
-        super().close()
-        self._replicas.stop()
-
-
 def _knock(address: str) -> None:
-    """Raises OSError or ValueError if nobody is there, for whom Ray would wait for minutes."""
+    """Raise OSError or ValueError if there is no cluster: Ray would wait for minutes."""
     if "://" in address:
         raise ValueError("an address is auto, or HOST:PORT as `ray start` has told it")
     found = ray._private.services.canonicalize_bootstrap_address(address)

@@ -34,7 +34,8 @@ class _Replica:
 
 
 class Affinity:
-    """Which replicas there are, what each of them holds, and how busy it is."""
+    """The affinity of prompts to replicas: which replicas there are, what each of them holds, and how busy it
+    is."""
 
     def __init__(self, slack: int, kept: int) -> None:
         """slack: requests that a replica may have under way beyond the idlest's, and still be chosen for what
@@ -45,13 +46,13 @@ class Affinity:
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """Their names."""
+        """The names of the replicas."""
         with self._lock:
             return tuple(self._replicas)
 
     @property
     def loads(self) -> dict[str, int]:
-        """Requests under way, by replica."""
+        """The requests under way, by replica."""
         with self._lock:
             return {name: replica.load for name, replica in self._replicas.items()}
 
@@ -114,23 +115,22 @@ class Affinity:
                 replica.load = max(replica.load + change, 0)
 
 
-class Route:
+class PromptRoute:
     """The keys of a prompt's blocks. They are for who chooses a replica and stay in that process: the replica
     gets none."""
 
     def __init__(self, keys: Sequence[bytes] = ()) -> None:
         self.keys = keys
 
-    def __reduce__(self) -> tuple[type["Route"], tuple[()]]:
-        return Route, ()
+    def __reduce__(self) -> tuple[type["PromptRoute"], tuple[()]]:
+        return PromptRoute, ()
 
 
 _SHARED: dict[str, Affinity] = {}
 
 
 def share(name: str, affinity: Affinity | None) -> None:
-    """What this process knows of the replicas that are known by a name is this; None is no longer
-    anything."""
+    """Have this process know the replicas of a name by this; None forgets them."""
     if affinity is None:
         _SHARED.pop(name, None)
     else:
@@ -138,5 +138,5 @@ def share(name: str, affinity: Affinity | None) -> None:
 
 
 def affinity_of(name: str) -> Affinity:
-    """What was shared by that name. Raises KeyError if nothing is."""
+    """Return what was shared by that name. Raise KeyError if nothing is."""
     return _SHARED[name]

@@ -8,8 +8,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.server.parsing.jsontext import MalformedError, Value, loaded, told, written
-from penstock.server.parsing.reading import Arguments, Begin, Broken, Content, End, Part, Reader, Reading
+from penstock.server.parsing.jsontext import MalformedError, Value, loaded, unquoted, written
+from penstock.server.parsing.reading import (
+    Arguments,
+    Begin,
+    Broken,
+    Content,
+    End,
+    FormatReader,
+    Part,
+    Reading,
+)
 from penstock.server.parsing.schemas import kinds_of, typed
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -22,30 +31,34 @@ Schemas = Mapping[str, Mapping[str, Any]]
 class Calls:
     """The calls of one answer."""
 
-    def __init__(self, reader: Reader, functions: Schemas, *, several: bool = True) -> None:
+    def __init__(self, reader: FormatReader, functions: Schemas, *, several: bool = True) -> None:
         """several: whether there may be more than one; what follows one is not read then."""
         self.reader, self.functions, self._several = reader, functions, several
         self._next, self._open = 0, False
 
     @property
     def enough(self) -> bool:
+        """Tell whether there may be no more calls."""
         return bool(self._next and not self._open and not self._several)
 
     def begin(self, name: str) -> Reading[None]:
+        """Begin a call of a function."""
         yield Begin(self._next, name)
         self._open = True
 
-    def told(self, text: str) -> Part:
+    def arguments(self, text: str) -> Part:
+        """Return a part of the arguments of the call that has begun."""
         return Arguments(self._next, text)
 
     def end(self) -> Reading[None]:
+        """End the call that has begun."""
         yield End(self._next)
         self._next, self._open = self._next + 1, False
         self.reader.mark()
 
     def broken(self) -> Content | Broken:
-        """Instead of a call that is malformed: what was read of it, or since the one before it, which may be
-        nothing."""
+        """Return what takes the place of a call that is malformed: what was read of it, or since the one
+        before it, which may be nothing."""
         text = self.reader.unmark()
         if not self._open:
             return Content(text)
@@ -54,24 +67,25 @@ class Calls:
 
     # ---- JSON
 
-    def value(self, *, told: bool = False) -> Reading[str]:
-        """A JSON value. told: it is given out as arguments, piece by piece."""
+    def value(self, *, given: bool = False) -> Reading[str]:
+        """A JSON value. given: whether it is given out as arguments, piece by piece."""
         value, pieces = Value(), list[str]()
         while not value.done:
             piece, end = value.take(self.reader.text, self.reader.at)
             if end > self.reader.at:
                 self.reader.take(end - self.reader.at)
                 pieces.append(piece)
-                if told:
-                    yield self.told(piece)
+                if given:
+                    yield self.arguments(piece)
             else:
                 yield from self.reader.need()
         return "".join(pieces)
 
     def string(self) -> Reading[str]:
+        """Read a JSON string. Raise MalformedError."""
         if (yield from self.reader.starts('"')) is None:
             raise MalformedError("a string should come")
-        return told((yield from self.value()))
+        return unquoted((yield from self.value()))
 
     def object(self, *, bare: bool = False) -> Reading[None]:
         """A call as an object with a name and arguments. bare: nothing else says that it is a call, so it has
@@ -93,7 +107,7 @@ class Calls:
                 if name and (yield from self.reader.starts("{")):
                     begun = True
                     yield from self.begin(name)
-                    yield from self.value(told=True)
+                    yield from self.value(given=True)
                 else:
                     held = yield from self.value()
             elif bare and key not in ("type", "id"):
@@ -109,11 +123,11 @@ class Calls:
                 raise MalformedError("the call has no name, or no arguments")
             arguments = _object(held)
             yield from self.begin(name)
-            yield self.told(arguments)
+            yield self.arguments(arguments)
         yield from self.end()
 
     def list(self) -> Reading[None]:
-        """Calls as a list of objects."""
+        """Read calls that are a list of objects."""
         yield from self.reader.expect("[")
         while not self.enough:
             yield from self.reader.space()
@@ -126,8 +140,8 @@ class Calls:
     # ---- formats, each from behind its marker, or from the beginning of an answer where that is ""
 
     def tagged(self, marker: str) -> Reading[None]:
-        """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, or with <function=...> within, which may
-        also stand alone."""
+        """Read <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or with <function=...> within, which
+        may also stand alone."""
         if marker == "<tool_call>":
             yield from self.reader.space()
             if (yield from self.reader.starts("{", "<function=")) == "{":
@@ -147,7 +161,7 @@ class Calls:
             raise MalformedError("the function has no name")
         schema = self.functions.get(name, {})
         yield from self.begin(name)
-        yield self.told("{")
+        yield self.arguments("{")
         between = ""
         while True:
             yield from self.reader.space()
@@ -155,10 +169,10 @@ class Calls:
                 break
             yield from self.reader.expect("<parameter=")
             key = yield from self.reader.before(">", _LONGEST_NAME)
-            yield self.told(f"{between}{written(key)}: ")
+            yield self.arguments(f"{between}{written(key)}: ")
             yield from self._parameter(kinds_of(schema, key))
             between = ", "
-        yield self.told("}")
+        yield self.arguments("}")
         yield from self.end()
 
     def _parameter(self, kinds: frozenset[str]) -> Reading[None]:
@@ -166,16 +180,16 @@ class Calls:
         yield from self.reader.skip("\n")
         pieces, is_text = list[str](), kinds == {"string"}
         if is_text:
-            yield self.told('"')
-        part = (lambda text: self.told(written(text)[1:-1])) if is_text else pieces.append
+            yield self.arguments('"')
+        part = (lambda text: self.arguments(written(text)[1:-1])) if is_text else pieces.append
         end = yield from self.reader.until(("</parameter>",), part, trim=1)
         if end is None:
             raise MalformedError("the parameter does not end")
         self.reader.behind(end)
-        yield self.told('"' if is_text else typed("".join(pieces), kinds))
+        yield self.arguments('"' if is_text else typed("".join(pieces), kinds))
 
     def llama(self, marker: str) -> Reading[None]:
-        """{"name": ..., "parameters": {...}}, several with ; between, alone or behind <|python_tag|>."""
+        """Read {"name": ..., "parameters": {...}}, several with ; between, alone or behind <|python_tag|>."""
         while True:
             yield from self.reader.space()
             yield from self.object(bare=not marker)
@@ -184,7 +198,7 @@ class Calls:
                 return
 
     def mistral(self, marker: str) -> Reading[None]:
-        """[TOOL_CALLS] and a list of objects, or NAME[ARGS]{...}."""
+        """Read [TOOL_CALLS] and a list of objects, or NAME[ARGS]{...}."""
         yield from self.reader.space()
         match (yield from self.reader.ahead()):
             case "[":
@@ -203,7 +217,7 @@ class Calls:
         if not name or (yield from self.reader.starts("{")) is None:
             raise MalformedError("a name and an object should come")
         yield from self.begin(name)
-        yield from self.value(told=True)
+        yield from self.value(given=True)
         yield from self.end()
 
     def _word(self) -> Reading[str]:
@@ -222,7 +236,7 @@ def _object(held: str | None) -> str:
     if held is None or held == "null":
         return "{}"
     if held.startswith('"'):
-        held = told(held).strip() or "{}"
+        held = unquoted(held).strip() or "{}"
     if not isinstance(loaded(held), dict):
         raise MalformedError("arguments are an object")
     return held

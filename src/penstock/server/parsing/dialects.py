@@ -4,24 +4,26 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.server.parsing.speech import FORMATS, THOUGHTS, Format, Thought
+from penstock.server.parsing.output_parser import FORMATS, REASONING_MARKS, Format, ReasoningMarks
 
 AUTO, NONE = "auto", "none"
-TOOL_PARSERS, REASONING_PARSERS = (AUTO, NONE, *FORMATS), (AUTO, NONE, *THOUGHTS)
+TOOL_PARSERS, REASONING_PARSERS = (AUTO, NONE, *FORMATS), (AUTO, NONE, *REASONING_MARKS)
 _CALLS = {
     "mistral": r"\[TOOL_CALLS\]",
     "qwen3_coder": r"(?s)<tool_call>.*<function=|<function=.*<tool_call>",
     "hermes": "<tool_call>",
     "llama3_json": r'(?s)<\|python_tag\|>|ipython.*"parameters"|"parameters".*ipython',
 }
-"""What a template mentions whose model writes that format; the first that fits counts."""
+"""Patterns in a template by which the format that its model writes is known; the first that fits counts."""
 _REASONING = {"think": "</?think>", "mistral": r"\[/?THINK\]"}
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
+    """The way in which a model writes calls of tools and reasoning, and what its chat templates take."""
+
     calls: Format | None = None
-    thought: Thought | None = None
+    thought: ReasoningMarks | None = None
     names_developer: bool = False
     """Whether the templates know the role, which most call system."""
     short_ids: bool = False
@@ -29,12 +31,13 @@ class Dialect:
 
 
 def dialect_of(templates: Mapping[str, str], calls: str = AUTO, reasoning: str = AUTO) -> Dialect:
-    """templates: sources. calls, reasoning: "auto", "none", or one of FORMATS and of THOUGHTS."""
+    """Return a model's dialect. templates: sources. calls, reasoning: "auto", "none", or one of FORMATS and
+    of REASONING_MARKS."""
     source = "\n".join(templates.values())
     calls = _mentioned(source, _CALLS) if calls == AUTO else calls
     reasoning = _mentioned(source, _REASONING) if reasoning == AUTO else reasoning
     return Dialect(
-        FORMATS.get(calls), THOUGHTS.get(reasoning), "developer" in source, "[TOOL_CALLS]" in source
+        FORMATS.get(calls), REASONING_MARKS.get(reasoning), "developer" in source, "[TOOL_CALLS]" in source
     )
 
 

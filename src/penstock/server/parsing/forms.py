@@ -4,8 +4,8 @@ reasoning."""
 import json
 import re
 
-from penstock.api.text import Tokenizer
-from penstock.server.parsing.speech import Thought
+from penstock.api.text.tokenizer import Tokenizer
+from penstock.server.parsing.output_parser import ReasoningMarks
 from penstock.step.structure import Structure, StructureKind
 
 _NO_PART = {
@@ -20,9 +20,10 @@ _SPACES = {"x-guidance": {"whitespace_pattern": "[ \\n\\r\\t]{1,64}"}}
 
 
 def behind_reasoning(
-    structure: Structure, thought: Thought, tokenizer: Tokenizer, *, opened: bool
+    structure: Structure, thought: ReasoningMarks, tokenizer: Tokenizer, *, opened: bool
 ) -> Structure:
-    """opened: reasoning has begun in the prompt; else there may be none. Raises StructureError."""
+    """Return the structure of an output that reasons before it keeps to `structure`. opened: reasoning has
+    begun in the prompt; else there may be none. Raise StructureError."""
     begin, end = (_special(mark, tokenizer) for mark in (thought.begin, thought.end))
     grammar = [
         "start: reasoning form"
@@ -36,7 +37,8 @@ def behind_reasoning(
 
 
 def may_be_behind(structure: Structure) -> bool:
-    """Else it says what all of the output is, as a grammar does, and whatever can be no part of one."""
+    """Tell whether a structure may stand behind reasoning. Others say what all of the output is, as a grammar
+    does."""
     no_part = _NO_PART.get(structure.kind)
     return structure.kind is not StructureKind.LARK and (
         no_part is None or no_part.search(structure.text) is None

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 
 class MalformedError(ValueError):
-    """What was read is not what it began as."""
+    """Says that a text is not what it began as."""
 
 
 _RUN = re.compile(r'[^"\\\x00-\x1f]*')
@@ -37,13 +37,13 @@ class Value:
         """Outside of strings: value, value or end, key, key or end, colon, comma or end."""
 
     def take(self, text: str, at: int) -> tuple[str, int]:
-        """What is certain of the value in text[at:], as JSON, and where that ends. Raises MalformedError if
-        nothing is nor will be."""
-        told: list[str] = []
+        """Return what is certain of the value in text[at:], as JSON, and where that ends. Raise
+        MalformedError if nothing is nor will be."""
+        pieces: list[str] = []
         start = at
         while at < len(text) and not self.done:
             try:
-                end = self._in_string(text, at, told) if self._quoted else self._between(text, at, told)
+                end = self._in_string(text, at, pieces) if self._quoted else self._between(text, at, pieces)
             except MalformedError:
                 if at == start:
                     raise
@@ -51,35 +51,35 @@ class Value:
             if end == at:
                 break
             at = end
-        return "".join(told), at
+        return "".join(pieces), at
 
-    def _in_string(self, text: str, at: int, told: list[str]) -> int:
+    def _in_string(self, text: str, at: int, pieces: list[str]) -> int:
         """Where the next piece of a string ends; at its beginning if it may go on."""
         if run := _RUN.match(text, at)[0]:  # type: ignore[index]  # It matches nothing, too.
-            told.append(run)
+            pieces.append(run)
             return at + len(run)
         if text[at] == '"':
             self._quoted = False
-            told.append('"')
+            pieces.append('"')
             if self._wants == "colon":
                 return at + 1
             return self._after(at + 1)
         if text[at] != "\\":
-            told.append(json.dumps(text[at])[1:-1])
+            pieces.append(json.dumps(text[at])[1:-1])
             return at + 1
         if escape := _ESCAPE.match(text, at):
-            told.append(escape[0])
+            pieces.append(escape[0])
             return escape.end()
         begun = _BEGUN_ESCAPE.match(text, at)
         if begun is None or begun.end() < len(text):
             _refuse(text, at)
         return at
 
-    def _between(self, text: str, at: int, told: list[str]) -> int:
+    def _between(self, text: str, at: int, pieces: list[str]) -> int:
         """Where the next piece outside of strings ends; at its beginning if it may go on."""
         here, wants = text[at], self._wants
         if here in SPACE:
-            told.append(here)
+            pieces.append(here)
             return at + 1
         end = at + 1
         if "or end" in wants and self._open and here == _ENDS[self._open[-1]]:
@@ -107,7 +107,7 @@ class Value:
             self._after(end)
         else:
             _refuse(text, at)
-        told.append(text[at:end])
+        pieces.append(text[at:end])
         return end
 
     def _after(self, end: int) -> int:
@@ -121,16 +121,16 @@ def _refuse(text: str, at: int) -> NoReturn:
 
 
 def loaded(text: str) -> object:
-    """Raises MalformedError for what is no JSON; NaN and infinities are none."""
+    """Return what a JSON text says. Raise MalformedError for what is no JSON; NaN and infinities are none."""
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise MalformedError(str(error)) from error
 
 
-def told(text: str) -> str:
-    """What a JSON string says. Raises MalformedError for what is none, and for half a character, which nobody
-    could be sent."""
+def unquoted(text: str) -> str:
+    """Return what a JSON string says. Raise MalformedError for what is none, and for half a character, which
+    cannot be sent."""
     said = loaded(text)
     if not isinstance(said, str):
         raise MalformedError("it is no string")
@@ -146,4 +146,5 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def written(value: object) -> str:
+    """Return a value as JSON."""
     return json.dumps(value, ensure_ascii=False)

@@ -18,11 +18,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
+    """A piece of reasoning."""
+
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
+    """A piece of content."""
+
     text: str
 
 
@@ -36,7 +40,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What is next of a call's arguments. All of them together are a JSON object, once the call has ended."""
+    """A piece of a call's arguments. All pieces together are a JSON object, once the call has ended."""
 
     index: int
     text: str
@@ -44,12 +48,14 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class End:
+    """The end of a call."""
+
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Instead of an end: the call is none, or was cut short. `text` is all that was read of it."""
+    """The end of a call that is none, or was cut short. `text` is all that was read of it."""
 
     index: int
     text: str
@@ -61,8 +67,8 @@ Part = Reasoning | Content | Begin | Arguments | End | Broken
 Reading = Generator[Part | None, None, T]
 
 
-class Reader:
-    """What has come: of `text`, what was not read yet begins `at`."""
+class FormatReader:
+    """Reads a text that comes in pieces. What was not read yet of `text` begins `at`."""
 
     def __init__(self) -> None:
         self.text, self.at = "", 0
@@ -74,23 +80,25 @@ class Reader:
         """Line breaks that were left out before the marker which `until` has come to."""
 
     def push(self, text: str) -> None:
+        """Add a piece of text."""
         self.text, self.at = self.text[self.at :] + text, 0
 
     @property
     def left(self) -> int:
-        """Characters."""
+        """The characters that were not read yet."""
         return len(self.text) - self.at
 
     def mark(self, before: str = "") -> None:
-        """From here on what is read is also kept, behind what was read before."""
+        """Keep what is read from here on too, behind `before`."""
         self._marked = [before]
 
     def unmark(self) -> str:
-        """What was read since the mark."""
+        """Return what was read since the mark."""
         text, self._marked = "".join(self._marked or ()), None
         return text
 
     def take(self, count: int) -> str:
+        """Read so many characters."""
         text = self.text[self.at : self.at + count]
         self.at += count
         if self._marked is not None:
@@ -129,7 +137,8 @@ class Reader:
                 return
 
     def starts(self, *literals: str, room: int = 0) -> Reading[str | None]:
-        """Which of them comes next, behind so many characters, if one does. It is not read yet."""
+        """Return the literal that comes next, behind so many characters; None if none does. It is not read
+        yet."""
         while True:
             at = self.at + room
             if found := next((one for one in literals if self.text.startswith(one, at)), None):
@@ -146,13 +155,13 @@ class Reader:
         return found is not None
 
     def expect(self, literal: str) -> Reading[None]:
-        """Raises MalformedError."""
+        """Read a literal. Raise MalformedError if something else comes."""
         if not (yield from self.skip(literal)):
             raise MalformedError(f"{self.text[self.at : self.at + 20]!r} comes where {literal!r} should")
 
     def before(self, literal: str, most: int) -> Reading[str]:
-        """What stands before it, without spaces around; both are read. Raises MalformedError if that has more
-        than so many characters."""
+        """Read up to a literal and past it, and return what stands before it, without spaces around. Raise
+        MalformedError if that has more than so many characters."""
         end = most + len(literal)
         while (at := self.text.find(literal, self.at, self.at + end)) < 0:
             if self.left >= end:
@@ -181,8 +190,8 @@ class Reader:
                 0 if not markers or (self.ended and not found) else held if trim is None else min(held, trim)
             )
             body, held = body + BREAK * (held - kept), kept
-            if body and (told := part(body)) is not None:
-                yield told
+            if body and (read := part(body)) is not None:
+                yield read
             if found:
                 self.breaks = held
                 return found[0]

@@ -54,33 +54,33 @@ class _Tool(Struct, forbid_unknown_fields=True):
     function: _Function
 
 
-class _Named(Struct, forbid_unknown_fields=True):
+class _NamedTool(Struct, forbid_unknown_fields=True):
     name: str
 
 
-class _Choice(Struct, forbid_unknown_fields=True):
+class _ToolChoice(Struct, forbid_unknown_fields=True):
     type: Literal["function"]
-    function: _Named
+    function: _NamedTool
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """Those that the model may call; none if it must not."""
+    """The tools that the model may call; none if it must not."""
 
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Of the arguments of each function."""
-    told: Sequence[Mapping[str, object]] = ()
+    described: Sequence[Mapping[str, object]] = ()
     """As templates read them."""
     several: bool = True
     """Whether there may be more than one call."""
     forced: tuple[str, ...] = ()
-    """Functions of which it has to call one; none if it may also say something else."""
+    """Functions, one of which it has to call; none if it may also say something else."""
 
     def __bool__(self) -> bool:
         return bool(self.schemas)
 
     def schema(self) -> str:
-        """Of a list of calls, where there have to be some. Raises FieldError."""
+        """Return the schema of a list of calls, where there have to be some. Raise FieldError."""
         one = [
             {
                 "type": "object",
@@ -107,7 +107,7 @@ class Tools:
 
 
 def tools_of(tools: Sequence[object] | None, choice: object, parallel: bool | None) -> Tools:
-    """Raises FieldError for what they must not be."""
+    """Return the tools of a request. Raise FieldError for what they must not be."""
     if tools is None:
         if choice not in (None, "none", "auto"):
             raise FieldError(
@@ -142,8 +142,8 @@ def tools_of(tools: Sequence[object] | None, choice: object, parallel: bool | No
         schemas[function.name] = schema
     if choice == "none":
         return Tools()
-    told = [_told(function, schemas[function.name]) for function in functions]
-    return Tools(schemas, told, parallel is not False, _forced(choice, schemas))
+    described = [_described(function, schemas[function.name]) for function in functions]
+    return Tools(schemas, described, parallel is not False, _forced(choice, schemas))
 
 
 def _forced(choice: object, schemas: Mapping[str, object]) -> tuple[str, ...]:
@@ -156,7 +156,7 @@ def _forced(choice: object, schemas: Mapping[str, object]) -> tuple[str, ...]:
             f"tool_choice {choice[:40]!r} must be none, auto, required, or an object that names a function",
             "tool_choice",
         )
-    name = _converted(choice, _Choice, "tool_choice", "tool_choice").function.name
+    name = _converted(choice, _ToolChoice, "tool_choice", "tool_choice").function.name
     if name not in schemas:
         raise FieldError(
             f"tool_choice names {name[:160]!r}, which is not one of the tools: {', '.join(schemas)[:200]}",
@@ -172,7 +172,7 @@ def _converted(value: object, kind: type[T], where: str, param: str) -> T:
         raise FieldError(f"{where} is not valid: {invalid(error)}", param) from error
 
 
-def _told(function: _Function, schema: Mapping[str, Any]) -> Mapping[str, object]:
+def _described(function: _Function, schema: Mapping[str, Any]) -> Mapping[str, object]:
     described = {} if function.description is None else {"description": function.description}
     return {"type": "function", "function": {"name": function.name, **described, "parameters": schema}}
 
@@ -198,8 +198,8 @@ def _moved(schema: object, place: str) -> object:
     return [_moved(one, place) for one in schema] if isinstance(schema, list) else schema
 
 
-def told_messages(messages: Sequence[Message], dialect: Dialect) -> list[dict[str, object]]:
-    """As templates read them: arguments of calls, which clients have as text, as objects."""
+def template_messages(messages: Sequence[Message], dialect: Dialect) -> list[dict[str, object]]:
+    """Return messages as templates read them: arguments of calls, which clients have as text, are objects."""
     return [_message(message.plain(), dialect) for message in paced(messages)]
 
 

@@ -42,11 +42,8 @@ class _Reasoned(Struct):
 def messages_of(
     items: str | Sequence[Mapping[str, Any]] | None, before: Sequence[Message] = ()
 ) -> list[Message]:
-    """Behind those that were there before. What an assistant has thought, said and called one after the other
-    is one message.
-
-    Raises FieldError.
-    """
+    """Return items as messages, behind those that were there before. What an assistant has thought, said and
+    called one after the other is one message. Raise FieldError."""
     messages = list(before)
     if isinstance(items, str):
         return [*messages, Message(role="user", content=items)]
@@ -89,7 +86,7 @@ def _turn(messages: list[Message]) -> Message:
     """The assistant's message at the end, a new one if there is none."""
     if not messages or messages[-1].role != "assistant":
         messages.append(Message(role="assistant"))
-    else:  # It may be somebody else's, too.
+    else:  # It may be another item's, too.
         messages[-1] = copy(messages[-1])
     return messages[-1]
 

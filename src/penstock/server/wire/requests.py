@@ -1,7 +1,7 @@
 """What clients may send, field by field, and what of it the engine is asked.
 
 The fields are OpenAI's, and beside them those of SamplingParams. One that would change the answer and cannot
-be honoured is refused, and so is one that nobody knows; what only labels a request, or suits what is done
+be honoured is refused, and so is an unknown one; what only labels a request, or suits what is done
 anyway, is taken and has no effect.
 """
 
@@ -26,7 +26,7 @@ MOST_STOPS, LONGEST_STOP = 32, 1024
 wait."""
 _LONGEST_SAID = 300
 _OWN = ("messages", "add_generation_prompt", "tools", "self")
-"""What a template is told by other fields."""
+"""Names that a template gets from other fields."""
 
 
 class FieldError(PenstockError):
@@ -46,6 +46,8 @@ Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
+    """The options of a stream."""
+
     include_usage: bool = False
     include_obfuscation: bool = False
 
@@ -153,12 +155,15 @@ class _Asked(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
+    """A part of a message's content: text."""
+
     type: Literal["text"]
     text: str
 
 
 class Message(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Of a conversation, with what clients send back of an answer. All of it is for the model's template."""
+    """A message of a conversation, with what clients send back of an answer. All of it is for the model's
+    template."""
 
     role: str
     content: str | list[TextPart] | None = None
@@ -173,7 +178,7 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     audio: dict[str, Any] | UnsetType | None = UNSET
 
     def plain(self) -> dict[str, object]:
-        """As a template reads it: text in one piece."""
+        """Return the message as a template reads it: text in one piece."""
         content = (
             self.content
             if not isinstance(self.content, list)
@@ -186,6 +191,8 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -209,20 +216,24 @@ class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def most_tokens(self) -> int | None:
+        """The tokens of each output at most."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def most_logprobs(self) -> int | None:
+        """The likeliest tokens whose log-probabilities are wanted beside each token's own."""
         return _logprobs(self.top_logprobs or 0, "top_logprobs") if self.logprobs else None
 
     @property
     def structured_by(self) -> str:
+        """The field that gives answers their structure."""
         return next(
             (name for name in ("structured_outputs", "response_format") if getattr(self, name) is not None),
             "tools",
         )
 
     def structure(self) -> Structure | None:
+        """Return the structure of answers; None if they have none. Raise FieldError and StructureError."""
         form = None if self.response_format is None else self.response_format.structure()
         if form is not None and self.structured_outputs is not None:
             message = "structured_outputs and response_format each give answers a form; leave one of them out"
@@ -230,7 +241,7 @@ class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
         return form or _Asked.structure(self)
 
     def check(self) -> None:
-        """Raises FieldError for what the fields do not allow together, or this server at all."""
+        """Raise FieldError for what the fields do not allow together, or this server at all."""
         if self.top_logprobs is not None and not self.logprobs:
             raise FieldError(
                 "top_logprobs need logprobs: set it to true, or leave top_logprobs out", "top_logprobs"
@@ -239,6 +250,8 @@ class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
 
 
 class CompletionRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/completions."""
+
     prompt: str | list[Any]
     """Text or token ids, or a list of these."""
     echo: bool = False
@@ -249,14 +262,16 @@ class CompletionRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def most_tokens(self) -> int | None:
+        """The tokens of each output at most."""
         return 16 if self.max_tokens is None else self.max_tokens
 
     @property
     def most_logprobs(self) -> int | None:
+        """The likeliest tokens whose log-probabilities are wanted beside each token's own."""
         return None if self.logprobs is None else _logprobs(self.logprobs, "logprobs")
 
     def check(self) -> None:
-        """Raises FieldError for what the fields do not allow together, or this server at all."""
+        """Raise FieldError for what the fields do not allow together, or this server at all."""
         if self.suffix:
             raise FieldError(
                 "a suffix was given, but text is only continued at its end; leave it out", "suffix"
@@ -289,15 +304,19 @@ class CompletionRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def outputs(self) -> int:
+        """The number of outputs of all prompts."""
         return self.params().n * len(self.prompts)
 
     @property
     def prompts(self) -> list[str | list[int]]:
+        """The prompts: texts, or token ids."""
         given = self.prompt
         return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /tokenize."""
+
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
@@ -308,12 +327,15 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
+        """Raise FieldError for what the fields do not allow together."""
         if (self.prompt is None) == (self.messages is None):
             raise FieldError("give either a prompt or messages", "prompt")
         _check_variables(self.chat_template_kwargs)
 
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /detokenize."""
+
     model: str | None = None
     tokens: list[int]
 
@@ -341,7 +363,7 @@ def decoded(body: bytes, kind: type[T]) -> T:
 
 
 def invalid(error: msgspec.ValidationError) -> str:
-    """What is not as it must be, in words that go on from others."""
+    """Return what is not as it must be, in words that go on from others."""
     text = str(error)
     return text[:1].lower() + (text[1:] if len(text) <= _LONGEST_SAID else f"{text[1:_LONGEST_SAID]}...")
 

@@ -25,7 +25,7 @@ MOST_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = {
     LOGPROBS,
-    # Of items that there are none of, and of reasoning, which is told in plain text anyway:
+    # Of items that there are none of, and of reasoning, which is plain text anyway:
     "file_search_call.results",
     "web_search_call.results",
     "web_search_call.action.sources",
@@ -50,20 +50,24 @@ _SAME = (
 
 
 class Reasons(Struct, forbid_unknown_fields=True):
+    """The settings of reasoning."""
+
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
-    """Neither has an effect: reasoning is told in full."""
+    """Neither has an effect: reasoning is given in full."""
 
 
 class Form(Struct, forbid_unknown_fields=True):
-    """Of the answer's text."""
+    """The form of the answer's text."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
 
 
 class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/responses."""
+
     model: str
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
@@ -104,14 +108,16 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def streams(self) -> bool:
+        """Tell whether the answer is a stream."""
         return bool(self.stream)
 
     @property
     def stores(self) -> bool:
+        """Tell whether the response is kept."""
         return self.store is not False
 
     def check(self) -> None:
-        """Raises FieldError for what the fields do not allow together, or this server at all."""
+        """Raise FieldError for what the fields do not allow together, or this server at all."""
         if self.truncation not in (None, "disabled"):
             message = (
                 f"truncation {self.truncation[:40]!r} was asked for, but nothing is left out of a "
@@ -190,7 +196,7 @@ def _format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 @contextmanager
 def named_here() -> Generator[None]:
-    """Errors about a field of the chat's request name the one that it comes from."""
+    """Have errors about a field of the chat's request name the field that it comes from."""
     try:
         yield
     except FieldError as error:

@@ -1,17 +1,19 @@
-"""What answers are, field by field: nothing reads them here, and the API's description is made from them."""
+"""The answers of the API, field by field. Nothing reads them; the API's description is made from them."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
 FinishReason = Literal["stop", "length", "tool_calls", "error"]
 
 
-class Answer(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Nothing else is in an answer."""
+class AnswerObject(Struct, forbid_unknown_fields=True, kw_only=True):
+    """An object of an answer. It has no other fields."""
 
 
-class Fault(Answer):
+class Fault(AnswerObject):
+    """An error, as OpenAI's clients read it."""
+
     message: str
     type: Literal[
         "invalid_request_error", "authentication_error", "rate_limit_error", "timeout_error", "server_error"
@@ -21,51 +23,67 @@ class Fault(Answer):
     code: str | None
 
 
-class Refusal(Answer):
-    """What is said instead of an answer, and as the last event of a stream that has failed."""
+class Refusal(AnswerObject):
+    """The body of a response that is an error, and the last event of a stream that has failed."""
 
     error: Fault
 
 
-class PromptTokensDetails(Answer):
+class PromptTokensDetails(AnswerObject):
+    """The tokens of prompts that were found in the cache."""
+
     cached_tokens: int
 
 
-class Usage(Answer):
+class Usage(AnswerObject):
+    """The tokens of a request."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
 
-class TokenLogprob(Answer):
+class LogprobEntry(AnswerObject):
+    """The log-probability of a token."""
+
     token: str
     logprob: float
     bytes: list[int]
 
 
-class ChatTokenLogprob(TokenLogprob):
-    top_logprobs: list[TokenLogprob]
+class ChatTokenLogprob(LogprobEntry):
+    """The log-probability of a token, and those of the likeliest in its place."""
+
+    top_logprobs: list[LogprobEntry]
 
 
-class ChatLogprobs(Answer):
+class ChatLogprobs(AnswerObject):
+    """The log-probabilities of an answer's tokens."""
+
     content: list[ChatTokenLogprob]
     refusal: None
 
 
-class Function(Answer):
+class Function(AnswerObject):
+    """A function that is called."""
+
     name: str
     arguments: str
     """A JSON object."""
 
 
-class ToolCall(Answer):
+class ToolCall(AnswerObject):
+    """A call of a tool."""
+
     id: str
     type: Literal["function"]
     function: Function
 
 
-class ChatMessage(Answer):
+class ChatMessage(AnswerObject):
+    """An answer to a conversation."""
+
     role: Literal["assistant"]
     content: str | None
     refusal: None
@@ -73,14 +91,18 @@ class ChatMessage(Answer):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(Answer):
+class ChatChoice(AnswerObject):
+    """One of the answers to a conversation."""
+
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(AnswerObject):
+    """The answers to a conversation."""
+
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -89,12 +111,14 @@ class ChatCompletion(Answer):
     usage: Usage
 
 
-class FunctionDelta(Answer):
+class FunctionDelta(AnswerObject):
+    """A piece of a function that is called."""
+
     arguments: str
     name: str | UnsetType = UNSET
 
 
-class ToolCallDelta(Answer):
+class ToolCallDelta(AnswerObject):
     """Its id, type and the function's name come once, with the first."""
 
     index: int
@@ -103,21 +127,25 @@ class ToolCallDelta(Answer):
     type: Literal["function"] | UnsetType = UNSET
 
 
-class ChatDelta(Answer):
+class ChatDelta(AnswerObject):
+    """A piece of an answer to a conversation."""
+
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
-class ChatChunkChoice(Answer):
+class ChatChunkChoice(AnswerObject):
+    """A piece of one of the answers to a conversation."""
+
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
 
 
-class ChatCompletionChunk(Answer):
+class ChatCompletionChunk(AnswerObject):
     """The data of an event of a chat that is streamed."""
 
     id: str
@@ -128,21 +156,27 @@ class ChatCompletionChunk(Answer):
     usage: Usage | UnsetType | None = UNSET
 
 
-class CompletionLogprobs(Answer):
+class CompletionLogprobs(AnswerObject):
+    """The log-probabilities of a continuation's tokens."""
+
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
     text_offset: list[int]
 
 
-class CompletionChoice(Answer):
+class CompletionChoice(AnswerObject):
+    """One of the continuations of texts."""
+
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
 
 
-class Completion(Answer):
+class CompletionResponse(AnswerObject):
+    """The continuations of texts."""
+
     id: str
     object: Literal["text_completion"]
     created: int
@@ -151,14 +185,16 @@ class Completion(Answer):
     usage: Usage
 
 
-class CompletionChunkChoice(Answer):
+class CompletionChunkChoice(AnswerObject):
+    """A piece of one of the continuations of texts."""
+
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
 
 
-class CompletionChunk(Answer):
+class CompletionChunk(AnswerObject):
     """The data of an event of a completion that is streamed."""
 
     id: str
@@ -169,7 +205,9 @@ class CompletionChunk(Answer):
     usage: Usage | UnsetType | None = UNSET
 
 
-class Model(Answer):
+class ModelCard(AnswerObject):
+    """A model, as clients ask for it."""
+
     id: str
     object: Literal["model"]
     created: int
@@ -177,222 +215,32 @@ class Model(Answer):
     max_model_len: int
 
 
-class ModelList(Answer):
+class ModelList(AnswerObject):
+    """The models by their names."""
+
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelCard]
 
 
-class Tokens(Answer):
+class TokenizeResponse(AnswerObject):
+    """The tokens of a text or a conversation."""
+
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | UnsetType = UNSET
 
 
-class Text(Answer):
+class Text(AnswerObject):
+    """The text of tokens."""
+
     prompt: str
 
 
-class Status(Answer):
+class Status(AnswerObject):
+    """The status of a server."""
+
     status: Literal["alive", "ready", "loading", "closing", "waiting for a replica"]
 
 
 # ---- responses
-
-
-class OutputText(Answer, tag_field="type", tag="output_text"):
-    text: str
-    annotations: list[Any]
-    logprobs: list[ChatTokenLogprob]
-
-
-class ReasoningText(Answer, tag_field="type", tag="reasoning_text"):
-    text: str
-
-
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
-
-
-class OutputMessage(Answer, tag_field="type", tag="message"):
-    id: str
-    status: ItemStatus
-    role: Literal["assistant"]
-    content: list[OutputText]
-
-
-class ReasoningItem(Answer, tag_field="type", tag="reasoning"):
-    id: str
-    status: ItemStatus
-    summary: list[Any]
-    content: list[ReasoningText]
-
-
-class FunctionCall(Answer, tag_field="type", tag="function_call"):
-    id: str
-    status: ItemStatus
-    call_id: str
-    name: str
-    arguments: str
-
-
-Item = OutputMessage | ReasoningItem | FunctionCall
-
-
-class ResponseError(Answer):
-    code: Literal["server_error"]
-    message: str
-
-
-class IncompleteDetails(Answer):
-    reason: Literal["max_output_tokens"]
-
-
-class ReasoningSettings(Answer):
-    effort: str | None
-    summary: None
-
-
-class TextSettings(Answer):
-    format: dict[str, Any]
-    verbosity: str | None
-
-
-class InputTokensDetails(Answer):
-    cached_tokens: int
-    cache_write_tokens: int
-
-
-class OutputTokensDetails(Answer):
-    reasoning_tokens: int
-
-
-class ResponseUsage(Answer):
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
-
-
-class Response(Answer):
-    id: str
-    object: Literal["response"]
-    created_at: int
-    completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    background: Literal[False]
-    error: ResponseError | None
-    incomplete_details: IncompleteDetails | None
-    instructions: str | None
-    max_output_tokens: int | None
-    max_tool_calls: int | None
-    metadata: dict[str, str]
-    model: str
-    output: list[Item]
-    parallel_tool_calls: bool
-    previous_response_id: str | None
-    prompt_cache_key: str | None
-    reasoning: ReasoningSettings
-    safety_identifier: str | None
-    service_tier: str
-    store: bool
-    temperature: float
-    text: TextSettings
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    top_logprobs: int
-    top_p: float
-    truncation: Literal["disabled"]
-    usage: ResponseUsage | None
-    user: str | None
-
-
-class DeletedResponse(Answer):
-    id: str
-    object: Literal["response"]
-    deleted: Literal[True]
-
-
-class Event(Answer):
-    """The data of an event of a response that is streamed."""
-
-    sequence_number: int
-
-
-class ResponseEvent(Event):
-    type: Literal[
-        "response.created",
-        "response.in_progress",
-        "response.completed",
-        "response.incomplete",
-        "response.failed",
-    ]
-    response: Response
-
-
-class ItemEvent(Event):
-    type: Literal["response.output_item.added", "response.output_item.done"]
-    output_index: int
-    item: Item
-
-
-class PlacedEvent(Event):
-    item_id: str
-    output_index: int
-
-
-class ContentPartEvent(PlacedEvent):
-    type: Literal["response.content_part.added", "response.content_part.done"]
-    content_index: int
-    part: OutputText | ReasoningText
-
-
-class TextDeltaEvent(PlacedEvent):
-    type: Literal["response.output_text.delta"]
-    content_index: int
-    delta: str
-    logprobs: list[ChatTokenLogprob]
-
-
-class TextDoneEvent(PlacedEvent):
-    type: Literal["response.output_text.done"]
-    content_index: int
-    text: str
-    logprobs: list[ChatTokenLogprob]
-
-
-class ReasoningDeltaEvent(PlacedEvent):
-    type: Literal["response.reasoning_text.delta"]
-    content_index: int
-    delta: str
-
-
-class ReasoningDoneEvent(PlacedEvent):
-    type: Literal["response.reasoning_text.done"]
-    content_index: int
-    text: str
-
-
-class ArgumentsDeltaEvent(PlacedEvent):
-    type: Literal["response.function_call_arguments.delta"]
-    delta: str
-
-
-class ArgumentsDoneEvent(PlacedEvent):
-    type: Literal["response.function_call_arguments.done"]
-    name: str
-    arguments: str
-
-
-EVENTS = (
-    ResponseEvent,
-    ItemEvent,
-    ContentPartEvent,
-    TextDeltaEvent,
-    TextDoneEvent,
-    ReasoningDeltaEvent,
-    ReasoningDoneEvent,
-    ArgumentsDeltaEvent,
-    ArgumentsDoneEvent,
-)
-"""Of a response."""

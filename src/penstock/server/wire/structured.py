@@ -9,6 +9,8 @@ from penstock.step.structure import Structure
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A schema that an answer keeps to."""
+
     schema: dict[str, Any]
     name: str | None = None
     description: str | None = None
@@ -17,11 +19,13 @@ class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True):
+    """The form of an answer."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     def structure(self) -> Structure | None:
-        """None for plain text. Raises StructureError."""
+        """Return the structure that it asks for; None for plain text. Raise StructureError."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise StructureError(
                 "response_format of type json_schema, and no other, has a json_schema with a schema in it"
@@ -41,7 +45,7 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     grammar: str | None = None
 
     def structure(self) -> Structure:
-        """Raises StructureError."""
+        """Return the structure that it asks for. Raise StructureError."""
         match (self.json, self.regex, self.choice, self.grammar):
             case (schema, None, None, None) if schema is not None:
                 return Structure.json_schema(schema)

@@ -1,0 +1,180 @@
+"""Drives an engine: one step at a time for all prompts, whichever thread waits for them."""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from penstock.api.outputs import Delta
+from penstock.api.sequences import OutputSequence, PreparedPrompt, SequenceGroup
+from penstock.base.errors import EngineClosedError
+from penstock.engine.engine import Engine, Stats
+from penstock.sched.scheduler import Event
+from penstock.step.plan import RequestId
+from penstock.step.request import FinishReason
+
+
+class EngineDriver:
+    """Begins prompts, runs steps, and hands what they yield to the outputs that it belongs to.
+
+    Why this is safe. One lock guards the engine and the table of outputs; whichever thread holds it runs the
+    step for all. The garbage collector may end a stream in any thread, also within a step: such a group is
+    only noted, and ended between steps. An interrupt within a step leaves events that are handed out by the
+    next one.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self.is_waiting = engine.scheduler.is_waiting
+        """Tells whether a request still waits in the engine's queue."""
+        self._live: dict[RequestId, OutputSequence] = {}
+        self._dropped: deque[SequenceGroup] = deque()
+        """Groups abandoned during a step, to be ended after it."""
+        self._stepping = False
+        self._events: deque[Event] = deque()
+        """Events of the last step that are not handed out: there are none but for an interrupt within it."""
+
+    @property
+    def forked(self) -> bool:
+        """Tell whether this process was forked from the one that has opened the model."""
+        return os.getpid() != self._process
+
+    @property
+    def moving(self) -> bool:
+        """Tell whether blocks are on their way between tiers, or about to be: then `advance` is worth calling
+        without any prompt."""
+        return self._engine.scheduler.tiers.moving or self._engine.scheduler.tiers.ready
+
+    def stats(self) -> Stats:
+        """Return the engine at this moment, and its counts since it started."""
+        with self._lock:
+            self._sweep()
+            return self._engine.stats()
+
+    def check(self) -> None:
+        """Raise what has ended the engine while it had nothing to do, such as a rank that was lost."""
+        with self._lock:
+            self._engine.check()
+
+    def begin(self, ready: PreparedPrompt, *, followed: bool = True) -> SequenceGroup:
+        """Queue all outputs of a prompt. They are computed as `advance` is called, and end as `abandon` is.
+
+        followed: whether what each step adds is taken. Else it is not kept: the garbage collector would
+            look at all of it again.
+        """
+        self._check_process()
+        sequences: list[OutputSequence] = []
+        group = SequenceGroup(ready.prompt, ready.tokens, sequences)
+        with self._lock:
+            try:
+                for index, own in enumerate(ready.samplings):
+                    detokenizer = ready.detokenizer()
+                    request = self._engine.submit(
+                        ready.tokens, own, ready.max_tokens, ready.priority, ready.salt
+                    )
+                    deltas = deque[Delta](maxlen=None if followed else 0)
+                    sequences.append(OutputSequence(index, request, own, detokenizer, deltas))
+                    self._live[request] = sequences[-1]
+            except BaseException:
+                self.abandon([group])
+                raise
+        return group
+
+    def advance(self) -> None:
+        """Run one step for all prompts: what it yields is in the deltas of their outputs. Without any prompt,
+        look after what moves between tiers."""
+        if self._live:
+            self.step()
+        else:
+            with self._lock:
+                self._engine.tend()
+
+    def step(self) -> None:
+        """Run one step of the engine, and hand its events to the outputs that they belong to, whichever
+        thread waits for these."""
+        self._check_process()
+        with self._lock:
+            self._sweep()
+            self._stepping = True
+            try:
+                if not self._events:
+                    self._events.extend(self._engine.step())
+                while self._events:
+                    self._hand_out(self._events[0])
+                    self._events.popleft()
+                self._engine.tend()
+            finally:
+                self._stepping = False
+                self._sweep()
+
+    def _hand_out(self, event: Event) -> None:
+        sequence = self._live.get(event.request)
+        if sequence is None:  # It ended between the step and now, after an interrupt.
+            return
+        if sequence.take(event):
+            self._engine.stop(event.request, FinishReason.STOP)
+        if sequence.finish is not None:
+            del self._live[event.request]
+
+    def next_delta(self, group: SequenceGroup, until: Callable[[], bool]) -> Delta | None:
+        """Return the group's next piece; None after its last, and when the group was ended.
+
+        until: asked before every step; once it is true, the group is ended.
+        """
+        with self._lock:
+            while True:
+                for sequence in group.sequences:
+                    if sequence.deltas:
+                        return sequence.deltas.popleft()
+                if not group.done and until():
+                    self.abandon([group])
+                if group.done:
+                    return None
+                self.step()
+
+    def clear_prefix_cache(self) -> int:
+        """Forget the KV of everything that is not running. Return the number of blocks that were given up."""
+        with self._lock:
+            dropped = self._engine.scheduler.forget()
+            self._engine.tend()
+            return dropped
+
+    def drop(self, group: SequenceGroup) -> None:
+        """Note that a group is wanted no more; it is ended with the next step. Takes no lock."""
+        self._dropped.append(group)
+
+    def abandon(self, groups: Sequence[SequenceGroup]) -> None:
+        """End what still runs of these groups."""
+        with self._lock:
+            if self._stepping:  # The garbage collector has found a stream within a step, in this very thread.
+                self._dropped.extend(groups)
+                return
+            for sequence in (sequence for group in groups for sequence in group.sequences):
+                if self._live.pop(sequence.request, None) is not None:
+                    self._engine.stop(sequence.request)
+                    sequence.finish = FinishReason.ABORT
+            self._engine.tend()
+
+    def close(self) -> None:
+        """End all requests as aborted, and close the engine; any later request raises EngineClosedError."""
+        with self._lock:
+            for request, sequence in self._live.items():
+                self._engine.stop(request)
+                sequence.finish = FinishReason.ABORT
+                sequence.deltas.append(Delta("", (), sequence.finish, sequence.index))
+            self._live.clear()
+            self._engine.finish()
+
+    def _sweep(self) -> None:
+        """End the groups that were dropped."""
+        while self._dropped:
+            self.abandon([self._dropped.popleft()])
+
+    def _check_process(self) -> None:
+        if self.forked:
+            raise EngineClosedError(
+                "this process was forked from the one that has opened the model, and what computes for it "
+                "is there; open it here"
+            )

@@ -1,0 +1,213 @@
+"""From a request's text to token ids and sampling settings: everything that is known of a prompt before the
+engine sees it."""
+
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from penstock.api.limits import ServingLimits
+from penstock.api.sequences import PreparedPrompt
+from penstock.api.structures import Structures
+from penstock.api.text.detokenize import Detokenizer
+from penstock.api.text.tokenizer import Tokenizer
+from penstock.base.errors import CheckpointError, RequestError
+from penstock.step.params import Sampling, SamplingParams, shown
+from penstock.weights.checkpoint.generation import GenerationDefaults
+
+Message = Mapping[str, object]
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or a conversation."""
+
+
+class Admit(Protocol):
+    """The rule by which requests are admitted: sched.rules.admit, with the limits of an engine."""
+
+    def __call__(self, prompt: int, max_tokens: int | None, *, or_more: bool = False) -> int:
+        """Return the most tokens of output that a prompt of so many tokens may have. Raise RequestError for a
+        request that could never be served."""
+
+
+class PromptReader:
+    """Reads prompts for a model: tokenizer, chat template, defaults and limits, without an engine.
+
+    May be used from any thread, also while steps run.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        structures: Structures,
+        vocab_size: int,
+        defaults: GenerationDefaults,
+        limits: ServingLimits,
+        admit: Admit,
+    ) -> None:
+        """Read prompts for a model.
+
+        tokenizer: None if the model directory has none.
+        structures: compiles what outputs are held to.
+        vocab_size: tokens that the model has embeddings for.
+        defaults: sampling settings from the checkpoint's generation_config.json.
+        limits: the largest requests that are served.
+        admit: the rule by which requests are admitted.
+        """
+        self._tokenizer, self._structures, self._admit = tokenizer, structures, admit
+        self.vocab_size, self.defaults, self.limits = vocab_size, defaults, limits
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raise CheckpointError if it has none."""
+        if self._tokenizer is None:
+            raise CheckpointError(
+                "the model directory has no tokenizer.json; give prompts as token ids, or add the file"
+            )
+        return self._tokenizer
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Tell whether the model has a tokenizer; without one prompts are token ids."""
+        return self._tokenizer is not None
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Return the token ids of a text. A text that is longer than any request may be is refused by its
+        length alone where that suffices: to cut 30 MB into tokens takes a minute.
+
+        special: whether to put the special tokens around it that the model's tokenizer puts around a text.
+
+        Raise LengthError, CheckpointError without a tokenizer, and RequestError for what is not Unicode.
+        """
+        longest, tokenizer = self.limits.max_model_len, self.tokenizer
+        if len(text) > longest and (least := tokenizer.least_tokens(text)) >= longest:
+            self._admit(least, None, or_more=True)
+        return tokenizer.encode(text, special=special)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens. Raise RequestError for a token that is not in
+        the vocabulary."""
+        return self.tokenizer.decode(self._tokens(tokens))
+
+    def read(self, prompt: Prompt, params: SamplingParams | None = None) -> PreparedPrompt:
+        """Return a prompt as the engine takes it. Raise RequestError for one that could never be served."""
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                "params are SamplingParams, one for all prompts or a list of them; got "
+                f"{type(params).__name__}"
+            )
+        text, tokens = self._read(prompt)
+        sampling = self._sampling(params)
+        self._admit(len(tokens), params.max_tokens)
+        continues = isinstance(prompt, str) and bool(prompt)
+
+        def detokenizer() -> Detokenizer | None:
+            if self._tokenizer is None:
+                return None
+            return self._tokenizer.detokenizer(
+                params.stop_strings, params.include_stop, continues=continues, kept=params.shown_tokens
+            )
+
+        return PreparedPrompt(
+            text, tuple(tokens), tuple(map(sampling, range(params.n))), params.max_tokens, detokenizer
+        )
+
+    def close(self) -> None:
+        """Free what was compiled for structured outputs."""
+        self._structures.close()
+
+    def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Return the prompt's text, if it has one, and its tokens."""
+        if isinstance(prompt, str):
+            return prompt, self._known(self.encode(prompt))
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+            raise not_a_prompt(prompt)
+        if prompt and isinstance(prompt[0], Mapping):
+            text = self.tokenizer.render_chat(prompt)  # type: ignore[arg-type]  # Checked there, with a message of its own.
+            return text, self._known(self.encode(text, special=False))
+        return None, self._tokens(prompt)
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        """The same. A tokenizer may have tokens that the model has no embedding for, such as one that was
+        added to its file alone."""
+        if (most := max(tokens, default=0)) >= (vocab := self.vocab_size):
+            raise RequestError(
+                f"the prompt has {shown(self.tokenizer.token_text(most))}, token {most} of the tokenizer, "
+                "but the model has embeddings for "
+                f"tokens 0 to {vocab - 1} alone; leave it out, or serve a checkpoint whose tokenizer.json "
+                "and weights belong together"
+            )
+        return tokens
+
+    def _tokens(self, given: Sequence[object]) -> list[int]:
+        """The same, known to be token ids."""
+        vocab, tokens = self.vocab_size, []
+        for token in given:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+                raise RequestError(
+                    f"token {shown(token)} is not in the vocabulary; token ids are whole numbers from 0 to "
+                    f"{vocab - 1}"
+                )
+            tokens.append(token)
+        return tokens
+
+    def _sampling(self, params: SamplingParams) -> Callable[[int], Sampling]:
+        """The settings of output `index`, with the model's defaults filled in."""
+        defaults, vocab = self.defaults, self.vocab_size
+        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            if (worst := max(tokens, default=0)) >= vocab:
+                raise RequestError(f"{name} has token {worst}, but token ids end at {vocab - 1}")
+        if params.stop_strings and self._tokenizer is None:
+            raise RequestError(
+                "stop strings need a tokenizer, which the model directory does not have; use stop_token_ids"
+            )
+        end_tokens = frozenset(params.stop_token_ids) | frozenset(
+            () if params.ignore_eos else defaults.eos_tokens
+        )
+        if params.structure is not None:
+            self._structures.check(params.structure, end_tokens)
+        never = {token for token, bias in params.logit_bias.items() if bias == -math.inf}
+        if len(never | end_tokens if params.min_tokens else never) >= vocab:
+            raise RequestError(
+                f"logit_bias and min_tokens forbid all {vocab} tokens of the vocabulary; leave at least one"
+            )
+        seed, bias = (
+            secrets.randbits(63) if params.seed is None else params.seed,
+            tuple(params.logit_bias.items()),
+        )
+
+        def pick(asked: float | None, default: float | None, neutral: float) -> float:
+            return asked if asked is not None else default if default is not None else neutral
+
+        def sampling(index: int) -> Sampling:
+            return Sampling(
+                temperature=pick(params.temperature, defaults.temperature, 1.0),
+                top_k=int(pick(params.top_k, defaults.top_k, 0)),
+                top_p=pick(params.top_p, defaults.top_p, 1.0),
+                min_p=pick(params.min_p, defaults.min_p, 0.0),
+                repetition_penalty=pick(params.repetition_penalty, defaults.repetition_penalty, 1.0),
+                presence_penalty=params.presence_penalty,
+                frequency_penalty=params.frequency_penalty,
+                logit_bias=bias,
+                seed=seed + index,
+                end_tokens=end_tokens,
+                min_tokens=params.min_tokens,
+                logprobs=params.logprobs,
+                # The prompt is the same for all outputs: the first reports on it.
+                prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+                structure=params.structure,
+            )
+
+        return sampling
+
+
+def load_tokenizer(model: Path) -> Tokenizer | None:
+    """Return the tokenizer of a model directory; None if it has none."""
+    return Tokenizer.from_directory(model) if (model / "tokenizer.json").exists() else None
+
+
+def not_a_prompt(given: object) -> RequestError:
+    """Return the error for a value that is no prompt."""
+    return RequestError(
+        f"a prompt is text, a list of token ids or a list of messages; got {type(given).__name__}"
+    )

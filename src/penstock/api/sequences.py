@@ -1,0 +1,135 @@
+"""The outputs of a prompt in the making: what the engine is asked for, and what has come of it so far."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from penstock.api.outputs import Completion, Delta, Output
+from penstock.api.text.detokenize import Detokenizer
+from penstock.sched.scheduler import Event
+from penstock.step.params import Sampling
+from penstock.step.plan import RequestId, TokenLogprob
+from penstock.step.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A prompt that has been read and checked: everything that the engine is asked for.
+
+    prompt: its text; None for a prompt of token ids.
+    tokens: token ids.
+    samplings: settings of each output.
+    max_tokens: tokens of each output at most; None is as many as there is room for.
+    detokenizer: makes a new detokenizer, one for each output.
+    priority: the waiting prompt of the lowest number is served first.
+    salt: prefixes are shared with prompts of the same salt alone.
+    """
+
+    prompt: str | None
+    tokens: tuple[int, ...]
+    samplings: tuple[Sampling, ...]
+    max_tokens: int | None
+    detokenizer: Callable[[], Detokenizer | None]
+    priority: int = 0
+    salt: bytes = b""
+
+    def salted(self, salt: bytes) -> Self:
+        """Return the same prompt, which shares prefixes with prompts of this salt."""
+        return replace(self, salt=salt)
+
+
+@dataclass(slots=True)
+class OutputSequence:
+    """One output in the making (vLLM: a Sequence).
+
+    deltas: what steps have added and was not taken yet.
+    cached: prompt tokens whose KV was found; those that came from host memory, and from disk.
+    """
+
+    index: int
+    request: RequestId
+    sampling: Sampling
+    detokenizer: Detokenizer | None
+    deltas: deque[Delta] = field(default_factory=deque)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: str = ""
+    cached: tuple[int, int, int] = (0, 0, 0)
+
+    def take(self, event: Event) -> bool:
+        """Add what a step has computed. Return whether a stop string has just ended the output, which the
+        engine does not know."""
+        if event.prompt_logprobs:
+            self.prompt_logprobs.extend(event.prompt_logprobs)
+        if event.token is None:
+            if event.finish is not None:
+                self._break_off(event)
+            return False
+        if event.cached:
+            self.cached = event.cached, event.cached_host, event.cached_disk
+        self.tokens.append(event.token)
+        if event.logprob is not None:
+            self.logprobs.append(event.logprob)
+        self.finish = event.finish
+        text, stopped = "", False
+        if self.detokenizer is not None:
+            # The token that ends an output is no part of its text.
+            ended = self.finish in (FinishReason.STOP, FinishReason.ERROR)
+            text = "" if ended else self.detokenizer.push([event.token])
+            stopped = self.detokenizer.stopped and not ended
+            if stopped:
+                self.finish = FinishReason.STOP
+            elif self.finish is not None:
+                text += self.detokenizer.finish()
+        self.text.append(text)
+        self.deltas.append(
+            Delta(text, (event.token,), self.finish, self.index, (event.logprob,) if event.logprob else ())
+        )
+        return stopped
+
+    def _break_off(self, event: Event) -> None:
+        """End the output without another token."""
+        self.finish, self.error = event.finish, event.fault
+        text = self.detokenizer.finish() if self.detokenizer is not None else ""
+        self.text.append(text)
+        self.deltas.append(Delta(text, (), self.finish, self.index))
+
+    def output(self) -> Output:
+        """Return everything up to now. An output that has not ended counts as aborted."""
+        logprobs = None if self.sampling.logprobs is None else tuple(self.logprobs)
+        return Output(
+            self.index,
+            "".join(self.text),
+            tuple(self.tokens),
+            self.finish or FinishReason.ABORT,
+            logprobs,
+            self.error,
+        )
+
+
+@dataclass(slots=True)
+class SequenceGroup:
+    """A prompt and its outputs in the making (vLLM: a SequenceGroup).
+
+    prompt: its text; None for a prompt of token ids. tokens: token ids of the prompt.
+    """
+
+    prompt: str | None
+    tokens: tuple[int, ...]
+    sequences: list[OutputSequence]
+
+    @property
+    def done(self) -> bool:
+        """Tell whether all outputs have ended."""
+        return all(sequence.finish is not None for sequence in self.sequences)
+
+    def completion(self) -> Completion:
+        """Return the prompt with everything that has come of its outputs up to now."""
+        first = self.sequences[0]
+        prompt_logprobs = None if first.sampling.prompt_logprobs is None else (None, *first.prompt_logprobs)
+        outputs = tuple(sequence.output() for sequence in self.sequences)
+        return Completion(self.prompt, self.tokens, outputs, prompt_logprobs, *first.cached)

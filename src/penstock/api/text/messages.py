@@ -1,0 +1,54 @@
+"""Conversations as chat templates expect them."""
+
+from collections.abc import Mapping, Sequence
+
+from penstock.base.errors import RequestError
+from penstock.base.pacing import paced
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+def conversation(messages: object) -> list[dict[str, object]]:
+    """Return messages as templates expect them: text parts joined, keys without a value left out. Raise
+    RequestError."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise RequestError(
+            f"messages must be a list with at least one {{role, content}}, not {str(messages)[:40]!r}"
+        )
+    return [_message(f"messages[{at}]", message) for at, message in enumerate(paced(messages))]
+
+
+def _message(where: str, message: object) -> dict[str, object]:
+    kept = (
+        {key: value for key, value in message.items() if value is not None}
+        if isinstance(message, Mapping)
+        else {}
+    )
+    if not isinstance(kept.get("role"), str):
+        raise RequestError(
+            f"{where} must be a mapping with a role, such as user, assistant or system, not "
+            f"{str(message)[:40]!r}"
+        )
+    content = kept.get("content", "" if "tool_calls" in kept else None)
+    if isinstance(content, list | tuple):
+        content = "".join(_part(where, part) for part in content)
+    if not isinstance(content, str):
+        raise RequestError(
+            f"{where} needs content, a text or a list of parts of type text, not {type(content).__name__}"
+        )
+    kept["content"] = content
+    reasoning = next((kept[key] for key in _REASONING if key in kept), None)
+    if reasoning is not None:  # one thing under three names: templates read the first or the second
+        kept = {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+    return kept
+
+
+def _part(where: str, part: object) -> str:
+    kind, text = (
+        (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (type(part).__name__, None)
+    )
+    if kind != "text" or not isinstance(text, str):
+        raise RequestError(
+            f"{where} has a part of type {kind!r}; only parts of type 'text' with a text are understood"
+        )
+    return text

@@ -1,0 +1,132 @@
+"""Chat templates are rendered in processes of their own: one that takes too long, or too much memory, ends
+with its process.
+
+A template is a program that came with the checkpoint. The sandbox keeps it from the system; what it computes
+it can make as large as it likes, in one operation that no count of steps sees and no thread can break off.
+"""
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.api.text.processes import Pool, Process, serve
+from penstock.base.errors import RequestError
+from penstock.base.pacing import paced
+
+PROCESSES = 4
+"""At a time: one that takes long does not hold up the others."""
+SECONDS = 5.0
+"""Of a processor, for one rendering."""
+MEMORY = 1 << 30
+"""Bytes of addresses that a process may have: its own, some 60 MiB, included."""
+_PATIENCE = 60.0
+"""Seconds by the clock, on a machine with much else to do."""
+_BRIEFLY = 0.2
+"""Seconds after which a rendering leaves the processor to whatever else wants it."""
+_LARGE = 64 << 10
+"""Bytes from which on messages leave it from the beginning."""
+
+
+class Template:
+    """A chat template by its source. Threads may share it."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._variables: frozenset[str] | None = None
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The variables that the template reads, of those that it is given; there may be others in it. Raise
+        RequestError if it cannot be compiled."""
+        if self._variables is None:
+            self._variables = frozenset(_answer({"source": self._source}))
+        return self._variables
+
+    def render(self, variables: Mapping[str, object]) -> str:
+        """Return the text of a conversation. Raise RequestError for whatever goes wrong in the template, and
+        for what JSON cannot hold."""
+        return str(_answer({"source": self._source, "variables": variables}))
+
+
+def _answer(asked: Mapping[str, object]) -> Any:
+    try:
+        sent = _written(asked).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise RequestError(
+            f"messages, tools and template variables must be what JSON can hold: {what}"
+        ) from error
+    try:
+        answer = json.loads((RENDERERS if len(sent) < _LARGE else LARGE).ask(sent, _PATIENCE))
+    except (EOFError, OSError) as error:
+        raise RequestError(
+            f"the model's chat template does not take these messages: it took more than {SECONDS:g} seconds "
+            f"or {MEMORY >> 20} MiB; "
+            f"repair it or use plain prompts"
+        ) from error
+    if "fault" in answer:
+        raise RequestError(answer["fault"])
+    return answer["found"]
+
+
+def _written(what: object) -> str:
+    """As json.dumps has it, which holds the interpreter's lock until all is written."""
+    if isinstance(what, dict):
+        return "{" + ", ".join(f"{_name(name)}: {_written(value)}" for name, value in what.items()) + "}"
+    if isinstance(what, list):
+        return "[" + ", ".join(map(json.dumps, paced(what))) + "]"
+    return json.dumps(what)
+
+
+def _name(name: object) -> str:
+    return json.dumps({name: 0})[1:-4]
+
+
+def _renderer(*, yields: bool = False) -> Process:
+    return Process(__name__, "render", [str(SECONDS), str(MEMORY)], yields=yields)
+
+
+RENDERERS = Pool(PROCESSES, _renderer, _BRIEFLY)
+LARGE = Pool(PROCESSES, lambda: _renderer(yields=True))
+
+
+def render(seconds: str, memory: str) -> None:
+    """All that such a process does. seconds: of each rendering. memory: bytes."""
+    from penstock.api.text.chat_template import ChatTemplate
+
+    _limit(int(memory))
+    compiled: dict[str, ChatTemplate] = {}
+
+    def answer(sent: bytes) -> bytes:
+        asked = json.loads(sent)
+        signal.setitimer(signal.ITIMER_PROF, float(seconds))  # Ends the process, whatever it does.
+        try:
+            source = asked["source"]
+            if source not in compiled:
+                compiled[source] = ChatTemplate(source)
+            template = compiled[source]
+            found: object = (
+                template.render(asked["variables"]) if "variables" in asked else sorted(template.variables)
+            )
+            reply: Mapping[str, object] = {"found": found}
+        except RequestError as fault:
+            if isinstance(fault.__cause__, MemoryError):
+                os._exit(1)  # As where the system ends it.
+            reply = {"fault": str(fault)}
+        text = json.dumps(reply).encode()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        return text
+
+    serve(answer)
+
+
+def _limit(memory: int) -> None:
+    """Memory, and what it leaves where it is ended."""
+    import resource
+
+    for which, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
+        with contextlib.suppress(OSError, ValueError):  # Some systems have no such limit.
+            resource.setrlimit(which, (most, most))

@@ -1,0 +1,1 @@
+"""From requests to prompts, and from outputs to answers in OpenAI's forms."""

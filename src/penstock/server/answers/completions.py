@@ -1,0 +1,292 @@
+"""Completions as OpenAI's clients read them: whole, and piece by piece."""
+
+import secrets
+from collections.abc import Callable, Sequence
+from time import time
+
+from penstock.api.outputs import Completion, Delta, Output
+from penstock.api.text.tokenizer import Tokenizer
+from penstock.server.parsing.output_parser import Called, OutputParser, whole
+from penstock.server.parsing.reading import Arguments, Begin, Content, End, Part, Reasoning
+from penstock.step.plan import TokenLogprob
+from penstock.step.request import FinishReason
+
+Answer = dict[str, object]
+
+
+def new_id(kind: str) -> str:
+    """Return a new random id of a kind, such as "chatcmpl"."""
+    return f"{kind}-{secrets.token_hex(16)}"
+
+
+def new_call() -> str:
+    """An id for a call of a tool."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def error(message: str, kind: str, param: str | None = None, code: str | None = None) -> Answer:
+    """Return the body of an error. kind: its `type`, as OpenAI names it. param: the field at fault."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def usage(completions: Sequence[Completion]) -> Answer:
+    """Return the tokens of completions, as OpenAI counts them: of prompts, of outputs, and found in the
+    cache."""
+    prompt = sum(len(one.prompt_tokens) for one in completions)
+    output = sum(len(other.tokens) for one in completions for other in one.outputs)
+    cached = sum(one.cached_tokens for one in completions)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def finish(reason: FinishReason | None, *, calls: bool = False) -> str | None:
+    """Return OpenAI's finish reason; None for an output that goes on. calls: whether it has called tools."""
+    if reason in (None, FinishReason.LENGTH, FinishReason.ERROR):
+        return None if reason is None else reason.value
+    return "tool_calls" if calls else "stop"
+
+
+def logprob_entries(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> list[Answer]:
+    """Return the log-probability of each token, and of the likeliest in its place, as chats have them."""
+
+    def entry(token: int, logprob: float) -> Answer:
+        written = tokenizer.token_bytes(token)
+        return {
+            "token": written.decode("utf-8", "replace"),
+            "logprob": _finite(logprob),
+            "bytes": list(written),
+        }
+
+    return [
+        entry(one.token, one.logprob)
+        | {"top_logprobs": [entry(token, logprob) for token, logprob in one.top]}
+        for one in tokens
+    ]
+
+
+class _ChatChoice:
+    """One answer to a conversation, as it comes."""
+
+    def __init__(self, speech: OutputParser, *, reasons: bool) -> None:
+        self._speech, self._reasons = speech, reasons
+        self._greeted = False
+        self._ended = 0
+        """Of the calls of tools, those that are whole."""
+
+    def delta(self, text: str, reason: FinishReason | None) -> Answer:
+        parts = self._speech.push(text) + (self._speech.finish() if reason is not None else [])
+        said = "".join(part.text for part in parts if isinstance(part, Content))
+        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        self._ended += sum(isinstance(part, End) for part in parts)
+        delta: Answer = {"content": said} if said else {}
+        if reasoning and self._reasons:
+            delta["reasoning_content"] = reasoning
+        if calls := _called(parts):
+            delta["tool_calls"] = calls
+        if not self._greeted:
+            delta = {"role": "assistant", "content": None if delta and not said else said} | delta
+            self._greeted = True
+        return delta
+
+    def finish(self, reason: FinishReason | None) -> str | None:
+        return finish(reason, calls=bool(self._ended))
+
+
+def _called(parts: Sequence[Part]) -> list[Answer]:
+    """Calls of tools, or what is next of them."""
+    entries: dict[int, Answer] = {}
+    for part in parts:
+        if isinstance(part, Begin):
+            function = {"name": part.name, "arguments": ""}
+            entries[part.index] = {
+                "index": part.index,
+                "id": new_call(),
+                "type": "function",
+                "function": function,
+            }
+        elif isinstance(part, Arguments):
+            entry = entries.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
+            entry["function"]["arguments"] += part.text  # type: ignore[index]
+    return list(entries.values())
+
+
+class ChatWriter:
+    """Writes the answers to a conversation, whole or piece by piece."""
+
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, speech: Callable[[], OutputParser], *, reasons: bool = True
+    ) -> None:
+        """speech: a new one for each answer. reasons: whether reasoning is given out."""
+        self._head: Answer = {"id": new_id("chatcmpl"), "created": int(time()), "model": model}
+        self._tokenizer, self._speech, self._reasons = tokenizer, speech, reasons
+        self._choices: dict[int, _ChatChoice] = {}
+
+    def whole(self, completions: Sequence[Completion]) -> Answer:
+        """Return the answers of a chat.completion."""
+        [completion] = completions
+        choices = [
+            {
+                "index": output.index,
+                "logprobs": self._logprobs(output.logprobs) if output.logprobs is not None else None,
+                **self._said(output),
+            }
+            for output in completion.outputs
+        ]
+        return self._head | {"object": "chat.completion", "choices": choices, "usage": usage(completions)}
+
+    def _said(self, output: Output) -> Answer:
+        said = whole(self._speech(), output.text)
+        content = "".join(part.text for part in said if isinstance(part, Content))
+        reasoning = "".join(part.text for part in said if isinstance(part, Reasoning))
+        calls = [
+            {
+                "id": new_call(),
+                "type": "function",
+                "function": {"name": part.name, "arguments": part.arguments},
+            }
+            for part in said
+            if isinstance(part, Called)
+        ]
+        message: Answer = {
+            "role": "assistant",
+            "content": content if content or not calls else None,
+            "refusal": None,
+        }
+        if reasoning and self._reasons:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message, "finish_reason": finish(output.finish_reason, calls=bool(calls))}
+
+    def pieces(self, prompt: int, deltas: Sequence[Delta]) -> list[Answer]:
+        """Return the chunks for what was added to the outputs of a prompt, one chunk for each output."""
+        chunks = []
+        for index, text, logprobs, reason in _by_output(deltas):
+            if (one := self._choices.get(index)) is None:
+                one = self._choices[index] = _ChatChoice(self._speech(), reasons=self._reasons)
+            choice = {
+                "index": index,
+                "delta": one.delta(text, reason),
+                "logprobs": self._logprobs(logprobs) if logprobs else None,
+                "finish_reason": one.finish(reason),
+            }
+            chunks.append(self._chunk([choice]))
+        return chunks
+
+    def last(self, completions: Sequence[Completion]) -> Answer:
+        """The chunk that tells the usage."""
+        return self._chunk([]) | {"usage": usage(completions)}
+
+    def _chunk(self, choices: Sequence[Answer]) -> Answer:
+        return self._head | {"object": "chat.completion.chunk", "choices": choices}
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> Answer:
+        return {"content": logprob_entries(self._tokenizer, tokens), "refusal": None}
+
+
+class TextWriter:
+    """Writes continuations of texts, whole or piece by piece."""
+
+    def __init__(
+        self, model: str, tokenizer: Tokenizer | None, echoes: Sequence[str] | None, outputs: int
+    ) -> None:
+        """echoes: what is said again before each prompt's continuations. outputs: of each prompt."""
+        self._head: Answer = {
+            "id": new_id("cmpl"),
+            "object": "text_completion",
+            "created": int(time()),
+            "model": model,
+        }
+        self._tokenizer, self._echoes, self._outputs = tokenizer, echoes, outputs
+        self._ends: dict[int, int] = {}
+        """Of each choice's tokens so far, in characters of its text."""
+        self._echoed: set[int] = set()
+
+    def whole(self, completions: Sequence[Completion]) -> Answer:
+        """Return the continuations of a text_completion."""
+        choices = [
+            self._choice(
+                prompt,
+                output.index,
+                output.text,
+                output.logprobs,
+                output.finish_reason,
+                logged=output.logprobs is not None,
+            )
+            for prompt, one in enumerate(completions)
+            for output in one.outputs
+        ]
+        return self._head | {"choices": choices, "usage": usage(completions)}
+
+    def pieces(self, prompt: int, deltas: Sequence[Delta]) -> list[Answer]:
+        """Return the chunks for what was added to the outputs of a prompt, one chunk for each output."""
+        return [
+            self._head
+            | {"choices": [self._choice(prompt, index, text, logprobs, reason, logged=bool(logprobs))]}
+            for index, text, logprobs, reason in _by_output(deltas)
+        ]
+
+    def last(self, completions: Sequence[Completion]) -> Answer:
+        """Return the chunk that gives the usage."""
+        return self._head | {"choices": [], "usage": usage(completions)}
+
+    def _choice(
+        self,
+        prompt: int,
+        index: int,
+        text: str,
+        logprobs: Sequence[TokenLogprob] | None,
+        reason: FinishReason | None,
+        *,
+        logged: bool,
+    ) -> Answer:
+        number = prompt * self._outputs + index
+        if self._echoes is not None and number not in self._echoed:
+            self._echoed.add(number)
+            text = self._echoes[prompt] + text
+        listed = self._logprobs(number, logprobs or ()) if logged else None
+        return {"index": number, "text": text, "logprobs": listed, "finish_reason": finish(reason)}
+
+    def _logprobs(self, number: int, tokens: Sequence[TokenLogprob]) -> Answer:
+        offsets, at = [], self._ends.get(number, 0)
+        for one in tokens:
+            offsets.append(at)
+            at += len(self._text(one.token))
+        self._ends[number] = at
+        return {
+            "tokens": [self._text(one.token) for one in tokens],
+            "token_logprobs": [_finite(one.logprob) for one in tokens],
+            "top_logprobs": [
+                {self._text(token): _finite(logprob) for token, logprob in one.top} for one in tokens
+            ],
+            "text_offset": offsets,
+        }
+
+    def _text(self, token: int) -> str:
+        return f"token_id:{token}" if self._tokenizer is None else self._tokenizer.token_text(token)
+
+
+def _by_output(deltas: Sequence[Delta]) -> list[tuple[int, str, list[TokenLogprob], FinishReason | None]]:
+    """What came of each output: its index, text, log-probabilities, and why it has ended, if it has."""
+    if len(deltas) == 1:  # The usual, in a stream.
+        [only] = deltas
+        return [(only.index, only.text, list(only.logprobs), only.finish_reason)]
+    found: dict[int, tuple[list[str], list[TokenLogprob], list[FinishReason]]] = {}
+    for delta in deltas:
+        texts, logprobs, reasons = found.setdefault(delta.index, ([], [], []))
+        texts.append(delta.text)
+        logprobs.extend(delta.logprobs)
+        reasons.extend([delta.finish_reason] if delta.finish_reason is not None else ())
+    return [
+        (index, "".join(texts), logprobs, reasons[0] if reasons else None)
+        for index, (texts, logprobs, reasons) in found.items()
+    ]
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity."""
+    return max(logprob, -9999.0)

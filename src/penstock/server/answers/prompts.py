@@ -1,0 +1,166 @@
+"""From a request to prompts as the engine takes them, and to what writes the answer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from penstock.api.outputs import Completion, Delta
+from penstock.api.reader import Prompt, PromptReader
+from penstock.api.sequences import PreparedPrompt
+from penstock.api.structures import CrowdedError
+from penstock.base.errors import StructureError
+from penstock.server.answers.completions import Answer, ChatWriter, TextWriter
+from penstock.server.broker.calls import BusyError
+from penstock.server.parsing.dialects import Dialect, dialect_of
+from penstock.server.parsing.forms import behind_reasoning, may_be_behind
+from penstock.server.parsing.output_parser import LIST, OutputParser
+from penstock.server.parsing.tools import Tools, template_messages, tools_of
+from penstock.server.wire.requests import ChatRequest, CompletionRequest, FieldError, TokenizeRequest
+from penstock.step.params import SamplingParams
+from penstock.step.structure import Structure, StructureKind
+
+_CROWDED = 10.0
+"""Seconds after which there may be time for a structure again."""
+
+
+class AnswerWriter(Protocol):
+    """How answers of a kind are written."""
+
+    def whole(self, completions: Sequence[Completion]) -> Answer:
+        """Return the answer of a request whose outputs are complete."""
+
+    def pieces(self, prompt: int, deltas: Sequence[Delta]) -> list[Answer]:
+        """Return the chunks for what was added to the outputs of a prompt. prompt: its number in the
+        request."""
+
+    def last(self, completions: Sequence[Completion]) -> Answer:
+        """Return the chunk that gives the usage."""
+
+
+def read(
+    reader: PromptReader, asked: ChatRequest | CompletionRequest, dialect: Dialect | None = None
+) -> tuple[list[PreparedPrompt], AnswerWriter]:
+    """All of a request's prompts, tokens made and lengths checked: what takes long for long ones. From any
+    thread.
+
+    dialect: None is what the model's templates say. Raises FieldError and RequestError for what cannot be
+    served.
+    """
+    asked.check()
+    if isinstance(asked, ChatRequest):
+        one, speech = read_chat(reader, asked, dialect)
+        return [one], ChatWriter(asked.model, reader.tokenizer, speech, reasons=asked.include_reasoning)
+    params = asked.params()
+    prompts = asked.prompts
+
+    def prompt_of(given: str | list[int]) -> Prompt:
+        return (
+            given
+            if isinstance(given, list) or asked.add_special_tokens
+            else reader.encode(given, special=False)
+        )
+
+    ready = [_read(reader, prompt_of(one), params, asked) for one in prompts]
+    echoes = [one if isinstance(one, str) else reader.decode(one) for one in prompts] if asked.echo else None
+    return ready, TextWriter(
+        asked.model, reader.tokenizer if reader.has_tokenizer else None, echoes, params.n
+    )
+
+
+def read_chat(
+    reader: PromptReader, asked: ChatRequest, dialect: Dialect | None = None
+) -> tuple[PreparedPrompt, Callable[[], OutputParser]]:
+    """A conversation's prompt, and what tells an answer's parts apart. Raises FieldError and RequestError."""
+    dialect = dialect or dialect_of(reader.tokenizer.templates)
+    tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+    params = asked.params()
+    if tools.forced:
+        params = _held(params, tools)
+    elif tools and params.structure is not None and params.structure.kind is not StructureKind.LARK:
+        message = (
+            "response_format and tools were both sent, but an answer that is held to a form cannot call; set "
+            "tool_choice to none"
+        )
+        raise FieldError(message, "response_format")
+    text = _chat_text(reader, asked, dialect, tools)
+    format = LIST if tools.forced else dialect.calls if tools else None
+    thought, end = dialect.thought, text.rstrip()
+    thinking = thought is not None and end.endswith(thought.begin)
+    if (
+        thought is not None
+        and params.structure is not None
+        and params.structure.kind is not StructureKind.LARK
+    ):
+        if not may_be_behind(params.structure):
+            thought, thinking = None, False
+        elif not end.endswith(thought.end):
+            params = replace(
+                params,
+                structure=behind_reasoning(params.structure, thought, reader.tokenizer, opened=thinking),
+            )
+    marks = [
+        *(format.markers + format.others if format else ()),
+        *((thought.begin, thought.end) if thought else ()),
+    ]
+    shown = [token for mark in marks if (token := reader.tokenizer.token_to_id(mark)) is not None]
+    ready = _read(reader, reader.encode(text, special=False), replace(params, shown_tokens=shown), asked)
+    return ready, partial(
+        OutputParser, format, tools.schemas, several=tools.several, thought=thought, thinking=thinking
+    )
+
+
+def _read(
+    reader: PromptReader, prompt: Prompt, params: SamplingParams, asked: ChatRequest | CompletionRequest
+) -> PreparedPrompt:
+    """Raises FieldError, RequestError and BusyError."""
+    try:
+        return replace(reader.read(prompt, params), priority=asked.priority)
+    except CrowdedError as error:
+        raise BusyError(str(error), _CROWDED) from error
+    except StructureError as error:
+        raise FieldError(str(error), asked.structured_by) from error
+
+
+def _held(params: SamplingParams, tools: Tools) -> SamplingParams:
+    """To one of the calls that are asked for. Raises FieldError and RequestError."""
+    try:
+        return replace(params, structure=Structure.json_schema(tools.schema()))
+    except StructureError as error:
+        raise FieldError(f"the tools cannot be asked for: {error}", "tools") from error
+
+
+def chat_tokens(reader: PromptReader, asked: TokenizeRequest, dialect: Dialect | None = None) -> list[int]:
+    """A conversation by the model's own template. Raises FieldError and RequestError."""
+    tools = tools_of(asked.tools, None, None)
+    return reader.encode(
+        _chat_text(reader, asked, dialect or dialect_of(reader.tokenizer.templates), tools), special=False
+    )
+
+
+def _chat_text(
+    reader: PromptReader, asked: ChatRequest | TokenizeRequest, dialect: Dialect, tools: Tools
+) -> str:
+    reads = reader.tokenizer.template_variables(tools=bool(tools))
+    if tools and "tools" not in reads:
+        raise FieldError(
+            "tools were sent, but the model's chat template takes none; leave them out, or serve a model "
+            "that does",
+            "tools",
+        )
+    variables = _asked_for(asked, reads) | (asked.chat_template_kwargs or {})
+    messages = template_messages(asked.messages or (), dialect)
+    described = tools.described if tools else None
+    return reader.tokenizer.render_chat(
+        messages, add_generation_prompt=asked.add_generation_prompt, tools=described, **variables
+    )
+
+
+def _asked_for(asked: ChatRequest | TokenizeRequest, reads: frozenset[str]) -> dict[str, object]:
+    """How much to reason and to say, as far as the template can tell the model."""
+    if not isinstance(asked, ChatRequest):
+        return {}
+    wishes: dict[str, object] = {"reasoning_effort": asked.reasoning_effort, "verbosity": asked.verbosity}
+    if asked.reasoning_effort == "none" and "reasoning_effort" not in reads:
+        wishes["enable_thinking"] = False
+    return {name: wish for name, wish in wishes.items() if wish is not None and name in reads}

@@ -1,0 +1,1 @@
+"""Between an event loop with many clients and what computes for them: calls, their limits, and backends."""

@@ -1,0 +1,223 @@
+"""Takes the calls of an event loop's clients, and has a backend carry them out on one thread.
+
+Why this is safe. Two threads, and between them a mailbox. The loop's thread alone knows which calls there
+are, how many, and who waits for what; the backend's alone touches the model. The last that a backend reports
+of a call is its end: its outputs are complete, or a fault. A call that its client has left is put in the
+mailbox like a new one and met in that order, so it is ended behind its own beginning; what comes of it
+meanwhile reaches nobody. When the backend fails, or has ended, every call that it has not ended is told so,
+those too that it had not met
+yet: `_over` is set on the loop, behind everything that was reported before, and no call is taken after it.
+"""
+
+import asyncio
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+from penstock.api.sequences import PreparedPrompt
+from penstock.base.errors import EngineClosedError, PenstockError
+from penstock.server.broker.backend import Backend, Quotas
+from penstock.server.broker.calls import BusyError, Call, overdue
+from penstock.server.broker.mailbox import Mailbox
+from penstock.server.broker.metrics import Metrics, RequestTimes
+
+_LOG = logging.getLogger("penstock")
+_FIRST_GUESS = 1.0
+"""Seconds that an output takes, before any has ended."""
+_LONGEST_WAIT = 60.0
+"""Seconds of Retry-After at most."""
+
+
+class RequestBroker:
+    """Takes calls on the running loop, and drives a backend on a thread of its own."""
+
+    def __init__(self, backend: Backend, metrics: Metrics, *, queue: int, keys: int = 0) -> None:
+        """queue: outputs that may wait, beside those that the backend computes at a time. metrics: counts
+        calls.
+        keys: of the server; see Quotas."""
+        self._backend, self._metrics = backend, metrics
+        self._quotas = Quotas.of(backend.reader.limits.max_sequences, queue, keys)
+        self._calls: set[Call] = set()
+        """Calls that were taken and have not ended."""
+        self.outputs = 0
+        """Outputs of all calls, that are computed or wait."""
+        self._of_key: Counter[bytes] = Counter()
+        """Outputs of each key's calls."""
+        self._output_seconds_ema = _FIRST_GUESS
+        """The moving average of seconds per completed call; sets Retry-After."""
+        self.max_seconds: float | None = None
+        """The seconds that a request may take, whatever it asks for."""
+        self._closing = False
+        self._fault: BaseException | None = None
+        self._over = asyncio.Event()
+        self._mailbox = Mailbox(asyncio.get_running_loop(), self._deliver)
+        self._thread = threading.Thread(target=self._drive, name="penstock driver", daemon=True)
+        self._thread.start()
+
+    @property
+    def open(self) -> bool:
+        """Tell whether calls are taken."""
+        return not (self._closing or self._over.is_set())
+
+    @property
+    def reading(self) -> Call | None:
+        """The first call that the engine was given and that has no output yet: a prompt that is being
+        computed is that call's."""
+        unread = [
+            (call.group.sequences[0].request, call)
+            for call in self._calls
+            if call.group is not None and not call.first_token_time
+        ]
+        return min(unread, key=lambda one: one[0])[1] if unread else None
+
+    def check_room(self, asked: int, owner: bytes = b"") -> None:
+        """Raise BusyError if there is no room for so many outputs of a key, and EngineClosedError if there
+        never will be."""
+        if not self.open:
+            why = f"it has failed: {self._fault}" if self._fault else "the server is shutting down"
+            raise EngineClosedError(
+                f"the model takes no more requests, as {why}; try another server, or this one later"
+            )
+        quotas, largest = self._quotas, self._quotas.largest_request
+        if asked > largest:
+            raise BusyError(
+                f"{asked} outputs were asked for, but there is room for {largest} at a time; ask for fewer",
+                0.0,
+            )
+        for whose, there, most in (
+            ("", self.outputs, quotas.total),
+            (" of this key", self._of_key[owner], quotas.per_key),
+        ):
+            if there + asked > most:
+                wait = self._output_seconds_ema * (there + asked - most) / quotas.running
+                raise BusyError(
+                    f"{there} outputs{whose} are under way or waiting, and {most} can at most; try again "
+                    "later",
+                    min(max(1.0, wait), _LONGEST_WAIT),
+                )
+
+    def allowed_seconds(self, wanted: float | None) -> float | None:
+        """Return the seconds that a request may take which wants so many; None is any."""
+        given = [one for one in (wanted, self.max_seconds) if one is not None]
+        return min(given, default=None)
+
+    def submit(
+        self,
+        prompts: Sequence[PreparedPrompt],
+        wanted: float | None = None,
+        since: float | None = None,
+        owner: bytes = b"",
+    ) -> list[Call]:
+        """Return a call for each prompt of a request; none is begun unless all are. Raise what `check_room`
+        does.
+
+        wanted: seconds after which they end with DeadlineError.
+        since: when the request came, in seconds of monotonic(), from which these run; None is now.
+        owner: stands for the key that has sent it.
+        """
+        asked = sum(len(one.samplings) for one in prompts)
+        self.check_room(asked, owner)
+        calls = [Call(self.leave, one, owner) for one in prompts]
+        self._calls.update(calls)
+        self.outputs += asked
+        self._of_key[owner] += asked
+        seconds, gone = self.allowed_seconds(wanted), 0.0 if since is None else monotonic() - since
+        for call in calls:
+            if seconds is not None:
+                later = asyncio.get_running_loop().call_later
+                call.timer = later(max(seconds - gone, 0.0), self._expire, call, seconds)
+            self._mailbox.send(call)
+        return calls
+
+    async def close(self, patience: float, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Take no more calls, let those that there are end for so many seconds, or until there is hurry, then
+        end them."""
+        self._closing = True
+        late = monotonic() + patience
+        while self._calls and monotonic() < late and not (hurry() or self._over.is_set()):
+            await asyncio.sleep(0.01)
+        self._mailbox.send(None)
+        await self._over.wait()
+        await asyncio.to_thread(self._thread.join)
+
+    async def failure(self) -> BaseException | None:
+        """Wait until the backend has ended. Return what has ended it; None if the broker has."""
+        await self._over.wait()
+        return self._fault
+
+    def leave(self, call: Call) -> None:
+        """End a call that its client wants no more. One that has ended is not disturbed."""
+        if call in self._calls and not call.over:
+            call.left = True
+            self._break_off(call, None)
+            self._metrics.abandoned()
+
+    def _expire(self, call: Call, seconds: float) -> None:
+        if call in self._calls and not call.over:
+            self._break_off(call, overdue(seconds))
+
+    def _break_off(self, call: Call, fault: BaseException | None) -> None:
+        call.deliver((), True, fault)
+        self._forget(call)
+        self._mailbox.send(call)
+
+    def _forget(self, call: Call) -> None:
+        """Count a call no more, which has ended."""
+        self._calls.discard(call)
+        self.outputs -= len(call.prompt.samplings)
+        self._of_key[call.owner] -= len(call.prompt.samplings)
+        if not self._of_key[call.owner]:
+            del self._of_key[call.owner]
+
+    def _deliver(self) -> None:
+        """Give calls what the backend has reported of them."""
+        updates, now, gaps = self._mailbox.collect(), monotonic(), list[float]()
+        for call, deltas, over, fault in updates:
+            if call not in self._calls:
+                continue
+            if deltas:
+                if not call.first_token_time:
+                    call.first_token_time = now
+                    self._metrics.began(now - call.arrival_time)
+                else:
+                    gaps.append(now - call.last_token_time)
+                call.last_token_time = now
+            call.deliver(deltas, over, fault)
+            if over:
+                self._forget(call)
+                if fault is None:
+                    self._output_seconds_ema += (now - call.arrival_time - self._output_seconds_ema) / 16
+                    times = RequestTimes(
+                        call.scheduled_time - call.arrival_time,
+                        call.first_token_time - call.scheduled_time,
+                        now - call.first_token_time,
+                    )
+                    self._metrics.completed(times, call.so_far())
+        self._metrics.went_on(gaps)
+
+    def _drive(self) -> None:
+        """Run the backend, on its thread."""
+        fault: BaseException | None = None
+        try:
+            self._backend.drive(self._mailbox, self._quotas)
+        except BaseException as error:
+            fault = error
+            _LOG.error("the engine has failed: %s", error, exc_info=not isinstance(error, PenstockError))
+        finally:
+            self._mailbox.run_on_loop(self._end, fault)
+
+    def _end(self, fault: BaseException | None) -> None:
+        self._fault = fault
+        what = (
+            f"the engine has failed: {fault}"
+            if fault
+            else "the server was shut down before this request was complete"
+        )
+        for call in self._calls:
+            call.deliver((), True, EngineClosedError(f"{what}; send it again"))
+        self._calls.clear()
+        self._of_key.clear()
+        self.outputs = 0
+        self._over.set()

@@ -1,0 +1,1 @@
+"""The HTTP server: connections, keys, request bodies, routes, and how answers are sent."""

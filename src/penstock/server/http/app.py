@@ -1,0 +1,338 @@
+"""The routes of the API: what is asked is read and checked here, and submitted to the broker."""
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from time import monotonic
+from typing import TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from penstock.api.sequences import PreparedPrompt
+from penstock.base.errors import EngineClosedError
+from penstock.server.answers.completions import Answer
+from penstock.server.answers.prompts import AnswerWriter, chat_tokens, read
+from penstock.server.answers.responses import ResponseStream, read_response
+from penstock.server.broker.calls import overdue
+from penstock.server.broker.metrics import CONTENT_TYPE
+from penstock.server.http.errors import error_response, no_route
+from penstock.server.http.keys import NO_OWNER, owner_of, salt_of
+from penstock.server.http.openapi import described
+from penstock.server.http.origins import OriginGuard, is_json
+from penstock.server.http.page import FILES, page_file
+from penstock.server.http.sending import GONE, completed, json_response, responded
+from penstock.server.http.state import ServerSettings, ServerState
+from penstock.server.monitoring.logs import note_request
+from penstock.server.monitoring.records import RecordMiddleware, record_of
+from penstock.server.wire.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    FieldError,
+    TokenizeRequest,
+    decoded,
+)
+from penstock.server.wire.responses import ResponsesRequest
+
+T = TypeVar("T")
+
+
+def application(server: ServerState) -> ASGIApp:
+    """Return the ASGI application of a server: routes, and what stands around them."""
+    asked: list[tuple[str, str, Handler]] = [
+        ("GET", "/health", _health),
+        ("GET", "/ready", _ready),
+        ("GET", "/openapi.json", _openapi),
+        ("GET", "/metrics", _metrics),
+        ("GET", "/state", _state),
+        ("GET", "/v1/models", _models),
+        ("GET", "/v1/models/{name:path}", _model),
+        ("POST", "/v1/chat/completions", partial(_generate, kind=ChatRequest)),
+        ("POST", "/v1/completions", partial(_generate, kind=CompletionRequest)),
+        ("POST", "/v1/responses", _respond),
+        ("GET", "/v1/responses/{name}", _response),
+        ("DELETE", "/v1/responses/{name}", _drop),
+        ("POST", "/tokenize", _tokenize),
+        ("POST", "/detokenize", _detokenize),
+        *[("GET", path, _page) for path in FILES],
+    ]
+    found: dict[str, dict[str, Handler]] = {}
+    for method, path, handler in asked:
+        found.setdefault(path, {})[method] = handler
+    # One route a path: what it does not take is refused with all that it does.
+    routes = [
+        Route(path, _route(server, path, handlers), methods=list(handlers))
+        for path, handlers in found.items()
+    ]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: no_route})
+    app.router.redirect_slashes = False  # It would send clients to whatever their Host header says.
+    doors = OriginGuard(app, server.settings.allow_hosts, keys=bool(server.settings.keys))
+    return RecordMiddleware(doors, (*server.sinks, note_request))
+
+
+# ---- what stands around every route
+
+_OPEN = ("/health", "/ready", "/openapi.json", *FILES)
+"""Asked by what has no key."""
+Handler = Callable[[ServerState, Request], Awaitable[Response]]
+
+
+def _route(
+    server: ServerState, path: str, handlers: Mapping[str, Handler]
+) -> Callable[[Request], Awaitable[Response]]:
+    """The handler of the request's method, behind the check of keys, its errors as clients know them."""
+
+    async def route(request: Request) -> Response:
+        record_of(request).route = path
+        response = await answered(request)
+        if len(server.settings.keys) > 1 and 400 <= response.status_code < 500:
+            with suppress(asyncio.CancelledError):  # The server ends: then it is answered at once.
+                await server.refusals.turn(record_of(request).owner)
+        server.metrics.answered(path, response.status_code)
+        return response
+
+    async def answered(request: Request) -> Response:
+        try:
+            # Not request.url, in which the client's Host header may have a part.
+            if request.scope["path"] not in _OPEN:
+                record_of(request).owner = _owner(server.settings, request)
+            return await handlers["GET" if request.method == "HEAD" else request.method](server, request)
+        except (
+            asyncio.CancelledError
+        ):  # The end of the server has not waited for this, such as for a body that does not come.
+            return error_response(
+                EngineClosedError(
+                    "the server is shutting down; send the request again, to another one or later"
+                )
+            )
+        except ClientDisconnect:
+            return Response(status_code=GONE)
+        except Exception as fault:
+            record_of(request).fault = (
+                str(fault.status_code) if isinstance(fault, HTTPException) else type(fault).__name__
+            )
+            return error_response(fault)
+        finally:
+            server.uploads.release(request)
+
+    return route
+
+
+def _owner(settings: ServerSettings, request: Request) -> bytes:
+    """Who has sent it. Raises HTTPException for a key that is not one of the server's, if that has any."""
+    if not settings.keys:
+        return NO_OWNER
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    sent = given.strip().encode("latin-1")  # As Starlette has read it; the bytes are the client's.
+    # Each is compared, in a time that tells nothing of how much of it was right.
+    right = [hmac.compare_digest(sent, key.secret) for key in settings.keys]
+    if scheme.lower() != "bearer" or not any(right):
+        raise HTTPException(
+            401, "the API key is missing or not one of this server's; send it as 'Authorization: Bearer KEY'"
+        )
+    record_of(request).least_priority = (
+        settings.keys[right.index(True)].priority if len(settings.keys) > 1 else None
+    )
+    return owner_of(sent)
+
+
+def _check_priority(request: Request, asked: int) -> None:
+    """Raises FieldError for one that its key may not ask for."""
+    least = record_of(request).least_priority
+    if least is not None and asked < least:
+        raise FieldError(
+            f"priority {asked} was asked for, but this key may ask for {least} at the least; raise it or "
+            "leave it out",
+            "priority",
+        )
+
+
+def _salt(server: ServerState, request: Request, given: str | None) -> bytes:
+    return salt_of(record_of(request).owner, given, share=server.settings.share_prefixes)
+
+
+async def _body(server: ServerState, request: Request, kind: type[T]) -> T:
+    """Raises FieldError, HTTPException for a body that is not declared as JSON, and what `Uploads.body`
+    does."""
+    if not is_json(request.scope):
+        raise HTTPException(415, "the body must be declared as JSON; send 'Content-Type: application/json'")
+    return decoded(await server.uploads.body(request), kind)
+
+
+async def _aside(
+    server: ServerState, request: Request, read: Callable[[], T], timeout: float | None = None
+) -> T:
+    """timeout: seconds that the request may take, which run since it has come. Raises DeadlineError."""
+    seconds = None if server.broker is None else server.broker.allowed_seconds(timeout)
+    late = None if seconds is None else seconds - (monotonic() - record_of(request).began)
+    try:
+        async with asyncio.timeout(late):
+            return await server.uploads.aside(request, read)
+    except TimeoutError as error:
+        assert seconds is not None
+        raise overdue(seconds) from error
+
+
+def _check_model(server: ServerState, name: str) -> None:
+    if name not in server.settings.names:
+        raise HTTPException(
+            404, f"the model {name[:200]!r} does not exist here; there is {', '.join(server.settings.names)}"
+        )
+
+
+# ---- routes
+
+
+async def _health(server: ServerState, request: Request) -> Response:
+    return json_response({"status": "alive"})
+
+
+async def _ready(server: ServerState, request: Request) -> Response:
+    if server.broker is None:
+        return json_response({"status": "loading"}, 503)
+    if server.fleet is not None and not server.fleet.replicas:
+        return json_response({"status": "waiting for a replica"}, 503)
+    return (
+        json_response({"status": "ready"})
+        if server.broker.open
+        else json_response({"status": "closing"}, 503)
+    )
+
+
+async def _models(server: ServerState, request: Request) -> Response:
+    return json_response(
+        {"object": "list", "data": [_described(server, name) for name in server.settings.names]}
+    )
+
+
+async def _model(server: ServerState, request: Request) -> Response:
+    name = request.path_params["name"]
+    _check_model(server, name)
+    return json_response(_described(server, name))
+
+
+def _described(server: ServerState, name: str) -> Answer:
+    reader, _ = server.model()
+    longest = reader.limits.max_model_len
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.loaded,
+        "owned_by": "penstock",
+        "max_model_len": longest,
+    }
+
+
+async def _generate(
+    server: ServerState, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
+) -> Response:
+    asked = await _body(server, request, kind)
+    _check_model(server, asked.model)
+    asked.check()
+    _check_priority(request, asked.priority)
+    reader, broker = server.model()
+    broker.check_room(asked.outputs, record_of(request).owner)
+    salt = _salt(server, request, asked.cache_salt)
+
+    def prepared() -> tuple[list[PreparedPrompt], AnswerWriter]:
+        ready, writer = read(reader, asked, server.dialect)
+        return [one.salted(salt) for one in ready], writer
+
+    ready, writer = await _aside(server, request, prepared, asked.timeout)
+    return await completed(request, broker, ready, writer, asked)
+
+
+async def _respond(server: ServerState, request: Request) -> Response:
+    asked = await _body(server, request, ResponsesRequest)
+    _check_model(server, asked.model)
+    asked.check()
+    _check_priority(request, asked.priority)
+    reader, broker = server.model()
+    broker.check_room(1, record_of(request).owner)
+    name, owner = asked.previous_response_id, record_of(request).owner
+    before = b"" if name is None else server.responses.conversation(name, owner, "previous_response_id")
+    salt = _salt(server, request, asked.cache_salt)
+
+    def prepared() -> tuple[PreparedPrompt, ResponseStream]:
+        ready, stream = read_response(reader, asked, before, server.dialect)
+        return ready.salted(salt), stream
+
+    ready, response = await _aside(server, request, prepared, asked.timeout)
+    return await responded(request, broker, ready, response, server.responses, asked)
+
+
+async def _response(server: ServerState, request: Request) -> Response:
+    if request.query_params.get("stream", "false") != "false":
+        raise FieldError(
+            "a stream was asked for, but a response that is kept is whole; leave stream out", "stream"
+        )
+    return Response(
+        server.responses.answer(request.path_params["name"], record_of(request).owner),
+        media_type="application/json",
+    )
+
+
+async def _drop(server: ServerState, request: Request) -> Response:
+    name = request.path_params["name"]
+    server.responses.drop(name, record_of(request).owner)
+    return json_response({"id": name, "object": "response", "deleted": True})
+
+
+async def _openapi(server: ServerState, request: Request) -> Response:
+    return Response(described(keys=bool(server.settings.keys)), media_type="application/json")
+
+
+async def _metrics(server: ServerState, request: Request) -> Response:
+    own = server.metrics.text()
+    return Response(own if server.fleet is None else await server.fleet.metrics(own), media_type=CONTENT_TYPE)
+
+
+async def _state(server: ServerState, request: Request) -> Response:
+    _, broker = server.model()
+    if server.fleet is not None:
+        found: object = await server.fleet.state(broker)
+    else:
+        assert server.monitor is not None
+        found = server.monitor.look()
+    return json_response(found, headers={"Cache-Control": "no-store"})
+
+
+async def _page(server: ServerState, request: Request) -> Response:
+    return page_file(request)
+
+
+async def _tokenize(server: ServerState, request: Request) -> Response:
+    asked = await _body(server, request, TokenizeRequest)
+    asked.check()
+    reader, _ = server.model()
+    _check_model(server, asked.model or server.settings.names[0])
+
+    def tokenized() -> Answer:
+        if asked.messages is not None:
+            tokens = chat_tokens(reader, asked, server.dialect)
+        else:
+            tokens = reader.encode(asked.prompt or "", special=asked.add_special_tokens)
+        answer: Answer = {
+            "count": len(tokens),
+            "max_model_len": reader.limits.max_model_len,
+            "tokens": tokens,
+        }
+        if asked.return_token_strs:
+            answer["token_strs"] = [reader.tokenizer.token_text(token) for token in tokens]
+        return answer
+
+    return json_response(await _aside(server, request, tokenized))
+
+
+async def _detokenize(server: ServerState, request: Request) -> Response:
+    asked = await _body(server, request, DetokenizeRequest)
+    reader, _ = server.model()
+    _check_model(server, asked.model or server.settings.names[0])
+    return json_response({"prompt": await _aside(server, request, lambda: reader.decode(asked.tokens))})

@@ -1,0 +1,225 @@
+"""A client's connection: HTTP as uvicorn reads it, with an end to what a client can make the server keep or
+wait for.
+
+Uvicorn reads whatever comes. Here a request's head has a size and a time, its body a least rate, and a
+request behind one that has not been answered is not read: the connection ends with that answer, and a client
+that goes before it is noticed. Beyond as many connections as there may be open files, a new one is refused.
+"""
+
+import asyncio
+import resource
+from asyncio.events import TimerHandle
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+import msgspec
+from starlette.requests import Request
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from penstock.server.answers.completions import error
+
+MOST_HEAD = 64 << 10
+"""Bytes of a request's line and headers, and of what follows its body."""
+_LONGEST_HEAD = 30.0
+"""Seconds that they may take."""
+_LOOK = 30.0
+"""Seconds over which a body's rate is taken."""
+_SLOWEST = 1 << 10
+"""Bytes of a body a second, at least."""
+_LONGEST_STALL = 300.0
+"""Seconds in which a client that has much to read has read hardly anything."""
+_KEY = "penstock.connection"
+_ENOUGH, _OTHERS = 1 << 16, 128
+"""Open files: as many as are ever needed, and those that are no connections."""
+_REFUSALS = {
+    400: (
+        "what came is not HTTP; is it meant for this port, and is there TLS where none is spoken?",
+        "invalid_request_error",
+    ),
+    408: (
+        f"the request did not come to its end; its head may take {_LONGEST_HEAD:g} s, its body {_SLOWEST:,} "
+        "bytes a second",
+        "timeout_error",
+    ),
+    431: (
+        f"the request's line and headers have more than {MOST_HEAD:,} bytes; send fewer or shorter ones",
+        "invalid_request_error",
+    ),
+    503: (
+        "there are as many connections as this server may have; try again later, or let it open more files",
+        "server_error",
+    ),
+}
+"""Messages and kinds of errors where no route is asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """The most connections that there may be. most: of all. at_once: of those that come before the first of
+    them is looked at; where files run out meanwhile, asyncio says that again and again, and does nothing
+    else."""
+
+    most: int
+    at_once: int
+
+
+@cache
+def room() -> ConnectionLimits:
+    """Return as many connections as open files allow, after raising that limit as far as it goes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = _ENOUGH
+    if resource.RLIM_INFINITY not in (soft, hard):
+        files = max(soft, min(hard, _ENOUGH))
+    if soft != resource.RLIM_INFINITY and soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    at_once = min(2048, files // 4)
+    return ConnectionLimits(max(files - at_once - _OTHERS, at_once), at_once)
+
+
+class _EarlyError(Exception):
+    """A request has come before the answer to the one before."""
+
+
+def connection_of(request: Request) -> "Connection | None":
+    """Return the connection that a request has come by; None if it is not one of ours."""
+    found: Connection | None = request.scope.get(_KEY)
+    return found
+
+
+class Connection(HttpToolsProtocol):
+    """Follows one client's connection: it refuses what is too large, too slow or not HTTP."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._head = 0
+        """Bytes since a message began, or since its body went on."""
+        self._body = 0
+        """Bytes since the last look."""
+        self._deaf = False
+        """Whether what comes is thrown away."""
+        self._timer: TimerHandle | None = None
+        self._stall: TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request, or refuse the connection if there are too many."""
+        super().connection_made(transport)
+        self._wait(_LONGEST_HEAD, self._late)
+        if len(self.connections) > room().most:
+            self._refuse(503)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop all timers."""
+        self._wait()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what has come, up to the largest head."""
+        if self._deaf:
+            return
+        self._head += len(data)
+        super().data_received(data)
+        if self._head > MOST_HEAD and not self._deaf:
+            self._refuse(431)
+
+    def push(self, piece: bytes) -> None:
+        """Send a piece of an answer that has begun: now, or when there is room. Ask `pushes` first."""
+        if piece:  # What is empty would be the end.
+            self.transport.write(
+                b"%x\r\n%s\r\n" % (len(piece), piece) if self.cycle.chunked_encoding else piece
+            )
+
+    @property
+    def pushes(self) -> bool:
+        """Tell whether the client is there, and takes what there is of the answer."""
+        return not (self.cycle.disconnected or self.flow.write_paused)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP."""
+        if not self._deaf:
+            self._refuse(400)
+
+    # ---- what the parser has found
+
+    def on_message_begin(self) -> None:
+        """Begin a request, or close the connection if it comes before the last answer was sent."""
+        if self._answers:
+            self.cycle.keep_alive = False
+            self._deaf = True
+            raise _EarlyError
+        if self._timer is None:
+            self._wait(_LONGEST_HEAD, self._late)
+        super().on_message_begin()
+        cast(dict[str, object], self.scope)[_KEY] = self
+
+    def on_headers_complete(self) -> None:
+        """Begin to watch how fast the body comes."""
+        self._body = 0
+        self._wait(_LOOK, self._look)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Count a part of the body."""
+        self._head = 0
+        self._body += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Stop waiting for the body."""
+        self._head = 0
+        self._wait()
+        super().on_message_complete()
+
+    # ---- time
+
+    def pause_writing(self) -> None:
+        """Begin to wait for a client that does not read."""
+        super().pause_writing()
+        if self._stall is None:
+            self._stall = self.loop.call_later(_LONGEST_STALL, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Stop waiting for the client, which reads again."""
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+        super().resume_writing()
+
+    def _wait(self, seconds: float = 0.0, then: Any = None) -> None:
+        """For one thing at a time; for nothing, without arguments."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if then is None else self.loop.call_later(seconds, then)
+
+    def _look(self) -> None:
+        if self._body < _SLOWEST * _LOOK and not self.flow.read_paused:
+            self._late()
+            return
+        self._body = 0
+        self._wait(_LOOK, self._look)
+
+    def _late(self) -> None:
+        self._timer = None
+        if self._head or self._answers:
+            self._refuse(408)
+        else:
+            self.transport.close()
+
+    @property
+    def _answers(self) -> bool:
+        """Whether an answer is under way."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _refuse(self, status: int) -> None:
+        """What no route is asked about."""
+        self._deaf = True
+        if self._answers:
+            self.transport.abort()
+        else:
+            body = msgspec.json.encode(error(*_REFUSALS[status]))
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
+                body
+            )
+            self.transport.write(STATUS_LINE[status] + head + body)
+            self.transport.close()

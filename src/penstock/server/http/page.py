@@ -1,0 +1,51 @@
+"""The page at `/`: a chat, and the machine beside it. Its files ask nothing of anybody but this server, and
+need no key."""
+
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+_FOLDER = Path(__file__).parent / "page"
+_KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors "
+    "'none'; object-src 'none'",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    content: bytes
+    kind: str
+    tag: str
+
+
+def _file(name: str) -> _File:
+    content = (_FOLDER / name).read_bytes()
+    return _File(content, _KINDS[Path(name).suffix], f'"{sha256(content).hexdigest()[:32]}"')
+
+
+FILES = {"/": _file("index.html")} | {
+    f"/page/{name}": _file(name) for name in ("page.css", "page.js", "icon.svg")
+}
+"""By path."""
+
+
+def page_file(request: Request) -> Response:
+    """One of them; nothing but that it is the same, to who has it already."""
+    file = FILES[request.scope["path"]]
+    headers = _HEADERS | {"ETag": file.tag}
+    had = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+    if file.tag in had or had == ["*"]:
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, headers=headers, media_type=file.kind)

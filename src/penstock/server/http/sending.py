@@ -1,0 +1,236 @@
+"""How answers are sent: whole or as they come, to clients that may go at any moment."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message as Event
+from starlette.types import Receive, Scope, Send
+
+from penstock.api.outputs import Completion, Delta
+from penstock.api.sequences import PreparedPrompt
+from penstock.base.errors import PenstockError
+from penstock.server.answers.completions import error
+from penstock.server.answers.prompts import AnswerWriter
+from penstock.server.answers.responses import ResponseStream
+from penstock.server.answers.store import ResponseStore
+from penstock.server.broker.broker import RequestBroker
+from penstock.server.broker.calls import Call
+from penstock.server.http.connection import Connection, connection_of
+from penstock.server.monitoring.records import record_of
+from penstock.server.wire.requests import ChatRequest, CompletionRequest
+from penstock.server.wire.responses import ResponsesRequest
+
+T = TypeVar("T")
+_LOG = logging.getLogger("penstock")
+GONE = 499
+"""The status that is noted of a request when its client has gone."""
+
+
+def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a response with this content as JSON."""
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def said(fault: Exception) -> str:
+    """Return what a client reads of an error: of one that was not foreseen, not much."""
+    return (
+        str(fault)
+        if isinstance(fault, PenstockError)
+        else f"the server has failed with {type(fault).__name__}; its log says more"
+    )
+
+
+async def completed(
+    request: Request,
+    broker: RequestBroker,
+    ready: Sequence[PreparedPrompt],
+    writer: AnswerWriter,
+    asked: ChatRequest | CompletionRequest,
+) -> Response:
+    """The outputs of all prompts, whole or as they come. A client that goes takes its calls with it."""
+    calls = broker.submit(ready, asked.timeout, record_of(request).began, record_of(request).owner)
+    record_of(request).asks(asked.model, calls, streams=asked.streams)
+    if asked.streams:
+        events = _chunk_events(calls, writer, connection_of(request), tells_usage=asked.tells_usage)
+        return Live(events, lambda: leave(calls))
+    try:
+        completions = await unless_gone(request.receive, _all(calls))
+    finally:
+        leave(calls)
+    if completions is None:
+        return Response(status_code=GONE)
+    return json_response(writer.whole(completions))
+
+
+async def responded(
+    request: Request,
+    broker: RequestBroker,
+    ready: PreparedPrompt,
+    stream: ResponseStream,
+    kept: ResponseStore,
+    asked: ResponsesRequest,
+) -> Response:
+    """A response, which is kept unless it is not to be."""
+    calls = broker.submit([ready], asked.timeout, record_of(request).began, record_of(request).owner)
+    record_of(request).asks(asked.model, calls, streams=asked.streams)
+    events = stream.events(calls[0], partial(kept.put, record_of(request).owner) if asked.stores else None)
+    if asked.streams:
+        return Live(_to_the_end(events, stream), lambda: leave(calls))
+
+    async def whole() -> object:
+        async for _ in events:
+            raise AssertionError("events are for streams")
+        return stream.response
+
+    try:
+        response = await unless_gone(request.receive, whole())
+    finally:
+        leave(calls)
+    return Response(status_code=GONE) if response is None else json_response(response)
+
+
+async def _to_the_end(events: AsyncGenerator[bytes], stream: ResponseStream) -> AsyncGenerator[bytes]:
+    """With a last event that says what has failed, if something has."""
+    try:
+        async with aclosing(events):
+            async for event in events:
+                yield event
+    except Exception as fault:
+        if not isinstance(fault, PenstockError):
+            _LOG.error("a stream has failed", exc_info=fault)
+        yield stream.failure(said(fault))
+
+
+async def _all(calls: Sequence[Call]) -> list[Completion]:
+    return [await call.completion() for call in calls]
+
+
+async def _chunk_events(
+    calls: Sequence[Call], writer: AnswerWriter, connection: Connection | None, *, tells_usage: bool
+) -> AsyncGenerator[bytes]:
+    """Events, as pieces come of any of the calls. Those of a single one go to the connection without this
+    being woken up for them."""
+
+    def events(number: int, deltas: Sequence[Delta]) -> bytes:
+        return b"".join(
+            [
+                _event(chunk | {"usage": None} if tells_usage else chunk)
+                for chunk in writer.pieces(number, deltas)
+            ]
+        )
+
+    def pushed(deltas: Sequence[Delta]) -> bool:
+        if connection is None or not connection.pushes:
+            return False
+        connection.push(events(0, deltas))
+        return True
+
+    try:
+        if len(calls) == 1:
+            async for deltas in calls[0].pieces(pushed):
+                yield events(0, deltas)
+        else:
+            async with aclosing(_merged(calls)) as merged:
+                async for number, deltas in merged:
+                    yield events(number, deltas)
+        if tells_usage:
+            yield _event(writer.last([call.so_far() for call in calls]))
+    except Exception as fault:
+        # The status has been sent: that is all that can still be said.
+        if not isinstance(fault, PenstockError):
+            _LOG.error("a stream has failed", exc_info=fault)
+        yield _event(error(said(fault), "server_error"))
+        return
+    yield b"data: [DONE]\n\n"
+
+
+async def _merged(calls: Sequence[Call]) -> AsyncGenerator[tuple[int, Sequence[Delta]]]:
+    news: asyncio.Queue[tuple[int, Sequence[Delta] | BaseException | None]] = asyncio.Queue()
+
+    async def listen(number: int, call: Call) -> None:
+        try:
+            async for deltas in call.pieces():
+                news.put_nowait((number, deltas))
+            news.put_nowait((number, None))
+        except PenstockError as fault:
+            news.put_nowait((number, fault))
+
+    listening = [asyncio.ensure_future(listen(number, call)) for number, call in enumerate(calls)]
+    try:
+        left = len(calls)
+        while left:
+            number, come = await news.get()
+            if isinstance(come, BaseException):
+                raise come
+            if come is None:
+                left -= 1
+            else:
+                yield number, come
+    finally:
+        for task in listening:
+            task.cancel()
+
+
+def _event(content: object) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def leave(calls: Sequence[Call]) -> None:
+    """End calls that their client wants no more."""
+    for call in calls:
+        call.leave()
+
+
+class Live(Response):
+    """A stream of events, which ends when the client goes, also while there is nothing to send."""
+
+    def __init__(self, events: AsyncGenerator[bytes], over: Callable[[], None]) -> None:
+        super().__init__(
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type="text/event-stream"
+        )
+        del self.headers["content-length"]
+        self._events, self._over = events, over
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self._send(send))
+        except asyncio.CancelledError:
+            _LOG.info("a client has not read its answer to the end")
+        finally:
+            self._over()
+            await self._events.aclose()
+
+    async def _send(self, send: Send) -> None:
+        with suppress(OSError):  # The client has gone.
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def unless_gone(receive: Callable[[], Awaitable[Event]], work: Coroutine[Any, Any, T]) -> T | None:
+    """Return what comes of the work; None if the client goes before it is done, which ends it."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, waiting):
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task

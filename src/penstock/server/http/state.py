@@ -1,0 +1,94 @@
+"""The settings of a server, and the state that its routes work with."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import time
+
+from penstock.api.reader import PromptReader
+from penstock.base.errors import EngineClosedError
+from penstock.server.answers.store import ResponseStore
+from penstock.server.broker.backend import Backend, LocalBackend
+from penstock.server.broker.broker import RequestBroker
+from penstock.server.broker.metrics import Metrics
+from penstock.server.fleet.backend import RemoteBackend
+from penstock.server.http.keys import ApiKey, RefusalThrottle
+from penstock.server.http.uploads import Uploads
+from penstock.server.monitoring.records import RecordSink
+from penstock.server.monitoring.state import StateMonitor
+from penstock.server.parsing.dialects import AUTO, Dialect, dialect_of
+from penstock.server.settings import AnswerSettings
+
+_LOG = logging.getLogger("penstock")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings(AnswerSettings):
+    """The settings of a server.
+
+    names: names by which clients ask for the model; the first is the one that answers give.
+    keys: a client must send one of them, if there are any.
+    allow_hosts: names by which this machine is asked, if there are no keys; see OriginGuard.
+    """
+
+    names: tuple[str, ...]
+    keys: tuple[ApiKey, ...] = ()
+    allow_hosts: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class ServerState:
+    """The state that routes work with. There is no model while it is being loaded.
+
+    monitor: looks at the engine in this process, if that computes.
+    fleet: the backend, if replicas compute.
+    loaded: when the model was there, in seconds since 1970.
+    sinks: are given the record of each request that is over, before the log is.
+    dialect: how the model writes reasoning and calls of tools.
+    """
+
+    settings: ServerSettings
+    reader: PromptReader | None = None
+    broker: RequestBroker | None = None
+    monitor: StateMonitor | None = None
+    fleet: RemoteBackend | None = None
+    loaded: int = 0
+    metrics: Metrics = field(default_factory=Metrics)
+    sinks: Sequence[RecordSink] = ()
+    dialect: Dialect | None = None
+    refusals: RefusalThrottle = field(default_factory=RefusalThrottle)
+    responses: ResponseStore = field(init=False)
+    uploads: Uploads = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.responses = ResponseStore(self.settings.max_kept)
+        self.uploads = Uploads(self.settings.max_body, keys=len(self.settings.keys))
+
+    def open(self, backend: Backend, broker: RequestBroker) -> None:
+        """Take requests from now on, for what was loaded."""
+        self.reader, self.broker, self.loaded = backend.reader, broker, int(time())
+        if self.reader.has_tokenizer:
+            self.reader.tokenizer.cut_aside()
+            templates = self.reader.tokenizer.templates
+            self.dialect = dialect_of(templates, self.settings.tool_parser, self.settings.reasoning_parser)
+            if (
+                self.dialect.calls is None
+                and self.settings.tool_parser == AUTO
+                and any("tools" in source for source in templates.values())
+            ):
+                _LOG.warning(
+                    "the model takes tools, but how it calls them is not known: calls will be text; "
+                    "--tool-parser may say more"
+                )
+        if isinstance(backend, RemoteBackend):
+            self.fleet = backend
+        elif isinstance(backend, LocalBackend):
+            self.monitor = StateMonitor(backend, broker, self.settings.names[0])
+            self.metrics.watch(backend, lambda: broker.outputs)
+
+    def model(self) -> tuple[PromptReader, RequestBroker]:
+        """Return what reads prompts and what takes calls. Raise EngineClosedError while the model is
+        loaded."""
+        if self.reader is None or self.broker is None:
+            raise EngineClosedError("the model is being loaded; ask /ready until it is there")
+        return self.reader, self.broker

@@ -1,0 +1,2 @@
+"""For those who run a server: log lines and traces of requests, and the state that the
+page shows."""

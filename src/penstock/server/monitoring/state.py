@@ -1,0 +1,336 @@
+"""What the page shows beside the chat: the machine at this moment, in numbers that others count. No paths,
+and nothing of any prompt but how long it is."""
+
+from collections import deque
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from penstock.api.snapshots import MemoryUse, PrefixCounts
+from penstock.base.meter import KVStats, MeterSample, MissedStats, Passes, PromptProgress, TierStats
+from penstock.engine.engine import Stats
+from penstock.memory.device import device_name, free_memory, total_memory
+from penstock.server.broker.backend import LocalBackend
+from penstock.server.broker.broker import RequestBroker
+from penstock.server.broker.calls import Call
+
+_WINDOW = 2.0
+"""Seconds over which rates are taken; two passes of weights that stream, where these are longer."""
+_STALE = 10.0
+"""Seconds without a look after which rates begin anew, if passes are not longer."""
+_CLOSE = 0.1
+"""Seconds between two looks that are both kept, at least: several pages may ask."""
+_PATIENCE = 0.5
+"""Seconds after which a prompt is shown: what is computed sooner comes and goes too fast to be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierPart:
+    """A part of a tier: so many bytes, and what takes them."""
+
+    what: str
+    """weights, ring (weights on their way), beside (the host's part of weights, on a CPU), kv (of requests),
+    kept (KV for later ones), empty (room for KV), activations, other, free."""
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierState:
+    """The memory of a tier. bytes: all that penstock may use of the device, all there is of host memory, and
+    all that penstock has on disk or may put there. The parts add up to it."""
+
+    tier: str
+    bytes: int
+    parts: tuple[TierPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkState:
+    """The traffic of a link, in bytes per second. ceiling: as measured at start, 0 if it was not. waited:
+    share of the time for which arithmetic waited for weights because of it."""
+
+    link: str
+    weights: float
+    kv: float
+    ceiling: float
+    waited: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptState:
+    """A prompt that is being computed. rate: tokens a second. left: seconds. Both None if not known yet."""
+
+    reached: int
+    length: int
+    rate: float | None
+    left: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheState:
+    """The prompt tokens since the engine started: computed, and found on a tier."""
+
+    computed: int
+    device: int
+    host: int
+    disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanState:
+    """The placement of weights, and the bytes that a pass over them moves.
+
+    decode_predicted: seconds of a pass that decodes one sequence, as predicted at start; 0 if it was not.
+    decode_seconds, prefill_seconds: seconds that a decode pass and a pass with some of a prompt have taken
+        lately; 0 if there was none. Compare a prediction with its kind alone.
+    binding: the bound of a decode pass, "disk", "link" or "compute"; empty if nothing streams.
+    """
+
+    device: int
+    host: int
+    disk: int
+    copied: int
+    read: int
+    decode_predicted: float
+    decode_seconds: float
+    prefill_seconds: float
+    binding: str
+
+
+@dataclass(frozen=True, slots=True)
+class MissedState:
+    """The attention that policies have left out since the engine started. All are 0 if everything is read.
+
+    most: the largest bound on the share of a token's attention, in a head and layer, that was missed.
+    worst, mean: of a choice's heads the largest bound and the mean one, on average.
+    read: share of the blocks.
+    """
+
+    choices: int
+    fallbacks: int
+    read: float
+    most: float
+    worst: float
+    mean: float
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The machine at this moment."""
+
+    model: str
+    family: str
+    layers: int
+    dtype: str
+    device: str
+    longest: int
+    open: bool
+    """Whether requests are taken."""
+    running: int
+    waiting: int
+    output_tokens: int
+    output_rate: float
+    computed_rate: float
+    """Tokens a second: of outputs, and all that were computed."""
+    prompt: PromptState | None
+    tiers: tuple[TierState, ...]
+    links: tuple[LinkState, ...]
+    cache: CacheState
+    plan: PlanState
+    missed: MissedState
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What was counted at a moment."""
+
+    counts: MeterSample
+    stats: Stats
+
+
+class StateMonitor:
+    """Looks at a model again and again. Runs on the broker's loop: it reads what steps change as they leave
+    it, and waits for nothing."""
+
+    def __init__(self, backend: LocalBackend, broker: RequestBroker, name: str) -> None:
+        """name: of the model, as clients know it."""
+        self._backend, self._llm, self._broker, self._name = backend, backend.llm, broker, name
+        self._device = device_name(torch.device(self._llm.device))
+        self._seen = deque[_Look]()
+        self._prompt: tuple[Call, PromptProgress] | None = None
+
+    def look(self) -> State:
+        """Return the state at this moment."""
+        memory, stats = self._llm.memory, self._backend.stats
+        weights, kv = memory.weights, memory.kv
+        now = _Look(MeterSample(perf_counter(), weights, kv), stats)
+        first = self._since(now)
+        seconds = now.counts.when - first.counts.when
+
+        def rate(counted: float) -> float:
+            return counted / seconds if seconds > 0 else 0.0
+
+        spec = self._llm.spec
+        return State(
+            model=self._name,
+            family=spec.family,
+            layers=spec.layers,
+            dtype=self._llm.dtype,
+            device=self._device,
+            longest=self._llm.limits.max_model_len,
+            open=self._broker.open,
+            running=stats.running,
+            waiting=max(self._broker.outputs - stats.running, stats.waiting),
+            output_tokens=stats.output_tokens,
+            output_rate=rate(stats.output_tokens - first.stats.output_tokens),
+            computed_rate=rate(stats.computed_tokens - first.stats.computed_tokens),
+            prompt=self._prompt_at(now.counts.when),
+            tiers=(
+                _on_device(stats, memory),
+                _on_host(stats.tiers, memory),
+                _on_disk(stats.tiers, memory),
+            ),
+            links=_links(first, now, seconds),
+            cache=_cache(memory.prefixes),
+            plan=_plan(memory, first.stats.passes, stats.passes),
+            missed=_missed(stats.missed),
+        )
+
+    def _since(self, now: _Look) -> _Look:
+        """The look from which on rates are taken."""
+        seen, when = self._seen, now.counts.when
+        window = max(_WINDOW, 2 * now.counts.weights.predicted) if now.counts.weights.streams else _WINDOW
+        if seen and when - seen[-1].counts.when > max(_STALE, window):
+            seen.clear()
+        if not seen or when - seen[-1].counts.when >= _CLOSE:
+            seen.append(now)
+        while len(seen) > 2 and when - seen[1].counts.when >= window:
+            seen.popleft()
+        return seen[0]
+
+    def _prompt_at(self, now: float) -> PromptState | None:
+        call, progress, stats = self._broker.reading, self._llm.progress, self._backend.stats
+        # A prompt without computed tokens may still be waiting.
+        if call is None or not (progress.reached or stats.waiting == 0):
+            self._prompt = None
+            return None
+        if self._prompt is None or self._prompt[0] is not call:
+            self._prompt = call, PromptProgress(len(call.prompt.tokens), now, progress.computed)
+        prompt = self._prompt[1]
+        prompt.see(now, progress.reached, progress.computed)
+        if now - prompt.begin < _PATIENCE:
+            return None
+        rate = prompt.rate
+        # Until a step of it is over between two looks, what it had reached before is not known by
+        # `prompt`.
+        reached = max(prompt.reached, min(progress.reached, prompt.length))
+        return PromptState(
+            reached, prompt.length, rate or None, prompt.left(now) if rate and prompt.reached else None
+        )
+
+
+def _on_device(stats: Stats, memory: MemoryUse) -> TierState:
+    budget, weights, block = memory.budget, memory.weights, memory.budget.block_bytes
+    beside = budget.weights - weights.device - weights.device_ring
+    parts = [TierPart("weights", weights.device)]
+    parts += [
+        TierPart(what, size) for what, size in (("ring", weights.device_ring), ("beside", beside)) if size > 0
+    ]
+    held = (stats.kv_blocks - stats.kv_blocks_free) * block
+    parts += _kv_parts(budget.kv, held, stats.kv_blocks_cached * block)
+    parts.append(TierPart("activations", budget.activations))
+    return _tier("device", budget.total, parts)
+
+
+def _on_host(tiers: TierStats | None, memory: MemoryUse) -> TierState:
+    host, kv, weights = torch.device("cpu"), memory.kv, memory.weights
+    whole, free = total_memory(host), free_memory(host)
+    parts = [
+        TierPart(what, size)
+        for what, size in (("weights", weights.host), ("ring", weights.host_ring))
+        if size
+    ]
+    if kv is not None:
+        kept = tiers.cached_host * _host_block(memory, kv) if tiers is not None else 0
+        parts += _kv_parts(kv.room, kv.host, kept)
+    # What is pinned for penstock is not free, and neither is what others have.
+    parts.append(TierPart("other", max(whole - free - sum(part.bytes for part in parts), 0)))
+    return _tier("host", whole, parts)
+
+
+def _on_disk(tiers: TierStats | None, memory: MemoryUse) -> TierState:
+    kv, parts = memory.kv, [TierPart("weights", memory.weights.disk)] if memory.weights.disk else []
+    room = memory.disk_blocks * _host_block(memory, kv) if kv is not None else 0
+    if kv is not None and room:
+        parts += _kv_parts(room, kv.disk, tiers.disk_bytes if tiers is not None else 0)
+    return _tier("disk", sum(part.bytes for part in parts), parts)
+
+
+def _host_block(memory: MemoryUse, kv: KVStats) -> int:
+    """Return the bytes of a KV block on the host."""
+    return kv.room // memory.host_blocks
+
+
+def _cache(counts: PrefixCounts) -> CacheState:
+    found = counts.device + counts.host + counts.disk
+    return CacheState(max(counts.prompt_tokens - found, 0), counts.device, counts.host, counts.disk)
+
+
+def _plan(memory: MemoryUse, before: Passes, after: Passes) -> PlanState:
+    weights = memory.weights
+    return PlanState(
+        weights.device,
+        weights.host,
+        weights.disk,
+        memory.copied_per_pass,
+        memory.read_per_pass,
+        weights.predicted,
+        after.decode_pass(before),
+        after.prefill_pass(before),
+        weights.binding if weights.streams else "",
+    )
+
+
+def _missed(stats: MissedStats) -> MissedState:
+    return MissedState(stats.choices, stats.fallbacks, stats.read, stats.most, stats.worst, stats.mean)
+
+
+def _kv_parts(room: int, held: int, kept: int) -> list[TierPart]:
+    """Of room for KV: what requests hold, what is kept for later ones, and what is empty."""
+    kept = max(min(kept, room - held), 0)
+    return [TierPart("kv", held), TierPart("kept", kept), TierPart("empty", max(room - held - kept, 0))]
+
+
+def _tier(name: str, size: int, parts: list[TierPart]) -> TierState:
+    """Return a tier with what is left. It is no smaller than what was counted on it: some may have moved."""
+    taken = sum(part.bytes for part in parts)
+    if size > taken:
+        parts = [*parts, TierPart("free", size - taken)]
+    return TierState(name, max(size, taken), tuple(parts))
+
+
+def _links(first: _Look, now: _Look, seconds: float) -> tuple[LinkState, ...]:
+    """The links that something has crossed or is meant to."""
+    before, after = first.counts, now.counts
+    weights, flow = after.weights, after.weights.since(before.weights).flow(seconds)
+    up, inward, through = 0, 0, 0
+    if now.stats.tiers is not None and first.stats.tiers is not None:
+        up = now.stats.tiers.up.bytes - first.stats.tiers.up.bytes
+        inward = now.stats.tiers.inward.bytes - first.stats.tiers.inward.bytes
+    if after.kv is not None and before.kv is not None:
+        through = after.kv.copied - before.kv.copied
+        inward += after.kv.read - before.kv.read
+    links = []
+    if weights.copied or weights.link_rate or after.kv is not None:
+        kv = (through + up) / seconds if seconds > 0 else 0.0
+        links.append(LinkState("host to device", flow.copied, kv, weights.link_rate, flow.waited_link))
+    kept = now.stats.tiers
+    if (
+        weights.disk
+        or (after.kv is not None and after.kv.read)
+        or (kept is not None and (kept.disk_bytes or kept.inward.bytes))
+    ):
+        kv = inward / seconds if seconds > 0 else 0.0
+        links.append(LinkState("disk to host", flow.read, kv, weights.disk_rate, flow.waited_disk))
+    return tuple(links)

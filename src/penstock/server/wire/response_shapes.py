@@ -1,0 +1,251 @@
+"""The answers and events of /v1/responses, field by field; see wire.shapes."""
+
+from typing import Any, Literal
+
+from penstock.server.wire.shapes import AnswerObject, ChatTokenLogprob
+
+
+class OutputText(AnswerObject, tag_field="type", tag="output_text"):
+    """A part of a message: text."""
+
+    text: str
+    annotations: list[Any]
+    logprobs: list[ChatTokenLogprob]
+
+
+class ReasoningText(AnswerObject, tag_field="type", tag="reasoning_text"):
+    """A part of reasoning: text."""
+
+    text: str
+
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputMessage(AnswerObject, tag_field="type", tag="message"):
+    """An item: a message."""
+
+    id: str
+    status: ItemStatus
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class ReasoningItem(AnswerObject, tag_field="type", tag="reasoning"):
+    """An item: reasoning."""
+
+    id: str
+    status: ItemStatus
+    summary: list[Any]
+    content: list[ReasoningText]
+
+
+class FunctionCall(AnswerObject, tag_field="type", tag="function_call"):
+    """An item: a call of a function."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str
+
+
+Item = OutputMessage | ReasoningItem | FunctionCall
+
+
+class ResponseError(AnswerObject):
+    """The error that has kept a response from being complete."""
+
+    code: Literal["server_error"]
+    message: str
+
+
+class IncompleteDetails(AnswerObject):
+    """The reason for which a response is not complete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ReasoningSettings(AnswerObject):
+    """The settings of reasoning that a request had."""
+
+    effort: str | None
+    summary: None
+
+
+class TextSettings(AnswerObject):
+    """The form of text that a request asked for."""
+
+    format: dict[str, Any]
+    verbosity: str | None
+
+
+class InputTokensDetails(AnswerObject):
+    """The tokens of the input that were found in the cache."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(AnswerObject):
+    """The tokens of the output that are reasoning."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(AnswerObject):
+    """The tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class Response(AnswerObject):
+    """A response to items."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: Literal[False]
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[Item]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: ReasoningSettings
+    safety_identifier: str | None
+    service_tier: str
+    store: bool
+    temperature: float
+    text: TextSettings
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+
+
+class DeletedResponse(AnswerObject):
+    """The answer to a request that a response be kept no longer."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class StreamEvent(AnswerObject):
+    """The data of an event of a response that is streamed."""
+
+    sequence_number: int
+
+
+class ResponseEvent(StreamEvent):
+    """An event about a whole response."""
+
+    type: Literal[
+        "response.created",
+        "response.in_progress",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+    ]
+    response: Response
+
+
+class ItemEvent(StreamEvent):
+    """An event about an item."""
+
+    type: Literal["response.output_item.added", "response.output_item.done"]
+    output_index: int
+    item: Item
+
+
+class PlacedEvent(StreamEvent):
+    """An event about a part of an item."""
+
+    item_id: str
+    output_index: int
+
+
+class ContentPartEvent(PlacedEvent):
+    """An event about a part of an item's content."""
+
+    type: Literal["response.content_part.added", "response.content_part.done"]
+    content_index: int
+    part: OutputText | ReasoningText
+
+
+class TextDeltaEvent(PlacedEvent):
+    """A piece of text was added."""
+
+    type: Literal["response.output_text.delta"]
+    content_index: int
+    delta: str
+    logprobs: list[ChatTokenLogprob]
+
+
+class TextDoneEvent(PlacedEvent):
+    """A text is complete."""
+
+    type: Literal["response.output_text.done"]
+    content_index: int
+    text: str
+    logprobs: list[ChatTokenLogprob]
+
+
+class ReasoningDeltaEvent(PlacedEvent):
+    """A piece of reasoning was added."""
+
+    type: Literal["response.reasoning_text.delta"]
+    content_index: int
+    delta: str
+
+
+class ReasoningDoneEvent(PlacedEvent):
+    """A text of reasoning is complete."""
+
+    type: Literal["response.reasoning_text.done"]
+    content_index: int
+    text: str
+
+
+class ArgumentsDeltaEvent(PlacedEvent):
+    """A piece of a call's arguments was added."""
+
+    type: Literal["response.function_call_arguments.delta"]
+    delta: str
+
+
+class ArgumentsDoneEvent(PlacedEvent):
+    """The arguments of a call are complete."""
+
+    type: Literal["response.function_call_arguments.done"]
+    name: str
+    arguments: str
+
+
+EVENTS = (
+    ResponseEvent,
+    ItemEvent,
+    ContentPartEvent,
+    TextDeltaEvent,
+    TextDoneEvent,
+    ReasoningDeltaEvent,
+    ReasoningDoneEvent,
+    ArgumentsDeltaEvent,
+    ArgumentsDoneEvent,
+)
+"""Of a response."""
