@@ -40,7 +40,8 @@ SHAPES = {
         "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936,
         "hidden_size": 1024,
         "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": True,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+        "rope_theta": 1e6, "tie_word_embeddings": True,
     },
     "tiny": LLAMA
     | {
