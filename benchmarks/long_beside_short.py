@@ -15,11 +15,11 @@ from pathlib import Path
 from statistics import median
 from unittest.mock import patch
 
-from penstock.bench.measure import steady
 from weight_streaming import GREEDY, say
 
 from penstock.base.config import Config
 from penstock.bench.shapes import SHAPES
+from penstock.bench.speed.measure import steady
 from penstock.engine.boot import Booted, boot
 from penstock.weights.checkpoint.shape import Shape
 from penstock.worker.runner import Runner

@@ -403,7 +403,9 @@ def test_what_the_added_family_leaves_out_means_what_transformers_means(added: d
         "mlp_bias": theirs.mlp_bias,
         "tied_embeddings": theirs.tie_word_embeddings,
     }
-    assert {name: value for name, value in dataclasses.asdict(ours).items() if name in expected} == expected
+    [layer] = set(ours.stack)
+    found = dataclasses.asdict(ours) | dataclasses.asdict(layer.mixer) | {"mlp_bias": layer.feed_forward.bias}
+    assert {name: value for name, value in found.items() if name in expected} == expected
 
 
 def test_the_page_names_a_command_that_make_knows() -> None:
