@@ -335,7 +335,7 @@ def test_responses_are_kept_until_they_are_deleted_or_others_need_the_room(clien
         assert (missing.value.param, missing.value.code) == ("previous_response_id", "response_not_found")
     assert client.responses.create(**asked("Four.", previous_response_id=streamed.id)).output_text == "Four."
     for _ in range(4):
-        client.responses.create(**asked("Five.", user="u" * 6000))
+        client.responses.create(**asked("Five.", metadata={f"{number}": "u" * 500 for number in range(12)}))
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(streamed.id)
 

@@ -3,11 +3,12 @@
 import asyncio
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic, time
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -30,9 +31,9 @@ from penstock.server.page import FILES, told
 from penstock.server.parsing.dialects import AUTO, Dialect, dialect_of
 from penstock.server.prompts import Telling, chat_tokens, read
 from penstock.server.responses import Told, read_response
-from penstock.server.sending import GONE, completed, json_response, responded, said
+from penstock.server.sending import GONE, completed, json_response, responded, said, unless_gone
 from penstock.server.tenants import NOBODY, Key, Refusals, owner_of, salt_of
-from penstock.server.uploads import Uploads
+from penstock.server.uploads import SMALL, Uploads
 from penstock.server.watching.accounts import Accounts, Teller, account_of
 from penstock.server.watching.logs import note_request
 from penstock.server.watching.state import Watch
@@ -44,10 +45,12 @@ from penstock.server.wire.requests import (
     TokenizeRequest,
     blamed,
     decoded,
+    expect_few_values,
 )
 from penstock.server.wire.responses import ResponsesRequest
 
 T = TypeVar("T")
+U = TypeVar("U")
 _LOG = logging.getLogger("penstock")
 
 
@@ -208,7 +211,7 @@ def _owner(settings: Settings, request: Request) -> bytes:
     sent = given.strip().encode("latin-1")  # As Starlette has read it; the bytes are the client's.
     # Each is compared, in a time that tells nothing of how much of it was right.
     right = [hmac.compare_digest(sent, key.secret) for key in settings.keys]
-    if scheme.lower() != "bearer" or not any(right):
+    if scheme.lower() != "bearer" or not sent or not any(right):
         raise HTTPException(
             401, "the API key is missing or not one of this server's; send it as 'Authorization: Bearer KEY'"
         )
@@ -291,21 +294,54 @@ def _no_route(request: Request, fault: Exception) -> Response:
     return json_response(error(message, "invalid_request_error"), fault.status_code, fault.headers)
 
 
-async def _body(house: House, request: Request, kind: type[T]) -> T:
-    """Raises FieldError, HTTPException for a body that is not declared as JSON, and what `Uploads.body`
-    does."""
+async def _body(house: House, request: Request, kind: type[T], check: Callable[[T], U]) -> tuple[T, U]:
+    """Return what a body says, and what `check` returns of that.
+
+    A large body is decoded and checked on a thread, where large ones are read. Raises FieldError,
+    HTTPException for a body that is not declared as JSON, and what `Uploads.body` and `check` do.
+    """
     if not is_json(request.scope):
         raise HTTPException(415, "the body must be declared as JSON; send 'Content-Type: application/json'")
-    return decoded(await house.uploads.body(request), kind)
+    body = await house.uploads.body(request)
+    if len(body) <= SMALL:
+        return _opened(body, kind, check)
+    opened = house.uploads.opened(request, partial(_opened, body, kind, check))
+    return await _in_time(house, request, _unless_left(request, opened))
+
+
+def _opened(body: bytes, kind: type[T], check: Callable[[T], U]) -> tuple[T, U]:
+    if len(body) > SMALL:
+        expect_few_values(body)
+    asked = decoded(body, kind)
+    return asked, check(asked)
 
 
 async def _aside(house: House, request: Request, read: Callable[[], T], timeout: float | None = None) -> T:
-    """timeout: seconds that the request may take, which run since it has come. Raises DeadlineError."""
+    """Return what `read` returns, on a thread. Raises what `_in_time` does."""
+    work = house.uploads.aside(request, read)
+    if house.uploads.is_large(request):
+        work = _unless_left(request, work)
+    return await _in_time(house, request, work, timeout)
+
+
+async def _unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what the work does. Raises ClientDisconnect when the client goes before, which ends the work."""
+    found = await unless_gone(request.receive, work)
+    if found is None:
+        raise ClientDisconnect
+    return found
+
+
+async def _in_time(
+    house: House, request: Request, work: Coroutine[Any, Any, T], timeout: float | None = None
+) -> T:
+    """Return what the work does. timeout: seconds that the request may take, which run since it has come.
+    Raises DeadlineError, and ends the work then."""
     seconds = None if house.desk is None else house.desk.seconds(timeout)
     late = None if seconds is None else seconds - (monotonic() - account_of(request).began)
     try:
         async with asyncio.timeout(late):
-            return await house.uploads.aside(request, read)
+            return await work
     except TimeoutError as error:
         assert seconds is not None
         raise overdue(seconds) from error
@@ -370,12 +406,15 @@ async def _complete(house: House, request: Request) -> Response:
 async def _generate(
     house: House, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
 ) -> Response:
-    asked = await _body(house, request, kind)
-    _check_model(house, asked.model)
-    asked.check()
+    def checked(asked: ChatRequest | CompletionRequest) -> int:
+        _check_model(house, asked.model)
+        asked.check()
+        return asked.outputs
+
+    asked, outputs = await _body(house, request, kind, checked)
     _check_priority(request, asked.priority)
     llm, desk = house.model()
-    desk.check_room(asked.outputs, account_of(request).owner)
+    desk.check_room(outputs, account_of(request).owner)
     salt = _salt(house, request, asked.cache_salt)
 
     def prepared() -> tuple[list[Ready], Telling]:
@@ -387,9 +426,11 @@ async def _generate(
 
 
 async def _respond(house: House, request: Request) -> Response:
-    asked = await _body(house, request, ResponsesRequest)
-    _check_model(house, asked.model)
-    asked.check()
+    def checked(asked: ResponsesRequest) -> None:
+        _check_model(house, asked.model)
+        asked.check()
+
+    asked, _ = await _body(house, request, ResponsesRequest, checked)
     _check_priority(request, asked.priority)
     llm, desk = house.model()
     desk.check_room(1, account_of(request).owner)
@@ -446,8 +487,7 @@ async def _page(house: House, request: Request) -> Response:
 
 
 async def _tokenize(house: House, request: Request) -> Response:
-    asked = await _body(house, request, TokenizeRequest)
-    asked.check()
+    asked, _ = await _body(house, request, TokenizeRequest, TokenizeRequest.check)
     llm, _ = house.model()
     _check_model(house, asked.model or house.settings.names[0])
 
@@ -469,7 +509,7 @@ async def _tokenize(house: House, request: Request) -> Response:
 
 
 async def _detokenize(house: House, request: Request) -> Response:
-    asked = await _body(house, request, DetokenizeRequest)
+    asked, _ = await _body(house, request, DetokenizeRequest, lambda _: None)
     llm, _ = house.model()
     _check_model(house, asked.model or house.settings.names[0])
     return json_response({"prompt": await _aside(house, request, lambda: llm.decode(asked.tokens))})
