@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from penstock.api import processes, rendering
 from penstock.api.rendering import Template
 from penstock.base.errors import RequestError
+from penstock.base.wanted import UnwantedError, Waiter, while_wanted
 
 ECHO = Template("{% for word in words %}{{ word }}{% endfor %}")
 BURNS = {
@@ -201,3 +202,37 @@ def test_the_start_of_a_process_is_not_counted(monkeypatch: pytest.MonkeyPatch) 
     assert ECHO.render({"words": ["a"]}) == "a"
     [process] = rendering.RENDERERS._idle
     assert not process.yields
+
+
+@pytest.mark.parametrize("asked", ["variables", "rendering"])
+def test_a_template_that_is_only_compiled_ends_too(asked: str) -> None:
+    """Where it takes long itself, whatever is asked of it."""
+    slow = Template("{% if x %}{{ x }}{% endif %}" * 100_000)
+    begin = time.monotonic()
+    with pytest.raises(RequestError, match=r"took more than 0.5 seconds"):
+        if asked == "variables":
+            _ = slow.variables
+        else:
+            slow.render({})
+    assert time.monotonic() < begin + 30, "it ended only since nobody waited any longer"
+
+
+def test_a_rendering_that_nobody_waits_for_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its process, and also while it waits for one."""
+    monkeypatch.setattr(rendering, "SECONDS", 600.0)
+    burning = Template(BURNS["compared"])
+    waiters = [Waiter() for _ in range(rendering.PROCESSES + 2)]
+
+    def rendered(waiter: Waiter) -> None:
+        with pytest.raises(UnwantedError):
+            while_wanted(waiter, lambda: burning.render({}))
+
+    with ThreadPoolExecutor(len(waiters)) as pool:
+        work = [pool.submit(rendered, waiter) for waiter in waiters]
+        time.sleep(0.3)
+        for waiter in waiters:
+            waiter.gone = True
+        for one in work:
+            one.result(timeout=30)
+    assert not rendering.RENDERERS._idle
+    assert ECHO.render({"words": ["a"]}) == "a"
