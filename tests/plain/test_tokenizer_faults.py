@@ -171,7 +171,7 @@ def test_nothing_is_said_where_text_may_vanish(tmp_path: Path, changed: dict[str
 def test_tokens_over_which_it_panics_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoders that are known to panic are not taken, so it is the panic of another text that is raised."""
     ours = tokenizer(tmp_path, post_processor=LOST)
-    with pytest.raises(BaseException, match="") as panic:
+    with pytest.raises(BaseException, match=r"[a-z]") as panic:
         tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("ab")
     assert not isinstance(panic.value, Exception)
 
@@ -183,4 +183,4 @@ def test_tokens_over_which_it_panics_are_refused(tmp_path: Path, monkeypatch: py
         patch.setattr(ours, "_tokenizer", Panicking())
         with pytest.raises(RequestError, match="has no text for these tokens"):
             ours.decode([0])
-    assert ours.decode([0, 1]) == "ab"
+    assert ours.decode([2]) == "ab"
