@@ -522,9 +522,9 @@ def test_a_key_keeps_its_share_whatever_others_keep() -> None:
 
 @pytest.mark.parametrize("field", ["prompt_cache_key", "safety_identifier", "user"])
 def test_what_is_told_again_with_an_answer_is_short(client: Any, field: str) -> None:
-    kept = client.responses.create(**asked("One."), extra_body={field: "x" * 512})
+    kept = client.responses.create(**asked("One.", **{field: "x" * 512}))
     assert getattr(kept, field) == "x" * 512
     with pytest.raises(openai.BadRequestError, match=rf"length <= 512.*{field}"):
-        client.responses.create(**asked("One."), extra_body={field: "x" * 513})
-    with pytest.raises(openai.BadRequestError, match="length <= 512.*metadata"):
-        client.responses.create(**asked("One."), metadata={"a": "x" * 513})
+        client.responses.create(**asked("One.", **{field: "x" * 513}))
+    with pytest.raises(openai.BadRequestError, match=r"length <= 512.*metadata"):
+        client.responses.create(**asked("One.", metadata={"a": "x" * 513}))

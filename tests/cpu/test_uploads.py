@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Scope
 
 from penstock.base.wanted import expect_wanted
-from penstock.server import app, uploads
+from penstock.server import app, prompts, uploads
 from penstock.server.app import House, Settings
 from penstock.server.desk import BusyError, DeadlineError, Desk
 from penstock.server.tenants import Key
@@ -287,3 +287,18 @@ def test_an_empty_key_is_nobodys(keys: tuple[Key, ...], sent: str) -> None:
     request.scope["headers"] = [(b"authorization", sent.encode())]
     with pytest.raises(HTTPException, match="API key is missing"):
         app._owner(Settings(("m",), keys), request)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [{"type": "function", "function": {"name": "f", "parameters": {"enum": ["x"] * 100_000}}}],
+        [{"type": "function", "function": {"name": "f", "description": "x" * ((1 << 20) + 1)}}],
+        {"a": {"x" * 600_000: 1, "y" * 600_000: 2}},
+        [2**4000] * 1000,
+    ],
+)
+def test_what_is_too_much_for_a_template_is_refused(given: object) -> None:
+    with pytest.raises(FieldError, match="tools may have 100,000 values, and 1,048,576 characters"):
+        prompts._expect_few("tools", given)
+    prompts._expect_few("tools", [{"enum": ["x"] * 99_000}, {"description": "x" * 900_000}])
