@@ -5,13 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from penstock.base.errors import PenstockError
-
 T = TypeVar("T")
 
 
-class UnwantedError(PenstockError):
-    """Work is broken off because its client has gone, or its time is over."""
+class UnwantedError(Exception):
+    """Work is broken off because its client has gone, or its time is over. Nobody is left to be told."""
 
 
 @dataclass(slots=True)
