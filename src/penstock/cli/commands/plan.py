@@ -227,9 +227,7 @@ def kept_costs(machine: str | None, cache: Path, dtype: str) -> Path | None:
         file = costs_file(cache, gpu, dtype) if (gpu := _gpu()[0]) else None
         return file if file is not None and file.exists() else None
     name = MACHINES[machine].costs
-    return (
-        Path(__file__).parents[1] / "machines" / name if name and dtype in ("bfloat16", "float16") else None
-    )
+    return Path(__file__).parents[1] / "machines" / name if name and dtype in ("bfloat16", "float16") else None
 
 
 def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None = None) -> tuple[Setting, int]:
