@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -251,3 +252,46 @@ def test_files_that_cannot_be_used_are_refused(llm: LLM, tmp_path: Path, what: s
         Batch(llm, source, target, NAMES).run()
     if what == "no answers":
         assert target.read_text() == '{"precious": "data"}\n'
+
+
+@pytest.mark.parametrize("first", ["served", "refused", "no request"])
+def test_of_lines_with_one_id_none_is_lost_wherever_the_run_ends(
+    llm: LLM, tmp_path: Path, first: str
+) -> None:
+    """The first is answered, and the others are refused behind it: after each line a run is ended, and the
+    next goes on."""
+    source, target = tmp_path / "in", tmp_path / "out"
+    right = line("same", prompt="Hello", max_tokens=3)
+    lines = {
+        "served": [right, line("b", prompt="Once", max_tokens=2), right, right],
+        "refused": [line("same", prompt="a", n=0), line("b", prompt="Once", max_tokens=2), right, right],
+        "no request": [
+            "{nonsense",
+            line("line 1", prompt="Hello", max_tokens=3),
+            line("line 4", prompt="a"),
+            "{",
+        ],
+    }[first]
+    source.write_text("\n".join(lines))
+    whole = Batch(llm, source, target, NAMES).run()
+    expected = [(one["custom_id"], one["response"]["status_code"]) for one in read_lines(target)]
+    assert whole.answered == len(expected) == 4
+    by_id = {name: [status for one, status in expected if one == name] for name, _ in expected}
+    assert (
+        by_id
+        == {
+            "served": {"same": [200, 400, 400], "b": [200]},
+            "refused": {"same": [400, 400, 400], "b": [200]},
+            "no request": {"line 1": [400, 200], "line 4": [200, 400]},
+        }[first]
+    )
+
+    for cut in range(4):
+        target.write_text("".join(f"{json.dumps(one)}\n" for one in read_lines(target)[:cut]))
+        assert Batch(llm, source, target, NAMES).run() == whole
+        again = [(one["custom_id"], one["response"]["status_code"]) for one in read_lines(target)]
+        assert sorted(again) == sorted(expected)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(one) for one in path.read_text().splitlines()]

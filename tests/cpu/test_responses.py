@@ -335,7 +335,7 @@ def test_responses_are_kept_until_they_are_deleted_or_others_need_the_room(clien
         assert (missing.value.param, missing.value.code) == ("previous_response_id", "response_not_found")
     assert client.responses.create(**asked("Four.", previous_response_id=streamed.id)).output_text == "Four."
     for _ in range(4):
-        client.responses.create(**asked("Five.", user="u" * 6000))
+        client.responses.create(**asked("Five.", metadata={f"{number}": "u" * 500 for number in range(12)}))
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(streamed.id)
 
@@ -491,3 +491,40 @@ def test_a_client_that_goes_before_a_whole_answer_leaves_nothing_behind(server: 
     until(lambda: counted(server)["num_requests_running",])
     connection.close()
     until(lambda: counted(server)["request_abandoned_total",] == before + 1)
+
+
+def test_a_key_keeps_its_share_whatever_others_keep() -> None:
+    """By bytes and by number; who has most makes room, also for its own."""
+    kept = ResponseStore(1000)
+    for number in range(5):
+        kept.put(b"one", f"one {number}", b"a" * 98, [])
+    for number in range(50):
+        kept.put(b"two", f"two {number}", b"b" * 98, [])
+        assert kept.answer("one 0", b"one") == b"a" * 98
+    assert kept.answer("two 45", b"two")
+    with pytest.raises(NotKeptError):
+        kept.answer("two 44", b"two")
+    kept.put(b"two", "large", b"b" * 999, [])
+    assert kept.answer("one 0", b"one")
+    for number in range(5, 9):
+        kept.put(b"one", f"one {number}", b"a" * 98, [])
+    assert kept.answer("one 0", b"one"), "there is room, for two has lost what is larger than its share"
+    many = ResponseStore(1 << 30)
+    for number in range(3):
+        many.put(b"one", f"one {number}", b"", [])
+    for number in range(2 * MOST):
+        many.put(b"two", f"two {number}", b"", [])
+    assert many.answer("one 0", b"one") == b""
+    assert many.answer(f"two {MOST + 3}", b"two") == b""
+    with pytest.raises(NotKeptError):
+        many.answer(f"two {MOST + 2}", b"two")
+
+
+@pytest.mark.parametrize("field", ["prompt_cache_key", "safety_identifier", "user"])
+def test_what_is_told_again_with_an_answer_is_short(client: Any, field: str) -> None:
+    kept = client.responses.create(**asked("One.", **{field: "x" * 512}))
+    assert getattr(kept, field) == "x" * 512
+    with pytest.raises(openai.BadRequestError, match=rf"length <= 512.*{field}"):
+        client.responses.create(**asked("One.", **{field: "x" * 513}))
+    with pytest.raises(openai.BadRequestError, match=r"length <= 512.*metadata"):
+        client.responses.create(**asked("One.", metadata={"a": "x" * 513}))

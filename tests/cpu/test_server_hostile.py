@@ -9,8 +9,10 @@ import json
 import random
 import signal
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +25,7 @@ from hostile import CHAT, ENDLESS_ONES, FLAGS, MIB, TEXT, Rest, Watched, post, s
 from penstock import LLM, SamplingParams
 from penstock.server.http import connection
 from penstock.server.http.connection import Connection
-from servers import COUNT, SETTINGS, STORY, TALK, ending
+from servers import COUNT, HEAD, SETTINGS, STORY, TALK, ending, until
 from streams import LONG
 
 PATIENCE = {"_LONGEST_HEAD": 1.0, "_LOOK": 3.0}
@@ -152,8 +154,8 @@ def test_large_requests_are_answered(server: Watched, before: Rest, texts: tuple
 def test_connections_that_never_ask_are_closed(server: Watched, before: Rest, texts: tuple[str, str]) -> None:
     with survived(server, before, texts[0]):
         found = hostile.never_end(server, 4)
-    assert found["408"] == 8
-    assert found["none"] == 12
+    assert found["408"] == 16  # Whether the head does not end, or the body.
+    assert found["none"] == 4
 
 
 @pytest.mark.parametrize(
@@ -302,3 +304,98 @@ def test_to_who_does_not_read_no_more_is_pushed_than_its_buffers_hold_and_all_of
 
     asyncio.run(asyncio.wait_for(meet(), LONG))
     assert 0 < pushed < 64 * MIB
+
+
+EARLY = {
+    "too large": (413, 3 * MIB, "", HEAD),
+    "no JSON": (415, 3 * MIB, "", "Host: localhost\r\nContent-Type: text/plain\r\n"),
+    "no host": (400, 3 * MIB, "", "Content-Type: application/json\r\n"),
+    "no route": (404, 3 * MIB, "/nothing", HEAD),
+}
+
+
+@pytest.mark.parametrize("close", [True, False])
+@pytest.mark.parametrize("name", EARLY)
+def test_who_is_refused_before_all_has_come_is_told(server: Watched, name: str, close: bool) -> None:
+    """Though it sends all of its body before it reads, and says that the connection is to be closed."""
+    status, size, path, head = EARLY[name]
+    more = "Connection: close\r\n" if close else ""
+    raw = f"POST {path or TEXT} HTTP/1.1\r\n{head}{more}Content-Length: {size}\r\n\r\n".encode()
+    for _ in range(5):
+        with server.connected() as there:
+            there.sendall(raw)
+            for _ in range(size // MIB):
+                there.sendall(bytes(MIB))
+                time.sleep(0.02)
+            got = there.recv(12, socket.MSG_WAITALL)
+            while b"}}" not in got and (part := there.recv(1 << 16)):
+                got += part
+        assert status_of(got) == status
+        assert b'"error"' in got
+
+
+def test_who_has_no_key_is_told_whatever_it_sends(tmp_path: Path) -> None:
+    (tmp_path / "keys.txt").write_text("the key\n")
+    flags = ("--port", "0", *FLAGS, "--api-keys", str(tmp_path / "keys.txt"))
+    with ending(Watched(tmp_path, *flags)) as server:
+        server.wait()
+        for _ in range(5):
+            with server.connected() as there:
+                there.sendall(post(TEXT, bytes(8 * MIB), more="Connection: close\r\n"))
+                got = b""
+                while part := there.recv(1 << 16):
+                    got += part
+            assert status_of(got) == 401
+            assert got.endswith(b"}}")
+
+
+def test_what_comes_behind_a_refusal_is_thrown_away_for_a_while(server: Watched, before: Rest) -> None:
+    """Bounded in bytes, and in time for who sends nothing; afterwards the server holds nothing of it."""
+    head = post(TEXT, b"", 500 * MIB, "Connection: close\r\n").replace(b"application/json", b"text/plain")
+    with server.connected() as there:
+        there.sendall(head)
+        sent = 0
+        with suppress(ConnectionError):
+            while sent < 500 * MIB:
+                sent += there.send(bytes(MIB))
+    assert sent < 64 * MIB + 16 * MIB
+    with server.connected() as there:
+        there.sendall(head)
+        begin, got = time.monotonic(), b""
+        while part := there.recv(1 << 16):
+            got += part
+        assert status_of(got) == 415
+        until(lambda: server.rest(before).files <= before.files)
+        assert time.monotonic() - begin < 20
+
+
+def test_only_so_many_connections_linger() -> None:
+    """With the very connections of the server: beyond that they are closed at once, as when one ends."""
+
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def meet() -> None:
+        server = uvicorn.Server(uvicorn.Config(refuse, http=Connection, lifespan="off", log_config=None))
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listening,
+            patch.object(connection, "_MOST_LINGERING", 2),
+            patch.object(connection, "_LINGER", 0.5),
+        ):
+            serving = asyncio.ensure_future(server.serve([listening]))
+            opened = [await asyncio.open_connection(*listening.getsockname()) for _ in range(4)]
+            for reader, writer in opened:
+                writer.write(b"POST / HTTP/1.1\r\nConnection: close\r\nContent-Length: 9\r\n\r\n")
+                assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+            await asyncio.sleep(0.1)
+            assert len(connection._lingering) == len(server.server_state.connections) == 2
+            while server.server_state.connections:
+                await asyncio.sleep(0.01)
+            assert not connection._lingering
+            for _, writer in opened:
+                writer.close()
+            server.should_exit = True
+            await serving
+
+    asyncio.run(asyncio.wait_for(meet(), LONG))

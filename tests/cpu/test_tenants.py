@@ -25,7 +25,7 @@ from penstock.base.errors import LengthError
 from penstock.cli.main import main
 from penstock.server.broker.backend import LocalBackend
 from penstock.server.broker.broker import RequestBroker
-from penstock.server.broker.calls import Call
+from penstock.server.broker.calls import Call, DeadlineError
 from penstock.server.broker.metrics import Metrics
 from penstock.server.http import keys as tenants
 from penstock.server.http.keys import RefusalThrottle
@@ -260,6 +260,162 @@ def test_a_timeout_runs_from_arrival(tmp_path: Path) -> None:
         server.process.wait()
 
 
+def test_a_deadline_runs_from_arrival_at_the_desk_too() -> None:
+    """Its time was over before: it would last an hour otherwise, and is answered in seconds."""
+
+    async def ask(llm: LLM) -> None:
+        broker = RequestBroker(LocalBackend(llm), Metrics(), queue=3)
+        ready = llm.reader.read("The sea", SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+        [late] = broker.submit([ready], 3600.0, time.monotonic() - 7200)
+        with pytest.raises(DeadlineError):
+            await late.completion()
+        [early] = broker.submit([ready], 3600.0, time.monotonic() - 1)
+        assert (await early.completion()).text
+        await broker.close(LONG)
+
+    with LLM(**SETTINGS) as llm:
+        asyncio.run(ask(llm))
+
+
+def test_a_deadline_runs_while_the_body_comes(server: Server) -> None:
+    """Of which the last part comes when its time is over: it is not computed, however short it is."""
+    place = urlsplit(server.url)
+    for pause, timeout, status in ((1.5, 1.2, b"504"), (0.0, 600, b"200")):
+        body = json.dumps({"model": "shipped", "prompt": "a", "max_tokens": 1, "timeout": timeout}).encode()
+        with socket.create_connection((place.hostname, place.port), LONG) as connection:
+            connection.sendall(
+                f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {ONE}\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+                + body[:-1]
+            )
+            time.sleep(pause)
+            connection.sendall(body[-1:])
+            assert connection.recv(12, socket.MSG_WAITALL)[9:] == status
+
+
+BOMBS = {
+    "elements": (
+        b'"chat_template_kwargs": {"a": [[]' + b",[]" * 4_000_000 + b"]}",
+        "send several smaller ones",
+    ),
+    "values": (b'"chat_template_kwargs": {"a": [[]' + b",[]" * 100_000 + b"]}", "100,000 values"),
+    "numbers": (b'"chat_template_kwargs": {"a": [0' + b",0" * 100_000 + b"]}", "100,000 values"),
+    "bytes": (b'"chat_template_kwargs": {"a": "' + b"x" * (1 << 20) + b'y"}', "1,048,576 characters"),
+    "names": (b'"chat_template_kwargs": {"' + b"x" * (1 << 20) + b'y": 1}', "1,048,576 characters"),
+    "biases": (
+        b'"logit_bias": {"0": 1' + b"".join(b',"%d": 1' % at for at in range(1, 4097)) + b"}",
+        "logit_bias has 4097 tokens",
+    ),
+    "stops": (b'"stop_token_ids": [0' + b",0" * 4096 + b"]", "stop_token_ids has 4097 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_takes_long_for_a_template_or_the_loop_is_refused(server: Server, name: str) -> None:
+    more, said = BOMBS[name]
+    begin = time.monotonic()
+    status, found = sent(server, ONE, more)
+    assert status == 400
+    assert said in found["error"]["message"]
+    assert time.monotonic() < begin + 10
+
+
+def sent(server: Server, key: str, more: bytes) -> tuple[int, dict[str, Any]]:
+    body = (
+        b'{"model": "shipped", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}], '
+        + more
+        + b"}"
+    )
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(server.url + "/v1/chat/completions", body, headers), timeout=LONG
+        ) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_what_a_template_may_be_sent_is_sent(server: Server) -> None:
+    """At its bounds, in a second or two, and so is a large request of another key meanwhile."""
+    with ThreadPoolExecutor(4) as pool:
+        most = b'"chat_template_kwargs": {"a": [[]' + b",[]" * 99_900 + b"]}"
+        asked = [pool.submit(sent, server, ONE, most) for _ in range(3)]
+        begin = time.monotonic()
+        status, _ = sent(server, TWO, b'"chat_template_kwargs": {"a": "' + b"x" * 100_000 + b'"}')
+        took = time.monotonic() - begin
+        assert [one.result()[0] for one in asked] == [200] * 3
+    assert status == 200
+    assert took < 15
+
+
+def test_who_has_gone_leaves_its_place_among_large_requests(tmp_path: Path) -> None:
+    """What is read of it ends, and what waits is not read at all."""
+    slow = (
+        "import sys, time; import penstock.server.app as app; read = app.read\n"
+        "from penstock.base.wanted import expect_wanted\n"
+        "def slowly(llm, asked, *given):\n"
+        "    while asked.user and asked.user[0] == 's': expect_wanted(); time.sleep(0.01)\n"
+        "    return read(llm, asked, *given)\n"
+        "app.read = slowly\n"
+        "from penstock.cli.main import main; sys.exit(main())"
+    )
+
+    class Slow(Server):
+        python = ("-c", slow)
+
+    server = Slow(tmp_path / "log", "--port", "0", *FLAGS)
+    try:
+        place = urlsplit(server.wait().url)
+        for _ in range(3):
+            body = json.dumps({"model": "shipped", "prompt": "a", "user": "s" * 100_000}).encode()
+            with socket.create_connection((place.hostname, place.port), LONG) as connection:
+                connection.sendall(
+                    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                    b"Content-Length: %d\r\n\r\n" % len(body) + body
+                )
+                time.sleep(0.3)
+        status, _ = asked(
+            server, "", "/v1/completions", model="shipped", prompt="a", max_tokens=1, user="u" * 100_000
+        )
+        assert status == 200
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+@pytest.mark.parametrize("begun", [b"", b"{", b"{" * 40_000])
+def test_a_client_that_stalls_is_told(tmp_path: Path, begun: bytes) -> None:
+    """With the same seconds for the connection and for the body, as they are, but fewer of them."""
+
+    class Hasty(Server):
+        python = (
+            "-c",
+            "import sys; import penstock.server.uploads as u, penstock.server.connection as c; u._PATIENCE = "
+            "c._LOOK = 1.0; from penstock.cli.main import main; sys.exit(main())",
+        )
+
+    server = Hasty(tmp_path / "log", "--port", "0", *FLAGS)
+    try:
+        place = urlsplit(server.wait().url)
+        for _ in range(4):
+            with socket.create_connection((place.hostname, place.port), LONG) as connection:
+                connection.sendall(
+                    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                    b"Content-Length: 1000000\r\n\r\n" + begun
+                )
+                answer = b""
+                while part := connection.recv(1 << 16):
+                    answer += part
+            assert answer.startswith(b"HTTP/1.1 408")
+            assert answer.count(b"HTTP/1.1") == 1
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+        assert "Traceback" not in server.said()
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
 def test_a_body_that_stalls_ends(tmp_path: Path) -> None:
     class Hasty(Server):
         python = (
@@ -317,6 +473,16 @@ def test_priority_goes_as_far_as_a_key_is_granted(tmp_path: Path) -> None:
                 answered, found = asked(server, key, path, model="shipped", priority=priority, **prompt)
                 assert answered == status, found
                 assert status == 200 or found["error"]["param"] == "priority"
+
+
+@pytest.mark.parametrize("line", ["\tpriority=-5", "  \t priority=-5"])
+def test_a_line_without_a_key_is_refused(
+    tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where there is only what stands behind one, which made every client's key right that sent none."""
+    (tmp_path / "keys.txt").write_text(f"{ONE}\n\n{line}\n")
+    assert main(["serve", "--port", "0", "--api-keys", str(tmp_path / "keys.txt")]) == 2
+    assert "line 3 of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("behind", ["priority=high", "owner", "priority=-5 x", "priority=" + "9" * 30])

@@ -69,6 +69,13 @@ def test_the_cache_of_hugging_face(tmp_path: Path) -> None:
     (hub / "blobs" / "123").write_text("{}")
     (snapshot / "config.json").symlink_to("../../blobs/123")
     expect_inside(snapshot)
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("abc")
+    for elsewhere in ("../../refs/main", "../../../secret", "../def/config.json"):
+        (snapshot / "generation_config.json").symlink_to(elsewhere)
+        with pytest.raises(CheckpointError, match="outside"):
+            expect_inside(snapshot)
+        (snapshot / "generation_config.json").unlink()
     (tmp_path / "link").symlink_to(snapshot)
     expect_inside(tmp_path / "link")
     other = tmp_path / "models--other" / "blobs"

@@ -5,7 +5,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from penstock.api.text import processes, rendering
 from penstock.api.text.rendering import Template
 from penstock.base.errors import RequestError
+from penstock.base.wanted import UnwantedError, Waiter, while_wanted
 
 ECHO = Template("{% for word in words %}{{ word }}{% endfor %}")
 BURNS = {
@@ -201,3 +202,37 @@ def test_the_start_of_a_process_is_not_counted(monkeypatch: pytest.MonkeyPatch) 
     assert ECHO.render({"words": ["a"]}) == "a"
     [process] = rendering.RENDERERS._idle
     assert not process.yields
+
+
+@pytest.mark.parametrize("asked", [lambda template: template.variables, lambda template: template.render({})])
+def test_a_template_that_is_only_compiled_ends_too(
+    asked: Callable[[Template], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where that takes seconds, with memory enough, whatever is asked of it."""
+    monkeypatch.setattr(rendering, "MEMORY", 8 << 30)
+    slow = Template("{% if x %}{{ x }}{% endif %}" * 20_000)
+    begin = time.monotonic()
+    with pytest.raises(RequestError, match=r"took more than 0.5 seconds"):
+        asked(slow)
+    assert time.monotonic() < begin + 30, "it ended only since nobody waited any longer"
+
+
+def test_a_rendering_that_nobody_waits_for_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its process, and also while it waits for one."""
+    monkeypatch.setattr(rendering, "SECONDS", 600.0)
+    burning = Template(BURNS["compared"])
+    waiters = [Waiter() for _ in range(rendering.PROCESSES + 2)]
+
+    def rendered(waiter: Waiter) -> None:
+        with pytest.raises(UnwantedError):
+            while_wanted(waiter, lambda: burning.render({}))
+
+    with ThreadPoolExecutor(len(waiters)) as pool:
+        work = [pool.submit(rendered, waiter) for waiter in waiters]
+        time.sleep(0.3)
+        for waiter in waiters:
+            waiter.gone = True
+        for one in work:
+            one.result(timeout=30)
+    assert not rendering.RENDERERS._idle
+    assert ECHO.render({"words": ["a"]}) == "a"

@@ -166,3 +166,21 @@ def test_nothing_is_said_where_text_may_vanish(tmp_path: Path, changed: dict[str
         }
         assert tokenizer(tmp_path, **whole).least_tokens("a" * 1000) == 500  # The longest name has two bytes.
     assert tokenizer(tmp_path, **whole | changed).least_tokens("a" * 1000) == 0
+
+
+def test_tokens_over_which_it_panics_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoders that are known to panic are not taken, so it is the panic of another text that is raised."""
+    ours = tokenizer(tmp_path, post_processor=LOST)
+    with pytest.raises(BaseException, match=r"[a-z]") as panic:
+        tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("ab")
+    assert not isinstance(panic.value, Exception)
+
+    class Panicking:
+        def decode(self, *args: object, **more: object) -> str:
+            raise panic.value
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ours, "_tokenizer", Panicking())
+        with pytest.raises(RequestError, match="has no text for these tokens"):
+            ours.decode([0])
+    assert ours.decode([2]) == "ab"

@@ -5,7 +5,7 @@ it reads the lines that are there, drops one that was cut short, and does the re
 """
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -54,6 +54,9 @@ class _Task:
     prompts: Sequence[PreparedPrompt]
     writer: AnswerWriter
     groups: list[SequenceGroup] = field(default_factory=list)
+    behind: list[bytes] = field(default_factory=list)
+    """Refusals of later lines with its id. They are written behind its answer: what is there of an id then
+    answers the first lines that have it, wherever the run is ended."""
 
     @property
     def outputs(self) -> int:
@@ -99,6 +102,8 @@ class Batch:
                         active.remove(task)
                         body = task.writer.whole([group.completion() for group in task.groups])
                         self._put(out, _line(task.custom_id, 200, body))
+                        for line in task.behind:
+                            self._put(out, line, failed=True)
                         progress(self._tally())
             finally:
                 driver.abandon([group for task in active for group in task.groups])
@@ -116,9 +121,9 @@ class Batch:
         self.answered += 1
         self.failed += failed
 
-    def _resumed(self) -> set[str]:
-        """What has been answered; a last line that was cut short is dropped."""
-        seen, whole = set[str](), 0
+    def _resumed(self) -> Counter[str]:
+        """How often each id has been answered; a last line that was cut short is dropped."""
+        seen, whole = Counter[str](), 0
         if not self._target.exists():
             return seen
         try:
@@ -135,7 +140,7 @@ class Batch:
                             f"{self._target} has a line that is no answer; name another file, or one to go "
                             "on with"
                         )
-                    seen.add(found["custom_id"])
+                    seen[found["custom_id"]] += 1
                     self.answered += 1
                     self.failed += (
                         found.get("error") is not None or found.get("response", {}).get("status_code") != 200
@@ -148,10 +153,10 @@ class Batch:
 
     def _tasks(self, refused: list[bytes]) -> list[_Task]:
         """What there is to do. Lines that cannot be served are answered at once."""
-        tasks, ids = list[_Task](), set[str]()
+        tasks, ids, met = dict[str, _Task](), set[str](), Counter[str]()
         for number, line in self._lines():
             self.lines += 1
-            name = f"line {number}"
+            name, refusal = f"line {number}", None
             try:
                 asked = decoded(line, _BatchLine)
                 name = asked.custom_id
@@ -160,15 +165,17 @@ class Batch:
                         f"custom_id {name!r} is that of another line too; give each its own", "custom_id"
                     )
                 ids.add(name)
-                if name not in self._seen:
-                    tasks.append(_Task(name, *self._read(asked)))
+                if met[name] >= self._seen[name]:
+                    tasks[name] = _Task(name, *self._read(asked))
             except BusyError as fault:
-                refused.append(_line(name, 429, error(str(fault), "rate_limit_error")))
+                refusal = _line(name, 429, error(str(fault), "rate_limit_error"))
             except PenstockError as fault:
-                if name not in self._seen:
-                    param = fault.param if isinstance(fault, FieldError) else None
-                    refused.append(_line(name, 400, error(str(fault), "invalid_request_error", param)))
-        return tasks
+                param = fault.param if isinstance(fault, FieldError) else None
+                refusal = _line(name, 400, error(str(fault), "invalid_request_error", param))
+            met[name] += 1
+            if refusal is not None and met[name] > self._seen[name]:
+                (tasks[name].behind if name in tasks else refused).append(refusal)
+        return list(tasks.values())
 
     def _read(self, asked: _BatchLine) -> tuple[list[PreparedPrompt], AnswerWriter]:
         kind = KINDS.get(asked.url)

@@ -17,7 +17,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from time import monotonic
 
+from penstock.base.wanted import expect_wanted
+
 _LENGTH = 8
+_GLANCE = 0.1
+"""Seconds between two looks at whether an answer is still wanted."""
 _READY = b"r"
 """The first that comes of a process, when it has started."""
 _CHILD = """
@@ -109,9 +113,11 @@ class Process:
 
 
 def _wait(pipe: int, event: int, late: float) -> None:
-    """Raises TimeoutError."""
-    if not _comes(pipe, event, late - monotonic()):
-        raise TimeoutError
+    """Raise TimeoutError, or UnwantedError when nobody waits for it any more."""
+    while not _comes(pipe, event, min(late - monotonic(), _GLANCE)):
+        expect_wanted()
+        if monotonic() >= late:
+            raise TimeoutError
 
 
 def _comes(pipe: int, event: int, seconds: float) -> bool:
@@ -135,8 +141,10 @@ class Pool:
 
     def ask(self, sent: bytes, patience: float) -> bytes:
         """Return what one of the processes answers. Raise OSError, TimeoutError included, or EOFError if it
-        took too long or has ended."""
-        with self._room:
+        took too long or has ended, and UnwantedError when the answer is not waited for any more."""
+        while not self._room.acquire(timeout=_GLANCE):
+            expect_wanted()
+        try:
             process = self._take()
             try:
                 answer = process.ask(sent, patience, self._briefly)
@@ -147,6 +155,8 @@ class Pool:
                 process.kill()
             else:
                 self._idle.append(process)
+        finally:
+            self._room.release()
         return answer
 
     def end(self) -> None:

@@ -226,23 +226,34 @@ def api_keys(ctx: click.Context) -> tuple[ApiKey, ...]:
     if file is None or (not typed and keys_in_environment()):
         return keys_in_environment()
     try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [
+            (number, line)
+            for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1)
+            if line.strip()
+        ]
     except (OSError, UnicodeDecodeError) as fault:
         raise ConfigError(
             f"the API keys in {file} cannot be read: {fault}; give a file of keys, one a line"
         ) from fault
     if not lines:
         raise ConfigError(f"{file} has no API key in it; write one a line, or leave --api-keys out")
-    return tuple({key.secret: key for key in (_key(line, file) for line in lines)}.values())
+    return tuple({key.secret: key for key in (_key(line, number, file) for number, line in lines)}.values())
 
 
-def _key(line: str, file: Path) -> ApiKey:
-    """Read a line of the file: a key, and behind a tab the least number that it may send for `priority`."""
+def _key(line: str, number: int, file: Path) -> ApiKey:
+    """Read a line of the file: a key, and behind a tab the least number that it may send for `priority`.
+
+    Raises ConfigError.
+    """
     text, tab, granted = line.partition("\t")
-    name, _, number = granted.strip().partition("=")
-    if tab and (name != "priority" or not re.fullmatch(r"-?\d{1,9}", number)):
+    if not text.strip():
+        raise ConfigError(
+            f"line {number} of {file} has no key before the tab; write one there, or drop the line"
+        )
+    name, _, least = granted.strip().partition("=")
+    if tab and (name != "priority" or not re.fullmatch(r"-?\d{1,9}", least)):
         raise ConfigError(
             f"behind a key in {file} stands {granted.strip()[:40]!r}; write priority=NUMBER behind a tab, "
             "or nothing"
         )
-    return ApiKey(text.strip().encode(), int(number) if tab else 0)
+    return ApiKey(text.strip().encode(), int(least) if tab else 0)

@@ -20,6 +20,9 @@ from penstock.server.wire.requests import ChatRequest, CompletionRequest, FieldE
 from penstock.step.params import SamplingParams
 from penstock.step.structure import Structure, StructureKind
 
+MOST_VALUES, MOST_SIZE = 100_000, 1 << 20
+"""Values, and characters of their texts and names, of the template variables that a request may have, and of
+its tools."""
 _CROWDED = 10.0
 """Seconds after which there may be time for a structure again."""
 
@@ -148,12 +151,37 @@ def _chat_text(
             "that does",
             "tools",
         )
+    for name, given in (("chat_template_kwargs", asked.chat_template_kwargs), ("tools", asked.tools)):
+        _expect_few(name, given)
     variables = _asked_for(asked, reads) | (asked.chat_template_kwargs or {})
     messages = template_messages(asked.messages or (), dialect)
     described = tools.described if tools else None
     return reader.tokenizer.render_chat(
         messages, add_generation_prompt=asked.add_generation_prompt, tools=described, **variables
     )
+
+
+def _expect_few(name: str, given: object) -> None:
+    """Raise FieldError for more than a template's process is to be sent, without going through all of it."""
+    left, values, size = [given], 0, 0
+    while left:
+        one = left.pop()
+        values += 1
+        if isinstance(one, str):
+            size += len(one)
+        elif isinstance(one, int):
+            size += one.bit_length() // 3
+        elif isinstance(one, dict):
+            size += sum(map(len, one))
+            left.extend(one.values())
+        elif isinstance(one, list):
+            left.extend(one)
+        if values + len(left) > MOST_VALUES or size > MOST_SIZE:
+            raise FieldError(
+                f"{name} may have {MOST_VALUES:,} values, and {MOST_SIZE:,} characters in their texts and "
+                "names; send fewer, or put them into a message",
+                name,
+            )
 
 
 def _asked_for(asked: ChatRequest | TokenizeRequest, reads: frozenset[str]) -> dict[str, object]:

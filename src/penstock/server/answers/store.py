@@ -1,4 +1,5 @@
-"""Responses that clients may come back to, in memory: the newest, as many as there is room for."""
+"""Responses that clients may come back to, in memory: the newest, as many as there is room for. A key that
+has more than its share makes room for others."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -26,10 +27,21 @@ class NotKeptError(PenstockError):
 
 @dataclass(frozen=True, slots=True)
 class _StoredResponse:
-    owner: bytes
     answer: bytes
     messages: bytes
     """The conversation up to its end, without instructions, as JSON."""
+
+    @property
+    def size(self) -> int:
+        return len(self.answer) + len(self.messages)
+
+
+class _Shelf:
+    """The responses of one key, the oldest first, and their bytes."""
+
+    def __init__(self) -> None:
+        self.responses: OrderedDict[str, _StoredResponse] = OrderedDict()
+        self.size = 0
 
 
 class ResponseStore:
@@ -38,16 +50,20 @@ class ResponseStore:
     def __init__(self, room: int) -> None:
         """room: bytes."""
         self._room = room
-        self._size = 0
-        self._responses: OrderedDict[str, _StoredResponse] = OrderedDict()
+        self._shelves: dict[bytes, _Shelf] = {}
+        """By key."""
 
     def put(self, owner: bytes, name: str, answer: bytes, messages: Sequence[Message]) -> None:
-        """Keep a response; the oldest ones make room. owner: the only key that may come back to it."""
-        one = _StoredResponse(owner, answer, msgspec.json.encode(messages))
-        self._responses[name] = one
-        self._size += len(one.answer) + len(one.messages)
-        while self._size > self._room or len(self._responses) > MOST:
-            self._forget(next(iter(self._responses)))
+        """Keep it. The oldest make room, of the key that has most: so of several keys each has a share that
+        no other takes. owner: who alone may come back to it."""
+        one = _StoredResponse(answer, msgspec.json.encode(messages))
+        shelf = self._shelves.setdefault(owner, _Shelf())
+        shelf.responses[name] = one
+        shelf.size += one.size
+        while sum(each.size for each in self._shelves.values()) > self._room:
+            self._forget_oldest(max(self._shelves, key=lambda whose: self._shelves[whose].size))
+        while sum(len(each.responses) for each in self._shelves.values()) > MOST:
+            self._forget_oldest(max(self._shelves, key=lambda whose: len(self._shelves[whose].responses)))
 
     def answer(self, name: str, owner: bytes) -> bytes:
         """Return a response, as JSON. Raise NotKeptError, also for another key's."""
@@ -60,14 +76,21 @@ class ResponseStore:
     def drop(self, name: str, owner: bytes) -> None:
         """Forget a response. Raise NotKeptError."""
         self._found(name, owner)
-        self._forget(name)
+        self._forget(owner, name)
 
     def _found(self, name: str, owner: bytes, param: str | None = None) -> _StoredResponse:
-        one = self._responses.get(name)
-        if one is None or one.owner != owner:  # Another key's is not even said to be there.
+        shelf = self._shelves.get(owner)
+        if (
+            shelf is None or name not in shelf.responses
+        ):  # Of another's nothing is told, nor that it is there.
             raise NotKeptError(name, param)
-        return one
+        return shelf.responses[name]
 
-    def _forget(self, name: str) -> None:
-        one = self._responses.pop(name)
-        self._size -= len(one.answer) + len(one.messages)
+    def _forget_oldest(self, owner: bytes) -> None:
+        self._forget(owner, next(iter(self._shelves[owner].responses)))
+
+    def _forget(self, owner: bytes, name: str) -> None:
+        shelf = self._shelves[owner]
+        shelf.size -= shelf.responses.pop(name).size
+        if not shelf.responses:
+            del self._shelves[owner]

@@ -2,11 +2,11 @@
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,8 +27,9 @@ from penstock.server.http.keys import NO_OWNER, owner_of, salt_of
 from penstock.server.http.openapi import described
 from penstock.server.http.origins import OriginGuard, is_json
 from penstock.server.http.page import FILES, page_file
-from penstock.server.http.sending import GONE, completed, json_response, responded
+from penstock.server.http.sending import GONE, completed, json_response, responded, unless_gone
 from penstock.server.http.state import ServerSettings, ServerState
+from penstock.server.http.uploads import SMALL
 from penstock.server.monitoring.logs import note_request
 from penstock.server.monitoring.records import RecordMiddleware, record_of
 from penstock.server.wire.requests import (
@@ -38,10 +39,12 @@ from penstock.server.wire.requests import (
     FieldError,
     TokenizeRequest,
     decoded,
+    expect_few_values,
 )
 from penstock.server.wire.responses import ResponsesRequest
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 def application(server: ServerState) -> ASGIApp:
@@ -133,7 +136,7 @@ def _owner(settings: ServerSettings, request: Request) -> bytes:
     sent = given.strip().encode("latin-1")  # As Starlette has read it; the bytes are the client's.
     # Each is compared, in a time that tells nothing of how much of it was right.
     right = [hmac.compare_digest(sent, key.secret) for key in settings.keys]
-    if scheme.lower() != "bearer" or not any(right):
+    if scheme.lower() != "bearer" or not sent or not any(right):
         raise HTTPException(
             401, "the API key is missing or not one of this server's; send it as 'Authorization: Bearer KEY'"
         )
@@ -158,23 +161,56 @@ def _salt(server: ServerState, request: Request, given: str | None) -> bytes:
     return salt_of(record_of(request).owner, given, share=server.settings.share_prefixes)
 
 
-async def _body(server: ServerState, request: Request, kind: type[T]) -> T:
-    """Raises FieldError, HTTPException for a body that is not declared as JSON, and what `Uploads.body`
-    does."""
+async def _body(server: ServerState, request: Request, kind: type[T], check: Callable[[T], U]) -> tuple[T, U]:
+    """Return what a body says, and what `check` returns of that.
+
+    A large body is decoded and checked on a thread, where large ones are read. Raises FieldError,
+    HTTPException for a body that is not declared as JSON, and what `Uploads.body` and `check` do.
+    """
     if not is_json(request.scope):
         raise HTTPException(415, "the body must be declared as JSON; send 'Content-Type: application/json'")
-    return decoded(await server.uploads.body(request), kind)
+    body = await server.uploads.body(request)
+    if len(body) <= SMALL:
+        return _opened(body, kind, check)
+    opened = server.uploads.opened(request, partial(_opened, body, kind, check))
+    return await _in_time(server, request, _unless_left(request, opened))
+
+
+def _opened(body: bytes, kind: type[T], check: Callable[[T], U]) -> tuple[T, U]:
+    if len(body) > SMALL:
+        expect_few_values(body)
+    asked = decoded(body, kind)
+    return asked, check(asked)
 
 
 async def _aside(
     server: ServerState, request: Request, read: Callable[[], T], timeout: float | None = None
 ) -> T:
-    """timeout: seconds that the request may take, which run since it has come. Raises DeadlineError."""
+    """Return what `read` returns, on a thread. Raises what `_in_time` does."""
+    work = server.uploads.aside(request, read)
+    if server.uploads.is_large(request):
+        work = _unless_left(request, work)
+    return await _in_time(server, request, work, timeout)
+
+
+async def _unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what the work does. Raises ClientDisconnect when the client goes before, which ends the work."""
+    found = await unless_gone(request.receive, work)
+    if found is None:
+        raise ClientDisconnect
+    return found
+
+
+async def _in_time(
+    server: ServerState, request: Request, work: Coroutine[Any, Any, T], timeout: float | None = None
+) -> T:
+    """Return what the work does. timeout: seconds that the request may take, which run since it has come.
+    Raises DeadlineError, and ends the work then."""
     seconds = None if server.broker is None else server.broker.allowed_seconds(timeout)
     late = None if seconds is None else seconds - (monotonic() - record_of(request).began)
     try:
         async with asyncio.timeout(late):
-            return await server.uploads.aside(request, read)
+            return await work
     except TimeoutError as error:
         assert seconds is not None
         raise overdue(seconds) from error
@@ -233,12 +269,15 @@ def _described(server: ServerState, name: str) -> Answer:
 async def _generate(
     server: ServerState, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
 ) -> Response:
-    asked = await _body(server, request, kind)
-    _check_model(server, asked.model)
-    asked.check()
+    def checked(asked: ChatRequest | CompletionRequest) -> int:
+        _check_model(server, asked.model)
+        asked.check()
+        return asked.outputs
+
+    asked, outputs = await _body(server, request, kind, checked)
     _check_priority(request, asked.priority)
     reader, broker = server.model()
-    broker.check_room(asked.outputs, record_of(request).owner)
+    broker.check_room(outputs, record_of(request).owner)
     salt = _salt(server, request, asked.cache_salt)
 
     def prepared() -> tuple[list[PreparedPrompt], AnswerWriter]:
@@ -250,9 +289,11 @@ async def _generate(
 
 
 async def _respond(server: ServerState, request: Request) -> Response:
-    asked = await _body(server, request, ResponsesRequest)
-    _check_model(server, asked.model)
-    asked.check()
+    def checked(asked: ResponsesRequest) -> None:
+        _check_model(server, asked.model)
+        asked.check()
+
+    asked, _ = await _body(server, request, ResponsesRequest, checked)
     _check_priority(request, asked.priority)
     reader, broker = server.model()
     broker.check_room(1, record_of(request).owner)
@@ -309,8 +350,7 @@ async def _page(server: ServerState, request: Request) -> Response:
 
 
 async def _tokenize(server: ServerState, request: Request) -> Response:
-    asked = await _body(server, request, TokenizeRequest)
-    asked.check()
+    asked, _ = await _body(server, request, TokenizeRequest, TokenizeRequest.check)
     reader, _ = server.model()
     _check_model(server, asked.model or server.settings.names[0])
 
@@ -332,7 +372,7 @@ async def _tokenize(server: ServerState, request: Request) -> Response:
 
 
 async def _detokenize(server: ServerState, request: Request) -> Response:
-    asked = await _body(server, request, DetokenizeRequest)
+    asked, _ = await _body(server, request, DetokenizeRequest, lambda _: None)
     reader, _ = server.model()
     _check_model(server, asked.model or server.settings.names[0])
     return json_response({"prompt": await _aside(server, request, lambda: reader.decode(asked.tokens))})

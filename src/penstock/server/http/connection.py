@@ -4,11 +4,16 @@ wait for.
 Uvicorn reads whatever comes. Here a request's head has a size and a time, its body a least rate, and a
 request behind one that has not been answered is not read: the connection ends with that answer, and a client
 that goes before it is noticed. Beyond as many connections as there may be open files, a new one is refused.
+
+A request may be answered before all of it has come, such as with a refusal. If the connection were closed
+then, what is still on its way would have the client's machine drop the answer. So the connection lingers:
+what comes is thrown away for a while, as far as there is room for that.
 """
 
 import asyncio
 import resource
 from asyncio.events import TimerHandle
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -29,6 +34,14 @@ _SLOWEST = 1 << 10
 """Bytes of a body a second, at least."""
 _LONGEST_STALL = 300.0
 """Seconds in which a client that has much to read has read hardly anything."""
+_LINGER, _LONGEST_LINGER = 2.0, 30.0
+"""Seconds that a connection lingers with nothing coming, and at most."""
+_MOST_THROWN, _FEW_THROWN = 64 << 20, 256 << 10
+"""Bytes that are thrown away behind an answer, and behind a refusal of what is no request."""
+_MOST_LINGERING = 64
+"""Connections; any more are closed at once."""
+_THROWN_RATE = 64 << 20
+"""Bytes/s that are thrown away, of all connections."""
 _KEY = "penstock.connection"
 _ENOUGH, _OTHERS = 1 << 16, 128
 """Open files: as many as are ever needed, and those that are no connections."""
@@ -87,6 +100,16 @@ def connection_of(request: Request) -> "Connection | None":
     return found
 
 
+class _Parting:
+    """What an answer is written to: a connection, which lingers where it would be closed."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
+
+
+_lingering: "set[Connection]" = set()
+
+
 class Connection(HttpToolsProtocol):
     """Follows one client's connection: it refuses what is too large, too slow or not HTTP."""
 
@@ -98,12 +121,18 @@ class Connection(HttpToolsProtocol):
         """Bytes since the last look."""
         self._deaf = False
         """Whether what comes is thrown away."""
+        self._thrown = 0
+        """Bytes that may still be thrown away."""
+        self._heard = False
+        """Whether any were since the last look."""
+        self._linger_end = 0.0
         self._timer: TimerHandle | None = None
         self._stall: TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request, or refuse the connection if there are too many."""
         super().connection_made(transport)
+        self._parting = _Parting(transport, self._part)
         self._wait(_LONGEST_HEAD, self._late)
         if len(self.connections) > room().most:
             self._refuse(503)
@@ -111,12 +140,15 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all timers."""
         self._wait()
+        _lingering.discard(self)
         self.resume_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Parse what has come, up to the largest head."""
         if self._deaf:
+            if self in _lingering:
+                self._throw(len(data))
             return
         self._head += len(data)
         super().data_received(data)
@@ -158,18 +190,71 @@ class Connection(HttpToolsProtocol):
         self._body = 0
         self._wait(_LOOK, self._look)
         super().on_headers_complete()
+        self.cycle.transport = cast(Any, self._parting)
 
     def on_body(self, body: bytes) -> None:
         """Count a part of the body."""
         self._head = 0
         self._body += len(body)
+        if self in _lingering:
+            self._throw(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Stop waiting for the body."""
         self._head = 0
         self._wait()
+        _lingering.discard(self)
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.more_body and self not in _lingering and not self.transport.is_closing():
+            self._linger(_MOST_THROWN)
+
+    # ---- the end of a connection on which something still comes
+
+    def _part(self) -> None:
+        """End it behind an answer."""
+        if self.cycle.more_body and not self.transport.is_closing():
+            self._part_from(_MOST_THROWN)
+        else:
+            self.transport.close()
+
+    def _part_from(self, most: int) -> None:
+        """Say no more, and throw away as many bytes of what comes."""
+        self._deaf = True
+        if self._linger(most):
+            self.transport.write_eof()
+
+    def _linger(self, most: int) -> bool:
+        """Throw away as many bytes of what comes. Return False, with the connection closed, if there is no
+        room."""
+        if len(_lingering) >= _MOST_LINGERING:
+            self.transport.close()
+            return False
+        _lingering.add(self)
+        self._thrown, self._linger_end = most, self.loop.time() + _LONGEST_LINGER
+        self.flow.resume_reading()
+        self._wait(_LINGER, self._look_at_lingering)
+        return True
+
+    def _throw(self, size: int) -> None:
+        """Count what has come, and read no more for as long as all that linger may take for it."""
+        self._heard = True
+        self._thrown -= size
+        if self._thrown < 0:
+            self.transport.close()
+            return
+        self.flow.pause_reading()
+        self.loop.call_later(size * len(_lingering) / _THROWN_RATE, self.flow.resume_reading)
+
+    def _look_at_lingering(self) -> None:
+        if not self._heard or self.loop.time() > self._linger_end:
+            self.transport.close()
+            return
+        self._heard = False
+        self._wait(_LINGER, self._look_at_lingering)
 
     # ---- time
 
@@ -214,12 +299,18 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, status: int) -> None:
         """What no route is asked about."""
         self._deaf = True
-        if self._answers:
+        if self._answers and (self.cycle.response_started or not self.cycle.more_body):
             self.transport.abort()
         else:
+            if self._answers:  # The route waits for the rest of the body, and is told that the client went.
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
             body = msgspec.json.encode(error(*_REFUSALS[status]))
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
                 body
             )
             self.transport.write(STATUS_LINE[status] + head + body)
-            self.transport.close()
+            if status == 503:
+                self.transport.close()
+            else:
+                self._part_from(_FEW_THROWN)

@@ -3,7 +3,8 @@ among keys.
 
 Why this is safe. All but the work itself happens on the loop. Whoever takes a thread, or is given one by its
 turn's future, has it until its work has ended, and is counted by its key until then. Work that is not waited
-for any more goes on to its end, since no thread can be stopped, and its thread is free only then.
+for any more ends where it next asks whether it is wanted, since no thread can be stopped; its thread is free
+only then.
 """
 
 import asyncio
@@ -11,7 +12,10 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
+
+from penstock.base.wanted import Waiter, while_wanted
 
 T = TypeVar("T")
 _ANY = 1 << 30
@@ -47,14 +51,19 @@ class FairThreads:
                 if turn.done() and not turn.cancelled():  # It has just been given.
                     self._leave(owner)
                 raise
-        future = self._pool.submit(work)
+        waiter = Waiter()
+        future = self._pool.submit(partial(while_wanted, waiter, work))
 
         def ended(_: "Future[T]") -> None:
             with suppress(RuntimeError):  # The loop has been closed, and waits for nothing.
                 loop.call_soon_threadsafe(self._leave, owner)
 
         future.add_done_callback(ended)
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            waiter.gone = True
+            raise
 
     def _take(self, owner: bytes) -> None:
         self._free -= 1

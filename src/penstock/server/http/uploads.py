@@ -2,7 +2,9 @@
 many of one key."""
 
 import asyncio
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from starlette.exceptions import HTTPException
@@ -16,7 +18,11 @@ T = TypeVar("T")
 SMALL = 64 << 10
 """Bytes up to which a request is read beside large ones."""
 _THREADS = 4
-"""That read small requests. Large ones, which may take ten seconds and gigabytes, come one by one."""
+"""That read small requests. Large ones come one by one, or where there are several keys one of each of two
+keys."""
+_REST, _LONGEST_REST = 3.0, 1.0
+"""Seconds of rest for each that the decoding of a large body took, and at most: nobody else computes while it
+is decoded."""
 _LARGEST = 4
 """How many of the largest may be on their way, or wait to be read. To read one may take ten times its
 bytes."""
@@ -47,7 +53,7 @@ class Uploads:
         self._lead: dict[bytes, tuple[float, float]] | None = {} if keys > 1 else None
         """By key, bytes that were read faster than at that rate, and when that was."""
         self._small = FairThreads(_THREADS, _THREADS - 1) if keys > 1 else FairThreads(_THREADS, alone=True)
-        self._large = FairThreads(1)
+        self._large = FairThreads(2, 1) if keys > 1 else FairThreads(1)
 
     async def body(self, request: Request) -> bytes:
         """Return a request's body. Raise HTTPException for one that is too large or takes too long, and
@@ -79,12 +85,21 @@ class Uploads:
             ) from error
         return b"".join(parts)
 
+    async def opened(self, request: Request, read: Callable[[], T]) -> T:
+        """Return what a large body says, decoded where large ones are read; it still counts as not read."""
+        work = read if self._lead is None else partial(_rested, read)
+        return await self._large.run(record_of(request).owner, work)
+
     async def aside(self, request: Request, read: Callable[[], T]) -> T:
         """Read a request on another thread, small requests beside large ones, and keys in turns."""
-        lane = self._small if self._held.get(request, 0) <= SMALL else self._large
+        lane = self._large if self.is_large(request) else self._small
         found = await lane.run(record_of(request).owner, read)
         self.release(request)
         return found
+
+    def is_large(self, request: Request) -> bool:
+        """Tell whether its body is one that is read among large ones."""
+        return self._held.get(request, 0) > SMALL
 
     def release(self, request: Request) -> None:
         """It is over, if it was not read before."""
@@ -122,3 +137,12 @@ class Uploads:
                     1.0,
                 )
         self._held[request], self._by[owner] = size, (count, bytes_)
+
+
+def _rested(read: Callable[[], T]) -> T:
+    """Return what `read` returns, after a rest that leaves most of the time to others."""
+    begin = time.thread_time()
+    try:
+        return read()
+    finally:
+        time.sleep(min(_REST * (time.thread_time() - begin), _LONGEST_REST))

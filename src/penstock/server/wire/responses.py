@@ -3,10 +3,10 @@
 import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from penstock.server.wire.items import led
 from penstock.server.wire.requests import (
@@ -42,6 +42,8 @@ _RENAMED = {
     "reasoning_effort": "reasoning",
 }
 """Fields of a chat's request, as they are called here."""
+Label = Annotated[str, Meta(max_length=512)]
+"""Text that is told again with every answer, and kept with it. OpenAI takes 64 characters of most."""
 _SAME = (
     "model", "parallel_tool_calls", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed",
     "priority", "timeout",
@@ -52,7 +54,7 @@ _SAME = (
 class Reasons(Struct, forbid_unknown_fields=True):
     """The settings of reasoning."""
 
-    effort: str | None = None
+    effort: Label | None = None
     summary: str | None = None
     generate_summary: str | None = None
     """Neither has an effect: reasoning is given in full."""
@@ -62,7 +64,7 @@ class Form(Struct, forbid_unknown_fields=True):
     """The form of the answer's text."""
 
     format: dict[str, Any] | None = None
-    verbosity: str | None = None
+    verbosity: Label | None = None
 
 
 class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -84,15 +86,15 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[Label, Label] | None = None
     previous_response_id: str | None = None
     truncation: str | None = None
     background: bool | None = None
     # Labels, and what suits whatever is answered:
-    user: str | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    user: Label | None = None
+    service_tier: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
     prompt_cache_retention: str | None = None
     max_tool_calls: int | None = None
     # Beside OpenAI's:
