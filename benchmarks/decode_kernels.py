@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from penstock.ops.activation import silu_mul as silu_mul_plainly
 from penstock.ops.attention.inputs import LayerAttention, Rows
-from penstock.ops.kernels import early_launches
+from penstock.ops.kernels import pdl_launches
 from penstock.ops.norm import add_rms_norm as add_rms_norm_plainly
 from penstock.ops.project import HeadNorms, project_reference
 from penstock.ops.sampling import draw_reference
@@ -152,7 +152,7 @@ class Bench:
         gated = name == "gate and up"
 
         def by_row(w: Tensor, early: bool, tuning: tuple[int, int, int] | None) -> Tensor:
-            with early_launches(early):
+            with pdl_launches(early):
                 return one_row(x, w, gated=gated, tuning=tuning)
 
         want = F.linear(x, matrices[0])

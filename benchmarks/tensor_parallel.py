@@ -29,7 +29,7 @@ from penstock.bench.shapes import SHAPES
 from penstock.bench.speed.latency import BenchKind, LatencyBench, run
 from penstock.bench.speed.setup import Target
 from penstock.bench.times import Timings
-from penstock.ops.kernels import early_launches
+from penstock.ops.kernels import pdl_launches
 from penstock.ops.norm import add_rms_norm
 from penstock.parallel.group import Group
 from penstock.parallel.launch import launch
@@ -124,7 +124,7 @@ def sum_often(group: Group, shape: Mapping[str, object], rows: Sequence[int]) ->
         for name, work in ways.items():
             work()
             if device.type == "cuda":
-                with early_launches():
+                with pdl_launches():
                     replay = recorded(partial(often, work), device)
                 group.barrier()
                 one[name] = timed(replay) / OFTEN * 1e6

@@ -19,7 +19,7 @@ from triton.runtime import JITFunction, driver
 from triton.runtime.jit import MockTensor
 
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows, Run
-from penstock.ops.kernels import early_launches
+from penstock.ops.kernels import pdl_launches
 from penstock.ops.triton import attention as triton_attention
 from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton import linear as triton_linear
@@ -247,7 +247,7 @@ def main(capability: int, names: list[str], *, early_only: bool = False) -> None
     with elsewhere(capability, seen):
         for case in names or CASES:
             for early in ways:
-                with early_launches(early):
+                with pdl_launches(early):
                     CASES[case]()
 
 

@@ -545,7 +545,7 @@ def test_kv_that_moves_is_counted_and_a_prompt_tells_how_far_it_is() -> None:
     assert (room.host, room.copied, room.sent, room.streams) == (0, 0, 0, False)
     engine.submit(range(90), measure.sampling(), 30)
     scheduler = engine.scheduler
-    scheduler.limits = dataclasses.replace(scheduler.limits, near=0)  # pages to spare would save some of it
+    scheduler._pools.most_mirrored = 0  # pages to spare would save some of it
     reached, copied = [], 0
     for start in range(0, 90, 16):  # each step reads what the earlier ones have written
         engine.step()

@@ -22,8 +22,7 @@ import tiny
 from penstock.arch import families, rope
 from penstock.engine.store import root_of
 from penstock.kv.ledger import keys
-from penstock.models import moe
-from penstock.models.decoder import Decoder
+from penstock.models import mixers, moe
 from penstock.ops import norm
 from penstock.ops.attention import dense
 from penstock.sched.rules import PrefixRule
@@ -113,9 +112,9 @@ FAULTS: dict[str, tuple[int, Callable[..., object], str, str]] = {
     "window: left out": (1, families._window, 'config.whole("sliding_window")', "None"),
     "softmax: scaled by the width of all heads": (
         0,
-        Decoder.__init__,
-        "spec.head_dim**-0.5",
-        "(spec.hidden_size / spec.heads)**-0.5",
+        mixers.scores_of,
+        "mixer.head_dim**-0.5",
+        "mixer.query_size**-0.5",
     ),
     "norm: an epsilon of its own": (
         0,

@@ -247,7 +247,7 @@ def test_requests_under_way_are_told_and_nothing_of_what_they_say(server: Server
 
 
 def test_a_prompt_is_followed_until_it_is_computed(server: Server) -> None:
-    length, steps = 1500, []
+    length, steps = 6000, []
     body = {
         "model": "shipped",
         "prompt": [7 + at % 900 for at in range(length)],

@@ -352,7 +352,7 @@ def test_what_a_template_may_be_sent_is_sent(server: Server) -> None:
 def test_who_has_gone_leaves_its_place_among_large_requests(tmp_path: Path) -> None:
     """What is read of it ends, and what waits is not read at all."""
     slow = (
-        "import sys, time; import penstock.server.app as app; read = app.read\n"
+        "import sys, time; import penstock.server.http.app as app; read = app.read\n"
         "from penstock.base.wanted import expect_wanted\n"
         "def slowly(llm, asked, *given):\n"
         "    while asked.user and asked.user[0] == 's': expect_wanted(); time.sleep(0.01)\n"
@@ -391,8 +391,8 @@ def test_a_client_that_stalls_is_told(tmp_path: Path, begun: bytes) -> None:
     class Hasty(Server):
         python = (
             "-c",
-            "import sys; import penstock.server.uploads as u, penstock.server.connection as c; u._PATIENCE = "
-            "c._LOOK = 1.0; from penstock.cli.main import main; sys.exit(main())",
+            "import sys; import penstock.server.http.uploads as u, penstock.server.http.connection as c; "
+            "u._PATIENCE = c._LOOK = 1.0; from penstock.cli.main import main; sys.exit(main())",
         )
 
     server = Hasty(tmp_path / "log", "--port", "0", *FLAGS)

@@ -330,4 +330,4 @@ def test_a_table_says_where_experts_are_lent() -> None:
             assert table is weights.standing().table(layer)
             for expert, row in enumerate(table.tolist()):
                 views = weights.take(GroupId(GroupKind.EXPERT, layer, expert))
-                assert row == [views["gate_up"].data_ptr(), views["down"].data_ptr()]
+                assert row == [views.matrices[name].tensor.data_ptr() for name in ("gate_up", "down")]

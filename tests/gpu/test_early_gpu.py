@@ -15,7 +15,7 @@ import triton
 from penstock.arch.spec import RopeSpec
 from penstock.ops import steps
 from penstock.ops.attention.inputs import LayerAttention, Rows
-from penstock.ops.kernels import counting, early_launches
+from penstock.ops.kernels import counting, pdl_launches
 from penstock.ops.rope import RotaryAngles
 from penstock.ops.triton import attention as triton_attention
 from penstock.ops.triton import linear as triton_linear
@@ -45,7 +45,7 @@ def test_product_of_one_row(inner: int, outer: int, dtype: torch.dtype, early: b
     x, bias = random(1, inner, dtype=dtype), random(outer, dtype=dtype, seed=2)
     weight = (random(outer, inner + 8, dtype=dtype, seed=1) / inner**0.5)[:, :inner]
     tolerance = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}[dtype]
-    with early_launches(early):
+    with pdl_launches(early):
         for some in (None, bias):
             want = x.double() @ weight.double().T + (0 if some is None else some.double())
             got = one_row(x, weight, some)
@@ -73,7 +73,7 @@ def test_product_of_few_rows(inner: int, outer: int, rows: int, early: bool, dty
     tolerance = {torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
     shared = torch.zeros(256, dtype=torch.int32, device=DEVICE)
     assert suits_few_rows(x, weight)
-    with early_launches(early), counting(shared):
+    with pdl_launches(early), counting(shared):
         for some in (None, bias):
             want = x.double() @ weight.double().T + (0 if some is None else some.double())
             got = few_rows(x, weight, some)
@@ -188,7 +188,7 @@ class Narrow(Chain):
 def recorded(chain: Chain) -> list[Tensor]:
     """What five replays of it say, the memory that they pass through spoiled before each."""
     spoil, pool = torch.empty(1 << 25, dtype=torch.uint8, device=DEVICE), torch.cuda.graph_pool_handle()
-    with early_launches(), counting(chain.counters):
+    with pdl_launches(), counting(chain.counters):
         chain()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

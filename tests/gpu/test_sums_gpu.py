@@ -16,7 +16,7 @@ from crews import all_ranks
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import DeviceError
 from penstock.bench.shapes import SHAPES
-from penstock.ops.kernels import early_launches
+from penstock.ops.kernels import pdl_launches
 from penstock.ops.norm import add_rms_norm
 from penstock.parallel.group import Group
 from penstock.weights.checkpoint.shape import Shape
@@ -134,7 +134,7 @@ def recorded(group: Group) -> None:
 
     with collected(group, hidden, dtype) as collectives:
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream), early_launches():
+        with torch.cuda.stream(stream), pdl_launches():
             chain(collectives.add_rms_norm)
             stream.synchronize()
             group.barrier()

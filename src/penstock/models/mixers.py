@@ -2,7 +2,6 @@
 reads."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
 from torch import Tensor
@@ -59,13 +58,13 @@ def attention(
     if wanted is not None and inputs.last is not None:
         # They are rows, which see no keys but those in pages.
         q, wanted, seen_by = q[wanted], None, inputs.last
-    seen = attend(q, k, v, (k_cache, v_cache), seen_by, _scores_of(mixer), mixing.cold).out
+    seen = attend(q, k, v, (k_cache, v_cache), seen_by, scores_of(mixer), mixing.cold).out
     seen = seen if wanted is None else seen[wanted]
     return seen.view(len(seen), mixer.output_size)
 
 
-@lru_cache(maxsize=256)
-def _scores_of(mixer: Attention) -> LayerAttention:
+def scores_of(mixer: Attention) -> LayerAttention:
+    """Return what a layer does with the scores of its queries."""
     return LayerAttention(mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale, mixer.window)
 
 

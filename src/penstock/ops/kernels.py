@@ -241,7 +241,7 @@ def kernels_of(device: torch.device) -> tuple[str, ...]:
 
 
 @contextmanager
-def early_launches(allowed: bool = True) -> Iterator[None]:
+def pdl_launches(allowed: bool = True) -> Iterator[None]:
     """Kernels that this thread launches meanwhile may begin before what was launched before them has ended,
     and then wait on the device for that; they read weights before they wait. For weights that are where they
     are for good, on a GPU that can do so."""
@@ -252,12 +252,12 @@ def early_launches(allowed: bool = True) -> Iterator[None]:
         _launches.early = before
 
 
-def launches_early() -> bool:
+def uses_pdl() -> bool:
     """Tell whether this thread's launches may be early."""
     return _launches.early
 
 
-def early_options(early: bool) -> dict[str, bool]:
+def pdl_launch_options(early: bool) -> dict[str, bool]:
     """Return launch options for programmatic dependent launch, beside a kernel's own arguments."""
     return {"launch_pdl": True} if early else {}
 

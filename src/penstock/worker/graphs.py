@@ -39,7 +39,7 @@ from penstock.memory.device import give_back
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import StepInputs, Weights
 from penstock.ops.attention.inputs import AttentionInputs, PlacedRun, Rows
-from penstock.ops.kernels import counting, early_launches
+from penstock.ops.kernels import counting, pdl_launches
 from penstock.ops.matrix import GroupViews
 from penstock.ops.rope import RotaryAngles
 from penstock.ops.runs import suits_run
@@ -222,7 +222,7 @@ class DecodeGraphs:
         before = torch.cuda.memory_reserved(device)
         gc.collect()  # What is collected in the midst of a recording may free what it must not.
         pool, stream = torch.cuda.graph_pool_handle(), _idle_stream(device)
-        with torch.cuda.stream(stream), no_collection(), early_launches(early), counting(self._step.counters):
+        with torch.cuda.stream(stream), no_collection(), pdl_launches(early), counting(self._step.counters):
             for count in self._counts:
                 self._step.give((), count)
                 self._programs[count] = self._recorded(partial(self._step.compute, count), pool, stream)

@@ -17,7 +17,7 @@ from penstock.memory.device import Heap, give_back, lift_cap, shortage
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import Weights
 from penstock.ops.attention.gathered import PAST_TILE
-from penstock.ops.kernels import counting, early_launches, plain_torch
+from penstock.ops.kernels import counting, pdl_launches, plain_torch
 from penstock.step.plan import (
     Landed,
     Outcome,
@@ -113,7 +113,7 @@ class Runner:
             yield from (partial(self._as_recorded, step, compute, weights) for compute in steps)
 
     def _as_recorded(self, step: DecodeStep, compute: Callable[[Weights], None], weights: Weights) -> None:
-        with self._here(), torch.inference_mode(), early_launches(self._early), counting(step.counters):
+        with self._here(), torch.inference_mode(), pdl_launches(self._early), counting(step.counters):
             compute(weights)
 
     def _decode_step(self, pool: KVPool, rows: int, tokens: int, max_length: int) -> DecodeStep:
@@ -235,7 +235,7 @@ class Runner:
         prompts: list[list[TokenLogprob]] = [[] for _ in plan.shares]
         logits: Tensor | None = None
         with ExitStack() as whole:
-            whole.enter_context(early_launches(self._early))
+            whole.enter_context(pdl_launches(self._early))
             hidden = self._decoder.forward(weights, pool.layers, step.inputs, layers, self._carrier)
             if not len(hidden):
                 return None, prompts

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows, Run
-from penstock.ops.kernels import early_options, launches_early
+from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.runs import run_tokens
 from penstock.ops.triton.decode import LOG2_E, decode, join
 from penstock.ops.triton.tuning import DecodeTuning, decode_tuning, multiprocessors
@@ -170,7 +170,7 @@ def _attended(
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if queries == 0:
         return out
-    early = launches_early()
+    early = uses_pdl()
     window = layer.window
     seen = cut.longest if window is None else min(cut.longest, window + cut.tokens - 1 + tuning.tile)
     wanted = multiprocessors(q.device) * tuning.workers_per_sm
@@ -227,7 +227,7 @@ def _attended(
         JOIN_PARTS=max(1, min(8, 4096 // (join_rows * cols))),
         LSE=lse is not None,
         num_warps=tuning.warps,
-        **early_options(early),
+        **pdl_launch_options(early),
         **({"maxnreg": _registers(tuning)} if arrivals is not None and q.is_cuda else {}),
     )
     if arrivals is not None:
@@ -255,7 +255,7 @@ def _attended(
         WAITS=overlap,
         LSE=lse is not None,
         num_warps=8 if parts > 4 else 4,
-        **early_options(overlap),
+        **pdl_launch_options(overlap),
     )
     return out
 

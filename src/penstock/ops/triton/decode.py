@@ -15,7 +15,7 @@ Each is written by one program. The join reads only those that the same arithmet
 were written. The second kernel comes after the first in stream order. Within a launch each worker counts
 itself in after a barrier behind its partial, by an atomic addition that releases and acquires; the one that
 finds all others counted sees what they wrote, is alone, and sets the counter back. No program waits for
-another. Where launches may be early (`kernels.early_launches`), lengths are read before what came before
+another. Where launches may be early (`kernels.pdl_launches`), lengths are read before what came before
 this has ended: they belong to the step, and the last launch that was not early came after them. All else is
 read, and everything written, behind `gdc_wait`.
 

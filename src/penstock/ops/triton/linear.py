@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.ops.kernels import counters, early_options, launches_early
+from penstock.ops.kernels import counters, pdl_launch_options, uses_pdl
 from penstock.ops.triton.pointwise import silu
 from penstock.ops.triton.tuning import multiprocessors
 
@@ -121,7 +121,7 @@ def one_row(
     assert out is None or (out.shape == (1, outer) and out.stride(1) == 1 and out.dtype == x.dtype)
     y = torch.empty(1, outer, dtype=x.dtype, device=x.device) if out is None else out
     cols, step, warps = tuning or one_row_tuning(inner, gated, x.element_size())
-    early = launches_early()
+    early = uses_pdl()
     _one_row[(triton.cdiv(outer, cols),)](
         x,
         weight,
@@ -136,7 +136,7 @@ def one_row(
         BIASED=bias is not None,
         EARLY=early,
         num_warps=warps,
-        **early_options(early),
+        **pdl_launch_options(early),
     )
     return y
 
@@ -300,7 +300,7 @@ def few_rows(
     tuning = tuning or few_rows_tuning(padded, len(weight), inner, multiprocessors(x.device))
     assert inner % tuning.step == 0, (weight.shape, tuning)
     tiles = triton.cdiv(outer, tuning.cols // (2 if gated else 1))
-    joins, early = tuning.splits > 1, launches_early()
+    joins, early = tuning.splits > 1, uses_pdl()
     parts = (
         torch.empty(tiles * tuning.splits * tuning.cols * padded, dtype=torch.float32, device=x.device)
         if joins
@@ -332,7 +332,7 @@ def few_rows(
         WIDEN=x.device.type == "cpu",
         EARLY=early,
         num_warps=tuning.warps,
-        **early_options(early),
+        **pdl_launch_options(early),
     )
     return y
 

@@ -2,7 +2,7 @@
 
 They are normalisation with the residual sum, rotary positions with the write of new keys and values, and the
 gated activation. Each rounds where the reference models round, so that fused and unfused arithmetic agree to
-the last bit of the dtype wherever float32 does. Where launches may be early (`kernels.early_launches`), each
+the last bit of the dtype wherever float32 does. Where launches may be early (`kernels.pdl_launches`), each
 waits on the device before it reads or writes anything.
 """
 
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.ops.kernels import early_options, launches_early
+from penstock.ops.kernels import pdl_launch_options, uses_pdl
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -85,7 +85,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     if count == 0:
         return y, stream
     cols = triton.next_power_of_2(dim)
-    rows, early = max(1, 1024 // cols), launches_early()
+    rows, early = max(1, 1024 // cols), uses_pdl()
     _rms_norm[(triton.cdiv(count, rows),)](
         x,
         stream,
@@ -104,7 +104,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         ADDS=residual is not None,
         EARLY=early,
         num_warps=min(16, max(4, cols // 512)),
-        **early_options(early),
+        **pdl_launch_options(early),
     )
     return y, stream
 
@@ -315,7 +315,7 @@ def project(
         q_gain.shape == k_gain.shape == (dim,) and q_gain.stride(0) == k_gain.stride(0) == 1
     )
     cols = triton.next_power_of_2(dim // 2)
-    rows, early = min(triton.next_power_of_2(max(heads, kv_heads)), max(1, 1024 // cols)), launches_early()
+    rows, early = min(triton.next_power_of_2(max(heads, kv_heads)), max(1, 1024 // cols)), uses_pdl()
     _project[(tokens, triton.cdiv(heads, rows) + triton.cdiv(kv_heads, rows))](
         qkv,
         q_gain,
@@ -340,7 +340,7 @@ def project(
         NORMS=gains is not None,
         EARLY=early,
         num_warps=4,
-        **early_options(early),
+        **pdl_launch_options(early),
     )
     return views
 
@@ -379,7 +379,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     y = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     if tokens == 0:
         return y
-    cols, early = min(1024, triton.next_power_of_2(width)), launches_early()
+    cols, early = min(1024, triton.next_power_of_2(width)), uses_pdl()
     _silu_mul[(tokens, triton.cdiv(width, cols))](
         gate_up,
         y,
@@ -388,6 +388,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         COLS=cols,
         EARLY=early,
         num_warps=4,
-        **early_options(early),
+        **pdl_launch_options(early),
     )
     return y

@@ -1,6 +1,6 @@
 """Kernels around a recorded decode step: the preparation of its rows, and their likeliest tokens.
 
-Where launches may be early (`kernels.early_launches`), each waits on the device before it reads or writes
+Where launches may be early (`kernels.pdl_launches`), each waits on the device before it reads or writes
 anything.
 """
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.kernels import early_options, launches_early
+from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.steps import LEAST, NO_TOKEN
 from penstock.ops.triton.pointwise import in_turn
 
@@ -100,7 +100,7 @@ def place(
     tokens, blocks, offsets, slots = (torch.empty(count, dtype=torch.int64, device=device) for _ in range(4))
     lengths = torch.empty(count, dtype=torch.int32, device=device)
     cos, sin = (torch.empty(count, half, dtype=torch.float32, device=device) for _ in range(2))
-    early = launches_early()
+    early = uses_pdl()
     _place[(count,)](
         given,
         table,
@@ -123,7 +123,7 @@ def place(
         COLS=triton.next_power_of_2(half),
         EARLY=early,
         num_warps=4,
-        **early_options(early),
+        **pdl_launch_options(early),
     )
     return pages, tokens, blocks, offsets, slots, lengths, cos, sin
 
@@ -166,11 +166,18 @@ def likeliest(logits: Tensor, rows: Tensor, newest: Tensor, tokens: Tensor, best
     assert rows.dtype == torch.int32
     assert len(best) >= count
     assert tokens.shape == rows.shape == (count,)
-    early = launches_early()
+    early = uses_pdl()
     chunk = min(_CHUNK, triton.next_power_of_2(vocab))
     _find[(count, triton.cdiv(vocab, chunk))](
-        logits, best, vocab, logits.stride(0), CHUNK=chunk, EARLY=early, num_warps=8, **early_options(early)
+        logits,
+        best,
+        vocab,
+        logits.stride(0),
+        CHUNK=chunk,
+        EARLY=early,
+        num_warps=8,
+        **pdl_launch_options(early),
     )
     _settle[(triton.cdiv(count, 128),)](
-        best, rows, newest, tokens, count, ROWS=128, EARLY=early, num_warps=4, **early_options(early)
+        best, rows, newest, tokens, count, ROWS=128, EARLY=early, num_warps=4, **pdl_launch_options(early)
     )

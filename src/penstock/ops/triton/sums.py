@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from penstock.ops.kernels import early_options, launches_early
+from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.triton.pointwise import in_turn
 from penstock.ops.triton.tuning import multiprocessors
 
@@ -239,7 +239,7 @@ def _launch(
     words = _words(dim, x.dtype)
     each = x.view(torch.int32)
     stream = each if residual is None else residual.view(torch.int32)
-    cols, early = triton.next_power_of_2(words), launches_early()
+    cols, early = triton.next_power_of_2(words), uses_pdl()
     warps = min(16, max(4, cols // 256))
     _sum[(rows,)](
         each,
@@ -262,7 +262,7 @@ def _launch(
         TIMED=_TIMED,
         EARLY=early,
         num_warps=warps,
-        **early_options(early),
+        **pdl_launch_options(early),
     )
 
 
