@@ -162,43 +162,60 @@ def clocked(*given: Any, **settings: Any) -> Iterator[Clocked]:
         one.close()
 
 
-def measure(tiny: bool) -> dict[str, float]:
-    found: dict[str, float] = {}
-    device = "cpu" if tiny else "cuda"
-    large, small, part = ("tiny", "tiny", 32) if tiny else ("8B", "0.6B", 1)
-    with clocked(large, device, found, "8B") as engine:
+def resident(tiny: bool, found: dict[str, float]) -> None:
+    """Measure 8B with everything on the device."""
+    shape, device, part = ("tiny", "cpu", 32) if tiny else ("8B", "cuda", 1)
+    with clocked(shape, device, found, "8B") as engine:
         found["8B, one sequence, ms a step"] = 1e3 * engine.decode(1, 2048 // part, 96 // part)
-        found["8B, 64 sequences, ms a step"] = 1e3 * engine.decode(
-            4 if tiny else 64, 2048 // part, 96 // part
-        )
+        rows = 4 if tiny else 64
+        found["8B, 64 sequences, ms a step"] = 1e3 * engine.decode(rows, 2048 // part, 96 // part)
         engine.first_token(engine.prompt(16384 // part))
         prompts = [engine.first_token(engine.prompt(16384 // part)) for _ in range(3)]
         found["8B, prompt of 16K, s"] = statistics.median(prompts)
-    with clocked(small, device, found, "0.6B") as engine:
+
+
+def small(tiny: bool, found: dict[str, float]) -> None:
+    """Measure 0.6B: one sequence, and 256 requests, three times."""
+    shape, device, part = ("tiny", "cpu", 32) if tiny else ("0.6B", "cuda", 1)
+    with clocked(shape, device, found, "0.6B") as engine:
         found["0.6B, one sequence, ms a step"] = 1e3 * engine.decode(1, 2048 // part, 192 // part)
         engine.many(8, 100 // part + 1, 1024 // part)
-        rate = engine.many(8 if tiny else 256, 100 // part + 1, 1024 // part)
-        found["0.6B, 256 requests, s for 1,000 output tokens"] = 1e3 / rate
-    streams = {} if tiny else {"device_memory": "8GiB"}
-    with clocked(large, device, found, "8B streamed", **streams) as engine:
-        found["8B streamed from host memory, ms a step"] = 1e3 * engine.decode(1, 512 // part, 10)
-    kv = {
-        "max_length": 140_000 // part,
-        "beyond_trained": True,
-        "host_kv_memory": "24GiB" if not tiny else "64MiB",
-    }
-    if tiny:
-        kv["max_length"] = 4000
+        rates = [engine.many(8 if tiny else 256, 100 // part + 1, 1024 // part) for _ in range(3)]
+        found["0.6B, 256 requests, s for 1,000 output tokens"] = 1e3 / statistics.median(rates)
+
+
+def streamed(tiny: bool, found: dict[str, float]) -> None:
+    """Measure 8B whose weights are in host memory but for 8 GiB."""
+    shape, device, part = ("tiny", "cpu", 32) if tiny else ("8B", "cuda", 1)
     with clocked(
-        large, device, found, "8B, KV on the host", kv_blocks=700 if not tiny else 40, **kv
+        shape, device, found, "8B streamed", **({} if tiny else {"device_memory": "8GiB"})
     ) as engine:
-        long = engine.prompt(131_072 // part if not tiny else 3000)
-        found["8B, prompt of 128K, s"] = engine.first_token(long)
-        found["8B, KV of 128K streamed, ms a step"] = 1e3 * engine.decode(1, len(long), 12)
-        others = [engine.prompt(32_768 // part if not tiny else 1024) for _ in range(3)]
+        found["8B streamed from host memory, ms a step"] = 1e3 * engine.decode(1, 512 // part, 24)
+
+
+def far_kv(tiny: bool, found: dict[str, float]) -> None:
+    """Measure 8B with KV in host memory: of a context, and of prefixes that come back."""
+    shape, device, context, prefix = ("tiny", "cpu", 3000, 1024) if tiny else ("8B", "cuda", 131_072, 32_768)
+    room = {"kv_blocks": 40, "host_kv_memory": "64MiB", "max_length": 4000}
+    if not tiny:
+        room = {"kv_blocks": 700, "host_kv_memory": "24GiB", "max_length": 140_000}
+    with clocked(shape, device, found, "8B, KV on the host", beyond_trained=True, **room) as engine:
+        found["8B, prompt of 128K, s"] = engine.first_token(engine.prompt(context))
+        found["8B, KV of 128K streamed, ms a step"] = 1e3 * engine.decode(1, context, 12)
+        others = [engine.prompt(prefix) for _ in range(3)]
         for one in others:
             engine.first_token(one)
-        found["8B, prefix of 32K from host memory, s"] = min(engine.first_token(one) for one in others[:1])
+        found["8B, prefix of 32K from host memory, s"] = engine.first_token(others[0])
+
+
+PARTS = {"r": resident, "s": small, "w": streamed, "k": far_kv}
+
+
+def measure(tiny: bool, only: str) -> dict[str, float]:
+    """Return what was measured. only: the letters of parts, in order."""
+    found: dict[str, float] = {}
+    for letter in only:
+        PARTS[letter](tiny, found)
     found["host memory at most, MiB"] = peak_of_host()
     return found
 
@@ -213,12 +230,11 @@ def peak_of_host() -> float:
 # ---- both
 
 
-def compare(before: Path, after: Path, rounds: int, tiny: bool) -> dict[str, list[dict[str, float]]]:
+def compare(before: Path, after: Path, rounds: int, more: list[str]) -> dict[str, list[dict[str, float]]]:
     trees = {"before": before, "after": after}
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
     for number in range(rounds):
         for name in list(trees)[:: 1 if number % 2 == 0 else -1]:
-            more = ["--tiny"] if tiny else []
             environment = os.environ | {
                 "PYTHONPATH": f"{trees[name] / 'src'}:{os.environ.get('PYTHONPATH', '')}"
             }
@@ -253,13 +269,15 @@ def main() -> None:
     parser.add_argument("--after", type=Path, default=HERE)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--only", default="rswk", help="parts: resident, small, weights and KV that stream")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(args.tiny)))
+        print(json.dumps(measure(args.tiny, args.only)))
         return
-    runs = compare(args.before, args.after, args.rounds, args.tiny)
+    more = ["--only", args.only, *(["--tiny"] if args.tiny else [])]
+    runs = compare(args.before, args.after, args.rounds, more)
     rows = table(runs)
     for row in rows:
         old, new = (f"{statistics.median(row[name]):.4g}" for name in ("before", "after"))
