@@ -283,7 +283,7 @@ def main() -> None:
         old, new = (f"{statistics.median(row[name]):.4g}" for name in ("before", "after"))
         print(f"{row['what']:46} {old:>10} {new:>10} {row['ratio']:8.4f}")
     if args.out:
-        sys.path.insert(0, str(HERE / "tests"))
+        sys.path[:0] = [str(HERE / "tests"), str(HERE / "src")]
         from recording import environment
 
         args.out.write_text(
