@@ -1,9 +1,5 @@
 """Long contexts on two ranks: each keeps its heads' part of every host block and of every record on disk, at
-the same indices, which are the plan's. Tokens are those of one rank.
-
-An engine refuses host memory for several ranks so far, since their sizes are not agreed upon. Here they are
-given.
-"""
+the same indices, which are the plan's. Tokens are those of one rank."""
 
 import random
 from collections.abc import Iterator
@@ -17,7 +13,6 @@ pytest.importorskip("transformers")
 import tiny
 from far import SETTINGS, Ask, answers, check, layout_of
 from penstock import LLM
-from penstock.engine import boot
 from penstock.worker.runner import Runner
 
 BLOCK = 8
@@ -26,10 +21,7 @@ BLOCK = 8
 @pytest.fixture(params=[False, True], ids=["in turn", "ahead"], autouse=True)
 def _ahead(request: pytest.FixtureRequest) -> Iterator[None]:
     """Steps wait for each other, or the next begins before the last has been committed."""
-    with (
-        patch.object(boot, "team_config", lambda config, model: config),
-        patch.object(Runner, "ahead", request.param),
-    ):
+    with patch.object(Runner, "ahead", request.param):
         yield
 
 
