@@ -504,10 +504,15 @@ def test_keys_are_asked_for_and_bodies_and_times_are_limited(tmp_path: Path) -> 
         server.wait()
         assert server.name == "mine"
         key, kind = {"Authorization": "Bearer first-key"}, {"Content-Type": "application/json"}
-        for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "first-key"},
-        {"Authorization": "Basic first-key"},
-                      {"Authorization": "Bearer"}, {"Authorization": "Bearer first-key2"},
-                      {"X-Forwarded-Prefix": "/health"}):  # fmt: skip
+        wrong_ones = (
+            "Bearer wrong",
+            "first-key",
+            "Basic first-key",
+            "Bearer",
+            "Bearer first",
+            "Bearer first-key2",
+        )
+        for wrong in ({}, *({"Authorization": one} for one in wrong_ones), {"X-Forwarded-Prefix": "/health"}):
             for method, path in (("GET", "/v1/models"), ("POST", TEXT), ("POST", "/tokenize")):
                 status, _, said = server.ask(method, path, b"{" if method == "POST" else None, wrong)
                 assert (status, said["error"]["code"]) == (401, "invalid_api_key"), wrong

@@ -39,7 +39,7 @@ def chained(root: bytes, parts: list[list[int]]) -> bytes:
 
 @pytest.mark.parametrize("seed", ["0", "1", "4294967295"])
 def test_keys_are_the_same_in_every_process(seed: str) -> None:
-    source = Path(keys.__file__).parents[2]
+    source = Path(keys.__file__).parents[3]
     env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(source)}
     printed = subprocess.run(
         [sys.executable, "-c", CHAIN], env=env, capture_output=True, text=True, check=True
