@@ -138,12 +138,12 @@ class ModelSpec:
     @property
     def intermediate_size(self) -> int:
         """Numbers of a token within a dense feed-forward, of the widest; 0 where there is none."""
-        return max((one.intermediate_size for _, one in self._feed_forwards(Mlp)), default=0)
+        return max((one.intermediate_size for one in self._feed_forwards(Mlp)), default=0)
 
     @property
     def moe(self) -> MoeSpec | None:
         """The mixture of experts, the same in all layers that have one."""
-        return next((one for _, one in self._feed_forwards(MoeSpec)), None)
+        return next(self._feed_forwards(MoeSpec), None)
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:
@@ -154,10 +154,10 @@ class ModelSpec:
         """Tell whether a layer has a mixture of experts."""
         return isinstance(self.stack[layer].feed_forward, MoeSpec)
 
-    def _feed_forwards(self, kind: type[_Kind]) -> Iterator[tuple[int, _Kind]]:
-        for number, layer in enumerate(self.stack):
+    def _feed_forwards(self, kind: type[_Kind]) -> Iterator[_Kind]:
+        for layer in self.stack:
             if isinstance(layer.feed_forward, kind):
-                yield number, layer.feed_forward
+                yield layer.feed_forward
 
 
 DTYPE_BYTES = {name: STORED_BYTES[name] for name in ("float32", "float16", "bfloat16")}

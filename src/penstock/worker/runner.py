@@ -262,7 +262,8 @@ class Runner:
         spec, cold = self._decoder.spec, step.inputs.attention.cold
         through = range(spec.layers) if layers is None else layers
         every = range(len(step.tiles))
-        seen = [cold.seen.get(spec.windows[layer], every) if cold else every for layer in through]
+        windows = spec.windows
+        seen = [cold.seen.get(windows[layer], every) if cold else every for layer in through]
         self._carrier.begin(plan.orders, pool, step.sends, step.tiles, through, seen, step.readers)
 
 
