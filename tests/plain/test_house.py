@@ -16,7 +16,6 @@ TABLE = """
 complexity = 3
 parameters = 2
 length = 12
-statements = {statements}
 
 [words]
 openings = "Of|What|To be"
@@ -39,8 +38,8 @@ def built(tmp_path: Path, files: dict[str, str]) -> Path:
     return tmp_path
 
 
-def lines(project: Path, table: Path, more: str = "", statements: int = 1000) -> list[str]:
-    table.write_text(TABLE.format(more=more, statements=statements))
+def lines(project: Path, table: Path, more: str = "") -> list[str]:
+    table.write_text(TABLE.format(more=more))
     return house.check(project, House.read(table))
 
 
@@ -86,11 +85,9 @@ class TestFinds:
         assert len(found) == 2
         assert all("class-name: _A is also a class of the same file" in line for line in found)
 
-    def test_too_many_statements(self, tmp_path: Path, table: Path) -> None:
+    def test_counts_statements(self, tmp_path: Path) -> None:
         project = built(tmp_path, {"src/one.py": '"""Hold three."""\nx = 1\ny = 2\nz = 3\n'})
-        assert lines(project, table, statements=3) == []
-        (line,) = lines(project, table, statements=2)
-        assert "3 are more than 2" in line
+        assert house.statements(project) == 3
 
     @pytest.mark.parametrize(
         "text",
@@ -132,7 +129,7 @@ class TestLists:
         assert "src/one.py: _f keeps the limit" in line
 
     def test_an_exception_needs_a_reason(self, table: Path) -> None:
-        table.write_text(TABLE.format(more=self.EXCEPTION.format(reason=" "), statements=1))
+        table.write_text(TABLE.format(more=self.EXCEPTION.format(reason=" ")))
         with pytest.raises(ValueError, match="needs a reason"):
             House.read(table)
 
@@ -140,24 +137,23 @@ class TestLists:
         "more", ['[debts.width]\n"src/one.py" = ["_f"]\n', EXCEPTION.replace("parameters", "width")]
     )
     def test_a_rule_that_is_not_there(self, table: Path, more: str) -> None:
-        table.write_text(TABLE.format(more=more.format(reason="a test"), statements=1))
+        table.write_text(TABLE.format(more=more.format(reason="a test")))
         with pytest.raises(ValueError, match="complexity, parameters"):
             House.read(table)
 
     def test_debts_shrink_and_grow_only_where_that_is_said(self, tmp_path: Path, table: Path) -> None:
         project = built(tmp_path, {"src/one.py": self.WIDE})
-        table.write_text(TABLE.format(more="", statements=9))
+        table.write_text(TABLE.format(more=""))
         before, findings = table.read_text(), list(house.find(project, House.read(table)))
-        refusal = house.write(table, findings, 2, grow=False)
+        refusal = house.write(table, findings, grow=False)
         assert refusal is not None
         assert "parameters: src/one.py: _f" in refusal
         assert table.read_text() == before
-        assert house.write(table, findings, 2, grow=True) is None
+        assert house.write(table, findings, grow=True) is None
         assert House.read(table).debts == {("parameters", "src/one.py", "_f")}
         assert house.check(project, House.read(table)) == []
-        assert house.write(table, [], 1, grow=False) is None
+        assert house.write(table, [], grow=False) is None
         assert House.read(table).debts == frozenset()
-        assert House.read(table).limits["statements"] == 1
 
     def test_the_projects_own_can_be_read(self) -> None:
         assert House.read(house.TABLE).limits["complexity"] == 15
