@@ -154,7 +154,7 @@ def test_what_recorded_runs_do_not_do() -> None:
     """Pieces that draw nothing, and log-probabilities of prompts; and steps with rows beside a run."""
     prompt = list(range(2, 60))
     with opened("llama", max_step_tokens=40) as llm:
-        assert sorted(llm.booted.engine._ranks._graphs.runs) == [16, 32]  # type: ignore[attr-defined]
+        assert sorted(llm.booted.engine._ranks.target.graphs.runs) == [16, 32]  # type: ignore[attr-defined]
         llm.generate([prompt], GREEDY)
         assert Played.runs == [32], "18 tokens, behind 40 of a step of its own"
         llm.clear_prefix_cache()
@@ -226,16 +226,16 @@ def test_nothing_is_written_for_padding() -> None:
     with opened("llama") as llm, torch.inference_mode():
         runner = llm.booted.engine._ranks
         assert isinstance(runner, Runner)
-        assert runner._graphs is not None
-        assert runner._pool is not None
-        runner._pool.bytes.random_(0, 100)
-        before, step = runner._pool.bytes.clone(), runner._graphs._step
+        assert runner.target.graphs is not None
+        assert runner.target.pool is not None
+        runner.target.pool.bytes.random_(0, 100)
+        before, step = runner.target.pool.bytes.clone(), runner.target.graphs._step
         newest = step._newest.clone()
         step.give((), 7)
-        Played(runner._graphs, 7).replay()
+        Played(runner.target.graphs, 7).replay()
         step.give_run(None, 16)
-        Played(runner._graphs, 16).run()
-        assert torch.equal(before, runner._pool.bytes)
+        Played(runner.target.graphs, 16).run()
+        assert torch.equal(before, runner.target.pool.bytes)
         assert not step._table[:-1].any()
         assert torch.equal(newest[:-1], step._newest[:-1])
 
@@ -273,8 +273,8 @@ def test_steps_share_the_inputs_that_two_in_flight_need() -> None:
     with opened("llama") as llm, torch.inference_mode():
         runner = llm.booted.engine._ranks
         assert isinstance(runner, Runner)
-        assert runner._graphs is not None
-        step: DecodeStep = runner._graphs._step
+        assert runner.target.graphs is not None
+        step: DecodeStep = runner.target.graphs._step
         step.give((), 3)
         first = step._staging[step._turn].clone()
         turn = step._turn
@@ -360,7 +360,7 @@ def test_a_recorded_pass_is_replayed_in_its_order_and_gone_when_nobody_has_it(he
 def test_who_lets_go_of_weights_lets_go_of_what_was_recorded() -> None:
     program = Mock()
     with opened("llama") as llm:
-        graphs = llm.booted.engine._ranks._graphs  # type: ignore[attr-defined]
+        graphs = llm.booted.engine._ranks.target.graphs  # type: ignore[attr-defined]
         graphs._every.append(program)
         assert graphs._programs
         assert graphs._run_programs
@@ -395,7 +395,7 @@ def recorded(name: str, **more: object) -> Iterator[LLM]:
 
 
 def graphs_of(llm: LLM) -> DecodeGraphs:
-    graphs = llm.booted.engine._ranks._graphs  # type: ignore[attr-defined]
+    graphs = llm.booted.engine._ranks.target.graphs  # type: ignore[attr-defined]
     assert isinstance(graphs, DecodeGraphs)
     return graphs
 
