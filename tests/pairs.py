@@ -1,5 +1,5 @@
-"""Engines of a target and a draft model, whose plans are made by hand: both models compute the same rows in the
-same blocks, and drafts are proposed by one and verified by the other."""
+"""Engines of a target and a draft model, whose plans are made by hand: both models compute the same rows in
+the same blocks, and drafts are proposed by one and verified by the other."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +18,7 @@ from penstock.sched.span import KVSpan
 from penstock.step.params import Sampling
 from penstock.step.plan import UNKNOWN, Admission, ModelRole, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.pack.cache import is_pack
 from penstock.weights.pack.reader import Pack
 from worlds import sampling
 
@@ -44,7 +45,7 @@ def opened(
     """An engine of two models, of a checkpoint or a pack each; of one, without a draft."""
     config = Config(target, **(SETTINGS | more))  # type: ignore[arg-type]
     models = [
-        Pack.open(path) if path.is_file() else Checkpoint.open(path, config.cache)
+        Pack.open(path) if is_pack(path) else Checkpoint.open(path, config.cache)
         for path in (target, draft)
         if path is not None
     ]
@@ -149,11 +150,15 @@ def talks_of(booted: Booted, prompts: Sequence[Sequence[int]], settings: Samplin
 
 
 def say_both(
-    booted: Booted, prompts: Sequence[Sequence[int]], count: int, ahead: bool = False
+    booted: Booted,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    ahead: bool = False,
+    settings: Sampling = GREEDY,
 ) -> dict[ModelRole, list[list[int]]]:
     """Let each model decode `count` tokens of every prompt by itself, in steps that take turns. Requests come
     one after the other. ahead: a step of the one is begun before that of the other has ended."""
-    ranks, talks = ranks_of(booted), talks_of(booted, prompts)
+    ranks, talks = ranks_of(booted), talks_of(booted, prompts, settings)
     step = 0
     while any(len(said) < count for talk in talks for said in talk.said.values()):
         plans = []
