@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import pairs
 import tiny
 from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId, GroupKind, group_layouts
@@ -26,7 +27,7 @@ from penstock.engine.placing import Override
 from penstock.models.decoder import EMBEDDING
 from penstock.ops.attention import attend
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows
-from penstock.step.plan import BlockId, HostBlockId, Plan, Row, Share, ShareKind
+from penstock.step.plan import BlockId, HostBlockId, ModelRole, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming.residency import Limits, padded
 from penstock.worker.graphs import DecodeGraphs, DecodeStep, _Program
@@ -182,6 +183,26 @@ def test_prompts_that_read_what_their_own_step_writes(ahead: bool) -> None:
             found = llm.generate([asked[at] for at in those], SOME)
             assert [one.tokens for one in found] == [alone[at] for at in those], those
             assert [*said, *(token for delta in row for token in delta.tokens)] == list(alone[-1])
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_two_models_have_steps_of_their_own(ahead: bool) -> None:
+    """Each has its own newest tokens, and both read the tables that either has extended."""
+    names = {ModelRole.TARGET: "qwen3", ModelRole.DRAFT: "llama"}
+    settings = {"max_step_tokens": 40, "max_sequences": 7}
+    with pairs.opened(*map(tiny.checkpoint, names.values()), **settings) as booted:
+        runner = booted.engine._ranks
+        assert isinstance(runner, Runner)
+        for role in names:
+            runner.record(7, 40, booted.limits.max_length, record_runs=True, role=role)
+        said = pairs.say_both(booted, tiny.prompts(), 12, ahead)
+        for role, name in names.items():
+            assert said[role] == [one.tokens[:12] for one in tiny.references(name)]
+        decoded = len(Played.seen)
+        spoken = pairs.speculate(booted, tiny.prompts(), 12)
+        assert spoken.outputs == said[ModelRole.TARGET]
+        assert len(Played.seen) > decoded >= 24
+        assert len(Played.runs) > 2
 
 
 def test_what_is_sampled_is_the_same() -> None:
