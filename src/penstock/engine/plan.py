@@ -112,7 +112,7 @@ class DraftModel:
 
     @property
     def weights(self) -> int:
-        """Bytes of its weights on the device."""
+        """Return the bytes that its weights take on the device."""
         return sum(map(padded, self.layouts))
 
 
@@ -158,7 +158,7 @@ class Outline(Generic[Far]):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one KV block on the device, of all models."""
+        """Return the bytes of one KV block on the device, of all models."""
         return self.kv.block_bytes + (self.draft.kv.block_bytes if self.draft else 0)
 
     @property

@@ -148,7 +148,8 @@ class ModelRole(Enum):
     """The model that requests ask for."""
     DRAFT = "draft"
     """A smaller one with the same vocabulary, beside it. Its steps read and write the same blocks of the same
-    rows, by the same numbers, in a pool of its own on the device. It has no KV beyond the device."""
+    rows, by the same numbers, in a pool of its own on the device, which its KV never leaves. So a block that
+    has come from another tier, or that only the target has computed, holds nothing of it."""
 
 
 @dataclass(frozen=True, slots=True)

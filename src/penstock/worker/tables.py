@@ -1,5 +1,5 @@
-"""The block tables of a runner's rows. All of its models read the same ones: a block has one number in every
-model's pool."""
+"""Keeps the block tables of a runner's rows. All of its models read the same ones: a block has one number in
+every model's pool."""
 
 import numpy as np
 import torch
