@@ -202,39 +202,26 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
             why = "since there is no Triton" if config.kernels else "as asked"
             say(f"kernels: none of our own, {why}; plain torch computes")
         outline = where.agree(settle(config, model, device, say, where.shard, context.draft))
-        collectives = where.collectives(outline.spec, outline.dtype)
-        of_draft, draft_collectives = outline.of_draft, None
-        if of_draft is not None:
-            draft_collectives = where.collectives(of_draft.spec, of_draft.dtype)
-        if collectives is not None and device.type == "cuda":
+        sums = [where.collectives(one.spec, one.dtype) for one in outline.models]
+        if (collectives := sums[0]) is not None and device.type == "cuda":
             few = f"of up to {collectives.rows} rows in one launch, " if collectives.rows else ""
             say(f"sums over ranks: {few}by NCCL")
         agree = where.group.follow if where.group else None
-        runner = make_runner(
-            outline,
-            device,
-            collectives,
-            draft_collectives=draft_collectives,
-            agree=agree,
-            guide=context.guide,
-        )
+        runner = make_runner(outline, device, *sums, agree=agree, guide=context.guide)
         opened.callback(runner.detach)
 
-        def ahead(one: Settled, sums: RankCollectives | None, early: bool) -> int:
-            blank = partial(blank_runner, one, device, sums, early=early)
-            compiled = partial(compile_ahead, blank, device, one.sizes, recorded=one.recorded)
-            return left_by(device, compiled)
+        def ahead(one: Settled, by: RankCollectives | None, early: bool) -> None:
+            blank = partial(blank_runner, one, device, by, early=early)
+            compile_ahead(blank, device, one.sizes, recorded=one.recorded)
 
-        taken = ahead(outline, collectives, outline.early) + (collectives.bytes if collectives else 0)
-        peak = activation_peak(outline, runner, device)
-        if of_draft is not None:
-            taken += ahead(of_draft, draft_collectives, of_draft.early)
-            taken += draft_collectives.bytes if draft_collectives else 0
-            # Steps of one model and of the other take the same memory in turn.
-            alone = make_runner(of_draft, device, draft_collectives)
-            peak = max(peak, activation_peak(of_draft, alone, device))
-        taken += peak + outline.beside
-        placed = place(outline, taken, model, device, context)
+        def measured(one: Settled, by: RankCollectives | None) -> tuple[int, int]:
+            stays = left_by(device, partial(ahead, one, by, one.early)) + (by.bytes if by else 0)
+            alone = runner if one is outline else make_runner(one, device, by)
+            return stays, activation_peak(one, alone, device)
+
+        stays, peaks = zip(*map(measured, outline.models, sums), strict=True)
+        # Steps of one model and of another take the same memory in turn.
+        placed = place(outline, sum(stays) + max(peaks) + outline.beside, model, device, context)
         weights = make_weights(placed, device, context.trace)
         opened.callback(weights.close)
         blocks = where.least(placed.plan.budget.blocks)
@@ -251,19 +238,18 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
         # Behind loading, so that nobody goes on without a rank that failed there.
         plan = placed.plan.agreed(blocks, where.least(placed.plan.rest))
         if plan.compile_again:
-            # Of what was compiled before, hardly anything will be launched.
-            ahead(outline, collectives, plan.early)
+            ahead(outline, collectives, plan.early)  # Hardly any of what was compiled will be launched.
             give_back(device)
         pool = KVPool(outline.kv, blocks, device)
         runner.attach(weights, pool, carrier, early=plan.early)
-        plan_of_draft = plan.of_draft
-        if drafts is not None and plan_of_draft is not None:
-            pool = KVPool(plan_of_draft.outline.kv, blocks, device)
-            runner.attach(drafts, pool, early=plan_of_draft.early, role=ModelRole.DRAFT)
+        of_draft = plan.of_draft
+        if drafts is not None and of_draft is not None:
+            pool = KVPool(of_draft.outline.kv, blocks, device)
+            runner.attach(drafts, pool, early=of_draft.early, role=ModelRole.DRAFT)
         runner.bound_heap(plan.budget.activations // 8)
         _record(plan, runner, say, ModelRole.TARGET)
-        if plan_of_draft is not None:
-            _record(plan_of_draft, runner, say, ModelRole.DRAFT)
+        if of_draft is not None:
+            _record(of_draft, runner, say, ModelRole.DRAFT)
         if where.group is not None:
             where.group.check()
         return _Part(plan, runner, weights, root, store)

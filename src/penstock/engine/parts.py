@@ -40,23 +40,21 @@ from penstock.worker.tables import BlockTables
 def make_runner(
     settled: Settled,
     device: torch.device,
-    collectives: Collectives | None,
-    *,
-    draft_collectives: Collectives | None = None,
+    *collectives: Collectives | None,
     agree: Callable[[torch.Tensor], None] | None = None,
     guide: Guide | None = None,
 ) -> Runner:
-    """Return a runner without weights and KV, which are attached when there are any. agree, guide: as of
-    `Sampler`."""
+    """Return a runner without weights and KV, which are attached when there are any. collectives: for each
+    model. agree, guide: as of `Sampler`."""
     spec, limits = settled.spec, settled.limits
     tables = BlockTables(limits.max_sequences, settled.blocks_per_row, device)
     sampler = Sampler(spec.vocab_size, limits.max_sequences, device, agree, guide)
-    target = _make_model(settled, device, collectives, tables, sampler)
-    draft, of_draft = None, settled.of_draft
-    if of_draft is not None:
-        drafts = sampler.for_drafts()
-        draft = _make_model(of_draft, device, draft_collectives, tables, drafts, target.inputs.scratch)
-    return Runner(target, device, draft=draft, kernels=settled.settings.kernels)
+    scratch = Scratch()
+    target, *drafts = (
+        _make_model(one, device, sums, tables, sampler if one is settled else sampler.for_drafts(), scratch)
+        for one, sums in zip(settled.models, collectives, strict=True)
+    )
+    return Runner(target, device, draft=next(iter(drafts), None), kernels=settled.settings.kernels)
 
 
 def _make_model(
@@ -65,7 +63,7 @@ def _make_model(
     collectives: Collectives | None,
     tables: BlockTables,
     sampler: Sampler,
-    scratch: Scratch | None = None,
+    scratch: Scratch,
 ) -> LoadedModel:
     far = settled.far
     policies = far.policies if far else None

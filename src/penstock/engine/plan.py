@@ -157,6 +157,11 @@ class Outline(Generic[Far]):
         return replace(own, far=None, draft=None)
 
     @property
+    def models(self) -> "tuple[Outline[Far], ...]":
+        """The outline of each model, the target's first."""
+        return (self,) if (of_draft := self.of_draft) is None else (self, of_draft)
+
+    @property
     def block_bytes(self) -> int:
         """Return the bytes of one KV block on the device, of all models."""
         return self.kv.block_bytes + (self.draft.kv.block_bytes if self.draft else 0)
