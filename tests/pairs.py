@@ -92,6 +92,8 @@ class Talk:
     """The positions whose KV each model has."""
     said: dict[ModelRole, list[int]] = field(init=False)
     """What each model has said by itself."""
+    found: int = 0
+    """Tokens of the prompt whose KV was there."""
 
     def __post_init__(self) -> None:
         scheduler = self.booted.engine.scheduler
@@ -129,6 +131,18 @@ class Talk:
         rest = {"kind": kind, "next_prompt_tokens": tuple(report)}
         return Share(self.row, start, tuple(tokens), first, pages, sample, len(self.prompt), **rest)  # type: ignore[arg-type]
 
+    def find(self) -> None:
+        """Begin behind the blocks that someone has left whose prompt began alike: both models have computed
+        them."""
+        self.span.reuse()
+        self.found = self.span.computed
+        self.done = dict.fromkeys(ModelRole, self.found)
+
+    def leave(self) -> None:
+        """Free all blocks. Those of the prompt may be found."""
+        self.span.seal(len(self.prompt))
+        self.span.release()
+
     def next(self, role: ModelRole) -> Share:
         """A piece of the prompt, or the newest token that the model has said."""
         at, prompt = self.done[role], self.prompt
@@ -155,13 +169,18 @@ def say_both(
     count: int,
     ahead: bool = False,
     settings: Sampling = GREEDY,
+    found: list[int] | None = None,
 ) -> dict[ModelRole, list[list[int]]]:
     """Let each model decode `count` tokens of every prompt by itself, in steps that take turns. Requests come
-    one after the other. ahead: a step of the one is begun before that of the other has ended."""
+    one after the other. ahead: a step of the one is begun before that of the other has ended.
+    found: takes how many tokens of each prompt were computed before.
+    """
     ranks, talks = ranks_of(booted), talks_of(booted, prompts, settings)
     step = 0
     while any(len(said) < count for talk in talks for said in talk.said.values()):
         plans = []
+        if step < len(talks):
+            talks[step].find()
         for role in ModelRole:
             some = [talk for talk in talks[: step + 1] if len(talk.said[role]) < count]
             new = [talks[step].admission] if role is TARGET and step < len(talks) else []
@@ -179,7 +198,9 @@ def say_both(
         step += 1
     booted.engine.scheduler._pools.pages.check([talk.span.pages for talk in talks])
     for talk in talks:
-        talk.span.release()
+        talk.leave()
+    if found is not None:
+        found += [talk.found for talk in talks]
     return {role: [talk.said[role] for talk in talks] for role in ModelRole}
 
 

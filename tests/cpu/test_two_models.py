@@ -40,9 +40,13 @@ def alone(name: str) -> list[list[int]]:
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
 def test_each_says_what_it_says_alone(target: str, draft: str, ahead: bool) -> None:
     with opened(tiny.checkpoint(target), tiny.checkpoint(draft)) as booted:
+        found: list[int] = []
         for _ in range(2):
-            said = say_both(booted, tiny.prompts(), FEW, ahead)
+            said = say_both(booted, tiny.prompts(), FEW, ahead, found=found)
             assert said == {TARGET: alone(target), DRAFT: alone(draft)}
+        count = len(tiny.prompts())
+        assert not any(found[:count])
+        assert sum(found[count:]) > 80, "the same prompts again: blocks that are found hold KV of both"
 
 
 @pytest.mark.parametrize(
