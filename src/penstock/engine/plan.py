@@ -158,7 +158,7 @@ class Outline(Generic[Far]):
 
     @property
     def models(self) -> "tuple[Outline[Far], ...]":
-        """The outline of each model, the target's first."""
+        """Return the outline of each model, the target's first."""
         return (self,) if (of_draft := self.of_draft) is None else (self, of_draft)
 
     @property
