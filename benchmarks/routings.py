@@ -214,7 +214,7 @@ def measured(case: Case, routings: int, device: torch.device, seed: int = 0) -> 
         sizes = StepSizes(case.tokens, case.sequences, case.length, booted.limits.block_size)
         whole = largest_step(sizes, past=PAST_TILE)
         rng, counts = torch.Generator().manual_seed(seed), Counter[str]()
-        booted.engine._ranks._pool.bytes.zero_()  # type: ignore[union-attr]  # On a CPU its pages would come with the steps; they are KV's.
+        booted.engine._ranks.target.pool.bytes.zero_()  # type: ignore[union-attr]  # On a CPU its pages would come with the steps; they are KV's.
         begin, short = time.perf_counter(), 0
         with _limited(booted, device) as peak:
             for number in range(routings):

@@ -24,6 +24,7 @@ from penstock.weights.streaming.source import CheckpointSource
 from penstock.weights.streaming.source import Source as Bytes
 from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.inputs import InputBuilder
+from penstock.worker.tables import BlockTables
 
 CPU = torch.device("cpu")
 BLOCK, PAGES = 8, 16
@@ -99,7 +100,7 @@ class Rank:
         source = self.source or CheckpointSource(self.model)
         self.weights = WeightStream(placement, layouts, source, CPU, experts=experts)
         self.pool = KVPool(kv_layout(spec, self.dtype, BLOCK, self.shard), PAGES, CPU)
-        self._inputs = InputBuilder(spec, CPU, rows=4, blocks_per_row=8, block_size=BLOCK)
+        self._inputs = InputBuilder(spec, CPU, BlockTables(4, 8, CPU), block_size=BLOCK)
         self._decoder = Decoder(spec, self.shard, self.member)
 
     def load(self) -> None:

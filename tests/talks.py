@@ -94,7 +94,7 @@ def poison(llm: LLM) -> None:
     engine = llm.booted.engine
     ranks = engine._ranks
     assert ranks is not None
-    pages, host = ranks._pool, ranks.carrier.pool  # type: ignore[attr-defined,union-attr]
+    pages, host = ranks.target.pool, ranks.carrier.pool  # type: ignore[attr-defined,union-attr]
 
     def spoilt(
         allocate: Callable[..., list[int]], block: Callable[[int], torch.Tensor], blocks: int

@@ -33,6 +33,7 @@ from penstock.ops.kernels import attention_kernels, tile_kernels
 from penstock.step.plan import BlockId, HostBlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.shape import Shape
 from penstock.worker.inputs import InputBuilder
+from penstock.worker.tables import BlockTables
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 on_both = pytest.mark.parametrize(
@@ -356,7 +357,7 @@ def test_what_goes_to_host_blocks_alone_has_no_place_in_pages() -> None:
     """By either way of writing: with kernels by `slots`, -1 where nothing is written, and else by `blocks`
     and `offsets`."""
     spec = Shape.open(tiny.checkpoint("llama")).spec
-    inputs = InputBuilder(spec, torch.device("cpu"), rows=2, blocks_per_row=8, block_size=BLOCK)
+    inputs = InputBuilder(spec, torch.device("cpu"), BlockTables(2, 8, torch.device("cpu")), block_size=BLOCK)
     pages, beyond = (BlockId(5), BlockId(3)), tuple(map(HostBlockId, range(4)))
     long = Share(
         Row(1),

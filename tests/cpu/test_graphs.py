@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import pairs
 import tiny
 from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId, GroupKind, group_layouts
@@ -26,7 +27,7 @@ from penstock.engine.placing import Override
 from penstock.models.decoder import EMBEDDING
 from penstock.ops.attention import attend
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows
-from penstock.step.plan import BlockId, HostBlockId, Plan, Row, Share, ShareKind
+from penstock.step.plan import BlockId, HostBlockId, ModelRole, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming.residency import Limits, padded
 from penstock.worker.graphs import DecodeGraphs, DecodeStep, _Program
@@ -154,7 +155,7 @@ def test_what_recorded_runs_do_not_do() -> None:
     """Pieces that draw nothing, and log-probabilities of prompts; and steps with rows beside a run."""
     prompt = list(range(2, 60))
     with opened("llama", max_step_tokens=40) as llm:
-        assert sorted(llm.booted.engine._ranks._graphs.runs) == [16, 32]  # type: ignore[attr-defined]
+        assert sorted(llm.booted.engine._ranks.target.graphs.runs) == [16, 32]  # type: ignore[attr-defined]
         llm.generate([prompt], GREEDY)
         assert Played.runs == [32], "18 tokens, behind 40 of a step of its own"
         llm.clear_prefix_cache()
@@ -182,6 +183,26 @@ def test_prompts_that_read_what_their_own_step_writes(ahead: bool) -> None:
             found = llm.generate([asked[at] for at in those], SOME)
             assert [one.tokens for one in found] == [alone[at] for at in those], those
             assert [*said, *(token for delta in row for token in delta.tokens)] == list(alone[-1])
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_two_models_have_steps_of_their_own(ahead: bool) -> None:
+    """Each has its own newest tokens, and both read the tables that either has extended."""
+    names = {ModelRole.TARGET: "qwen3", ModelRole.DRAFT: "llama"}
+    settings = {"max_step_tokens": 40, "max_sequences": 7}
+    with pairs.opened(*map(tiny.checkpoint, names.values()), **settings) as booted:
+        runner = booted.engine._ranks
+        assert isinstance(runner, Runner)
+        for role in names:
+            runner.record(7, 40, booted.limits.max_length, record_runs=True, role=role)
+        said = pairs.say_both(booted, tiny.prompts(), 12, ahead)
+        for role, name in names.items():
+            assert said[role] == [one.tokens[:12] for one in tiny.references(name)]
+        decoded = len(Played.seen)
+        spoken = pairs.speculate(booted, tiny.prompts(), 12)
+        assert spoken.outputs == said[ModelRole.TARGET]
+        assert len(Played.seen) > decoded >= 24
+        assert len(Played.runs) > 2
 
 
 def test_what_is_sampled_is_the_same() -> None:
@@ -226,16 +247,16 @@ def test_nothing_is_written_for_padding() -> None:
     with opened("llama") as llm, torch.inference_mode():
         runner = llm.booted.engine._ranks
         assert isinstance(runner, Runner)
-        assert runner._graphs is not None
-        assert runner._pool is not None
-        runner._pool.bytes.random_(0, 100)
-        before, step = runner._pool.bytes.clone(), runner._graphs._step
+        assert runner.target.graphs is not None
+        assert runner.target.pool is not None
+        runner.target.pool.bytes.random_(0, 100)
+        before, step = runner.target.pool.bytes.clone(), runner.target.graphs._step
         newest = step._newest.clone()
         step.give((), 7)
-        Played(runner._graphs, 7).replay()
+        Played(runner.target.graphs, 7).replay()
         step.give_run(None, 16)
-        Played(runner._graphs, 16).run()
-        assert torch.equal(before, runner._pool.bytes)
+        Played(runner.target.graphs, 16).run()
+        assert torch.equal(before, runner.target.pool.bytes)
         assert not step._table[:-1].any()
         assert torch.equal(newest[:-1], step._newest[:-1])
 
@@ -273,8 +294,8 @@ def test_steps_share_the_inputs_that_two_in_flight_need() -> None:
     with opened("llama") as llm, torch.inference_mode():
         runner = llm.booted.engine._ranks
         assert isinstance(runner, Runner)
-        assert runner._graphs is not None
-        step: DecodeStep = runner._graphs._step
+        assert runner.target.graphs is not None
+        step: DecodeStep = runner.target.graphs._step
         step.give((), 3)
         first = step._staging[step._turn].clone()
         turn = step._turn
@@ -360,7 +381,7 @@ def test_a_recorded_pass_is_replayed_in_its_order_and_gone_when_nobody_has_it(he
 def test_who_lets_go_of_weights_lets_go_of_what_was_recorded() -> None:
     program = Mock()
     with opened("llama") as llm:
-        graphs = llm.booted.engine._ranks._graphs  # type: ignore[attr-defined]
+        graphs = llm.booted.engine._ranks.target.graphs  # type: ignore[attr-defined]
         graphs._every.append(program)
         assert graphs._programs
         assert graphs._run_programs
@@ -395,7 +416,7 @@ def recorded(name: str, **more: object) -> Iterator[LLM]:
 
 
 def graphs_of(llm: LLM) -> DecodeGraphs:
-    graphs = llm.booted.engine._ranks._graphs  # type: ignore[attr-defined]
+    graphs = llm.booted.engine._ranks.target.graphs  # type: ignore[attr-defined]
     assert isinstance(graphs, DecodeGraphs)
     return graphs
 

@@ -18,9 +18,11 @@ from penstock.ops.attention.attend import Attended
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.stream import Blank
 from penstock.worker.inputs import InputBuilder
+from penstock.worker.loaded import LoadedModel
 from penstock.worker.runner import Runner
 from penstock.worker.sampler import Sampler
 from penstock.worker.sizes import StepSizes
+from penstock.worker.tables import BlockTables
 from penstock.worker.warmup import kernel_steps, small_steps
 
 NAMES = ["llama", "llama_tied", "mistral", "qwen2_windows", "qwen3"]
@@ -145,8 +147,9 @@ def test_steps_for_which_kernels_are_compiled(tokens: int, sequences: int, lengt
     shape = Shape.open(tiny.checkpoint("llama"))
     spec, device = shape.spec, torch.device("cpu")
     layouts = group_layouts(spec, shape.names, "float32")
-    inputs = InputBuilder(spec, device, rows=sequences, blocks_per_row=-(-length // 16), block_size=16)
-    runner = Runner(decoder.Decoder(spec), inputs, Sampler(spec.vocab_size, sequences, device), device)
+    inputs = InputBuilder(spec, device, BlockTables(sequences, -(-length // 16), device), block_size=16)
+    sampler = Sampler(spec.vocab_size, sequences, device)
+    runner = Runner(LoadedModel(decoder.Decoder(spec), inputs, sampler), device)
     runner.attach(Blank(layouts, device), KVPool(kv_layout(spec, "float32", 16), 1, device))
     sizes = StepSizes(tokens, sequences, length, 16)
     for plan in (*small_steps(sizes), *kernel_steps(sizes)):

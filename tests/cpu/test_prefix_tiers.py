@@ -251,7 +251,7 @@ def test_how_fast_things_went_is_kept_for_the_next_process(tmp_path: Path) -> No
             pytest.raises(RuntimeError, match="no"),
         ):
             llm.close()
-        assert runner._weights is None  # type: ignore[union-attr]
+        assert runner.target.weights is None  # type: ignore[union-attr]
 
 
 def test_what_a_long_request_has_sent_lands_before_anything_else_does_in_its_place(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def follow(seat, *given, where):
             time.sleep(1e-3)
 
     def fail(part, *_):
-        weights = part if where == "loading" else part._weights
+        weights = part if where == "loading" else part.target.weights
         weights._streams[0].run(wait_for_others)
         raise OSError("no such disk")
 

@@ -31,7 +31,7 @@ def answer(name: str, prompts: list[list[int]], *, kernels: bool, **more: object
     with LLM(tiny.checkpoint(name), kernels=kernels, **(SETTINGS | more)) as llm:  # type: ignore[arg-type]
         runner = llm.booted.engine._ranks
         assert runner is not None
-        assert (runner._graphs is not None) == kernels  # type: ignore[attr-defined]
+        assert (runner.target.graphs is not None) == kernels  # type: ignore[attr-defined]
         return llm.generate(prompts, GREEDY)
 
 

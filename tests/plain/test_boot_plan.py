@@ -14,10 +14,12 @@ from penstock.base.tiers import Tier
 from penstock.engine.plan import (
     USUAL,
     BootPlan,
+    DraftModel,
     Hardware,
     Measured,
     Outline,
     Rest,
+    check_vocabularies,
     device_room,
     dtype_of,
     host_room,
@@ -194,6 +196,91 @@ def test_experts_rest_where_only_they_do_not_move() -> None:
     assert len(sizes) == 16 * 8
     plan = plan_boot(outline, Measured(STEP, HOPPER, disk=False))
     assert (plan.experts, plan.experts_rest) == (None, True)
+
+
+# ---- a draft model
+
+
+SMALL = DENSE | {"num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1024}
+
+
+def beside(outline: Outline[Ways], config: dict[str, object] = SMALL) -> Outline[Ways]:
+    """With a draft model."""
+    other = outlined(config, outline.hardware, 0)
+    return replace(outline, draft=DraftModel(other.spec, other.dtype, other.layouts, other.kv))
+
+
+def room_for(outline: Outline[Ways], blocks: int) -> int:
+    """Bytes of a device that holds all weights, a step and so many blocks, of all models, and no more."""
+    draft = outline.draft
+    kv = outline.kv.block_bytes + (draft.kv.block_bytes if draft else 0)
+    return whole(DENSE) + (draft.weights if draft else 0) + STEP + blocks * kv
+
+
+def test_a_draft_model_is_within_the_same_budget() -> None:
+    """To the byte: its weights, its KV in every block, and its recorded steps."""
+    alone = outlined(DENSE, HOPPER, 0, kv_blocks=100)
+    both = beside(alone)
+    assert both.draft is not None
+    for outline in (alone, both):
+        total, measured = room_for(outline, 100), Measured(STEP, HOPPER, disk=False)
+        plan = plan_boot(replace(outline, total=total), measured)
+        assert (plan.rest, plan.budget.blocks) == (Rest.ALL, 100)
+        assert plan.budget.weights + plan.budget.activations + plan.budget.kv == total
+        with pytest.raises(BudgetError) as refused:  # A byte less.
+            plan_boot(replace(outline, total=total - 1), measured, plan.limits)
+        assert ("draft model" in str(refused.value)) == (outline is both)
+    alone, both = (replace(one, total=8 * GIB) for one in (alone, both))
+    assert both.block_bytes == alone.block_bytes + both.draft.kv.block_bytes  # type: ignore[union-attr]
+    assert both.of_draft is not None
+    assert both.beside == alone.beside + both.of_draft.beside > alone.beside
+    without = replace(both, settings=replace(both.settings, graphs=False))
+    assert without.beside == 0
+
+
+def test_a_draft_model_rests_where_the_target_streams() -> None:
+    outline = beside(outlined(DENSE, HOPPER, 0))
+    least = outline.demand(0).least_blocks * outline.block_bytes
+    for share, rest in ((1.0, Rest.ALL), (0.5, Rest.EXPERTS)):
+        total = int(share * whole(DENSE)) + outline.draft.weights + STEP + least  # type: ignore[union-attr]
+        plan = plan_boot(replace(outline, total=total), Measured(STEP, HOPPER, disk=False))
+        draft = plan.of_draft
+        assert draft is not None
+        assert (plan.rest, draft.rest) == (rest, Rest.ALL)
+        assert (draft.early, draft.recorded, draft.record_runs, draft.compile_again) == (*[True] * 3, False)
+        assert draft.placement.resting(Tier.DEVICE) == outline.draft.weights  # type: ignore[union-attr]
+        budget = plan.budget
+        assert draft.budget is budget
+        assert budget.weights + budget.activations + budget.kv <= budget.total
+        assert budget.weights >= draft.placement.resting(Tier.DEVICE) + plan.placement.resting(Tier.DEVICE)
+        agreed = plan.agreed(3, Rest.SOME).of_draft
+        assert agreed is not None
+        assert (agreed.budget.blocks, agreed.rest) == (3, Rest.ALL)
+    alone = plan_boot(replace(outline, draft=None, total=total), Measured(STEP, HOPPER, disk=False))
+    assert alone.placement.resting(Tier.DEVICE) > plan.placement.resting(Tier.DEVICE)
+    assert alone.limits.host == plan.limits.host, "it takes none of the host"
+
+
+def test_weights_that_would_rest_alone_need_not_beside_a_draft_model() -> None:
+    alone = outlined(DENSE, HOPPER, whole(DENSE))
+    assert alone.may_rest
+    assert alone.early
+    assert not beside(alone).may_rest
+    assert not beside(alone).early
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
+    target, same = read_spec(DENSE), read_spec(SMALL)
+    check_vocabularies(target, same)
+    with pytest.raises(ConfigError, match="8,000 tokens was asked for, but the model has 8,192"):
+        check_vocabularies(target, read_spec(SMALL | {"vocab_size": 8000}))
+
+
+def test_a_draft_model_that_leaves_no_room_is_refused() -> None:
+    outline = beside(outlined(DENSE, HOPPER, 0), DENSE)
+    total = whole(DENSE) + STEP
+    with pytest.raises(BudgetError, match=r"for the draft model; .* or do without the draft model"):
+        plan_boot(replace(outline, total=total), Measured(STEP, HOPPER, disk=True))
 
 
 def test_a_budget_that_is_too_small_is_refused() -> None:

@@ -27,9 +27,9 @@ from penstock.engine.parts import (
     make_scheduler,
     make_weights,
 )
-from penstock.engine.placing import BootContext, Model, Override, Say, place
+from penstock.engine.placing import BootContext, Model, Override, PlacedWeights, Say, place, source_of
 from penstock.engine.plan import BootPlan, Rest
-from penstock.engine.settling import settle
+from penstock.engine.settling import Settled, settle
 from penstock.engine.store import carry_rates, open_store, outlives, root_of
 from penstock.engine.team import Place, described, device_of, open_described, share_threads, team_config
 from penstock.kv.movement.pool import KVPool
@@ -37,11 +37,13 @@ from penstock.kv.store.blocks import BlockStore
 from penstock.memory.device import choose_device, device_name, give_back, left_by, lift_cap
 from penstock.ops.kernels import kernels_of, plain_torch
 from penstock.sched.rules import Limits
+from penstock.step.plan import ModelRole
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.loading import Loading
 from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.ahead import compile_ahead, prepare
+from penstock.worker.collectives import RankCollectives
 from penstock.worker.runner import Runner
 from penstock.worker.structures import Guide
 
@@ -73,22 +75,25 @@ def boot(
     override: Override | None = None,
     loading: Loading | None = None,
     guide: Guide | None = None,
+    draft: Model | None = None,
 ) -> Booted:
     """Return a running engine of a frozen Config and an open checkpoint or pack. say, trace, override,
-    loading, guide: see BootContext.
+    loading, guide, draft: see BootContext.
 
     Of a Shape the weights are random. config.model is not looked at: the model has been found by now. A pack
-    is closed with the engine. Raises PenstockErrors: DeviceError, ConfigError, BudgetError, CheckpointError.
+    is closed with the engine. A draft model computes what plans ask of it; the scheduler asks nothing. Raises
+    PenstockErrors: DeviceError, ConfigError, BudgetError, CheckpointError.
     """
     begin = time.perf_counter()
-    context = BootContext(say, trace, override or Override(), loading, guide)
+    context = BootContext(say, trace, override or Override(), loading, guide, draft)
     with ExitStack() as opened:  # closed if anything fails; afterwards the engine closes it
         if config.tensor_parallel == 1:
             device = choose_device(config.device)
             part = _build(config, model, Place(device), opened, context)
             ranks: Ranks = part.runner
         else:
-            part, ranks, device = _team(team_config(config, model), model, opened, context)
+            models = (model,) if draft is None else (model, draft)
+            part, ranks, device = _team(team_config(config, *models), model, opened, context)
         plan, outline = part.plan, part.plan.outline
         scheduler = make_scheduler(plan, part.root, part.store)
         weights = "all" if plan.rest is Rest.ALL else "some"
@@ -116,19 +121,23 @@ def boot(
     )
 
 
-def follow(seat: "Seat", config: Config, what: Path | Shape, override: Override) -> None:
-    """Do all that another rank does, in a process of its own: build its part of the model, and then do what
+def follow(
+    seat: "Seat", config: Config, what: Path | Shape, override: Override, draft: Path | Shape | None
+) -> None:
+    """Do all that another rank does, in a process of its own: build its part of the models, and then do what
     rank 0 says."""
     from penstock.worker.rank import serve
 
     with ExitStack() as opened:
         device = device_of(config, seat.local)
         share_threads(device, seat.ranks)
-        model = open_described(what, config.cache.expanduser())
+        cache = config.cache.expanduser()
+        model = open_described(what, cache)
+        beside = None if draft is None else open_described(draft, cache)
         group = seat.group(device)
         shard = Shard(seat.rank, seat.ranks)
         try:
-            context = BootContext(override=override)
+            context = BootContext(override=override, draft=beside)
             part = _build(config, model, Place(device, shard, group), opened, context)
             serve(seat.receive, part.runner, group)
         except BaseException:
@@ -146,7 +155,8 @@ def _team(
     from penstock.worker.rank import Leader
 
     last = opened.enter_context(ExitStack())  # Closed when all the others are.
-    crew = launch(config.tensor_parallel, follow, config, described(model), context.override)
+    what, draft = described(model), None if context.draft is None else described(context.draft)
+    crew = launch(config.tensor_parallel, follow, config, what, context.override, draft)
     opened.callback(crew.close)
     try:
         device = device_of(config, crew.local)
@@ -191,28 +201,34 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
         if device.type == "cuda" and not kernels_of(device):
             why = "since there is no Triton" if config.kernels else "as asked"
             say(f"kernels: none of our own, {why}; plain torch computes")
-        outline = where.agree(settle(config, model, device, say, where.shard))
-        collectives = where.collectives(outline.spec, outline.dtype)
-        if collectives is not None and device.type == "cuda":
+        outline = where.agree(settle(config, model, device, say, where.shard, context.draft))
+        sums = [where.collectives(one.spec, one.dtype) for one in outline.models]
+        if (collectives := sums[0]) is not None and device.type == "cuda":
             few = f"of up to {collectives.rows} rows in one launch, " if collectives.rows else ""
             say(f"sums over ranks: {few}by NCCL")
         agree = where.group.follow if where.group else None
-        runner = make_runner(outline, device, collectives, agree=agree, guide=context.guide)
+        runner = make_runner(outline, device, *sums, agree=agree, guide=context.guide)
         opened.callback(runner.detach)
 
-        def ahead(early: bool) -> None:
-            blank = partial(blank_runner, outline, device, collectives, early=early)
-            compile_ahead(blank, device, outline.sizes, recorded=outline.recorded)
+        def ahead(one: Settled, by: RankCollectives | None, early: bool) -> None:
+            blank = partial(blank_runner, one, device, by, early=early)
+            compile_ahead(blank, device, one.sizes, recorded=one.recorded)
 
-        taken = left_by(device, partial(ahead, outline.early)) + (collectives.bytes if collectives else 0)
-        taken += activation_peak(outline, runner, device) + outline.beside
-        placed = place(outline, taken, model, device, context)
+        def measured(one: Settled, by: RankCollectives | None) -> tuple[int, int]:
+            stays = left_by(device, partial(ahead, one, by, one.early)) + (by.bytes if by else 0)
+            alone = runner if one is outline else make_runner(one, device, by)
+            return stays, activation_peak(one, alone, device)
+
+        stays, peaks = zip(*map(measured, outline.models, sums), strict=True)
+        # Steps of one model and of another take the same memory in turn.
+        placed = place(outline, sum(stays) + max(peaks) + outline.beside, model, device, context)
         weights = make_weights(placed, device, context.trace)
         opened.callback(weights.close)
         blocks = where.least(placed.plan.budget.blocks)
         if isinstance(model, Checkpoint) and outlives(outline):
             model.identify()  # Its files are hashed while the same bytes are loaded.
         weights.load(context.loading)
+        drafts = _draft_weights(placed.plan, opened, context, device)
         root = root_of(config, model, outline, say, blocks=blocks)
         carrier = store = None
         if outline.far:
@@ -222,34 +238,58 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
         # Behind loading, so that nobody goes on without a rank that failed there.
         plan = placed.plan.agreed(blocks, where.least(placed.plan.rest))
         if plan.compile_again:
-            ahead(plan.early)  # Of what was compiled before, hardly anything will be launched.
+            ahead(outline, collectives, plan.early)  # Hardly any of what was compiled will be launched.
             give_back(device)
         pool = KVPool(outline.kv, blocks, device)
         runner.attach(weights, pool, carrier, early=plan.early)
+        of_draft = plan.of_draft
+        if drafts is not None and of_draft is not None:
+            pool = KVPool(of_draft.outline.kv, blocks, device)
+            runner.attach(drafts, pool, early=of_draft.early, role=ModelRole.DRAFT)
         runner.bound_heap(plan.budget.activations // 8)
-        _record(plan, runner, say)
+        _record(plan, runner, say, ModelRole.TARGET)
+        if of_draft is not None:
+            _record(of_draft, runner, say, ModelRole.DRAFT)
         if where.group is not None:
             where.group.check()
         return _Part(plan, runner, weights, root, store)
 
 
-def _record(plan: BootPlan[LongRoom], runner: Runner, say: Say) -> None:
-    """Record what the plan says as CUDA graphs."""
-    outline = plan.outline
+def _draft_weights(
+    plan: BootPlan[LongRoom], opened: ExitStack, context: BootContext, device: torch.device
+) -> WeightStream | None:
+    """Return the weights of the draft model, loaded, which are closed with `opened`; None without one."""
+    of_draft = plan.of_draft
+    if of_draft is None or context.draft is None:
+        return None
+    source = source_of(context.draft, of_draft.outline.dtype)
+    weights = make_weights(PlacedWeights(of_draft, source, source, None), device, context.trace)
+    opened.callback(weights.close)
+    weights.load(context.loading)
+    return weights
+
+
+def _record(plan: BootPlan[LongRoom], runner: Runner, say: Say, role: ModelRole) -> None:
+    """Record what the plan of a model says as CUDA graphs."""
+    outline, whose = plan.outline, "draft model's " if role is ModelRole.DRAFT else ""
     if not plan.recorded:
         if outline.hardware.cuda and outline.settings.graphs:
-            say(f"graphs: none; every kernel is launched by itself, since {plan.graph_blocker}")
+            say(f"{whose}graphs: none; every kernel is launched by itself, since {plan.graph_blocker}")
         return
     limits = outline.limits
     graphs = runner.record(
-        limits.max_sequences, limits.max_step_tokens, limits.max_length, record_runs=plan.record_runs
+        limits.max_sequences,
+        limits.max_step_tokens,
+        limits.max_length,
+        record_runs=plan.record_runs,
+        role=role,
     )
     counts, runs = graphs.counts, graphs.runs
     prompts = (
         f", and prompts of up to {runs[0]} tokens, {len(runs)} of them" if runs and plan.record_runs else ""
     )
     say(
-        f"graphs: decode steps of 1 to {counts[0]} rows, {len(counts)} of them{prompts}, recorded in "
+        f"{whose}graphs: decode steps of 1 to {counts[0]} rows, {len(counts)} of them{prompts}, recorded in "
         f"{graphs.seconds:.2f} s, "
         f"{format_size(graphs.bytes)}"
     )

@@ -59,8 +59,9 @@ class Budget:
 class Demand:
     """The device must hold this besides weights.
 
-    activations: bytes of the largest step. useful_blocks: KV blocks that could ever be filled. fixed_blocks:
-    just so many, if asked for. length: the longest sequence that was asked for, None if nobody said.
+    activations: bytes of the largest step. block_bytes: of a KV block, of all models. useful_blocks: KV
+    blocks that could ever be filled. fixed_blocks: just so many, if asked for. length: the longest sequence
+    that was asked for, None if nobody said. draft_weights: bytes of a draft model's weights.
     """
 
     activations: int
@@ -69,6 +70,7 @@ class Demand:
     useful_blocks: int
     fixed_blocks: int | None = None
     length: int | None = None
+    draft_weights: int = 0
 
     @property
     def least_blocks(self) -> int:
@@ -96,7 +98,7 @@ def weights_room(total: int, layouts: Sequence[GroupLayout], demand: Demand, *, 
     """
     sizes = [padded(layout) for layout in layouts]
     free, largest, ring = (
-        total - demand.activations,
+        total - demand.activations - demand.draft_weights,
         max(sizes),
         _least_cpu_ring(layouts) if host_is_device else 0,
     )
@@ -113,14 +115,22 @@ def weights_room(total: int, layouts: Sequence[GroupLayout], demand: Demand, *, 
         room = rooms[0]
     if room < largest + ring:
         way = f" and {format_size(ring)} on its way from disk" if ring else ""
+        drafts, or_none = _of_draft(demand)
         raise BudgetError(
             f"the budget of {format_size(total)} is too small for one group of weights, "
             f"{format_size(largest)}{way}, beside "
             f"{format_size(choices[-1] * demand.block_bytes)} of KV and {format_size(demand.activations)} "
-            "for the largest step; "
-            f"allow more memory, fewer KV blocks, or fewer tokens a step"
+            f"for the largest step{drafts}; "
+            f"allow more memory, fewer KV blocks, or fewer tokens a step{or_none}"
         )
     return room
+
+
+def _of_draft(demand: Demand) -> tuple[str, str]:
+    """Return what a refusal says of a draft model: what it takes, and what to try."""
+    if not demand.draft_weights:
+        return "", ""
+    return f", and {format_size(demand.draft_weights)} for the draft model", "; or do without the draft model"
 
 
 def cpu_ring(room: int, layouts: Sequence[GroupLayout]) -> int:
@@ -182,18 +192,20 @@ def divide(total: int, weights: int, demand: Demand) -> Budget:
     """
     block_bytes, fixed = demand.block_bytes, demand.fixed_blocks
     fitting = max(total - weights - demand.activations, 0) // block_bytes
-    taken = f"weights take {format_size(weights)} and the largest step {format_size(demand.activations)}"
+    drafts, or_none = _of_draft(demand)
+    own = weights - demand.draft_weights
+    taken = f"weights take {format_size(own)} and the largest step {format_size(demand.activations)}{drafts}"
     if fixed is not None and fixed > fitting:
         raise BudgetError(
             f"{fixed} KV blocks of {format_size(block_bytes)} were asked for, but of {format_size(total)} "
             f"{taken}, "
-            f"which leaves room for {fitting}; allow more device memory or fewer blocks"
+            f"which leaves room for {fitting}; allow more device memory or fewer blocks{or_none}"
         )
     if fitting < 1:
         raise BudgetError(
             f"the budget of {format_size(total)} leaves no room for KV: {taken}, and one block needs "
             f"{format_size(block_bytes)}; "
-            f"allow more device memory, or fewer tokens a step"
+            f"allow more device memory, or fewer tokens a step{or_none}"
         )
     blocks = min(fitting, demand.useful_blocks) if fixed is None else fixed
     return Budget(total, weights, demand.activations, block_bytes, blocks, demand.block_size)

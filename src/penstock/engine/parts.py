@@ -22,6 +22,7 @@ from penstock.memory.streams import streams_both_ways
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import Collectives
 from penstock.ops.attention.gathered import PAST_TILE
+from penstock.ops.attention.inputs import Scratch
 from penstock.sched.rules import PrefixRule
 from penstock.sched.scheduler import Scheduler, Storage
 from penstock.sched.tiers import Store
@@ -29,35 +30,53 @@ from penstock.weights.streaming.stream import Blank, WeightStream
 from penstock.weights.streaming.waits import Waits
 from penstock.worker.collectives import RankCollectives, Unsummed
 from penstock.worker.inputs import InputBuilder
+from penstock.worker.loaded import LoadedModel
 from penstock.worker.runner import Runner
 from penstock.worker.sampler import Sampler
 from penstock.worker.structures import Guide
+from penstock.worker.tables import BlockTables
 
 
 def make_runner(
     settled: Settled,
     device: torch.device,
-    collectives: Collectives | None,
-    *,
+    *collectives: Collectives | None,
     agree: Callable[[torch.Tensor], None] | None = None,
     guide: Guide | None = None,
 ) -> Runner:
-    """Return a runner without weights and KV, which are attached when there are any. agree, guide: as of
-    `Sampler`."""
-    spec, limits, far = settled.spec, settled.limits, settled.far
+    """Return a runner without weights and KV, which are attached when there are any. collectives: for each
+    model. agree, guide: as of `Sampler`."""
+    spec, limits = settled.spec, settled.limits
+    tables = BlockTables(limits.max_sequences, settled.blocks_per_row, device)
+    sampler = Sampler(spec.vocab_size, limits.max_sequences, device, agree, guide)
+    scratch = Scratch()
+    target, *drafts = (
+        _make_model(one, device, sums, tables, sampler if one is settled else sampler.for_drafts(), scratch)
+        for one, sums in zip(settled.models, collectives, strict=True)
+    )
+    return Runner(target, device, draft=next(iter(drafts), None), kernels=settled.settings.kernels)
+
+
+def _make_model(
+    settled: Settled,
+    device: torch.device,
+    collectives: Collectives | None,
+    tables: BlockTables,
+    sampler: Sampler,
+    scratch: Scratch,
+) -> LoadedModel:
+    far = settled.far
     policies = far.policies if far else None
     inputs = InputBuilder(
-        spec,
+        settled.spec,
         device,
-        rows=limits.max_sequences,
-        blocks_per_row=settled.blocks_per_row,
-        block_size=limits.block_size,
+        tables,
+        block_size=settled.limits.block_size,
         tile_tokens=far.tile_tokens if far else PAST_TILE,
         choosing=(bool(policies and policies.rows), bool(policies and policies.runs)),
+        scratch=scratch,
     )
-    decoder = Decoder(spec, settled.shard, collectives)
-    sampler = Sampler(spec.vocab_size, limits.max_sequences, device, agree, guide)
-    return Runner(decoder, inputs, sampler, device, kernels=settled.settings.kernels)
+    return LoadedModel(Decoder(settled.spec, settled.shard, collectives), inputs, sampler)
 
 
 def blank_runner(
@@ -69,7 +88,7 @@ def blank_runner(
     layers = min(layer_kinds(spec)[-1] + 2, spec.layers)
     short = replace(spec, stack=spec.stack[:layers])
     unsummed = Unsummed(collectives) if collectives else None
-    runner = make_runner(replace(settled, spec=short), device, unsummed)
+    runner = make_runner(replace(settled, spec=short, draft=None), device, unsummed)
     runner.attach(Blank(settled.layouts, device), KVPool(settled.kv, 1, device), early=early)
     return runner
 

@@ -54,7 +54,8 @@ class BootContext:
     """Holds what a boot is given beside its config and its model.
 
     say: is told what was decided. trace: takes spans of waits. loading: takes the progress of loading. guide:
-    keeps outputs to a structure; without one they have none.
+    keeps outputs to a structure; without one they have none. draft: a second model, smaller and with the same
+    vocabulary.
     """
 
     say: Say = lambda _: None
@@ -62,6 +63,7 @@ class BootContext:
     override: Override = field(default_factory=Override)
     loading: Loading | None = None
     guide: Guide | None = None
+    draft: Model | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def place(
     CheckpointError.
     """
     config, layouts, override, say = outline.settings, outline.layouts, context.override, context.say
-    source = _source(model, outline.dtype)
+    source = source_of(model, outline.dtype)
     disk, store = override.disk or (source, None)
     there = not isinstance(model, Shape) or store is not None
     measured = Measured(activations, read_hardware(device), there)
@@ -141,7 +143,8 @@ def place(
     return PlacedWeights(found, source, disk, rates)
 
 
-def _source(model: Model, dtype: str) -> Source:
+def source_of(model: Model, dtype: str) -> Source:
+    """Return what reads a model's weights."""
     if isinstance(model, Checkpoint):
         return CheckpointSource(model)
     return PackSource(model) if isinstance(model, Pack) else RandomSource(dtype)

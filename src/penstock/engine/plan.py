@@ -94,12 +94,45 @@ class Rest(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class DraftModel:
+    """Holds what a plan needs to know of a draft model: a smaller one in the same engine, with the same
+    vocabulary.
+
+    All of its weights rest on the device: a draft that streams would cost what it is to save. A KV block has
+    the same number in its pool as in the target's, so the budget counts one block of both as one. Its KV
+    never leaves the device.
+
+    spec: of the whole model. layouts, kv: of this rank's part.
+    """
+
+    spec: ModelSpec
+    dtype: str
+    layouts: Sequence[GroupLayout]
+    kv: KVLayout
+
+    @property
+    def weights(self) -> int:
+        """Return the bytes that its weights take on the device."""
+        return sum(map(padded, self.layouts))
+
+
+def check_vocabularies(target: ModelSpec, draft: ModelSpec) -> None:
+    """Raise ConfigError if the tokens of a draft model are not the target's."""
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"a draft model with {draft.vocab_size:,} tokens was asked for, but the model has "
+            f"{target.vocab_size:,}, and drafts are made of its tokens; give one with the same vocabulary"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Outline(Generic[Far]):
     """Holds what is decided before anything of an engine is constructed.
 
     spec: of the whole model. shard: this rank's part of it, of which all that follows speaks. one_memory:
     whether host memory is no more than the device: on a CPU, unless host_memory allows more. total: bytes on
     the device, without what far KV takes of them as host memory. far: None without KV beyond the device.
+    draft: a second model, None without one.
     """
 
     settings: Config
@@ -113,6 +146,25 @@ class Outline(Generic[Far]):
     layouts: Sequence[GroupLayout]
     kv: KVLayout
     far: Far | None
+    draft: DraftModel | None = None
+
+    @property
+    def of_draft(self) -> "Outline[Far] | None":
+        """The same of the draft model: its steps and sequences have the same limits."""
+        if (draft := self.draft) is None:
+            return None
+        own = replace(self, spec=draft.spec, dtype=draft.dtype, layouts=draft.layouts, kv=draft.kv)
+        return replace(own, far=None, draft=None)
+
+    @property
+    def models(self) -> "tuple[Outline[Far], ...]":
+        """Return the outline of each model, the target's first."""
+        return (self,) if (of_draft := self.of_draft) is None else (self, of_draft)
+
+    @property
+    def block_bytes(self) -> int:
+        """Return the bytes of one KV block on the device, of all models."""
+        return self.kv.block_bytes + (self.draft.kv.block_bytes if self.draft else 0)
 
     @property
     def blocks_per_row(self) -> int:
@@ -128,7 +180,8 @@ class Outline(Generic[Far]):
     @property
     def may_rest(self) -> bool:
         """Tell whether all weights would fit on the device if nothing else were there."""
-        return sum(map(padded, self.layouts)) <= self.total
+        beside = self.draft.weights if self.draft else 0
+        return sum(map(padded, self.layouts)) + beside <= self.total
 
     @property
     def early(self) -> bool:
@@ -142,10 +195,12 @@ class Outline(Generic[Far]):
 
     @property
     def beside(self) -> int:
-        """Bytes of the device that far KV and recorded steps take, beside weights, KV and a step."""
+        """Bytes of the device that far KV and recorded steps of all models take, beside weights, KV and a
+        step."""
         limits, tokens = self.limits, self.limits.max_step_tokens if self.may_rest else 0
         graphs = graph_bytes(self.spec, self.dtype, limits.max_sequences, tokens) if self.recorded else 0
-        return graphs + (self.far.device_bytes if self.far else 0)
+        of_draft = self.of_draft
+        return graphs + (self.far.device_bytes if self.far else 0) + (of_draft.beside if of_draft else 0)
 
     def blocker(self, *, experts_rest: bool) -> str | None:
         """Return why steps cannot be recorded here, or None if they can."""
@@ -156,11 +211,12 @@ class Outline(Generic[Far]):
         """Return what the device must hold besides weights. activations: bytes for all but weights and KV."""
         return Demand(
             activations=activations,
-            block_bytes=self.kv.block_bytes,
+            block_bytes=self.block_bytes,
             block_size=self.limits.block_size,
             useful_blocks=self.limits.max_sequences * self.blocks_per_row,
             fixed_blocks=self.settings.kv_blocks,
             length=None if self.far else self.settings.max_length,
+            draft_weights=self.draft.weights if self.draft else 0,
         )
 
 
@@ -183,10 +239,11 @@ class Measured:
 class BootPlan(Generic[Far]):
     """Says what a boot builds, and `penstock plan` shows.
 
-    budget: how the device's memory is divided. limits: bytes of each tier for weights. placement: where each
-    group of weights rests; experts: the same of those that are placed by number. beside: bytes of the
-    device's room that the host's part of weights takes: on a CPU, where both are one memory. needs_disk:
-    whether weights stream from there. rest: what of the weights is on the device for good, on all ranks.
+    budget: how the device's memory is divided, for all models. limits: bytes of each tier for weights.
+    placement: where each group of weights rests; experts: the same of those that are placed by number.
+    beside: bytes of the device's room that the host's part of weights takes: on a CPU, where both are one
+    memory. needs_disk: whether weights stream from there. rest: what of the weights is on the device for
+    good, on all ranks.
     """
 
     outline: Outline[Far]
@@ -197,6 +254,14 @@ class BootPlan(Generic[Far]):
     beside: int
     needs_disk: bool
     rest: Rest
+
+    @property
+    def of_draft(self) -> "BootPlan[Far] | None":
+        """The plan of the draft model, in the same budget: all of its weights are on the device."""
+        if (outline := self.outline.of_draft) is None:
+            return None
+        limits = residency.Limits(sum(map(padded, outline.layouts)), 0, 0)
+        return BootPlan(outline, self.budget, limits, _resident(outline.layouts), None, 0, False, Rest.ALL)
 
     @property
     def streams(self) -> bool:
@@ -257,7 +322,7 @@ def plan_boot(
     experts: ExpertRoom | None = None
     if whole <= room:
         limits = residency.Limits(whole, 0, 0)
-        placement = solve([Use(layout.id, padded(layout)) for layout in layouts], limits, USUAL)
+        placement = _resident(layouts)
     else:
         host = max(
             host_room(outline.settings, measured.hardware) - (outline.far.host_bytes if outline.far else 0),
@@ -271,9 +336,15 @@ def plan_boot(
             layouts, outline.spec.tied_embeddings, limits, measured.rates or USUAL, disk
         )
     taken = placement.resting(Tier.DEVICE) + placement.device_ring.size + (experts.device if experts else 0)
-    budget = divide(outline.total, taken + beside, demand)
+    budget = divide(outline.total, taken + beside + demand.draft_weights, demand)
     rest = _rest(placement, experts)
     return BootPlan(outline, budget, limits, placement, experts, beside, needs_disk, rest)
+
+
+def _resident(layouts: Sequence[GroupLayout]) -> Placement:
+    """Return the placement of weights that are all on the device."""
+    uses = [Use(layout.id, padded(layout)) for layout in layouts]
+    return solve(uses, residency.Limits(sum(use.size for use in uses), 0, 0), USUAL)
 
 
 def _rest(placement: Placement, experts: ExpertRoom | None) -> Rest:

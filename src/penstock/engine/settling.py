@@ -14,7 +14,15 @@ from penstock.engine.budget import on_heap, usual_activations
 from penstock.engine.contexts import LongRoom, long_room, measured_chunk
 from penstock.engine.hardware import read_hardware
 from penstock.engine.placing import Model, Say
-from penstock.engine.plan import Outline, device_room, dtype_of, host_room, limits_of
+from penstock.engine.plan import (
+    DraftModel,
+    Outline,
+    check_vocabularies,
+    device_room,
+    dtype_of,
+    host_room,
+    limits_of,
+)
 from penstock.memory.device import (
     cap_memory,
     device_name,
@@ -29,13 +37,22 @@ from penstock.weights.streaming.residency import padded
 Settled = Outline[LongRoom]
 
 
-def settle(config: Config, model: Model, device: torch.device, say: Say, shard: Shard = WHOLE) -> Settled:
+def settle(
+    config: Config,
+    model: Model,
+    device: torch.device,
+    say: Say,
+    shard: Shard = WHOLE,
+    draft_model: Model | None = None,
+) -> Settled:
     """Return the outline of an engine. The memory of a CUDA device is capped if a size was asked for.
 
-    shard: the part of the model that is this rank's. Raises ConfigError, BudgetError, and CheckpointError if
-    the model lacks a tensor.
+    shard: the part of the models that is this rank's. draft_model: a second model, if there is to be one.
+    Raises ConfigError, also where the two have other tokens, BudgetError, and CheckpointError if a model
+    lacks a tensor.
     """
     spec = model.spec
+    draft = None if draft_model is None else _draft(config, model, draft_model, device, shard)
     dtype = choose_dtype(config, model, device)
     limits = choose_limits(config, spec, device)
     give_back(device)
@@ -49,10 +66,17 @@ def settle(config: Config, model: Model, device: torch.device, say: Say, shard: 
         model.verify(group_layouts(spec, model.names, dtype))
     layouts = group_layouts(spec, model.names, dtype, shard)
     say(f"{spec.family}, {spec.layers} layers, {dtype} on {device_name(device)}")
+    if draft:
+        say(
+            f"draft model: {draft.spec.family}, {draft.spec.layers} layers, {draft.dtype}; its "
+            f"{format_size(draft.weights)} of weights stay on the device"
+        )
     kv = kv_layout(spec, dtype, config.block_size, shard)
     activations = usual_activations(spec, dtype, limits.max_step_tokens, limits.max_sequences)
     resident = sum(map(padded, layouts))
     resident += activations if hardware.cuda else on_heap(activations, library_buffers(device))
+    if draft:
+        resident += draft.weights + -(-limits.max_length // limits.block_size) * draft.kv.block_bytes
     far = long_room(config, spec, limits, kv, hardware, total, resident)
     if far and hardware.cuda and config.max_step_tokens is None:
         chunk = measured_chunk(config, spec, dtype, limits, device, total)
@@ -62,7 +86,16 @@ def settle(config: Config, model: Model, device: torch.device, say: Say, shard: 
     one_memory = not hardware.cuda and host_room(config, hardware) == 0
     if far and one_memory:
         total -= far.host_bytes
-    return Outline(config, hardware, spec, shard, dtype, limits, one_memory, total, layouts, kv, far)
+    return Outline(config, hardware, spec, shard, dtype, limits, one_memory, total, layouts, kv, far, draft)
+
+
+def _draft(config: Config, target: Model, model: Model, device: torch.device, shard: Shard) -> DraftModel:
+    check_vocabularies(target.spec, model.spec)
+    spec, dtype = model.spec, choose_dtype(config, model, device)
+    if isinstance(model, Checkpoint):
+        model.verify(group_layouts(spec, model.names, dtype))
+    layouts = group_layouts(spec, model.names, dtype, shard)
+    return DraftModel(spec, dtype, layouts, kv_layout(spec, dtype, config.block_size, shard))
 
 
 def choose_dtype(config: Config, model: Model, device: torch.device) -> str:

@@ -88,16 +88,17 @@ def device_of(config: Config, local: int) -> torch.device:
     return torch.device("cuda", local)
 
 
-def team_config(config: Config, model: Model) -> Config:
-    """Return the settings of each rank. Raises ConfigError for what several ranks, or so many of this model,
-    cannot do."""
-    held(model.spec, Shard(0, config.tensor_parallel))
-    if isinstance(model, Pack):
-        raise ConfigError(
-            f"tensor_parallel={config.tensor_parallel} needs a checkpoint, of which each rank reads its "
-            f"part, but {model.path} is a pack; "
-            "give the checkpoint it was made of"
-        )
+def team_config(config: Config, *models: Model) -> Config:
+    """Return the settings of each rank. Raises ConfigError for what several ranks, or so many of one of these
+    models, cannot do."""
+    for model in models:
+        held(model.spec, Shard(0, config.tensor_parallel))
+        if isinstance(model, Pack):
+            raise ConfigError(
+                f"tensor_parallel={config.tensor_parallel} needs a checkpoint, of which each rank reads its "
+                f"part, but {model.path} is a pack; "
+                "give the checkpoint it was made of"
+            )
     if config.host_kv_memory is None and config.disk_kv_memory is None:
         return replace(
             config, host_kv_memory=0

@@ -19,7 +19,7 @@ leaves."""
 TransferId = NewType("TransferId", int)
 UNKNOWN = -1
 """Instead of a row's newest token in a plan that is made before the step which yields it is over: the worker
-has it."""
+has it. It is the newest that the plan's own model has drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +141,27 @@ class Share:
         return self.start + len(self.tokens)
 
 
+class ModelRole(Enum):
+    """The models that a runner may hold."""
+
+    TARGET = "target"
+    """The model that requests ask for."""
+    DRAFT = "draft"
+    """A smaller one with the same vocabulary, beside it. Its steps read and write the same blocks of the same
+    rows, by the same numbers, in a pool of its own on the device, which its KV never leaves. So a block that
+    has come from another tier, or that only the target has computed, holds nothing of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan is one step. Admissions come first. Among the shares, those of kind DECODE stand before all
-    others.
+    """A plan is one step of one model. Admissions come first; they are for all models. Among the shares,
+    those of kind DECODE stand before all others.
 
     What `forget` names is given up before the transfers begin. A plan without shares while transfers are
     under way waits for one of them.
+
+    A block that any model's plan gives a row is in the row's table for all models. Only the target's plans
+    have orders, transfers and host blocks.
     """
 
     admissions: tuple[Admission, ...]
@@ -156,6 +170,8 @@ class Plan:
     transfers: tuple[Transfer, ...] = ()
     forget: tuple[bytes, ...] = ()
     """Keys of blocks on disk."""
+    model: ModelRole = ModelRole.TARGET
+    """The one that computes the shares."""
 
     @property
     def runs(self) -> tuple[Share, ...]:

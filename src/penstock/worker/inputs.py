@@ -1,5 +1,4 @@
-"""Turns a Plan into the tensors of a step. Keeps what the workers must remember of each row: its block
-tables."""
+"""Turns a Plan into the tensors of a model's step."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from penstock.ops.attention.inputs import (
 )
 from penstock.ops.rope import RotaryAngles
 from penstock.step.plan import UNKNOWN, HostBlockId, Plan, Share, ShareKind
+from penstock.worker.tables import BlockTables
 from penstock.worker.tiling import Stretch, Table, stretches
 
 Ints = NDArray[np.int64]
@@ -58,31 +58,29 @@ class StepTensors:
 
 
 class InputBuilder:
-    """The maker of a step's tensors, who owns the block tables. Those of each row are valid up to what the
-    last Plan said.
+    """Makes the tensors of a model's steps.
 
+    tables: the blocks of each row, which other models of the runner may read too.
     tile_tokens: of host memory's KV that is attended to at a time, whole blocks.
     choosing: whether policies choose what of it rows read, and runs.
+    scratch: memory that steps on a device without a paged kernel gather in; None for some of its own.
     """
 
     def __init__(
-        self, spec: ModelSpec, device: torch.device, *, rows: int, blocks_per_row: int, block_size: int,
+        self, spec: ModelSpec, device: torch.device, tables: BlockTables, *, block_size: int,
         tile_tokens: int = PAST_TILE, choosing: tuple[bool, bool] = (False, False),
+        scratch: Scratch | None = None,
     ) -> None:  # fmt: skip
         self._device = device
         self._block_size = block_size
         self._angles = RotaryAngles(spec.rope, device)
         self._dynamic = spec.rope.kind is RopeKind.DYNAMIC
         self._windows = tuple(dict.fromkeys(spec.windows))
-        # Host pages that no row has reached yet are never touched, so a table for the longest context costs
-        # what is used.
-        self._table = np.zeros((rows, blocks_per_row), dtype=np.int32)
-        self._cold = np.zeros((rows, blocks_per_row), dtype=np.int32)
+        self.tables = tables
+        self._table, self._cold = tables.pages, tables.cold
         self._tile_blocks = max(tile_tokens // block_size, 1)
-        self._scratch = Scratch()
         self._choosing = choosing
-        self._on_device: Tensor | None = None
-        """The tables, if they are kept there."""
+        self.scratch = scratch or Scratch()
         self._tiling: tuple[object, _Tiling] | None = None
         """Of the last step with tiles, and for what: the same serves until somebody's blocks change."""
 
@@ -91,8 +89,8 @@ class InputBuilder:
 
         newest: each row's newest token, int64 `[rows]`, for those that the plan does not know.
         """
-        self.note(plan)
-        self.note_on_device(plan)
+        self.tables.note(plan)
+        self.tables.note_on_device(plan)
         shares = plan.shares
         counts = np.array([len(share.tokens) for share in shares], dtype=np.int64)
         starts = np.array([share.start for share in shares], dtype=np.int64)
@@ -167,43 +165,6 @@ class InputBuilder:
         """The rotary angles of the model."""
         return self._angles
 
-    def keep_on_device(self) -> Tensor:
-        """Keep block tables on the device as well from now on: int32 `[rows + 1, blocks]`, the last row for
-        padding. There `note_on_device` notes what a plan gives, not `note`."""
-        self._on_device = torch.zeros(
-            len(self._table) + 1, self._table.shape[1], dtype=torch.int32, device=self._device
-        )
-        return self._on_device
-
-    def note(self, plan: Plan) -> None:
-        """Note the blocks that a plan gives its rows."""
-        for share in plan.shares:
-            if share.new_blocks:
-                self._table[
-                    share.row, share.first_new_block : share.first_new_block + len(share.new_blocks)
-                ] = share.new_blocks
-            if share.new_cold:
-                self._cold[share.row, share.first_new_cold : share.first_new_cold + len(share.new_cold)] = (
-                    share.new_cold
-                )
-                self._tiling = None
-
-    def note_on_device(self, plan: Plan) -> None:
-        """Note the pages that a plan gives its rows in the tables of the device, if there are any, behind
-        what has been given to the device."""
-        table, counts = self._on_device, [len(share.new_blocks) for share in plan.shares]
-        if table is None or not any(counts):
-            return
-        rows = np.repeat([share.row for share in plan.shares], counts)
-        columns = np.concatenate(
-            [
-                np.arange(share.first_new_block, share.first_new_block + len(share.new_blocks))
-                for share in plan.shares
-            ]
-        )
-        pages = np.array([page for share in plan.shares for page in share.new_blocks], dtype=np.int32)
-        table[self._send(rows), self._send(columns)] = self._send(pages)
-
     def _tokens(self, tokens: Ints, shares: Sequence[Share], first: Ints, newest: Tensor) -> Tensor:
         sent = self._send(tokens)
         unknown = [index for index, share in enumerate(shares) if share.tokens[-1] == UNKNOWN]
@@ -227,7 +188,10 @@ class InputBuilder:
                 yield Send(int(at), tuple(HostBlockId(block) for block in blocks.tolist()))
 
     def _tile(self, shares: Sequence[Share]) -> "_Tiling":
-        kept = tuple((share.row, share.cold_start, share.kind) for share in shares)
+        kept = (
+            self.tables.cold_changes,
+            tuple((share.row, share.cold_start, share.kind) for share in shares),
+        )
         if self._tiling is None or self._tiling[0] != kept:
             tables: list[Table] = [
                 self._cold_table(share)[: 0 if self._chooses(share) else None] for share in shares
@@ -297,7 +261,7 @@ class InputBuilder:
         table = self._table[np.array([share.row for share in shares])[:, None], columns]
         groups = () if reads_pages(self._device) else tuple(self._groups(lengths, table, cold > 0))
         return Rows(
-            len(shares), self._send(table), self._send(lengths), longest, groups, scratch=self._scratch
+            len(shares), self._send(table), self._send(lengths), longest, groups, scratch=self.scratch
         )
 
     def _groups(

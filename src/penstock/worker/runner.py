@@ -1,5 +1,5 @@
-"""Carries out a Plan: inputs, forward pass, sampling. It decides nothing and allocates no blocks; its memory
-is the rows' tables."""
+"""Carries out a Plan: inputs, forward pass, sampling, by the model that it names. It decides nothing and
+allocates no blocks; its memory is the rows' tables."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -14,12 +14,12 @@ from penstock.base.errors import StepMemoryError
 from penstock.kv.movement.carrier import Carrier
 from penstock.kv.movement.pool import KVPool
 from penstock.memory.device import Heap, give_back, lift_cap, shortage
-from penstock.models.decoder import Decoder
 from penstock.models.inputs import Weights
 from penstock.ops.attention.gathered import PAST_TILE
 from penstock.ops.kernels import counting, pdl_launches, plain_torch
 from penstock.step.plan import (
     Landed,
+    ModelRole,
     Outcome,
     Plan,
     Result,
@@ -27,8 +27,9 @@ from penstock.step.plan import (
 )
 from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.graphs import DecodeGraphs, DecodeStep
-from penstock.worker.inputs import InputBuilder, StepTensors
-from penstock.worker.sampler import Drawn, Sampler
+from penstock.worker.inputs import StepTensors
+from penstock.worker.loaded import LoadedModel
+from penstock.worker.sampler import Drawn
 from penstock.worker.sizes import StepSizes, row_counts, run_counts
 from penstock.worker.warmup import HEAD_ROWS, kernel_steps, largest_step, small_steps
 
@@ -37,89 +38,90 @@ _PATIENCE = 0.02
 
 
 class Runner:
-    """Carries out plans on one device."""
+    """Carries out plans on one device, by the models that it holds: one, or two that share rows and block
+    numbers."""
 
     def __init__(
         self,
-        decoder: Decoder,
-        inputs: InputBuilder,
-        sampler: Sampler,
+        target: LoadedModel,
         device: torch.device,
         *,
+        draft: LoadedModel | None = None,
         kernels: bool = True,
     ) -> None:
         """kernels: whether to launch those of our own, where there are any; plain torch computes
         otherwise."""
-        self._decoder = decoder
+        self.models = {ModelRole.TARGET: target}
+        if draft is not None:
+            self.models[ModelRole.DRAFT] = draft
+        self.target = target
         self._device = device
-        self._weights: Weights | None = None
-        self._inputs = inputs
-        self._sampler = sampler
         # Kernels of our own are launched on the thread's current device, which need not be this one.
         self._current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         self._kernels = kernels
-        self._pool: KVPool | None = None
-        self._carrier: Carrier | None = None
-        self._early = False
-        self._graphs: DecodeGraphs | None = None
         self._heap: Heap | None = None
         self._ended = 0.0
         """When the last plan did."""
 
     def attach(
-        self, weights: Weights, pool: KVPool, carrier: Carrier | None = None, *, early: bool = False
+        self,
+        weights: Weights,
+        pool: KVPool,
+        carrier: Carrier | None = None,
+        *,
+        early: bool = False,
+        role: ModelRole = ModelRole.TARGET,
     ) -> None:
-        """Borrow these weights from now on, write KV to this pool and read it from there, and use what the
-        carrier carries.
-
-        early: whether kernels may begin before the one before has ended, and read weights: all of these stay,
-        on a device that can wait.
-        """
-        self._weights, self._pool, self._carrier, self._early = weights, pool, carrier, early
+        """Let a model borrow these weights from now on, write KV to this pool and read it from there, and use
+        what the carrier carries. early: as of LoadedModel."""
+        model = self.models[role]
+        model.weights, model.pool, model.carrier, model.early = weights, pool, carrier, early
 
     def bound_heap(self, kept: int) -> None:
         """Keep at most so many bytes of a CPU's heap for reuse between steps from now on, beside what is in
         use now."""
         self._heap = Heap(kept) if self._device.type == "cpu" else None
 
-    def record(self, rows: int, tokens: int, max_length: int, *, record_runs: bool) -> DecodeGraphs:
+    def record(
+        self,
+        rows: int,
+        tokens: int,
+        max_length: int,
+        *,
+        record_runs: bool,
+        role: ModelRole = ModelRole.TARGET,
+    ) -> DecodeGraphs:
         """Record decode steps of up to `rows` rows, which are replayed from now on, and short runs in steps
         of up to `tokens` tokens, or compute these as if they were. To be called after `attach`, of a model
         and on a device that allow it."""
-        weights, pool = self._weights, self._pool
-        assert isinstance(weights, WeightStream), "record before attach"
-        assert pool is not None
+        model = self.models[role]
+        assert isinstance(model.weights, WeightStream), "record before attach"
         with self._here(), torch.inference_mode():
-            step = self._decode_step(pool, rows, tokens, max_length)
-            self._graphs = DecodeGraphs(step, weights, rows, tokens)
-            self._graphs.record(record_runs=record_runs, early=self._early)
-        return self._graphs
+            step = model.decode_step(rows, tokens, max_length)
+            model.graphs = DecodeGraphs(step, model.weights, rows, tokens)
+            model.graphs.record(record_runs=record_runs, early=model.early)
+        return model.graphs
 
     def rehearse(self, sizes: StepSizes, *, recorded: bool) -> Iterator[Callable[[], object]]:
-        """Yield calls that launch every kernel of ours that steps need, once or more often. After `attach`.
+        """Yield calls that launch every kernel of ours that steps of the target need, once or more often.
+        After `attach`.
 
         recorded: whether decode steps and short runs will be recorded.
         """
         plans = *kernel_steps(sizes), *small_steps(sizes), largest_step(sizes, past=PAST_TILE)
         yield from (partial(self.run, plan) for plan in plans)
-        weights, pool, rows, tokens = self._weights, self._pool, sizes.max_sequences, sizes.max_step_tokens
+        weights, rows, tokens = self.target.weights, sizes.max_sequences, sizes.max_step_tokens
         assert weights is not None, "rehearse before attach"
-        assert pool is not None
         if recorded:
             with self._here(), torch.inference_mode():
-                step = self._decode_step(pool, rows, tokens, sizes.max_length)
+                step = self.target.decode_step(rows, tokens, sizes.max_length)
             steps = [partial(step.compute, count) for count in row_counts(rows)]
             steps += [partial(step.compute_run, count) for count in run_counts(step.spec, tokens)]
             yield from (partial(self._as_recorded, step, compute, weights) for compute in steps)
 
     def _as_recorded(self, step: DecodeStep, compute: Callable[[Weights], None], weights: Weights) -> None:
-        with self._here(), torch.inference_mode(), pdl_launches(self._early), counting(step.counters):
+        with self._here(), torch.inference_mode(), pdl_launches(self.target.early), counting(step.counters):
             compute(weights)
-
-    def _decode_step(self, pool: KVPool, rows: int, tokens: int, max_length: int) -> DecodeStep:
-        table, sampled = self._inputs.keep_on_device(), self._sampler.newest
-        sizes = {"rows": rows, "tokens": tokens, "max_length": max_length}
-        return DecodeStep(self._decoder, self._inputs.angles, pool, table, sampled, **sizes)
 
     @contextmanager
     def _here(self) -> Iterator[None]:
@@ -129,23 +131,18 @@ class Runner:
 
     @property
     def carrier(self) -> Carrier | None:
-        """Return what moves KV beyond the device, if there is any."""
-        return self._carrier
+        """Return what moves the target's KV beyond the device, if there is any."""
+        return self.target.carrier
 
     def detach(self) -> None:
         """Let go of weights and KV, and of what was recorded of them."""
-        if self._graphs is not None:
-            self._graphs.close()
-        self._weights = self._pool = self._carrier = self._graphs = None
+        for model in self.models.values():
+            model.detach()
 
     def close(self) -> None:
         """Let go of them for good; whatever moves weights or KV ends."""
-        weights, carrier = self._weights, self._carrier
-        self.detach()
-        if carrier is not None:
-            carrier.close()
-        if isinstance(weights, WeightStream):
-            weights.close()
+        for model in reversed(self.models.values()):
+            model.close()
         lift_cap(self._device)
 
     @property
@@ -173,7 +170,7 @@ class Runner:
         with self._here():
             begun = perf_counter()
             for admission in plan.admissions:
-                self._sampler.admit(admission)
+                self.target.sampler.admit(admission)
             if plan.shares:
                 return Begun(self, plan, begun, *self._compute(plan, layers))
             self._transfer(plan)
@@ -182,7 +179,8 @@ class Runner:
     @torch.inference_mode()
     def end(self, begun: "Begun") -> Outcome:
         """Wait for a plan that was begun, the first of those that have not ended."""
-        plan, transfers = begun.plan, self._carrier.transfers if self._carrier else None
+        plan, carrier = begun.plan, self.target.carrier
+        transfers = carrier.transfers if carrier is not None else None
         with self._here():
             results = begun.results()
             if transfers is not None and not (plan.shares or plan.transfers or plan.forget):
@@ -198,16 +196,17 @@ class Runner:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         give_back(self._device)
-        if self._carrier is None or self._carrier.transfers is None:
+        carrier = self.target.carrier
+        if carrier is None or carrier.transfers is None:
             return ()
-        return self._carrier.transfers.settle()
+        return carrier.transfers.settle()
 
     def check(self) -> None:
         """Do nothing: nothing ends a runner while it has nothing to do."""
 
     def _transfer(self, plan: Plan) -> None:
         """Begin what goes between tiers, behind what has been computed so far."""
-        carrier, pool = self._carrier, self._pool
+        carrier, pool = self.target.carrier, self.target.pool
         transfers = carrier.transfers if carrier is not None else None
         if carrier is None or transfers is None:
             nothing = not plan.transfers and not plan.forget
@@ -220,26 +219,28 @@ class Runner:
         self, plan: Plan, layers: tuple[int, ...] | None
     ) -> "tuple[Drawn | None, Sequence[Sequence[TokenLogprob]]]":
         """Return what the step draws, if anything, and the log-probabilities of prompts, share by share."""
-        if self._graphs is not None and self._graphs.fits(plan):
-            self._inputs.note(plan)
+        model = self.models[plan.model]
+        inputs, graphs = model.inputs, model.graphs
+        if graphs is not None and graphs.fits(plan):
+            inputs.tables.note(plan)
             if plan.runs:
-                self._inputs.note_on_device(plan)
+                inputs.tables.note_on_device(plan)
             self._transfer(plan)
-            return self._sampler.choose(*self._graphs.run(plan), plan.shares), ((),) * len(plan.shares)
-        step = self._inputs.build(plan, self._sampler.newest)
-        weights, pool = self._weights, self._pool
+            return model.sampler.choose(*graphs.run(plan), plan.shares), ((),) * len(plan.shares)
+        step = inputs.build(plan, model.sampler.newest)
+        weights, pool = model.weights, model.pool
         assert weights is not None, "run before attach, or after close"
         assert pool is not None
         self._transfer(plan)
-        self._tell(plan, step, pool, layers)
+        self._tell(model, plan, step, layers)
         prompts: list[list[TokenLogprob]] = [[] for _ in plan.shares]
         logits: Tensor | None = None
         with ExitStack() as whole:
-            whole.enter_context(pdl_launches(self._early))
-            hidden = self._decoder.forward(weights, pool.layers, step.inputs, layers, self._carrier)
+            whole.enter_context(pdl_launches(model.early))
+            hidden = model.decoder.forward(weights, pool.layers, step.inputs, layers, model.carrier)
             if not len(hidden):
                 return None, prompts
-            logits_of = whole.enter_context(self._decoder.head(weights, hidden))
+            logits_of = whole.enter_context(model.decoder.head(weights, hidden))
             if step.samples:
                 logits = logits_of(slice(step.samples)).float()
             first = step.samples
@@ -247,24 +248,31 @@ class Runner:
                 for start in range(0, positions, HEAD_ROWS):
                     end = min(start + HEAD_ROWS, positions)
                     part = logits_of(slice(first + start, first + end)).float()
-                    found += self._sampler.prompt_logprobs(part, share, share.next_prompt_tokens[start:end])
+                    found += model.sampler.prompt_logprobs(part, share, share.next_prompt_tokens[start:end])
                 first += positions
-        return None if logits is None else self._sampler.sample(
+        return None if logits is None else model.sampler.sample(
             logits, [share for share in plan.shares if share.sample]
         ), prompts
 
-    def _tell(self, plan: Plan, step: StepTensors, pool: KVPool, layers: tuple[int, ...] | None) -> None:
+    def _tell(
+        self,
+        model: LoadedModel,
+        plan: Plan,
+        step: StepTensors,
+        layers: tuple[int, ...] | None,
+    ) -> None:
         """Tell the carrier what the step moves."""
-        if self._carrier is None:
+        if model.carrier is None:
             beyond = plan.orders or step.tiles or step.sends or step.readers
             assert not beyond, "a plan with host blocks needs a carrier"
             return
-        spec, cold = self._decoder.spec, step.inputs.attention.cold
+        assert model.pool is not None
+        spec, cold = model.decoder.spec, step.inputs.attention.cold
         through = range(spec.layers) if layers is None else layers
         every = range(len(step.tiles))
         windows = spec.windows
         seen = [cold.seen.get(windows[layer], every) if cold else every for layer in through]
-        self._carrier.begin(plan.orders, pool, step.sends, step.tiles, through, seen, step.readers)
+        model.carrier.begin(plan.orders, model.pool, step.sends, step.tiles, through, seen, step.readers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ have a structure: see `structures`.
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -60,9 +61,18 @@ class Sampler:
         self._rows: dict[Row, _RowState] = {}
         self._choosy: set[Row] = set()
         """Of those, whoever wants more than the likeliest token."""
+        self._counts_drawn = True
+        """Whether what is drawn is counted as output."""
         self.newest = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         """The newest token of each row; the last is for padding."""
         self._one = torch.ones(1, dtype=torch.int32, device=device)
+
+    def for_drafts(self) -> "Sampler":
+        """Return a sampler for the drafts of the same rows: it draws by their settings and counts and by the
+        same numbers, but nothing that it draws is counted or held to a structure. `newest` is its own."""
+        drafts = copy(self)
+        drafts._masks, drafts._counts_drawn, drafts.newest = None, False, torch.zeros_like(self.newest)
+        return drafts
 
     def admit(self, admission: Admission) -> None:
         """Remember the settings of a newcomer, and count the tokens that it has where penalties need that."""
@@ -129,7 +139,7 @@ class Sampler:
             self._agree(tokens)
         known = tokens.clamp(min=0)
         self.newest[self._ids([share.row for share in shares])] = known
-        for row, state in enumerate(states):
+        for row, state in enumerate(states if self._counts_drawn else ()):
             if state.counts is not None:
                 state.counts.output.index_add_(0, known[row : row + 1], self._one)
         scores = None if raw is None else _Scores(raw, known[scored], {row: wanted[row] for row in curious})
