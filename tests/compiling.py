@@ -146,7 +146,7 @@ def steps() -> None:
 def fold(queries: int, dtype: torch.dtype = BF16) -> None:
     k, v = empty(4096, 2, KV_HEADS, DIM, dtype=dtype).unbind(1)
     out, lse = empty(queries, HEADS, DIM, dtype=torch.float32), empty(queries, HEADS, dtype=torch.float32)
-    triton_tiles.fold_tile(out, lse, empty(queries, HEADS, DIM, dtype=dtype), k, v, scale=0.1)
+    triton_tiles.fold_tile(out, lse, empty(queries, HEADS, DIM, dtype=dtype), k, v, layer=LayerAttention(0.1))
 
 
 def experts(tokens: int, dtype: torch.dtype = BF16) -> None:

@@ -169,8 +169,10 @@ class Joined:
         k, v, tilt = self._cold.take()
         return k, torch.cat((v, tilt), -1)
 
-    def choose(self, reader: int, q: Tensor, lse: Tensor, scale: float) -> Iterator[tuple[Tensor, ...]]:
-        for k, v, tilt in self._cold.choose(reader, q, lse, scale):
+    def choose(
+        self, reader: int, q: Tensor, lse: Tensor, layer: LayerAttention
+    ) -> Iterator[tuple[Tensor, ...]]:
+        for k, v, tilt in self._cold.choose(reader, q, lse, layer):
             yield k, torch.cat((v, tilt), -1)
 
 

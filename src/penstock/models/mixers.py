@@ -65,7 +65,8 @@ def attention(
 
 def scores_of(mixer: Attention) -> LayerAttention:
     """Return what a layer does with the scores of its queries."""
-    return LayerAttention(mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale, mixer.window)
+    scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
+    return LayerAttention(scale, mixer.window, cap=mixer.cap)
 
 
 FORWARD: dict[type[Mixer], Forward] = {Attention: attention}
