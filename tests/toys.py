@@ -1,8 +1,8 @@
-"""A storage format that penstock does not have, and checkpoints in it: int8 numbers with a scale for each
-row.
+"""What penstock does not have, added from outside, and checkpoints of it.
 
-In a checkpoint the scales of a matrix lie in one row, `[1, out]`, in float32 and inverted, so that they have
-to be repacked.
+A storage format: int8 numbers with a scale for each row. In a checkpoint the scales of a matrix lie in one
+row, `[1, out]`, in float32 and inverted, so that they have to be repacked. A mixer with a plane more. A
+family with every cap and scale.
 """
 
 import json
@@ -23,6 +23,7 @@ from penstock.arch.formats import methods
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import Format, Source, Stored, matrix, stacked
 from penstock.arch.layout import group_layouts
+from penstock.arch.mixers.attention import Attention
 from penstock.arch.mixers.mixer import Mixer, Plane
 from penstock.arch.shards import Shard, share_heads
 from penstock.arch.spec import LayerSpec, ModelSpec, Norms
@@ -221,21 +222,59 @@ def tilted_known() -> Iterator[None]:
 
 def tilted_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """A tiny checkpoint of that family."""
+    with tilted_known():
+        return made_checkpoint(folder, "tilted", dtype)
+
+
+# ---- caps and scales
+
+
+def read_capped(config: families._Reader) -> ModelSpec:
+    """A llama with every cap and scale that a spec has, the layers from the second on normalised after their
+    blocks."""
+    spec = families.FAMILIES["llama"].read(config)
+    norms = Norms("input_layernorm", "after_mixer"), Norms("before_feed_forward", "after_feed_forward")
+    stack = []
+    for number, layer in enumerate(spec.stack):
+        assert isinstance(layer.mixer, Attention)
+        capped = replace(layer, mixer=replace(layer.mixer, scale=0.3, cap=1.5), scale=0.6)
+        stack.append(replace(capped, mixer_norms=norms[0], feed_forward_norms=norms[1]) if number else capped)
+    return replace(spec, stack=tuple(stack), embedding_scale=3.0, logits_scale=0.5, logits_cap=2.5)
+
+
+@contextmanager
+def capped_known() -> Iterator[None]:
+    """Penstock runs models of the family `capped`."""
+    with patch.dict(families.FAMILIES, {"capped": families.Family(read_capped)}):
+        yield
+
+
+def capped_checkpoint(folder: Path) -> Path:
+    """A tiny checkpoint of that family."""
+    with capped_known():
+        return made_checkpoint(folder, "capped")
+
+
+# ---- checkpoints
+
+
+def made_checkpoint(folder: Path, model_type: str, dtype: torch.dtype = torch.float32) -> Path:
+    """A tiny checkpoint of a family that is known: tensors of a tiny llama, and random ones where it has none
+    of that name."""
     source = tiny.checkpoint("llama")
     folder.mkdir()
     for file in source.glob("*.json"):
         shutil.copy(file, folder)
-    config = json.loads((folder / "config.json").read_text()) | {"model_type": "tilted"}
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": model_type}
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {name: one for file in source.glob("*.safetensors") for name, one in load_file(file).items()}
-    with tilted_known():
-        shape = Shape.of(config)
-        wanted = {
-            one.tensor: one.shape
-            for group in group_layouts(shape.spec, shape.names, "float32")
-            for field in group.fields
-            for one in field.sources
-        }
+    shape = Shape.of(config)
+    wanted = {
+        one.tensor: one.shape
+        for group in group_layouts(shape.spec, shape.names, "float32")
+        for field in group.fields
+        for one in field.sources
+    }
     random = torch.Generator().manual_seed(3)
     made = {}
     for name, extents in wanted.items():

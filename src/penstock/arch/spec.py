@@ -77,6 +77,8 @@ class LayerSpec:
     feed_forward: Mlp | MoeSpec
     mixer_norms: Norms = Norms("input_layernorm")
     feed_forward_norms: Norms = Norms("post_attention_layernorm")
+    scale: float = 1.0
+    """What the output of each of its blocks, normalised, is multiplied with before it is added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,12 @@ class ModelSpec:
     tied_embeddings: bool
     format: Format = DENSE
     """Of the matrices of mixers, feed-forwards and experts; embedding, routers and head are dense."""
+    embedding_scale: float = 1.0
+    """What the embedding's rows are multiplied with."""
+    logits_scale: float = 1.0
+    """What logits are multiplied with."""
+    logits_cap: float | None = None
+    """Soft cap c of scaled logits x, which become c * tanh(x / c); None is no cap."""
 
     @property
     def layers(self) -> int:

@@ -70,9 +70,9 @@ def scaled(product, scale_log2, CAP: tl.constexpr):  # type: ignore[no-untyped-d
     """Scores times log2(e), of products of queries and keys.
 
     CAP: soft cap of scores, 0 for none. With one, `scale_log2` is twice the scale times log2(e) over CAP
-    (`score_factor`), and the score is CAP * tanh(x), where tanh(|x|) = (1 - e) / (1 + e) and e = exp(-2|x|).
+        (`score_factor`). The score is CAP * tanh(x), with tanh(|x|) = (1 - e) / (1 + e), e = exp(-2|x|).
     """
-    if CAP:
+    if CAP > 0:
         twice = product * scale_log2
         fade = tl.exp2(-tl.abs(twice))
         product = tl.where(twice < 0.0, -CAP * LOG2_E, CAP * LOG2_E) * ((1.0 - fade) / (1.0 + fade))
