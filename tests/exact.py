@@ -71,9 +71,27 @@ class Reference:
             for tilt in tilts:
                 out = out * (1 + tilt.mean(-1, keepdim=True))
             return out.flatten(1) @ self.t[f"{at}.tilted.out.weight"].T
+        if isinstance(mixer, toys.Gated):
+            return self.gated(x, f"{at}.gated", mixer)
         assert isinstance(mixer, Attention)
         [out] = self.attended(x, f"{at}.self_attn.{{}}_proj.weight", ("q", "k", "v"), mixer)
         return out.flatten(1) @ self.t[f"{at}.self_attn.o_proj.weight"].T
+
+    def gated(self, x: Tensor, at: str, mixer: Mixer) -> Tensor:
+        """Without state: every token from all that come up to it."""
+        q, k, v, gate = (
+            (x @ self.t[f"{at}.{name}.weight"].T).view(len(x), mixer.heads, -1)
+            for name in ("q", "k", "v", "gate")
+        )
+        taps = [self.t[f"{at}.tap_{number}.weight"].view(mixer.heads, -1) for number in range(3)]
+        padded = F.pad(v, (0, 0, 0, 0, 2, 0))
+        v = sum(tap * padded[number : number + len(x)] for number, tap in enumerate(taps))  # type: ignore
+        fades = F.logsigmoid(gate[..., 0]).cumsum(0)  # [tokens, heads]
+        later = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)[..., None]
+        left = (fades[:, None] - fades[None]).masked_fill(later, -math.inf).exp()
+        scores = torch.einsum("qhd,khd->qkh", q, k) / mixer.head_dim * left
+        out = torch.einsum("qkh,khd->qhd", scores, v)
+        return out.flatten(1) @ self.t[f"{at}.out.weight"].T
 
     def attended(self, x: Tensor, at: str, names: Sequence[str], mixer: Mixer) -> list[Tensor]:
         """Softmax attention over all values, `[tokens, heads, width]` of each."""
@@ -108,9 +126,9 @@ def outputs(path: Path, **settings: object) -> list[Drawn]:
         return drawn(llm)
 
 
-def drawn(llm: LLM) -> list[Drawn]:
+def drawn(llm: LLM, params: SamplingParams = GREEDY) -> list[Drawn]:
     found = []
-    for one in llm.generate(prompts(), GREEDY):
+    for one in llm.generate(prompts(), params):
         scores = [entry.logprob for entry in (*(one.prompt_logprobs or ())[1:], *(one.logprobs or ()))]
         found.append((list(one.tokens), scores))
     return found

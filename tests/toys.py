@@ -1,8 +1,8 @@
 """What penstock does not have, added from outside, and checkpoints of it.
 
 A storage format: int8 numbers with a scale for each row. In a checkpoint the scales of a matrix lie in one
-row, `[1, out]`, in float32 and inverted, so that they have to be repacked. A mixer with a plane more. A
-family with every cap and scale.
+row, `[1, out]`, in float32 and inverted, so that they have to be repacked. A mixer with a plane more.
+A mixer with state. A family with every cap and scale.
 """
 
 import json
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -21,12 +22,13 @@ import tiny
 from penstock.arch import families
 from penstock.arch.formats import methods
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import Format, Source, Stored, matrix, stacked
+from penstock.arch.formats.format import Format, Source, Stored, matrix, stacked, vector
 from penstock.arch.layout import group_layouts
 from penstock.arch.mixers.attention import Attention
-from penstock.arch.mixers.mixer import Mixer, Plane
+from penstock.arch.mixers.mixer import Mixer, Plane, StateArray
 from penstock.arch.shards import Shard, share_heads
 from penstock.arch.spec import LayerSpec, ModelSpec, Norms
+from penstock.engine import boot
 from penstock.models import mixers
 from penstock.models.inputs import ColdCache
 from penstock.models.mixers import Mixing
@@ -224,6 +226,118 @@ def tilted_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """A tiny checkpoint of that family."""
     with tilted_known():
         return made_checkpoint(folder, "tilted", dtype)
+
+
+# ---- a mixer with state
+
+
+@dataclass(frozen=True)
+class Gated(Mixer):
+    """A gated linear recurrence, which keeps nothing of tokens. Of each head a matrix, float32, fades by the
+    token's gate and takes up the product of its key and value; a query reads it. Values come from a short
+    convolution, which keeps the last two of them."""
+
+    width: int = 20
+
+    @property
+    def output_size(self) -> int:
+        return self.heads * self.width
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return ()
+
+    @property
+    def state(self) -> tuple[StateArray, ...]:
+        matrices = StateArray("matrices", (self.heads, self.head_dim, self.width), "float32")
+        return matrices, StateArray("tail", (2, self.heads, self.width))
+
+    @property
+    def projected_size(self) -> int:
+        return self.heads * (2 * self.head_dim + self.width + 1)
+
+    @property
+    def state_operations(self) -> float:
+        return 5 * self.heads * self.head_dim * self.width
+
+    def weights(self, at: str, hidden: int, shard: Shard) -> dict[str, Sequence[Source]]:
+        heads, _ = share_heads(1, self.heads, shard)
+        sizes = {"q": self.head_dim, "k": self.head_dim, "v": self.width, "gate": 1}
+        fused = [
+            matrix(f"{at}.gated.{name}.weight", self.heads * dim, hidden, rows=rows_of(heads, dim))
+            for name, dim in sizes.items()
+        ]
+        mine = rows_of(heads, self.width)
+        taps = [vector(f"{at}.gated.tap_{number}.weight", self.output_size, mine) for number in range(3)]
+        out = matrix(f"{at}.gated.out.weight", hidden, self.output_size, columns=mine)
+        return {"fused": fused, "taps": taps, "out": [out]}
+
+    def local(self, shard: Shard) -> "Gated":
+        heads, _ = share_heads(1, self.heads, shard)
+        return replace(self, heads=len(heads), kv_heads=len(heads))
+
+
+def gated(mixer: Mixer, x: Tensor, weights: GroupViews, cache: tuple[Tensor, ...], mixing: Mixing) -> Tensor:
+    assert isinstance(mixer, Gated)
+    matrices, tail = cache
+    inputs, keys = mixing.inputs.state, mixer.heads * mixer.head_dim
+    assert inputs is not None
+    sizes = [keys, keys, mixer.output_size, mixer.heads]
+    q, k, v, gate = linear(x, weights.matrices["fused"]).split(sizes, -1)
+    q, k, v = (one.reshape(len(x), mixer.heads, -1) for one in (q, k, v))
+    taps, gate = weights.vectors["taps"].view(3, mixer.heads, mixer.width), gate.float().sigmoid()
+    out = x.new_empty(len(x), mixer.heads, mixer.width)
+
+    def go_on(part: slice, state: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """One token of each of some sequences: their states behind it."""
+        value = taps[0] * last[:, 0] + taps[1] * last[:, 1] + taps[2] * v[part]
+        taken = k[part, :, :, None].float() * value[:, :, None].float() / mixer.head_dim
+        state = state * gate[part, :, None, None] + taken
+        out[part] = torch.einsum("bhk,bhkv->bhv", q[part].float(), state).to(x.dtype)
+        return state, torch.stack((last[:, 1], v[part]), 1)
+
+    some = inputs.singles
+    if len(some):
+        matrices[some], tail[some] = go_on(slice(len(some)), matrices[some], tail[some])
+    for run in inputs.runs:
+        row = slice(run.row, run.row + 1)
+        state, last = matrices[row], tail[row]
+        for at in range(run.first, run.first + run.count):
+            state, last = go_on(slice(at, at + 1), state, last)
+        matrices[row], tail[row] = state, last
+    return (out if mixing.wanted is None else out[mixing.wanted]).flatten(1)
+
+
+def read_hybrid(config: families._Reader) -> ModelSpec:
+    """A llama whose first and last layers are gated instead of attending."""
+    spec = families.FAMILIES["llama"].read(config)
+    mixer = Gated(spec.heads, spec.heads, spec.head_dim)
+    first, *middle, last = spec.stack
+    return replace(spec, stack=(replace(first, mixer=mixer), *middle, replace(last, mixer=mixer)))
+
+
+@contextmanager
+def hybrid_known() -> Iterator[None]:
+    """Penstock runs models of the family `hybrid`, on all ranks."""
+    with (
+        patch.dict(families.FAMILIES, {"hybrid": families.Family(read_hybrid)}),
+        patch.dict(mixers.FORWARD, {Gated: gated}),
+        patch.object(boot, "follow", follow_hybrid),
+    ):
+        yield
+
+
+def follow_hybrid(*arguments: Any) -> None:
+    """What another rank does, in a process that has to be told of the family, too."""
+    follow = boot.follow
+    with hybrid_known():
+        follow(*arguments)
+
+
+def hybrid_checkpoint(folder: Path) -> Path:
+    """A tiny checkpoint of that family."""
+    with hybrid_known():
+        return made_checkpoint(folder, "hybrid")
 
 
 # ---- caps and scales

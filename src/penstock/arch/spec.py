@@ -119,6 +119,11 @@ class ModelSpec:
         return tuple(layer.mixer.window for layer in self.stack)
 
     @property
+    def has_state(self) -> bool:
+        """Whether a layer keeps state of a sequence, which KV blocks do not hold."""
+        return any(layer.mixer.state for layer in self.stack)
+
+    @property
     def heads(self) -> int:
         """Query heads of the layer that has most."""
         return max(layer.mixer.heads for layer in self.stack)

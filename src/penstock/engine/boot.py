@@ -23,6 +23,7 @@ from penstock.engine.measuring import activation_peak
 from penstock.engine.parts import (
     blank_runner,
     make_carrier,
+    make_pool,
     make_runner,
     make_scheduler,
     make_weights,
@@ -32,7 +33,6 @@ from penstock.engine.plan import BootPlan, Rest
 from penstock.engine.settling import settle
 from penstock.engine.store import carry_rates, open_store, outlives, root_of
 from penstock.engine.team import Place, described, device_of, open_described, share_threads, team_config
-from penstock.kv.movement.pool import KVPool
 from penstock.kv.store.blocks import BlockStore
 from penstock.memory.device import choose_device, device_name, give_back, left_by, lift_cap
 from penstock.ops.kernels import kernels_of, plain_torch
@@ -98,6 +98,8 @@ def boot(
     say(f"memory {plan.budget}")
     if outline.far:
         say(f"long contexts: {outline.far}")
+    if outline.prefix_blocker and config.prefix_cache:
+        say(f"prefixes are not shared, since {outline.prefix_blocker}")
     longest, length = engine.scheduler.longest, outline.limits.max_length
     if longest < length:
         say(
@@ -224,7 +226,7 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
         if plan.compile_again:
             ahead(plan.early)  # Of what was compiled before, hardly anything will be launched.
             give_back(device)
-        pool = KVPool(outline.kv, blocks, device)
+        pool = make_pool(outline, blocks, device)
         runner.attach(weights, pool, carrier, early=plan.early)
         runner.bound_heap(plan.budget.activations // 8)
         _record(plan, runner, say)

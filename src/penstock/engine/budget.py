@@ -34,6 +34,8 @@ class Budget:
     block_bytes: int
     blocks: int
     block_size: int
+    state: int = 0
+    """Bytes for the state of all sequences that may run."""
 
     @property
     def kv(self) -> int:
@@ -46,9 +48,10 @@ class Budget:
         return self.blocks * self.block_size
 
     def __str__(self) -> str:
+        state = f"state of sequences {format_size(self.state)}, " if self.state else ""
         return (
             f"{format_size(self.total)}: weights {format_size(self.weights)}, activations "
-            f"{format_size(self.activations)}, "
+            f"{format_size(self.activations)}, {state}"
             f"KV {format_size(self.kv)} = {self.blocks:,} blocks of {self.block_size} tokens "
             f"({format_size(self.block_bytes)} each), "
             f"{self.kv_tokens:,} tokens"
@@ -60,7 +63,8 @@ class Demand:
     """The device must hold this besides weights.
 
     activations: bytes of the largest step. useful_blocks: KV blocks that could ever be filled. fixed_blocks:
-    just so many, if asked for. length: the longest sequence that was asked for, None if nobody said.
+    just so many, if asked for. length: the longest sequence that was asked for, None if nobody said. state:
+    bytes for the state of all sequences that may run.
     """
 
     activations: int
@@ -69,6 +73,12 @@ class Demand:
     useful_blocks: int
     fixed_blocks: int | None = None
     length: int | None = None
+    state: int = 0
+
+    @property
+    def beside(self) -> int:
+        """Bytes that are neither weights nor KV."""
+        return self.activations + self.state
 
     @property
     def least_blocks(self) -> int:
@@ -96,7 +106,7 @@ def weights_room(total: int, layouts: Sequence[GroupLayout], demand: Demand, *, 
     """
     sizes = [padded(layout) for layout in layouts]
     free, largest, ring = (
-        total - demand.activations,
+        total - demand.beside,
         max(sizes),
         _least_cpu_ring(layouts) if host_is_device else 0,
     )
@@ -116,8 +126,8 @@ def weights_room(total: int, layouts: Sequence[GroupLayout], demand: Demand, *, 
         raise BudgetError(
             f"the budget of {format_size(total)} is too small for one group of weights, "
             f"{format_size(largest)}{way}, beside "
-            f"{format_size(choices[-1] * demand.block_bytes)} of KV and {format_size(demand.activations)} "
-            "for the largest step; "
+            f"{format_size(choices[-1] * demand.block_bytes)} of KV and {format_size(demand.beside)} "
+            f"for {_beside(demand)}; "
             f"allow more memory, fewer KV blocks, or fewer tokens a step"
         )
     return room
@@ -181,8 +191,8 @@ def divide(total: int, weights: int, demand: Demand) -> Budget:
     Raises BudgetError if not even one block fits, or not the fixed number.
     """
     block_bytes, fixed = demand.block_bytes, demand.fixed_blocks
-    fitting = max(total - weights - demand.activations, 0) // block_bytes
-    taken = f"weights take {format_size(weights)} and the largest step {format_size(demand.activations)}"
+    fitting = max(total - weights - demand.beside, 0) // block_bytes
+    taken = f"weights take {format_size(weights)} and {_beside(demand)} {format_size(demand.beside)}"
     if fixed is not None and fixed > fitting:
         raise BudgetError(
             f"{fixed} KV blocks of {format_size(block_bytes)} were asked for, but of {format_size(total)} "
@@ -196,4 +206,8 @@ def divide(total: int, weights: int, demand: Demand) -> Budget:
             f"allow more device memory, or fewer tokens a step"
         )
     blocks = min(fitting, demand.useful_blocks) if fixed is None else fixed
-    return Budget(total, weights, demand.activations, block_bytes, blocks, demand.block_size)
+    return Budget(total, weights, demand.activations, block_bytes, blocks, demand.block_size, demand.state)
+
+
+def _beside(demand: Demand) -> str:
+    return "the largest step and the state of sequences" if demand.state else "the largest step"

@@ -11,7 +11,7 @@ from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.units import format_size, parse_size
 from penstock.engine.budget import goes_to_host, usual_activations
-from penstock.engine.plan import Hardware, host_room
+from penstock.engine.plan import Hardware, host_room, prefix_blocker
 from penstock.kv.movement.carrier import Disk, chosen_bytes, staging_bytes
 from penstock.kv.movement.chosen import Policies, sketch_layout
 from penstock.kv.movement.sizes import carrier_bytes, usual_tile
@@ -177,7 +177,7 @@ def long_room(
     if config.disk_kv_memory is not None:
         wanted, block = parse_size(config.disk_kv_memory) // ranks, layout.layers * record_bytes(layout)
         on_disk = _whole_blocks(wanted, block, "disk", size)
-        if keeps(config) and ranks == 1:
+        if keeps(config, spec) and ranks == 1:
             on_disk = min(on_disk, max(needed - room.blocks, 0))
             left = wanted - on_disk * block
             room = (
@@ -197,9 +197,10 @@ def long_room(
     return room
 
 
-def keeps(config: Config) -> bool:
+def keeps(config: Config, spec: ModelSpec) -> bool:
     """Tell whether blocks of KV are kept on the host, and on disk, for later requests."""
-    return config.prefix_cache and config.kv_store != "off" and config.host_kv_dtype == "auto"
+    asked = config.prefix_cache and config.kv_store != "off" and config.host_kv_dtype == "auto"
+    return asked and prefix_blocker(spec) is None
 
 
 def _whole_blocks(wanted: int, block: int, of: str, tokens: int) -> int:
@@ -247,6 +248,11 @@ def _policies(config: Config, spec: ModelSpec) -> Policies | None:
     if any(window is not None for window in spec.windows):
         raise ConfigError(
             "attention policies are for models without sliding windows; leave attention_policy and "
+            "prefill_policy full"
+        )
+    if len({layer.mixer.planes for layer in spec.stack}) > 1:
+        raise ConfigError(
+            "attention policies are for models whose layers all keep the same KV; leave attention_policy and "
             "prefill_policy full"
         )
     return Policies(rows, runs, config.missed_limit, config.sketch_bits, spec.heads)

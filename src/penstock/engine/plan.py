@@ -12,7 +12,7 @@ from math import ceil
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from penstock.arch.layout import GroupKind, GroupLayout, KVLayout
+from penstock.arch.layout import GroupKind, GroupLayout, KVLayout, StateLayout, state_layout
 from penstock.arch.shards import Shard
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.config import Config
@@ -126,6 +126,16 @@ class Outline(Generic[Far]):
         return StepSizes(limits.max_step_tokens, limits.max_sequences, limits.max_length, limits.block_size)
 
     @property
+    def state(self) -> StateLayout:
+        """The rows of state that sequences have."""
+        return state_layout(self.spec, self.dtype, self.shard)
+
+    @property
+    def prefix_blocker(self) -> str | None:
+        """Return why prefixes cannot be shared, or None if they can."""
+        return prefix_blocker(self.spec)
+
+    @property
     def may_rest(self) -> bool:
         """Tell whether all weights would fit on the device if nothing else were there."""
         return sum(map(padded, self.layouts)) <= self.total
@@ -161,6 +171,7 @@ class Outline(Generic[Far]):
             useful_blocks=self.limits.max_sequences * self.blocks_per_row,
             fixed_blocks=self.settings.kv_blocks,
             length=None if self.far else self.settings.max_length,
+            state=self.state.bytes(self.limits.max_sequences),
         )
 
 
@@ -288,6 +299,13 @@ def _rest(placement: Placement, experts: ExpertRoom | None) -> Rest:
 
 
 # ---- what a Config leaves open
+
+
+def prefix_blocker(spec: ModelSpec) -> str | None:
+    """Return why KV of equal prefixes cannot be shared, nor kept for later, or None if it can."""
+    if spec.has_state:
+        return "a layer keeps state of a sequence, which is not in KV blocks"
+    return None
 
 
 def dtype_of(config: Config, stored: str, pack: Path | None, hardware: Hardware) -> str:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from penstock.arch.layout import group_layouts, kv_layout
+from penstock.arch.layout import group_layouts, kv_layout, state_layout
 from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
@@ -51,7 +51,7 @@ def settle(config: Config, model: Model, device: torch.device, say: Say, shard: 
     say(f"{spec.family}, {spec.layers} layers, {dtype} on {device_name(device)}")
     kv = kv_layout(spec, dtype, config.block_size, shard)
     activations = usual_activations(spec, dtype, limits.max_step_tokens, limits.max_sequences)
-    resident = sum(map(padded, layouts))
+    resident = sum(map(padded, layouts)) + state_layout(spec, dtype, shard).bytes(limits.max_sequences)
     resident += activations if hardware.cuda else on_heap(activations, library_buffers(device))
     far = long_room(config, spec, limits, kv, hardware, total, resident)
     if far and hardware.cuda and config.max_step_tokens is None:

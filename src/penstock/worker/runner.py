@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.base.errors import StepMemoryError
 from penstock.kv.movement.carrier import Carrier
 from penstock.kv.movement.pool import KVPool
-from penstock.memory.device import Heap, give_back, lift_cap, shortage
+from penstock.memory.device import Heap, give_back, lift_cap, send, shortage
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import Weights
 from penstock.ops.attention.gathered import PAST_TILE
@@ -220,6 +221,9 @@ class Runner:
         self, plan: Plan, layers: tuple[int, ...] | None
     ) -> "tuple[Drawn | None, Sequence[Sequence[TokenLogprob]]]":
         """Return what the step draws, if anything, and the log-probabilities of prompts, share by share."""
+        state = self._pool.state if self._pool is not None else None
+        if state is not None and (begun := [share.row for share in plan.shares if not share.start]):
+            state.clear(send(np.array(begun, dtype=np.int64), self._device))
         if self._graphs is not None and self._graphs.fits(plan):
             self._inputs.note(plan)
             if plan.runs:
@@ -262,8 +266,11 @@ class Runner:
         spec, cold = self._decoder.spec, step.inputs.attention.cold
         through = range(spec.layers) if layers is None else layers
         every = range(len(step.tiles))
-        windows = spec.windows
-        seen = [cold.seen.get(windows[layer], every) if cold else every for layer in through]
+        windows, kept = spec.windows, pool.layout.planes
+        seen = [
+            (cold.seen.get(windows[layer], every) if cold else every) if kept[layer] else ()
+            for layer in through
+        ]
         self._carrier.begin(plan.orders, pool, step.sends, step.tiles, through, seen, step.readers)
 
 

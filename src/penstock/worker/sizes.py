@@ -54,9 +54,12 @@ def row_counts(most: int) -> tuple[int, ...]:
 
 def run_counts(spec: ModelSpec, most: int) -> tuple[int, ...]:
     """Return the numbers of tokens for which runs are recorded, the largest first, of steps of at most so
-    many. There are none of a mixture: padding would choose experts, which may stream, and bits must not
-    depend on that."""
-    return tuple(count for count in _RUNS if count <= most) if spec.moe is None else ()
+    many.
+
+    There are none of a mixture: padding would choose experts, which may stream, and bits must not depend on
+    that. There are none of a model with state either: padding would become part of it.
+    """
+    return () if spec.moe is not None or spec.has_state else tuple(count for count in _RUNS if count <= most)
 
 
 def graph_bytes(spec: ModelSpec, dtype: str, rows: int, tokens: int) -> int:
