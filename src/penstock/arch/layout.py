@@ -196,7 +196,7 @@ class StateLayout:
 
     @property
     def placed(self) -> tuple[tuple[tuple[int, StateArray], ...], ...]:
-        """Where the arrays of each layer begin in a row, in bytes."""
+        """The arrays of each layer, and where each begins in a row, in bytes, are these."""
         offsets = accumulate((self._size(one) for layer in self.arrays for one in layer), initial=0)
         return tuple(tuple((next(offsets), one) for one in layer) for layer in self.arrays)
 

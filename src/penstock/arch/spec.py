@@ -78,7 +78,7 @@ class LayerSpec:
     mixer_norms: Norms = Norms("input_layernorm")
     feed_forward_norms: Norms = Norms("post_attention_layernorm")
     scale: float = 1.0
-    """What the output of each of its blocks, normalised, is multiplied with before it is added."""
+    """The output of each of its blocks, normalised, is multiplied with it before it is added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,9 @@ class ModelSpec:
     format: Format = DENSE
     """Of the matrices of mixers, feed-forwards and experts; embedding, routers and head are dense."""
     embedding_scale: float = 1.0
-    """What the embedding's rows are multiplied with."""
+    """Rows of the embedding are multiplied with it."""
     logits_scale: float = 1.0
-    """What logits are multiplied with."""
+    """Logits are multiplied with it."""
     logits_cap: float | None = None
     """Soft cap c of scaled logits x, which become c * tanh(x / c); None is no cap."""
 
@@ -120,7 +120,7 @@ class ModelSpec:
 
     @property
     def has_state(self) -> bool:
-        """Whether a layer keeps state of a sequence, which KV blocks do not hold."""
+        """Tell whether a layer keeps state of a sequence, which KV blocks do not hold."""
         return any(layer.mixer.state for layer in self.stack)
 
     @property

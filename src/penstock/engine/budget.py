@@ -77,7 +77,7 @@ class Demand:
 
     @property
     def beside(self) -> int:
-        """Bytes that are neither weights nor KV."""
+        """Steps and state take so many bytes, beside weights and KV."""
         return self.activations + self.state
 
     @property

@@ -38,7 +38,7 @@ class StateArray:
     name: str
     shape: tuple[int, ...]
     dtype: str | None = None
-    """As the arithmetic's if none is named."""
+    """The dtype is the arithmetic's if none is named."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Mixer:
 
     @property
     def state(self) -> tuple[StateArray, ...]:
-        """What is kept of every sequence, whatever its length; nothing by default."""
+        """The layer keeps this of every sequence, whatever its length; nothing by default."""
         return ()
 
     @property

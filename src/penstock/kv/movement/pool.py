@@ -17,7 +17,7 @@ class KVPool:
     def __init__(
         self, layout: KVLayout, blocks: int, device: torch.device, state: "StatePool | None" = None
     ) -> None:
-        """state: of the same layers, for a model that has any."""
+        """Allocate the blocks, and take over the state of the same layers, if there is any."""
         self.layout, self.state = layout, state
         self.blocks = blocks
         # On a CPU untouched pages take no memory; they are filled as blocks are first used.
