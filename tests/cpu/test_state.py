@@ -4,7 +4,10 @@ are cut, whoever had a row before, and wherever KV and weights are."""
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from penstock.arch import bounds
 from penstock.arch.layout import group_layouts, kv_layout, state_layout
 from penstock.arch.shards import Shard
 from penstock.arch.spec import ModelSpec
-from penstock.base.errors import BudgetError, ConfigError, UnsupportedModelError
+from penstock.base.errors import BudgetError, ConfigError, StepMemoryError, UnsupportedModelError
 from penstock.cli.main import main
 from penstock.engine.budget import Demand, divide, weights_room
 from penstock.kv.store.diskpool import record_bytes
@@ -28,6 +31,7 @@ from penstock.step.plan import BlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming.residency import padded
 from penstock.worker.inputs import InputBuilder
+from penstock.worker.runner import Runner
 from penstock.worker.sizes import run_counts
 
 LONG = {"kv_blocks": 6, "max_step_tokens": 24, "kv_tile": 32}
@@ -69,6 +73,24 @@ def test_who_was_preempted_begins_anew(model: Path) -> None:
         found = drawn(llm, params)
         assert llm.stats().preemptions > 0
     assert confirms(model, found)
+
+
+def test_steps_that_were_too_large(model: Path) -> None:
+    """All begin anew, each in its turn, and perhaps in another row."""
+    compute, calls = Runner._compute, count()
+
+    def short(self: Runner, *arguments: Any) -> Any:
+        found = compute(self, *arguments)
+        if next(calls) in (2, 9, 10):
+            raise StepMemoryError("too little memory")
+        return found
+
+    with (
+        LLM(model, **SETTINGS | {"max_sequences": 3, "max_step_tokens": 24}) as llm,  # type: ignore[arg-type]
+        patch.object(Runner, "_compute", short),
+    ):
+        assert confirms(model, drawn(llm))
+        assert next(calls) > 11
 
 
 def test_who_was_stopped_leaves_nothing(model: Path) -> None:

@@ -128,7 +128,7 @@ def weights_room(total: int, layouts: Sequence[GroupLayout], demand: Demand, *, 
             f"{format_size(largest)}{way}, beside "
             f"{format_size(choices[-1] * demand.block_bytes)} of KV and {format_size(demand.beside)} "
             f"for {_beside(demand)}; "
-            f"allow more memory, fewer KV blocks, or fewer tokens a step"
+            f"allow more memory, fewer KV blocks, or fewer {_fewer(demand)} a step"
         )
     return room
 
@@ -203,7 +203,7 @@ def divide(total: int, weights: int, demand: Demand) -> Budget:
         raise BudgetError(
             f"the budget of {format_size(total)} leaves no room for KV: {taken}, and one block needs "
             f"{format_size(block_bytes)}; "
-            f"allow more device memory, or fewer tokens a step"
+            f"allow more device memory, or fewer {_fewer(demand)} a step"
         )
     blocks = min(fitting, demand.useful_blocks) if fixed is None else fixed
     return Budget(total, weights, demand.activations, block_bytes, blocks, demand.block_size, demand.state)
@@ -211,3 +211,7 @@ def divide(total: int, weights: int, demand: Demand) -> Budget:
 
 def _beside(demand: Demand) -> str:
     return "the largest step and the state of sequences" if demand.state else "the largest step"
+
+
+def _fewer(demand: Demand) -> str:
+    return "tokens or sequences" if demand.state else "tokens"

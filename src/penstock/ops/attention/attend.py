@@ -173,13 +173,14 @@ def _attend_paged(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with a run whose past is in pages; the output is perhaps float32.
 
-    The log-sum-exp is there if the layer asks for it.
+    The log-sum-exp is there if the layer asks for it. Capped scores have no other kernel than that over
+    pages.
     """
     group, head_bytes = q.shape[1] // k.shape[1], q.shape[2] * q.element_size()
     if (
-        run.start
+        (run.start or layer.cap is not None)
         and (kernels := _kernels(q))
-        and suits_run(run.count, run.start + run.count, group, head_bytes)
+        and (layer.cap is not None or suits_run(run.count, run.start + run.count, group, head_bytes))
     ):
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if layer.lse else None
         return kernels.paged_run(q, cache, run, layer, lse=lse), lse
