@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -73,6 +74,38 @@ def test_who_was_preempted_begins_anew(model: Path) -> None:
         found = drawn(llm, params)
         assert llm.stats().preemptions > 0
     assert confirms(model, found)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_many_requests_of_which_some_are_stopped(model: Path, ahead: bool) -> None:
+    """Rows change hands, blocks run short, and steps run ahead of each other."""
+    rng = Random(4)
+    asked = [[rng.randrange(3, 90) for _ in range(rng.choice((1, 2, 9, 30, 70)))] for _ in range(24)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(model, **SETTINGS) as llm:  # type: ignore[arg-type]
+        alone = [list(llm.generate([one], params)[0].tokens) for one in asked]
+    few = {"max_sequences": 4, "max_step_tokens": 20, "kv_blocks": 14, "max_length": 90}
+    with (
+        patch.object(Runner, "ahead", ahead),
+        LLM(model, **SETTINGS | few) as llm,  # type: ignore[arg-type]
+    ):
+        streams = [llm.stream(one, params) for one in asked]
+        found: list[list[int]] = [[] for _ in asked]
+        going = set(range(len(asked)))
+        while going:
+            at = rng.choice(sorted(going))
+            if at % 4 == 3 and len(found[at]) > at % 5:
+                streams[at].close()
+                going.remove(at)
+                continue
+            delta = next(streams[at], None)
+            if delta is None:
+                going.remove(at)
+            else:
+                found[at] += delta.tokens
+        assert llm.stats().preemptions > 0
+    for at, (tokens, expected) in enumerate(zip(found, alone, strict=True)):
+        assert tokens == (expected[: len(tokens)] if at % 4 == 3 else expected)
 
 
 def test_steps_that_were_too_large(model: Path) -> None:

@@ -51,7 +51,10 @@ def activation_peak(settled: Settled, runner: Runner, device: torch.device) -> i
         give_back(device)
     # Long contexts take more for partial results of attention than the steps above, which are short.
     element = DTYPE_BYTES[settled.dtype]
-    beside = scratch_bytes(spec.heads, spec.kv_heads, spec.head_dim, element, limits.block_size, device)
+    beside = max(
+        scratch_bytes(one.heads, one.kv_heads, one.head_dim, element, limits.block_size, device)
+        for one in {layer.mixer for layer in spec.stack if layer.mixer.planes}
+    )
     return peak + beside if device.type == "cuda" else on_heap(peak, library_buffers(device))
 
 
