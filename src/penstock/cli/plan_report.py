@@ -17,7 +17,7 @@ from penstock.engine.costs import StepCosts
 from penstock.engine.forecast import PROCESS, FarBytes, Forecast, Gain, Pace, gains
 from penstock.engine.plan import BootPlan
 from penstock.weights.streaming.ring import Link
-from penstock.worker.sizes import run_counts
+from penstock.worker.sizes import prefix_blocker, run_counts
 
 ASSUMED = "assumed"
 WORDS = {Link.DISK: "disk", Link.LINK: "link", Link.COMPUTE: "device"}
@@ -282,7 +282,7 @@ def _steps(plan: BootPlan[FarBytes]) -> str:
 
 
 def _prefixes(plan: BootPlan[FarBytes]) -> str:
-    why = plan.outline.prefix_blocker
+    why = prefix_blocker(plan.outline.spec)
     return f"Prefixes are not shared, since {why}." if why else ""
 
 

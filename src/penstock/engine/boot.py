@@ -43,6 +43,7 @@ from penstock.weights.streaming.loading import Loading
 from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.ahead import compile_ahead, prepare
 from penstock.worker.runner import Runner
+from penstock.worker.sizes import prefix_blocker
 from penstock.worker.structures import Guide
 
 if TYPE_CHECKING:  # Needed by several ranks alone.
@@ -98,8 +99,8 @@ def boot(
     say(f"memory {plan.budget}")
     if outline.far:
         say(f"long contexts: {outline.far}")
-    if outline.prefix_blocker and config.prefix_cache:
-        say(f"prefixes are not shared, since {outline.prefix_blocker}")
+    if config.prefix_cache and (blocker := prefix_blocker(outline.spec)):
+        say(f"prefixes are not shared, since {blocker}")
     longest, length = engine.scheduler.longest, outline.limits.max_length
     if longest < length:
         say(

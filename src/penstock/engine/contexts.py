@@ -11,7 +11,7 @@ from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.units import format_size, parse_size
 from penstock.engine.budget import goes_to_host, usual_activations
-from penstock.engine.plan import Hardware, host_room, prefix_blocker
+from penstock.engine.plan import Hardware, host_room
 from penstock.kv.movement.carrier import Disk, chosen_bytes, staging_bytes
 from penstock.kv.movement.chosen import Policies, sketch_layout
 from penstock.kv.movement.sizes import carrier_bytes, usual_tile
@@ -20,6 +20,7 @@ from penstock.kv.store.segments import least_cap
 from penstock.memory.probe import copy_rate, matmul_rate
 from penstock.ops.policies import policy_of
 from penstock.sched.rules import Limits
+from penstock.worker.sizes import prefix_blocker
 
 _CHUNKS = 1024, 16384
 _MEASURE = 0.2

@@ -31,6 +31,7 @@ from penstock.worker.collectives import RankCollectives, Unsummed
 from penstock.worker.inputs import InputBuilder
 from penstock.worker.runner import Runner
 from penstock.worker.sampler import Sampler
+from penstock.worker.sizes import prefix_blocker
 from penstock.worker.structures import Guide
 
 
@@ -138,7 +139,7 @@ def make_scheduler(plan: BootPlan[LongRoom], root: bytes, store: BlockStore | No
     rope, far, size = outline.spec.rope, outline.far, config.block_size
     prefixes = PrefixRule(
         root,
-        config.prefix_cache and outline.prefix_blocker is None,
+        config.prefix_cache and prefix_blocker(outline.spec) is None,
         rope.original_length if rope.kind is RopeKind.DYNAMIC else None,
     )
     host = HostLedger(far.blocks + far.on_disk, far.on_disk, size) if far else None

@@ -131,11 +131,6 @@ class Outline(Generic[Far]):
         return state_layout(self.spec, self.dtype, self.shard)
 
     @property
-    def prefix_blocker(self) -> str | None:
-        """Return why prefixes cannot be shared, or None if they can."""
-        return prefix_blocker(self.spec)
-
-    @property
     def may_rest(self) -> bool:
         """Tell whether all weights would fit on the device if nothing else were there."""
         return sum(map(padded, self.layouts)) <= self.total
@@ -299,13 +294,6 @@ def _rest(placement: Placement, experts: ExpertRoom | None) -> Rest:
 
 
 # ---- what a Config leaves open
-
-
-def prefix_blocker(spec: ModelSpec) -> str | None:
-    """Return why KV of equal prefixes cannot be shared, nor kept for later, or None if it can."""
-    if spec.has_state:
-        return "a layer keeps state of a sequence, which is not in KV blocks"
-    return None
 
 
 def dtype_of(config: Config, stored: str, pack: Path | None, hardware: Hardware) -> str:

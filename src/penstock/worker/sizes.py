@@ -1,5 +1,5 @@
-"""Sizes of steps, and which of them are recorded as CUDA graphs: plain arithmetic, for those who record and
-for those who plan."""
+"""Sizes of steps, and what a model keeps from being recorded as CUDA graphs or shared: plain arithmetic, for
+those who record and for those who plan."""
 
 from dataclasses import dataclass
 
@@ -39,6 +39,11 @@ def graph_blocker(spec: ModelSpec, *, cuda: bool, kernels: bool, experts_rest: b
     if spec.rope.kind is RopeKind.DYNAMIC:
         return "frequencies depend on each request's length"
     return None
+
+
+def prefix_blocker(spec: ModelSpec) -> str | None:
+    """Return why KV of equal prefixes cannot be shared, nor kept for later, or None if it can."""
+    return "a layer keeps state of a sequence, which is not in KV blocks" if spec.has_state else None
 
 
 def row_counts(most: int) -> tuple[int, ...]:
