@@ -17,7 +17,7 @@ import exact
 import tiny
 import toys
 from exact import BLOCK, SETTINGS, confirms, drawn, host, outputs, prompts
-from members import CPU, pass_of
+from members import pass_of
 from penstock.api.llm import LLM
 from penstock.arch import bounds
 from penstock.arch.layout import group_layouts, kv_layout, state_layout
@@ -31,7 +31,6 @@ from penstock.step.params import SamplingParams
 from penstock.step.plan import BlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming.residency import padded
-from penstock.worker.inputs import InputBuilder
 from penstock.worker.runner import Runner
 from penstock.worker.sizes import run_counts
 
@@ -239,6 +238,5 @@ def test_what_is_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match="layers all keep the same KV"):
         outputs(model, **chosen)
     draft = Share(Row(0), 4, (1, 2), 0, (BlockId(0),), True, 4, ShareKind.VERIFY)
-    inputs = InputBuilder(spec, CPU, rows=4, blocks_per_row=8, block_size=BLOCK)
     with pytest.raises(AssertionError, match="could not be taken back"):
-        inputs.build(Plan((), (draft,)), torch.zeros(4, dtype=torch.int64))
+        pass_of(model, 0, plans=[Plan((), (draft,))])

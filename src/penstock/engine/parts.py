@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from penstock.arch.bounds import doubles_at
+from penstock.arch.layout import state_layout
 from penstock.arch.spec import LayerSpec, ModelSpec, RopeKind
 from penstock.base.trace import Trace
 from penstock.engine.contexts import LongRoom, keeps
@@ -77,7 +78,10 @@ def blank_runner(
 
 def make_pool(outline: Settled, blocks: int, device: torch.device) -> KVPool:
     """Return a pool of so many KV blocks, and of the state of all sequences that may run, if there is any."""
-    state = StatePool(outline.state, outline.limits.max_sequences, device) if outline.spec.has_state else None
+    state = None
+    if outline.spec.has_state:
+        layout = state_layout(outline.spec, outline.dtype, outline.shard)
+        state = StatePool(layout, outline.limits.max_sequences, device)
     return KVPool(outline.kv, blocks, device, state)
 
 

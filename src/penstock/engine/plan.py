@@ -12,7 +12,7 @@ from math import ceil
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from penstock.arch.layout import GroupKind, GroupLayout, KVLayout, StateLayout, state_layout
+from penstock.arch.layout import GroupKind, GroupLayout, KVLayout, state_layout
 from penstock.arch.shards import Shard
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.config import Config
@@ -126,11 +126,6 @@ class Outline(Generic[Far]):
         return StepSizes(limits.max_step_tokens, limits.max_sequences, limits.max_length, limits.block_size)
 
     @property
-    def state(self) -> StateLayout:
-        """The rows of state that sequences have."""
-        return state_layout(self.spec, self.dtype, self.shard)
-
-    @property
     def may_rest(self) -> bool:
         """Tell whether all weights would fit on the device if nothing else were there."""
         return sum(map(padded, self.layouts)) <= self.total
@@ -166,7 +161,7 @@ class Outline(Generic[Far]):
             useful_blocks=self.limits.max_sequences * self.blocks_per_row,
             fixed_blocks=self.settings.kv_blocks,
             length=None if self.far else self.settings.max_length,
-            state=self.state.bytes(self.limits.max_sequences),
+            state=state_layout(self.spec, self.dtype, self.shard).bytes(self.limits.max_sequences),
         )
 
 
