@@ -27,6 +27,7 @@ from penstock.base.errors import BudgetError, ConfigError, StepMemoryError, Unsu
 from penstock.cli.main import main
 from penstock.engine.budget import Demand, divide, weights_room
 from penstock.kv.store.diskpool import record_bytes
+from penstock.server.monitoring.state import TierPart, _on_device
 from penstock.step.params import SamplingParams
 from penstock.step.plan import BlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
@@ -206,6 +207,8 @@ def test_what_a_plan_says(model: Path, capsys: pytest.CaptureFixture[str]) -> No
         budget = llm.booted.budget
         assert budget.state == 5 * row
         assert "state of sequences" in str(budget)
+        shown = _on_device(llm.stats(), llm.memory)
+        assert TierPart("recurrent", 5 * row) in shown.parts
     kept = kv_layout(spec, "float32", BLOCK)
     assert [size > 0 for size in kept.layer_sizes] == [False, True, False]
     assert main(["plan", str(model), "--machine", "cpu", "--dtype", "float32", "--context", "64"]) == 0

@@ -52,9 +52,8 @@ class Residual:
     def takes_products(self, scale: float, *vectors: Tensor | None) -> bool:
         """Tell whether a block's last product is best added to `x` by itself: not where a scale, or a bias or
         a norm, which are `vectors`, comes after it."""
-        plain = scale == 1.0 and not any(vector is not None for vector in vectors)
-        alone = self._collectives is None and plain
-        return alone and self.x.is_cuda and len(self.x) > _MANY_ROWS
+        alone = self._collectives is None and self.x.is_cuda and len(self.x) > _MANY_ROWS
+        return alone and scale == 1.0 and all(vector is None for vector in vectors)
 
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows alone, int64 `[rows]`; nothing is waiting to be added."""
