@@ -322,15 +322,15 @@ def hybrid_known() -> Iterator[None]:
     with (
         patch.dict(families.FAMILIES, {"hybrid": families.Family(read_hybrid)}),
         patch.dict(mixers.FORWARD, {Gated: gated}),
-        patch.object(boot, "follow", follow_hybrid),
+        patch.object(boot, "follow", told),
     ):
         yield
 
 
-def follow_hybrid(*arguments: Any) -> None:
-    """What another rank does, in a process that has to be told of the family, too."""
+def told(*arguments: Any) -> None:
+    """What another rank does, in a process that has to be told of the families, too."""
     follow = boot.follow
-    with hybrid_known():
+    with hybrid_known(), capped_known():
         follow(*arguments)
 
 
@@ -358,8 +358,11 @@ def read_capped(config: families._Reader) -> ModelSpec:
 
 @contextmanager
 def capped_known() -> Iterator[None]:
-    """Penstock runs models of the family `capped`."""
-    with patch.dict(families.FAMILIES, {"capped": families.Family(read_capped)}):
+    """Penstock runs models of the family `capped`, on all ranks."""
+    with (
+        patch.dict(families.FAMILIES, {"capped": families.Family(read_capped)}),
+        patch.object(boot, "follow", told),
+    ):
         yield
 
 

@@ -109,6 +109,12 @@ def test_prefixes_that_were_kept_give_the_same(model: Path, tmp_path: Path) -> N
     assert (first[1].cached_tokens, again[1].cached_disk) == (0, 112)
 
 
+def test_two_ranks(model: Path) -> None:
+    """In processes of their own, with KV in host memory."""
+    long = LONG | {"host_kv_memory": 2 * host(model, 60)}
+    assert exact.confirms(model, outputs(model, tensor_parallel=2, **long))
+
+
 def test_ranks_and_weights_that_stream(model: Path) -> None:
     alone = pass_of(model, 0)
     for one, other in zip(pass_of(model, 0, part=0.5), alone, strict=True):
