@@ -139,9 +139,9 @@ def test_who_was_stopped_leaves_nothing(model: Path) -> None:
 
 
 def test_two_ranks(model: Path) -> None:
-    """In processes of their own, each with its heads' state."""
-    found = outputs(model, tensor_parallel=2, max_step_tokens=24, max_sequences=2)
-    assert confirms(model, found)
+    """In processes of their own, each with its heads' state, and with KV on the host."""
+    long = LONG | {"host_kv_memory": 2 * host(model, 60)}
+    assert confirms(model, outputs(model, tensor_parallel=2, max_sequences=2, **long))
 
 
 def test_ranks_and_weights_that_stream(model: Path) -> None:
