@@ -9,6 +9,7 @@ import torch
 from penstock import LLM, SamplingParams
 from penstock.ops import norm, rope
 from penstock.ops.attention import attend, dense
+from penstock.ops.attention.inputs import LayerAttention
 
 
 def head_sizes() -> None:
@@ -22,9 +23,9 @@ def head_sizes() -> None:
             ):
                 q = torch.randn(queries, 8, dim, dtype=dtype, device="cuda")
                 k, v = (torch.randn(keys, 2, dim, dtype=dtype, device="cuda") for _ in range(2))
-                out, lse = dense.dense(q, k, v, dim**-0.5, causal=causal)
+                out, lse = dense.dense(q, k, v, LayerAttention(dim**-0.5), causal=causal)
                 right, right_lse = dense.dense_reference(
-                    q.float(), k.float(), v.float(), dim**-0.5, causal=causal
+                    q.float(), k.float(), v.float(), LayerAttention(dim**-0.5), causal=causal
                 )
                 error = ((out.float() - right).norm() / right.norm()).item()
                 lse_error = (lse - right_lse).abs().max().item()

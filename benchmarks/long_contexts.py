@@ -40,6 +40,7 @@ from penstock.kv.movement.carrier import Carrier
 from penstock.memory.device import total_memory
 from penstock.memory.probe import matmul_rate
 from penstock.ops.attention.dense import dense
+from penstock.ops.attention.inputs import LayerAttention
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.residency import PIECE, Limits, padded
 
@@ -177,11 +178,11 @@ def attention_rate(scale: Scale, name: str, device: torch.device, queries: int, 
     q = torch.randn(queries, spec.heads, spec.head_dim, device=device, dtype=kind)
     k, v = (torch.randn(keys, spec.kv_heads, spec.head_dim, device=device, dtype=kind) for _ in range(2))
     for _ in range(2):
-        dense(q, k, v, spec.head_dim**-0.5, causal=False)
+        dense(q, k, v, LayerAttention(spec.head_dim**-0.5), causal=False)
     sync(device)
     begin, times = time.perf_counter(), 2 if scale.tiny else 20
     for _ in range(times):
-        dense(q, k, v, spec.head_dim**-0.5, causal=False)
+        dense(q, k, v, LayerAttention(spec.head_dim**-0.5), causal=False)
     sync(device)
     return times * 4.0 * queries * keys * spec.heads * spec.head_dim / (time.perf_counter() - begin)
 

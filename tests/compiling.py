@@ -62,22 +62,23 @@ def pages(dim: int = DIM, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
 
 def decode(
     batch: int, *, heads: int = HEADS, dim: int = DIM, window: int | None = None, joins: bool = False,
-    dtype: torch.dtype = BF16, lse: bool = False,
+    dtype: torch.dtype = BF16, lse: bool = False, cap: float | None = None,
 ) -> None:  # fmt: skip
     q, table = empty(batch, heads, dim, dtype=dtype), empty(batch, 64, dtype=torch.int32)
     arrivals = empty(batch * KV_HEADS, dtype=torch.int32) if joins else None
     rows = Rows(batch, table, empty(batch, dtype=torch.int32), 4096, arrivals=arrivals)
     level = empty(batch, heads, dtype=torch.float32) if lse else None
     triton_attention.paged_decode(
-        q, pages(dim=dim, dtype=dtype), rows, LayerAttention(0.1, window), lse=level
+        q, pages(dim=dim, dtype=dtype), rows, LayerAttention(0.1, window, cap=cap), lse=level
     )
 
 
 def run(
-    tokens: int, *, heads: int = HEADS, dim: int = DIM, window: int | None = None, dtype: torch.dtype = BF16
-) -> None:
+    tokens: int, *, heads: int = HEADS, dim: int = DIM, window: int | None = None,
+    dtype: torch.dtype = BF16, cap: float | None = None,
+) -> None:  # fmt: skip
     q, blocks = empty(tokens, heads, dim, dtype=dtype), empty(64, dtype=torch.int64)
-    cache, layer = pages(dim=dim, dtype=dtype), LayerAttention(0.1, window)
+    cache, layer = pages(dim=dim, dtype=dtype), LayerAttention(0.1, window, cap=cap)
     triton_attention.paged_run(q, cache, Run(0, tokens, 2048, blocks), layer)
     placed = PlacedRun(blocks.int(), empty(2, dtype=torch.int32), 4096)
     triton_attention.placed_run(q, cache, placed, layer, out=torch.empty_like(q))
@@ -143,10 +144,11 @@ def steps() -> None:
     triton_steps.likeliest(empty(8, VOCAB), empty(8, dtype=torch.int32), newest, tokens, best)
 
 
-def fold(queries: int, dtype: torch.dtype = BF16) -> None:
+def fold(queries: int, dtype: torch.dtype = BF16, cap: float | None = None) -> None:
     k, v = empty(4096, 2, KV_HEADS, DIM, dtype=dtype).unbind(1)
     out, lse = empty(queries, HEADS, DIM, dtype=torch.float32), empty(queries, HEADS, dtype=torch.float32)
-    triton_tiles.fold_tile(out, lse, empty(queries, HEADS, DIM, dtype=dtype), k, v, scale=0.1)
+    layer = LayerAttention(0.1, cap=cap)
+    triton_tiles.fold_tile(out, lse, empty(queries, HEADS, DIM, dtype=dtype), k, v, layer=layer)
 
 
 def experts(tokens: int, dtype: torch.dtype = BF16) -> None:
@@ -176,12 +178,14 @@ CASES: dict[str, Callable[[], None]] = {
     "decode, many rows": lambda: decode(64, joins=True),
     "decode, with log-sum-exp": lambda: decode(64, joins=True, lse=True),
     "decode, a window": lambda: decode(2, window=512, joins=True),
+    "decode, capped": lambda: decode(64, joins=True, cap=50.0),
     "decode, wide heads": lambda: decode(2, heads=16, dim=256),
     "decode, wide heads in float32": lambda: decode(2, heads=16, dim=256, dtype=torch.float32),
     "decode, one KV head for many": lambda: decode(2, heads=64 * KV_HEADS),
     "decode, float32": lambda: decode(2, dtype=torch.float32),
     "run": lambda: run(64),
     "run, a window": lambda: run(20, window=512),
+    "run, capped": lambda: run(64, cap=50.0),
     "run, wide heads": lambda: run(20, heads=16, dim=256),
     "run, float32": lambda: run(20, dtype=torch.float32),
     "run, wide heads in float32": lambda: run(20, heads=16, dim=256, dtype=torch.float32),
@@ -199,6 +203,7 @@ CASES: dict[str, Callable[[], None]] = {
     "sums, float32": lambda: sums(torch.float32),
     "fold, one": lambda: fold(1),
     "fold, some": lambda: fold(8),
+    "fold, capped": lambda: fold(8, cap=50.0),
     "fold, float32": lambda: fold(8, torch.float32),
     "experts, few": lambda: experts(4),
     "experts, some": lambda: experts(100),

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import tiny
-from penstock.arch.layout import GroupLayout, group_layouts, kv_layout
+from penstock.arch.layout import GroupLayout, group_layouts, kv_layout, state_layout
 from penstock.arch.shards import Shard
-from penstock.kv.movement.pool import KVPool
+from penstock.kv.movement.pool import KVPool, StatePool
 from penstock.models.decoder import Decoder
 from penstock.ops.norm import add_rms_norm
 from penstock.step.plan import BlockId, Plan, Row, Share, ShareKind
@@ -99,7 +99,8 @@ class Rank:
         placement, experts, _ = solve_model(layouts, spec.tied_embeddings, limits, RATES, disk=False)
         source = self.source or CheckpointSource(self.model)
         self.weights = WeightStream(placement, layouts, source, CPU, experts=experts)
-        self.pool = KVPool(kv_layout(spec, self.dtype, BLOCK, self.shard), PAGES, CPU)
+        state = StatePool(state_layout(spec, self.dtype, self.shard), 4, CPU) if spec.has_state else None
+        self.pool = KVPool(kv_layout(spec, self.dtype, BLOCK, self.shard), PAGES, CPU, state)
         self._inputs = InputBuilder(spec, CPU, BlockTables(4, 8, CPU), block_size=BLOCK)
         self._decoder = Decoder(spec, self.shard, self.member)
 

@@ -55,7 +55,9 @@ def fill(
     return table, keys, values
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """One query `[heads, dim]` over all of K and V `[tokens, kv_heads, dim]`, in float64."""
     if window is not None:
         k, v = k[-window:], v[-window:]
@@ -66,6 +68,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) ->
         )
     k, v = (x.double().repeat_interleave(heads // kv_heads, 1) for x in (k, v))
     score = torch.einsum("hd,thd->ht", q.double(), k) * scale
+    if cap is not None:
+        score = cap * torch.tanh(score / cap)
     return torch.einsum("ht,thd->hd", score.softmax(1), v), score.logsumexp(1)
 
 

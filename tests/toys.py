@@ -1,8 +1,8 @@
-"""A storage format that penstock does not have, and checkpoints in it: int8 numbers with a scale for each
-row.
+"""What penstock does not have, added from outside, and checkpoints of it.
 
-In a checkpoint the scales of a matrix lie in one row, `[1, out]`, in float32 and inverted, so that they have
-to be repacked.
+A storage format: int8 numbers with a scale for each row. In a checkpoint the scales of a matrix lie in one
+row, `[1, out]`, in float32 and inverted, so that they have to be repacked. A mixer with a plane more.
+A mixer with state. A family with every cap and scale.
 """
 
 import json
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -21,11 +22,13 @@ import tiny
 from penstock.arch import families
 from penstock.arch.formats import methods
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import Format, Source, Stored, matrix, stacked
+from penstock.arch.formats.format import Format, Source, Stored, matrix, stacked, vector
 from penstock.arch.layout import group_layouts
-from penstock.arch.mixers.mixer import Mixer, Plane
+from penstock.arch.mixers.attention import Attention
+from penstock.arch.mixers.mixer import Mixer, Plane, StateArray
 from penstock.arch.shards import Shard, share_heads
 from penstock.arch.spec import LayerSpec, ModelSpec, Norms
+from penstock.engine import boot
 from penstock.models import mixers
 from penstock.models.inputs import ColdCache
 from penstock.models.mixers import Mixing
@@ -169,8 +172,10 @@ class Joined:
         k, v, tilt = self._cold.take()
         return k, torch.cat((v, tilt), -1)
 
-    def choose(self, reader: int, q: Tensor, lse: Tensor, scale: float) -> Iterator[tuple[Tensor, ...]]:
-        for k, v, tilt in self._cold.choose(reader, q, lse, scale):
+    def choose(
+        self, reader: int, q: Tensor, lse: Tensor, layer: LayerAttention
+    ) -> Iterator[tuple[Tensor, ...]]:
+        for k, v, tilt in self._cold.choose(reader, q, lse, layer):
             yield k, torch.cat((v, tilt), -1)
 
 
@@ -219,21 +224,174 @@ def tilted_known() -> Iterator[None]:
 
 def tilted_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """A tiny checkpoint of that family."""
+    with tilted_known():
+        return made_checkpoint(folder, "tilted", dtype)
+
+
+# ---- a mixer with state
+
+
+@dataclass(frozen=True)
+class Gated(Mixer):
+    """A gated linear recurrence, which keeps nothing of tokens. Of each head a matrix, float32, fades by the
+    token's gate and takes up the product of its key and value; a query reads it. Values come from a short
+    convolution, which keeps the last two of them."""
+
+    width: int = 20
+
+    @property
+    def output_size(self) -> int:
+        return self.heads * self.width
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return ()
+
+    @property
+    def state(self) -> tuple[StateArray, ...]:
+        matrices = StateArray("matrices", (self.heads, self.head_dim, self.width), "float32")
+        return matrices, StateArray("tail", (2, self.heads, self.width))
+
+    @property
+    def projected_size(self) -> int:
+        return self.heads * (2 * self.head_dim + self.width + 1)
+
+    @property
+    def state_operations(self) -> float:
+        return 5 * self.heads * self.head_dim * self.width
+
+    def weights(self, at: str, hidden: int, shard: Shard) -> dict[str, Sequence[Source]]:
+        heads, _ = share_heads(1, self.heads, shard)
+        sizes = {"q": self.head_dim, "k": self.head_dim, "v": self.width, "gate": 1}
+        fused = [
+            matrix(f"{at}.gated.{name}.weight", self.heads * dim, hidden, rows=rows_of(heads, dim))
+            for name, dim in sizes.items()
+        ]
+        mine = rows_of(heads, self.width)
+        taps = [vector(f"{at}.gated.tap_{number}.weight", self.output_size, mine) for number in range(3)]
+        out = matrix(f"{at}.gated.out.weight", hidden, self.output_size, columns=mine)
+        return {"fused": fused, "taps": taps, "out": [out]}
+
+    def local(self, shard: Shard) -> "Gated":
+        heads, _ = share_heads(1, self.heads, shard)
+        return replace(self, heads=len(heads), kv_heads=len(heads))
+
+
+def gated(mixer: Mixer, x: Tensor, weights: GroupViews, cache: tuple[Tensor, ...], mixing: Mixing) -> Tensor:
+    assert isinstance(mixer, Gated)
+    matrices, tail = cache
+    inputs, keys = mixing.inputs.state, mixer.heads * mixer.head_dim
+    assert inputs is not None
+    sizes = [keys, keys, mixer.output_size, mixer.heads]
+    q, k, v, gate = linear(x, weights.matrices["fused"]).split(sizes, -1)
+    q, k, v = (one.reshape(len(x), mixer.heads, -1) for one in (q, k, v))
+    taps, gate = weights.vectors["taps"].view(3, mixer.heads, mixer.width), gate.float().sigmoid()
+    out = x.new_empty(len(x), mixer.heads, mixer.width)
+
+    def go_on(part: slice, state: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """One token of each of some sequences: their states behind it."""
+        value = taps[0] * last[:, 0] + taps[1] * last[:, 1] + taps[2] * v[part]
+        taken = k[part, :, :, None].float() * value[:, :, None].float() / mixer.head_dim
+        state = state * gate[part, :, None, None] + taken
+        out[part] = torch.einsum("bhk,bhkv->bhv", q[part].float(), state).to(x.dtype)
+        return state, torch.stack((last[:, 1], v[part]), 1)
+
+    some = inputs.singles
+    if len(some):
+        matrices[some], tail[some] = go_on(slice(len(some)), matrices[some], tail[some])
+    for run in inputs.runs:
+        row = slice(run.row, run.row + 1)
+        state, last = matrices[row], tail[row]
+        for at in range(run.first, run.first + run.count):
+            state, last = go_on(slice(at, at + 1), state, last)
+        matrices[row], tail[row] = state, last
+    return (out if mixing.wanted is None else out[mixing.wanted]).flatten(1)
+
+
+def read_hybrid(config: families._Reader) -> ModelSpec:
+    """A llama whose first and last layers are gated instead of attending."""
+    spec = families.FAMILIES["llama"].read(config)
+    mixer = Gated(spec.heads, spec.heads, spec.head_dim)
+    first, *middle, last = spec.stack
+    return replace(spec, stack=(replace(first, mixer=mixer), *middle, replace(last, mixer=mixer)))
+
+
+@contextmanager
+def hybrid_known() -> Iterator[None]:
+    """Penstock runs models of the family `hybrid`, on all ranks."""
+    with (
+        patch.dict(families.FAMILIES, {"hybrid": families.Family(read_hybrid)}),
+        patch.dict(mixers.FORWARD, {Gated: gated}),
+        patch.object(boot, "follow", told),
+    ):
+        yield
+
+
+def told(*arguments: Any) -> None:
+    """What another rank does, in a process that has to be told of the families, too."""
+    follow = boot.follow
+    with hybrid_known(), capped_known():
+        follow(*arguments)
+
+
+def hybrid_checkpoint(folder: Path) -> Path:
+    """A tiny checkpoint of that family."""
+    with hybrid_known():
+        return made_checkpoint(folder, "hybrid")
+
+
+# ---- caps and scales
+
+
+def read_capped(config: families._Reader) -> ModelSpec:
+    """A llama with every cap and scale that a spec has, the layers from the second on normalised after their
+    blocks."""
+    spec = families.FAMILIES["llama"].read(config)
+    norms = Norms("input_layernorm", "after_mixer"), Norms("before_feed_forward", "after_feed_forward")
+    stack = []
+    for number, layer in enumerate(spec.stack):
+        assert isinstance(layer.mixer, Attention)
+        capped = replace(layer, mixer=replace(layer.mixer, scale=0.3, cap=1.5), scale=0.6)
+        stack.append(replace(capped, mixer_norms=norms[0], feed_forward_norms=norms[1]) if number else capped)
+    return replace(spec, stack=tuple(stack), embedding_scale=3.0, logits_scale=0.5, logits_cap=2.5)
+
+
+@contextmanager
+def capped_known() -> Iterator[None]:
+    """Penstock runs models of the family `capped`, on all ranks."""
+    with (
+        patch.dict(families.FAMILIES, {"capped": families.Family(read_capped)}),
+        patch.object(boot, "follow", told),
+    ):
+        yield
+
+
+def capped_checkpoint(folder: Path) -> Path:
+    """A tiny checkpoint of that family."""
+    with capped_known():
+        return made_checkpoint(folder, "capped")
+
+
+# ---- checkpoints
+
+
+def made_checkpoint(folder: Path, model_type: str, dtype: torch.dtype = torch.float32) -> Path:
+    """A tiny checkpoint of a family that is known: tensors of a tiny llama, and random ones where it has none
+    of that name."""
     source = tiny.checkpoint("llama")
     folder.mkdir()
     for file in source.glob("*.json"):
         shutil.copy(file, folder)
-    config = json.loads((folder / "config.json").read_text()) | {"model_type": "tilted"}
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": model_type}
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {name: one for file in source.glob("*.safetensors") for name, one in load_file(file).items()}
-    with tilted_known():
-        shape = Shape.of(config)
-        wanted = {
-            one.tensor: one.shape
-            for group in group_layouts(shape.spec, shape.names, "float32")
-            for field in group.fields
-            for one in field.sources
-        }
+    shape = Shape.of(config)
+    wanted = {
+        one.tensor: one.shape
+        for group in group_layouts(shape.spec, shape.names, "float32")
+        for field in group.fields
+        for one in field.sources
+    }
     random = torch.Generator().manual_seed(3)
     made = {}
     for name, extents in wanted.items():

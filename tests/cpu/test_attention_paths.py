@@ -35,6 +35,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HEADS, KV_HEADS, DIM, BLOCK, SCALE = 4, 2, 16, 4, 0.3
 WIDTHS = [DIM, 24, 8]
 """Of V."""
+CAPS = [None, 1.0]
+"""Of scores, which go to about five."""
 
 
 @dataclass
@@ -61,7 +63,9 @@ class Step:
     def release(self) -> None:
         pass
 
-    def choose(self, reader: int, q: Tensor, lse: Tensor, scale: float) -> Iterator[tuple[Tensor, Tensor]]:
+    def choose(
+        self, reader: int, q: Tensor, lse: Tensor, layer: LayerAttention
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         assert reader == 0
         yield from self.chosen
 
@@ -206,20 +210,28 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penstock.ops.attention.dense, "_tile_kernels", lambda x: tile_kernels())
 
 
-def exact(made: Step, window: int | None) -> tuple[Tensor, Tensor]:
-    wanted = [attend_exactly(q, k, v, SCALE, window) for q, (k, v) in zip(made.q, made.seen, strict=True)]
+def exact(made: Step, window: int | None, cap: float | None) -> tuple[Tensor, Tensor]:
+    wanted = [
+        attend_exactly(q, k, v, SCALE, window, cap) for q, (k, v) in zip(made.q, made.seen, strict=True)
+    ]
     want, want_lse = zip(*wanted, strict=True)
     return torch.stack(want), torch.stack(want_lse)
 
 
-def check(path: Path, dim_v: int, window: int | None, dtype: torch.dtype = torch.float32) -> None:
+def check(
+    path: Path,
+    dim_v: int,
+    window: int | None,
+    dtype: torch.dtype = torch.float32,
+    cap: float | None = None,
+) -> None:
     """Output and log-sum-exp; the same output where no log-sum-exp is asked for, to rounding; and with sinks
     merged to it (one more logit a head, of no value) what a softmax over one more logit gives."""
     made = path(dim_v, window, dtype)
-    want, want_lse = exact(made, window)
+    want, want_lse = exact(made, window, cap)
     room = TOLERANCE[dtype] * float(want.abs().max())
-    out, lse = made.attend(LayerAttention(SCALE, window, lse=True))
-    alone = made.attend(LayerAttention(SCALE, window))
+    out, lse = made.attend(LayerAttention(SCALE, window, lse=True, cap=cap))
+    alone = made.attend(LayerAttention(SCALE, window, cap=cap))
     assert alone.lse is None
     assert lse is not None
     assert (lse.dtype, lse.shape, out.dtype) == (torch.float32, made.q.shape[:2], dtype)
@@ -233,27 +245,42 @@ def check(path: Path, dim_v: int, window: int | None, dtype: torch.dtype = torch
     torch.testing.assert_close(wide.double(), want * share, rtol=0, atol=room)
 
 
+@pytest.mark.parametrize("cap", CAPS)
 @pytest.mark.parametrize("window", [None, 1, 6, 100])
 @pytest.mark.parametrize("dim_v", WIDTHS)
 @pytest.mark.parametrize("path", PATHS)
-def test_every_path_without_kernels(path: Path, dim_v: int, window: int | None) -> None:
+def test_every_path_without_kernels(path: Path, dim_v: int, window: int | None, cap: float | None) -> None:
     if path is chosen and window is not None:
         pytest.skip("a policy chooses where there is no window")
-    check(path, dim_v, window)
+    check(path, dim_v, window, cap=cap)
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("cap", CAPS)
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("path", [*PATHS, placed])
-def test_every_path_with_kernels(path: Path, window: int | None) -> None:
+def test_every_path_with_kernels(path: Path, window: int | None, cap: float | None) -> None:
     if path is chosen and window is not None:
         pytest.skip("a policy chooses where there is no window")
-    check(path, DIM, window)
+    check(path, DIM, window, cap=cap)
 
 
+@pytest.mark.usefixtures("kernels")
+def test_scores_far_beyond_a_cap_are_the_cap() -> None:
+    """Neither an exponential of them overflows, nor is the cap left out."""
+    made = rows(DIM, None, torch.float32)
+    made.q *= 1e4
+    want, want_lse = exact(made, None, 2.0)
+    out, lse = made.attend(LayerAttention(SCALE, lse=True, cap=2.0))
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+    assert lse is not None
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cap", CAPS)
 @pytest.mark.parametrize("path", [rows, chunk_with_past, tiles])
-def test_half_precision(path: Path) -> None:
-    check(path, 24, None, torch.bfloat16)
+def test_half_precision(path: Path, cap: float | None) -> None:
+    check(path, 24, None, torch.bfloat16, cap)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -269,8 +296,8 @@ def test_dense_is_its_reference(dim_v: int, causal: bool) -> None:
     rng = torch.Generator().manual_seed(2)
     q, k = torch.randn(9, HEADS, DIM, generator=rng), torch.randn(9, KV_HEADS, DIM, generator=rng)
     v = torch.randn(9, KV_HEADS, dim_v, generator=rng)
-    found = penstock.ops.attention.dense.dense(q, k, v, SCALE, causal=causal)
-    for one, other in zip(found, dense_reference(q, k, v, SCALE, causal=causal), strict=True):
+    found = penstock.ops.attention.dense.dense(q, k, v, LayerAttention(SCALE), causal=causal)
+    for one, other in zip(found, dense_reference(q, k, v, LayerAttention(SCALE), causal=causal), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
@@ -280,7 +307,7 @@ def test_the_output_is_the_same_bits_with_and_without_log_sum_exp(heads: int) ->
     q, k, v = (torch.randn(3, each, 37, DIM, generator=rng) for each in (heads, 2, 2))
     mask = torch.rand(3, 1, 1, 37, generator=rng) > 0.3
     for seen in (None, mask):
-        out, lse = masked(q, k, v, scale=SCALE, mask=seen, lse=True)
-        assert torch.equal(masked(q, k, v, scale=SCALE, mask=seen, lse=False)[0], out)
+        out, lse = masked(q, k, v, LayerAttention(SCALE), mask=seen, lse=True)
+        assert torch.equal(masked(q, k, v, LayerAttention(SCALE), mask=seen, lse=False)[0], out)
         assert lse is not None
         assert lse.shape == q.shape[:3]

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import Mock, patch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 import pairs
 import tiny
+import toys
 from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId, GroupKind, group_layouts
 from penstock.arch.spec import ModelSpec
@@ -117,8 +119,9 @@ def spec_of(name: str) -> ModelSpec:
         return checkpoint.spec
 
 
-def opened(name: str, **more: object) -> LLM:
-    llm = LLM(tiny.checkpoint(name), **(SETTINGS | more))
+def opened(name: str | Path, **more: object) -> LLM:
+    path = name if isinstance(name, Path) else tiny.checkpoint(name)
+    llm = LLM(path, **(SETTINGS | more))
     runner, limits = llm.booted.engine._ranks, llm.booted.limits
     assert isinstance(runner, Runner)
     runner.record(limits.max_sequences, limits.max_step_tokens, limits.max_length, record_runs=True)
@@ -241,6 +244,21 @@ def test_rows_that_change_hands_and_blocks_that_do() -> None:
     for one, reference in zip(found, references * 3, strict=True):
         assert list(one.tokens) == reference.tokens
     assert Played.seen
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rows_of_state_are_the_rows_of_the_step(ahead: bool, tmp_path: Path) -> None:
+    """Prompts of one token, too, whose rows others had before, and padding beside them."""
+    prompts = [one.prompt for one in tiny.references("llama")]
+    asked = [*prompts, [3], [4], *prompts[:3], [5]]
+    with toys.hybrid_known():
+        path = toys.hybrid_checkpoint(tmp_path / "model")
+        with LLM(path, **SETTINGS) as llm:
+            expected = [llm.generate([one], SOME)[0].tokens for one in asked]
+        with patch.object(Runner, "ahead", ahead), opened(path, max_sequences=3) as llm:
+            assert [one.tokens for one in llm.generate(asked, SOME)] == expected
+    assert len(Played.seen) > 20
+    assert not Played.runs
 
 
 def test_nothing_is_written_for_padding() -> None:

@@ -37,9 +37,10 @@ from far import (
     struck,
 )
 from penstock import LLM, Completion, SamplingParams
-from penstock.arch.layout import KVLayout
 from penstock.base.errors import BudgetError, ConfigError, DeviceError, EngineClosedError, RequestError
 from penstock.engine import boot, measuring, placing
+from penstock.engine.parts import make_pool
+from penstock.engine.settling import Settled
 from penstock.kv.movement.carrier import Carrier
 from penstock.kv.movement.pool import KVPool
 from penstock.kv.movement.tiles import Outbox, TileRing
@@ -734,14 +735,14 @@ def test_an_engine_that_cannot_be_made_leaves_nothing_behind() -> None:
 
 
 def test_pages_that_cannot_be_had_leave_nothing_of_what_was_made_before() -> None:
-    def none(layout: KVLayout, blocks: int, device: torch.device) -> KVPool:
+    def none(outline: Settled, blocks: int, device: torch.device) -> KVPool:
         if blocks > 1:
             raise DeviceError("not as much")
-        return KVPool(layout, blocks, device)
+        return make_pool(outline, blocks, device)
 
     with (
         no_thread_left(),
-        patch.object(boot, "KVPool", none),
+        patch.object(boot, "make_pool", none),
         pytest.raises(DeviceError, match="not as much"),
     ):
         boots(host_kv_memory="8MiB")

@@ -18,6 +18,7 @@ from penstock.base.meter import SHARES, MissedStats
 from penstock.kv.movement.chosen import Chosen
 from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.movement.tiles import from_fp8
+from penstock.ops.attention.inputs import LayerAttention
 from penstock.ops.policies import Choice
 
 SETTINGS = {
@@ -117,20 +118,20 @@ def test_no_more_is_missed_than_is_said(
         told.append((choice.keep, bounding(choice, lse)))
         return told[-1][1]
 
-    def choose(self: Chosen, layer: int, reader: int, q: Tensor, lse: Tensor, scale: float):  # type: ignore[no-untyped-def]
+    def choose(self: Chosen, layer: int, reader: int, q: Tensor, lse: Tensor, at: LayerAttention):  # type: ignore[no-untyped-def]
         if owners[-1:] != [self]:  # The first one was only there to be measured.
             owners.append(self)
             told.clear(), asked.clear(), seen.clear()
         pool, blocks = self._ring._pool, self._readers[reader].blocks
         before = lse.clone().double()
-        yield from choosing(self, layer, reader, q, lse, scale)
+        yield from choosing(self, layer, reader, q, lse, at)
         if not told:
             return
         keep, bound = told.pop()
         keys = torch.stack([keys_of(pool, layer, int(block)) for block in blocks]).double()
         group = q.shape[1] // keys.shape[2]
         scores = torch.einsum(
-            "qhd,bthd->qhbt", q.double() * scale, keys.repeat_interleave(group, 2)
+            "qhd,bthd->qhbt", q.double() * at.scale, keys.repeat_interleave(group, 2)
         ).logsumexp(3)
         everything = torch.logaddexp(before, scores.logsumexp(2))
         share = (scores.masked_fill(keep, -torch.inf).logsumexp(2) - everything).exp()

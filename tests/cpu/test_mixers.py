@@ -2,7 +2,6 @@
 plane more, in layers that are normalised after their blocks, is added from outside, and whatever moves KV
 moves it."""
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -10,18 +9,17 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
-from torch.nn import functional as F
 
+import exact
 import tiny
 import toys
+from exact import BLOCK, LIMIT, SETTINGS, close, drawn, host, outputs, prompts
 from members import CPU, pass_of
 from penstock.api.llm import LLM
 from penstock.api.outputs import Completion
 from penstock.arch import bounds
 from penstock.arch.layout import KVLayout, group_layouts, kv_layout
 from penstock.arch.mixers.mixer import Plane
-from penstock.arch.rope import inverse_frequencies
 from penstock.cli.main import main
 from penstock.kv.movement.carrier import Carrier, Streams
 from penstock.kv.movement.pool import KVPool
@@ -32,12 +30,6 @@ from penstock.sched.rates import Rates
 from penstock.step.params import SamplingParams
 from penstock.step.plan import BlockId, HostBlockId
 from penstock.weights.checkpoint.reader import Checkpoint
-
-LIMIT = 1e-4
-"""How far log-probabilities in float32 may lie apart."""
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3, prompt_logprobs=1)
-BLOCK = 8
-SETTINGS = {"device": "cpu", "dtype": "float32", "max_length": 200, "block_size": BLOCK, "check": True}
 
 
 @pytest.fixture(autouse=True)
@@ -51,92 +43,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return toys.tilted_checkpoint(tmp_path_factory.mktemp("tilted") / "model")
 
 
-def reference(path: Path, tokens: list[int]) -> Tensor:
-    """Logits of all positions, step by step, from the checkpoint alone, in float64."""
-    with Checkpoint.open(path) as checkpoint:
-        spec = checkpoint.spec
-    t = {name: one.double() for name, one in load_file(path / "model.safetensors").items()}
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + spec.norm_eps).sqrt() * t[f"{name}.weight"]
-
-    frequencies = torch.tensor(inverse_frequencies(spec.rope), dtype=torch.float64)
-    angles = torch.arange(len(tokens))[:, None] * frequencies
-
-    def turned(x: Tensor) -> Tensor:
-        a, b = x.chunk(2, -1)
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-    def heads(x: Tensor, name: str, count: int) -> Tensor:
-        return (x @ t[f"{name}.weight"].T).view(len(x), count, -1)
-
-    def attention(x: Tensor, at: str, mixer: object) -> Tensor:
-        wide = isinstance(mixer, toys.Tilted)
-        names = [f"{at}.tilted.{one}" if wide else f"{at}.self_attn.{one}_proj" for one in ("q", "k", "v")]
-        q, k, v = (
-            heads(x, name, count)
-            for name, count in zip(names, (spec.heads, spec.kv_heads, spec.kv_heads), strict=True)
-        )
-        more = [heads(x, f"{at}.tilted.tilt", spec.kv_heads)] if wide else []
-        group = spec.heads // spec.kv_heads
-        k, *values = (one.repeat_interleave(group, 1) for one in (turned(k), v, *more))
-        scores = torch.einsum("qhd,khd->hqk", turned(q), k) * spec.head_dim**-0.5
-        scores += torch.full((len(x), len(x)), -math.inf).triu(1)
-        out, *tilts = (torch.einsum("hqk,khd->qhd", scores.softmax(-1), one) for one in values)
-        for tilt in tilts:
-            out = out * (1 + tilt.mean(-1, keepdim=True))
-        return out.flatten(1) @ t[f"{at}.tilted.out.weight" if wide else f"{at}.self_attn.o_proj.weight"].T
-
-    x = t["model.embed_tokens.weight"][tokens]
-    for number, layer in enumerate(spec.stack):
-        at = f"model.layers.{number}"
-        wide = isinstance(layer.mixer, toys.Tilted)
-        out = attention(norm(x, f"{at}.input_layernorm"), at, layer.mixer)
-        x = x + (norm(out, f"{at}.after_mixer") if wide else out)
-        inner = x if wide else norm(x, f"{at}.post_attention_layernorm")
-        gate, up, down = (t[f"{at}.mlp.{one}_proj.weight"] for one in ("gate", "up", "down"))
-        out = (F.silu(inner @ gate.T) * (inner @ up.T)) @ down.T
-        x = x + (norm(out, f"{at}.after_feed_forward") if wide else out)
-    return norm(x, "model.norm") @ t["lm_head.weight"].T
-
-
-def prompts() -> list[list[int]]:
-    random = torch.Generator().manual_seed(5)
-    return [torch.randint(tiny.VOCAB, (length,), generator=random).tolist() for length in (5, 120, 61)]
-
-
-def outputs(path: Path, **settings: object) -> list[tuple[list[int], list[float]]]:
-    with LLM(path, **SETTINGS | settings) as llm:  # type: ignore[arg-type]
-        return drawn(llm)
-
-
-def drawn(llm: LLM) -> list[tuple[list[int], list[float]]]:
-    found = []
-    for one in llm.generate(prompts(), GREEDY):
-        scores = [entry.logprob for entry in (*(one.prompt_logprobs or ())[1:], *(one.logprobs or ()))]
-        found.append((list(one.tokens), scores))
-    return found
-
-
-def close(found: list[tuple[list[int], list[float]]], expected: list[tuple[list[int], list[float]]]) -> bool:
-    return all(
-        tokens == others and torch.allclose(torch.tensor(scores), torch.tensor(wanted), atol=LIMIT, rtol=0)
-        for (tokens, scores), (others, wanted) in zip(found, expected, strict=True)
-    )
-
-
-def host(path: Path, blocks: int) -> int:
-    with Checkpoint.open(path) as checkpoint:
-        return blocks * kv_layout(checkpoint.spec, "float32", BLOCK).block_bytes
-
-
 def test_logits_are_those_of_the_reference(model: Path) -> None:
-    for prompt, (tokens, scores) in zip(prompts(), outputs(model), strict=True):
-        logits = reference(model, [*prompt, *tokens])
-        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
-        expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor([*prompt, *tokens])[1:, None])[:, 0]
-        assert torch.allclose(torch.tensor(scores).double(), expected, atol=LIMIT, rtol=0)
+    assert exact.confirms(model, outputs(model))
 
 
 def test_contexts_longer_than_the_device_give_the_same(model: Path) -> None:

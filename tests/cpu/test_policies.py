@@ -21,18 +21,15 @@ def sketched(keys: Tensor, block_size: int, bits: int) -> tuple[Tensor, SketchLa
     return sketch(keys.view(-1, block_size, *keys.shape[1:]), layout), layout
 
 
-def exact_scores(q: Tensor, keys: Tensor) -> Tensor:
+def exact_scores(q: Tensor, keys: Tensor, cap: float | None = None) -> Tensor:
     """In float64 `[queries, heads, keys]`."""
-    return (
-        torch.einsum(
-            "qhd,thd->qht", q.double(), keys.double().repeat_interleave(q.shape[1] // keys.shape[1], 1)
-        )
-        * SCALE
-    )
+    wide = keys.double().repeat_interleave(q.shape[1] // keys.shape[1], 1)
+    found = torch.einsum("qhd,thd->qht", q.double(), wide) * SCALE
+    return found if cap is None else cap * torch.tanh(found / cap)
 
 
-def scored(q: Tensor, keys: Tensor, block_size: int, bits: int) -> Scores:
-    return scores(q.float() * SCALE, *sketched(keys, block_size, bits))
+def scored(q: Tensor, keys: Tensor, block_size: int, bits: int, cap: float | None = None) -> Scores:
+    return scores(q.float() * SCALE, *sketched(keys, block_size, bits), cap)
 
 
 def chosen(policy: Policy, q: Tensor, keys: Tensor, block_size: int, bits: int = 4, layer: int = 0) -> Choice:
@@ -80,12 +77,13 @@ class TestBound:
         alike=st.booleans(),
         dtype=st.sampled_from(DTYPES),
         bits=st.sampled_from([0, 4, 8]),
+        cap=st.sampled_from([None, None, 0.5, 5.0, 50.0]),
         seed=st.integers(0, 9999),
     )
     def test_holds_for_every_query(
         self,
         policy: Policy, queries: int, blocks: int, block_size: int, group: int, kv_heads: int, dim: int,
-        loud: float, size: float, alike: bool, dtype: torch.dtype, bits: int, seed: int,
+        loud: float, size: float, alike: bool, dtype: torch.dtype, bits: int, cap: float | None, seed: int,
     ) -> None:  # fmt: skip
         """Of each block, whatever is chosen, and of what is skipped, with keys of any size, rounded or
         equal."""
@@ -98,8 +96,8 @@ class TestBound:
             .expand(blocks * block_size, -1, -1)
             .contiguous()
         )
-        exact = exact_scores(q, keys).view(queries, group * kv_heads, blocks, block_size).logsumexp(-1)
-        found = scored(q, keys, block_size, bits)
+        exact = exact_scores(q, keys, cap).view(queries, group * kv_heads, blocks, block_size).logsumexp(-1)
+        found = scored(q, keys, block_size, bits, cap)
         assert (found.upper >= exact).all(), (exact - found.upper).max()
         missed, bound, _ = mass_and_bound(policy, q, keys, block_size, bits)
         assert (missed * (1 - 1e-12) <= bound).all(), (missed - bound).max()

@@ -19,6 +19,7 @@ from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.movement.tiles import Outbox, Tile, TileRing
 from penstock.memory.streams import CallerStream, Stream, ThreadStream, Ticket, _memcpy_2d, joined
 from penstock.ops.attention.dense import dense, dense_reference, merge
+from penstock.ops.attention.inputs import LayerAttention
 from penstock.step.plan import HostBlockId
 from penstock.weights.streaming.waits import Waits
 from streams import BRIEF, LONG, STRIDE, Gates, cut_short, no_thread_left, random_delays, within
@@ -502,7 +503,7 @@ def test_tiles_are_attended_to_as_they_lie() -> None:
             k, v = ring.take()
             assert k.is_contiguous()
             assert v.is_contiguous()
-            out, lse = dense(q, k, v, 0.3, causal=False)
+            out, lse = dense(q, k, v, LayerAttention(0.3), causal=False)
             if state is None:
                 state = out.float().contiguous(), lse.clone()
             else:
@@ -513,7 +514,7 @@ def test_tiles_are_attended_to_as_they_lie() -> None:
             kv[blocks, 1, half].flatten(0, 1)[: len(blocks) * layout.block_size - 4 + last]
             for half in range(2)
         )
-        out, lse = dense_reference(q, whole_k, whole_v, 0.3, causal=False)
+        out, lse = dense_reference(q, whole_k, whole_v, LayerAttention(0.3), causal=False)
         torch.testing.assert_close(state, (out, lse))
 
 

@@ -424,13 +424,15 @@ class TestFoldTile:
         )
         lse[2::4], out[2::4] = -math.inf, math.nan
         before = out.clone(), lse.clone()
-        seen, seen_lse = dense_reference(q.float(), k.float(), v.float(), 0.4, causal=False)
+        seen, seen_lse = dense_reference(q.float(), k.float(), v.float(), LayerAttention(0.4), causal=False)
         want_lse = torch.logaddexp(lse[::2], seen_lse)
         old = torch.where(lse[::2] == -math.inf, 0.0, (lse[::2] - want_lse).exp())[..., None]
         want = torch.where(old > 0, out[::2], 0.0) * old + seen * (seen_lse - want_lse).exp()[..., None]
         alone = out[::2].clone(), lse[::2].clone()
-        fold_tile(out, lse, rows, k, v, torch.arange(0, 2 * queries, 2), scale=0.4, tuning=tuning)
-        fold_tile(*alone, q, k, v, scale=0.4, tuning=tuning)
+        fold_tile(
+            out, lse, rows, k, v, torch.arange(0, 2 * queries, 2), layer=LayerAttention(0.4), tuning=tuning
+        )
+        fold_tile(*alone, q, k, v, layer=LayerAttention(0.4), tuning=tuning)
         for got, got_lse in ((out[::2], lse[::2]), alone):
             torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[dtype] * float(want.abs().max()))
             torch.testing.assert_close(got_lse, want_lse, rtol=1e-4, atol=1e-4)

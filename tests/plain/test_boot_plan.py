@@ -11,15 +11,14 @@ from penstock.arch.shards import WHOLE
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
+from penstock.engine.draft import DraftModel, check_draft
 from penstock.engine.plan import (
     USUAL,
     BootPlan,
-    DraftModel,
     Hardware,
     Measured,
     Outline,
     Rest,
-    check_vocabularies,
     device_room,
     dtype_of,
     host_room,
@@ -271,9 +270,9 @@ def test_weights_that_would_rest_alone_need_not_beside_a_draft_model() -> None:
 
 def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
     target, same = read_spec(DENSE), read_spec(SMALL)
-    check_vocabularies(target, same)
+    check_draft(target, same)
     with pytest.raises(ConfigError, match="8,000 tokens was asked for, but the model has 8,192"):
-        check_vocabularies(target, read_spec(SMALL | {"vocab_size": 8000}))
+        check_draft(target, read_spec(SMALL | {"vocab_size": 8000}))
 
 
 def test_a_draft_model_that_leaves_no_room_is_refused() -> None:

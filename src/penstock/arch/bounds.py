@@ -70,6 +70,12 @@ def kv_layer_bytes_read(spec: ModelSpec, dtype: str, length: float, layer: int) 
     return token * tokens_seen(spec, length, layer)
 
 
+def state_bytes_moved(spec: ModelSpec, dtype: str, layer: int) -> int:
+    """Bytes of a layer's state that a step reads and writes for one sequence."""
+    arrays = spec.stack[layer].mixer.state
+    return 2 * sum(prod(one.shape) * STORED_BYTES[one.dtype or dtype] for one in arrays)
+
+
 def tokens_seen(spec: ModelSpec, length: float, layer: int) -> float:
     """By the last token of a sequence of `length`, itself included."""
     return spec.stack[layer].mixer.seen(length)
@@ -99,6 +105,8 @@ def matrix_operations(spec: ModelSpec, layout: GroupLayout, tokens: float) -> fl
     if layout.id.kind in (GroupKind.EMBEDDING, GroupKind.HEAD):
         return 0
     operations = sum(matrix.format.operations(matrix.shape, tokens) for matrix in layout.matrices)
+    if layout.id.kind is GroupKind.ATTENTION:
+        operations += tokens * spec.stack[layout.id.layer].mixer.state_operations
     if layout.id.kind is GroupKind.EXPERT:
         assert spec.moe is not None
         operations *= spec.moe.top_k / spec.moe.experts
@@ -107,11 +115,12 @@ def matrix_operations(spec: ModelSpec, layout: GroupLayout, tokens: float) -> fl
 
 def needed_operations(spec: ModelSpec, layout: GroupLayout, tokens: float, rows: float) -> float:
     """`matrix_operations` with tokens of which `rows` are read when they have passed all layers: in the last
-    one the others leave KV."""
+    one the others leave KV, and what they change of state."""
     if layout.id.layer < spec.layers - 1:
         return matrix_operations(spec, layout, tokens)
     mixes = layout.id.kind is GroupKind.ATTENTION
-    kept = spec.stack[-1].mixer.kept_operations(spec.hidden_size) if mixes else 0
+    mixer = spec.stack[-1].mixer
+    kept = mixer.kept_operations(spec.hidden_size) + mixer.state_operations if mixes else 0
     return matrix_operations(spec, layout, rows) + kept * (tokens - rows)
 
 

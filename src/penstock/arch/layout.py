@@ -1,5 +1,5 @@
 """How bytes are laid out: the groups of weights, what each holds and where it comes from; the bytes of a KV
-block.
+block, and of a row of state.
 
 A group is the unit in which weights rest and move: one contiguous run. Projections that read the same input
 are fused, one below the other, so that a layer needs four matrix products and a group one copy.
@@ -16,7 +16,7 @@ from typing import Any
 from penstock.arch.families import TensorNames
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import STORED_BYTES, Format, Source, matrix, stacked, vector
-from penstock.arch.mixers.mixer import Plane
+from penstock.arch.mixers.mixer import Plane, StateArray
 from penstock.arch.parts import Held, held, local_spec
 from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import Mlp, ModelSpec, MoeSpec, Norms
@@ -183,13 +183,61 @@ class KVLayout:
         return rounded
 
 
-def kv_layout(spec: ModelSpec, dtype: str, block_size: int, shard: Shard | None = None) -> KVLayout:
-    """Return the layout of KV blocks of the whole model or of a rank's part; ranks' may differ in bytes.
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """The state of a sequence is one row of bytes. In it one layer lies behind the other, and of a layer one
+    array behind the other, each aligned.
+
+    arrays: of each layer's mixer. dtype: of the arithmetic.
+    """
+
+    arrays: tuple[tuple[StateArray, ...], ...]
+    dtype: str
+
+    @property
+    def placed(self) -> tuple[tuple[tuple[int, StateArray], ...], ...]:
+        """The arrays of each layer, and where each begins in a row, in bytes, are these."""
+        offsets = accumulate((self._size(one) for layer in self.arrays for one in layer), initial=0)
+        return tuple(tuple((next(offsets), one) for one in layer) for layer in self.arrays)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row; 0 if no layer has state."""
+        return sum(self._size(one) for layer in self.arrays for one in layer)
+
+    def bytes(self, sequences: int) -> int:
+        """Return the bytes of the state of so many sequences at once, and of the row of padding."""
+        return self.row_bytes * (sequences + 1)
+
+    def dtype_of(self, array: StateArray) -> str:
+        """Return the dtype of an array's numbers."""
+        return array.dtype or self.dtype
+
+    def _size(self, array: StateArray) -> int:
+        return -(-prod(array.shape) * STORED_BYTES[self.dtype_of(array)] // ALIGNMENT) * ALIGNMENT
+
+
+def state_layout(spec: ModelSpec, dtype: str, shard: Shard | None = None) -> StateLayout:
+    """Return the layout of the state of sequences, of the whole model or of a rank's part.
 
     Raises ConfigError for too many ranks.
     """
     local = local_spec(spec, shard or WHOLE)
-    return KVLayout(tuple(layer.mixer.planes for layer in local.stack), block_size, dtype)
+    return StateLayout(tuple(layer.mixer.state for layer in local.stack), dtype)
+
+
+def kv_layout(spec: ModelSpec, dtype: str, block_size: int, shard: Shard | None = None) -> KVLayout:
+    """Return the layout of KV blocks of the whole model or of a rank's part; ranks' may differ in bytes.
+
+    Raises ConfigError for too many ranks, and UnsupportedModelError for a model that keeps nothing of tokens.
+    """
+    local = local_spec(spec, shard or WHOLE)
+    layout = KVLayout(tuple(layer.mixer.planes for layer in local.stack), block_size, dtype)
+    if not layout.block_bytes:
+        raise UnsupportedModelError(
+            f"no layer of {spec.family} keeps KV; supported: models of which one layer does"
+        )
+    return layout
 
 
 @lru_cache(maxsize=2)

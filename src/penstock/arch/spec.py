@@ -77,6 +77,8 @@ class LayerSpec:
     feed_forward: Mlp | MoeSpec
     mixer_norms: Norms = Norms("input_layernorm")
     feed_forward_norms: Norms = Norms("post_attention_layernorm")
+    scale: float = 1.0
+    """The output of each of its blocks, normalised, is multiplied with it before it is added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,12 @@ class ModelSpec:
     tied_embeddings: bool
     format: Format = DENSE
     """Of the matrices of mixers, feed-forwards and experts; embedding, routers and head are dense."""
+    embedding_scale: float = 1.0
+    """Rows of the embedding are multiplied with it."""
+    logits_scale: float = 1.0
+    """Logits are multiplied with it."""
+    logits_cap: float | None = None
+    """Soft cap c of scaled logits x, which become c * tanh(x / c); None is no cap."""
 
     @property
     def layers(self) -> int:
@@ -109,6 +117,11 @@ class ModelSpec:
     def windows(self) -> tuple[int | None, ...]:
         """How many tokens a query sees in each layer, itself included; None sees all."""
         return tuple(layer.mixer.window for layer in self.stack)
+
+    @property
+    def has_state(self) -> bool:
+        """Tell whether a layer keeps state of a sequence, which KV blocks do not hold."""
+        return any(layer.mixer.state for layer in self.stack)
 
     @property
     def heads(self) -> int:

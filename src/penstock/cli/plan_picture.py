@@ -134,6 +134,7 @@ def _tier(canvas: _Canvas, one: TierHeld, top: int, scale: float, there: bool) -
         ("weights", one.weights, _HOME[one.tier]),
         ("ring", one.ring, _RING[one.tier]),
         ("KV", one.kv, _KV),
+        ("state", one.state, _KV),
         ("activations", one.activations, _ACTIVATIONS),
         ("process", one.process, _PROCESS),
     )

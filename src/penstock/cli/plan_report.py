@@ -17,6 +17,7 @@ from penstock.engine.costs import StepCosts
 from penstock.engine.forecast import PROCESS, FarBytes, Forecast, Gain, Pace, gains
 from penstock.engine.plan import BootPlan
 from penstock.weights.streaming.ring import Link
+from penstock.worker.sizes import prefix_blocker, run_counts
 
 ASSUMED = "assumed"
 WORDS = {Link.DISK: "disk", Link.LINK: "link", Link.COMPUTE: "device"}
@@ -54,6 +55,7 @@ class TierHeld:
     weights: int
     ring: int
     kv: int
+    state: int
     activations: int
     process: int
     free: int | None
@@ -113,6 +115,8 @@ class Report:
     everything_resident: bool
     steps: str
     """Says which steps are recorded as CUDA graphs, or why none is."""
+    prefixes: str
+    """Says why prefixes are not shared; empty if they are."""
     decode: PaceShown
     prefill: PaceShown
     gains: tuple[Gain, ...]
@@ -138,6 +142,7 @@ class Report:
             setting=setting,
             everything_resident=found.everything_resident,
             steps=_steps(found.plan),
+            prefixes=_prefixes(found.plan),
             decode=PaceShown.of(found.decode),
             prefill=PaceShown.of(found.prefill),
             gains=gains(spec, names, found),
@@ -179,17 +184,19 @@ class Report:
 
 def _held(found: Forecast, tier: Tier) -> TierHeld:
     machine, budget, weights, ring = found.machine, found.budget, found.resting(tier), found.ring(tier)
-    kv = activations = process = 0
+    kv = state = activations = process = 0
     capacity: int | None = None
     if tier is Tier.DEVICE:
         capacity, kv, activations = machine.device - found.plan.beside, budget.kv, budget.activations
+        state = budget.state
         process = machine.device - machine.usable
     elif tier is Tier.HOST:
         capacity, process = (
             (found.plan.beside, 0) if machine.host is None else (machine.host, min(PROCESS, machine.host))
         )
         kv = found.far
-    free = None if capacity is None else capacity - weights - ring - kv - activations - process
+    taken = weights + ring + kv + state + activations + process
+    free = None if capacity is None else capacity - taken
     groups = Counter(id.kind.value for id, home in found.placement.homes.items() if home is tier)
     groups[GroupKind.EXPERT.value] += found.experts_on(tier)
     return TierHeld(
@@ -198,6 +205,7 @@ def _held(found: Forecast, tier: Tier) -> TierHeld:
         weights,
         ring,
         kv,
+        state,
         activations,
         process,
         free,
@@ -235,15 +243,21 @@ def _machine(setting: Setting) -> list[str]:
 
 
 def _tiers(it: Report) -> list[str]:
+    states = ["state"] if any(one.state for one in it.tiers) else []
+
     def held(one: TierHeld) -> list[str]:
-        sizes = (size or None for size in (one.weights, one.ring, one.kv, one.activations, one.process))
+        beside = [one.state] if states else []
+        sizes = (
+            size or None for size in (one.weights, one.ring, one.kv, *beside, one.activations, one.process)
+        )
         return [
             one.tier.value,
             *("-" if size is None else format_size(size) for size in (one.capacity, *sizes, one.free)),
         ]
 
     return _headed(
-        ["Tiers", "capacity", "weights", "ring", "KV", "activations", "process", "free"], map(held, it.tiers)
+        ["Tiers", "capacity", "weights", "ring", "KV", *states, "activations", "process", "free"],
+        map(held, it.tiers),
     )
 
 
@@ -261,8 +275,15 @@ def _homes(it: Report) -> list[str]:
 def _steps(plan: BootPlan[FarBytes]) -> str:
     if not plan.recorded:
         return f"Every kernel is launched by itself, since {plan.graph_blocker}."
-    runs = " and short prompts" if plan.record_runs and plan.outline.spec.moe is None else ""
+    outline = plan.outline
+    recorded = plan.record_runs and run_counts(outline.spec, outline.limits.max_step_tokens)
+    runs = " and short prompts" if recorded else ""
     return f"Decode steps{runs} are recorded as CUDA graphs."
+
+
+def _prefixes(plan: BootPlan[FarBytes]) -> str:
+    why = prefix_blocker(plan.outline.spec)
+    return f"Prefixes are not shared, since {why}." if why else ""
 
 
 def _paces(it: Report) -> list[str]:
@@ -284,7 +305,8 @@ def _paces(it: Report) -> list[str]:
         *(f"{word} busy" for word in WORDS.values()),
         "bound by",
     ]
-    return [*_headed(head, [shown("decode", it.decode), shown("prefill", it.prefill)]), f"  {it.steps}"]
+    notes = [f"  {note}" for note in (it.steps, it.prefixes) if note]
+    return [*_headed(head, [shown("decode", it.decode), shown("prefill", it.prefill)]), *notes]
 
 
 def _gains(it: Report) -> list[str]:

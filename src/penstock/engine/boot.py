@@ -23,6 +23,7 @@ from penstock.engine.measuring import activation_peak
 from penstock.engine.parts import (
     blank_runner,
     make_carrier,
+    make_pool,
     make_runner,
     make_scheduler,
     make_weights,
@@ -32,7 +33,6 @@ from penstock.engine.plan import BootPlan, Rest
 from penstock.engine.settling import Settled, settle
 from penstock.engine.store import carry_rates, open_store, outlives, root_of
 from penstock.engine.team import Place, described, device_of, open_described, share_threads, team_config
-from penstock.kv.movement.pool import KVPool
 from penstock.kv.store.blocks import BlockStore
 from penstock.memory.device import choose_device, device_name, give_back, left_by, lift_cap
 from penstock.ops.kernels import kernels_of, plain_torch
@@ -45,6 +45,7 @@ from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.ahead import compile_ahead, prepare
 from penstock.worker.collectives import RankCollectives
 from penstock.worker.runner import Runner
+from penstock.worker.sizes import prefix_blocker
 from penstock.worker.structures import Guide
 
 if TYPE_CHECKING:  # Needed by several ranks alone.
@@ -103,6 +104,8 @@ def boot(
     say(f"memory {plan.budget}")
     if outline.far:
         say(f"long contexts: {outline.far}")
+    if config.prefix_cache and (blocker := prefix_blocker(outline.spec)):
+        say(f"prefixes are not shared, since {blocker}")
     longest, length = engine.scheduler.longest, outline.limits.max_length
     if longest < length:
         say(
@@ -240,11 +243,11 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
         if plan.compile_again:
             ahead(outline, collectives, plan.early)  # Hardly any of what was compiled will be launched.
             give_back(device)
-        pool = KVPool(outline.kv, blocks, device)
+        pool = make_pool(outline, blocks, device)
         runner.attach(weights, pool, carrier, early=plan.early)
         of_draft = plan.of_draft
         if drafts is not None and of_draft is not None:
-            pool = KVPool(of_draft.outline.kv, blocks, device)
+            pool = make_pool(of_draft.outline, blocks, device)
             runner.attach(drafts, pool, early=of_draft.early, role=ModelRole.DRAFT)
         runner.bound_heap(plan.budget.activations // 8)
         _record(plan, runner, say, ModelRole.TARGET)

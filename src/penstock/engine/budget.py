@@ -34,6 +34,8 @@ class Budget:
     block_bytes: int
     blocks: int
     block_size: int
+    state: int = 0
+    """Bytes for the state of all sequences that may run."""
 
     @property
     def kv(self) -> int:
@@ -46,9 +48,10 @@ class Budget:
         return self.blocks * self.block_size
 
     def __str__(self) -> str:
+        state = f"state of sequences {format_size(self.state)}, " if self.state else ""
         return (
             f"{format_size(self.total)}: weights {format_size(self.weights)}, activations "
-            f"{format_size(self.activations)}, "
+            f"{format_size(self.activations)}, {state}"
             f"KV {format_size(self.kv)} = {self.blocks:,} blocks of {self.block_size} tokens "
             f"({format_size(self.block_bytes)} each), "
             f"{self.kv_tokens:,} tokens"
@@ -61,7 +64,8 @@ class Demand:
 
     activations: bytes of the largest step. block_bytes: of a KV block, of all models. useful_blocks: KV
     blocks that could ever be filled. fixed_blocks: just so many, if asked for. length: the longest sequence
-    that was asked for, None if nobody said. draft_weights: bytes of a draft model's weights.
+    that was asked for, None if nobody said. draft_weights: bytes of a draft model's weights. state: bytes for
+    the state of all sequences that may run.
     """
 
     activations: int
@@ -71,6 +75,12 @@ class Demand:
     fixed_blocks: int | None = None
     length: int | None = None
     draft_weights: int = 0
+    state: int = 0
+
+    @property
+    def beside(self) -> int:
+        """Steps and state take so many bytes, beside weights and KV."""
+        return self.activations + self.state
 
     @property
     def least_blocks(self) -> int:
@@ -98,7 +108,7 @@ def weights_room(total: int, layouts: Sequence[GroupLayout], demand: Demand, *, 
     """
     sizes = [padded(layout) for layout in layouts]
     free, largest, ring = (
-        total - demand.activations - demand.draft_weights,
+        total - demand.beside - demand.draft_weights,
         max(sizes),
         _least_cpu_ring(layouts) if host_is_device else 0,
     )
@@ -119,9 +129,9 @@ def weights_room(total: int, layouts: Sequence[GroupLayout], demand: Demand, *, 
         raise BudgetError(
             f"the budget of {format_size(total)} is too small for one group of weights, "
             f"{format_size(largest)}{way}, beside "
-            f"{format_size(choices[-1] * demand.block_bytes)} of KV and {format_size(demand.activations)} "
-            f"for the largest step{drafts}; "
-            f"allow more memory, fewer KV blocks, or fewer tokens a step{or_none}"
+            f"{format_size(choices[-1] * demand.block_bytes)} of KV and {format_size(demand.beside)} "
+            f"for {_beside(demand)}{drafts}; "
+            f"allow more memory, fewer KV blocks, or fewer {_fewer(demand)} a step{or_none}"
         )
     return room
 
@@ -191,10 +201,10 @@ def divide(total: int, weights: int, demand: Demand) -> Budget:
     Raises BudgetError if not even one block fits, or not the fixed number.
     """
     block_bytes, fixed = demand.block_bytes, demand.fixed_blocks
-    fitting = max(total - weights - demand.activations, 0) // block_bytes
+    fitting = max(total - weights - demand.beside, 0) // block_bytes
     drafts, or_none = _of_draft(demand)
     own = weights - demand.draft_weights
-    taken = f"weights take {format_size(own)} and the largest step {format_size(demand.activations)}{drafts}"
+    taken = f"weights take {format_size(own)} and {_beside(demand)} {format_size(demand.beside)}{drafts}"
     if fixed is not None and fixed > fitting:
         raise BudgetError(
             f"{fixed} KV blocks of {format_size(block_bytes)} were asked for, but of {format_size(total)} "
@@ -205,7 +215,15 @@ def divide(total: int, weights: int, demand: Demand) -> Budget:
         raise BudgetError(
             f"the budget of {format_size(total)} leaves no room for KV: {taken}, and one block needs "
             f"{format_size(block_bytes)}; "
-            f"allow more device memory, or fewer tokens a step{or_none}"
+            f"allow more device memory, or fewer {_fewer(demand)} a step{or_none}"
         )
     blocks = min(fitting, demand.useful_blocks) if fixed is None else fixed
-    return Budget(total, weights, demand.activations, block_bytes, blocks, demand.block_size)
+    return Budget(total, weights, demand.activations, block_bytes, blocks, demand.block_size, demand.state)
+
+
+def _beside(demand: Demand) -> str:
+    return "the largest step and the state of sequences" if demand.state else "the largest step"
+
+
+def _fewer(demand: Demand) -> str:
+    return "tokens or sequences" if demand.state else "tokens"

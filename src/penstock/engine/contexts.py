@@ -20,6 +20,7 @@ from penstock.kv.store.segments import least_cap
 from penstock.memory.probe import copy_rate, matmul_rate
 from penstock.ops.policies import policy_of
 from penstock.sched.rules import Limits
+from penstock.worker.sizes import prefix_blocker
 
 _CHUNKS = 1024, 16384
 _MEASURE = 0.2
@@ -177,7 +178,7 @@ def long_room(
     if config.disk_kv_memory is not None:
         wanted, block = parse_size(config.disk_kv_memory) // ranks, layout.layers * record_bytes(layout)
         on_disk = _whole_blocks(wanted, block, "disk", size)
-        if keeps(config) and ranks == 1:
+        if keeps(config, spec) and ranks == 1:
             on_disk = min(on_disk, max(needed - room.blocks, 0))
             left = wanted - on_disk * block
             room = (
@@ -197,9 +198,10 @@ def long_room(
     return room
 
 
-def keeps(config: Config) -> bool:
+def keeps(config: Config, spec: ModelSpec) -> bool:
     """Tell whether blocks of KV are kept on the host, and on disk, for later requests."""
-    return config.prefix_cache and config.kv_store != "off" and config.host_kv_dtype == "auto"
+    asked = config.prefix_cache and config.kv_store != "off" and config.host_kv_dtype == "auto"
+    return asked and prefix_blocker(spec) is None
 
 
 def _whole_blocks(wanted: int, block: int, of: str, tokens: int) -> int:
@@ -247,6 +249,11 @@ def _policies(config: Config, spec: ModelSpec) -> Policies | None:
     if any(window is not None for window in spec.windows):
         raise ConfigError(
             "attention policies are for models without sliding windows; leave attention_policy and "
+            "prefill_policy full"
+        )
+    if len({layer.mixer.planes for layer in spec.stack}) > 1:
+        raise ConfigError(
+            "attention policies are for models whose layers all keep the same KV; leave attention_policy and "
             "prefill_policy full"
         )
     return Policies(rows, runs, config.missed_limit, config.sketch_bits, spec.heads)

@@ -16,7 +16,14 @@ from pathlib import Path
 
 from penstock.arch import bounds
 from penstock.arch.families import TensorNames
-from penstock.arch.layout import GroupKind, GroupLayout, KVLayout, group_layouts, kv_layout
+from penstock.arch.layout import (
+    GroupKind,
+    GroupLayout,
+    KVLayout,
+    group_layouts,
+    kv_layout,
+    state_layout,
+)
 from penstock.arch.shards import WHOLE
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.config import Config
@@ -293,7 +300,8 @@ def _plan(
     tokens = min(work.step_tokens, max(work.batch * work.context, BLOCK_SIZE))
     activations = usual_activations(spec, work.dtype, tokens, work.batch)
     activations = activations + FIXED if cuda else on_heap(activations, BUFFERS)
-    resident, far = sum(map(padded, layouts)) + activations, None
+    state = state_layout(spec, work.dtype).bytes(work.batch)
+    resident, far = sum(map(padded, layouts)) + activations + state, None
     if cuda and goes_to_host(blocks // work.batch * kv.block_bytes, machine.usable, resident):
         far = FarBytes(_ways(kv, machine, work), _far_kv(machine, work, blocks * kv.block_bytes))
     host = machine.host or 0

@@ -9,9 +9,8 @@ import torch
 from penstock.arch.spec import DTYPE_BYTES
 from penstock.base.errors import BudgetError
 from penstock.engine.budget import least_activations, on_heap
-from penstock.engine.parts import layer_kinds, make_carrier
+from penstock.engine.parts import layer_kinds, make_carrier, make_pool
 from penstock.engine.settling import Settled
-from penstock.kv.movement.pool import KVPool
 from penstock.memory.device import give_back, library_buffers, peak_of, shortage
 from penstock.ops.attention.attend import scratch_bytes
 from penstock.ops.attention.gathered import PAST_TILE
@@ -41,7 +40,7 @@ def activation_peak(settled: Settled, runner: Runner, device: torch.device) -> i
         carrier = make_carrier(replace(room, blocks=1, disk=None), device) if room else None
         try:
             blank = Blank(settled.layouts, device)
-            runner.attach(blank, KVPool(settled.kv, 1, device), carrier, early=settled.early)
+            runner.attach(blank, make_pool(settled, 1, device), carrier, early=settled.early)
             plan = largest_step(sizes, past=room.tile_tokens if room else PAST_TILE, cold=room is not None)
             peak = max(peak, _peak(device, partial(runner.run, plan, layers)))
         finally:
@@ -52,7 +51,10 @@ def activation_peak(settled: Settled, runner: Runner, device: torch.device) -> i
         give_back(device)
     # Long contexts take more for partial results of attention than the steps above, which are short.
     element = DTYPE_BYTES[settled.dtype]
-    beside = scratch_bytes(spec.heads, spec.kv_heads, spec.head_dim, element, limits.block_size, device)
+    beside = max(
+        scratch_bytes(one.heads, one.kv_heads, one.head_dim, element, limits.block_size, device)
+        for one in {layer.mixer for layer in spec.stack if layer.mixer.planes}
+    )
     return peak + beside if device.type == "cuda" else on_heap(peak, library_buffers(device))
 
 

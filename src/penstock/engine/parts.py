@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from penstock.arch.bounds import doubles_at
+from penstock.arch.layout import state_layout
 from penstock.arch.spec import LayerSpec, ModelSpec, RopeKind
 from penstock.base.trace import Trace
 from penstock.engine.contexts import LongRoom, keeps
@@ -16,7 +17,7 @@ from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.ledger.host import HostLedger
 from penstock.kv.movement.carrier import Carrier, Streams
-from penstock.kv.movement.pool import KVPool
+from penstock.kv.movement.pool import KVPool, StatePool
 from penstock.kv.store.blocks import BlockStore
 from penstock.memory.streams import streams_both_ways
 from penstock.models.decoder import Decoder
@@ -33,6 +34,7 @@ from penstock.worker.inputs import InputBuilder
 from penstock.worker.loaded import LoadedModel
 from penstock.worker.runner import Runner
 from penstock.worker.sampler import Sampler
+from penstock.worker.sizes import prefix_blocker
 from penstock.worker.structures import Guide
 from penstock.worker.tables import BlockTables
 
@@ -89,8 +91,17 @@ def blank_runner(
     short = replace(spec, stack=spec.stack[:layers])
     unsummed = Unsummed(collectives) if collectives else None
     runner = make_runner(replace(settled, spec=short, draft=None), device, unsummed)
-    runner.attach(Blank(settled.layouts, device), KVPool(settled.kv, 1, device), early=early)
+    runner.attach(Blank(settled.layouts, device), make_pool(settled, 1, device), early=early)
     return runner
+
+
+def make_pool(outline: Settled, blocks: int, device: torch.device) -> KVPool:
+    """Return a pool of so many KV blocks, and of the state of all sequences that may run, if there is any."""
+    state = None
+    if outline.spec.has_state:
+        layout = state_layout(outline.spec, outline.dtype, outline.shard)
+        state = StatePool(layout, outline.limits.max_sequences, device)
+    return KVPool(outline.kv, blocks, device, state)
 
 
 def layer_kinds(spec: ModelSpec, each: int = 1) -> tuple[int, ...]:
@@ -150,14 +161,16 @@ def make_scheduler(plan: BootPlan[LongRoom], root: bytes, store: BlockStore | No
     outline, config = plan.outline, plan.outline.settings
     rope, far, size = outline.spec.rope, outline.far, config.block_size
     prefixes = PrefixRule(
-        root, config.prefix_cache, rope.original_length if rope.kind is RopeKind.DYNAMIC else None
+        root,
+        config.prefix_cache and prefix_blocker(outline.spec) is None,
+        rope.original_length if rope.kind is RopeKind.DYNAMIC else None,
     )
     host = HostLedger(far.blocks + far.on_disk, far.on_disk, size) if far else None
     disk = None
     if store is not None:
         disk = DiskLedger(0 if store.read_only else store.capacity, store.keys(), size)
     kept: Store = "off"
-    if far and keeps(config):
+    if far and keeps(config, outline.spec):
         kept = "lazy" if config.kv_store == "lazy" else "eager"
     return Scheduler(
         BlockLedger(plan.budget.blocks),

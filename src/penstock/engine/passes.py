@@ -100,18 +100,18 @@ def pass_work(
 ) -> list[UseWork]:
     """The work of each use of a pass, in its order (`residency.pass_order`). A router's is also that of its
     experts, which are taken to be chosen evenly. `expert`: the layout of one, if the model has any."""
-    return [_use(spec, DTYPE_BYTES[dtype], every, index, expert, step) for index in range(len(every))]
+    return [_use(spec, dtype, every, index, expert, step) for index in range(len(every))]
 
 
 def _use(
     spec: ModelSpec,
-    element: int,
+    dtype: str,
     every: Sequence[GroupLayout],
     index: int,
     expert: GroupLayout | None,
     step: Step,
 ) -> UseWork:
-    layout, layer = every[index], every[index].id.layer
+    layout, layer, element = every[index], every[index].id.layer, DTYPE_BYTES[dtype]
     if index == 0:
         return UseWork(weights=bounds.embedding_bytes_read(spec, layout, step.tokens))
     if index == len(every) - 1:
@@ -130,7 +130,7 @@ def _use(
             layers=layers,
             moe_layers=moe_layers,
             weights=layout.size,
-            kv=step.kv(layer),
+            kv=step.kv(layer) + step.rows * bounds.state_bytes_moved(spec, dtype, layer),
             activations=element * moved * tokens,
             products=products,
             attention=attention,

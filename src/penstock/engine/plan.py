@@ -12,7 +12,7 @@ from math import ceil
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from penstock.arch.layout import GroupKind, GroupLayout, KVLayout
+from penstock.arch.layout import GroupKind, GroupLayout, KVLayout, state_layout
 from penstock.arch.shards import Shard
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.config import Config
@@ -20,6 +20,7 @@ from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
 from penstock.base.units import format_size, parse_size
 from penstock.engine.budget import GROWTH, Budget, Demand, cpu_ring, divide, weights_room
+from penstock.engine.draft import DraftModel
 from penstock.sched.rules import Limits
 from penstock.weights.streaming import residency
 from penstock.weights.streaming.residency import ExpertRoom, Placement, Use, padded, solve, solve_model
@@ -91,38 +92,6 @@ class Rest(IntEnum):
     EXPERTS = 1
     """All experts, if there are any."""
     ALL = 2
-
-
-@dataclass(frozen=True, slots=True)
-class DraftModel:
-    """Holds what a plan needs to know of a draft model: a smaller one in the same engine, with the same
-    vocabulary.
-
-    All of its weights rest on the device: a draft that streams would cost what it is to save. A KV block has
-    the same number in its pool as in the target's, so the budget counts one block of both as one. Its KV
-    never leaves the device.
-
-    spec: of the whole model. layouts, kv: of this rank's part.
-    """
-
-    spec: ModelSpec
-    dtype: str
-    layouts: Sequence[GroupLayout]
-    kv: KVLayout
-
-    @property
-    def weights(self) -> int:
-        """Return the bytes that its weights take on the device."""
-        return sum(map(padded, self.layouts))
-
-
-def check_vocabularies(target: ModelSpec, draft: ModelSpec) -> None:
-    """Raise ConfigError if the tokens of a draft model are not the target's."""
-    if draft.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"a draft model with {draft.vocab_size:,} tokens was asked for, but the model has "
-            f"{target.vocab_size:,}, and drafts are made of its tokens; give one with the same vocabulary"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +186,7 @@ class Outline(Generic[Far]):
             fixed_blocks=self.settings.kv_blocks,
             length=None if self.far else self.settings.max_length,
             draft_weights=self.draft.weights if self.draft else 0,
+            state=state_layout(self.spec, self.dtype, self.shard).bytes(self.limits.max_sequences),
         )
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from penstock.arch.layout import group_layouts, kv_layout
+from penstock.arch.layout import group_layouts, kv_layout, state_layout
 from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
@@ -12,12 +12,11 @@ from penstock.base.errors import BudgetError
 from penstock.base.units import format_size
 from penstock.engine.budget import on_heap, usual_activations
 from penstock.engine.contexts import LongRoom, long_room, measured_chunk
+from penstock.engine.draft import DraftModel, check_draft
 from penstock.engine.hardware import read_hardware
 from penstock.engine.placing import Model, Say
 from penstock.engine.plan import (
-    DraftModel,
     Outline,
-    check_vocabularies,
     device_room,
     dtype_of,
     host_room,
@@ -73,7 +72,7 @@ def settle(
         )
     kv = kv_layout(spec, dtype, config.block_size, shard)
     activations = usual_activations(spec, dtype, limits.max_step_tokens, limits.max_sequences)
-    resident = sum(map(padded, layouts))
+    resident = sum(map(padded, layouts)) + state_layout(spec, dtype, shard).bytes(limits.max_sequences)
     resident += activations if hardware.cuda else on_heap(activations, library_buffers(device))
     if draft:
         resident += draft.weights + -(-limits.max_length // limits.block_size) * draft.kv.block_bytes
@@ -90,7 +89,7 @@ def settle(
 
 
 def _draft(config: Config, target: Model, model: Model, device: torch.device, shard: Shard) -> DraftModel:
-    check_vocabularies(target.spec, model.spec)
+    check_draft(target.spec, model.spec)
     spec, dtype = model.spec, choose_dtype(config, model, device)
     if isinstance(model, Checkpoint):
         model.verify(group_layouts(spec, model.names, dtype))

@@ -16,6 +16,7 @@ from penstock.models.inputs import ColdCache, Collectives, LayerCaches, StepInpu
 from penstock.models.mixers import FORWARD, Mixing
 from penstock.models.moe import mixture
 from penstock.models.residual import Residual
+from penstock.ops.activation import soft_cap
 from penstock.ops.linear import add_linear, gated, linear
 from penstock.ops.matrix import Matrix
 from penstock.ops.norm import rms_norm
@@ -73,6 +74,8 @@ class Decoder:
         embedding = weights.take(EMBEDDING)
         rows = self._embed(inputs.tokens, embedding.matrices["embedding"].tensor)
         weights.release(EMBEDDING)
+        if self.spec.embedding_scale != 1.0:
+            rows.mul_(self.spec.embedding_scale)
         residual = Residual(rows, self.spec.norm_eps, self._collectives)
         for layer in range(self.spec.layers) if layers is None else layers:
             spec = self._local.stack[layer]
@@ -106,12 +109,14 @@ class Decoder:
             group, matrix = EMBEDDING, weights.take(EMBEDDING).matrices["embedding"]
         else:
             group, matrix = HEAD, norm.matrices["output"]
-        collectives = self._collectives
+        collectives, scale, cap = self._collectives, self.spec.logits_scale, self.spec.logits_cap
 
         def logits(rows: slice, out: Tensor | None = None) -> Tensor:
+            found = linear(normed[rows], matrix, out=out if collectives is None else None)
+            found = soft_cap(found if scale == 1.0 else found.mul_(scale), cap)
             if collectives is None:
-                return linear(normed[rows], matrix, out=out)
-            gathered = collectives.gather(linear(normed[rows], matrix))
+                return found
+            gathered = collectives.gather(found)
             return gathered if out is None else out.copy_(gathered)
 
         yield logits
@@ -143,33 +148,35 @@ class Decoder:
         if mixing.wanted is not None:
             residual.keep(mixing.wanted)
         bias, after = w.vectors.get("out_bias"), w.vectors.get("norm_after")
-        if mixing.wanted is None and residual.takes_products(bias, after):
+        if mixing.wanted is None and residual.takes_products(spec.scale, bias, after):
             add_linear(seen, w.matrices["out"], residual.x)
         elif len(seen):
-            residual.add(linear(seen, w.matrices["out"], bias), after)
+            residual.add(linear(seen, w.matrices["out"], bias), after, spec.scale)
         weights.release(group)
 
     def _feed_forward(self, layer: int, spec: LayerSpec, residual: Residual, weights: Weights) -> None:
         if isinstance(spec.feed_forward, MoeSpec):
-            self._mixture(layer, spec.feed_forward, residual, weights)
+            self._mixture(layer, spec, spec.feed_forward, residual, weights)
             return
         group = GroupId(GroupKind.FFN, layer)
         w = weights.take(group)
         x, gate_up, down = residual.normed(w.vectors.get("norm")), w.matrices["gate_up"], w.matrices["down"]
         bias, after = w.vectors.get("down_bias"), w.vectors.get("norm_after")
-        onto = residual.x if residual.takes_products(bias, after) else None
+        onto = residual.x if residual.takes_products(spec.scale, bias, after) else None
         out = _mlp(x, gate_up, w.vectors.get("gate_up_bias"), down, bias, onto)
         if out is not None:
-            residual.add(out, after)
+            residual.add(out, after, spec.scale)
         weights.release(group)
 
-    def _mixture(self, layer: int, moe: MoeSpec, residual: Residual, weights: Weights) -> None:
+    def _mixture(
+        self, layer: int, spec: LayerSpec, moe: MoeSpec, residual: Residual, weights: Weights
+    ) -> None:
         group = GroupId(GroupKind.ROUTER, layer)
         w = weights.take(group)
         x, after = residual.normed(w.vectors.get("norm")), w.vectors.get("norm_after")
         scores = linear(x, w.matrices["router"])
         weights.release(group)
-        residual.add(mixture(x, scores, moe, layer, weights, self.spec.format), after)
+        residual.add(mixture(x, scores, moe, layer, weights, self.spec.format), after, spec.scale)
 
 
 def _mlp(

@@ -13,13 +13,36 @@ from penstock.ops.matrix import GroupViews
 
 
 @dataclass(frozen=True, slots=True)
+class StateRun:
+    """A StateRun is a chunk: tokens [first, first + count) of a step, of the sequence with its state in
+    `row`."""
+
+    first: int
+    count: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateInputs:
+    """StateInputs say which rows hold the states of a step's sequences. Each row is there once, to be read
+    and written once a layer.
+
+    singles: int64 `[singles]`, rows of the step's first tokens, each the next of another sequence.
+    runs: the tokens behind them.
+    """
+
+    singles: Tensor
+    runs: tuple[StateRun, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """One step on the device. tokens int64 `[tokens]`; cos, sin float32 `[tokens, dim / 2]`; wanted int64
     `[rows]`: positions whose hidden state leaves the pass.
 
     last: what the wanted positions attend to, as rows, all being in pages and each the newest of its
     sequence; for the last layer, of which nobody reads the others. None where they are not, or are most of
-    the step.
+    the step. state: of a model that has any.
     """
 
     tokens: Tensor
@@ -28,6 +51,7 @@ class StepInputs:
     attention: AttentionInputs
     wanted: Tensor | None
     last: AttentionInputs | None = None
+    state: StateInputs | None = None
 
 
 class Weights(Protocol):
@@ -82,4 +106,5 @@ class ColdCache(Tiles, Protocol):
 
 
 LayerCaches = Sequence[tuple[Tensor, ...]]
-"""The planes of every layer, each a strided view `[blocks, block_size, heads, width]`."""
+"""The planes of every layer, each a strided view `[blocks, block_size, heads, width]`, and behind them its
+arrays of state, each a strided view `[rows, *shape]`."""

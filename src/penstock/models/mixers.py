@@ -32,9 +32,13 @@ class Mixing:
 
 
 class Forward(Protocol):
-    """Computes a mixer of its type: writes the planes of all tokens to the cache and to `mixing.cold`, and
-    returns `[rows, output_size]` of the wanted positions. x `[tokens, hidden]`; cache: the layer's planes in
-    pages."""
+    """Computes a mixer of its type: writes the planes of all tokens to the cache and to `mixing.cold`, takes
+    each state that `mixing.inputs.state` names on by its tokens, and returns `[rows, output_size]` of the
+    wanted positions.
+
+    x: `[tokens, hidden]`.
+    cache: the layer's planes in pages, then its arrays of state, `[rows, *shape]`.
+    """
 
     def __call__(
         self, mixer: "Mixer", x: Tensor, weights: GroupViews, cache: tuple[Tensor, ...], mixing: Mixing
@@ -65,7 +69,8 @@ def attention(
 
 def scores_of(mixer: Attention) -> LayerAttention:
     """Return what a layer does with the scores of its queries."""
-    return LayerAttention(mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale, mixer.window)
+    scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
+    return LayerAttention(scale, mixer.window, cap=mixer.cap)
 
 
 FORWARD: dict[type[Mixer], Forward] = {Attention: attention}

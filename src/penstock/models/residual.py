@@ -36,21 +36,24 @@ class Residual:
             return self._collectives.add_rms_norm(part, self.x, weight, self._eps)
         return add_rms_norm(part, self.x, weight, self._eps)
 
-    def add(self, part: Tensor, norm_after: Tensor | None = None) -> None:
-        """Take a block's output, a rank's part of it, to be added; `norm_after`: when the whole has been
-        normalised."""
+    def add(self, part: Tensor, norm_after: Tensor | None = None, scale: float = 1.0) -> None:
+        """Take a block's output, a rank's part of it, to be added.
+
+        norm_after: weight by which the whole is normalised first, if there is one.
+        scale: factor of what is added.
+        """
         if norm_after is None:
-            self._part = part
+            self._part = part if scale == 1.0 else part.mul_(scale)
             return
         if self._collectives is not None:
             self._collectives.all_reduce(part)
-        self.x.add_(rms_norm(part, norm_after, self._eps))
+        self.x.add_(rms_norm(part, norm_after, self._eps), alpha=scale)
 
-    def takes_products(self, *vectors: Tensor | None) -> bool:
-        """Tell whether a block's last product is best added to `x` by itself: not where a bias or a norm,
-        which are `vectors`, comes after it."""
+    def takes_products(self, scale: float, *vectors: Tensor | None) -> bool:
+        """Tell whether a block's last product is best added to `x` by itself: not where a scale, or a bias or
+        a norm, which are `vectors`, comes after it."""
         alone = self._collectives is None and self.x.is_cuda and len(self.x) > _MANY_ROWS
-        return alone and all(vector is None for vector in vectors)
+        return alone and scale == 1.0 and all(vector is None for vector in vectors)
 
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows alone, int64 `[rows]`; nothing is waiting to be added."""

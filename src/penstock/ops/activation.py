@@ -1,4 +1,5 @@
-"""The gate of a feed-forward: SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
+"""The gate of a feed-forward, SwiGLU (Shazeer 2020, arXiv 2002.05202), and the soft cap of scores and logits
+(Gemma Team 2024, arXiv 2408.00118)."""
 
 import torch
 from torch import Tensor
@@ -20,3 +21,8 @@ def silu_mul_into(gate_up: Tensor, out: Tensor) -> Tensor:
     """Write `silu_mul` of gate_up to `out` `[tokens, inner]`, and return that; gate_up is overwritten."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.mul(F.silu(gate, inplace=True), up, out=out)
+
+
+def soft_cap(x: Tensor, cap: float | None) -> Tensor:
+    """Return `cap * tanh(x / cap)`, between -cap and cap, in the place of x; x itself without a cap."""
+    return x if cap is None else x.div_(cap).tanh_().mul_(cap)

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.ops.activation import soft_cap
+
 _ROUNDING = {"highest": 2.0**-23, "high": 2.0**-10, "medium": 2.0**-7}
 """Relative rounding step of float32 products, by torch's setting: bounds are widened by what the arithmetic
 may have lost."""
@@ -122,14 +124,16 @@ def _sketch(keys: Tensor, layout: SketchLayout) -> Tensor:
     return found
 
 
-def scores(q: Tensor, sketches: Tensor, layout: SketchLayout) -> Scores:
+def scores(q: Tensor, sketches: Tensor, layout: SketchLayout, cap: float | None = None) -> Scores:
     """Score queries with the blocks of these sketches.
 
     q: scaled queries, float32 `[queries, heads, dim]`.
     sketches: uint8 `[blocks, bytes]`.
+    cap: soft cap of each score. It rises with the score and nowhere faster, so that a bound of a score,
+        capped, bounds the capped score.
     """
     unpacked = _Unpacked(sketches, layout)
-    pieces = [_scores(piece, unpacked, layout) for piece in torch.split(q, _QUERIES)]
+    pieces = [_scores(piece, unpacked, layout, cap) for piece in torch.split(q, _QUERIES)]
     return Scores(torch.cat([piece.upper for piece in pieces]), torch.cat([piece.likely for piece in pieces]))
 
 
@@ -158,7 +162,7 @@ class _Unpacked:
                 )
 
 
-def _scores(q: Tensor, keys: _Unpacked, layout: SketchLayout) -> Scores:
+def _scores(q: Tensor, keys: _Unpacked, layout: SketchLayout, cap: float | None) -> Scores:
     kv_heads, dim, size, low, high = layout.kv_heads, layout.dim, layout.block_size, keys.low, keys.high
     queries, heads, _ = q.shape
     blocks, group = low.shape[2], heads // kv_heads
@@ -170,7 +174,9 @@ def _scores(q: Tensor, keys: _Unpacked, layout: SketchLayout) -> Scores:
     slack = (
         4 * (dim + 16) * rounding * (reach @ torch.maximum(low.abs(), high.abs())) + (size + 16) * rounding
     )
-    upper = q @ middle + swing + slack + math.log(size)
+    if cap is not None:
+        slack += 16 * rounding * cap  # Of the caps themselves, here and where keys are read.
+    upper = soft_cap(q @ middle + swing, cap) + slack + math.log(size)
     likely = upper
     if keys.codes:
         levels = 2**layout.bits - 1
@@ -185,8 +191,9 @@ def _scores(q: Tensor, keys: _Unpacked, layout: SketchLayout) -> Scores:
         half_steps = (swing / levels).permute(2, 0, 1)[..., None]
         length = q.norm(dim=2)[None, :, :, None] * (1 + (dim + 4) * rounding)
         apart = torch.fmin(length * keys.lengths.float(), half_steps)  # 0 times infinity is no number
-        likely = known.logsumexp(3).permute(1, 2, 0)
-        upper = torch.minimum(upper, known.add_(apart).logsumexp(3).permute(1, 2, 0) + slack)
+        highest = soft_cap(apart.add_(known), cap)
+        likely = soft_cap(known, cap).logsumexp(3).permute(1, 2, 0)
+        upper = torch.minimum(upper, highest.logsumexp(3).permute(1, 2, 0) + slack)
 
     def by_query(x: Tensor) -> Tensor:
         return x.reshape(kv_heads, queries, group, blocks).permute(1, 0, 2, 3).reshape(queries, heads, blocks)

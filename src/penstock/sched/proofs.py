@@ -57,6 +57,7 @@ def prove_plan(
 
     ahead: how many leading host blocks of requests a step under way fills.
     """
+    admitted = {admission.row for admission in plan.admissions}
     sources = {order.target: order.source for order in plan.orders}
     assert len(sources) == len(plan.orders), "two orders go to one block"
     leaving = set(sources.values())
@@ -64,6 +65,9 @@ def prove_plan(
     for share in plan.shares:
         request = by_row[share.row]
         name, kv, blocks = f"request {request.id}", request.kv, request.kv.host
+        assert share.row not in admitted or request.share_prefix or not share.start, (
+            f"{name} shares no prefix, and does not begin at its first token"
+        )
         assert share.cold_stop == len(blocks) * size == kv.host_table_length * size, (
             f"{name} has a wrong table of host blocks"
         )

@@ -15,7 +15,8 @@ depend on where weights rest, and the host has the time.
 A pass over weights that stream is recorded in pieces, between what is taken and what is released; a group
 lies at the same address in every pass. Whatever a pass must wait for on the host, such as which experts a
 router has chosen where these stream, cannot be recorded: `graph_blocker`. Experts that all rest on the device
-are found by a table, which lies where it lay when the step was recorded.
+are found by a table, which lies where it lay when the step was recorded. Rows of state are named by the same
+row numbers, and that of padding is nobody's; those of sequences that begin are cleared before a replay.
 """
 
 import gc
@@ -37,7 +38,7 @@ from penstock.base.garbage import no_collection
 from penstock.kv.movement.pool import KVPool
 from penstock.memory.device import give_back
 from penstock.models.decoder import Decoder
-from penstock.models.inputs import StepInputs, Weights
+from penstock.models.inputs import StateInputs, StepInputs, Weights
 from penstock.ops.attention.inputs import AttentionInputs, PlacedRun, Rows
 from penstock.ops.kernels import counting, pdl_launches
 from penstock.ops.matrix import GroupViews
@@ -154,7 +155,8 @@ class DecodeStep:
         given, placed = self._place(count)
         rows = Rows(count, placed.table, placed.lengths, self._max_length, (), self._arrivals)
         attention = AttentionInputs(placed.blocks, placed.offsets, placed.slots, rows, ())
-        inputs = StepInputs(placed.tokens, placed.cos, placed.sin, attention, None)
+        state = StateInputs(given[0].long(), ()) if self._pool.state is not None else None
+        inputs = StepInputs(placed.tokens, placed.cos, placed.sin, attention, None, state=state)
         self._finish(self._decoder.forward(weights, self._pool.layers, inputs), given[0], weights)
 
     def compute_run(self, count: int, weights: Weights) -> None:

@@ -14,7 +14,7 @@ from penstock.kv.movement.carrier import Send
 from penstock.kv.movement.chosen import Reader
 from penstock.kv.movement.tiles import Tile
 from penstock.memory.device import send
-from penstock.models.inputs import StepInputs
+from penstock.models.inputs import StateInputs, StateRun, StepInputs
 from penstock.ops.attention.attend import reads_pages
 from penstock.ops.attention.gathered import PAST_TILE
 from penstock.ops.attention.inputs import (
@@ -76,6 +76,7 @@ class InputBuilder:
         self._angles = RotaryAngles(spec.rope, device)
         self._dynamic = spec.rope.kind is RopeKind.DYNAMIC
         self._windows = tuple(dict.fromkeys(spec.windows))
+        self._has_state = spec.has_state
         self.tables = tables
         self._table, self._cold = tables.pages, tables.cold
         self._tile_blocks = max(tile_tokens // block_size, 1)
@@ -157,6 +158,7 @@ class InputBuilder:
             attention,
             self._send(np.array(wanted, dtype=np.int64)),
             last,
+            self._state(shares, first, len(singles)) if self._has_state else None,
         )
         return StepTensors(inputs, samples, reported, tiling.tiles, sends, readers)
 
@@ -172,6 +174,19 @@ class InputBuilder:
             rows = np.array([shares[index].row for index in unknown], dtype=np.int64)
             sent[self._send(first[unknown])] = newest[self._send(rows)]
         return sent
+
+    def _state(self, shares: Sequence[Share], first: Ints, singles: int) -> StateInputs:
+        """A sequence's state is in its row."""
+        assert all(share.kind is not ShareKind.VERIFY for share in shares), (
+            "a draft for a model with state: what is rejected of it could not be taken back"
+        )
+        runs = tuple(
+            StateRun(int(at), len(share.tokens), share.row)
+            for at, share in zip(first[singles:], shares[singles:], strict=True)
+        )
+        return StateInputs(
+            self._send(np.array([share.row for share in shares[:singles]], dtype=np.int64)), runs
+        )
 
     def _chooses(self, share: Share) -> bool:
         return self._choosing[share.kind is not ShareKind.DECODE]

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.base.errors import StepMemoryError
 from penstock.kv.movement.carrier import Carrier
 from penstock.kv.movement.pool import KVPool
-from penstock.memory.device import Heap, give_back, lift_cap, shortage
+from penstock.memory.device import Heap, give_back, lift_cap, send, shortage
 from penstock.models.inputs import Weights
 from penstock.ops.attention.gathered import PAST_TILE
 from penstock.ops.kernels import counting, pdl_launches, plain_torch
@@ -221,6 +222,9 @@ class Runner:
         """Return what the step draws, if anything, and the log-probabilities of prompts, share by share."""
         model = self.models[plan.model]
         inputs, graphs = model.inputs, model.graphs
+        state = model.pool.state if model.pool is not None else None
+        if state is not None and (begun := [share.row for share in plan.shares if not share.start]):
+            state.clear(send(np.array(begun, dtype=np.int64), self._device))
         if graphs is not None and graphs.fits(plan):
             inputs.tables.note(plan)
             if plan.runs:
@@ -270,8 +274,11 @@ class Runner:
         spec, cold = model.decoder.spec, step.inputs.attention.cold
         through = range(spec.layers) if layers is None else layers
         every = range(len(step.tiles))
-        windows = spec.windows
-        seen = [cold.seen.get(windows[layer], every) if cold else every for layer in through]
+        windows, kept = spec.windows, model.pool.layout.planes
+        seen = [
+            (cold.seen.get(windows[layer], every) if cold else every) if kept[layer] else ()
+            for layer in through
+        ]
         model.carrier.begin(plan.orders, model.pool, step.sends, step.tiles, through, seen, step.readers)
 
 

@@ -1,5 +1,5 @@
-"""Sizes of steps, and which of them are recorded as CUDA graphs: plain arithmetic, for those who record and
-for those who plan."""
+"""Sizes of steps, and what a model keeps from being recorded as CUDA graphs or shared: plain arithmetic, for
+those who record and for those who plan."""
 
 from dataclasses import dataclass
 
@@ -41,6 +41,11 @@ def graph_blocker(spec: ModelSpec, *, cuda: bool, kernels: bool, experts_rest: b
     return None
 
 
+def prefix_blocker(spec: ModelSpec) -> str | None:
+    """Return why KV of equal prefixes cannot be shared, nor kept for later, or None if it can."""
+    return "a layer keeps state of a sequence, which is not in KV blocks" if spec.has_state else None
+
+
 def row_counts(most: int) -> tuple[int, ...]:
     """Return the numbers of rows for which steps are recorded, the largest first: each at most half as large
     again as the next, later a quarter."""
@@ -54,9 +59,12 @@ def row_counts(most: int) -> tuple[int, ...]:
 
 def run_counts(spec: ModelSpec, most: int) -> tuple[int, ...]:
     """Return the numbers of tokens for which runs are recorded, the largest first, of steps of at most so
-    many. There are none of a mixture: padding would choose experts, which may stream, and bits must not
-    depend on that."""
-    return tuple(count for count in _RUNS if count <= most) if spec.moe is None else ()
+    many.
+
+    There are none of a mixture: padding would choose experts, which may stream, and bits must not depend on
+    that. There are none of a model with state either: padding would become part of it.
+    """
+    return () if spec.moe is not None or spec.has_state else tuple(count for count in _RUNS if count <= most)
 
 
 def graph_bytes(spec: ModelSpec, dtype: str, rows: int, tokens: int) -> int:

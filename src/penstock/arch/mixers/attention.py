@@ -18,6 +18,8 @@ class Attention(Mixer):
     """Whether each head of queries and keys is normalised (RMS) before positions are applied."""
     scale: float | None = None
     """What scores are multiplied with; None is `head_dim ** -0.5`."""
+    cap: float | None = None
+    """Soft cap c of scaled scores s, which become c * tanh(s / c); None is no cap."""
 
     @property
     def output_size(self) -> int:

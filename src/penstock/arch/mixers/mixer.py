@@ -1,5 +1,5 @@
-"""What a layer mixes tokens with: its weights, the planes of its KV page, its cost, and its part on one of
-several ranks.
+"""What a layer mixes tokens with: its weights, the planes of its KV page, its state, its cost, and its part
+on one of several ranks.
 
 A mixer is a frozen value without torch. What it computes is in `penstock.models.mixers`, by its type.
 """
@@ -30,6 +30,17 @@ class Plane:
         return self.heads * self.width
 
 
+@dataclass(frozen=True, slots=True)
+class StateArray:
+    """One array of a layer's state: numbers of `shape` for a sequence, however long it is, such as the matrix
+    of a gated delta net or the tail of a short convolution. It is zeros where a sequence begins."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str | None = None
+    """The dtype is the arithmetic's if none is named."""
+
+
 @dataclass(frozen=True)
 class Mixer:
     """How the tokens of a layer see each other. Queries are `[tokens, heads, head_dim]`; `heads // kv_heads`
@@ -57,6 +68,11 @@ class Mixer:
         raise NotImplementedError
 
     @property
+    def state(self) -> tuple[StateArray, ...]:
+        """The layer keeps this of every sequence, whatever its length; nothing by default."""
+        return ()
+
+    @property
     def projected_size(self) -> int:
         """Numbers of a token that are there between the projections: its queries, and what is kept of it."""
         return self.query_size + sum(plane.numbers for plane in self.planes)
@@ -65,6 +81,11 @@ class Mixer:
     def pair_operations(self) -> float:
         """Floating-point operations for each pair of a query token and a token that it sees."""
         return 2 * (self.query_size + self.output_size)
+
+    @property
+    def state_operations(self) -> float:
+        """Floating-point operations of each token with its sequence's state; none by default."""
+        return 0.0
 
     def kept_operations(self, hidden: int) -> float:
         """Return the operations that make the planes of one token of its hidden state, and nothing else."""

@@ -20,6 +20,7 @@ from penstock.kv.movement.transfers import Transfers
 from penstock.kv.store.blocks import BlockStore
 from penstock.kv.store.diskpool import DiskPool, record_bytes
 from penstock.memory.streams import Stream, Ticket, more_streams
+from penstock.ops.attention.inputs import LayerAttention
 from penstock.step.plan import HostBlockId, Order
 
 AHEAD, BEHIND = 6, 3
@@ -186,10 +187,12 @@ class Carrier:
     def release(self) -> None:
         self.ring.release()
 
-    def choose(self, reader: int, q: Tensor, lse: Tensor, scale: float) -> Iterator[tuple[Tensor, ...]]:
+    def choose(
+        self, reader: int, q: Tensor, lse: Tensor, layer: LayerAttention
+    ) -> Iterator[tuple[Tensor, ...]]:
         """What a policy chooses for a reader of the layer that was sent last, tile after tile."""
         assert self.chosen is not None, "a reader, and no policy"
-        return self.chosen.choose(self._layer, reader, q, lse, scale)
+        return self.chosen.choose(self._layer, reader, q, lse, layer)
 
     @property
     def copied_bytes(self) -> int:

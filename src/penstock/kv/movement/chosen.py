@@ -31,6 +31,7 @@ from penstock.kv.movement.pool import plane_views
 from penstock.kv.movement.tiles import Tile, TileRing, as_rested
 from penstock.memory.arena import Arena, pinned_if_possible
 from penstock.memory.streams import Stream, Ticket
+from penstock.ops.attention.inputs import LayerAttention
 from penstock.ops.policies import Past, Policy
 from penstock.ops.sketch import Scores, SketchLayout, scores, sketch
 from penstock.step.plan import HostBlockId
@@ -125,12 +126,12 @@ class Chosen:
         self._keep(sketches)
 
     def choose(
-        self, layer: int, reader: int, q: Tensor, lse: Tensor, scale: float
+        self, layer: int, reader: int, q: Tensor, lse: Tensor, attention: LayerAttention
     ) -> Iterator[tuple[Tensor, ...]]:
         """Lends tile after tile, K and V `[keys, kv_heads, head_dim]`, each until the next is asked for.
 
         q: the reader's queries `[queries, heads, dim]`. lse: of all that they have seen, `[queries, heads]`,
-        kept up to date by the caller.
+        kept up to date by the caller. attention: the scale and the cap of scores.
         """
         who, limit = self._readers[reader], self._policies.limit
         count, missed = len(who.blocks), self.missed
@@ -139,13 +140,13 @@ class Chosen:
         some = (
             slice(None) if len(q) <= SAMPLE else torch.linspace(0, len(q) - 1, SAMPLE, device=q.device).long()
         )
-        asked = q[some].float() * scale
+        asked = q[some].float() * attention.scale
         past = Past(
             count,
             self._layout.block_size,
             who.start,
             who.start + len(q),
-            lambda: self._scores(layer, who.blocks, asked),
+            lambda: self._scores(layer, who.blocks, asked, attention.cap),
         )
         choice = policy(layer, past)
         chosen = np.arange(count) if choice is None else choice.keep.cpu().numpy().nonzero()[0]
@@ -159,7 +160,7 @@ class Chosen:
         if limit is not None and len(asked) < len(q):
             some, choice = (
                 slice(None),
-                replace(choice, skipped=self._skipped(layer, who.blocks, q, scale, choice.keep)),
+                replace(choice, skipped=self._skipped(layer, who.blocks, q, attention, choice.keep)),
             )
         shares = choice.missed(lse[some])
         most, mean = torch.stack((shares.max(), shares.mean())).tolist()
@@ -194,13 +195,13 @@ class Chosen:
         """Of keys `[blocks, block_size, kv_heads, head_dim]`: uint8 `[blocks, bytes]`."""
         return sketch(as_rested(keys) if self._layout.rounded_from else keys, self._sketch)
 
-    def _scores(self, layer: int, blocks: NDArray[np.int32], q: Tensor) -> Scores:
+    def _scores(self, layer: int, blocks: NDArray[np.int32], q: Tensor, cap: float | None) -> Scores:
         """Of scaled queries, float32 `[queries, heads, dim]`, with all blocks."""
-        found = [scores(q, sketches, self._sketch) for _, sketches in self._pieces(layer, blocks)]
+        found = [scores(q, sketches, self._sketch, cap) for _, sketches in self._pieces(layer, blocks)]
         return Scores(torch.cat([one.upper for one in found], 2), torch.cat([one.likely for one in found], 2))
 
     def _skipped(
-        self, layer: int, blocks: NDArray[np.int32], q: Tensor, scale: float, keep: Tensor
+        self, layer: int, blocks: NDArray[np.int32], q: Tensor, attention: LayerAttention, keep: Tensor
     ) -> Tensor:
         """What `Choice.skipped` is, of all queries of a run: piece by piece, since their scores with all
         blocks are too many to be held."""
@@ -208,9 +209,9 @@ class Chosen:
         for part, sketches in self._pieces(layer, blocks):
             for first in range(0, len(q), SAMPLE):
                 some = slice(first, first + SAMPLE)
-                upper = scores(q[some].float() * scale, sketches, self._sketch).upper.masked_fill_(
-                    keep[part], -torch.inf
-                )
+                asked = q[some].float() * attention.scale
+                found = scores(asked, sketches, self._sketch, attention.cap)
+                upper = found.upper.masked_fill_(keep[part], -torch.inf)
                 skipped[some] = torch.logaddexp(skipped[some], upper.logsumexp(2))
         return skipped
 

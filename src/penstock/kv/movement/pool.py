@@ -1,11 +1,12 @@
-"""The device's KV blocks: one allocation, and every layer's view of it."""
+"""The device's KV blocks, and its rows of state: an allocation of each, and every layer's views of them."""
 
 from collections.abc import Iterator, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
-from penstock.arch.layout import KVLayout, PlaneLayout
+from penstock.arch.layout import KVLayout, PlaneLayout, StateLayout
 from penstock.step.plan import BlockId
 
 
@@ -13,8 +14,11 @@ class KVPool:
     """`blocks` blocks of KVLayout's shape. Contents mean only what the ledger says; nothing here is cleared
     or checked."""
 
-    def __init__(self, layout: KVLayout, blocks: int, device: torch.device) -> None:
-        self.layout = layout
+    def __init__(
+        self, layout: KVLayout, blocks: int, device: torch.device, state: "StatePool | None" = None
+    ) -> None:
+        """Allocate the blocks, and take over the state of the same layers, if there is any."""
+        self.layout, self.state = layout, state
         self.blocks = blocks
         # On a CPU untouched pages take no memory; they are filled as blocks are first used.
         self.bytes = torch.empty(blocks * layout.block_bytes, dtype=torch.uint8, device=device)
@@ -26,11 +30,40 @@ class KVPool:
                 layout.placed, layout.layer_offsets, layout.layer_sizes, strict=True
             )
         ]
-        """The planes of each layer: strided views `[blocks, block_size, heads, width]`."""
+        """The planes of each layer, strided views `[blocks, block_size, heads, width]`; then its arrays of
+        state, strided views `[rows, *shape]`."""
+        if state is not None:
+            self.layers = [planes + arrays for planes, arrays in zip(self.layers, state.layers, strict=True)]
 
     def block(self, id: BlockId) -> Tensor:
         """All layers of a block: uint8 `[block_bytes]`."""
         return self._blocks[id]
+
+
+class StatePool:
+    """Rows of StateLayout's shape: one for each row of the scheduler, and a last one for padding.
+
+    Why this is safe. A row is its request's from the admission on, and only steps that have a share of that
+    request read or write it. Steps are carried out in the order of their plans: what a step writes of a
+    request that has ended meanwhile lies before the step that clears the row for the next.
+    """
+
+    def __init__(self, layout: StateLayout, sequences: int, device: torch.device) -> None:
+        rows = sequences + 1
+        self._rows = torch.zeros(rows, layout.row_bytes, dtype=torch.uint8, device=device)
+        self.layers: list[tuple[Tensor, ...]] = []
+        """The arrays of each layer: strided views `[rows, *shape]`."""
+        for placed in layout.placed:
+            views = []
+            for offset, array in placed:
+                kind: torch.dtype = getattr(torch, layout.dtype_of(array))
+                size = prod(array.shape) * kind.itemsize
+                views.append(self._rows[:, offset : offset + size].view(kind).view(rows, *array.shape))
+            self.layers.append(tuple(views))
+
+    def clear(self, rows: Tensor) -> None:
+        """Make zeros of rows, int64 `[rows]`: the state of sequences that begin."""
+        self._rows.index_fill_(0, rows, 0)
 
 
 def plane_views(rows: Tensor, placed: Sequence[PlaneLayout], block_size: int) -> Iterator[Tensor]:

@@ -457,13 +457,15 @@ def _each_layer(layout: KVLayout, slot: Tensor, capacity: int) -> list[tuple[Ten
 
 
 def _alike(layout: KVLayout, room: int) -> Iterator[range]:
-    """Cut the layers of a block into runs of equal ones, each of at most `room` bytes."""
+    """Cut the layers of a block that keep something into runs of equal ones, each of at most `room` bytes."""
     first = 0
     while first < layout.layers:
-        stop, most = first + 1, max(room // layout.layer_sizes[first], 1)
+        size = layout.layer_sizes[first]
+        stop, most = first + 1, max(room // size, 1) if size else 1
         while stop < min(layout.layers, first + most) and layout.planes[stop] == layout.planes[first]:
             stop += 1
-        yield range(first, stop)
+        if size:
+            yield range(first, stop)
         first = stop
 
 

@@ -164,7 +164,7 @@ def _attend_rows(
     if kernels := _kernels(q):
         kernels.paged_decode(q[: rows.count], cache, rows, layer, out=out, lse=lse)
     else:
-        attend_rows(q, cache, rows, layer.scale, layer.window, out, lse)
+        attend_rows(q, cache, rows, layer, out, lse)
     return (out, lse) if more and lse is not None else None
 
 
@@ -173,18 +173,19 @@ def _attend_paged(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with a run whose past is in pages; the output is perhaps float32.
 
-    The log-sum-exp is there if the layer asks for it.
+    The log-sum-exp is there if the layer asks for it. Capped scores have no other kernel than that over
+    pages.
     """
     group, head_bytes = q.shape[1] // k.shape[1], q.shape[2] * q.element_size()
     if (
-        run.start
+        (run.start or layer.cap is not None)
         and (kernels := _kernels(q))
-        and suits_run(run.count, run.start + run.count, group, head_bytes)
+        and (layer.cap is not None or suits_run(run.count, run.start + run.count, group, head_bytes))
     ):
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if layer.lse else None
         return kernels.paged_run(q, cache, run, layer, lse=lse), lse
     if layer.window is not None and run.start + run.count > layer.window and not layer.lse:
-        return attend_window(q, cache, run, layer.scale, layer.window), None
+        return attend_window(q, cache, run, layer), None
     return _attend_chunk(q, k, v, cache, run, layer, more=run.start > 0)
 
 
@@ -192,10 +193,10 @@ def _attend_chunk(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, run: Run, layer: LayerAttention, *, more: bool
 ) -> Part:
     """Attend with a run to itself and to its past in pages. `more`: return a state, into which to fold."""
-    own, lse = attend_itself(q, k, v, layer.scale, layer.window)
+    own, lse = attend_itself(q, k, v, layer)
     state = own.float() if more else own, lse
     for position, past_k, past_v in past_in_pages(cache, run, layer.window):
-        fold_past(state, q, past_k, past_v, layer.scale, layer.window, run.start - position)
+        fold_past(state, q, past_k, past_v, layer, run.start - position)
     return state
 
 
@@ -206,14 +207,13 @@ def _fold_tiles(
     """Fold the valid keys of each passing tile into the states of all queries that it names."""
     assert tiles is not None, "a step with cold tiles needs someone to take them from"
     assert inputs.cold
-    scale, window = layer.scale, layer.window
     for tile in passing:
         k, v = (x[: tile.keys] for x in tiles.take())
         if rows and tile.rows:
             _fold_into_rows(rows, q, k, v, tile, inputs.cold.positions, layer)
         for index in tile.runs:
             run = inputs.runs[index]
-            fold_past(runs[index], q[run.queries], k, v, scale, window, run.start - tile.start)
+            fold_past(runs[index], q[run.queries], k, v, layer, run.start - tile.start)
         tiles.release()
 
 
@@ -233,14 +233,14 @@ def _fold_into_rows(
     if layer.window is not None and max(distances) >= layer.window:
         for row, distance in zip(tile.rows, distances, strict=True):
             part = slice(row, row + 1)
-            fold_past((out[part], lse[part]), q[part], k, v, layer.scale, layer.window, distance)
+            fold_past((out[part], lse[part]), q[part], k, v, layer, distance)
         return
     first, count = tile.rows[0], len(tile.rows)
     if tile.rows[-1] - first == count - 1:
         part = slice(first, first + count)
-        fold((out[part], lse[part]), q[part], k, v, layer.scale)
+        fold((out[part], lse[part]), q[part], k, v, layer)
     else:
-        fold(state, q[: len(out)], k, v, layer.scale, tile.index)
+        fold(state, q[: len(out)], k, v, layer, tile.index)
 
 
 def _fold_chosen(
@@ -254,5 +254,5 @@ def _fold_chosen(
     readers = [(part, (rows[0][part], rows[1][part])) for part in alone if rows]
     readers += [(inputs.runs[index].queries, runs[index]) for index in cold.choosing_runs]
     for number, (part, state) in enumerate(readers):
-        for k, v in tiles.choose(number, q[part], state[1], layer.scale):
-            fold(state, q[part], k, v, layer.scale)
+        for k, v in tiles.choose(number, q[part], state[1], layer):
+            fold(state, q[part], k, v, layer)

@@ -12,10 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.ops.activation import soft_cap
+from penstock.ops.attention.inputs import LayerAttention
 from penstock.ops.kernels import tile_kernels
 
 WINDOW_TILE = 512
 """Queries of a run that share one mask, or one triangle, in layers with a sliding window."""
+
+_SCORES = 1 << 26
+"""Scores that plain torch holds at a time, at most, if one query has no more."""
 
 _CUDNN_QUERIES = (1024, 2048, 4096, 8192, 16384)
 """cuDNN plans once a shape, which takes 45 ms: it gets few shapes, and the ones where it is fastest."""
@@ -31,19 +36,24 @@ def _tile_kernels(x: Tensor) -> ModuleType | None:
     return tile_kernels() if x.is_cuda else None
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> Part:
+def dense(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, *, causal: bool) -> Part:
     """Attend with every query to every key, or causally to as many keys as there are queries.
 
     It takes the fastest call that torch has for the device, dtype and shape and that returns a log-sum-exp.
+    None of these caps scores.
 
     q: `[queries, heads, dim]`.
     k, v: `[keys, kv_heads, dim]` and `[keys, kv_heads, dim_v]`.
+    layer: its scale and cap; windows are the caller's.
     """
+    if layer.cap is not None:
+        return dense_reference(q, k, v, layer, causal=causal)
+    scale = layer.scale
     if not q.is_cuda:
         out, lse = _on_cpu(*(x.transpose(0, 1)[None] for x in (q, k, v)), scale=scale, causal=causal)
         return out[0].transpose(0, 1), lse[0].transpose(0, 1)
     if q.dtype == torch.float32 or q.shape[2] % 8 or q.shape[2] > 256 or v.shape[2] != q.shape[2]:
-        return dense_reference(q, k, v, scale, causal=causal)
+        return dense_reference(q, k, v, layer, causal=causal)
     if q.shape[0] in _CUDNN_QUERIES and k.shape[0] in (q.shape[0], *_CUDNN_KEYS) and q.shape[2] in (64, 128):
         batched = (x.transpose(0, 1)[None] for x in (q, k, v))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -65,14 +75,15 @@ def _ends(length: int, device: torch.device) -> Tensor:
     )  # Made there: what is sent is waited for.
 
 
-def dense_reference(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> Part:
+def dense_reference(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, *, causal: bool) -> Part:
     """Compute `dense` in plain torch, scores, softmax and product, in float32 whatever the inputs are."""
     parts = []
     group = q.shape[1] // k.shape[1]
     wide_k, wide_v = (x.float().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
-    for first in range(0, q.shape[0], 1024):
-        piece = q[first : first + 1024].float().transpose(0, 1)
-        scores = piece @ wide_k.mT * scale
+    step = max(min(1024, _SCORES // (q.shape[1] * k.shape[0])), 1)
+    for first in range(0, q.shape[0], step):
+        piece = q[first : first + step].float().transpose(0, 1)
+        scores = soft_cap(piece @ wide_k.mT * layer.scale, layer.cap)
         if causal:
             later = (
                 torch.arange(k.shape[0], device=q.device)
@@ -86,23 +97,24 @@ def dense_reference(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bo
 
 
 def masked(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, lse: bool
+    q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, *, mask: Tensor | None, lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attend where `mask` is true: output `[batch, heads, queries, dim_v]`, log-sum-exp without the last dim.
 
     q: `[batch, heads, queries, dim]`.
     k, v: `[batch, kv_heads, keys, dim]` and `[batch, kv_heads, keys, dim_v]`.
+    layer: its scale and cap; its window is in the mask.
     mask: bool, `[queries, keys]` or with the dims of scores, where 1 is any; None sees all.
     lse: whether the log-sum-exp is needed; else it may be None.
     """
-    group = q.shape[1] // k.shape[1]
-    if not q.is_cuda and (lse or group > 1):
+    group, scale, capped = q.shape[1] // k.shape[1], layer.scale, layer.cap is not None
+    if not q.is_cuda and (lse or group > 1) and not capped:
         return _on_cpu(q, k, v, scale=scale, mask=mask)
     if group > 1:
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    if not lse:
+    if not lse and not capped:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale), None
-    scores = q.float() @ k.float().mT * scale
+    scores = soft_cap(q.float() @ k.float().mT * scale, layer.cap)
     if mask is not None:
         scores.masked_fill_(~mask, -torch.inf)
     return (scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1)
@@ -134,7 +146,9 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> Non
     torch.logaddexp(lse, other_lse, out=lse)
 
 
-def fold(state: Part, q: Tensor, k: Tensor, v: Tensor, scale: float, index: Tensor | None = None) -> None:
+def fold(
+    state: Part, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, index: Tensor | None = None
+) -> None:
     """Fold into `state` what every query sees of all keys.
 
     A few queries go to a kernel that spreads the keys over the whole device.
@@ -143,18 +157,16 @@ def fold(state: Part, q: Tensor, k: Tensor, v: Tensor, scale: float, index: Tens
     """
     few = len(q if index is None else index)
     if (kernels := _tile_kernels(q)) and kernels.fits_tile(q, k, v, few):
-        kernels.fold_tile(*state, q, k, v, index, scale=scale)
+        kernels.fold_tile(*state, q, k, v, index, layer=layer)
     elif index is None:
-        merge(*state, *dense(q, k, v, scale, causal=False))
+        merge(*state, *dense(q, k, v, layer, causal=False))
     else:
         out, lse = state[0][index], state[1][index]
-        merge(out, lse, *dense(q[index], k, v, scale, causal=False))
+        merge(out, lse, *dense(q[index], k, v, layer, causal=False))
         state[0][index], state[1][index] = out, lse
 
 
-def fold_past(
-    state: Part, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, distance: int
-) -> None:
+def fold_past(state: Part, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, distance: int) -> None:
     """Fold into `state` what consecutive queries see of keys that all come before them.
 
     A window makes of the keys that query i sees those from i + shift on: a triangle that is causal when
@@ -163,9 +175,9 @@ def fold_past(
 
     distance: position of the first query less that of the first key.
     """
-    count, keys = len(q), len(k)
+    count, keys, window = len(q), len(k), layer.window
     if window is None or distance + count <= window:
-        fold(state, q, k, v, scale)
+        fold(state, q, k, v, layer)
         return
     shift = distance - window + 1
     whole, stop = min(max(1 - shift, 0), count), min(count, keys - shift)
@@ -176,10 +188,10 @@ def fold_past(
         parts = q[begin:end], k[oldest:newest], v[oldest:newest]
         some = state[0][begin:end], state[1][begin:end]
         if not triangle:
-            fold(some, *parts, scale)
+            fold(some, *parts, layer)
             return
         mirrored_q, mirrored_k, mirrored_v = (x.flip(0) for x in parts)
-        merge(*some, *(x.flip(0) for x in dense(mirrored_q, mirrored_k, mirrored_v, scale, causal=True)))
+        merge(*some, *(x.flip(0) for x in dense(mirrored_q, mirrored_k, mirrored_v, layer, causal=True)))
 
     if whole:
         fold_part(0, whole, 0, keys)
@@ -193,16 +205,17 @@ def fold_past(
             fold_part(begin, end, end + shift, keys)
 
 
-def attend_itself(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Part:
+def attend_itself(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention) -> Part:
     """Attend with a run to itself alone, causally; shapes are those of `dense`, with a key for each query."""
+    window = layer.window
     if window is None or len(q) <= window:
-        return dense(q, k, v, scale, causal=True)
+        return dense(q, k, v, layer, causal=True)
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=torch.float32, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     piece = min(WINDOW_TILE, window)
     for first in range(0, len(q), piece):
         part = slice(first, first + piece)
-        out[part], lse[part] = dense(q[part], k[part], v[part], scale, causal=True)
+        out[part], lse[part] = dense(q[part], k[part], v[part], layer, causal=True)
         if first:
-            fold_past((out[part], lse[part]), q[part], k[:first], v[:first], scale, window, first)
+            fold_past((out[part], lse[part]), q[part], k[:first], v[:first], layer, first)
     return out, lse

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.ops.attention import dense
 from penstock.ops.attention.dense import Part, masked, merge
-from penstock.ops.attention.inputs import RowGroup, Rows, Run, Scratch
+from penstock.ops.attention.inputs import LayerAttention, RowGroup, Rows, Run, Scratch
 
 PAST_TILE = 8192
 """Keys of the past that a run attends to at a time; gathered from pages into scratch."""
@@ -18,7 +18,7 @@ block_size, kv_heads, dim_v]`."""
 
 
 def attend_rows(
-    q: Tensor, cache: Cache, rows: Rows, scale: float, window: int | None, out: Tensor, lse: Tensor | None
+    q: Tensor, cache: Cache, rows: Rows, layer: LayerAttention, out: Tensor, lse: Tensor | None
 ) -> None:
     """Attend with each row to its keys in pages, group by group.
 
@@ -39,16 +39,16 @@ def attend_rows(
             # The query heads that share a key head stand where queries stand, so that keys are read once for
             # all of them.
             part = q[group.rows].view(-1, kv_heads, heads // kv_heads, q.shape[2])
-            seen, level = masked(part, k, v, scale=scale, mask=group.masks[window], lse=lse is not None)
+            seen, level = masked(part, k, v, layer, mask=group.masks[layer.window], lse=lse is not None)
         else:
-            seen, level = _attend_long_row(q[group.rows], cache, group, rows.scratch, scale, window)
+            seen, level = _attend_long_row(q[group.rows], cache, group, rows.scratch, layer)
         out[group.rows] = seen.reshape(-1, heads, out.shape[2]).to(out.dtype)
         if lse is not None and level is not None:
             lse[group.rows] = level.reshape(-1, heads)
 
 
 def _attend_long_row(
-    q: Tensor, cache: Cache, group: RowGroup, scratch: Scratch, scale: float, window: int | None
+    q: Tensor, cache: Cache, group: RowGroup, scratch: Scratch, layer: LayerAttention
 ) -> Part:
     """Attend with a group of one row, q `[1, heads, dim]`, to PAST_TILE keys at a time; the output is
     float32. No keys answer 0 and -inf."""
@@ -56,14 +56,14 @@ def _attend_long_row(
         "rows longer than a tile, and rows with cold tiles, are alone in their groups"
     )
     block_size, state = cache[0].shape[1], None
-    oldest = 0 if window is None else max(group.keys - window, 0)
+    oldest = 0 if layer.window is None else max(group.keys - layer.window, 0)
     for first in range(oldest, group.keys, PAST_TILE):
         stop = min(first + PAST_TILE, group.keys)
         begin = first // block_size
         blocks = group.blocks[0, begin : -(-stop // block_size)]
         part = slice(first - begin * block_size, stop - begin * block_size)
         k, v = (x[part] for x in _gathered(cache, blocks, scratch))
-        out, lse = dense.dense(q, k, v, scale, causal=False)
+        out, lse = dense.dense(q, k, v, layer, causal=False)
         if state is None:
             state = out.float(), lse.clone()
         else:
@@ -89,13 +89,14 @@ def past_in_pages(cache: Cache, run: Run, window: int | None) -> Iterator[tuple[
             yield position, past_k, past_v
 
 
-def attend_window(q: Tensor, cache: Cache, run: Run, scale: float, window: int) -> Tensor:
-    """Attend with a run, its own KV in pages as well, in a layer where a query sees `window` tokens.
+def attend_window(q: Tensor, cache: Cache, run: Run, layer: LayerAttention) -> Tensor:
+    """Attend with a run, its own KV in pages as well, in a layer with a window.
 
     It takes pieces of the run, each against the keys that any of its queries sees, and returns the output
     alone, `[queries, heads, dim_v]`.
     """
-    block_size, parts = cache[0].shape[1], []
+    window, block_size, parts = layer.window, cache[0].shape[1], []
+    assert window is not None
     for first in range(0, run.count, dense.WINDOW_TILE):
         count = min(dense.WINDOW_TILE, run.count - first)
         start = run.start + first
@@ -106,7 +107,8 @@ def attend_window(q: Tensor, cache: Cache, run: Run, scale: float, window: int) 
         key = torch.arange(oldest, stop, device=q.device)[None]
         piece = (q[first : first + count], *(_of_blocks(x, blocks)[: stop - oldest] for x in cache))
         mask = (key <= query) & (key > query - window)
-        out, _ = masked(*(x.transpose(0, 1)[None] for x in piece), scale=scale, mask=mask, lse=False)
+        queries, k, v = (x.transpose(0, 1)[None] for x in piece)
+        out, _ = masked(queries, k, v, layer, mask=mask, lse=False)
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts)
 

@@ -16,11 +16,13 @@ class LayerAttention:
     scale: factor of each score.
     window: tokens that a query sees, itself included; None is all of them.
     lse: whether the caller needs the log-sum-exp, as where sinks or other keys are merged to the output.
+    cap: soft cap c of scaled scores s, which become c * tanh(s / c) before the softmax; None is no cap.
     """
 
     scale: float
     window: int | None = None
     lse: bool = False
+    cap: float | None = None
 
 
 class Scratch:
@@ -191,7 +193,9 @@ class Tiles(Protocol):
     def release(self) -> None:
         """Give the lent tile back."""
 
-    def choose(self, reader: int, q: Tensor, lse: Tensor, scale: float) -> Iterator[tuple[Tensor, ...]]:
+    def choose(
+        self, reader: int, q: Tensor, lse: Tensor, layer: LayerAttention
+    ) -> Iterator[tuple[Tensor, ...]]:
         """Yield what a policy chooses for these queries, tile after tile; each is lent until the next is.
 
         reader: number of who looks: `choosing_rows` first, then `choosing_runs`.

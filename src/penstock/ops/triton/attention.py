@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows, Run
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.runs import run_tokens
-from penstock.ops.triton.decode import LOG2_E, decode, join
+from penstock.ops.triton.decode import decode, join, score_factor
 from penstock.ops.triton.tuning import DecodeTuning, decode_tuning, multiprocessors
 
 _FEW = 4
@@ -194,7 +194,7 @@ def _attended(
         part_lse,
         ends,
         ends if arrivals is None else arrivals,
-        layer.scale * LOG2_E.value,
+        score_factor(layer),
         window or 0,
         cut.count,
         workers,
@@ -226,6 +226,7 @@ def _attended(
         JOIN_ROWS=join_rows,
         JOIN_PARTS=max(1, min(8, 4096 // (join_rows * cols))),
         LSE=lse is not None,
+        CAP=layer.cap or 0.0,
         num_warps=tuning.warps,
         **pdl_launch_options(early),
         **({"maxnreg": _registers(tuning)} if arrivals is not None and q.is_cuda else {}),

@@ -28,6 +28,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from penstock.ops.attention.inputs import LayerAttention
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -61,6 +63,28 @@ def _divided(spans, total, workers, LEAST: tl.constexpr):  # type: ignore[no-unt
     even = piece * tl.maximum((pieces + workers - 1) // workers, 1)
     aligned = (even <= run + 2 + run // 16) & (even <= 2 * piece)
     return tl.where(aligned, even, run), tl.where(aligned, piece, 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scaled(product, scale_log2, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores times log2(e), of products of queries and keys.
+
+    CAP: soft cap of scores, 0 for none. With one, `scale_log2` is twice the scale times log2(e) over CAP
+        (`score_factor`). The score is CAP * tanh(x), with tanh(|x|) = (1 - e) / (1 + e), e = exp(-2|x|).
+    """
+    if CAP > 0:
+        twice = product * scale_log2
+        fade = tl.exp2(-tl.abs(twice))
+        product = tl.where(twice < 0.0, -CAP * LOG2_E, CAP * LOG2_E) * ((1.0 - fade) / (1.0 + fade))
+    else:
+        product = product * scale_log2
+    return product
+
+
+def score_factor(layer: LayerAttention) -> float:
+    """Return `scale_log2` of `scaled` for a layer."""
+    factor: float = layer.scale * LOG2_E.value
+    return factor if layer.cap is None else 2 * factor / layer.cap
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -162,6 +186,7 @@ def decode(  # type: ignore[no-untyped-def]
     JOIN_ROWS: tl.constexpr,
     JOIN_PARTS: tl.constexpr,
     LSE: tl.constexpr,
+    CAP: tl.constexpr,
 ) -> None:
     """Attend with one worker's run of tiles for one KV head. Grid [kv_heads, workers].
 
@@ -170,6 +195,7 @@ def decode(  # type: ignore[no-untyped-def]
     RUN: the sequences are one, cut at every TOKENS of its last `queries` tokens, which begin at `begins`; no
         lengths are read then. If it is 2, both numbers are read where lengths would be.
     LSE: whether the log-sum-exp is written.
+    CAP: soft cap of scores, 0 for none.
     """
     if OVERLAP or EARLY:
         gdc_launch_dependents()
@@ -267,7 +293,7 @@ def decode(  # type: ignore[no-untyped-def]
                     v = tl.load(v_at, mask=here, other=0.0)
                     if WIDEN:  # the interpreter cannot multiply bf16; the products are the same
                         k, v = k.to(tl.float32), v.to(tl.float32)
-                    score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale_log2
+                    score = scaled(tl.dot(query, tl.trans(k), input_precision="ieee"), scale_log2, CAP)
                     if RUN:
                         visible = pos[None, :] < limit[:, None]
                         if WINDOWED:

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton.decode import LN_2, LOG2_E
+from penstock.ops.attention.inputs import LayerAttention
+from penstock.ops.triton.decode import LN_2, scaled, score_factor
 from penstock.ops.triton.tuning import DecodeTuning, decode_tuning, multiprocessors
 
 STACKED = 32
@@ -47,6 +48,7 @@ def _attend(  # type: ignore[no-untyped-def]
     INDEXED: tl.constexpr,
     DEPTH: tl.constexpr,
     WIDEN: tl.constexpr,
+    CAP: tl.constexpr,
 ) -> None:
     """Keys [worker * run, + run) for one KV head. Grid [kv_heads, workers]; every worker has keys."""
     kv_head, worker = tl.program_id(0), tl.program_id(1)
@@ -78,7 +80,7 @@ def _attend(  # type: ignore[no-untyped-def]
         value = tl.load(v + place, mask=here, other=0.0)
         if WIDEN:  # the interpreter cannot multiply bf16; the products are the same
             key, value = key.to(tl.float32), value.to(tl.float32)
-        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
+        score = scaled(tl.dot(query, tl.trans(key), input_precision="ieee"), scale_log2, CAP)
         score = tl.where(seen[None, :], score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         p = tl.exp2(score - higher[:, None])
@@ -163,7 +165,7 @@ def fold_tile(
     v: Tensor,
     index: Tensor | None = None,
     *,
-    scale: float,
+    layer: LayerAttention,
     tuning: DecodeTuning | None = None,
 ) -> None:
     """Fold the attention of a few queries over all keys of a tile into their state, in place and exactly.
@@ -175,6 +177,7 @@ def fold_tile(
     q: `[rows, heads, dim]`.
     k, v: `[keys, kv_heads, dim]`, of the same strides.
     index: int64, the rows that look; all by default.
+    layer: its scale and cap of scores.
     """
     heads, dim = q.shape[1:]
     keys, kv_heads, _ = k.shape
@@ -205,7 +208,7 @@ def fold_tile(
         v,
         part_out,
         part_lse,
-        scale * LOG2_E.value,
+        score_factor(layer),
         keys,
         run,
         queries,
@@ -221,6 +224,7 @@ def fold_tile(
         INDEXED=index is not None,
         DEPTH=tuning.depth,
         WIDEN=q.device.type == "cpu",
+        CAP=layer.cap or 0.0,
         num_warps=tuning.warps,
     )
     _fold[(heads, queries)](

@@ -31,7 +31,8 @@ class TierPart:
 
     what: str
     """weights, ring (weights on their way), beside (the host's part of weights, on a CPU), kv (of requests),
-    kept (KV for later ones), empty (room for KV), activations, other, free."""
+    kept (KV for later ones), empty (room for KV), recurrent (state of sequences), activations, other,
+    free."""
     bytes: int
 
 
@@ -239,6 +240,8 @@ def _on_device(stats: Stats, memory: MemoryUse) -> TierState:
     ]
     held = (stats.kv_blocks - stats.kv_blocks_free) * block
     parts += _kv_parts(budget.kv, held, stats.kv_blocks_cached * block)
+    if budget.state:
+        parts.append(TierPart("recurrent", budget.state))
     parts.append(TierPart("activations", budget.activations))
     return _tier("device", budget.total, parts)
 

@@ -469,7 +469,7 @@ function duration(seconds) {
 
 const PARTS = {
   weights: "weights", ring: "in transit", beside: "host’s part", kv: "KV in use", kept: "KV kept",
-  empty: "KV empty", activations: "activations", other: "other", free: "free",
+  empty: "KV empty", recurrent: "state", activations: "activations", other: "other", free: "free",
 };
 const TIERS = { device: "Device", host: "Host memory", disk: "Disk" };
 

@@ -1,0 +1,47 @@
+"""Say what a plan has to know of a draft model, and which models may be one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.arch.layout import GroupLayout, KVLayout
+from penstock.arch.spec import ModelSpec
+from penstock.base.errors import ConfigError
+from penstock.weights.streaming.residency import padded
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """Holds what a plan needs to know of a draft model: a smaller one in the same engine, with the same
+    vocabulary.
+
+    All of its weights rest on the device: a draft that streams would cost what it is to save. A KV block has
+    the same number in its pool as in the target's, so the budget counts one block of both as one. Its KV
+    never leaves the device.
+
+    spec: of the whole model. layouts, kv: of this rank's part.
+    """
+
+    spec: ModelSpec
+    dtype: str
+    layouts: Sequence[GroupLayout]
+    kv: KVLayout
+
+    @property
+    def weights(self) -> int:
+        """Return the bytes that its weights take on the device."""
+        return sum(map(padded, self.layouts))
+
+
+def check_draft(target: ModelSpec, draft: ModelSpec) -> None:
+    """Raise ConfigError if the tokens of a draft model are not the target's, or if one of both keeps state:
+    what a rejected token has done to it cannot be undone."""
+    if target.has_state or draft.has_state:
+        raise ConfigError(
+            "a draft model was asked for, but a layer with state cannot forget the tokens that are rejected; "
+            "run without a draft"
+        )
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"a draft model with {draft.vocab_size:,} tokens was asked for, but the model has "
+            f"{target.vocab_size:,}, and drafts are made of its tokens; give one with the same vocabulary"
+        )
