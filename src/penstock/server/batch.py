@@ -192,6 +192,7 @@ class Batch:
             )
         if request.streams:
             raise FieldError("a batch has no streams; leave stream out", "stream")
+        request.check()
         return read(self._llm.reader, request)
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:

@@ -44,18 +44,17 @@ class AnswerWriter(Protocol):
 def read(
     reader: PromptReader, asked: ChatRequest | CompletionRequest, dialect: Dialect | None = None
 ) -> tuple[list[PreparedPrompt], AnswerWriter]:
-    """All of a request's prompts, tokens made and lengths checked: what takes long for long ones. From any
-    thread.
+    """Return a checked request's prompts as token ids, and what writes the answer: this takes long for long
+    prompts. May be called from any thread.
 
-    dialect: None is what the model's templates say. Raises FieldError and RequestError for what cannot be
-    served.
+    dialect: how the model writes; None is what its templates say.
+
+    Raise FieldError and RequestError for what cannot be served.
     """
-    asked.check()
     if isinstance(asked, ChatRequest):
         one, speech = read_chat(reader, asked, dialect)
         return [one], ChatWriter(asked.model, reader.tokenizer, speech, reasons=asked.include_reasoning)
-    params = asked.params()
-    prompts = asked.prompts
+    params, prompts = asked.params, asked.prompts
 
     def prompt_of(given: str | list[int]) -> Prompt:
         return (
@@ -77,7 +76,7 @@ def read_chat(
     """A conversation's prompt, and what tells an answer's parts apart. Raises FieldError and RequestError."""
     dialect = dialect or dialect_of(reader.tokenizer.templates)
     tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-    params = asked.params()
+    params = asked.params
     if tools.forced:
         params = _held(params, tools)
     elif tools and params.structure is not None and params.structure.kind is not StructureKind.LARK:

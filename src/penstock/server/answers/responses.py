@@ -40,22 +40,22 @@ _BROKEN = (
 
 
 def read_response(
-    reader: PromptReader, asked: ResponsesRequest, before: bytes, dialect: Dialect | None
-) -> tuple[PreparedPrompt, "ResponseStream"]:
-    """Return the prompt of a request, and what writes its response. May be called from any thread.
+    reader: PromptReader, asked: ResponsesRequest, dialect: Dialect | None, *, before: bytes
+) -> tuple[list[PreparedPrompt], "ResponseStream"]:
+    """Return the only prompt of a checked request, and what writes its response. May be called from any
+    thread.
 
-    before: the conversation that it goes on with, as JSON; empty if there is none.
     dialect: how the model writes; None is what its templates say.
+    before: the conversation that it goes on with, as JSON; empty if there is none.
 
     Raise FieldError and RequestError for what cannot be served.
     """
-    asked.check()
     messages = messages_of(asked.input, _CONVERSATION.decode(before) if before else ())
     with named_here():
         chat = asked.chat(messages)
         chat.check()
         ready, speech = read_chat(reader, chat, dialect)
-    return ready, ResponseStream(asked, messages, ready, speech(), reader.tokenizer)
+    return [ready], ResponseStream(asked, messages, ready, speech(), reader.tokenizer)
 
 
 class ResponseStream:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message as Event
 from starlette.types import Receive, Scope, Send
 
-from penstock.api.outputs import Completion, Delta
+from penstock.api.outputs import Delta
 from penstock.api.sequences import PreparedPrompt
 from penstock.base.errors import PenstockError
 from penstock.server.answers.completions import error
@@ -54,32 +54,29 @@ async def completed(
     writer: AnswerWriter,
     asked: ChatRequest | CompletionRequest,
 ) -> Response:
-    """The outputs of all prompts, whole or as they come. A client that goes takes its calls with it."""
-    calls = broker.submit(ready, asked.timeout, record_of(request).began, record_of(request).owner)
-    record_of(request).asks(asked.model, calls, streams=asked.streams)
+    """Return the outputs of all prompts, whole or as they come. A client that goes takes its calls with
+    it."""
+    calls = _submitted(request, broker, ready, asked)
     if asked.streams:
         events = _chunk_events(calls, writer, connection_of(request), tells_usage=asked.tells_usage)
         return Live(events, lambda: leave(calls))
-    try:
-        completions = await unless_gone(request.receive, _all(calls))
-    finally:
-        leave(calls)
-    if completions is None:
-        return Response(status_code=GONE)
-    return json_response(writer.whole(completions))
+
+    async def whole() -> object:
+        return writer.whole([await call.completion() for call in calls])
+
+    return await _whole(request, calls, whole())
 
 
 async def responded(
     request: Request,
     broker: RequestBroker,
-    ready: PreparedPrompt,
+    ready: Sequence[PreparedPrompt],
     stream: ResponseStream,
     kept: ResponseStore,
     asked: ResponsesRequest,
 ) -> Response:
-    """A response, which is kept unless it is not to be."""
-    calls = broker.submit([ready], asked.timeout, record_of(request).began, record_of(request).owner)
-    record_of(request).asks(asked.model, calls, streams=asked.streams)
+    """Return the response to a request of one prompt. It is kept unless it is not to be."""
+    calls = _submitted(request, broker, ready, asked)
     events = stream.events(calls[0], partial(kept.put, record_of(request).owner) if asked.stores else None)
     if asked.streams:
         return Live(_to_the_end(events, stream), lambda: leave(calls))
@@ -89,11 +86,28 @@ async def responded(
             raise AssertionError("events are for streams")
         return stream.response
 
+    return await _whole(request, calls, whole())
+
+
+def _submitted(
+    request: Request,
+    broker: RequestBroker,
+    ready: Sequence[PreparedPrompt],
+    asked: ChatRequest | CompletionRequest | ResponsesRequest,
+) -> list[Call]:
+    record = record_of(request)
+    calls = broker.submit(ready, asked.timeout, record.began, record.owner)
+    record.asks(asked.model, calls, streams=asked.streams)
+    return calls
+
+
+async def _whole(request: Request, calls: Sequence[Call], work: Coroutine[Any, Any, object]) -> Response:
+    """Return the answer that the work makes of calls. They end when the client goes."""
     try:
-        response = await unless_gone(request.receive, whole())
+        answer = await unless_gone(request.receive, work)
     finally:
         leave(calls)
-    return Response(status_code=GONE) if response is None else json_response(response)
+    return Response(status_code=GONE) if answer is None else json_response(answer)
 
 
 async def _to_the_end(events: AsyncGenerator[bytes], stream: ResponseStream) -> AsyncGenerator[bytes]:
@@ -106,10 +120,6 @@ async def _to_the_end(events: AsyncGenerator[bytes], stream: ResponseStream) -> 
         if not isinstance(fault, PenstockError):
             _LOG.error("a stream has failed", exc_info=fault)
         yield stream.failure(said(fault))
-
-
-async def _all(calls: Sequence[Call]) -> list[Completion]:
-    return [await call.completion() for call in calls]
 
 
 async def _chunk_events(

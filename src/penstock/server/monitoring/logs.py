@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -11,6 +12,8 @@ from penstock.server.monitoring.records import RequestRecord
 _LOG = logging.getLogger("penstock")
 _POLLED = ("/health", "/ready", "/metrics", "/state")
 """Asked again and again by what watches the server."""
+_PLAIN = re.compile(r"[!#-<>-\[\]-~]+")
+"""Printable ASCII without spaces, quotes, equals signs and backslashes."""
 Value = str | int | float | bool | None
 
 
@@ -137,7 +140,6 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _shown(value: Value) -> str:
-    """On one line, and distinct from what follows: client ids have no spaces, but may have quotes."""
+    """Return a value as text on one line, in quotes where it might be taken for more than one."""
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    plain = text.isascii() and text.isprintable() and not any(character in ' "=\\' for character in text)
-    return text if plain and text else json.dumps(text)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)

@@ -6,6 +6,7 @@ anyway, is taken and has no effect.
 """
 
 import re
+from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -59,7 +60,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
-class _Asked(Struct, forbid_unknown_fields=True, kw_only=True):
+class _Asked(Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
     """What both kinds of completion have."""
 
     model: str
@@ -107,7 +108,7 @@ class _Asked(Struct, forbid_unknown_fields=True, kw_only=True):
     @property
     def outputs(self) -> int:
         """Of all prompts. Raises FieldError."""
-        return self.params().n
+        return self.params.n
 
     @property
     def structured_by(self) -> str:
@@ -118,8 +119,9 @@ class _Asked(Struct, forbid_unknown_fields=True, kw_only=True):
         """That form. Raises FieldError and StructureError."""
         return None if self.structured_outputs is None else self.structured_outputs.structure()
 
+    @cached_property
     def params(self) -> SamplingParams:
-        """Raises FieldError."""
+        """The settings of outputs. Raise FieldError."""
         if self.stream_options is not None and not self.stream:
             raise FieldError(
                 "stream_options are for a stream; set stream, or leave them out", "stream_options"
@@ -318,9 +320,9 @@ class CompletionRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
     @property
     def outputs(self) -> int:
         """The number of outputs of all prompts."""
-        return self.params().n * len(self.prompts)
+        return self.params.n * len(self.prompts)
 
-    @property
+    @cached_property
     def prompts(self) -> list[str | list[int]]:
         """The prompts: texts, or token ids."""
         given = self.prompt

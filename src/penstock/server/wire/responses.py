@@ -109,6 +109,11 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
+    def outputs(self) -> int:
+        """The number of outputs."""
+        return 1
+
+    @property
     def streams(self) -> bool:
         """Tell whether the answer is a stream."""
         return bool(self.stream)
