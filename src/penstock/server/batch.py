@@ -122,7 +122,7 @@ class Batch:
         self.failed += failed
 
     def _resumed(self) -> Counter[str]:
-        """How often each id has been answered; a last line that was cut short is dropped."""
+        """Count how often each id has been answered, and drop a last line that was cut short."""
         seen, whole = Counter[str](), 0
         if not self._target.exists():
             return seen
@@ -152,7 +152,7 @@ class Batch:
         return seen
 
     def _tasks(self, refused: list[bytes]) -> list[_Task]:
-        """What there is to do. Lines that cannot be served are answered at once."""
+        """Return the tasks that are left. Lines that cannot be served are answered at once."""
         tasks, ids, met = dict[str, _Task](), set[str](), Counter[str]()
         for number, line in self._lines():
             self.lines += 1

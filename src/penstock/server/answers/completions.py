@@ -20,7 +20,7 @@ def new_id(kind: str) -> str:
 
 
 def new_call() -> str:
-    """An id for a call of a tool."""
+    """Return a new random id for a call of a tool."""
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -97,7 +97,7 @@ class _ChatChoice:
 
 
 def _called(parts: Sequence[Part]) -> list[Answer]:
-    """Calls of tools, or what is next of them."""
+    """Return the calls of tools among the parts, or what is added to them."""
     entries: dict[int, Answer] = {}
     for part in parts:
         if isinstance(part, Begin):
@@ -120,7 +120,11 @@ class ChatWriter:
     def __init__(
         self, model: str, tokenizer: Tokenizer, speech: Callable[[], OutputParser], *, reasons: bool = True
     ) -> None:
-        """speech: a new one for each answer. reasons: whether reasoning is given out."""
+        """Begin to write the answers of a model.
+
+        speech: makes a parser for each answer.
+        reasons: whether reasoning is given out.
+        """
         self._head: Answer = {"id": new_id("chatcmpl"), "created": int(time()), "model": model}
         self._tokenizer, self._speech, self._reasons = tokenizer, speech, reasons
         self._choices: dict[int, _ChatChoice] = {}
@@ -178,7 +182,7 @@ class ChatWriter:
         return chunks
 
     def last(self, completions: Sequence[Completion]) -> Answer:
-        """The chunk that tells the usage."""
+        """Return the chunk that gives the usage."""
         return self._chunk([]) | {"usage": usage(completions)}
 
     def _chunk(self, choices: Sequence[Answer]) -> Answer:
@@ -194,7 +198,11 @@ class TextWriter:
     def __init__(
         self, model: str, tokenizer: Tokenizer | None, echoes: Sequence[str] | None, outputs: int
     ) -> None:
-        """echoes: what is said again before each prompt's continuations. outputs: of each prompt."""
+        """Begin to write the continuations of a model.
+
+        echoes: texts that are said again before each prompt's continuations.
+        outputs: of each prompt.
+        """
         self._head: Answer = {
             "id": new_id("cmpl"),
             "object": "text_completion",
@@ -271,7 +279,8 @@ class TextWriter:
 
 
 def _by_output(deltas: Sequence[Delta]) -> list[tuple[int, str, list[TokenLogprob], FinishReason | None]]:
-    """What came of each output: its index, text, log-probabilities, and why it has ended, if it has."""
+    """Return what came of each output: its index, text, log-probabilities, and why it has ended, if it
+    has."""
     if len(deltas) == 1:  # The usual, in a stream.
         [only] = deltas
         return [(only.index, only.text, list(only.logprobs), only.finish_reason)]

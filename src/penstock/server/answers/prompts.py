@@ -1,4 +1,4 @@
-"""From a request to prompts as the engine takes them, and to what writes the answer."""
+"""Makes prompts of requests, as the engine takes them, and what writes the answers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ _CROWDED = 10.0
 
 
 class AnswerWriter(Protocol):
-    """How answers of a kind are written."""
+    """Writes answers of a kind."""
 
     def whole(self, completions: Sequence[Completion]) -> Answer:
         """Return the answer of a request whose outputs are complete."""
@@ -115,7 +115,7 @@ def read_chat(
 def _read(
     reader: PromptReader, prompt: Prompt, params: SamplingParams, asked: ChatRequest | CompletionRequest
 ) -> PreparedPrompt:
-    """Raises FieldError, RequestError and BusyError."""
+    """Return a prompt as the engine takes it. Raise FieldError, RequestError and BusyError."""
     try:
         return replace(reader.read(prompt, params), priority=asked.priority)
     except CrowdedError as error:
@@ -125,7 +125,8 @@ def _read(
 
 
 def _held(params: SamplingParams, tools: Tools) -> SamplingParams:
-    """To one of the calls that are asked for. Raises FieldError and RequestError."""
+    """Return the settings with outputs held to one of the calls that are asked for. Raise FieldError and
+    RequestError."""
     try:
         return replace(params, structure=Structure.json_schema(tools.schema()))
     except StructureError as error:
@@ -184,7 +185,7 @@ def _expect_few(name: str, given: object) -> None:
 
 
 def _asked_for(asked: ChatRequest | TokenizeRequest, reads: frozenset[str]) -> dict[str, object]:
-    """How much to reason and to say, as far as the template can tell the model."""
+    """Return how much to reason and to say, as far as the template can tell the model."""
     if not isinstance(asked, ChatRequest):
         return {}
     wishes: dict[str, object] = {"reasoning_effort": asked.reasoning_effort, "verbosity": asked.verbosity}

@@ -31,7 +31,7 @@ Keep = Callable[[str, bytes, Sequence[Message]], None]
 _CONVERSATION = msgspec.json.Decoder(list[Message])
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
-"""Of what an item's content is, by its type. Calls have none."""
+"""The type of an item's content, by the item's type. Calls have no content."""
 _BROKEN = (
     "the answer could not be held to its form any further: ask for a simpler one; or, where it had none, "
     "the model's logits were not"

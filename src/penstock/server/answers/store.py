@@ -37,7 +37,7 @@ class _StoredResponse:
 
 
 class _Shelf:
-    """The responses of one key, the oldest first, and their bytes."""
+    """Holds the responses of one key, the oldest first, and counts their bytes."""
 
     def __init__(self) -> None:
         self.responses: OrderedDict[str, _StoredResponse] = OrderedDict()
@@ -48,7 +48,10 @@ class ResponseStore:
     """Keeps the newest responses in memory. For one thread."""
 
     def __init__(self, room: int) -> None:
-        """room: bytes."""
+        """Begin without responses.
+
+        room: bytes of all responses at most.
+        """
         self._room = room
         self._shelves: dict[bytes, _Shelf] = {}
         """By key."""

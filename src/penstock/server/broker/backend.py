@@ -1,4 +1,4 @@
-"""What computes calls: the interface of backends, and the engine in this process."""
+"""Computes calls: the interface of backends, and the engine in this process."""
 
 from collections import Counter
 from collections.abc import Sequence

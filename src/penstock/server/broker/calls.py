@@ -131,7 +131,7 @@ class Call:
 
     @property
     def fault(self) -> BaseException | None:
-        """The error that has kept its outputs from being complete."""
+        """Return the error that has kept its outputs from being complete."""
         return self._fault
 
     def leave(self) -> None:

@@ -1,4 +1,4 @@
-"""Two queues between the event loop and a backend's thread.
+"""Carries calls from the event loop to a backend's thread, and updates of them back, in two queues.
 
 Why this is safe. Each operation on a queue is done or not done. What a backend has for calls it reports after
 each step, for all calls at once. That lies in a tray until the loop collects it. The loop is woken up unless
@@ -34,7 +34,8 @@ class Mailbox:
     # ---- on the loop
 
     def send(self, call: Call | None) -> None:
-        """Have the backend begin a call, or end one that was sent before. None ends the backend."""
+        """Put a call in the mailbox: the backend begins it, or ends one that was sent before. None ends the
+        backend."""
         self._calls.put(call)
 
     def collect(self) -> Collection[Update]:

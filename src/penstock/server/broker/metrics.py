@@ -1,4 +1,4 @@
-"""What is counted and measured, as Prometheus reads it.
+"""Counts and measures, for Prometheus.
 
 Names end as those of other engines do, so that their dashboards need another prefix and little else. All of
 them are there as soon as the model is, also those of tiers that are not in use.
@@ -120,7 +120,7 @@ class Metrics:
         self._answers.labels(route, str(status)).inc()
 
     def began(self, seconds: float) -> None:
-        """A request's first token, so many seconds after it came."""
+        """Observe a request's first token, so many seconds after it came."""
         self._first.observe(seconds)
 
     def went_on(self, gaps: Iterable[float]) -> None:
@@ -129,7 +129,7 @@ class Metrics:
             self._gap.observe(seconds, requests)
 
     def completed(self, times: RequestTimes, completion: Completion) -> None:
-        """All of a request."""
+        """Observe a request that is complete."""
         self._whole.observe(times.whole)
         self._queue.observe(times.queue)
         self._prefill.observe(times.prefill)
@@ -201,7 +201,7 @@ class _EngineCollector(Collector):
 
 
 class _LinkRates:
-    """Of what only grows, between two looks."""
+    """Computes the rates of what only grows, between two looks."""
 
     def __init__(self) -> None:
         self._when, self._counted, self._rates = 0.0, dict[str, int](), dict[str, float]()

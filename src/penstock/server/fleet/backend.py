@@ -49,7 +49,7 @@ _LOOK = 1.0
 
 
 class ReplicaPool(Protocol):
-    """The replicas. May be asked from any loop."""
+    """Reaches the replicas, from any loop."""
 
     def answer(self, keys: Sequence[bytes], request: RemoteRequest) -> AsyncGenerator[ReplicaMessage]:
         """Give out what a replica that suits the keys computes for a request, when there is one. Ends early,

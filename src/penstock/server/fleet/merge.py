@@ -1,4 +1,4 @@
-"""What several replicas tell of themselves, as one: metrics side by side, the state in sum."""
+"""Merges what several replicas report: metrics side by side, the state in sum."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

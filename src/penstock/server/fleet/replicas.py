@@ -73,7 +73,7 @@ _STATE = 5.0
 _PERIOD, _LONGEST_PERIOD = 2.0, 30.0
 """Seconds between two looks at how much there is to do, and the most seconds that their mean counts."""
 _SHARES = {"cpu": 0.5, "cuda": 0.8}
-"""Of host memory that is free, for all replicas of a machine that has it as their device, or beside
+"""The share of free host memory for all replicas of a machine that has it as their device, or beside
 theirs."""
 
 
@@ -150,8 +150,7 @@ def _within(config: Config, neighbours: int) -> Config:
 
 
 class Replicas:
-    """The replicas of a server, from their start to their end. Started and ended on any thread, and asked
-    from any loop."""
+    """Starts the replicas of a server and ends them, on any thread. They may be asked from any loop."""
 
     def __init__(self, config: Config, scale: Scale, name: str, patience: float) -> None:
         """name: of the model, by which the application is known to Ray. patience: seconds that a replica has
@@ -289,7 +288,7 @@ class Replicas:
         }
 
     def _need(self) -> dict[str, float]:
-        """What each of them asks Ray for."""
+        """Return what each replica asks Ray for."""
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         ranks, device = self._config.tensor_parallel, self._config.device
         if ":" in device:
@@ -315,7 +314,7 @@ class Replicas:
         return {"CPU": floor(each) if each >= 1 else floor(each * 1000) / 1000}
 
     def _first(self) -> ReplicaInfo:
-        """What a replica says of its model, as soon as there is one."""
+        """Wait for the first replica. Return what it says of its model."""
         waited = 0.0
         while not self._enough.wait(_LOOK):
             waited += _LOOK
@@ -397,7 +396,7 @@ _RAISED = re.compile(r"penstock\.base\.errors\.(\w+): (.+)")
 
 
 def _raise_what(message: str) -> None:
-    """What a replica's model has raised, by Ray's report of it."""
+    """Raise what a replica's model has raised, by Ray's report of it."""
     for name, said in _RAISED.findall(message):
         if isinstance(kind := getattr(errors, name, None), type) and issubclass(kind, PenstockError):
             raise kind(said)

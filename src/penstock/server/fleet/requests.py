@@ -1,5 +1,5 @@
-"""What goes between a server and its replicas: prompts that the server has read, and the outputs that a
-replica computes for them."""
+"""Defines what goes between a server and its replicas: prompts that the server has read, and the outputs that
+a replica computes for them."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -49,7 +49,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class OutputChunk:
-    """A chunk of what was added to the outputs. prompt_logprobs: all of them come with the first chunk."""
+    """Holds what was added to the outputs. prompt_logprobs: all of them come with the first chunk."""
 
     deltas: tuple[Delta, ...]
     cached: tuple[int, int, int]

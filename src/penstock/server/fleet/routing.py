@@ -1,5 +1,5 @@
-"""Which replica computes a prompt: the one that holds the longest beginning of it, unless that one has far
-more to do than another.
+"""Chooses the replica that computes a prompt: the one that holds the longest beginning of it, unless that one
+has far more to do than another.
 
 What a replica holds is not asked: it is remembered, as the keys of the blocks of prompts that went there and
 of what came of them. A replica's oldest keys are forgotten when there are more than it has blocks for, as it
@@ -26,7 +26,7 @@ class _Replica:
         """Whether it was lost in the midst of an answer, and has not been heard of since."""
 
     def held(self, keys: Sequence[bytes]) -> int:
-        """How many of a prompt's blocks, from its beginning on."""
+        """Count a prompt's blocks that it holds, from the prompt's beginning on."""
         for count, key in enumerate(keys):
             if key not in self.keys:
                 return count
@@ -46,13 +46,13 @@ class Affinity:
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """The names of the replicas."""
+        """Return the names of the replicas."""
         with self._lock:
             return tuple(self._replicas)
 
     @property
     def loads(self) -> dict[str, int]:
-        """The requests under way, by replica."""
+        """Return the requests under way, by replica."""
         with self._lock:
             return {name: replica.load for name, replica in self._replicas.items()}
 
@@ -62,7 +62,7 @@ class Affinity:
             self._replicas = {name: self._replicas.get(name) or _Replica() for name in names}
 
     def ranked(self, keys: Sequence[bytes]) -> list[str]:
-        """All replicas, the best for a prompt with these keys first."""
+        """Return all replicas, the best for a prompt with these keys first."""
         with self._lock:
             idlest = min(
                 (replica.load for replica in self._replicas.values() if not replica.doubted), default=0

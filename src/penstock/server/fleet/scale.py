@@ -1,4 +1,4 @@
-"""How many replicas there are to be, and where."""
+"""Declares how many replicas there are to be, and where."""
 
 from dataclasses import dataclass
 from math import inf

@@ -132,7 +132,8 @@ def _route(
 
 
 def _owner(settings: ServerSettings, request: Request) -> bytes:
-    """Who has sent it. Raises HTTPException for a key that is not one of the server's, if that has any."""
+    """Return what stands for the key that was sent. Raise HTTPException for a key that is not one of the
+    server's, if that has any."""
     if not settings.keys:
         return NO_OWNER
     scheme, _, given = request.headers.get("authorization", "").partition(" ")

@@ -1,5 +1,5 @@
-"""Who may ask: refuses what a web page could have a browser send, and names by which this machine is not
-known.
+"""Guards the server: refuses what a web page could have a browser send, and names by which this machine is
+not known.
 
 A server without keys on a person's own machine can be reached by every page which that person's browser has
 open. Three ways are closed:
@@ -55,6 +55,7 @@ class OriginGuard:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on to the application, or refuse it."""
         refused = self._refusal(scope) if scope["type"] == "http" else None
         if refused is None:
             await self._app(scope, receive, send)

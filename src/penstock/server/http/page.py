@@ -1,5 +1,5 @@
-"""The page at `/`: a chat, and the machine beside it. Its files ask nothing of anybody but this server, and
-need no key."""
+"""Serves the page at `/`: a chat, and the machine beside it. Its files ask this server alone, and need no
+key."""
 
 from dataclasses import dataclass
 from hashlib import sha256
@@ -38,7 +38,7 @@ def _file(name: str) -> _File:
 FILES = {"/": _file("index.html")} | {
     f"/page/{name}": _file(name) for name in ("page.css", "page.js", "icon.svg")
 }
-"""By path."""
+"""Files of the page, by path."""
 
 
 def page_file(request: Request) -> Response:

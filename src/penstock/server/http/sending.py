@@ -1,4 +1,4 @@
-"""How answers are sent: whole or as they come, to clients that may go at any moment."""
+"""Sends answers: whole or as they come, to clients that may go at any moment."""
 
 import asyncio
 import logging
@@ -111,7 +111,7 @@ async def _whole(request: Request, calls: Sequence[Call], work: Coroutine[Any, A
 
 
 async def _to_the_end(events: AsyncGenerator[bytes], stream: ResponseStream) -> AsyncGenerator[bytes]:
-    """With a last event that says what has failed, if something has."""
+    """Yield the events, and a last one that says what has failed, if something has."""
     try:
         async with aclosing(events):
             async for event in events:
@@ -209,6 +209,7 @@ class Live(Response):
         self._events, self._over = events, over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until they end or the client goes."""
         try:
             await unless_gone(receive, self._send(send))
         except asyncio.CancelledError:

@@ -24,7 +24,7 @@ _LOG = logging.getLogger("penstock")
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings(AnswerSettings):
-    """The settings of a server.
+    """Sets what a server answers, and to whom.
 
     names: names by which clients ask for the model; the first is the one that answers give.
     keys: a client must send one of them, if there are any.

@@ -1,5 +1,4 @@
-"""Where requests wait to be read: their texts are cut into tokens on threads, and the turn goes round
-among keys.
+"""Reads requests on threads, where their texts are cut into tokens; the turn goes round among keys.
 
 Why this is safe. All but the work itself happens on the loop. Whoever takes a thread, or is given one by its
 turn's future, has it until its work has ended, and is counted by its key until then. Work that is not waited

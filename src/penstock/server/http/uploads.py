@@ -18,14 +18,14 @@ T = TypeVar("T")
 SMALL = 64 << 10
 """Bytes up to which a request is read beside large ones."""
 _THREADS = 4
-"""That read small requests. Large ones come one by one, or where there are several keys one of each of two
-keys."""
+"""Threads that read small requests. Large ones come one by one, or where there are several keys one of each
+of two keys."""
 _REST, _LONGEST_REST = 3.0, 1.0
 """Seconds of rest for each that the decoding of a large body took, and at most: nobody else computes while it
 is decoded."""
 _LARGEST = 4
-"""How many of the largest may be on their way, or wait to be read. To read one may take ten times its
-bytes."""
+"""Requests of the largest size that may be on their way, or wait to be read. To read one may take ten times
+its bytes."""
 _MOST = 1024
 """Requests that may be on their way or wait to be read."""
 _PATIENCE = 30.0
@@ -42,8 +42,11 @@ class Uploads:
     its body until it was read, or is over."""
 
     def __init__(self, most: int, *, keys: int = 0) -> None:
-        """most: bytes of a request. keys: of the server. Where there are several, each may have half of what
-        there is room for."""
+        """Begin without requests.
+
+        most: bytes of a request.
+        keys: of the server. Where there are several, each may have half of what there is room for.
+        """
         self._most = most
         self._parts = 2 if keys > 1 else 1
         self._held: dict[Request, int] = {}

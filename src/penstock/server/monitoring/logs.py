@@ -1,4 +1,4 @@
-"""What the server tells those who run it: a line for each event, for people or for machines."""
+"""Writes the log: a line for each event, for people or for machines."""
 
 import json
 import logging
@@ -18,8 +18,7 @@ Value = str | int | float | bool | None
 
 
 def note(event: str, level: int = logging.INFO, /, **fields: Value) -> None:
-    """An event: its name and what is to be known of it, None left out. Seconds are written to the
-    microsecond."""
+    """Log an event: its name and fields, None left out. Seconds are written to the microsecond."""
     if _LOG.isEnabledFor(level):
         known = {
             name: round(value, 6) if isinstance(value, float) else value
@@ -30,7 +29,7 @@ def note(event: str, level: int = logging.INFO, /, **fields: Value) -> None:
 
 
 def note_request(record: RequestRecord) -> None:
-    """A request that is over."""
+    """Log a request that is over."""
     level, calls = _level(record), record.calls
     if not _LOG.isEnabledFor(level):
         return
@@ -133,7 +132,7 @@ def last_line(text: str, traceback: str | None) -> str:
 
 
 def _time(record: logging.LogRecord) -> str:
-    """RFC 3339, in UTC."""
+    """Return the time of an event by RFC 3339, in UTC."""
     return (
         datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     )

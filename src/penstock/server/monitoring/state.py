@@ -1,5 +1,5 @@
-"""What the page shows beside the chat: the machine at this moment, in numbers that others count. No paths,
-and nothing of any prompt but how long it is."""
+"""Shows the machine at this moment, as the page has it beside the chat, in numbers that others count. No
+paths, and nothing of any prompt but how long it is."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _PATIENCE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class TierPart:
-    """A part of a tier: so many bytes, and what takes them."""
+    """Counts the bytes of a tier that one thing takes."""
 
     what: str
     """weights, ring (weights on their way), beside (the host's part of weights, on a CPU), kv (of requests),
@@ -37,8 +37,11 @@ class TierPart:
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """The memory of a tier. bytes: all that penstock may use of the device, all there is of host memory, and
-    all that penstock has on disk or may put there. The parts add up to it."""
+    """Divides the memory of a tier into parts, which add up to it.
+
+    bytes: all that penstock may use of the device, all there is of host memory, and all that penstock has on
+        disk or may put there.
+    """
 
     tier: str
     bytes: int
@@ -47,8 +50,11 @@ class TierState:
 
 @dataclass(frozen=True, slots=True)
 class LinkState:
-    """The traffic of a link, in bytes per second. ceiling: as measured at start, 0 if it was not. waited:
-    share of the time for which arithmetic waited for weights because of it."""
+    """Measures the traffic of a link, in bytes per second.
+
+    ceiling: as measured at start, 0 if it was not.
+    waited: share of the time for which arithmetic waited for weights because of it.
+    """
 
     link: str
     weights: float
@@ -59,7 +65,11 @@ class LinkState:
 
 @dataclass(frozen=True, slots=True)
 class PromptState:
-    """A prompt that is being computed. rate: tokens a second. left: seconds. Both None if not known yet."""
+    """Follows a prompt that is being computed.
+
+    rate: tokens a second; None if not known yet.
+    left: seconds; None if not known yet.
+    """
 
     reached: int
     length: int
@@ -69,7 +79,7 @@ class PromptState:
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """The prompt tokens since the engine started: computed, and found on a tier."""
+    """Counts the prompt tokens since the engine started: computed, and found on a tier."""
 
     computed: int
     device: int
@@ -117,7 +127,7 @@ class MissedState:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The machine at this moment."""
+    """Describes the machine at this moment."""
 
     model: str
     family: str
@@ -126,7 +136,7 @@ class State:
     device: str
     longest: int
     open: bool
-    """Whether requests are taken."""
+    """The server takes requests."""
     running: int
     waiting: int
     output_tokens: int
@@ -143,7 +153,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What was counted at a moment."""
+    """Keeps what was counted at a moment."""
 
     counts: MeterSample
     stats: Stats
@@ -297,7 +307,7 @@ def _missed(stats: MissedStats) -> MissedState:
 
 
 def _kv_parts(room: int, held: int, kept: int) -> list[TierPart]:
-    """Of room for KV: what requests hold, what is kept for later ones, and what is empty."""
+    """Divide room for KV into what requests hold, what is kept for later ones, and what is empty."""
     kept = max(min(kept, room - held), 0)
     return [TierPart("kv", held), TierPart("kept", kept), TierPart("empty", max(room - held - kept, 0))]
 

@@ -25,11 +25,11 @@ _ARGUMENTS = ("arguments", "parameters")
 _LONGEST_NAME = 256
 _NAME = re.compile(r"[\w.-]*")
 Schemas = Mapping[str, Mapping[str, Any]]
-"""Of the arguments of each function."""
+"""Schemas of the arguments of each function."""
 
 
 class Calls:
-    """The calls of one answer."""
+    """Reads the calls of one answer."""
 
     def __init__(self, reader: FormatReader, functions: Schemas, *, several: bool = True) -> None:
         """several: whether there may be more than one; what follows one is not read then."""
@@ -68,7 +68,7 @@ class Calls:
     # ---- JSON
 
     def value(self, *, given: bool = False) -> Reading[str]:
-        """A JSON value. given: whether it is given out as arguments, piece by piece."""
+        """Read a JSON value. given: whether it is given out as arguments, piece by piece."""
         value, pieces = Value(), list[str]()
         while not value.done:
             piece, end = value.take(self.reader.text, self.reader.at)
@@ -88,8 +88,11 @@ class Calls:
         return unquoted((yield from self.value()))
 
     def object(self, *, bare: bool = False) -> Reading[None]:
-        """A call as an object with a name and arguments. bare: nothing else says that it is a call, so it has
-        to be one of a function that there is, and have nothing that calls do not have."""
+        """Read a call that is an object with a name and arguments.
+
+        bare: nothing else says that it is a call, so it has to be one of a function that there is, and have
+            nothing that calls do not have.
+        """
         name, held, begun = "", None, False
         yield from self.reader.expect("{")
         yield from self.reader.space()
@@ -176,7 +179,7 @@ class Calls:
         yield from self.end()
 
     def _parameter(self, kinds: frozenset[str]) -> Reading[None]:
-        """value</parameter>, a line break on each side of it being none of it."""
+        """Read value</parameter>. A line break on each side of it is no part of it."""
         yield from self.reader.skip("\n")
         pieces, is_text = list[str](), kinds == {"string"}
         if is_text:

@@ -54,7 +54,7 @@ class Value:
         return "".join(pieces), at
 
     def _in_string(self, text: str, at: int, pieces: list[str]) -> int:
-        """Where the next piece of a string ends; at its beginning if it may go on."""
+        """Return where the next piece of a string ends: at its beginning if it may go on."""
         if run := _RUN.match(text, at)[0]:  # type: ignore[index]  # It matches nothing, too.
             pieces.append(run)
             return at + len(run)
@@ -76,7 +76,7 @@ class Value:
         return at
 
     def _between(self, text: str, at: int, pieces: list[str]) -> int:
-        """Where the next piece outside of strings ends; at its beginning if it may go on."""
+        """Return where the next piece outside of strings ends: at its beginning if it may go on."""
         here, wants = text[at], self._wants
         if here in SPACE:
             pieces.append(here)

@@ -18,21 +18,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A piece of reasoning."""
+    """Adds a piece of reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A piece of content."""
+    """Adds a piece of content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A tool call: its number in the answer, from 0, and the function."""
+    """Begins a tool call: its number in the answer, from 0, and the function."""
 
     index: int
     name: str
@@ -40,7 +40,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A piece of a call's arguments. All pieces together are a JSON object, once the call has ended."""
+    """Adds a piece of a call's arguments. All pieces together are a JSON object, once the call has ended."""
 
     index: int
     text: str
@@ -48,14 +48,14 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of a call."""
+    """Ends a call."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The end of a call that is none, or was cut short. `text` is all that was read of it."""
+    """Ends a call that is none, or was cut short. `text` is all that was read of it."""
 
     index: int
     text: str
@@ -85,7 +85,7 @@ class FormatReader:
 
     @property
     def left(self) -> int:
-        """The characters that were not read yet."""
+        """Count the characters that were not read yet."""
         return len(self.text) - self.at
 
     def mark(self, before: str = "") -> None:
@@ -112,18 +112,18 @@ class FormatReader:
         return not self.ended
 
     def need(self) -> Reading[None]:
-        """The same, where the text cannot end. Raises MalformedError."""
+        """Wait for more text where it cannot end. Raise MalformedError if no more comes."""
         if not (yield from self.more()):
             raise MalformedError("the text ends too early")
 
     def run(self, characters: str, room: int = 0) -> int:
-        """How many of these come next, behind so many characters, as far as there is text."""
+        """Count how many of these come next, behind so many characters, as far as there is text."""
         found = _RUNS[characters].match(self.text, self.at + room)
         assert found is not None
         return found.end() - found.start()
 
     def ahead(self) -> Reading[str]:
-        """The next character that is no space; empty at the end."""
+        """Return the next character that is no space; it is empty at the end."""
         room = 0
         while (room := room + self.run(SPACE, room)) == self.left:
             if not (yield from self.more()):
@@ -204,7 +204,7 @@ class FormatReader:
 
 
 def _begun(text: str, markers: Sequence[str]) -> int:
-    """How many characters at the end of a text may be a marker's beginning."""
+    """Return how many characters at the end of a text may be a marker's beginning."""
     return max(
         (size for one in markers for size in range(1, len(one)) if text.endswith(one[:size])), default=0
     )

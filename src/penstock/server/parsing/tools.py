@@ -19,7 +19,7 @@ from penstock.server.wire.requests import FieldError, Message, invalid
 T = TypeVar("T")
 MOST_TOOLS = 128
 MOST_CALLS = 32
-"""Where there have to be some: a small model may find no end."""
+"""The most calls where there have to be some: a small model may find no end."""
 _PLAIN = {
     "whitespace_flexible": False,
     "whitespace_pattern": None,
@@ -68,11 +68,11 @@ class Tools:
     """The tools that the model may call; none if it must not."""
 
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Of the arguments of each function."""
+    """Schemas of the arguments of each function."""
     described: Sequence[Mapping[str, object]] = ()
-    """As templates read them."""
+    """Tools as templates read them."""
     several: bool = True
-    """Whether there may be more than one call."""
+    """There may be more than one call."""
     forced: tuple[str, ...] = ()
     """Functions, one of which it has to call; none if it may also say something else."""
 
@@ -187,7 +187,7 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _moved(schema: object, place: str) -> object:
-    """A schema that stands somewhere in another, its references following it."""
+    """Return a schema that stands somewhere in another, its references following it."""
     if isinstance(schema, Mapping):
         return {
             key: place + value[1:]

@@ -1,4 +1,4 @@
-"""The items of /v1/responses as the messages of a conversation."""
+"""Reads the items of /v1/responses as the messages of a conversation."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy

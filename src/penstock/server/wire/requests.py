@@ -1,4 +1,4 @@
-"""What clients may send, field by field, and what of it the engine is asked.
+"""Defines what clients may send, field by field, and what of it the engine is asked.
 
 The fields are OpenAI's, and beside them those of SamplingParams. One that would change the answer and cannot
 be honoured is refused, and so is an unknown one; what only labels a request, or suits what is done
@@ -19,14 +19,14 @@ from penstock.step.structure import Structure
 
 T = TypeVar("T")
 MOST_LOGPROBS = 20
-"""Of the likeliest tokens, that a client may ask for with each."""
+"""The likeliest tokens that a client may ask for with each."""
 MOST_PROMPTS = 256
-"""In one request."""
+"""Prompts in one request."""
 MOST_STOPS, LONGEST_STOP = 32, 1024
 """Stop strings of a request, and characters of one: they are looked for with every token, while all others
 wait."""
 MOST_BIASES = MOST_STOP_TOKENS = 4096
-"""Of a request: they are gone through again and again. OpenAI takes fewer."""
+"""Biases and stop tokens of a request: they are gone through again and again. OpenAI takes fewer."""
 MOST_MARKS = {b"[{:": 250_000, b",": 1_000_000}
 """Characters of a large body, those in its texts included. The first begin an object, a list or a field,
 which take 0.3 us each to decode, the last stand between scalars, which take 0.04 us; nobody else computes
@@ -46,22 +46,22 @@ class FieldError(PenstockError):
 
 
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31)]
-"""Of those that wait the request with the least is served first."""
+"""A rank: of the requests that wait, that with the least is served first."""
 Timeout = Annotated[float, Meta(gt=0)]
-Salt = Annotated[str, Meta(min_length=1, max_length=256)]
-"""Of prefixes: they are shared with requests of the same."""
 """Seconds after which a request ends with an error."""
+Salt = Annotated[str, Meta(min_length=1, max_length=256)]
+"""A name for prefixes: they are shared with requests of the same."""
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """The options of a stream."""
+    """Sets what a stream has besides."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class _Asked(Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """What both kinds of completion have."""
+    """Declares what both kinds of completion have."""
 
     model: str
     n: int | None = None
@@ -107,21 +107,21 @@ class _Asked(Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
 
     @property
     def outputs(self) -> int:
-        """Of all prompts. Raises FieldError."""
+        """Count the outputs of all prompts. Raise FieldError."""
         return self.params.n
 
     @property
     def structured_by(self) -> str:
-        """The field that says what form answers have."""
+        """Return the field that gives answers their structure."""
         return "structured_outputs"
 
     def structure(self) -> Structure | None:
-        """That form. Raises FieldError and StructureError."""
+        """Return the structure of answers; None if they have none. Raise FieldError and StructureError."""
         return None if self.structured_outputs is None else self.structured_outputs.structure()
 
     @cached_property
     def params(self) -> SamplingParams:
-        """The settings of outputs. Raise FieldError."""
+        """Return the settings of outputs. Raise FieldError."""
         if self.stream_options is not None and not self.stream:
             raise FieldError(
                 "stream_options are for a stream; set stream, or leave them out", "stream_options"
@@ -170,15 +170,15 @@ class _Asked(Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
-    """A part of a message's content: text."""
+    """Gives a part of a message's content, which is text."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A message of a conversation, with what clients send back of an answer. All of it is for the model's
-    template."""
+    """Holds a message of a conversation, with what clients send back of an answer. All of it is for the
+    model's template."""
 
     role: str
     content: str | list[TextPart] | None = None
@@ -206,7 +206,7 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/chat/completions."""
+    """Holds the body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: int | None = None
@@ -231,7 +231,7 @@ class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def most_tokens(self) -> int | None:
-        """The tokens of each output at most."""
+        """Return the most tokens of each output."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -265,7 +265,7 @@ class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
 
 
 class CompletionRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/completions."""
+    """Holds the body of POST /v1/completions."""
 
     prompt: str | list[Any]
     """Text or token ids, or a list of these."""
@@ -277,7 +277,7 @@ class CompletionRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def most_tokens(self) -> int | None:
-        """The tokens of each output at most."""
+        """Return the most tokens of each output."""
         return 16 if self.max_tokens is None else self.max_tokens
 
     @property
@@ -319,18 +319,18 @@ class CompletionRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def outputs(self) -> int:
-        """The number of outputs of all prompts."""
+        """Count the outputs of all prompts. Raise FieldError."""
         return self.params.n * len(self.prompts)
 
     @cached_property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts: texts, or token ids."""
+        """Return the prompts: texts, or token ids."""
         given = self.prompt
         return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /tokenize."""
+    """Holds the body of POST /tokenize."""
 
     model: str | None = None
     prompt: str | None = None
@@ -349,7 +349,7 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /detokenize."""
+    """Holds the body of POST /detokenize."""
 
     model: str | None = None
     tokens: list[int]
@@ -374,7 +374,7 @@ def expect_few_values(body: bytes) -> None:
 
 
 def decoded(body: bytes, kind: type[T]) -> T:
-    """A request's body. Raises FieldError that names the field."""
+    """Return what a request's body says. Raise FieldError that names the field."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:

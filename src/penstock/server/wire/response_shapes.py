@@ -6,7 +6,7 @@ from penstock.server.wire.shapes import AnswerObject, ChatTokenLogprob
 
 
 class OutputText(AnswerObject, tag_field="type", tag="output_text"):
-    """A part of a message: text."""
+    """Holds the text of a message."""
 
     text: str
     annotations: list[Any]
@@ -14,7 +14,7 @@ class OutputText(AnswerObject, tag_field="type", tag="output_text"):
 
 
 class ReasoningText(AnswerObject, tag_field="type", tag="reasoning_text"):
-    """A part of reasoning: text."""
+    """Holds the text of reasoning."""
 
     text: str
 
@@ -23,7 +23,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputMessage(AnswerObject, tag_field="type", tag="message"):
-    """An item: a message."""
+    """Holds an item: a message."""
 
     id: str
     status: ItemStatus
@@ -32,7 +32,7 @@ class OutputMessage(AnswerObject, tag_field="type", tag="message"):
 
 
 class ReasoningItem(AnswerObject, tag_field="type", tag="reasoning"):
-    """An item: reasoning."""
+    """Holds an item: reasoning."""
 
     id: str
     status: ItemStatus
@@ -41,7 +41,7 @@ class ReasoningItem(AnswerObject, tag_field="type", tag="reasoning"):
 
 
 class FunctionCall(AnswerObject, tag_field="type", tag="function_call"):
-    """An item: a call of a function."""
+    """Holds an item: a call of a function."""
 
     id: str
     status: ItemStatus
@@ -54,7 +54,7 @@ Item = OutputMessage | ReasoningItem | FunctionCall
 
 
 class ResponseError(AnswerObject):
-    """The error that has kept a response from being complete."""
+    """Says what has kept a response from being complete."""
 
     code: Literal["server_error"]
     message: str
@@ -67,34 +67,34 @@ class IncompleteDetails(AnswerObject):
 
 
 class ReasoningSettings(AnswerObject):
-    """The settings of reasoning that a request had."""
+    """Repeats the settings of reasoning that a request had."""
 
     effort: str | None
     summary: None
 
 
 class TextSettings(AnswerObject):
-    """The form of text that a request asked for."""
+    """Repeats the form of text that a request asked for."""
 
     format: dict[str, Any]
     verbosity: str | None
 
 
 class InputTokensDetails(AnswerObject):
-    """The tokens of the input that were found in the cache."""
+    """Counts the tokens of the input that were found in the cache."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputTokensDetails(AnswerObject):
-    """The tokens of the output that are reasoning."""
+    """Counts the tokens of the output that are reasoning."""
 
     reasoning_tokens: int
 
 
 class ResponseUsage(AnswerObject):
-    """The tokens of a response."""
+    """Counts the tokens of a response."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -104,7 +104,7 @@ class ResponseUsage(AnswerObject):
 
 
 class Response(AnswerObject):
-    """A response to items."""
+    """Responds to items."""
 
     id: str
     object: Literal["response"]
@@ -147,13 +147,13 @@ class DeletedResponse(AnswerObject):
 
 
 class StreamEvent(AnswerObject):
-    """The data of an event of a response that is streamed."""
+    """Holds the data of an event of a response that is streamed."""
 
     sequence_number: int
 
 
 class ResponseEvent(StreamEvent):
-    """An event about a whole response."""
+    """Tells of a whole response."""
 
     type: Literal[
         "response.created",
@@ -166,7 +166,7 @@ class ResponseEvent(StreamEvent):
 
 
 class ItemEvent(StreamEvent):
-    """An event about an item."""
+    """Tells of an item."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
     output_index: int
@@ -174,14 +174,14 @@ class ItemEvent(StreamEvent):
 
 
 class PlacedEvent(StreamEvent):
-    """An event about a part of an item."""
+    """Tells of a part of an item."""
 
     item_id: str
     output_index: int
 
 
 class ContentPartEvent(PlacedEvent):
-    """An event about a part of an item's content."""
+    """Tells of a part of an item's content."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
     content_index: int
@@ -248,4 +248,4 @@ EVENTS = (
     ArgumentsDeltaEvent,
     ArgumentsDoneEvent,
 )
-"""Of a response."""
+"""The events of a response."""

@@ -1,4 +1,5 @@
-"""What clients may send to /v1/responses: a request for a chat in other words, and it is read as one."""
+"""Defines what clients may send to /v1/responses: a request for a chat in other words, and it is read as
+one."""
 
 import re
 from collections.abc import Generator, Mapping, Sequence
@@ -52,7 +53,7 @@ _SAME = (
 
 
 class Reasons(Struct, forbid_unknown_fields=True):
-    """The settings of reasoning."""
+    """Sets how the model reasons."""
 
     effort: Label | None = None
     summary: str | None = None
@@ -61,14 +62,14 @@ class Reasons(Struct, forbid_unknown_fields=True):
 
 
 class Form(Struct, forbid_unknown_fields=True):
-    """The form of the answer's text."""
+    """Sets the form of the answer's text."""
 
     format: dict[str, Any] | None = None
     verbosity: Label | None = None
 
 
 class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/responses."""
+    """Holds the body of POST /v1/responses."""
 
     model: str
     input: str | list[dict[str, Any]] | None = None
@@ -110,7 +111,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def outputs(self) -> int:
-        """The number of outputs."""
+        """Count the outputs."""
         return 1
 
     @property
@@ -153,7 +154,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
             raise FieldError("there is no input; give a text or a list of items", "input")
 
     def chat(self, messages: Sequence[Message]) -> ChatRequest:
-        """The same as a request for a chat: the answer to these messages. Raises FieldError."""
+        """Return the same as a request for a chat: the answer to these messages. Raise FieldError."""
         logprobs = LOGPROBS in (self.include or ())
         fields: dict[str, object] = {name: getattr(self, name) for name in _SAME}
         fields["max_completion_tokens"] = self.max_output_tokens

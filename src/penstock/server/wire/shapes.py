@@ -1,4 +1,5 @@
-"""The answers of the API, field by field. Nothing reads them; the API's description is made from them."""
+"""Defines the answers of the API, field by field. Nothing reads them; the API's description is made from
+them."""
 
 from typing import Literal
 
@@ -8,7 +9,7 @@ FinishReason = Literal["stop", "length", "tool_calls", "error"]
 
 
 class AnswerObject(Struct, forbid_unknown_fields=True, kw_only=True):
-    """An object of an answer. It has no other fields."""
+    """Describes an object of an answer. It has no other fields."""
 
 
 class Fault(AnswerObject):
@@ -24,19 +25,20 @@ class Fault(AnswerObject):
 
 
 class Refusal(AnswerObject):
-    """The body of a response that is an error, and the last event of a stream that has failed."""
+    """Says what is wrong: the body of a response that is an error, and the last event of a stream that has
+    failed."""
 
     error: Fault
 
 
 class PromptTokensDetails(AnswerObject):
-    """The tokens of prompts that were found in the cache."""
+    """Counts the tokens of prompts that were found in the cache."""
 
     cached_tokens: int
 
 
 class Usage(AnswerObject):
-    """The tokens of a request."""
+    """Counts the tokens of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -45,7 +47,7 @@ class Usage(AnswerObject):
 
 
 class LogprobEntry(AnswerObject):
-    """The log-probability of a token."""
+    """Gives the log-probability of a token."""
 
     token: str
     logprob: float
@@ -53,20 +55,20 @@ class LogprobEntry(AnswerObject):
 
 
 class ChatTokenLogprob(LogprobEntry):
-    """The log-probability of a token, and those of the likeliest in its place."""
+    """Gives the log-probability of a token, and those of the likeliest in its place."""
 
     top_logprobs: list[LogprobEntry]
 
 
 class ChatLogprobs(AnswerObject):
-    """The log-probabilities of an answer's tokens."""
+    """Gives the log-probabilities of an answer's tokens."""
 
     content: list[ChatTokenLogprob]
     refusal: None
 
 
 class Function(AnswerObject):
-    """A function that is called."""
+    """Names a function that is called."""
 
     name: str
     arguments: str
@@ -74,7 +76,7 @@ class Function(AnswerObject):
 
 
 class ToolCall(AnswerObject):
-    """A call of a tool."""
+    """Calls a tool."""
 
     id: str
     type: Literal["function"]
@@ -82,7 +84,7 @@ class ToolCall(AnswerObject):
 
 
 class ChatMessage(AnswerObject):
-    """An answer to a conversation."""
+    """Answers a conversation."""
 
     role: Literal["assistant"]
     content: str | None
@@ -92,7 +94,7 @@ class ChatMessage(AnswerObject):
 
 
 class ChatChoice(AnswerObject):
-    """One of the answers to a conversation."""
+    """Holds one of the answers to a conversation."""
 
     index: int
     message: ChatMessage
@@ -101,7 +103,7 @@ class ChatChoice(AnswerObject):
 
 
 class ChatCompletion(AnswerObject):
-    """The answers to a conversation."""
+    """Holds the answers to a conversation."""
 
     id: str
     object: Literal["chat.completion"]
@@ -112,7 +114,7 @@ class ChatCompletion(AnswerObject):
 
 
 class FunctionDelta(AnswerObject):
-    """A piece of a function that is called."""
+    """Adds to a function that is called."""
 
     arguments: str
     name: str | UnsetType = UNSET
@@ -128,7 +130,7 @@ class ToolCallDelta(AnswerObject):
 
 
 class ChatDelta(AnswerObject):
-    """A piece of an answer to a conversation."""
+    """Adds to an answer to a conversation."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -137,7 +139,7 @@ class ChatDelta(AnswerObject):
 
 
 class ChatChunkChoice(AnswerObject):
-    """A piece of one of the answers to a conversation."""
+    """Adds to one of the answers to a conversation."""
 
     index: int
     delta: ChatDelta
@@ -146,7 +148,7 @@ class ChatChunkChoice(AnswerObject):
 
 
 class ChatCompletionChunk(AnswerObject):
-    """The data of an event of a chat that is streamed."""
+    """Holds the data of an event of a chat that is streamed."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -157,7 +159,7 @@ class ChatCompletionChunk(AnswerObject):
 
 
 class CompletionLogprobs(AnswerObject):
-    """The log-probabilities of a continuation's tokens."""
+    """Gives the log-probabilities of a continuation's tokens."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -166,7 +168,7 @@ class CompletionLogprobs(AnswerObject):
 
 
 class CompletionChoice(AnswerObject):
-    """One of the continuations of texts."""
+    """Holds one of the continuations of texts."""
 
     index: int
     text: str
@@ -175,7 +177,7 @@ class CompletionChoice(AnswerObject):
 
 
 class CompletionResponse(AnswerObject):
-    """The continuations of texts."""
+    """Holds the continuations of texts."""
 
     id: str
     object: Literal["text_completion"]
@@ -186,7 +188,7 @@ class CompletionResponse(AnswerObject):
 
 
 class CompletionChunkChoice(AnswerObject):
-    """A piece of one of the continuations of texts."""
+    """Adds to one of the continuations of texts."""
 
     index: int
     text: str
@@ -195,7 +197,7 @@ class CompletionChunkChoice(AnswerObject):
 
 
 class CompletionChunk(AnswerObject):
-    """The data of an event of a completion that is streamed."""
+    """Holds the data of an event of a completion that is streamed."""
 
     id: str
     object: Literal["text_completion"]
@@ -216,14 +218,14 @@ class ModelCard(AnswerObject):
 
 
 class ModelList(AnswerObject):
-    """The models by their names."""
+    """Lists the models by their names."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class TokenizeResponse(AnswerObject):
-    """The tokens of a text or a conversation."""
+    """Lists the tokens of a text or a conversation."""
 
     count: int
     max_model_len: int
@@ -232,13 +234,13 @@ class TokenizeResponse(AnswerObject):
 
 
 class Text(AnswerObject):
-    """The text of tokens."""
+    """Gives the text of tokens."""
 
     prompt: str
 
 
 class Status(AnswerObject):
-    """The status of a server."""
+    """Gives the status of a server."""
 
     status: Literal["alive", "ready", "loading", "closing", "waiting for a replica"]
 
