@@ -18,8 +18,8 @@ from msgspec import Struct
 from penstock.api.llm import LLM
 from penstock.api.sequences import PreparedPrompt, SequenceGroup
 from penstock.base.errors import ConfigError, PenstockError
-from penstock.server.answers.completions import Answer, error, new_id
-from penstock.server.answers.prompts import AnswerWriter, read
+from penstock.server.answers.completions import Answer, AnswerWriter, error, new_id
+from penstock.server.answers.prompts import read
 from penstock.server.broker.calls import BusyError
 from penstock.server.wire.requests import ChatRequest, CompletionRequest, FieldError, decoded
 
@@ -208,7 +208,7 @@ class Batch:
 
 
 def _line(custom_id: str, status: int, body: Answer) -> bytes:
-    response = {"status_code": status, "request_id": new_id("req"), "body": body}
+    response = {"status_code": status, "request_id": new_id("req-"), "body": body}
     return msgspec.json.encode(
-        {"id": new_id("batch_req"), "custom_id": custom_id, "response": response, "error": None}
+        {"id": new_id("batch_req-"), "custom_id": custom_id, "response": response, "error": None}
     )

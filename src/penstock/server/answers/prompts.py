@@ -1,16 +1,14 @@
 """Makes prompts of requests, as the engine takes them, and what writes the answers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
-from penstock.api.outputs import Completion, Delta
 from penstock.api.reader import Prompt, PromptReader
 from penstock.api.sequences import PreparedPrompt
 from penstock.api.structures import CrowdedError
 from penstock.base.errors import StructureError
-from penstock.server.answers.completions import Answer, ChatWriter, TextWriter
+from penstock.server.answers.completions import AnswerWriter, ChatWriter, TextWriter
 from penstock.server.broker.calls import BusyError
 from penstock.server.parsing.dialects import Dialect, dialect_of
 from penstock.server.parsing.forms import behind_reasoning, may_be_behind
@@ -25,20 +23,6 @@ MOST_VALUES, MOST_SIZE = 100_000, 1 << 20
 its tools."""
 _CROWDED = 10.0
 """Seconds after which there may be time for a structure again."""
-
-
-class AnswerWriter(Protocol):
-    """Writes answers of a kind."""
-
-    def whole(self, completions: Sequence[Completion]) -> Answer:
-        """Return the answer of a request whose outputs are complete."""
-
-    def pieces(self, prompt: int, deltas: Sequence[Delta]) -> list[Answer]:
-        """Return the chunks for what was added to the outputs of a prompt. prompt: its number in the
-        request."""
-
-    def last(self, completions: Sequence[Completion]) -> Answer:
-        """Return the chunk that gives the usage."""
 
 
 def read(

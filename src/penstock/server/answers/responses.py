@@ -3,7 +3,6 @@
 A response is always made as a stream; one that is not sent as a stream is what the stream adds up to.
 """
 
-import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from time import time
 from typing import Any
@@ -14,7 +13,7 @@ from penstock.api.outputs import Completion, Delta
 from penstock.api.reader import PromptReader
 from penstock.api.sequences import PreparedPrompt
 from penstock.api.text.tokenizer import Tokenizer
-from penstock.server.answers.completions import logprob_entries, new_call
+from penstock.server.answers.completions import logprob_entries, new_call, new_id
 from penstock.server.answers.prompts import read_chat
 from penstock.server.broker.calls import Call
 from penstock.server.parsing.dialects import Dialect
@@ -29,7 +28,7 @@ Item = dict[str, Any]
 Keep = Callable[[str, bytes, Sequence[Message]], None]
 """Takes a response's name, what was answered, and the conversation up to its end."""
 _CONVERSATION = msgspec.json.Decoder(list[Message])
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 """The type of an item's content, by the item's type. Calls have no content."""
 _BROKEN = (
@@ -190,7 +189,7 @@ class ResponseStream:
 
     def _open(self, kind: str, **fields: object) -> None:
         self._close("completed")
-        self._item = {"id": _id(_PREFIXES[kind]), "type": kind, "status": "in_progress", **fields}
+        self._item = {"id": new_id(_PREFIXES[kind]), "type": kind, "status": "in_progress", **fields}
         self.response["output"].append(self._item)
         self._text, self._logprobs = [], []
         self._tell(
@@ -261,7 +260,7 @@ def _begun(asked: ResponsesRequest, ready: PreparedPrompt) -> Item:
     sampling = ready.samplings[0]
     form = {"type": "text"} if asked.text is None or asked.text.format is None else asked.text.format
     return {
-        "id": _id("resp"),
+        "id": new_id("resp_"),
         "object": "response",
         "created_at": int(time()),
         "completed_at": None,
@@ -292,7 +291,3 @@ def _begun(asked: ResponsesRequest, ready: PreparedPrompt) -> Item:
         "usage": None,
         "user": asked.user,
     }
-
-
-def _id(kind: str) -> str:
-    return f"{kind}_{secrets.token_hex(16)}"

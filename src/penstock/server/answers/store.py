@@ -3,7 +3,7 @@ has more than its share makes room for others."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -36,12 +36,12 @@ class _StoredResponse:
         return len(self.answer) + len(self.messages)
 
 
+@dataclass(slots=True)
 class _Shelf:
     """Holds the responses of one key, the oldest first, and counts their bytes."""
 
-    def __init__(self) -> None:
-        self.responses: OrderedDict[str, _StoredResponse] = OrderedDict()
-        self.size = 0
+    responses: OrderedDict[str, _StoredResponse] = field(default_factory=OrderedDict)
+    size: int = 0
 
 
 class ResponseStore:

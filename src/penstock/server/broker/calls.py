@@ -62,7 +62,8 @@ class Call:
         """Takes what comes, while it is waited for."""
         self._raised: Exception | None = None
         """What `_at_once` has raised."""
-        self._fault: BaseException | None = None
+        self.fault: BaseException | None = None
+        """What has kept its outputs from being complete."""
         self._given = False
         """Whether its client has taken pieces."""
         self._whole = False
@@ -90,8 +91,8 @@ class Call:
             if pieces:
                 self._given = True
                 yield pieces
-            elif self._fault is not None:
-                raise self._fault
+            elif self.fault is not None:
+                raise self.fault
             else:
                 return
 
@@ -121,18 +122,13 @@ class Call:
     def reasons(self) -> list[str]:
         """The finish reason of each output when the call has ended: the engine's, else "error", or "abort" if
         the client went."""
-        otherwise = "error" if self._fault is not None else "abort"
+        otherwise = "error" if self.fault is not None else "abort"
         if self.group is None:
             return [otherwise] * len(self.prompt.samplings)
         return [
             otherwise if sequence.finish is None else sequence.finish.value
             for sequence in self.group.sequences
         ]
-
-    @property
-    def fault(self) -> BaseException | None:
-        """Return the error that has kept its outputs from being complete."""
-        return self._fault
 
     def leave(self) -> None:
         """End the call, whose client wants no more of it. One that has ended is not disturbed."""
@@ -154,7 +150,7 @@ class Call:
             self._at_once is not None and not self._pieces and self._taken(self._at_once, deltas)
         ):
             self._pieces.extend(deltas)
-        self.over, self._fault = self.over or over, self._fault or fault
+        self.over, self.fault = self.over or over, self.fault or fault
         if self._pieces or self.over or self._raised:
             self._wakes.set()
 

@@ -27,16 +27,13 @@ class Mailbox:
         self._woken = False
         """Whether the loop is about to look into the tray."""
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        self.send = self._calls.put
+        """Has the backend begin a call, or end one that was sent before; None ends the backend."""
         self.receive = self._calls.get
         """Returns the next call: one to begin or, when it was received before, to end; None is the end of
         all. As SimpleQueue.get, which raises Empty."""
 
     # ---- on the loop
-
-    def send(self, call: Call | None) -> None:
-        """Put a call in the mailbox: the backend begins it, or ends one that was sent before. None ends the
-        backend."""
-        self._calls.put(call)
 
     def collect(self) -> Collection[Update]:
         """Return all that lies in the tray, one update for each call: of several steps, where the loop had

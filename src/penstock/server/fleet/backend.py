@@ -205,28 +205,19 @@ class RemoteBackend:
                     case OutputChunk() if not group.done:
                         fresh = replay.fresh(message)
                         if fresh is None:
-                            await _begin_anew(call, mailbox)
+                            if not await mailbox.withdraw(call):
+                                raise EngineClosedError(
+                                    "the replica that answered was lost, and another one goes on with other "
+                                    "tokens; send the request again for a whole answer"
+                                )
                             fresh = replay.anew()
                         if fresh or group.done:
                             mailbox.report([(call, fresh, group.done, None)])
-                        if group.done:
-                            self._remember(name, group, prompt)
+                        for sequence in group.sequences if group.done else ():
+                            # The replica holds what it has computed, outputs too.
+                            self._affinity.note(name, prompt.keys_with(sequence.tokens))
         if not group.done:
             raise LostError("the answer has ended before its outputs have")
-
-    def _remember(self, name: str, group: SequenceGroup, prompt: RoutedPrompt) -> None:
-        """Note that a replica holds what it has computed, outputs too."""
-        for sequence in group.sequences:
-            self._affinity.note(name, prompt.keys_with(sequence.tokens))
-
-
-async def _begin_anew(call: Call, mailbox: Mailbox) -> None:
-    """Raise EngineClosedError if the call's client has some of it."""
-    if not await mailbox.withdraw(call):
-        raise EngineClosedError(
-            "the replica that answered was lost, and another one goes on with other tokens; send the "
-            "request again for a whole answer"
-        )
 
 
 class _Replay:
@@ -246,7 +237,10 @@ class _Replay:
         what comes now."""
         if any(now < before for now, before in zip(self._now, self._before, strict=True)):
             self._all.extend(chunk.deltas)
-        self._note(chunk)
+        for sequence in self._sequences:
+            sequence.cached = chunk.cached
+        if chunk.prompt_logprobs:
+            self._sequences[0].prompt_logprobs = list(chunk.prompt_logprobs)
         fresh = []
         for delta in chunk.deltas:
             sequence, now, before = (
@@ -272,12 +266,6 @@ class _Replay:
         for delta in self._all:
             _add(self._sequences[delta.index], delta)
         return self._all
-
-    def _note(self, chunk: OutputChunk) -> None:
-        for sequence in self._sequences:
-            sequence.cached = chunk.cached
-        if chunk.prompt_logprobs:
-            self._sequences[0].prompt_logprobs = list(chunk.prompt_logprobs)
 
 
 def _add(sequence: OutputSequence, delta: Delta) -> None:

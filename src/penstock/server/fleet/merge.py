@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -55,9 +55,7 @@ def side_by_side(texts: Mapping[str, str], known: str) -> str:
 
 
 def _text(families: Iterable[Metric]) -> str:
-    registry = CollectorRegistry()
-    registry.register(_Families(families))
-    return generate_latest(registry).decode()
+    return generate_latest(_Families(families)).decode()
 
 
 def summed(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

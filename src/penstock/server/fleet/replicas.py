@@ -48,7 +48,7 @@ from penstock.server.fleet.requests import (
     ReplicaMessage,
     computed,
 )
-from penstock.server.fleet.routing import Affinity, PromptRoute, share
+from penstock.server.fleet.routing import SHARED, Affinity, PromptRoute
 from penstock.server.fleet.scale import Scale
 from penstock.server.monitoring.state import StateMonitor
 
@@ -198,7 +198,7 @@ class Replicas:
                     handle.shutdown()
                 serve.delete(self._application)
             ray.shutdown()
-        share(self._application, None)
+        SHARED.pop(self._application, None)
 
     def _connect(self) -> None:
         for name in ("ray", "ray.serve"):
@@ -243,7 +243,7 @@ class Replicas:
         )
         config = replace(self._config, max_sequences=rows, model=self._config.model.resolve())
         neighbours = min(max([*room, 1]), self._scale.most)
-        share(self._application, self._affinity)
+        SHARED[self._application] = self._affinity
         deployment = serve.deployment(
             Replica,
             name=_NAME,
@@ -338,7 +338,8 @@ class Replicas:
 
     async def answer(self, keys: Sequence[bytes], request: RemoteRequest) -> AsyncGenerator[ReplicaMessage]:
         """Give out a replica's answer; see ReplicaPool."""
-        response = self._streams.remote(PromptRoute(keys), request)
+        streams = self._plain.options(method_name="answer", stream=True)
+        response = streams.remote(PromptRoute(keys), request)
         try:
             async for message in response:
                 yield message
@@ -364,10 +365,6 @@ class Replicas:
     def _plain(self) -> Any:
         # Over a connection to the replica: Ray's own objects would take five times as long for each piece.
         return self._handle.options(_by_reference=False)
-
-    @property
-    def _streams(self) -> Any:
-        return self._plain.options(method_name="answer", stream=True)
 
 
 def _knock(address: str) -> None:

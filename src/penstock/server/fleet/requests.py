@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from penstock.api.limits import ServingLimits
 from penstock.api.llm import LLM
@@ -37,7 +37,7 @@ class RemoteRequest:
 
     prompt: Prompt
     params: SamplingParams | None
-    decided: dict[str, object]
+    decided: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +187,4 @@ async def computed(
 
 def _decided(reader: PromptReader, request: RemoteRequest) -> PreparedPrompt:
     """Return the request as the model reads it. Raise RequestError."""
-    read = reader.read(request.prompt, request.params)
-    own = {field.name: getattr(read, field.name) for field in fields(PreparedPrompt)}
-    return PreparedPrompt(**own | request.decided)
+    return replace(reader.read(request.prompt, request.params), **request.decided)

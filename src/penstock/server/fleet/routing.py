@@ -126,17 +126,10 @@ class PromptRoute:
         return PromptRoute, ()
 
 
-_SHARED: dict[str, Affinity] = {}
-
-
-def share(name: str, affinity: Affinity | None) -> None:
-    """Have this process know the replicas of a name by this; None forgets them."""
-    if affinity is None:
-        _SHARED.pop(name, None)
-    else:
-        _SHARED[name] = affinity
+SHARED: dict[str, Affinity] = {}
+"""What routers in this process find by the name of an application, with `affinity_of`."""
 
 
 def affinity_of(name: str) -> Affinity:
     """Return what was shared by that name. Raise KeyError if nothing is."""
-    return _SHARED[name]
+    return SHARED[name]

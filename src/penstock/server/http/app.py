@@ -48,6 +48,7 @@ from penstock.server.wire.responses import ResponsesRequest
 T = TypeVar("T")
 U = TypeVar("U")
 G = TypeVar("G", bound=ChatRequest | CompletionRequest | ResponsesRequest)
+"""A request for tokens."""
 
 
 def application(server: ServerState) -> ASGIApp:
@@ -67,7 +68,7 @@ def application(server: ServerState) -> ASGIApp:
         ("DELETE", "/v1/responses/{name}", _drop),
         ("POST", "/tokenize", _tokenize),
         ("POST", "/detokenize", _detokenize),
-        *[("GET", path, _page) for path in FILES],
+        *[("GET", path, page_file) for path in FILES],
     ]
     found: dict[str, dict[str, Handler]] = {}
     for method, path, handler in asked:
@@ -211,14 +212,12 @@ async def _health(server: ServerState, request: Request) -> Response:
 
 async def _ready(server: ServerState, request: Request) -> Response:
     if server.broker is None:
-        return json_response({"status": "loading"}, 503)
-    if server.fleet is not None and not server.fleet.replicas:
-        return json_response({"status": "waiting for a replica"}, 503)
-    return (
-        json_response({"status": "ready"})
-        if server.broker.open
-        else json_response({"status": "closing"}, 503)
-    )
+        status = "loading"
+    elif server.fleet is not None and not server.fleet.replicas:
+        status = "waiting for a replica"
+    else:
+        status = "ready" if server.broker.open else "closing"
+    return json_response({"status": status}, 200 if status == "ready" else 503)
 
 
 async def _models(server: ServerState, request: Request) -> Response:
@@ -334,10 +333,6 @@ async def _state(server: ServerState, request: Request) -> Response:
         assert server.monitor is not None
         found = server.monitor.look()
     return json_response(found, headers={"Cache-Control": "no-store"})
-
-
-async def _page(server: ServerState, request: Request) -> Response:
-    return page_file(request)
 
 
 async def _tokenize(server: ServerState, request: Request) -> Response:

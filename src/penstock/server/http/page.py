@@ -41,7 +41,7 @@ FILES = {"/": _file("index.html")} | {
 """Files of the page, by path."""
 
 
-def page_file(request: Request) -> Response:
+async def page_file(_: object, request: Request) -> Response:
     """One of them; nothing but that it is the same, to who has it already."""
     file = FILES[request.scope["path"]]
     headers = _HEADERS | {"ETag": file.tag}

@@ -9,15 +9,14 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message as Event
 from starlette.types import Receive, Scope, Send
 
 from penstock.api.outputs import Delta
 from penstock.api.sequences import PreparedPrompt
 from penstock.base.errors import PenstockError
-from penstock.server.answers.completions import error
-from penstock.server.answers.prompts import AnswerWriter
+from penstock.server.answers.completions import AnswerWriter, error
 from penstock.server.answers.responses import ResponseStream
 from penstock.server.answers.store import ResponseStore
 from penstock.server.broker.broker import RequestBroker
@@ -94,11 +93,11 @@ def _submitted(
     broker: RequestBroker,
     ready: Sequence[PreparedPrompt],
     asked: ChatRequest | CompletionRequest | ResponsesRequest,
-) -> list[Call]:
+) -> Sequence[Call]:
     record = record_of(request)
-    calls = broker.submit(ready, asked.timeout, record.began, record.owner)
-    record.asks(asked.model, calls, streams=asked.streams)
-    return calls
+    record.calls = broker.submit(ready, asked.timeout, record.began, record.owner)
+    record.model, record.streams = asked.model, asked.streams
+    return record.calls
 
 
 async def _whole(request: Request, calls: Sequence[Call], work: Coroutine[Any, Any, object]) -> Response:
@@ -198,34 +197,24 @@ def leave(calls: Sequence[Call]) -> None:
         call.leave()
 
 
-class Live(Response):
+class Live(StreamingResponse):
     """A stream of events, which ends when the client goes, also while there is nothing to send."""
 
     def __init__(self, events: AsyncGenerator[bytes], over: Callable[[], None]) -> None:
-        super().__init__(
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type="text/event-stream"
-        )
-        del self.headers["content-length"]
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
         self._events, self._over = events, over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client goes."""
         try:
-            await unless_gone(receive, self._send(send))
+            with suppress(OSError):  # The client has gone.
+                await unless_gone(receive, self.stream_response(send))
         except asyncio.CancelledError:
             _LOG.info("a client has not read its answer to the end")
         finally:
             self._over()
             await self._events.aclose()
-
-    async def _send(self, send: Send) -> None:
-        with suppress(OSError):  # The client has gone.
-            await send(
-                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-            )
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def unless_gone(receive: Callable[[], Awaitable[Event]], work: Coroutine[Any, Any, T]) -> T | None:

@@ -53,10 +53,6 @@ class RequestRecord:
     trace: str | None = None
     """The id of the trace that it is a part of, where there are any."""
 
-    def asks(self, model: str, calls: Sequence[Call], *, streams: bool) -> None:
-        """Note what was asked for, when the request has been read and checked."""
-        self.model, self.calls, self.streams = model, calls, streams
-
     @property
     def prompt_tokens(self) -> int:
         """Count the tokens of its prompts."""
@@ -118,7 +114,7 @@ class RecordMiddleware:
         headers = dict(scope["headers"])
         given = headers.get(_HEADER, b"")
         record = RequestRecord(
-            given.decode() if _SANE.fullmatch(given) else new_id("req"), scope["method"], headers
+            given.decode() if _SANE.fullmatch(given) else new_id("req-"), scope["method"], headers
         )
         scope[_KEY] = record
 

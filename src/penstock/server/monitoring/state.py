@@ -7,8 +7,8 @@ from time import perf_counter
 
 import torch
 
-from penstock.api.snapshots import MemoryUse, PrefixCounts
-from penstock.base.meter import KVStats, MeterSample, MissedStats, Passes, PromptProgress, TierStats
+from penstock.api.snapshots import MemoryUse
+from penstock.base.meter import KVStats, MeterSample, Passes, PromptProgress, TierStats
 from penstock.engine.engine import Stats
 from penstock.memory.device import device_name, free_memory, total_memory
 from penstock.server.broker.backend import LocalBackend
@@ -181,7 +181,8 @@ class StateMonitor:
         def rate(counted: float) -> float:
             return counted / seconds if seconds > 0 else 0.0
 
-        spec = self._llm.spec
+        spec, found, missed = self._llm.spec, memory.prefixes, stats.missed
+        computed = max(found.prompt_tokens - found.device - found.host - found.disk, 0)
         return State(
             model=self._name,
             family=spec.family,
@@ -202,9 +203,11 @@ class StateMonitor:
                 _on_disk(stats.tiers, memory),
             ),
             links=_links(first, now, seconds),
-            cache=_cache(memory.prefixes),
+            cache=CacheState(computed, found.device, found.host, found.disk),
             plan=_plan(memory, first.stats.passes, stats.passes),
-            missed=_missed(stats.missed),
+            missed=MissedState(
+                missed.choices, missed.fallbacks, missed.read, missed.most, missed.worst, missed.mean
+            ),
         )
 
     def _since(self, now: _Look) -> _Look:
@@ -282,11 +285,6 @@ def _host_block(memory: MemoryUse, kv: KVStats) -> int:
     return kv.room // memory.host_blocks
 
 
-def _cache(counts: PrefixCounts) -> CacheState:
-    found = counts.device + counts.host + counts.disk
-    return CacheState(max(counts.prompt_tokens - found, 0), counts.device, counts.host, counts.disk)
-
-
 def _plan(memory: MemoryUse, before: Passes, after: Passes) -> PlanState:
     weights = memory.weights
     return PlanState(
@@ -300,10 +298,6 @@ def _plan(memory: MemoryUse, before: Passes, after: Passes) -> PlanState:
         after.prefill_pass(before),
         weights.binding if weights.streams else "",
     )
-
-
-def _missed(stats: MissedStats) -> MissedState:
-    return MissedState(stats.choices, stats.fallbacks, stats.read, stats.most, stats.worst, stats.mean)
 
 
 def _kv_parts(room: int, held: int, kept: int) -> list[TierPart]:

@@ -89,7 +89,7 @@ def span_sink(tracer: "Tracer") -> RecordSink:
     propagator = TraceContextTextMapPropagator()
 
     def tell(record: RequestRecord) -> None:
-        if not record.calls and not _is_model(record.route):
+        if not record.calls and record.route not in _OPERATIONS:  # It is not asked for tokens.
             return
         carrier = {
             name: record.headers[name.encode()].decode("latin-1")
@@ -115,11 +115,6 @@ def span_sink(tracer: "Tracer") -> RecordSink:
             record.trace = format(context.trace_id, "032x")
 
     return tell
-
-
-def _is_model(route: str) -> bool:
-    """Tell whether a route is asked for tokens."""
-    return route in _OPERATIONS
 
 
 def _clock(record: RequestRecord) -> Callable[[float], int]:

@@ -95,8 +95,7 @@ class Calls:
         """
         name, held, begun = "", None, False
         yield from self.reader.expect("{")
-        yield from self.reader.space()
-        more = not (yield from self.reader.skip("}"))
+        more = not (yield from self.reader.skip("}", spaced=True))
         while more:
             key = yield from self.string()
             yield from self.reader.space()
@@ -117,8 +116,7 @@ class Calls:
                 raise MalformedError(f"a call has no {key!r}")
             else:
                 yield from self.value()
-            yield from self.reader.space()
-            if more := not (yield from self.reader.skip("}")):
+            if more := not (yield from self.reader.skip("}", spaced=True)):
                 yield from self.reader.expect(",")
                 yield from self.reader.space()
         if not begun:
@@ -135,8 +133,7 @@ class Calls:
         while not self.enough:
             yield from self.reader.space()
             yield from self.object()
-            yield from self.reader.space()
-            if (yield from self.reader.skip("]")):
+            if (yield from self.reader.skip("]", spaced=True)):
                 return
             yield from self.reader.expect(",")
 
@@ -154,8 +151,7 @@ class Calls:
                 yield from self._function()
         else:
             yield from self._function()
-        yield from self.reader.space()
-        yield from self.reader.skip("</tool_call>")
+        yield from self.reader.skip("</tool_call>", spaced=True)
 
     def _function(self) -> Reading[None]:
         """NAME><parameter=KEY>value</parameter>...</function>"""
@@ -167,8 +163,7 @@ class Calls:
         yield self.arguments("{")
         between = ""
         while True:
-            yield from self.reader.space()
-            if (yield from self.reader.skip("</function>")):
+            if (yield from self.reader.skip("</function>", spaced=True)):
                 break
             yield from self.reader.expect("<parameter=")
             key = yield from self.reader.before(">", _LONGEST_NAME)

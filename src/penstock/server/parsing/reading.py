@@ -147,8 +147,13 @@ class FormatReader:
             if not begun or not (yield from self.more()):
                 return None
 
-    def skip(self, literal: str) -> Reading[bool]:
-        """Read it if it comes next."""
+    def skip(self, literal: str, *, spaced: bool = False) -> Reading[bool]:
+        """Read a literal if it comes next. Return whether it did.
+
+        spaced: whether spaces before it are read, in any case.
+        """
+        if spaced:
+            yield from self.space()
         found = yield from self.starts(literal)
         if found:
             self.take(len(literal))

@@ -6,17 +6,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import msgspec
 from msgspec import Struct
 
 from penstock.base.pacing import paced
 from penstock.server.parsing.dialects import Dialect
 from penstock.server.parsing.jsontext import MalformedError, loaded
-from penstock.server.wire.requests import FieldError, Message, invalid
+from penstock.server.wire.requests import FieldError, Message, converted
 
-T = TypeVar("T")
 MOST_TOOLS = 128
 MOST_CALLS = 32
 """The most calls where there have to be some: a small model may find no end."""
@@ -121,7 +119,7 @@ def tools_of(tools: Sequence[object] | None, choice: object, parallel: bool | No
             "there are none",
             "tools",
         )
-    functions = [_converted(tool, _Tool, f"tools[{at}]", "tools").function for at, tool in enumerate(tools)]
+    functions = [converted(tool, _Tool, f"tools[{at}]", "tools").function for at, tool in enumerate(tools)]
     schemas: dict[str, Mapping[str, Any]] = {}
     for at, function in enumerate(functions):
         if not _NAME.fullmatch(function.name):
@@ -156,20 +154,13 @@ def _forced(choice: object, schemas: Mapping[str, object]) -> tuple[str, ...]:
             f"tool_choice {choice[:40]!r} must be none, auto, required, or an object that names a function",
             "tool_choice",
         )
-    name = _converted(choice, _ToolChoice, "tool_choice", "tool_choice").function.name
+    name = converted(choice, _ToolChoice, "tool_choice", "tool_choice").function.name
     if name not in schemas:
         raise FieldError(
             f"tool_choice names {name[:160]!r}, which is not one of the tools: {', '.join(schemas)[:200]}",
             "tool_choice",
         )
     return (name,)
-
-
-def _converted(value: object, kind: type[T], where: str, param: str) -> T:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise FieldError(f"{where} is not valid: {invalid(error)}", param) from error
 
 
 def _described(function: _Function, schema: Mapping[str, Any]) -> Mapping[str, object]:

@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from msgspec import Struct
 
-from penstock.server.wire.requests import FieldError, Message, invalid
+from penstock.server.wire.requests import FieldError, Message, converted
 
-T = TypeVar("T")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _KINDS = "message, function_call, function_call_output and reasoning"
 _LEADERS = ("system", "developer")
@@ -51,25 +49,25 @@ def messages_of(
         where = f"input[{at}]"
         match item.get("type", "message" if "role" in item else None):
             case "message":
-                said = _read(item, _Said, where)
+                said = converted(item, _Said, where, "input")
                 if said.role != "assistant":
                     messages.append(Message(role=said.role, content=_text(said.content, where)))
                 else:
                     turn = _turn(messages)
                     turn.content = _both(turn.content, _text(said.content, where))
             case "function_call":
-                call = _read(item, _Called, where)
+                call = converted(item, _Called, where, "input")
                 turn = _turn(messages)
                 calls = turn.tool_calls or []
                 function = {"name": call.name, "arguments": call.arguments}
                 turn.tool_calls = [*calls, {"id": call.call_id, "type": "function", "function": function}]
             case "function_call_output":
-                answer = _read(item, _Answered, where)
+                answer = converted(item, _Answered, where, "input")
                 messages.append(
                     Message(role="tool", tool_call_id=answer.call_id, content=_text(answer.output, where))
                 )
             case "reasoning":
-                reasoned = _read(item, _Reasoned, where)
+                reasoned = converted(item, _Reasoned, where, "input")
                 if text := _text(reasoned.content or reasoned.summary or [], where):
                     turn = _turn(messages)
                     turn.reasoning_content = _both(turn.reasoning_content, text)
@@ -89,13 +87,6 @@ def _turn(messages: list[Message]) -> Message:
     else:  # It may be another item's, too.
         messages[-1] = copy(messages[-1])
     return messages[-1]
-
-
-def _read(item: Mapping[str, Any], kind: type[T], where: str) -> T:
-    try:
-        return msgspec.convert(item, kind)
-    except msgspec.ValidationError as error:
-        raise FieldError(f"{where} is not valid: {invalid(error)}", "input") from error
 
 
 def _text(parts: str | Sequence[Mapping[str, Any]], where: str) -> str:

@@ -60,30 +60,19 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
-class _Asked(Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """Declares what both kinds of completion have."""
+class TokenRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
+    """Declares what all requests for tokens have."""
 
     model: str
-    n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    stop: str | list[str] | None = None
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    user: str | None = None
     # Beside OpenAI's:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
     priority: Priority = 0
     timeout: Timeout | None = None
     cache_salt: Salt | None = None
@@ -91,7 +80,25 @@ class _Asked(Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
 
     @property
     def streams(self) -> bool:
+        """Tell whether the answer is a stream."""
         return bool(self.stream)
+
+
+class _Asked(TokenRequest, forbid_unknown_fields=True, kw_only=True):
+    """Declares what both kinds of completion have."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    # Beside OpenAI's:
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
 
     @property
     def tells_usage(self) -> bool:
@@ -384,12 +391,21 @@ def decoded(body: bytes, kind: type[T]) -> T:
         name = unknown[1] if unknown else place[1] if place and place[1] else None
         if missing := re.search(r"missing required field `([^`]*)`", text):
             name = missing[1]
-        raise FieldError(f"the request is not valid: {invalid(error)}", name) from error
+        raise FieldError(f"the request is not valid: {_invalid(error)}", name) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FieldError(f"the request's body is not JSON: {error}") from error
 
 
-def invalid(error: msgspec.ValidationError) -> str:
+def converted(value: object, kind: type[T], where: str, param: str) -> T:
+    """Return a part of a request, read as a type. where: what it is called. param: its field. Raise
+    FieldError."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise FieldError(f"{where} is not valid: {_invalid(error)}", param) from error
+
+
+def _invalid(error: msgspec.ValidationError) -> str:
     """Return what is not as it must be, in words that go on from others."""
     text = str(error)
     return text[:1].lower() + (text[1:] if len(text) <= _LONGEST_SAID else f"{text[1:_LONGEST_SAID]}...")

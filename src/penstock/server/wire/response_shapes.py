@@ -19,32 +19,30 @@ class ReasoningText(AnswerObject, tag_field="type", tag="reasoning_text"):
     text: str
 
 
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
-
-
-class OutputMessage(AnswerObject, tag_field="type", tag="message"):
-    """Holds an item: a message."""
+class _Item(AnswerObject):
+    """Holds an item of a response."""
 
     id: str
-    status: ItemStatus
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputMessage(_Item, tag_field="type", tag="message"):
+    """Holds an item: a message."""
+
     role: Literal["assistant"]
     content: list[OutputText]
 
 
-class ReasoningItem(AnswerObject, tag_field="type", tag="reasoning"):
+class ReasoningItem(_Item, tag_field="type", tag="reasoning"):
     """Holds an item: reasoning."""
 
-    id: str
-    status: ItemStatus
     summary: list[Any]
     content: list[ReasoningText]
 
 
-class FunctionCall(AnswerObject, tag_field="type", tag="function_call"):
+class FunctionCall(_Item, tag_field="type", tag="function_call"):
     """Holds an item: a call of a function."""
 
-    id: str
-    status: ItemStatus
     call_id: str
     name: str
     arguments: str
@@ -180,45 +178,46 @@ class PlacedEvent(StreamEvent):
     output_index: int
 
 
-class ContentPartEvent(PlacedEvent):
+class ContentEvent(PlacedEvent):
+    """Tells of the content of an item."""
+
+    content_index: int
+
+
+class ContentPartEvent(ContentEvent):
     """Tells of a part of an item's content."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
-    content_index: int
     part: OutputText | ReasoningText
 
 
-class TextDeltaEvent(PlacedEvent):
+class TextDeltaEvent(ContentEvent):
     """A piece of text was added."""
 
     type: Literal["response.output_text.delta"]
-    content_index: int
     delta: str
     logprobs: list[ChatTokenLogprob]
 
 
-class TextDoneEvent(PlacedEvent):
+class TextDoneEvent(ContentEvent):
     """A text is complete."""
 
     type: Literal["response.output_text.done"]
-    content_index: int
     text: str
     logprobs: list[ChatTokenLogprob]
 
 
-class ReasoningDeltaEvent(PlacedEvent):
+class ReasoningDeltaEvent(ContentEvent):
     """A piece of reasoning was added."""
 
     type: Literal["response.reasoning_text.delta"]
-    content_index: int
     delta: str
 
 
-class ReasoningDoneEvent(PlacedEvent):
+class ReasoningDoneEvent(ContentEvent):
     """A text of reasoning is complete."""
 
     type: Literal["response.reasoning_text.done"]
-    content_index: int
     text: str
 
 

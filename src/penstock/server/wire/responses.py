@@ -6,21 +6,10 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 
 from penstock.server.wire.items import led
-from penstock.server.wire.requests import (
-    ChatRequest,
-    FieldError,
-    Message,
-    Priority,
-    Salt,
-    StreamOptions,
-    Timeout,
-    invalid,
-)
-from penstock.server.wire.structured import StructuredOutputs
+from penstock.server.wire.requests import ChatRequest, FieldError, Message, TokenRequest, converted
 
 MOST_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
@@ -68,10 +57,9 @@ class Form(Struct, forbid_unknown_fields=True):
     verbosity: Label | None = None
 
 
-class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+class ResponsesRequest(TokenRequest, forbid_unknown_fields=True, kw_only=True):
     """Holds the body of POST /v1/responses."""
 
-    model: str
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
@@ -80,12 +68,8 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     text: Form | None = None
     reasoning: Reasons | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     store: bool | None = None
     metadata: dict[Label, Label] | None = None
     previous_response_id: str | None = None
@@ -99,25 +83,12 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_retention: str | None = None
     max_tool_calls: int | None = None
     # Beside OpenAI's:
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    priority: Priority = 0
-    timeout: Timeout | None = None
-    cache_salt: Salt | None = None
-    structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def outputs(self) -> int:
         """Count the outputs."""
         return 1
-
-    @property
-    def streams(self) -> bool:
-        """Tell whether the answer is a stream."""
-        return bool(self.stream)
 
     @property
     def stores(self) -> bool:
@@ -171,10 +142,8 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
             fields["reasoning_effort"] = self.reasoning.effort
         if self.text is not None:
             fields |= {"verbosity": self.text.verbosity, "response_format": _format(self.text.format)}
-        try:
-            chat = msgspec.convert({"messages": [{"role": "user"}], **fields}, ChatRequest)
-        except msgspec.ValidationError as error:  # Of what is not checked here: the form of the text.
-            raise FieldError(f"text.format is not valid: {invalid(error)}", "text") from error
+        # What is not checked here is the form of the text.
+        chat = converted({"messages": [{"role": "user"}], **fields}, ChatRequest, "text.format", "text")
         chat.structured_outputs = self.structured_outputs
         chat.messages = led(messages, self.instructions)
         return chat

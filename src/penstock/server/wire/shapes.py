@@ -1,11 +1,13 @@
 """Defines the answers of the API, field by field. Nothing reads them; the API's description is made from
 them."""
 
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 
 FinishReason = Literal["stop", "length", "tool_calls", "error"]
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 class AnswerObject(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -29,6 +31,24 @@ class Refusal(AnswerObject):
     failed."""
 
     error: Fault
+
+
+class _Outputs(AnswerObject, Generic[T, U]):
+    """Holds outputs, or what is added to them. T: what kind of object it is. U: its choices."""
+
+    id: str
+    object: T
+    created: int
+    model: str
+    choices: list[U]
+
+
+class _Choice(AnswerObject, Generic[T, U]):
+    """Holds an output, or what is added to it. T: log-probabilities. U: why it has ended."""
+
+    index: int
+    logprobs: T | None
+    finish_reason: U
 
 
 class PromptTokensDetails(AnswerObject):
@@ -93,23 +113,15 @@ class ChatMessage(AnswerObject):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(AnswerObject):
+class ChatChoice(_Choice[ChatLogprobs, FinishReason]):
     """Holds one of the answers to a conversation."""
 
-    index: int
     message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
 
 
-class ChatCompletion(AnswerObject):
+class ChatCompletion(_Outputs[Literal["chat.completion"], ChatChoice]):
     """Holds the answers to a conversation."""
 
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
     usage: Usage
 
 
@@ -138,23 +150,15 @@ class ChatDelta(AnswerObject):
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
-class ChatChunkChoice(AnswerObject):
+class ChatChunkChoice(_Choice[ChatLogprobs, FinishReason | None]):
     """Adds to one of the answers to a conversation."""
 
-    index: int
     delta: ChatDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
 
 
-class ChatCompletionChunk(AnswerObject):
+class ChatCompletionChunk(_Outputs[Literal["chat.completion.chunk"], ChatChunkChoice]):
     """Holds the data of an event of a chat that is streamed."""
 
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
 
 
@@ -167,43 +171,27 @@ class CompletionLogprobs(AnswerObject):
     text_offset: list[int]
 
 
-class CompletionChoice(AnswerObject):
+class CompletionChoice(_Choice[CompletionLogprobs, FinishReason]):
     """Holds one of the continuations of texts."""
 
-    index: int
     text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason
 
 
-class CompletionResponse(AnswerObject):
+class CompletionResponse(_Outputs[Literal["text_completion"], CompletionChoice]):
     """Holds the continuations of texts."""
 
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
     usage: Usage
 
 
-class CompletionChunkChoice(AnswerObject):
+class CompletionChunkChoice(_Choice[CompletionLogprobs, FinishReason | None]):
     """Adds to one of the continuations of texts."""
 
-    index: int
     text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
 
 
-class CompletionChunk(AnswerObject):
+class CompletionChunk(_Outputs[Literal["text_completion"], CompletionChunkChoice]):
     """Holds the data of an event of a completion that is streamed."""
 
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType | None = UNSET
 
 
@@ -243,6 +231,3 @@ class Status(AnswerObject):
     """Gives the status of a server."""
 
     status: Literal["alive", "ready", "loading", "closing", "waiting for a replica"]
-
-
-# ---- responses
