@@ -1,4 +1,4 @@
-"""Files of requests, answered one line for each: OpenAI's batch format.
+"""Answers files of requests, with a line for each: OpenAI's batch format.
 
 What has been answered is in the output file, a line at a time, so a run that was ended goes on where it was:
 it reads the lines that are there, drops one that was cut short, and does the rest.
@@ -68,11 +68,13 @@ class _Task:
 
 
 class Batch:
-    """The requests of a file, in the order in which they share most, and where their answers go."""
+    """Answers the requests of a file, in the order in which they share most, into another file."""
 
     def __init__(self, llm: LLM, source: Path, target: Path, names: Sequence[str]) -> None:
-        """names: of the model; the first is meant where a request names none. Raises ConfigError for files
-        that cannot be used."""
+        """Find what has been answered. Raise ConfigError for files that cannot be used.
+
+        names: of the model; the first is meant where a request names none.
+        """
         self._llm, self._names = llm, names
         self._source, self._target = source, target
         self.answered, self.failed = 0, 0

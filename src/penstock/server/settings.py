@@ -1,4 +1,4 @@
-"""The settings of `penstock serve`, declared once: checks, flags and docs/settings.md come from here."""
+"""Declares the settings of `penstock serve` once: checks, flags and docs/settings.md come from here."""
 
 from dataclasses import dataclass
 from math import inf

@@ -1,4 +1,4 @@
-"""Completions as OpenAI's clients read them: whole, and piece by piece."""
+"""Writes completions as OpenAI's clients read them: whole, and piece by piece."""
 
 import secrets
 from collections.abc import Callable, Sequence
@@ -70,7 +70,7 @@ def logprob_entries(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> lis
 
 
 class _ChatChoice:
-    """One answer to a conversation, as it comes."""
+    """Writes one answer to a conversation, as it comes."""
 
     def __init__(self, speech: OutputParser, *, reasons: bool) -> None:
         self._speech, self._reasons = speech, reasons
@@ -303,5 +303,5 @@ def _by_output(deltas: Sequence[Delta]) -> list[tuple[int, str, list[TokenLogpro
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity."""
+    """Return a log-probability as JSON can have it, which has no infinity."""
     return max(logprob, -9999.0)

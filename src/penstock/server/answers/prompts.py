@@ -57,7 +57,8 @@ def read(
 def read_chat(
     reader: PromptReader, asked: ChatRequest, dialect: Dialect | None = None
 ) -> tuple[PreparedPrompt, Callable[[], OutputParser]]:
-    """A conversation's prompt, and what tells an answer's parts apart. Raises FieldError and RequestError."""
+    """Return a conversation's prompt, and what makes parsers of its answers. Raises FieldError and
+    RequestError."""
     dialect = dialect or dialect_of(reader.tokenizer.templates)
     tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
     params = asked.params
@@ -118,7 +119,7 @@ def _held(params: SamplingParams, tools: Tools) -> SamplingParams:
 
 
 def chat_tokens(reader: PromptReader, asked: TokenizeRequest, dialect: Dialect | None = None) -> list[int]:
-    """A conversation by the model's own template. Raises FieldError and RequestError."""
+    """Return a conversation as token ids, by the model's own template. Raises FieldError and RequestError."""
     tools = tools_of(asked.tools, None, None)
     return reader.encode(
         _chat_text(reader, asked, dialect or dialect_of(reader.tokenizer.templates), tools), special=False

@@ -58,7 +58,7 @@ def read_response(
 
 
 class ResponseStream:
-    """One response as it comes."""
+    """Writes one response as it comes."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ResponseStream:
         self._finish: FinishReason | None = None
 
     async def events(self, call: Call, keep: Keep | None) -> AsyncGenerator[bytes]:
-        """All of them, as server-sent events; none if no stream was asked for. Raises what keeps it from
+        """Yield all events, as server-sent ones; none if no stream was asked for. Raises what keeps it from
         being complete."""
         for kind in ("created", "in_progress"):
             self._tell(f"response.{kind}", response=self.response)
@@ -109,7 +109,7 @@ class ResponseStream:
             yield event
 
     def failure(self, message: str) -> bytes:
-        """The last event, when something has kept the response from being complete."""
+        """Return the last event, when something has kept the response from being complete."""
         self._close("incomplete")
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": message}}
         self._tell("response.failed", response=self.response)

@@ -1,5 +1,5 @@
-"""Responses that clients may come back to, in memory: the newest, as many as there is room for. A key that
-has more than its share makes room for others."""
+"""Keeps responses that clients may come back to, in memory: the newest, as many as there is room for. A key
+that has more than its share makes room for others."""
 
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -24,7 +24,7 @@ _GLANCE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """The most outputs that there may be.
+    """Limits the outputs that there may be.
 
     running: computed at a time.
     total: computed and waiting.
@@ -68,7 +68,7 @@ class Backend(Protocol):
 
 
 class LocalBackend:
-    """The engine in this process.
+    """Runs calls on the engine in this process.
 
     Why this is safe. Its thread alone touches the engine's driver. `group` and `scheduled_time` of a call are
     written before anything of it is reported, and `stats` is a frozen value that is put in place of another.

@@ -1,4 +1,4 @@
-"""A client's call: one prompt, and the pieces of its outputs as they come."""
+"""Follows a client's call: one prompt, and the pieces of its outputs as they come."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -35,7 +35,7 @@ complete."""
 
 
 class Call:
-    """A client's prompt: the pieces of its outputs as they come, on the loop that has submitted it.
+    """Follows a client's prompt: the pieces of its outputs as they come, on the loop that has submitted it.
 
     arrival_time, scheduled_time, first_token_time, last_token_time: seconds of monotonic() at which it came,
         its first output left the engine's queue, and its first and its latest piece came; 0 until then.
@@ -111,8 +111,8 @@ class Call:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """The tokens of its outputs so far, and the tokens of its prompt whose KV was found. May be read on
-        the loop while more come."""
+        """Return the tokens of its outputs so far, and the tokens of its prompt whose KV was found. May be
+        read on the loop while more come."""
         if self.group is None:
             return 0, 0
         sequences = self.group.sequences
@@ -120,8 +120,8 @@ class Call:
 
     @property
     def reasons(self) -> list[str]:
-        """The finish reason of each output when the call has ended: the engine's, else "error", or "abort" if
-        the client went."""
+        """Return the finish reason of each output when the call has ended: the engine's, else "error", or
+        "abort" if the client went."""
         otherwise = "error" if self.fault is not None else "abort"
         if self.group is None:
             return [otherwise] * len(self.prompt.samplings)

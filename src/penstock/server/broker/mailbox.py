@@ -49,7 +49,7 @@ class Mailbox:
     # ---- on the backend's thread
 
     def report(self, updates: Sequence[Update]) -> None:
-        """Hand over what a step has added to calls. The last update of a call is its end."""
+        """Report what a step has added to calls. The last update of a call is its end."""
         self._tray.extend(updates)
         if self._tray and not self._woken:
             self._woken = True

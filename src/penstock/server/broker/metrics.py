@@ -42,7 +42,8 @@ _NO_KV = KVStats(0, 0, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """Seconds of a request: until its turn came, from then to its first token, and from there to its last."""
+    """Measures a request in seconds: until its turn came, from then to its first token, and from there to its
+    last."""
 
     queue: float
     prefill: float
@@ -50,7 +51,7 @@ class RequestTimes:
 
     @property
     def whole(self) -> float:
-        """The seconds from its arrival to its last token."""
+        """Return the seconds from its arrival to its last token."""
         return self.queue + self.prefill + self.decode
 
 
@@ -162,7 +163,7 @@ class Metrics:
 
 
 class _Gaps(Collector):
-    """A histogram that observes many at once: after a step there is one for each request, and for nearly
+    """Counts, as a histogram, many values at once: after a step there is one for each request, and for nearly
     all of them the same."""
 
     def __init__(self, name: str, what: str, bounds: tuple[float, ...]) -> None:
@@ -181,7 +182,7 @@ class _Gaps(Collector):
 
 
 class _EngineCollector(Collector):
-    """The engine's counts, at the moment they are asked for."""
+    """Reports the engine's counts, at the moment they are asked for."""
 
     def __init__(self, backend: LocalBackend, outputs: Callable[[], int]) -> None:
         self._backend, self._outputs = backend, outputs
@@ -207,8 +208,8 @@ class _LinkRates:
         self._when, self._counted, self._rates = 0.0, dict[str, int](), dict[str, float]()
 
     def of(self, counted: Mapping[str, int], now: float) -> Mapping[str, float]:
-        """Each a second since the last look; of one that comes too soon after another, what that one was
-        told."""
+        """Return how much each has grown a second since the last look; of a look that comes too soon, the
+        rates of the one before."""
         seconds = now - self._when
         if seconds >= _LOOKS or not self._counted:
             self._rates = {
@@ -307,8 +308,8 @@ def _of_weights(stats: WeightStats) -> Sequence[Metric]:
 
 
 def _crossed(weights: WeightStats, kv: KVStats, tiers: TierStats) -> Mapping[str, int]:
-    """Bytes that have gone over each link: weights, KV of long contexts, and KV that is kept for later
-    requests."""
+    """Return the bytes that have gone over each link: weights, KV of long contexts, and KV that is kept for
+    later requests."""
     return {
         "host to device": weights.copied + kv.copied + tiers.up.bytes,
         "device to host": kv.sent + tiers.down.bytes,

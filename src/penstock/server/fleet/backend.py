@@ -1,4 +1,5 @@
-"""Replicas as a backend, each an engine in a process of its own: what was lost with one is asked of another.
+"""Makes a backend of replicas, each an engine in a process of its own: what was lost with one is asked of
+another.
 
 An answer depends on its request alone: the seeds of its draws are chosen here, before anything is computed.
 So a call whose replica was lost is sent to another one as if nothing had happened. What had come of it comes
@@ -69,8 +70,11 @@ class RemoteBackend:
     def __init__(
         self, reader: RemoteReader, pool: ReplicaPool, affinity: Affinity, *, patience: float
     ) -> None:
-        """affinity: notes what replicas hold. patience: seconds that a replica has to end its calls when it
-        is to go."""
+        """Begin without calls.
+
+        affinity: notes what replicas hold.
+        patience: seconds that a replica has to end its calls when it is to go.
+        """
         self.reader = reader
         self._pool, self._affinity, self._patience = pool, affinity, patience
         self._at: dict[Call, tuple[str, asyncio.Task[None]]] = {}
@@ -80,7 +84,7 @@ class RemoteBackend:
 
     @property
     def replicas(self) -> int:
-        """The number of replicas that are there, as far as is known."""
+        """Return the number of replicas that are there, as far as is known."""
         return len(self._affinity.replicas)
 
     async def metrics(self, own: bytes) -> bytes:
@@ -221,7 +225,7 @@ class RemoteBackend:
 
 
 class _Replay:
-    """A group's answer from one more replica, beside what had come of it before."""
+    """Compares a group's answer from one more replica with what had come of it before."""
 
     def __init__(self, group: SequenceGroup) -> None:
         self._sequences = group.sequences

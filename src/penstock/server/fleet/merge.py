@@ -59,8 +59,8 @@ def _text(families: Iterable[Metric]) -> str:
 
 
 def summed(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of all as that of one, with each replica's own under `replicas`. Raises ValueError if there
-    are none."""
+    """Return the state of all as that of one, with each replica's own under `replicas`. Raises ValueError if
+    there are none."""
     if not states:
         raise ValueError("there are no states to be summed")
     return {**_merged(list(states.values())), "replicas": dict(states)}
@@ -92,7 +92,7 @@ def _merged(objects: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _sum(values: Sequence[Any]) -> Any:
-    """Numbers added, objects field by field, parts of lists by their names. Of anything else the first."""
+    """Add numbers, objects field by field, and parts of lists by their names. Of anything else the first."""
     match values[0]:
         case bool() | str() | None:
             return values[0]

@@ -1,5 +1,5 @@
-"""Replicas of a model on Ray Serve, on this machine or on many: each an engine and its broker in a process of
-its own.
+"""Runs replicas of a model on Ray Serve, on this machine or on many: each an engine and its broker in a
+process of its own.
 
 Ray starts them, gives each its GPUs or CPUs, sees that they live, replaces those that do not, and has more or
 fewer of them as there is more or less to do. Requests do not go through Ray's own HTTP servers: those know
@@ -81,7 +81,7 @@ theirs."""
 
 
 class Replica:
-    """An engine and its broker, in a process that Ray has started."""
+    """Runs an engine and its broker, in a process that Ray has started."""
 
     async def __init__(self, config: Config, model: str, neighbours: int) -> None:  # type: ignore[misc]  # Ray Serve awaits it.
         """model: what clients call it. neighbours: replicas that share this machine's memory, this one
@@ -128,14 +128,15 @@ class Replica:
             os._exit(1)
 
     async def __del__(self) -> None:
-        """Ray Serve awaits it when the replica is to go, and nothing is under way any more."""
+        """End the engine. Ray Serve awaits it when the replica is to go, and nothing is under way any
+        more."""
         await self._broker.close(0)
         await asyncio.to_thread(self._llm.close)
 
 
 def _within(config: Config, neighbours: int) -> Config:
-    """The settings of a replica that shares a machine: where a share of its free memory was meant, it is that
-    of one of several."""
+    """Return the settings of a replica that shares a machine: where a share of its free memory was meant, it
+    is that of one of several."""
     if neighbours == 1:
         return config
     device = "cpu" if config.device == "cpu" or not torch.cuda.is_available() else "cuda"

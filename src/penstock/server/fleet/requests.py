@@ -30,7 +30,7 @@ _ROOT = root_key(b"which replica")
 
 @dataclass(frozen=True, slots=True)
 class RemoteRequest:
-    """A prompt and its settings, as PromptReader.read takes them.
+    """Sends a prompt and its settings, as PromptReader.read takes them.
 
     decided: fields of PreparedPrompt that the server has decided, seeds among them.
     """
@@ -72,7 +72,7 @@ class LostError(PenstockError):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
-    """The facts that a server knows of a replica's model. limits: of one replica."""
+    """Tells what a server knows of a replica's model. limits: of one replica."""
 
     vocab_size: int
     limits: ServingLimits
@@ -89,7 +89,7 @@ class ReplicaInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedPrompt(PreparedPrompt):
-    """A prompt with what decides which replica computes it.
+    """Adds to a prompt what decides which replica computes it.
 
     given, params: as the reader was given them.
     keys: of its full blocks.

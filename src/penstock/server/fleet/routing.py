@@ -34,12 +34,15 @@ class _Replica:
 
 
 class Affinity:
-    """The affinity of prompts to replicas: which replicas there are, what each of them holds, and how busy it
-    is."""
+    """Ranks replicas for prompts: it knows which there are, what each of them holds, and how busy it is."""
 
     def __init__(self, slack: int, kept: int) -> None:
-        """slack: requests that a replica may have under way beyond the idlest's, and still be chosen for what
-        it holds. kept: blocks that are remembered of each; the oldest are forgotten first."""
+        """Begin without replicas.
+
+        slack: requests that a replica may have under way beyond the idlest's, and still be chosen for what it
+            holds.
+        kept: blocks that are remembered of each; the oldest are forgotten first.
+        """
         self.slack, self.kept = slack, kept
         self._replicas: dict[str, _Replica] = {}
         self._lock = Lock()
@@ -57,7 +60,7 @@ class Affinity:
             return {name: replica.load for name, replica in self._replicas.items()}
 
     def keep(self, names: Iterable[str]) -> None:
-        """These replicas are there: new ones hold nothing, others are forgotten."""
+        """Set which replicas there are: new ones hold nothing, others are forgotten."""
         with self._lock:
             self._replicas = {name: self._replicas.get(name) or _Replica() for name in names}
 
@@ -76,7 +79,7 @@ class Affinity:
             return sorted(self._replicas, key=place)
 
     def note(self, name: str, keys: Sequence[bytes]) -> None:
-        """A replica computes, or has computed, the blocks of these keys."""
+        """Note that a replica computes, or has computed, the blocks of these keys."""
         with self._lock:
             if (replica := self._replicas.get(name)) is None:
                 return
@@ -88,23 +91,23 @@ class Affinity:
                 replica.keys.popitem(last=False)
 
     def sent(self, name: str) -> None:
-        """It has one more request under way."""
+        """Count one more request under way."""
         self._count(name, 1)
 
     def ended(self, name: str) -> None:
-        """It has one less."""
+        """Count one less."""
         self._count(name, -1)
 
     def doubt(self, name: str) -> None:
-        """It was lost in the midst of an answer: it is the last choice until it is heard of, and holds
-        nothing."""
+        """Note that a replica was lost in the midst of an answer: it is the last choice until it is heard of,
+        and holds nothing."""
         with self._lock:
             if (replica := self._replicas.get(name)) is not None:
                 replica.doubted = True
                 replica.keys.clear()
 
     def trust(self, name: str) -> None:
-        """It has been heard of."""
+        """Note that a replica has been heard of."""
         with self._lock:
             if (replica := self._replicas.get(name)) is not None:
                 replica.doubted = False
@@ -116,8 +119,8 @@ class Affinity:
 
 
 class PromptRoute:
-    """The keys of a prompt's blocks. They are for who chooses a replica and stay in that process: the replica
-    gets none."""
+    """Carries the keys of a prompt's blocks. They are for who chooses a replica and stay in that process: the
+    replica gets none."""
 
     def __init__(self, keys: Sequence[bytes] = ()) -> None:
         self.keys = keys
@@ -127,7 +130,7 @@ class PromptRoute:
 
 
 SHARED: dict[str, Affinity] = {}
-"""What routers in this process find by the name of an application, with `affinity_of`."""
+"""Affinities by the name of an application, which routers in this process find with `affinity_of`."""
 
 
 def affinity_of(name: str) -> Affinity:

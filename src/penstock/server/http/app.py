@@ -1,4 +1,4 @@
-"""The routes of the API: what is asked is read and checked here, and submitted to the broker."""
+"""Answers the routes of the API: a request is read and checked here, and submitted to the broker."""
 
 import asyncio
 import hmac
@@ -94,7 +94,7 @@ Handler = Callable[[ServerState, Request], Awaitable[Response]]
 def _route(
     server: ServerState, path: str, handlers: Mapping[str, Handler]
 ) -> Callable[[Request], Awaitable[Response]]:
-    """The handler of the request's method, behind the check of keys, its errors as clients know them."""
+    """Return the route of a path: its handlers behind the check of keys, and errors as clients know them."""
 
     async def route(request: Request) -> Response:
         record_of(request).route = path

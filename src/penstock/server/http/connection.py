@@ -1,5 +1,5 @@
-"""A client's connection: HTTP as uvicorn reads it, with an end to what a client can make the server keep or
-wait for.
+"""Follows a client's connection: HTTP as uvicorn reads it, with an end to what a client can make the server
+keep or wait for.
 
 Uvicorn reads whatever comes. Here a request's head has a size and a time, its body a least rate, and a
 request behind one that has not been answered is not read: the connection ends with that answer, and a client
@@ -69,7 +69,7 @@ _REFUSALS = {
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """The most connections that there may be. most: of all. at_once: of those that come before the first of
+    """Limits the connections that there may be. most: of all. at_once: of those that come before the first of
     them is looked at; where files run out meanwhile, asyncio says that again and again, and does nothing
     else."""
 

@@ -1,4 +1,5 @@
-"""The API in OpenAPI's words: from the types that requests are read as, and those that say what answers are.
+"""Describes the API in OpenAI's words: from the types that requests are read as, and those that say what
+answers are.
 
 Nothing of it depends on the model, so every client that reaches the server may read it.
 """

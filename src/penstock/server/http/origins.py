@@ -47,7 +47,11 @@ class OriginGuard:
     """Guards all routes from other sites' pages, as ASGI middleware."""
 
     def __init__(self, app: ASGIApp, names: Iterable[str], *, keys: bool) -> None:
-        """names: of this machine, beside addresses and localhost. keys: whether clients must send one."""
+        """Guard an application.
+
+        names: of this machine, beside addresses and localhost.
+        keys: whether clients must send one.
+        """
         self._app, self._names, self._keys = (
             app,
             {name.lower().rstrip(".") for name in ("localhost", *names)},
@@ -64,7 +68,7 @@ class OriginGuard:
         await json_response(error(text, _INVALID), status)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
-        """Status and reason, if the request is not let in."""
+        """Return status and reason, if the request is not let in."""
         hosts = _values(scope, b"host")
         host = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
         if host is None:
@@ -100,7 +104,8 @@ def _values(scope: Scope, name: bytes) -> list[str]:
 
 
 def _foreign(scope: Scope, host: str) -> str:
-    """The origin of a request that a browser sent for another site's page; nothing if it is none."""
+    """Return the origin of a request that a browser sent for another site's page; it is empty if it is
+    none."""
     for origin in _values(scope, b"origin"):
         try:
             there = urlsplit(origin).netloc

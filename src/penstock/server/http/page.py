@@ -42,7 +42,7 @@ FILES = {"/": _file("index.html")} | {
 
 
 async def page_file(_: object, request: Request) -> Response:
-    """One of them; nothing but that it is the same, to who has it already."""
+    """Return a file of the page; for a client that has it already, only that it is the same."""
     file = FILES[request.scope["path"]]
     headers = _HEADERS | {"ETag": file.tag}
     had = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]

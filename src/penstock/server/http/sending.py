@@ -124,8 +124,8 @@ async def _to_the_end(events: AsyncGenerator[bytes], stream: ResponseStream) -> 
 async def _chunk_events(
     calls: Sequence[Call], writer: AnswerWriter, connection: Connection | None, *, tells_usage: bool
 ) -> AsyncGenerator[bytes]:
-    """Events, as pieces come of any of the calls. Those of a single one go to the connection without this
-    being woken up for them."""
+    """Yield events, as pieces come of any of the calls. Those of a single one go to the connection without
+    this being woken up for them."""
 
     def events(number: int, deltas: Sequence[Delta]) -> bytes:
         return b"".join(
@@ -198,7 +198,7 @@ def leave(calls: Sequence[Call]) -> None:
 
 
 class Live(StreamingResponse):
-    """A stream of events, which ends when the client goes, also while there is nothing to send."""
+    """Streams events, and ends when the client goes, also while there is nothing to send."""
 
     def __init__(self, events: AsyncGenerator[bytes], over: Callable[[], None]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -1,4 +1,4 @@
-"""The settings of a server, and the state that its routes work with."""
+"""Holds the settings of a server, and the state that its routes work with."""
 
 import logging
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class ServerSettings(AnswerSettings):
 
 @dataclass(slots=True)
 class ServerState:
-    """The state that routes work with. There is no model while it is being loaded.
+    """Holds what routes work with. There is no model while it is being loaded.
 
     monitor: looks at the engine in this process, if that computes.
     fleet: the backend, if replicas compute.

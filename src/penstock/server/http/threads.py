@@ -23,9 +23,12 @@ class FairThreads:
     """Runs work on a few threads, for which the requests of keys wait."""
 
     def __init__(self, threads: int, each: int | None = None, *, alone: bool = False) -> None:
-        """each: threads that one key may have at a time, so that another's requests find one; None is all.
-        alone: there is one key, and no turns: what comes waits at the threads, which then go
-        on to the next without a word from the loop."""
+        """Begin with idle threads.
+
+        each: threads that one key may have at a time, so that another's requests find one; None is all.
+        alone: there is one key, and no turns: what comes waits at the threads, which then go on to the next
+            without a word from the loop.
+        """
         self._pool = ThreadPoolExecutor(threads, "penstock reading")
         self._alone, self._free, self._each = alone, threads, each or threads
         self._busy: Counter[bytes] = Counter()
@@ -72,7 +75,7 @@ class FairThreads:
         self._busy[owner] += 1
 
     def _leave(self, owner: bytes) -> None:
-        """A key has a thread less, which is for the next that may have it."""
+        """Note that a key has a thread less, and give it to the next that may have it."""
         self._free += 1
         self._busy[owner] -= 1
         if not self._busy[owner]:

@@ -1,5 +1,5 @@
-"""Requests' bodies, until they are read: as large as they may be, in the time that they may take, and not too
-many of one key."""
+"""Receives requests' bodies: as large as they may be, in the time that they may take, and not too many of one
+key."""
 
 import asyncio
 import time
@@ -105,7 +105,7 @@ class Uploads:
         return self._held.get(request, 0) > SMALL
 
     def release(self, request: Request) -> None:
-        """It is over, if it was not read before."""
+        """Forget a request that is over, if it was not read before."""
         if (size := self._held.pop(request, None)) is None:
             return
         owner = record_of(request).owner
@@ -116,7 +116,7 @@ class Uploads:
             self._by[owner] = count - 1, bytes_ - size
 
     def _pause(self, owner: bytes, size: int, now: float) -> float:
-        """Seconds until more of a key is to be read, which so many more bytes have come of."""
+        """Return the seconds until more of a key is to be read, which so many more bytes have come of."""
         if self._lead is None:
             return 0.0
         lead, then = self._lead.get(owner, (0.0, now))

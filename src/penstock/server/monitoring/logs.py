@@ -76,8 +76,8 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """An object a line: time, level and event, and the event's own fields. Of a remark the event is "remark",
-    and its text the message."""
+    """Formats events as JSON, an object a line: time, level and event, and the event's own fields. Of a
+    remark the event is "remark", and its text the message."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a JSON object, in one line."""
@@ -105,7 +105,7 @@ class _LineHandler(logging.Handler):
 
 @contextmanager
 def logged(write: Callable[[str], None], kind: str, level: str) -> Iterator[None]:
-    """All that is logged goes to `write`, line by line: from penstock what has the level, from libraries
+    """Write all that is logged to `write`, line by line: from penstock what has the level, from libraries
     warnings and what is worse.
 
     kind: "text" or "json". level: as logging names it, in any case.

@@ -24,8 +24,8 @@ _KEY = "penstock.record"
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The record of a request, until its response has been sent. Written on the loop, by the middleware and
-    by the route."""
+    """Records a request, until its response has been sent. Written on the loop, by the middleware and by the
+    route."""
 
     id: str
     method: str
@@ -75,17 +75,17 @@ class RequestRecord:
 
     @property
     def scheduled_time(self) -> float:
-        """The time at which the first of its calls left the engine's queue, by monotonic(); 0 if none did."""
+        """Return when the first of its calls left the engine's queue, by monotonic(); 0 if none did."""
         return min((call.scheduled_time for call in self.calls if call.scheduled_time), default=0.0)
 
     @property
     def first_token_time(self) -> float:
-        """The time at which there was a first piece of any call; 0 if there was none."""
+        """Return when there was a first piece of any call; 0 if there was none."""
         return min((call.first_token_time for call in self.calls if call.first_token_time), default=0.0)
 
     @property
     def last_token_time(self) -> float:
-        """The time at which there was a last piece of any call; 0 if there was none."""
+        """Return when there was a last piece of any call; 0 if there was none."""
         return max((call.last_token_time for call in self.calls), default=0.0)
 
 

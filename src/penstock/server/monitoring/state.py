@@ -89,7 +89,7 @@ class CacheState:
 
 @dataclass(frozen=True, slots=True)
 class PlanState:
-    """The placement of weights, and the bytes that a pass over them moves.
+    """Places the weights, and counts the bytes that a pass over them moves.
 
     decode_predicted: seconds of a pass that decodes one sequence, as predicted at start; 0 if it was not.
     decode_seconds, prefill_seconds: seconds that a decode pass and a pass with some of a prompt have taken
@@ -110,7 +110,8 @@ class PlanState:
 
 @dataclass(frozen=True, slots=True)
 class MissedState:
-    """The attention that policies have left out since the engine started. All are 0 if everything is read.
+    """Bounds the attention that policies have left out since the engine started. All are 0 if everything is
+    read.
 
     most: the largest bound on the share of a token's attention, in a head and layer, that was missed.
     worst, mean: of a choice's heads the largest bound and the mean one, on average.
@@ -211,7 +212,7 @@ class StateMonitor:
         )
 
     def _since(self, now: _Look) -> _Look:
-        """The look from which on rates are taken."""
+        """Return the look from which on rates are taken."""
         seen, when = self._seen, now.counts.when
         window = max(_WINDOW, 2 * now.counts.weights.predicted) if now.counts.weights.streams else _WINDOW
         if seen and when - seen[-1].counts.when > max(_STALE, window):
@@ -315,7 +316,7 @@ def _tier(name: str, size: int, parts: list[TierPart]) -> TierState:
 
 
 def _links(first: _Look, now: _Look, seconds: float) -> tuple[LinkState, ...]:
-    """The links that something has crossed or is meant to."""
+    """Return the links that something has crossed or is meant to."""
     before, after = first.counts, now.counts
     weights, flow = after.weights, after.weights.since(before.weights).flow(seconds)
     up, inward, through = 0, 0, 0

@@ -1,4 +1,4 @@
-"""Tool calls as models write them, format by format.
+"""Reads tool calls as models write them, format by format.
 
 A call is given out from where its name and the beginning of its arguments are known. Until then, whatever is
 not what it began as is plain text again; afterwards it is a call that was broken off.
@@ -32,7 +32,10 @@ class Calls:
     """Reads the calls of one answer."""
 
     def __init__(self, reader: FormatReader, functions: Schemas, *, several: bool = True) -> None:
-        """several: whether there may be more than one; what follows one is not read then."""
+        """Begin without calls.
+
+        several: whether there may be more than one; what follows one is not read then.
+        """
         self.reader, self.functions, self._several = reader, functions, several
         self._next, self._open = 0, False
 
@@ -154,7 +157,7 @@ class Calls:
         yield from self.reader.skip("</tool_call>", spaced=True)
 
     def _function(self) -> Reading[None]:
-        """NAME><parameter=KEY>value</parameter>...</function>"""
+        """Read NAME><parameter=KEY>value</parameter>...</function>."""
         name = yield from self.reader.before(">", _LONGEST_NAME)
         if not name:
             raise MalformedError("the function has no name")
@@ -229,7 +232,7 @@ class Calls:
 
 
 def _object(held: str | None) -> str:
-    """A call's arguments: there may be none, and some models write the object as a string. Raises
+    """Return a call's arguments: there may be none, and some models write the object as a string. Raises
     MalformedError."""
     if held is None or held == "null":
         return "{}"

@@ -20,7 +20,7 @@ _REASONING = {"think": "</?think>", "mistral": r"\[/?THINK\]"}
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The way in which a model writes calls of tools and reasoning, and what its chat templates take."""
+    """Tells how a model writes calls of tools and reasoning, and what its chat templates take."""
 
     calls: CallFormat | None = None
     thought: ReasoningMarks | None = None

@@ -1,4 +1,4 @@
-"""JSON that comes in pieces: how much of it is certain, and that it is JSON."""
+"""Checks JSON that comes in pieces: how much of it is certain."""
 
 import json
 import re
@@ -21,7 +21,7 @@ _ENDS = {"{": "}", "[": "]"}
 
 
 class Value:
-    """One value, checked as it comes. Numbers, literals and escapes are read when they are whole; strings as
+    """Checks one value as it comes. Numbers, literals and escapes are read when they are whole; strings as
     far as they go.
 
     Control characters within strings, which JSON does not allow and models write all the same, become
@@ -111,7 +111,7 @@ class Value:
         return end
 
     def _after(self, end: int) -> int:
-        """A value has ended there."""
+        """Note that a value has ended there, and return that place."""
         self._wants, self.done = "comma or end", not self._open
         return end
 

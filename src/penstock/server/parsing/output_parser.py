@@ -1,4 +1,4 @@
-"""The parts of what a model says, as they come: reasoning, content, calls of tools.
+"""Parses what a model says into parts, as they come: reasoning, content, calls of tools.
 
 The parts are the same however the text was cut. No text is lost, but for markers and line breaks around them:
 what begins as a call and is none is content.
@@ -43,7 +43,7 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """The texts between which reasoning stands."""
+    """Marks where reasoning begins and ends."""
 
     begin: str
     end: str

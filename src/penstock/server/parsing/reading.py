@@ -1,5 +1,4 @@
-"""Text that comes in pieces, read from its front by generators, and the parts of an answer that they give
-out.
+"""Reads text that comes in pieces, from its front by generators, which give out the parts of an answer.
 
 A generator of this kind gives out parts as they become certain, and None where it can say no more before
 there is more text. So a format is written down as it reads, and what it makes of a text does not depend on
@@ -177,9 +176,9 @@ class FormatReader:
     def until(
         self, markers: Sequence[str], part: Callable[[str], Part | None], trim: int | None = None
     ) -> Reading[str | None]:
-        """All up to one of the markers, whichever comes first, but for line breaks before it: so many, or all
-        of them. What `part` makes of each piece is given out, unless that is nothing. Returns the marker, to
-        be read with `behind`; None at the end of the text."""
+        """Read up to one of the markers, whichever comes first, but for line breaks before it: so many, or
+        all of them. What `part` makes of each piece is given out, unless that is nothing. Returns the marker,
+        to be read with `behind`; None at the end of the text."""
         any_of = re.compile("|".join(map(re.escape, markers)))
         held = (
             0  # Line breaks at the end of what was read, which are counted, as there may be no end of them.

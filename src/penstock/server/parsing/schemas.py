@@ -21,8 +21,8 @@ _OF = {
 
 
 def kinds_of(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """The JSON types that the argument may have; none if the schema leaves it open. One that it does not know
-    is a string."""
+    """Return the JSON types that the argument may have; none if the schema leaves it open. One that it does
+    not know is a string."""
     properties = schema.get("properties")
     if not isinstance(properties, Mapping) or key not in properties:
         return frozenset({"string"})
@@ -66,8 +66,8 @@ def _found(place: str, root: Mapping[str, Any]) -> object:
 
 
 def typed(text: str, kinds: frozenset[str]) -> str:
-    """The text as JSON of one of the kinds, or of any if there are none; as a string where it is nothing
-    else."""
+    """Return the text as JSON of one of the kinds, or of any if there are none; as a string where it is
+    nothing else."""
     bare = text.strip()
     bare = _PYTHON.get(bare, bare)
     try:

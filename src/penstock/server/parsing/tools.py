@@ -1,5 +1,5 @@
-"""The tools that a request names: checked, as a template reads them, and as the model is held to them where
-it has to call one."""
+"""Checks the tools that a request names, describes them to templates, and holds the model to them where it
+has to call one."""
 
 import json
 import re
@@ -63,7 +63,7 @@ class _ToolChoice(Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools that the model may call; none if it must not."""
+    """Lists the tools that the model may call; none if it must not."""
 
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Schemas of the arguments of each function."""
@@ -169,7 +169,7 @@ def _described(function: _Function, schema: Mapping[str, Any]) -> Mapping[str, o
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A function has no other arguments than those that are named, unless its schema says so."""
+    """Return the schema without other arguments than those that it names, unless it says so."""
     return (
         {"type": "object", **schema}
         if _OPEN & schema.keys()

@@ -14,8 +14,8 @@ _LEADERS = ("system", "developer")
 
 
 class _Said(Struct):
-    """Items have more fields than these: ids, states, and whatever will be thought of. They are of no use to
-    a model."""
+    """Reads a message. Items have more fields than these: ids, states, and whatever will be thought of. They
+    are of no use to a model."""
 
     role: str
     content: str | list[dict[str, Any]]
@@ -81,7 +81,7 @@ def _both(before: object, text: str) -> str:
 
 
 def _turn(messages: list[Message]) -> Message:
-    """The assistant's message at the end, a new one if there is none."""
+    """Return the assistant's message at the end, a new one if there is none."""
     if not messages or messages[-1].role != "assistant":
         messages.append(Message(role="assistant"))
     else:  # It may be another item's, too.
@@ -111,8 +111,8 @@ def _text(parts: str | Sequence[Mapping[str, Any]], where: str) -> str:
 
 
 def led(messages: Sequence[Message], instructions: str | None) -> list[Message]:
-    """The conversation with its instructions at the head: these and what its first messages say as such are
-    one system's message."""
+    """Return the conversation with its instructions at the head: these and what its first messages say as
+    such are one system's message."""
     lead = [instructions] if instructions else []
     rest = list(messages)
     while rest and rest[0].role in _LEADERS:

@@ -38,7 +38,7 @@ _OWN = ("messages", "add_generation_prompt", "tools", "self")
 
 
 class FieldError(PenstockError):
-    """A request that is not what it must be. `param`: the field, if it is one's fault."""
+    """Says that a request is not what it must be. `param`: the field, if it is one's fault."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -243,12 +243,12 @@ class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def most_logprobs(self) -> int | None:
-        """The likeliest tokens whose log-probabilities are wanted beside each token's own."""
+        """Return how many likeliest tokens are wanted beside each token's own."""
         return _logprobs(self.top_logprobs or 0, "top_logprobs") if self.logprobs else None
 
     @property
     def structured_by(self) -> str:
-        """The field that gives answers their structure."""
+        """Return the field that gives answers their structure."""
         return next(
             (name for name in ("structured_outputs", "response_format") if getattr(self, name) is not None),
             "tools",
@@ -289,7 +289,7 @@ class CompletionRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def most_logprobs(self) -> int | None:
-        """The likeliest tokens whose log-probabilities are wanted beside each token's own."""
+        """Return how many likeliest tokens are wanted beside each token's own."""
         return None if self.logprobs is None else _logprobs(self.logprobs, "logprobs")
 
     def check(self) -> None:
@@ -363,7 +363,7 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def blamed(error: RequestError) -> str | None:
-    """The field that the engine's message is about: those begin with it."""
+    """Return the field that the engine's message is about: those begin with it."""
     name = str(error).split(" ", 1)[0]
     return name if name in CompletionRequest.__struct_fields__ else None
 

@@ -1,4 +1,4 @@
-"""The answers and events of /v1/responses, field by field; see wire.shapes."""
+"""Defines the answers and events of /v1/responses, field by field; see wire.shapes."""
 
 from typing import Any, Literal
 
@@ -59,7 +59,7 @@ class ResponseError(AnswerObject):
 
 
 class IncompleteDetails(AnswerObject):
-    """The reason for which a response is not complete."""
+    """Gives the reason for which a response is not complete."""
 
     reason: Literal["max_output_tokens"]
 
@@ -137,7 +137,7 @@ class Response(AnswerObject):
 
 
 class DeletedResponse(AnswerObject):
-    """The answer to a request that a response be kept no longer."""
+    """Answers the request to delete a response."""
 
     id: str
     object: Literal["response"]
@@ -192,7 +192,7 @@ class ContentPartEvent(ContentEvent):
 
 
 class TextDeltaEvent(ContentEvent):
-    """A piece of text was added."""
+    """Adds a piece of text."""
 
     type: Literal["response.output_text.delta"]
     delta: str
@@ -200,7 +200,7 @@ class TextDeltaEvent(ContentEvent):
 
 
 class TextDoneEvent(ContentEvent):
-    """A text is complete."""
+    """Ends a text."""
 
     type: Literal["response.output_text.done"]
     text: str
@@ -208,28 +208,28 @@ class TextDoneEvent(ContentEvent):
 
 
 class ReasoningDeltaEvent(ContentEvent):
-    """A piece of reasoning was added."""
+    """Adds a piece of reasoning."""
 
     type: Literal["response.reasoning_text.delta"]
     delta: str
 
 
 class ReasoningDoneEvent(ContentEvent):
-    """A text of reasoning is complete."""
+    """Ends a text of reasoning."""
 
     type: Literal["response.reasoning_text.done"]
     text: str
 
 
 class ArgumentsDeltaEvent(PlacedEvent):
-    """A piece of a call's arguments was added."""
+    """Adds a piece of a call's arguments."""
 
     type: Literal["response.function_call_arguments.delta"]
     delta: str
 
 
 class ArgumentsDoneEvent(PlacedEvent):
-    """The arguments of a call are complete."""
+    """Ends the arguments of a call."""
 
     type: Literal["response.function_call_arguments.done"]
     name: str

@@ -15,7 +15,7 @@ class AnswerObject(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Fault(AnswerObject):
-    """An error, as OpenAI's clients read it."""
+    """Describes an error, as OpenAI's clients read it."""
 
     message: str
     type: Literal[
@@ -133,7 +133,7 @@ class FunctionDelta(AnswerObject):
 
 
 class ToolCallDelta(AnswerObject):
-    """Its id, type and the function's name come once, with the first."""
+    """Adds to a call of a tool. Its id, type and the function's name come once, with the first."""
 
     index: int
     function: FunctionDelta
@@ -196,7 +196,7 @@ class CompletionChunk(_Outputs[Literal["text_completion"], CompletionChunkChoice
 
 
 class ModelCard(AnswerObject):
-    """A model, as clients ask for it."""
+    """Describes a model, as clients ask for it."""
 
     id: str
     object: Literal["model"]

@@ -10,7 +10,7 @@ from penstock.step.structure import Structure
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A schema that an answer keeps to."""
+    """Gives the schema that an answer keeps to."""
 
     schema: dict[str, Any]
     name: str | None = None
