@@ -43,7 +43,7 @@ class _Outputs(AnswerObject, Generic[T, U]):
     choices: list[U]
 
 
-class _Choice(AnswerObject, Generic[T, U]):
+class _OutputChoice(AnswerObject, Generic[T, U]):
     """Holds an output, or what is added to it. T: log-probabilities. U: why it has ended."""
 
     index: int
@@ -113,7 +113,7 @@ class ChatMessage(AnswerObject):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(_Choice[ChatLogprobs, FinishReason]):
+class ChatChoice(_OutputChoice[ChatLogprobs, FinishReason]):
     """Holds one of the answers to a conversation."""
 
     message: ChatMessage
@@ -150,7 +150,7 @@ class ChatDelta(AnswerObject):
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
-class ChatChunkChoice(_Choice[ChatLogprobs, FinishReason | None]):
+class ChatChunkChoice(_OutputChoice[ChatLogprobs, FinishReason | None]):
     """Adds to one of the answers to a conversation."""
 
     delta: ChatDelta
@@ -171,7 +171,7 @@ class CompletionLogprobs(AnswerObject):
     text_offset: list[int]
 
 
-class CompletionChoice(_Choice[CompletionLogprobs, FinishReason]):
+class CompletionChoice(_OutputChoice[CompletionLogprobs, FinishReason]):
     """Holds one of the continuations of texts."""
 
     text: str
@@ -183,7 +183,7 @@ class CompletionResponse(_Outputs[Literal["text_completion"], CompletionChoice])
     usage: Usage
 
 
-class CompletionChunkChoice(_Choice[CompletionLogprobs, FinishReason | None]):
+class CompletionChunkChoice(_OutputChoice[CompletionLogprobs, FinishReason | None]):
     """Adds to one of the continuations of texts."""
 
     text: str
