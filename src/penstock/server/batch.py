@@ -58,14 +58,6 @@ class _Task:
     """Refusals of later lines with its id. They are written behind its answer: what is there of an id then
     answers the first lines that have it, wherever the run is ended."""
 
-    @property
-    def outputs(self) -> int:
-        return sum(len(one.samplings) for one in self.prompts)
-
-    @property
-    def done(self) -> bool:
-        return all(group.done for group in self.groups)
-
 
 class Batch:
     """Answers the requests of a file, in the order in which they share most, into another file."""
@@ -95,12 +87,14 @@ class Batch:
             driver, most = self._llm.driver, _AHEAD * self._llm.limits.max_sequences
             try:
                 while waiting or active:
-                    while waiting and sum(task.outputs for task in active) < most:
+                    while (
+                        waiting and sum(len(one.samplings) for task in active for one in task.prompts) < most
+                    ):
                         task = waiting.popleft()
                         active.append(task)
                         task.groups.extend(map(driver.begin, task.prompts))
                     driver.advance()
-                    for task in [task for task in active if task.done]:
+                    for task in [one for one in active if all(group.done for group in one.groups)]:
                         active.remove(task)
                         body = task.writer.whole([group.completion() for group in task.groups])
                         self._put(out, _line(task.custom_id, 200, body))

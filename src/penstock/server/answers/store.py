@@ -82,10 +82,8 @@ class ResponseStore:
         self._forget(owner, name)
 
     def _found(self, name: str, owner: bytes, param: str | None = None) -> _StoredResponse:
-        shelf = self._shelves.get(owner)
-        if (
-            shelf is None or name not in shelf.responses
-        ):  # Of another's nothing is told, nor that it is there.
+        shelf = self._shelves.get(owner, _Shelf())
+        if name not in shelf.responses:  # Whether it is another's is not said.
             raise NotKeptError(name, param)
         return shelf.responses[name]
 

@@ -147,22 +147,18 @@ class RemoteBackend:
             OutputSequence(index, RequestId(index), own, None) for index, own in enumerate(prompt.samplings)
         ]
         group = call.group = SequenceGroup(prompt.prompt, prompt.tokens, sequences)
-        fault: BaseException | None = None
         try:
             for _ in range(_TRIES):
                 if await self._ends_at_one(call, group, prompt, mailbox):
                     return
                 _LOG.warning("a replica was lost in the midst of a request, which is sent to another one")
-            fault = EngineClosedError(f"{_TRIES} replicas were lost with this request; send it again later")
-        except PenstockError as error:
-            fault = error
-        except Exception as error:
-            _LOG.error("a request has failed", exc_info=error)
-            fault = error
+            raise EngineClosedError(f"{_TRIES} replicas were lost with this request; send it again later")
+        except Exception as fault:
+            if not isinstance(fault, PenstockError):
+                _LOG.error("a request has failed", exc_info=fault)
+            mailbox.report([(call, (), True, fault)])
         finally:
             self._at.pop(call, None)
-        if fault is not None:
-            mailbox.report([(call, (), True, fault)])
 
     async def _ends_at_one(
         self, call: Call, group: SequenceGroup, prompt: RoutedPrompt, mailbox: Mailbox
@@ -217,9 +213,9 @@ class RemoteBackend:
                             fresh = replay.anew()
                         if fresh or group.done:
                             mailbox.report([(call, fresh, group.done, None)])
-                        for sequence in group.sequences if group.done else ():
-                            # The replica holds what it has computed, outputs too.
-                            self._affinity.note(name, prompt.keys_with(sequence.tokens))
+                        if group.done:  # The replica holds what it has computed, outputs too.
+                            for sequence in group.sequences:
+                                self._affinity.note(name, prompt.keys_with(sequence.tokens))
         if not group.done:
             raise LostError("the answer has ended before its outputs have")
 

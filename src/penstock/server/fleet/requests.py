@@ -17,6 +17,7 @@ from penstock.base.errors import EngineClosedError, PenstockError
 from penstock.kv.ledger.keys import block_keys, root_key
 from penstock.sched.rules import admit
 from penstock.server.broker.broker import RequestBroker
+from penstock.server.broker.calls import Call
 from penstock.step.params import SamplingParams
 from penstock.step.plan import TokenLogprob
 from penstock.weights.checkpoint.generation import GenerationDefaults
@@ -162,19 +163,13 @@ async def computed(
 ) -> AsyncGenerator[ReplicaMessage]:
     """Give out what a replica's own engine computes for a request. Ends early if the engine ends."""
     yield Accepted(replica)
+    calls, sent = list[Call](), False
     try:
         prepared = await asyncio.to_thread(_decided, reader, request)
-        [call] = broker.submit([prepared])
-    except EngineClosedError:
-        return
-    except PenstockError as fault:
-        yield Rejected(fault)
-        return
-    sent = False
-    try:
-        async for deltas in call.pieces():
-            assert call.group is not None
-            first = call.group.sequences[0]
+        calls += broker.submit([prepared])
+        async for deltas in calls[0].pieces():
+            assert calls[0].group is not None
+            first = calls[0].group.sequences[0]
             yield OutputChunk(tuple(deltas), first.cached, () if sent else tuple(first.prompt_logprobs))
             sent = True
     except EngineClosedError:
@@ -182,7 +177,8 @@ async def computed(
     except PenstockError as fault:
         yield Rejected(fault)
     finally:
-        call.leave()
+        for call in calls:
+            call.leave()
 
 
 def _decided(reader: PromptReader, request: RemoteRequest) -> PreparedPrompt:

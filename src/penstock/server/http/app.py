@@ -32,7 +32,7 @@ from penstock.server.http.sending import GONE, completed, json_response, respond
 from penstock.server.http.state import ServerSettings, ServerState
 from penstock.server.http.uploads import SMALL
 from penstock.server.monitoring.logs import note_request
-from penstock.server.monitoring.records import RecordMiddleware, record_of
+from penstock.server.monitoring.records import RecordMiddleware, RequestRecord, record_of
 from penstock.server.parsing.dialects import Dialect
 from penstock.server.wire.requests import (
     ChatRequest,
@@ -97,32 +97,29 @@ def _route(
     """Return the route of a path: its handlers behind the check of keys, and errors as clients know them."""
 
     async def route(request: Request) -> Response:
-        record_of(request).route = path
-        response = await answered(request)
+        record = record_of(request)
+        record.route = path
+        response = await answered(request, record)
         if len(server.settings.keys) > 1 and 400 <= response.status_code < 500:
             with suppress(asyncio.CancelledError):  # The server ends: then it is answered at once.
-                await server.refusals.turn(record_of(request).owner)
+                await server.refusals.turn(record.owner)
         server.metrics.answered(path, response.status_code)
         return response
 
-    async def answered(request: Request) -> Response:
+    async def answered(request: Request, record: RequestRecord) -> Response:
         try:
             # Not request.url, in which the client's Host header may have a part.
             if request.scope["path"] not in _OPEN:
-                record_of(request).owner = _owner(server.settings, request)
+                record.owner = _owner(server.settings, request)
             return await handlers["GET" if request.method == "HEAD" else request.method](server, request)
-        except (
-            asyncio.CancelledError
-        ):  # The end of the server has not waited for this, such as for a body that does not come.
-            return error_response(
-                EngineClosedError(
-                    "the server is shutting down; send the request again, to another one or later"
-                )
-            )
+        except asyncio.CancelledError:
+            # The end of the server has not waited for this, such as for a body that does not come.
+            closed = "the server is shutting down; send the request again, to another one or later"
+            return error_response(EngineClosedError(closed))
         except ClientDisconnect:
             return Response(status_code=GONE)
         except Exception as fault:
-            record_of(request).fault = (
+            record.fault = (
                 str(fault.status_code) if isinstance(fault, HTTPException) else type(fault).__name__
             )
             return error_response(fault)
@@ -234,13 +231,12 @@ async def _model(server: ServerState, request: Request) -> Response:
 
 def _described(server: ServerState, name: str) -> Answer:
     reader, _ = server.model()
-    longest = reader.limits.max_model_len
     return {
         "id": name,
         "object": "model",
         "created": server.loaded,
         "owned_by": "penstock",
-        "max_model_len": longest,
+        "max_model_len": reader.limits.max_model_len,
     }
 
 
@@ -341,10 +337,11 @@ async def _tokenize(server: ServerState, request: Request) -> Response:
     _check_model(server, asked.model or server.settings.names[0])
 
     def tokenized() -> Answer:
-        if asked.messages is not None:
-            tokens = chat_tokens(reader, asked, server.dialect)
-        else:
-            tokens = reader.encode(asked.prompt or "", special=asked.add_special_tokens)
+        tokens = (
+            reader.encode(asked.prompt or "", special=asked.add_special_tokens)
+            if asked.messages is None
+            else chat_tokens(reader, asked, server.dialect)
+        )
         answer: Answer = {
             "count": len(tokens),
             "max_model_len": reader.limits.max_model_len,
