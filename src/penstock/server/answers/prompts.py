@@ -65,11 +65,11 @@ def read_chat(
     if tools.forced:
         params = _held(params, tools)
     elif tools and params.structure is not None and params.structure.kind is not StructureKind.LARK:
-        message = (
+        raise FieldError(
             "response_format and tools were both sent, but an answer that is held to a form cannot call; set "
-            "tool_choice to none"
+            "tool_choice to none",
+            "response_format",
         )
-        raise FieldError(message, "response_format")
     text = _chat_text(reader, asked, dialect, tools)
     format = LIST if tools.forced else dialect.calls if tools else None
     thought, end = dialect.thought, text.rstrip()

@@ -34,10 +34,11 @@ _LOOKS = 1.0
 """Seconds between two looks from which a link's rate is taken, at least: more than one may read the
 metrics."""
 _NOTHING = Direction(0, 0.0, 0)
-_NO_TIERS = TierStats(
+NO_TIERS = TierStats(
     0, 0, 0, 0, _NOTHING, _NOTHING, _NOTHING, _NOTHING, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, False
 )
-_NO_KV = KVStats(0, 0, 0, 0, 0)
+NO_KV = KVStats(0, 0, 0, 0, 0)
+"""Counts of an engine without KV beyond the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats, memory = self._backend.stats, self._backend.llm.memory
-        weights, kv, tiers = memory.weights, stats.kv or _NO_KV, stats.tiers or _NO_TIERS
+        weights, kv, tiers = memory.weights, stats.kv or NO_KV, stats.tiers or NO_TIERS
         yield from _of_steps(stats, max(self._outputs() - stats.running, stats.waiting))
         yield from _of_passes(stats.passes, weights)
         yield from _of_weights(weights)

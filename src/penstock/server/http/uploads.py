@@ -69,11 +69,11 @@ class Uploads:
                 async for part in request.stream():
                     size += len(part)
                     if size > self._most:
-                        message = (
+                        raise HTTPException(
+                            413,
                             f"the request has more than {self._most} bytes, which is all this server reads "
-                            "of one; send less"
+                            "of one; send less",
                         )
-                        raise HTTPException(413, message)
                     self._hold(request, size)
                     parts.append(part)
                     pause = self._pause(owner, len(part), loop.time()) if size > SMALL else 0.0

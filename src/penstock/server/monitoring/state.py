@@ -14,6 +14,7 @@ from penstock.memory.device import device_name, free_memory, total_memory
 from penstock.server.broker.backend import LocalBackend
 from penstock.server.broker.broker import RequestBroker
 from penstock.server.broker.calls import Call
+from penstock.server.broker.metrics import NO_KV, NO_TIERS
 
 _WINDOW = 2.0
 """Seconds over which rates are taken; two passes of weights that stream, where these are longer."""
@@ -319,23 +320,15 @@ def _links(first: _Look, now: _Look, seconds: float) -> tuple[LinkState, ...]:
     """Return the links that something has crossed or is meant to."""
     before, after = first.counts, now.counts
     weights, flow = after.weights, after.weights.since(before.weights).flow(seconds)
-    up, inward, through = 0, 0, 0
-    if now.stats.tiers is not None and first.stats.tiers is not None:
-        up = now.stats.tiers.up.bytes - first.stats.tiers.up.bytes
-        inward = now.stats.tiers.inward.bytes - first.stats.tiers.inward.bytes
-    if after.kv is not None and before.kv is not None:
-        through = after.kv.copied - before.kv.copied
-        inward += after.kv.read - before.kv.read
+    tiers, tiers_before = now.stats.tiers or NO_TIERS, first.stats.tiers or NO_TIERS
+    kv, kv_before = after.kv or NO_KV, before.kv or NO_KV
+    up = kv.copied - kv_before.copied + tiers.up.bytes - tiers_before.up.bytes
+    inward = kv.read - kv_before.read + tiers.inward.bytes - tiers_before.inward.bytes
     links = []
     if weights.copied or weights.link_rate or after.kv is not None:
-        kv = (through + up) / seconds if seconds > 0 else 0.0
-        links.append(LinkState("host to device", flow.copied, kv, weights.link_rate, flow.waited_link))
-    kept = now.stats.tiers
-    if (
-        weights.disk
-        or (after.kv is not None and after.kv.read)
-        or (kept is not None and (kept.disk_bytes or kept.inward.bytes))
-    ):
-        kv = inward / seconds if seconds > 0 else 0.0
-        links.append(LinkState("disk to host", flow.read, kv, weights.disk_rate, flow.waited_disk))
+        rate = up / seconds if seconds > 0 else 0.0
+        links.append(LinkState("host to device", flow.copied, rate, weights.link_rate, flow.waited_link))
+    if weights.disk or kv.read or tiers.disk_bytes or tiers.inward.bytes:
+        rate = inward / seconds if seconds > 0 else 0.0
+        links.append(LinkState("disk to host", flow.read, rate, weights.disk_rate, flow.waited_disk))
     return tuple(links)

@@ -123,8 +123,11 @@ def tools_of(tools: Sequence[object] | None, choice: object, parallel: bool | No
     schemas: dict[str, Mapping[str, Any]] = {}
     for at, function in enumerate(functions):
         if not _NAME.fullmatch(function.name):
-            what = "a name has from 1 to 128 letters, digits, underscores, dots and hyphens"
-            raise FieldError(f"tools[{at}] is called {function.name[:160]!r}, but {what}", "tools")
+            raise FieldError(
+                f"tools[{at}] is called {function.name[:160]!r}, but a name has from 1 to 128 letters, "
+                "digits, underscores, dots and hyphens",
+                "tools",
+            )
         if function.name in schemas:
             raise FieldError(
                 f"tools[{at}] is called {function.name!r}, as one before it; give each a name of its own",

@@ -258,8 +258,10 @@ class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
         """Return the structure of answers; None if they have none. Raise FieldError and StructureError."""
         form = None if self.response_format is None else self.response_format.structure()
         if form is not None and self.structured_outputs is not None:
-            message = "structured_outputs and response_format each give answers a form; leave one of them out"
-            raise FieldError(message, "structured_outputs")
+            raise FieldError(
+                "structured_outputs and response_format each give answers a form; leave one of them out",
+                "structured_outputs",
+            )
         return form or _Asked.structure(self)
 
     def check(self) -> None:
@@ -413,8 +415,10 @@ def _invalid(error: msgspec.ValidationError) -> str:
 
 def _check_variables(variables: dict[str, Any] | None) -> None:
     if taken := [name for name in _OWN if name in (variables or ())]:
-        message = f"chat_template_kwargs have {taken[0]!r}, which a template has from elsewhere; leave it out"
-        raise FieldError(message, "chat_template_kwargs")
+        raise FieldError(
+            f"chat_template_kwargs have {taken[0]!r}, which a template has from elsewhere; leave it out",
+            "chat_template_kwargs",
+        )
 
 
 def _logprobs(count: int, name: str) -> int:

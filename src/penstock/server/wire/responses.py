@@ -98,11 +98,11 @@ class ResponsesRequest(TokenRequest, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         """Raise FieldError for what the fields do not allow together, or this server at all."""
         if self.truncation not in (None, "disabled"):
-            message = (
+            raise FieldError(
                 f"truncation {self.truncation[:40]!r} was asked for, but nothing is left out of a "
-                "conversation; set it to disabled"
+                "conversation; set it to disabled",
+                "truncation",
             )
-            raise FieldError(message, "truncation")
         if self.background:
             raise FieldError(
                 "a response in the background was asked for, but they are computed while clients wait",
