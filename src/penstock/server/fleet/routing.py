@@ -12,7 +12,8 @@ remembered costs a prompt's computing and never changes an answer.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Lock
 
 
@@ -80,9 +81,7 @@ class Affinity:
 
     def note(self, name: str, keys: Sequence[bytes]) -> None:
         """Note that a replica computes, or has computed, the blocks of these keys."""
-        with self._lock:
-            if (replica := self._replicas.get(name)) is None:
-                return
+        with self._lent(name) as replica:
             # The beginning is used whenever any of the rest is: it becomes the newest, and goes last.
             for key in reversed(keys[: self.kept]):
                 replica.keys[key] = None
@@ -92,30 +91,31 @@ class Affinity:
 
     def sent(self, name: str) -> None:
         """Count one more request under way."""
-        self._count(name, 1)
+        with self._lent(name) as replica:
+            replica.load += 1
 
     def ended(self, name: str) -> None:
         """Count one less."""
-        self._count(name, -1)
+        with self._lent(name) as replica:
+            replica.load = max(replica.load - 1, 0)
 
     def doubt(self, name: str) -> None:
         """Note that a replica was lost in the midst of an answer: it is the last choice until it is heard of,
         and holds nothing."""
-        with self._lock:
-            if (replica := self._replicas.get(name)) is not None:
-                replica.doubted = True
-                replica.keys.clear()
+        with self._lent(name) as replica:
+            replica.doubted = True
+            replica.keys.clear()
 
     def trust(self, name: str) -> None:
         """Note that a replica has been heard of."""
-        with self._lock:
-            if (replica := self._replicas.get(name)) is not None:
-                replica.doubted = False
+        with self._lent(name) as replica:
+            replica.doubted = False
 
-    def _count(self, name: str, change: int) -> None:
+    @contextmanager
+    def _lent(self, name: str) -> Iterator[_Replica]:
+        """Lend a replica, under the lock; for one that is not there, another that is forgotten at once."""
         with self._lock:
-            if (replica := self._replicas.get(name)) is not None:
-                replica.load = max(replica.load + change, 0)
+            yield self._replicas.get(name) or _Replica()
 
 
 class PromptRoute:
