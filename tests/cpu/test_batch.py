@@ -123,16 +123,17 @@ def test_what_cannot_be_served_is_said_in_its_line(llm: LLM, tmp_path: Path) -> 
         "f": line("f", prompt="Hello", max_tokens=3, **{"model": "another"}),
         "line 8": "{nonsense",
         "line 9": '{"url": "/v1/completions", "body": {}}',
+        "g": line("g", prompt="Hello", max_tokens=3, suffix="there"),
     }
     source.write_text("\n".join([*lines.values(), lines["a"]]))
-    assert Batch(llm, source, target, NAMES).run() == Tally(10, 10, 9)
+    assert Batch(llm, source, target, NAMES).run() == Tally(11, 11, 10)
     texts = [json.loads(one) for one in target.read_text().splitlines()]
     bad = {one["custom_id"]: one["response"] for one in texts if one["response"]["status_code"] != 200}
     assert set(bad) == {*lines}, "the second line of that id among them"
     for name, part in {
         "many": "context", "b": "max_tokens -1", "c": "/v1/embeddings", "d": "stream", "e": "modell",
         "f": "'another'", "line 8": "JSON",
-        "line 9": "custom_id", "a": "another line",
+        "line 9": "custom_id", "g": "suffix", "a": "another line",
     }.items():  # fmt: skip
         assert part in bad[name]["body"]["error"]["message"], name
     assert sum(one["response"]["status_code"] == 200 for one in texts) == 1

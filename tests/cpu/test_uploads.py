@@ -156,11 +156,15 @@ def test_large_bodies_are_decoded_and_checked_on_a_thread() -> None:
     async def both() -> None:
         house = ServerState(ServerSettings(("m",), (ApiKey(b"one"), ApiKey(b"two"))))
         large, small = large_and_small('{"prompt": "a"}')
-        asked, on = await app._body(house, large, TokenizeRequest, lambda _: threading.get_ident())
-        assert (asked.prompt, on != threading.get_ident()) == ("a", True)
+        on = list[int]()
+
+        def check(asked: TokenizeRequest) -> None:
+            on.append(threading.get_ident())
+
+        assert (await app._body(house, large, TokenizeRequest, check)).prompt == "a"
         assert house.uploads.is_large(large), "it has only been looked at"
-        asked, on = await app._body(house, small, TokenizeRequest, lambda _: threading.get_ident())
-        assert (asked.prompt, on) == ("a", threading.get_ident())
+        assert (await app._body(house, small, TokenizeRequest, check)).prompt == "a"
+        assert [one == threading.get_ident() for one in on] == [False, True]
 
     asyncio.run(both())
 
@@ -242,8 +246,9 @@ def test_a_deadline_runs_from_arrival_while_a_request_is_read() -> None:
             asking(b"one", ()),
         )
         record_of(request).began -= 7200
+        work = house.uploads.aside(request, threading.Event().wait)
         with pytest.raises(DeadlineError):
-            await app._aside(house, request, threading.Event().wait, 3600)
+            await app._in_time(house, request, work, 3600)
 
     asyncio.run(asyncio.wait_for(late(), 30))
 
@@ -280,8 +285,9 @@ def test_reading_ends_when_its_time_is_over_or_its_client_has_gone(large: bool) 
             finally:
                 ended.set()
 
+        reading = house.uploads.aside(request, work)
         with pytest.raises(ClientDisconnect if gone else DeadlineError):
-            await app._aside(house, request, work, 3600 if gone else 0.1)
+            await app._in_time(house, request, reading, 3600 if gone else 0.1)
         assert await asyncio.to_thread(ended.wait, 30)
 
     for gone in (True, False):

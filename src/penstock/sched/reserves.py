@@ -22,6 +22,8 @@ class Reserves:
     def tail(self, request: Request) -> int:
         """Return how many pages a running request may come to need, beside its own and those on their way to
         it."""
+        if request.kv.fast_decode_until:
+            return 1
         tiers, coming = self._pools.tiers, request.arriving
         return request.kv.reserve(request.most, 0 if coming is None else len(tiers.pages_of(coming)))
 
@@ -57,8 +59,9 @@ class Reserves:
         as its blocks have come.
         """
         running = self._queues.running
-        yet = any(request.kv.chunks_to_host for request in (*running, *newcomers))
-        return yet and len(running) + self._pools.size > self._width.tokens
+        if len(running) + self._pools.size <= self._width.tokens:
+            return False
+        return any(request.kv.chunks_to_host for request in (*running, *newcomers))
 
     def wanted(self, most: int) -> int:
         """Return how many of at most so many tokens the first in the queue want, if these finish their

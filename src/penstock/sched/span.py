@@ -116,8 +116,6 @@ class KVSpan:
     def reserve(self, most: int, coming: int = 0) -> int:
         """Return how many pages it may come to need while it runs, beside its own and `coming` ones: one, or
         what its prompt lacks; its tail if it is long. most: tokens that it may come to have."""
-        if self.fast_decode_until:
-            return 1
         if not self.long:
             return max(1, self.pages_needed(self.lacking) - coming)
         tail = min(self.pools.long_pages, -(-(most - 1) // self.pools.size))

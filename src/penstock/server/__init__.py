@@ -1,1 +1,1 @@
-"""A model behind HTTP: many clients at once on one engine."""
+"""Serves a model over HTTP: many clients at once on one engine."""

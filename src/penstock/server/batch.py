@@ -1,4 +1,4 @@
-"""Files of requests, answered one line for each: OpenAI's batch format.
+"""Answers files of requests, with a line for each: OpenAI's batch format.
 
 What has been answered is in the output file, a line at a time, so a run that was ended goes on where it was:
 it reads the lines that are there, drops one that was cut short, and does the rest.
@@ -18,8 +18,8 @@ from msgspec import Struct
 from penstock.api.llm import LLM
 from penstock.api.sequences import PreparedPrompt, SequenceGroup
 from penstock.base.errors import ConfigError, PenstockError
-from penstock.server.answers.completions import Answer, error, new_id
-from penstock.server.answers.prompts import AnswerWriter, read
+from penstock.server.answers.completions import Answer, AnswerWriter, error, new_id
+from penstock.server.answers.prompts import read
 from penstock.server.broker.calls import BusyError
 from penstock.server.wire.requests import ChatRequest, CompletionRequest, FieldError, decoded
 
@@ -58,21 +58,15 @@ class _Task:
     """Refusals of later lines with its id. They are written behind its answer: what is there of an id then
     answers the first lines that have it, wherever the run is ended."""
 
-    @property
-    def outputs(self) -> int:
-        return sum(len(one.samplings) for one in self.prompts)
-
-    @property
-    def done(self) -> bool:
-        return all(group.done for group in self.groups)
-
 
 class Batch:
-    """The requests of a file, in the order in which they share most, and where their answers go."""
+    """Answers the requests of a file, in the order in which they share most, into another file."""
 
     def __init__(self, llm: LLM, source: Path, target: Path, names: Sequence[str]) -> None:
-        """names: of the model; the first is meant where a request names none. Raises ConfigError for files
-        that cannot be used."""
+        """Find what has been answered. Raise ConfigError for files that cannot be used.
+
+        names: of the model; the first is meant where a request names none.
+        """
         self._llm, self._names = llm, names
         self._source, self._target = source, target
         self.answered, self.failed = 0, 0
@@ -93,12 +87,14 @@ class Batch:
             driver, most = self._llm.driver, _AHEAD * self._llm.limits.max_sequences
             try:
                 while waiting or active:
-                    while waiting and sum(task.outputs for task in active) < most:
+                    while (
+                        waiting and sum(len(one.samplings) for task in active for one in task.prompts) < most
+                    ):
                         task = waiting.popleft()
                         active.append(task)
                         task.groups.extend(map(driver.begin, task.prompts))
                     driver.advance()
-                    for task in [task for task in active if task.done]:
+                    for task in [one for one in active if all(group.done for group in one.groups)]:
                         active.remove(task)
                         body = task.writer.whole([group.completion() for group in task.groups])
                         self._put(out, _line(task.custom_id, 200, body))
@@ -122,7 +118,7 @@ class Batch:
         self.failed += failed
 
     def _resumed(self) -> Counter[str]:
-        """How often each id has been answered; a last line that was cut short is dropped."""
+        """Count how often each id has been answered, and drop a last line that was cut short."""
         seen, whole = Counter[str](), 0
         if not self._target.exists():
             return seen
@@ -152,7 +148,7 @@ class Batch:
         return seen
 
     def _tasks(self, refused: list[bytes]) -> list[_Task]:
-        """What there is to do. Lines that cannot be served are answered at once."""
+        """Return the tasks that are left. Lines that cannot be served are answered at once."""
         tasks, ids, met = dict[str, _Task](), set[str](), Counter[str]()
         for number, line in self._lines():
             self.lines += 1
@@ -192,6 +188,7 @@ class Batch:
             )
         if request.streams:
             raise FieldError("a batch has no streams; leave stream out", "stream")
+        request.check()
         return read(self._llm.reader, request)
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
@@ -207,7 +204,7 @@ class Batch:
 
 
 def _line(custom_id: str, status: int, body: Answer) -> bytes:
-    response = {"status_code": status, "request_id": new_id("req"), "body": body}
+    response = {"status_code": status, "request_id": new_id("req-"), "body": body}
     return msgspec.json.encode(
-        {"id": new_id("batch_req"), "custom_id": custom_id, "response": response, "error": None}
+        {"id": new_id("batch_req-"), "custom_id": custom_id, "response": response, "error": None}
     )

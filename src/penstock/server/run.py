@@ -1,4 +1,4 @@
-"""The life of a server: it listens at once, loads its model, serves, and lets what is under way end before it
+"""Runs a server: it listens at once, loads its model, serves, and lets what is under way end before it
 does."""
 
 import asyncio

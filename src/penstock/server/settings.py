@@ -1,4 +1,4 @@
-"""The settings of `penstock serve`, declared once: checks, flags and docs/settings.md come from here."""
+"""Declares the settings of `penstock serve` once: checks, flags and docs/settings.md come from here."""
 
 from dataclasses import dataclass
 from math import inf
@@ -11,7 +11,7 @@ LEAST_SECONDS = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Listening(Declared):
-    """Where a server listens, and how long requests may wait and take. Raises ConfigError."""
+    """Sets the address of a server, and how long requests may wait and take. Raises ConfigError."""
 
     host: str = setting("127.0.0.1", help="Address to listen at; 0.0.0.0 is every one of this machine.")
     port: int = setting(8000, help="Port to listen at; 0 is any that is free.", limits=(0, 65535))
@@ -38,7 +38,7 @@ class Listening(Declared):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerSettings(Declared):
-    """How requests are read and answers written. Raises ConfigError."""
+    """Sets how requests are read and answers written. Raises ConfigError."""
 
     max_body: int = setting(
         32 << 20,

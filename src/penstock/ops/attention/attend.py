@@ -128,9 +128,10 @@ def _attend_mixed(
         more = any(tile.rows for tile in passing) or bool(cold and cold.choosing_rows)
         rows = _attend_rows(q, cache, inputs.rows, layer, result, more=more)
     for index, run in enumerate(inputs.runs):
-        own = q[run.queries], k[run.queries], v[run.queries]
+        queries = run.queries
+        own = q[queries], k[queries], v[queries]
         if run.paged:
-            _put(result, run.queries, _attend_paged(*own, cache, run, layer))
+            _put(result, queries, _attend_paged(*own, cache, run, layer))
         else:
             more = bool(passing) or len(run.blocks) > 0 or bool(cold and index in cold.choosing_runs)
             runs[index] = _attend_chunk(*own, cache, run, layer, more=more)
@@ -192,9 +193,14 @@ def _attend_paged(
 def _attend_chunk(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, run: Run, layer: LayerAttention, *, more: bool
 ) -> Part:
-    """Attend with a run to itself and to its past in pages. `more`: return a state, into which to fold."""
+    """Attend with a run to itself and to its past in pages.
+
+    more: whether it has a past, in pages or elsewhere; then return a state, into which to fold.
+    """
     own, lse = attend_itself(q, k, v, layer)
-    state = own.float() if more else own, lse
+    if not more:
+        return own, lse
+    state = own.float(), lse
     for position, past_k, past_v in past_in_pages(cache, run, layer.window):
         fold_past(state, q, past_k, past_v, layer, run.start - position)
     return state

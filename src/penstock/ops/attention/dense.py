@@ -132,7 +132,7 @@ def _on_cpu(
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, is_causal=causal, attn_mask=bias, scale=scale
     )
-    return out[..., :dim_v], lse
+    return out[..., :dim_v] if dim_v < out.shape[3] else out, lse
 
 
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:

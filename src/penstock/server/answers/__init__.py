@@ -1,1 +1,1 @@
-"""From requests to prompts, and from outputs to answers in OpenAI's forms."""
+"""Makes prompts of requests, and of outputs the answers in OpenAI's forms."""

@@ -1,8 +1,9 @@
-"""Completions as OpenAI's clients read them: whole, and piece by piece."""
+"""Writes completions as OpenAI's clients read them: whole, and piece by piece."""
 
 import secrets
 from collections.abc import Callable, Sequence
 from time import time
+from typing import Protocol
 
 from penstock.api.outputs import Completion, Delta, Output
 from penstock.api.text.tokenizer import Tokenizer
@@ -14,14 +15,14 @@ from penstock.step.request import FinishReason
 Answer = dict[str, object]
 
 
-def new_id(kind: str) -> str:
-    """Return a new random id of a kind, such as "chatcmpl"."""
-    return f"{kind}-{secrets.token_hex(16)}"
+def new_id(kind: str, size: int = 16) -> str:
+    """Return a new random id that begins with its kind, such as "chatcmpl-". size: random bytes."""
+    return kind + secrets.token_hex(size)
 
 
 def new_call() -> str:
-    """An id for a call of a tool."""
-    return f"call_{secrets.token_hex(12)}"
+    """Return a new random id for a call of a tool."""
+    return new_id("call_", 12)
 
 
 def error(message: str, kind: str, param: str | None = None, code: str | None = None) -> Answer:
@@ -69,19 +70,19 @@ def logprob_entries(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> lis
 
 
 class _ChatChoice:
-    """One answer to a conversation, as it comes."""
+    """Writes one answer to a conversation, as it comes."""
 
     def __init__(self, speech: OutputParser, *, reasons: bool) -> None:
         self._speech, self._reasons = speech, reasons
         self._greeted = False
-        self._ended = 0
-        """Of the calls of tools, those that are whole."""
+        self.ended = 0
+        """Calls of tools that are whole."""
 
     def delta(self, text: str, reason: FinishReason | None) -> Answer:
         parts = self._speech.push(text) + (self._speech.finish() if reason is not None else [])
         said = "".join(part.text for part in parts if isinstance(part, Content))
         reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
-        self._ended += sum(isinstance(part, End) for part in parts)
+        self.ended += sum(isinstance(part, End) for part in parts)
         delta: Answer = {"content": said} if said else {}
         if reasoning and self._reasons:
             delta["reasoning_content"] = reasoning
@@ -92,12 +93,9 @@ class _ChatChoice:
             self._greeted = True
         return delta
 
-    def finish(self, reason: FinishReason | None) -> str | None:
-        return finish(reason, calls=bool(self._ended))
-
 
 def _called(parts: Sequence[Part]) -> list[Answer]:
-    """Calls of tools, or what is next of them."""
+    """Return the calls of tools among the parts, or what is added to them."""
     entries: dict[int, Answer] = {}
     for part in parts:
         if isinstance(part, Begin):
@@ -114,14 +112,37 @@ def _called(parts: Sequence[Part]) -> list[Answer]:
     return list(entries.values())
 
 
-class ChatWriter:
+class AnswerWriter(Protocol):
+    """Writes answers of a kind."""
+
+    _chunk: Answer
+    """The fields of a chunk, but for its choices."""
+
+    def whole(self, completions: Sequence[Completion]) -> Answer:
+        """Return the answer of a request whose outputs are complete."""
+
+    def pieces(self, prompt: int, deltas: Sequence[Delta]) -> list[Answer]:
+        """Return the chunks for what was added to the outputs of a prompt, one chunk for each output. prompt:
+        its number in the request."""
+
+    def last(self, completions: Sequence[Completion]) -> Answer:
+        """Return the chunk that gives the usage."""
+        return self._chunk | {"choices": [], "usage": usage(completions)}
+
+
+class ChatWriter(AnswerWriter):
     """Writes the answers to a conversation, whole or piece by piece."""
 
     def __init__(
         self, model: str, tokenizer: Tokenizer, speech: Callable[[], OutputParser], *, reasons: bool = True
     ) -> None:
-        """speech: a new one for each answer. reasons: whether reasoning is given out."""
-        self._head: Answer = {"id": new_id("chatcmpl"), "created": int(time()), "model": model}
+        """Begin to write the answers of a model.
+
+        speech: makes a parser for each answer.
+        reasons: whether reasoning is given out.
+        """
+        self._head: Answer = {"id": new_id("chatcmpl-"), "created": int(time()), "model": model}
+        self._chunk = self._head | {"object": "chat.completion.chunk"}
         self._tokenizer, self._speech, self._reasons = tokenizer, speech, reasons
         self._choices: dict[int, _ChatChoice] = {}
 
@@ -172,31 +193,28 @@ class ChatWriter:
                 "index": index,
                 "delta": one.delta(text, reason),
                 "logprobs": self._logprobs(logprobs) if logprobs else None,
-                "finish_reason": one.finish(reason),
+                "finish_reason": finish(reason, calls=bool(one.ended)),
             }
-            chunks.append(self._chunk([choice]))
+            chunks.append(self._chunk | {"choices": [choice]})
         return chunks
-
-    def last(self, completions: Sequence[Completion]) -> Answer:
-        """The chunk that tells the usage."""
-        return self._chunk([]) | {"usage": usage(completions)}
-
-    def _chunk(self, choices: Sequence[Answer]) -> Answer:
-        return self._head | {"object": "chat.completion.chunk", "choices": choices}
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> Answer:
         return {"content": logprob_entries(self._tokenizer, tokens), "refusal": None}
 
 
-class TextWriter:
+class TextWriter(AnswerWriter):
     """Writes continuations of texts, whole or piece by piece."""
 
     def __init__(
         self, model: str, tokenizer: Tokenizer | None, echoes: Sequence[str] | None, outputs: int
     ) -> None:
-        """echoes: what is said again before each prompt's continuations. outputs: of each prompt."""
-        self._head: Answer = {
-            "id": new_id("cmpl"),
+        """Begin to write the continuations of a model.
+
+        echoes: texts that are said again before each prompt's continuations.
+        outputs: of each prompt.
+        """
+        self._chunk = {
+            "id": new_id("cmpl-"),
             "object": "text_completion",
             "created": int(time()),
             "model": model,
@@ -220,19 +238,15 @@ class TextWriter:
             for prompt, one in enumerate(completions)
             for output in one.outputs
         ]
-        return self._head | {"choices": choices, "usage": usage(completions)}
+        return self._chunk | {"choices": choices, "usage": usage(completions)}
 
     def pieces(self, prompt: int, deltas: Sequence[Delta]) -> list[Answer]:
         """Return the chunks for what was added to the outputs of a prompt, one chunk for each output."""
         return [
-            self._head
+            self._chunk
             | {"choices": [self._choice(prompt, index, text, logprobs, reason, logged=bool(logprobs))]}
             for index, text, logprobs, reason in _by_output(deltas)
         ]
-
-    def last(self, completions: Sequence[Completion]) -> Answer:
-        """Return the chunk that gives the usage."""
-        return self._head | {"choices": [], "usage": usage(completions)}
 
     def _choice(
         self,
@@ -271,7 +285,8 @@ class TextWriter:
 
 
 def _by_output(deltas: Sequence[Delta]) -> list[tuple[int, str, list[TokenLogprob], FinishReason | None]]:
-    """What came of each output: its index, text, log-probabilities, and why it has ended, if it has."""
+    """Return what came of each output: its index, text, log-probabilities, and why it has ended, if it
+    has."""
     if len(deltas) == 1:  # The usual, in a stream.
         [only] = deltas
         return [(only.index, only.text, list(only.logprobs), only.finish_reason)]
@@ -288,5 +303,5 @@ def _by_output(deltas: Sequence[Delta]) -> list[tuple[int, str, list[TokenLogpro
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity."""
+    """Return a log-probability as JSON can have it, which has no infinity."""
     return max(logprob, -9999.0)

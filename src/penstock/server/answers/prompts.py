@@ -1,16 +1,14 @@
-"""From a request to prompts as the engine takes them, and to what writes the answer."""
+"""Makes prompts of requests, as the engine takes them, and what writes the answers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
-from penstock.api.outputs import Completion, Delta
 from penstock.api.reader import Prompt, PromptReader
 from penstock.api.sequences import PreparedPrompt
 from penstock.api.structures import CrowdedError
 from penstock.base.errors import StructureError
-from penstock.server.answers.completions import Answer, ChatWriter, TextWriter
+from penstock.server.answers.completions import AnswerWriter, ChatWriter, TextWriter
 from penstock.server.broker.calls import BusyError
 from penstock.server.parsing.dialects import Dialect, dialect_of
 from penstock.server.parsing.forms import behind_reasoning, may_be_behind
@@ -27,35 +25,20 @@ _CROWDED = 10.0
 """Seconds after which there may be time for a structure again."""
 
 
-class AnswerWriter(Protocol):
-    """How answers of a kind are written."""
-
-    def whole(self, completions: Sequence[Completion]) -> Answer:
-        """Return the answer of a request whose outputs are complete."""
-
-    def pieces(self, prompt: int, deltas: Sequence[Delta]) -> list[Answer]:
-        """Return the chunks for what was added to the outputs of a prompt. prompt: its number in the
-        request."""
-
-    def last(self, completions: Sequence[Completion]) -> Answer:
-        """Return the chunk that gives the usage."""
-
-
 def read(
     reader: PromptReader, asked: ChatRequest | CompletionRequest, dialect: Dialect | None = None
 ) -> tuple[list[PreparedPrompt], AnswerWriter]:
-    """All of a request's prompts, tokens made and lengths checked: what takes long for long ones. From any
-    thread.
+    """Return a checked request's prompts as token ids, and what writes the answer: this takes long for long
+    prompts. May be called from any thread.
 
-    dialect: None is what the model's templates say. Raises FieldError and RequestError for what cannot be
-    served.
+    dialect: how the model writes; None is what its templates say.
+
+    Raise FieldError and RequestError for what cannot be served.
     """
-    asked.check()
     if isinstance(asked, ChatRequest):
         one, speech = read_chat(reader, asked, dialect)
         return [one], ChatWriter(asked.model, reader.tokenizer, speech, reasons=asked.include_reasoning)
-    params = asked.params()
-    prompts = asked.prompts
+    params, prompts = asked.params, asked.prompts
 
     def prompt_of(given: str | list[int]) -> Prompt:
         return (
@@ -74,18 +57,19 @@ def read(
 def read_chat(
     reader: PromptReader, asked: ChatRequest, dialect: Dialect | None = None
 ) -> tuple[PreparedPrompt, Callable[[], OutputParser]]:
-    """A conversation's prompt, and what tells an answer's parts apart. Raises FieldError and RequestError."""
+    """Return a conversation's prompt, and what makes parsers of its answers. Raises FieldError and
+    RequestError."""
     dialect = dialect or dialect_of(reader.tokenizer.templates)
     tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-    params = asked.params()
+    params = asked.params
     if tools.forced:
         params = _held(params, tools)
     elif tools and params.structure is not None and params.structure.kind is not StructureKind.LARK:
-        message = (
+        raise FieldError(
             "response_format and tools were both sent, but an answer that is held to a form cannot call; set "
-            "tool_choice to none"
+            "tool_choice to none",
+            "response_format",
         )
-        raise FieldError(message, "response_format")
     text = _chat_text(reader, asked, dialect, tools)
     format = LIST if tools.forced else dialect.calls if tools else None
     thought, end = dialect.thought, text.rstrip()
@@ -116,7 +100,7 @@ def read_chat(
 def _read(
     reader: PromptReader, prompt: Prompt, params: SamplingParams, asked: ChatRequest | CompletionRequest
 ) -> PreparedPrompt:
-    """Raises FieldError, RequestError and BusyError."""
+    """Return a prompt as the engine takes it. Raise FieldError, RequestError and BusyError."""
     try:
         return replace(reader.read(prompt, params), priority=asked.priority)
     except CrowdedError as error:
@@ -126,7 +110,8 @@ def _read(
 
 
 def _held(params: SamplingParams, tools: Tools) -> SamplingParams:
-    """To one of the calls that are asked for. Raises FieldError and RequestError."""
+    """Return the settings with outputs held to one of the calls that are asked for. Raise FieldError and
+    RequestError."""
     try:
         return replace(params, structure=Structure.json_schema(tools.schema()))
     except StructureError as error:
@@ -134,7 +119,7 @@ def _held(params: SamplingParams, tools: Tools) -> SamplingParams:
 
 
 def chat_tokens(reader: PromptReader, asked: TokenizeRequest, dialect: Dialect | None = None) -> list[int]:
-    """A conversation by the model's own template. Raises FieldError and RequestError."""
+    """Return a conversation as token ids, by the model's own template. Raises FieldError and RequestError."""
     tools = tools_of(asked.tools, None, None)
     return reader.encode(
         _chat_text(reader, asked, dialect or dialect_of(reader.tokenizer.templates), tools), special=False
@@ -185,7 +170,7 @@ def _expect_few(name: str, given: object) -> None:
 
 
 def _asked_for(asked: ChatRequest | TokenizeRequest, reads: frozenset[str]) -> dict[str, object]:
-    """How much to reason and to say, as far as the template can tell the model."""
+    """Return how much to reason and to say, as far as the template can tell the model."""
     if not isinstance(asked, ChatRequest):
         return {}
     wishes: dict[str, object] = {"reasoning_effort": asked.reasoning_effort, "verbosity": asked.verbosity}

@@ -3,7 +3,6 @@
 A response is always made as a stream; one that is not sent as a stream is what the stream adds up to.
 """
 
-import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from time import time
 from typing import Any
@@ -14,7 +13,7 @@ from penstock.api.outputs import Completion, Delta
 from penstock.api.reader import PromptReader
 from penstock.api.sequences import PreparedPrompt
 from penstock.api.text.tokenizer import Tokenizer
-from penstock.server.answers.completions import logprob_entries, new_call
+from penstock.server.answers.completions import logprob_entries, new_call, new_id
 from penstock.server.answers.prompts import read_chat
 from penstock.server.broker.calls import Call
 from penstock.server.parsing.dialects import Dialect
@@ -29,9 +28,9 @@ Item = dict[str, Any]
 Keep = Callable[[str, bytes, Sequence[Message]], None]
 """Takes a response's name, what was answered, and the conversation up to its end."""
 _CONVERSATION = msgspec.json.Decoder(list[Message])
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
-"""Of what an item's content is, by its type. Calls have none."""
+"""The type of an item's content, by the item's type. Calls have no content."""
 _BROKEN = (
     "the answer could not be held to its form any further: ask for a simpler one; or, where it had none, "
     "the model's logits were not"
@@ -40,26 +39,26 @@ _BROKEN = (
 
 
 def read_response(
-    reader: PromptReader, asked: ResponsesRequest, before: bytes, dialect: Dialect | None
-) -> tuple[PreparedPrompt, "ResponseStream"]:
-    """Return the prompt of a request, and what writes its response. May be called from any thread.
+    reader: PromptReader, asked: ResponsesRequest, dialect: Dialect | None, *, before: bytes
+) -> tuple[list[PreparedPrompt], "ResponseStream"]:
+    """Return the only prompt of a checked request, and what writes its response. May be called from any
+    thread.
 
-    before: the conversation that it goes on with, as JSON; empty if there is none.
     dialect: how the model writes; None is what its templates say.
+    before: the conversation that it goes on with, as JSON; empty if there is none.
 
     Raise FieldError and RequestError for what cannot be served.
     """
-    asked.check()
     messages = messages_of(asked.input, _CONVERSATION.decode(before) if before else ())
     with named_here():
         chat = asked.chat(messages)
         chat.check()
         ready, speech = read_chat(reader, chat, dialect)
-    return ready, ResponseStream(asked, messages, ready, speech(), reader.tokenizer)
+    return [ready], ResponseStream(asked, messages, ready, speech(), reader.tokenizer)
 
 
 class ResponseStream:
-    """One response as it comes."""
+    """Writes one response as it comes."""
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class ResponseStream:
         self._finish: FinishReason | None = None
 
     async def events(self, call: Call, keep: Keep | None) -> AsyncGenerator[bytes]:
-        """All of them, as server-sent events; none if no stream was asked for. Raises what keeps it from
+        """Yield all events, as server-sent ones; none if no stream was asked for. Raises what keeps it from
         being complete."""
         for kind in ("created", "in_progress"):
             self._tell(f"response.{kind}", response=self.response)
@@ -110,7 +109,7 @@ class ResponseStream:
             yield event
 
     def failure(self, message: str) -> bytes:
-        """The last event, when something has kept the response from being complete."""
+        """Return the last event, when something has kept the response from being complete."""
         self._close("incomplete")
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": message}}
         self._tell("response.failed", response=self.response)
@@ -190,7 +189,7 @@ class ResponseStream:
 
     def _open(self, kind: str, **fields: object) -> None:
         self._close("completed")
-        self._item = {"id": _id(_PREFIXES[kind]), "type": kind, "status": "in_progress", **fields}
+        self._item = {"id": new_id(_PREFIXES[kind]), "type": kind, "status": "in_progress", **fields}
         self.response["output"].append(self._item)
         self._text, self._logprobs = [], []
         self._tell(
@@ -261,7 +260,7 @@ def _begun(asked: ResponsesRequest, ready: PreparedPrompt) -> Item:
     sampling = ready.samplings[0]
     form = {"type": "text"} if asked.text is None or asked.text.format is None else asked.text.format
     return {
-        "id": _id("resp"),
+        "id": new_id("resp_"),
         "object": "response",
         "created_at": int(time()),
         "completed_at": None,
@@ -292,7 +291,3 @@ def _begun(asked: ResponsesRequest, ready: PreparedPrompt) -> Item:
         "usage": None,
         "user": asked.user,
     }
-
-
-def _id(kind: str) -> str:
-    return f"{kind}_{secrets.token_hex(16)}"

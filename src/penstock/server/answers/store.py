@@ -1,9 +1,9 @@
-"""Responses that clients may come back to, in memory: the newest, as many as there is room for. A key that
-has more than its share makes room for others."""
+"""Keeps responses that clients may come back to, in memory: the newest, as many as there is room for. A key
+that has more than its share makes room for others."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -36,19 +36,22 @@ class _StoredResponse:
         return len(self.answer) + len(self.messages)
 
 
+@dataclass(slots=True)
 class _Shelf:
-    """The responses of one key, the oldest first, and their bytes."""
+    """Holds the responses of one key, the oldest first, and counts their bytes."""
 
-    def __init__(self) -> None:
-        self.responses: OrderedDict[str, _StoredResponse] = OrderedDict()
-        self.size = 0
+    responses: OrderedDict[str, _StoredResponse] = field(default_factory=OrderedDict)
+    size: int = 0
 
 
 class ResponseStore:
     """Keeps the newest responses in memory. For one thread."""
 
     def __init__(self, room: int) -> None:
-        """room: bytes."""
+        """Begin without responses.
+
+        room: bytes of all responses at most.
+        """
         self._room = room
         self._shelves: dict[bytes, _Shelf] = {}
         """By key."""
@@ -79,10 +82,8 @@ class ResponseStore:
         self._forget(owner, name)
 
     def _found(self, name: str, owner: bytes, param: str | None = None) -> _StoredResponse:
-        shelf = self._shelves.get(owner)
-        if (
-            shelf is None or name not in shelf.responses
-        ):  # Of another's nothing is told, nor that it is there.
+        shelf = self._shelves.get(owner, _Shelf())
+        if name not in shelf.responses:  # Whether it is another's is not said.
             raise NotKeptError(name, param)
         return shelf.responses[name]
 

@@ -1,1 +1,2 @@
-"""Between an event loop with many clients and what computes for them: calls, their limits, and backends."""
+"""Stands between an event loop with many clients and what computes for them: calls, their limits, and
+backends."""

@@ -1,4 +1,4 @@
-"""What computes calls: the interface of backends, and the engine in this process."""
+"""Computes calls: the interface of backends, and the engine in this process."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _GLANCE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """The most outputs that there may be.
+    """Limits the outputs that there may be.
 
     running: computed at a time.
     total: computed and waiting.
@@ -32,6 +32,7 @@ class Quotas:
     per_key: of one key, computed and waiting. Where there are several, half of all.
     running_per_key: of one key, computed at a time. Where there are several, three quarters of all, so that
         another key's find room.
+    largest_request: of one request.
     """
 
     running: int
@@ -39,20 +40,16 @@ class Quotas:
     shared: bool
     per_key: int
     running_per_key: int
+    largest_request: int
 
     @classmethod
     def of(cls, running: int, queue: int, keys: int) -> Self:
         """Return the quotas of a server. queue: outputs that may wait. keys: of the server."""
         total, shared = running + queue, keys > 1
-        per_key, running_per_key = (
-            (max(total // 2, 1), max(running * 3 // 4, 1)) if shared else (total, running)
-        )
-        return cls(running, total, shared, per_key, running_per_key)
-
-    @property
-    def largest_request(self) -> int:
-        """The most outputs of one request."""
-        return min(self.per_key, self.running_per_key) if self.shared else self.total
+        if not shared:
+            return cls(running, total, shared, total, running, total)
+        per_key, running_per_key = max(total // 2, 1), max(running * 3 // 4, 1)
+        return cls(running, total, shared, per_key, running_per_key, min(per_key, running_per_key))
 
 
 class Backend(Protocol):
@@ -71,7 +68,7 @@ class Backend(Protocol):
 
 
 class LocalBackend:
-    """The engine in this process.
+    """Runs calls on the engine in this process.
 
     Why this is safe. Its thread alone touches the engine's driver. `group` and `scheduled_time` of a call are
     written before anything of it is reported, and `stats` is a frozen value that is put in place of another.

@@ -63,7 +63,7 @@ class RequestBroker:
 
     @property
     def reading(self) -> Call | None:
-        """The first call that the engine was given and that has no output yet: a prompt that is being
+        """Return the first call that the engine was given and that has no output yet: a prompt that is being
         computed is that call's."""
         unread = [
             (call.group.sequences[0].request, call)

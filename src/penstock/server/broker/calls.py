@@ -1,4 +1,4 @@
-"""A client's call: one prompt, and the pieces of its outputs as they come."""
+"""Follows a client's call: one prompt, and the pieces of its outputs as they come."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -35,7 +35,7 @@ complete."""
 
 
 class Call:
-    """A client's prompt: the pieces of its outputs as they come, on the loop that has submitted it.
+    """Follows a client's prompt: the pieces of its outputs as they come, on the loop that has submitted it.
 
     arrival_time, scheduled_time, first_token_time, last_token_time: seconds of monotonic() at which it came,
         its first output left the engine's queue, and its first and its latest piece came; 0 until then.
@@ -62,7 +62,8 @@ class Call:
         """Takes what comes, while it is waited for."""
         self._raised: Exception | None = None
         """What `_at_once` has raised."""
-        self._fault: BaseException | None = None
+        self.fault: BaseException | None = None
+        """What has kept its outputs from being complete."""
         self._given = False
         """Whether its client has taken pieces."""
         self._whole = False
@@ -90,8 +91,8 @@ class Call:
             if pieces:
                 self._given = True
                 yield pieces
-            elif self._fault is not None:
-                raise self._fault
+            elif self.fault is not None:
+                raise self.fault
             else:
                 return
 
@@ -110,8 +111,8 @@ class Call:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """The tokens of its outputs so far, and the tokens of its prompt whose KV was found. May be read on
-        the loop while more come."""
+        """Return the tokens of its outputs so far, and the tokens of its prompt whose KV was found. May be
+        read on the loop while more come."""
         if self.group is None:
             return 0, 0
         sequences = self.group.sequences
@@ -119,20 +120,15 @@ class Call:
 
     @property
     def reasons(self) -> list[str]:
-        """The finish reason of each output when the call has ended: the engine's, else "error", or "abort" if
-        the client went."""
-        otherwise = "error" if self._fault is not None else "abort"
+        """Return the finish reason of each output when the call has ended: the engine's, else "error", or
+        "abort" if the client went."""
+        otherwise = "error" if self.fault is not None else "abort"
         if self.group is None:
             return [otherwise] * len(self.prompt.samplings)
         return [
             otherwise if sequence.finish is None else sequence.finish.value
             for sequence in self.group.sequences
         ]
-
-    @property
-    def fault(self) -> BaseException | None:
-        """The error that has kept its outputs from being complete."""
-        return self._fault
 
     def leave(self) -> None:
         """End the call, whose client wants no more of it. One that has ended is not disturbed."""
@@ -154,7 +150,7 @@ class Call:
             self._at_once is not None and not self._pieces and self._taken(self._at_once, deltas)
         ):
             self._pieces.extend(deltas)
-        self.over, self._fault = self.over or over, self._fault or fault
+        self.over, self.fault = self.over or over, self.fault or fault
         if self._pieces or self.over or self._raised:
             self._wakes.set()
 

@@ -1,4 +1,4 @@
-"""Two queues between the event loop and a backend's thread.
+"""Carries calls from the event loop to a backend's thread, and updates of them back, in two queues.
 
 Why this is safe. Each operation on a queue is done or not done. What a backend has for calls it reports after
 each step, for all calls at once. That lies in a tray until the loop collects it. The loop is woken up unless
@@ -27,15 +27,13 @@ class Mailbox:
         self._woken = False
         """Whether the loop is about to look into the tray."""
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        self.send = self._calls.put
+        """Has the backend begin a call, or end one that was sent before; None ends the backend."""
         self.receive = self._calls.get
         """Returns the next call: one to begin or, when it was received before, to end; None is the end of
         all. As SimpleQueue.get, which raises Empty."""
 
     # ---- on the loop
-
-    def send(self, call: Call | None) -> None:
-        """Have the backend begin a call, or end one that was sent before. None ends the backend."""
-        self._calls.put(call)
 
     def collect(self) -> Collection[Update]:
         """Return all that lies in the tray, one update for each call: of several steps, where the loop had
@@ -51,7 +49,7 @@ class Mailbox:
     # ---- on the backend's thread
 
     def report(self, updates: Sequence[Update]) -> None:
-        """Hand over what a step has added to calls. The last update of a call is its end."""
+        """Report what a step has added to calls. The last update of a call is its end."""
         self._tray.extend(updates)
         if self._tray and not self._woken:
             self._woken = True

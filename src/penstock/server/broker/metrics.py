@@ -1,4 +1,4 @@
-"""What is counted and measured, as Prometheus reads it.
+"""Counts and measures, for Prometheus.
 
 Names end as those of other engines do, so that their dashboards need another prefix and little else. All of
 them are there as soon as the model is, also those of tiers that are not in use.
@@ -34,15 +34,17 @@ _LOOKS = 1.0
 """Seconds between two looks from which a link's rate is taken, at least: more than one may read the
 metrics."""
 _NOTHING = Direction(0, 0.0, 0)
-_NO_TIERS = TierStats(
+NO_TIERS = TierStats(
     0, 0, 0, 0, _NOTHING, _NOTHING, _NOTHING, _NOTHING, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, False
 )
-_NO_KV = KVStats(0, 0, 0, 0, 0)
+NO_KV = KVStats(0, 0, 0, 0, 0)
+"""Counts of an engine without KV beyond the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """Seconds of a request: until its turn came, from then to its first token, and from there to its last."""
+    """Measures a request in seconds: until its turn came, from then to its first token, and from there to its
+    last."""
 
     queue: float
     prefill: float
@@ -50,7 +52,7 @@ class RequestTimes:
 
     @property
     def whole(self) -> float:
-        """The seconds from its arrival to its last token."""
+        """Return the seconds from its arrival to its last token."""
         return self.queue + self.prefill + self.decode
 
 
@@ -120,7 +122,7 @@ class Metrics:
         self._answers.labels(route, str(status)).inc()
 
     def began(self, seconds: float) -> None:
-        """A request's first token, so many seconds after it came."""
+        """Observe a request's first token, so many seconds after it came."""
         self._first.observe(seconds)
 
     def went_on(self, gaps: Iterable[float]) -> None:
@@ -129,7 +131,7 @@ class Metrics:
             self._gap.observe(seconds, requests)
 
     def completed(self, times: RequestTimes, completion: Completion) -> None:
-        """All of a request."""
+        """Observe a request that is complete."""
         self._whole.observe(times.whole)
         self._queue.observe(times.queue)
         self._prefill.observe(times.prefill)
@@ -162,7 +164,7 @@ class Metrics:
 
 
 class _Gaps(Collector):
-    """A histogram that observes many at once: after a step there is one for each request, and for nearly
+    """Counts, as a histogram, many values at once: after a step there is one for each request, and for nearly
     all of them the same."""
 
     def __init__(self, name: str, what: str, bounds: tuple[float, ...]) -> None:
@@ -181,7 +183,7 @@ class _Gaps(Collector):
 
 
 class _EngineCollector(Collector):
-    """The engine's counts, at the moment they are asked for."""
+    """Reports the engine's counts, at the moment they are asked for."""
 
     def __init__(self, backend: LocalBackend, outputs: Callable[[], int]) -> None:
         self._backend, self._outputs = backend, outputs
@@ -189,7 +191,7 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats, memory = self._backend.stats, self._backend.llm.memory
-        weights, kv, tiers = memory.weights, stats.kv or _NO_KV, stats.tiers or _NO_TIERS
+        weights, kv, tiers = memory.weights, stats.kv or NO_KV, stats.tiers or NO_TIERS
         yield from _of_steps(stats, max(self._outputs() - stats.running, stats.waiting))
         yield from _of_passes(stats.passes, weights)
         yield from _of_weights(weights)
@@ -201,14 +203,14 @@ class _EngineCollector(Collector):
 
 
 class _LinkRates:
-    """Of what only grows, between two looks."""
+    """Computes the rates of what only grows, between two looks."""
 
     def __init__(self) -> None:
         self._when, self._counted, self._rates = 0.0, dict[str, int](), dict[str, float]()
 
     def of(self, counted: Mapping[str, int], now: float) -> Mapping[str, float]:
-        """Each a second since the last look; of one that comes too soon after another, what that one was
-        told."""
+        """Return how much each has grown a second since the last look; of a look that comes too soon, the
+        rates of the one before."""
         seconds = now - self._when
         if seconds >= _LOOKS or not self._counted:
             self._rates = {
@@ -307,8 +309,8 @@ def _of_weights(stats: WeightStats) -> Sequence[Metric]:
 
 
 def _crossed(weights: WeightStats, kv: KVStats, tiers: TierStats) -> Mapping[str, int]:
-    """Bytes that have gone over each link: weights, KV of long contexts, and KV that is kept for later
-    requests."""
+    """Return the bytes that have gone over each link: weights, KV of long contexts, and KV that is kept for
+    later requests."""
     return {
         "host to device": weights.copied + kv.copied + tiers.up.bytes,
         "device to host": kv.sent + tiers.down.bytes,

@@ -1,1 +1,1 @@
-"""One server in front of many replicas of its model."""
+"""Puts one server in front of many replicas of its model."""

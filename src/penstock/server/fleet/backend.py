@@ -1,4 +1,5 @@
-"""Replicas as a backend, each an engine in a process of its own: what was lost with one is asked of another.
+"""Makes a backend of replicas, each an engine in a process of its own: what was lost with one is asked of
+another.
 
 An answer depends on its request alone: the seeds of its draws are chosen here, before anything is computed.
 So a call whose replica was lost is sent to another one as if nothing had happened. What had come of it comes
@@ -49,7 +50,7 @@ _LOOK = 1.0
 
 
 class ReplicaPool(Protocol):
-    """The replicas. May be asked from any loop."""
+    """Reaches the replicas, from any loop."""
 
     def answer(self, keys: Sequence[bytes], request: RemoteRequest) -> AsyncGenerator[ReplicaMessage]:
         """Give out what a replica that suits the keys computes for a request, when there is one. Ends early,
@@ -69,8 +70,11 @@ class RemoteBackend:
     def __init__(
         self, reader: RemoteReader, pool: ReplicaPool, affinity: Affinity, *, patience: float
     ) -> None:
-        """affinity: notes what replicas hold. patience: seconds that a replica has to end its calls when it
-        is to go."""
+        """Begin without calls.
+
+        affinity: notes what replicas hold.
+        patience: seconds that a replica has to end its calls when it is to go.
+        """
         self.reader = reader
         self._pool, self._affinity, self._patience = pool, affinity, patience
         self._at: dict[Call, tuple[str, asyncio.Task[None]]] = {}
@@ -80,7 +84,7 @@ class RemoteBackend:
 
     @property
     def replicas(self) -> int:
-        """The number of replicas that are there, as far as is known."""
+        """Return the number of replicas that are there, as far as is known."""
         return len(self._affinity.replicas)
 
     async def metrics(self, own: bytes) -> bytes:
@@ -143,22 +147,18 @@ class RemoteBackend:
             OutputSequence(index, RequestId(index), own, None) for index, own in enumerate(prompt.samplings)
         ]
         group = call.group = SequenceGroup(prompt.prompt, prompt.tokens, sequences)
-        fault: BaseException | None = None
         try:
             for _ in range(_TRIES):
                 if await self._ends_at_one(call, group, prompt, mailbox):
                     return
                 _LOG.warning("a replica was lost in the midst of a request, which is sent to another one")
-            fault = EngineClosedError(f"{_TRIES} replicas were lost with this request; send it again later")
-        except PenstockError as error:
-            fault = error
-        except Exception as error:
-            _LOG.error("a request has failed", exc_info=error)
-            fault = error
+            raise EngineClosedError(f"{_TRIES} replicas were lost with this request; send it again later")
+        except Exception as fault:
+            if not isinstance(fault, PenstockError):
+                _LOG.error("a request has failed", exc_info=fault)
+            mailbox.report([(call, (), True, fault)])
         finally:
             self._at.pop(call, None)
-        if fault is not None:
-            mailbox.report([(call, (), True, fault)])
 
     async def _ends_at_one(
         self, call: Call, group: SequenceGroup, prompt: RoutedPrompt, mailbox: Mailbox
@@ -205,32 +205,23 @@ class RemoteBackend:
                     case OutputChunk() if not group.done:
                         fresh = replay.fresh(message)
                         if fresh is None:
-                            await _begin_anew(call, mailbox)
+                            if not await mailbox.withdraw(call):
+                                raise EngineClosedError(
+                                    "the replica that answered was lost, and another one goes on with other "
+                                    "tokens; send the request again for a whole answer"
+                                )
                             fresh = replay.anew()
                         if fresh or group.done:
                             mailbox.report([(call, fresh, group.done, None)])
-                        if group.done:
-                            self._remember(name, group, prompt)
+                        if group.done:  # The replica holds what it has computed, outputs too.
+                            for sequence in group.sequences:
+                                self._affinity.note(name, prompt.keys_with(sequence.tokens))
         if not group.done:
             raise LostError("the answer has ended before its outputs have")
 
-    def _remember(self, name: str, group: SequenceGroup, prompt: RoutedPrompt) -> None:
-        """Note that a replica holds what it has computed, outputs too."""
-        for sequence in group.sequences:
-            self._affinity.note(name, prompt.keys_with(sequence.tokens))
-
-
-async def _begin_anew(call: Call, mailbox: Mailbox) -> None:
-    """Raise EngineClosedError if the call's client has some of it."""
-    if not await mailbox.withdraw(call):
-        raise EngineClosedError(
-            "the replica that answered was lost, and another one goes on with other tokens; send the "
-            "request again for a whole answer"
-        )
-
 
 class _Replay:
-    """A group's answer from one more replica, beside what had come of it before."""
+    """Compares a group's answer from one more replica with what had come of it before."""
 
     def __init__(self, group: SequenceGroup) -> None:
         self._sequences = group.sequences
@@ -246,7 +237,10 @@ class _Replay:
         what comes now."""
         if any(now < before for now, before in zip(self._now, self._before, strict=True)):
             self._all.extend(chunk.deltas)
-        self._note(chunk)
+        for sequence in self._sequences:
+            sequence.cached = chunk.cached
+        if chunk.prompt_logprobs:
+            self._sequences[0].prompt_logprobs = list(chunk.prompt_logprobs)
         fresh = []
         for delta in chunk.deltas:
             sequence, now, before = (
@@ -272,12 +266,6 @@ class _Replay:
         for delta in self._all:
             _add(self._sequences[delta.index], delta)
         return self._all
-
-    def _note(self, chunk: OutputChunk) -> None:
-        for sequence in self._sequences:
-            sequence.cached = chunk.cached
-        if chunk.prompt_logprobs:
-            self._sequences[0].prompt_logprobs = list(chunk.prompt_logprobs)
 
 
 def _add(sequence: OutputSequence, delta: Delta) -> None:

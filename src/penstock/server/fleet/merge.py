@@ -1,9 +1,9 @@
-"""What several replicas tell of themselves, as one: metrics side by side, the state in sum."""
+"""Merges what several replicas report: metrics side by side, the state in sum."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -55,14 +55,12 @@ def side_by_side(texts: Mapping[str, str], known: str) -> str:
 
 
 def _text(families: Iterable[Metric]) -> str:
-    registry = CollectorRegistry()
-    registry.register(_Families(families))
-    return generate_latest(registry).decode()
+    return generate_latest(_Families(families)).decode()
 
 
 def summed(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of all as that of one, with each replica's own under `replicas`. Raises ValueError if there
-    are none."""
+    """Return the state of all as that of one, with each replica's own under `replicas`. Raises ValueError if
+    there are none."""
     if not states:
         raise ValueError("there are no states to be summed")
     return {**_merged(list(states.values())), "replicas": dict(states)}
@@ -94,7 +92,7 @@ def _merged(objects: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _sum(values: Sequence[Any]) -> Any:
-    """Numbers added, objects field by field, parts of lists by their names. Of anything else the first."""
+    """Add numbers, objects field by field, and parts of lists by their names. Of anything else the first."""
     match values[0]:
         case bool() | str() | None:
             return values[0]

@@ -1,4 +1,5 @@
-"""Ray Serve's router, by our own policy: where Ray asks which replica a request goes to, `routing` is asked.
+"""Routes Ray Serve's requests by our own policy: where Ray asks which replica a request goes to, `routing` is
+asked.
 
 Ray copies this module's classes, and what they name of it, to wherever a router is made, also within a
 process. So all that a router shares with the server is in `routing`, which is imported there.

@@ -1,5 +1,5 @@
-"""Replicas of a model on Ray Serve, on this machine or on many: each an engine and its broker in a process of
-its own.
+"""Runs replicas of a model on Ray Serve, on this machine or on many: each an engine and its broker in a
+process of its own.
 
 Ray starts them, gives each its GPUs or CPUs, sees that they live, replaces those that do not, and has more or
 fewer of them as there is more or less to do. Requests do not go through Ray's own HTTP servers: those know
@@ -48,7 +48,7 @@ from penstock.server.fleet.requests import (
     ReplicaMessage,
     computed,
 )
-from penstock.server.fleet.routing import Affinity, PromptRoute, share
+from penstock.server.fleet.routing import SHARED, Affinity, PromptRoute
 from penstock.server.fleet.scale import Scale
 from penstock.server.monitoring.state import StateMonitor
 
@@ -73,7 +73,7 @@ _STATE = 5.0
 _PERIOD, _LONGEST_PERIOD = 2.0, 30.0
 """Seconds between two looks at how much there is to do, and the most seconds that their mean counts."""
 _SHARES = {"cpu": 0.5, "cuda": 0.8}
-"""Of host memory that is free, for all replicas of a machine that has it as their device, or beside
+"""The share of free host memory for all replicas of a machine that has it as their device, or beside
 theirs."""
 
 
@@ -81,7 +81,7 @@ theirs."""
 
 
 class Replica:
-    """An engine and its broker, in a process that Ray has started."""
+    """Runs an engine and its broker, in a process that Ray has started."""
 
     async def __init__(self, config: Config, model: str, neighbours: int) -> None:  # type: ignore[misc]  # Ray Serve awaits it.
         """model: what clients call it. neighbours: replicas that share this machine's memory, this one
@@ -128,14 +128,15 @@ class Replica:
             os._exit(1)
 
     async def __del__(self) -> None:
-        """Ray Serve awaits it when the replica is to go, and nothing is under way any more."""
+        """End the engine. Ray Serve awaits it when the replica is to go, and nothing is under way any
+        more."""
         await self._broker.close(0)
         await asyncio.to_thread(self._llm.close)
 
 
 def _within(config: Config, neighbours: int) -> Config:
-    """The settings of a replica that shares a machine: where a share of its free memory was meant, it is that
-    of one of several."""
+    """Return the settings of a replica that shares a machine: where a share of its free memory was meant, it
+    is that of one of several."""
     if neighbours == 1:
         return config
     device = "cpu" if config.device == "cpu" or not torch.cuda.is_available() else "cuda"
@@ -150,8 +151,7 @@ def _within(config: Config, neighbours: int) -> Config:
 
 
 class Replicas:
-    """The replicas of a server, from their start to their end. Started and ended on any thread, and asked
-    from any loop."""
+    """Starts the replicas of a server and ends them, on any thread. They may be asked from any loop."""
 
     def __init__(self, config: Config, scale: Scale, name: str, patience: float) -> None:
         """name: of the model, by which the application is known to Ray. patience: seconds that a replica has
@@ -199,7 +199,7 @@ class Replicas:
                     handle.shutdown()
                 serve.delete(self._application)
             ray.shutdown()
-        share(self._application, None)
+        SHARED.pop(self._application, None)
 
     def _connect(self) -> None:
         for name in ("ray", "ray.serve"):
@@ -244,7 +244,7 @@ class Replicas:
         )
         config = replace(self._config, max_sequences=rows, model=self._config.model.resolve())
         neighbours = min(max([*room, 1]), self._scale.most)
-        share(self._application, self._affinity)
+        SHARED[self._application] = self._affinity
         deployment = serve.deployment(
             Replica,
             name=_NAME,
@@ -289,7 +289,7 @@ class Replicas:
         }
 
     def _need(self) -> dict[str, float]:
-        """What each of them asks Ray for."""
+        """Return what each replica asks Ray for."""
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         ranks, device = self._config.tensor_parallel, self._config.device
         if ":" in device:
@@ -315,7 +315,7 @@ class Replicas:
         return {"CPU": floor(each) if each >= 1 else floor(each * 1000) / 1000}
 
     def _first(self) -> ReplicaInfo:
-        """What a replica says of its model, as soon as there is one."""
+        """Wait for the first replica. Return what it says of its model."""
         waited = 0.0
         while not self._enough.wait(_LOOK):
             waited += _LOOK
@@ -339,7 +339,8 @@ class Replicas:
 
     async def answer(self, keys: Sequence[bytes], request: RemoteRequest) -> AsyncGenerator[ReplicaMessage]:
         """Give out a replica's answer; see ReplicaPool."""
-        response = self._streams.remote(PromptRoute(keys), request)
+        streams = self._plain.options(method_name="answer", stream=True)
+        response = streams.remote(PromptRoute(keys), request)
         try:
             async for message in response:
                 yield message
@@ -365,10 +366,6 @@ class Replicas:
     def _plain(self) -> Any:
         # Over a connection to the replica: Ray's own objects would take five times as long for each piece.
         return self._handle.options(_by_reference=False)
-
-    @property
-    def _streams(self) -> Any:
-        return self._plain.options(method_name="answer", stream=True)
 
 
 def _knock(address: str) -> None:
@@ -397,7 +394,7 @@ _RAISED = re.compile(r"penstock\.base\.errors\.(\w+): (.+)")
 
 
 def _raise_what(message: str) -> None:
-    """What a replica's model has raised, by Ray's report of it."""
+    """Raise what a replica's model has raised, by Ray's report of it."""
     for name, said in _RAISED.findall(message):
         if isinstance(kind := getattr(errors, name, None), type) and issubclass(kind, PenstockError):
             raise kind(said)

@@ -1,11 +1,11 @@
-"""What goes between a server and its replicas: prompts that the server has read, and the outputs that a
-replica computes for them."""
+"""Defines what goes between a server and its replicas: prompts that the server has read, and the outputs that
+a replica computes for them."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from penstock.api.limits import ServingLimits
 from penstock.api.llm import LLM
@@ -17,6 +17,7 @@ from penstock.base.errors import EngineClosedError, PenstockError
 from penstock.kv.ledger.keys import block_keys, root_key
 from penstock.sched.rules import admit
 from penstock.server.broker.broker import RequestBroker
+from penstock.server.broker.calls import Call
 from penstock.step.params import SamplingParams
 from penstock.step.plan import TokenLogprob
 from penstock.weights.checkpoint.generation import GenerationDefaults
@@ -30,14 +31,14 @@ _ROOT = root_key(b"which replica")
 
 @dataclass(frozen=True, slots=True)
 class RemoteRequest:
-    """A prompt and its settings, as PromptReader.read takes them.
+    """Sends a prompt and its settings, as PromptReader.read takes them.
 
     decided: fields of PreparedPrompt that the server has decided, seeds among them.
     """
 
     prompt: Prompt
     params: SamplingParams | None
-    decided: dict[str, object]
+    decided: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class OutputChunk:
-    """A chunk of what was added to the outputs. prompt_logprobs: all of them come with the first chunk."""
+    """Holds what was added to the outputs. prompt_logprobs: all of them come with the first chunk."""
 
     deltas: tuple[Delta, ...]
     cached: tuple[int, int, int]
@@ -72,7 +73,7 @@ class LostError(PenstockError):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
-    """The facts that a server knows of a replica's model. limits: of one replica."""
+    """Tells what a server knows of a replica's model. limits: of one replica."""
 
     vocab_size: int
     limits: ServingLimits
@@ -89,7 +90,7 @@ class ReplicaInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedPrompt(PreparedPrompt):
-    """A prompt with what decides which replica computes it.
+    """Adds to a prompt what decides which replica computes it.
 
     given, params: as the reader was given them.
     keys: of its full blocks.
@@ -162,19 +163,13 @@ async def computed(
 ) -> AsyncGenerator[ReplicaMessage]:
     """Give out what a replica's own engine computes for a request. Ends early if the engine ends."""
     yield Accepted(replica)
+    calls, sent = list[Call](), False
     try:
         prepared = await asyncio.to_thread(_decided, reader, request)
-        [call] = broker.submit([prepared])
-    except EngineClosedError:
-        return
-    except PenstockError as fault:
-        yield Rejected(fault)
-        return
-    sent = False
-    try:
-        async for deltas in call.pieces():
-            assert call.group is not None
-            first = call.group.sequences[0]
+        calls += broker.submit([prepared])
+        async for deltas in calls[0].pieces():
+            assert calls[0].group is not None
+            first = calls[0].group.sequences[0]
             yield OutputChunk(tuple(deltas), first.cached, () if sent else tuple(first.prompt_logprobs))
             sent = True
     except EngineClosedError:
@@ -182,11 +177,10 @@ async def computed(
     except PenstockError as fault:
         yield Rejected(fault)
     finally:
-        call.leave()
+        for call in calls:
+            call.leave()
 
 
 def _decided(reader: PromptReader, request: RemoteRequest) -> PreparedPrompt:
     """Return the request as the model reads it. Raise RequestError."""
-    read = reader.read(request.prompt, request.params)
-    own = {field.name: getattr(read, field.name) for field in fields(PreparedPrompt)}
-    return PreparedPrompt(**own | request.decided)
+    return replace(reader.read(request.prompt, request.params), **request.decided)

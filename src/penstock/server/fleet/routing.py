@@ -1,5 +1,5 @@
-"""Which replica computes a prompt: the one that holds the longest beginning of it, unless that one has far
-more to do than another.
+"""Chooses the replica that computes a prompt: the one that holds the longest beginning of it, unless that one
+has far more to do than another.
 
 What a replica holds is not asked: it is remembered, as the keys of the blocks of prompts that went there and
 of what came of them. A replica's oldest keys are forgotten when there are more than it has blocks for, as it
@@ -12,7 +12,8 @@ remembered costs a prompt's computing and never changes an answer.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Lock
 
 
@@ -26,7 +27,7 @@ class _Replica:
         """Whether it was lost in the midst of an answer, and has not been heard of since."""
 
     def held(self, keys: Sequence[bytes]) -> int:
-        """How many of a prompt's blocks, from its beginning on."""
+        """Count a prompt's blocks that it holds, from the prompt's beginning on."""
         for count, key in enumerate(keys):
             if key not in self.keys:
                 return count
@@ -34,35 +35,38 @@ class _Replica:
 
 
 class Affinity:
-    """The affinity of prompts to replicas: which replicas there are, what each of them holds, and how busy it
-    is."""
+    """Ranks replicas for prompts: it knows which there are, what each of them holds, and how busy it is."""
 
     def __init__(self, slack: int, kept: int) -> None:
-        """slack: requests that a replica may have under way beyond the idlest's, and still be chosen for what
-        it holds. kept: blocks that are remembered of each; the oldest are forgotten first."""
+        """Begin without replicas.
+
+        slack: requests that a replica may have under way beyond the idlest's, and still be chosen for what it
+            holds.
+        kept: blocks that are remembered of each; the oldest are forgotten first.
+        """
         self.slack, self.kept = slack, kept
         self._replicas: dict[str, _Replica] = {}
         self._lock = Lock()
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """The names of the replicas."""
+        """Return the names of the replicas."""
         with self._lock:
             return tuple(self._replicas)
 
     @property
     def loads(self) -> dict[str, int]:
-        """The requests under way, by replica."""
+        """Return the requests under way, by replica."""
         with self._lock:
             return {name: replica.load for name, replica in self._replicas.items()}
 
     def keep(self, names: Iterable[str]) -> None:
-        """These replicas are there: new ones hold nothing, others are forgotten."""
+        """Set which replicas there are: new ones hold nothing, others are forgotten."""
         with self._lock:
             self._replicas = {name: self._replicas.get(name) or _Replica() for name in names}
 
     def ranked(self, keys: Sequence[bytes]) -> list[str]:
-        """All replicas, the best for a prompt with these keys first."""
+        """Return all replicas, the best for a prompt with these keys first."""
         with self._lock:
             idlest = min(
                 (replica.load for replica in self._replicas.values() if not replica.doubted), default=0
@@ -76,10 +80,8 @@ class Affinity:
             return sorted(self._replicas, key=place)
 
     def note(self, name: str, keys: Sequence[bytes]) -> None:
-        """A replica computes, or has computed, the blocks of these keys."""
-        with self._lock:
-            if (replica := self._replicas.get(name)) is None:
-                return
+        """Note that a replica computes, or has computed, the blocks of these keys."""
+        with self._lent(name) as replica:
             # The beginning is used whenever any of the rest is: it becomes the newest, and goes last.
             for key in reversed(keys[: self.kept]):
                 replica.keys[key] = None
@@ -88,36 +90,37 @@ class Affinity:
                 replica.keys.popitem(last=False)
 
     def sent(self, name: str) -> None:
-        """It has one more request under way."""
-        self._count(name, 1)
+        """Count one more request under way."""
+        with self._lent(name) as replica:
+            replica.load += 1
 
     def ended(self, name: str) -> None:
-        """It has one less."""
-        self._count(name, -1)
+        """Count one less."""
+        with self._lent(name) as replica:
+            replica.load = max(replica.load - 1, 0)
 
     def doubt(self, name: str) -> None:
-        """It was lost in the midst of an answer: it is the last choice until it is heard of, and holds
-        nothing."""
-        with self._lock:
-            if (replica := self._replicas.get(name)) is not None:
-                replica.doubted = True
-                replica.keys.clear()
+        """Note that a replica was lost in the midst of an answer: it is the last choice until it is heard of,
+        and holds nothing."""
+        with self._lent(name) as replica:
+            replica.doubted = True
+            replica.keys.clear()
 
     def trust(self, name: str) -> None:
-        """It has been heard of."""
-        with self._lock:
-            if (replica := self._replicas.get(name)) is not None:
-                replica.doubted = False
+        """Note that a replica has been heard of."""
+        with self._lent(name) as replica:
+            replica.doubted = False
 
-    def _count(self, name: str, change: int) -> None:
+    @contextmanager
+    def _lent(self, name: str) -> Iterator[_Replica]:
+        """Lend a replica, under the lock; for one that is not there, another that is forgotten at once."""
         with self._lock:
-            if (replica := self._replicas.get(name)) is not None:
-                replica.load = max(replica.load + change, 0)
+            yield self._replicas.get(name) or _Replica()
 
 
 class PromptRoute:
-    """The keys of a prompt's blocks. They are for who chooses a replica and stay in that process: the replica
-    gets none."""
+    """Carries the keys of a prompt's blocks. They are for who chooses a replica and stay in that process: the
+    replica gets none."""
 
     def __init__(self, keys: Sequence[bytes] = ()) -> None:
         self.keys = keys
@@ -126,17 +129,10 @@ class PromptRoute:
         return PromptRoute, ()
 
 
-_SHARED: dict[str, Affinity] = {}
-
-
-def share(name: str, affinity: Affinity | None) -> None:
-    """Have this process know the replicas of a name by this; None forgets them."""
-    if affinity is None:
-        _SHARED.pop(name, None)
-    else:
-        _SHARED[name] = affinity
+SHARED: dict[str, Affinity] = {}
+"""Affinities by the name of an application, which routers in this process find with `affinity_of`."""
 
 
 def affinity_of(name: str) -> Affinity:
     """Return what was shared by that name. Raise KeyError if nothing is."""
-    return _SHARED[name]
+    return SHARED[name]

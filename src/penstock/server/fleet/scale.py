@@ -1,4 +1,4 @@
-"""How many replicas there are to be, and where."""
+"""Declares how many replicas there are to be, and where."""
 
 from dataclasses import dataclass
 from math import inf
@@ -9,7 +9,8 @@ from penstock.base.setting import Declared, setting
 
 @dataclass(frozen=True, slots=True)
 class Scale(Declared):
-    """The replicas of a server: at least `least`, and up to `most` as there is work. Raises ConfigError."""
+    """Sets the number of replicas: at least `least`, and up to `most` as there is work. Raises
+    ConfigError."""
 
     least: int
     most: int

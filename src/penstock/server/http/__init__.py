@@ -1,1 +1,1 @@
-"""The HTTP server: connections, keys, request bodies, routes, and how answers are sent."""
+"""Serves HTTP: connections, keys, request bodies, routes, and how answers are sent."""

@@ -1,4 +1,4 @@
-"""The routes of the API: what is asked is read and checked here, and submitted to the broker."""
+"""Answers the routes of the API: a request is read and checked here, and submitted to the broker."""
 
 import asyncio
 import hmac
@@ -15,11 +15,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from penstock.api.reader import PromptReader
 from penstock.api.sequences import PreparedPrompt
 from penstock.base.errors import EngineClosedError
 from penstock.server.answers.completions import Answer
-from penstock.server.answers.prompts import AnswerWriter, chat_tokens, read
-from penstock.server.answers.responses import ResponseStream, read_response
+from penstock.server.answers.prompts import chat_tokens, read
+from penstock.server.answers.responses import read_response
 from penstock.server.broker.calls import overdue
 from penstock.server.broker.metrics import CONTENT_TYPE
 from penstock.server.http.errors import error_response, no_route
@@ -31,7 +32,8 @@ from penstock.server.http.sending import GONE, completed, json_response, respond
 from penstock.server.http.state import ServerSettings, ServerState
 from penstock.server.http.uploads import SMALL
 from penstock.server.monitoring.logs import note_request
-from penstock.server.monitoring.records import RecordMiddleware, record_of
+from penstock.server.monitoring.records import RecordMiddleware, RequestRecord, record_of
+from penstock.server.parsing.dialects import Dialect
 from penstock.server.wire.requests import (
     ChatRequest,
     CompletionRequest,
@@ -45,6 +47,8 @@ from penstock.server.wire.responses import ResponsesRequest
 
 T = TypeVar("T")
 U = TypeVar("U")
+G = TypeVar("G", bound=ChatRequest | CompletionRequest | ResponsesRequest)
+"""A request for tokens."""
 
 
 def application(server: ServerState) -> ASGIApp:
@@ -64,7 +68,7 @@ def application(server: ServerState) -> ASGIApp:
         ("DELETE", "/v1/responses/{name}", _drop),
         ("POST", "/tokenize", _tokenize),
         ("POST", "/detokenize", _detokenize),
-        *[("GET", path, _page) for path in FILES],
+        *[("GET", path, page_file) for path in FILES],
     ]
     found: dict[str, dict[str, Handler]] = {}
     for method, path, handler in asked:
@@ -90,35 +94,32 @@ Handler = Callable[[ServerState, Request], Awaitable[Response]]
 def _route(
     server: ServerState, path: str, handlers: Mapping[str, Handler]
 ) -> Callable[[Request], Awaitable[Response]]:
-    """The handler of the request's method, behind the check of keys, its errors as clients know them."""
+    """Return the route of a path: its handlers behind the check of keys, and errors as clients know them."""
 
     async def route(request: Request) -> Response:
-        record_of(request).route = path
-        response = await answered(request)
+        record = record_of(request)
+        record.route = path
+        response = await answered(request, record)
         if len(server.settings.keys) > 1 and 400 <= response.status_code < 500:
             with suppress(asyncio.CancelledError):  # The server ends: then it is answered at once.
-                await server.refusals.turn(record_of(request).owner)
+                await server.refusals.turn(record.owner)
         server.metrics.answered(path, response.status_code)
         return response
 
-    async def answered(request: Request) -> Response:
+    async def answered(request: Request, record: RequestRecord) -> Response:
         try:
             # Not request.url, in which the client's Host header may have a part.
             if request.scope["path"] not in _OPEN:
-                record_of(request).owner = _owner(server.settings, request)
+                record.owner = _owner(server.settings, request)
             return await handlers["GET" if request.method == "HEAD" else request.method](server, request)
-        except (
-            asyncio.CancelledError
-        ):  # The end of the server has not waited for this, such as for a body that does not come.
-            return error_response(
-                EngineClosedError(
-                    "the server is shutting down; send the request again, to another one or later"
-                )
-            )
+        except asyncio.CancelledError:
+            # The end of the server has not waited for this, such as for a body that does not come.
+            closed = "the server is shutting down; send the request again, to another one or later"
+            return error_response(EngineClosedError(closed))
         except ClientDisconnect:
             return Response(status_code=GONE)
         except Exception as fault:
-            record_of(request).fault = (
+            record.fault = (
                 str(fault.status_code) if isinstance(fault, HTTPException) else type(fault).__name__
             )
             return error_response(fault)
@@ -129,7 +130,8 @@ def _route(
 
 
 def _owner(settings: ServerSettings, request: Request) -> bytes:
-    """Who has sent it. Raises HTTPException for a key that is not one of the server's, if that has any."""
+    """Return what stands for the key that was sent. Raise HTTPException for a key that is not one of the
+    server's, if that has any."""
     if not settings.keys:
         return NO_OWNER
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -146,71 +148,46 @@ def _owner(settings: ServerSettings, request: Request) -> bytes:
     return owner_of(sent)
 
 
-def _check_priority(request: Request, asked: int) -> None:
-    """Raises FieldError for one that its key may not ask for."""
-    least = record_of(request).least_priority
-    if least is not None and asked < least:
-        raise FieldError(
-            f"priority {asked} was asked for, but this key may ask for {least} at the least; raise it or "
-            "leave it out",
-            "priority",
-        )
+async def _body(server: ServerState, request: Request, kind: type[T], check: Callable[[T], object]) -> T:
+    """Return what a body says, after `check` of that.
 
-
-def _salt(server: ServerState, request: Request, given: str | None) -> bytes:
-    return salt_of(record_of(request).owner, given, share=server.settings.share_prefixes)
-
-
-async def _body(server: ServerState, request: Request, kind: type[T], check: Callable[[T], U]) -> tuple[T, U]:
-    """Return what a body says, and what `check` returns of that.
-
-    A large body is decoded and checked on a thread, where large ones are read. Raises FieldError,
+    A large body is decoded and checked on a thread, where large ones are read. Raise FieldError,
     HTTPException for a body that is not declared as JSON, and what `Uploads.body` and `check` do.
     """
     if not is_json(request.scope):
         raise HTTPException(415, "the body must be declared as JSON; send 'Content-Type: application/json'")
     body = await server.uploads.body(request)
+    opened = partial(_opened, body, kind, check)
     if len(body) <= SMALL:
-        return _opened(body, kind, check)
-    opened = server.uploads.opened(request, partial(_opened, body, kind, check))
-    return await _in_time(server, request, _unless_left(request, opened))
+        return opened()
+    return await _in_time(server, request, server.uploads.opened(request, opened))
 
 
-def _opened(body: bytes, kind: type[T], check: Callable[[T], U]) -> tuple[T, U]:
+def _opened(body: bytes, kind: type[T], check: Callable[[T], object]) -> T:
     if len(body) > SMALL:
         expect_few_values(body)
     asked = decoded(body, kind)
-    return asked, check(asked)
-
-
-async def _aside(
-    server: ServerState, request: Request, read: Callable[[], T], timeout: float | None = None
-) -> T:
-    """Return what `read` returns, on a thread. Raises what `_in_time` does."""
-    work = server.uploads.aside(request, read)
-    if server.uploads.is_large(request):
-        work = _unless_left(request, work)
-    return await _in_time(server, request, work, timeout)
-
-
-async def _unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what the work does. Raises ClientDisconnect when the client goes before, which ends the work."""
-    found = await unless_gone(request.receive, work)
-    if found is None:
-        raise ClientDisconnect
-    return found
+    check(asked)
+    return asked
 
 
 async def _in_time(
     server: ServerState, request: Request, work: Coroutine[Any, Any, T], timeout: float | None = None
 ) -> T:
-    """Return what the work does. timeout: seconds that the request may take, which run since it has come.
-    Raises DeadlineError, and ends the work then."""
+    """Return the result of the work that reads a request, which ends with its time.
+
+    timeout: seconds that the request may take, which run since it has come. Raise DeadlineError when they are
+    over, and ClientDisconnect when the client of a large request goes before.
+    """
     seconds = None if server.broker is None else server.broker.allowed_seconds(timeout)
     late = None if seconds is None else seconds - (monotonic() - record_of(request).began)
     try:
         async with asyncio.timeout(late):
-            return await work
+            if not server.uploads.is_large(request):
+                return await work
+            if (found := await unless_gone(request.receive, work)) is None:
+                raise ClientDisconnect
+            return found
     except TimeoutError as error:
         assert seconds is not None
         raise overdue(seconds) from error
@@ -232,14 +209,12 @@ async def _health(server: ServerState, request: Request) -> Response:
 
 async def _ready(server: ServerState, request: Request) -> Response:
     if server.broker is None:
-        return json_response({"status": "loading"}, 503)
-    if server.fleet is not None and not server.fleet.replicas:
-        return json_response({"status": "waiting for a replica"}, 503)
-    return (
-        json_response({"status": "ready"})
-        if server.broker.open
-        else json_response({"status": "closing"}, 503)
-    )
+        status = "loading"
+    elif server.fleet is not None and not server.fleet.replicas:
+        status = "waiting for a replica"
+    else:
+        status = "ready" if server.broker.open else "closing"
+    return json_response({"status": status}, 200 if status == "ready" else 503)
 
 
 async def _models(server: ServerState, request: Request) -> Response:
@@ -256,57 +231,68 @@ async def _model(server: ServerState, request: Request) -> Response:
 
 def _described(server: ServerState, name: str) -> Answer:
     reader, _ = server.model()
-    longest = reader.limits.max_model_len
     return {
         "id": name,
         "object": "model",
         "created": server.loaded,
         "owned_by": "penstock",
-        "max_model_len": longest,
+        "max_model_len": reader.limits.max_model_len,
     }
 
 
 async def _generate(
     server: ServerState, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
 ) -> Response:
-    def checked(asked: ChatRequest | CompletionRequest) -> int:
+    asked = await _asked(server, request, kind)
+    ready, writer = await _prepared(server, request, asked, read)
+    return await completed(request, server.model()[1], ready, writer, asked)
+
+
+async def _respond(server: ServerState, request: Request) -> Response:
+    asked = await _asked(server, request, ResponsesRequest)
+    name, owner = asked.previous_response_id, record_of(request).owner
+    before = b"" if name is None else server.responses.conversation(name, owner, "previous_response_id")
+    ready, response = await _prepared(server, request, asked, partial(read_response, before=before))
+    return await responded(request, server.model()[1], ready, response, server.responses, asked)
+
+
+async def _asked(server: ServerState, request: Request, kind: type[G]) -> G:
+    """Return a request for tokens that its key may send, and for whose outputs there is room. Raise what
+    `_body` and `RequestBroker.check_room` do."""
+
+    def outputs(asked: G) -> int:
         _check_model(server, asked.model)
         asked.check()
         return asked.outputs
 
-    asked, outputs = await _body(server, request, kind, checked)
-    _check_priority(request, asked.priority)
-    reader, broker = server.model()
-    broker.check_room(outputs, record_of(request).owner)
-    salt = _salt(server, request, asked.cache_salt)
+    asked = await _body(server, request, kind, outputs)
+    record, (_, broker) = record_of(request), server.model()
+    least = record.least_priority
+    if least is not None and asked.priority < least:
+        raise FieldError(
+            f"priority {asked.priority} was asked for, but this key may ask for {least} at the least; raise "
+            "it or leave it out",
+            "priority",
+        )
+    broker.check_room(asked.outputs, record.owner)
+    return asked
 
-    def prepared() -> tuple[list[PreparedPrompt], AnswerWriter]:
+
+async def _prepared(
+    server: ServerState,
+    request: Request,
+    asked: G,
+    read: Callable[[PromptReader, G, Dialect | None], tuple[list[PreparedPrompt], U]],
+) -> tuple[list[PreparedPrompt], U]:
+    """Return a request's prompts, and what `read` makes beside them. Raise what `_in_time` and `read` do."""
+    reader, _ = server.model()
+    salt = salt_of(record_of(request).owner, asked.cache_salt, share=server.settings.share_prefixes)
+
+    def prepared() -> tuple[list[PreparedPrompt], U]:
         ready, writer = read(reader, asked, server.dialect)
         return [one.salted(salt) for one in ready], writer
 
-    ready, writer = await _aside(server, request, prepared, asked.timeout)
-    return await completed(request, broker, ready, writer, asked)
-
-
-async def _respond(server: ServerState, request: Request) -> Response:
-    def checked(asked: ResponsesRequest) -> None:
-        _check_model(server, asked.model)
-        asked.check()
-
-    asked, _ = await _body(server, request, ResponsesRequest, checked)
-    _check_priority(request, asked.priority)
-    reader, broker = server.model()
-    broker.check_room(1, record_of(request).owner)
-    name, owner = asked.previous_response_id, record_of(request).owner
-    before = b"" if name is None else server.responses.conversation(name, owner, "previous_response_id")
-    salt = _salt(server, request, asked.cache_salt)
-
-    def prepared() -> tuple[PreparedPrompt, ResponseStream]:
-        ready, stream = read_response(reader, asked, before, server.dialect)
-        return ready.salted(salt), stream
-
-    ready, response = await _aside(server, request, prepared, asked.timeout)
-    return await responded(request, broker, ready, response, server.responses, asked)
+    return await _in_time(server, request, server.uploads.aside(request, prepared), asked.timeout)
 
 
 async def _response(server: ServerState, request: Request) -> Response:
@@ -345,20 +331,17 @@ async def _state(server: ServerState, request: Request) -> Response:
     return json_response(found, headers={"Cache-Control": "no-store"})
 
 
-async def _page(server: ServerState, request: Request) -> Response:
-    return page_file(request)
-
-
 async def _tokenize(server: ServerState, request: Request) -> Response:
-    asked, _ = await _body(server, request, TokenizeRequest, TokenizeRequest.check)
+    asked = await _body(server, request, TokenizeRequest, TokenizeRequest.check)
     reader, _ = server.model()
     _check_model(server, asked.model or server.settings.names[0])
 
     def tokenized() -> Answer:
-        if asked.messages is not None:
-            tokens = chat_tokens(reader, asked, server.dialect)
-        else:
-            tokens = reader.encode(asked.prompt or "", special=asked.add_special_tokens)
+        tokens = (
+            reader.encode(asked.prompt or "", special=asked.add_special_tokens)
+            if asked.messages is None
+            else chat_tokens(reader, asked, server.dialect)
+        )
         answer: Answer = {
             "count": len(tokens),
             "max_model_len": reader.limits.max_model_len,
@@ -368,11 +351,12 @@ async def _tokenize(server: ServerState, request: Request) -> Response:
             answer["token_strs"] = [reader.tokenizer.token_text(token) for token in tokens]
         return answer
 
-    return json_response(await _aside(server, request, tokenized))
+    return json_response(await _in_time(server, request, server.uploads.aside(request, tokenized)))
 
 
 async def _detokenize(server: ServerState, request: Request) -> Response:
-    asked, _ = await _body(server, request, DetokenizeRequest, lambda _: None)
+    asked = await _body(server, request, DetokenizeRequest, lambda _: None)
     reader, _ = server.model()
     _check_model(server, asked.model or server.settings.names[0])
-    return json_response({"prompt": await _aside(server, request, lambda: reader.decode(asked.tokens))})
+    text = server.uploads.aside(request, lambda: reader.decode(asked.tokens))
+    return json_response({"prompt": await _in_time(server, request, text)})

@@ -1,5 +1,5 @@
-"""A client's connection: HTTP as uvicorn reads it, with an end to what a client can make the server keep or
-wait for.
+"""Follows a client's connection: HTTP as uvicorn reads it, with an end to what a client can make the server
+keep or wait for.
 
 Uvicorn reads whatever comes. Here a request's head has a size and a time, its body a least rate, and a
 request behind one that has not been answered is not read: the connection ends with that answer, and a client
@@ -69,7 +69,7 @@ _REFUSALS = {
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """The most connections that there may be. most: of all. at_once: of those that come before the first of
+    """Limits the connections that there may be. most: of all. at_once: of those that come before the first of
     them is looked at; where files run out meanwhile, asyncio says that again and again, and does nothing
     else."""
 
@@ -101,7 +101,7 @@ def connection_of(request: Request) -> "Connection | None":
 
 
 class _Parting:
-    """What an answer is written to: a connection, which lingers where it would be closed."""
+    """Writes an answer to a connection, which lingers where it would be closed."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
@@ -208,6 +208,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        """Linger if the rest of the body still comes."""
         super().on_response_complete()
         if self.cycle.more_body and self not in _lingering and not self.transport.is_closing():
             self._linger(_MOST_THROWN)
@@ -272,7 +273,7 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def _wait(self, seconds: float = 0.0, then: Any = None) -> None:
-        """For one thing at a time; for nothing, without arguments."""
+        """Set the only timer; without arguments none is left."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if then is None else self.loop.call_later(seconds, then)
@@ -293,11 +294,11 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _answers(self) -> bool:
-        """Whether an answer is under way."""
+        """Tell whether an answer is under way."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse(self, status: int) -> None:
-        """What no route is asked about."""
+        """Answer with an error where no route is asked, and read no more requests."""
         self._deaf = True
         if self._answers and (self.cycle.response_started or not self.cycle.more_body):
             self.transport.abort()

@@ -1,4 +1,4 @@
-"""Errors as clients know them."""
+"""Writes errors as clients know them."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""The keys of clients: the owner of a request, and the requests with which it shares prefixes."""
+"""Knows the keys of clients: the owner of a request, and the requests with which it shares prefixes."""
 
 import asyncio
 from dataclasses import dataclass
@@ -13,15 +13,16 @@ NO_OWNER = b""
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key that a client sends to be answered, and the least number that it may ask for as `priority`."""
+    """Lets a client be answered that sends it. `priority` is the least number that this client may ask
+    for."""
 
     secret: bytes
     priority: int = 0
 
 
 class RefusalThrottle:
-    """Has a key that is refused again and again wait for it: one every PACE seconds, so that refusals are not
-    what a server is busy with. Of one loop."""
+    """Delays the refusals of a key that is refused again and again: one every PACE seconds, so that refusals
+    are not what a server is busy with. Of one loop."""
 
     def __init__(self) -> None:
         self._due: dict[bytes, float] = {}

@@ -1,4 +1,5 @@
-"""The API in OpenAPI's words: from the types that requests are read as, and those that say what answers are.
+"""Describes the API in OpenAI's words: from the types that requests are read as, and those that say what
+answers are.
 
 Nothing of it depends on the model, so every client that reaches the server may read it.
 """
@@ -24,7 +25,7 @@ from penstock.server.wire.requests import (
 from penstock.server.wire.responses import ResponsesRequest
 
 Json = dict[str, Any]
-"""As it is written."""
+"""A JSON object, as it is written."""
 
 
 # ---- routes
@@ -32,7 +33,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RouteSpec:
-    """The description of a route.
+    """Describes a route.
 
     answer: its type, or the media type of what is not JSON.
     events: types of an event's data, where there may be events instead.
@@ -161,7 +162,7 @@ RANGES: Mapping[str, Json] = {
     "logprobs": {"minimum": 0, "maximum": MOST_LOGPROBS},
     "top_logprobs": {"minimum": 0, "maximum": MOST_LOGPROBS},
 }
-"""Of numbers, in whatever request: what they are checked for besides."""
+"""Ranges of numbers, in whatever request, that are checked beside their types."""
 
 _PUBLIC_NAMES = {
     b"CompletionResponse": b"Completion",
@@ -175,7 +176,10 @@ _PUBLIC_NAMES = {
 
 @cache
 def described(*, keys: bool) -> bytes:
-    """The document. keys: whether the server asks for one."""
+    """Return the description, as JSON.
+
+    keys: whether the server asks for one.
+    """
     kinds = {
         kind for one in OPERATIONS for kind in (one.answer, one.asked, *one.events) if isinstance(kind, type)
     } | {shapes.Refusal}
@@ -258,7 +262,7 @@ def _answer(one: RouteSpec, status: int, known: Mapping[type, Json]) -> Json:
 
 
 def _event(data: Sequence[Json]) -> Json:
-    """One of a stream."""
+    """Return the schema of one event of a stream."""
     written = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": data}}
     return {
         "type": "object",

@@ -1,5 +1,5 @@
-"""Who may ask: refuses what a web page could have a browser send, and names by which this machine is not
-known.
+"""Guards the server: refuses what a web page could have a browser send, and names by which this machine is
+not known.
 
 A server without keys on a person's own machine can be reached by every page which that person's browser has
 open. Three ways are closed:
@@ -47,7 +47,11 @@ class OriginGuard:
     """Guards all routes from other sites' pages, as ASGI middleware."""
 
     def __init__(self, app: ASGIApp, names: Iterable[str], *, keys: bool) -> None:
-        """names: of this machine, beside addresses and localhost. keys: whether clients must send one."""
+        """Guard an application.
+
+        names: of this machine, beside addresses and localhost.
+        keys: whether clients must send one.
+        """
         self._app, self._names, self._keys = (
             app,
             {name.lower().rstrip(".") for name in ("localhost", *names)},
@@ -55,6 +59,7 @@ class OriginGuard:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on to the application, or refuse it."""
         refused = self._refusal(scope) if scope["type"] == "http" else None
         if refused is None:
             await self._app(scope, receive, send)
@@ -63,7 +68,7 @@ class OriginGuard:
         await json_response(error(text, _INVALID), status)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
-        """Status and reason, if the request is not let in."""
+        """Return status and reason, if the request is not let in."""
         hosts = _values(scope, b"host")
         host = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
         if host is None:
@@ -99,7 +104,8 @@ def _values(scope: Scope, name: bytes) -> list[str]:
 
 
 def _foreign(scope: Scope, host: str) -> str:
-    """The origin of a request that a browser sent for another site's page; nothing if it is none."""
+    """Return the origin of a request that a browser sent for another site's page; it is empty if it is
+    none."""
     for origin in _values(scope, b"origin"):
         try:
             there = urlsplit(origin).netloc

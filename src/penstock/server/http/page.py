@@ -1,5 +1,5 @@
-"""The page at `/`: a chat, and the machine beside it. Its files ask nothing of anybody but this server, and
-need no key."""
+"""Serves the page at `/`: a chat, and the machine beside it. Its files ask this server alone, and need no
+key."""
 
 from dataclasses import dataclass
 from hashlib import sha256
@@ -38,11 +38,11 @@ def _file(name: str) -> _File:
 FILES = {"/": _file("index.html")} | {
     f"/page/{name}": _file(name) for name in ("page.css", "page.js", "icon.svg")
 }
-"""By path."""
+"""Files of the page, by path."""
 
 
-def page_file(request: Request) -> Response:
-    """One of them; nothing but that it is the same, to who has it already."""
+async def page_file(_: object, request: Request) -> Response:
+    """Return a file of the page; for a client that has it already, only that it is the same."""
     file = FILES[request.scope["path"]]
     headers = _HEADERS | {"ETag": file.tag}
     had = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]

@@ -1,4 +1,4 @@
-"""How answers are sent: whole or as they come, to clients that may go at any moment."""
+"""Sends answers: whole or as they come, to clients that may go at any moment."""
 
 import asyncio
 import logging
@@ -9,15 +9,14 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message as Event
 from starlette.types import Receive, Scope, Send
 
-from penstock.api.outputs import Completion, Delta
+from penstock.api.outputs import Delta
 from penstock.api.sequences import PreparedPrompt
 from penstock.base.errors import PenstockError
-from penstock.server.answers.completions import error
-from penstock.server.answers.prompts import AnswerWriter
+from penstock.server.answers.completions import AnswerWriter, error
 from penstock.server.answers.responses import ResponseStream
 from penstock.server.answers.store import ResponseStore
 from penstock.server.broker.broker import RequestBroker
@@ -54,32 +53,29 @@ async def completed(
     writer: AnswerWriter,
     asked: ChatRequest | CompletionRequest,
 ) -> Response:
-    """The outputs of all prompts, whole or as they come. A client that goes takes its calls with it."""
-    calls = broker.submit(ready, asked.timeout, record_of(request).began, record_of(request).owner)
-    record_of(request).asks(asked.model, calls, streams=asked.streams)
+    """Return the outputs of all prompts, whole or as they come. A client that goes takes its calls with
+    it."""
+    calls = _submitted(request, broker, ready, asked)
     if asked.streams:
         events = _chunk_events(calls, writer, connection_of(request), tells_usage=asked.tells_usage)
         return Live(events, lambda: leave(calls))
-    try:
-        completions = await unless_gone(request.receive, _all(calls))
-    finally:
-        leave(calls)
-    if completions is None:
-        return Response(status_code=GONE)
-    return json_response(writer.whole(completions))
+
+    async def whole() -> object:
+        return writer.whole([await call.completion() for call in calls])
+
+    return await _whole(request, calls, whole())
 
 
 async def responded(
     request: Request,
     broker: RequestBroker,
-    ready: PreparedPrompt,
+    ready: Sequence[PreparedPrompt],
     stream: ResponseStream,
     kept: ResponseStore,
     asked: ResponsesRequest,
 ) -> Response:
-    """A response, which is kept unless it is not to be."""
-    calls = broker.submit([ready], asked.timeout, record_of(request).began, record_of(request).owner)
-    record_of(request).asks(asked.model, calls, streams=asked.streams)
+    """Return the response to a request of one prompt. It is kept unless it is not to be."""
+    calls = _submitted(request, broker, ready, asked)
     events = stream.events(calls[0], partial(kept.put, record_of(request).owner) if asked.stores else None)
     if asked.streams:
         return Live(_to_the_end(events, stream), lambda: leave(calls))
@@ -89,15 +85,32 @@ async def responded(
             raise AssertionError("events are for streams")
         return stream.response
 
+    return await _whole(request, calls, whole())
+
+
+def _submitted(
+    request: Request,
+    broker: RequestBroker,
+    ready: Sequence[PreparedPrompt],
+    asked: ChatRequest | CompletionRequest | ResponsesRequest,
+) -> Sequence[Call]:
+    record = record_of(request)
+    record.calls = broker.submit(ready, asked.timeout, record.began, record.owner)
+    record.model, record.streams = asked.model, asked.streams
+    return record.calls
+
+
+async def _whole(request: Request, calls: Sequence[Call], work: Coroutine[Any, Any, object]) -> Response:
+    """Return the answer that the work makes of calls. They end when the client goes."""
     try:
-        response = await unless_gone(request.receive, whole())
+        answer = await unless_gone(request.receive, work)
     finally:
         leave(calls)
-    return Response(status_code=GONE) if response is None else json_response(response)
+    return Response(status_code=GONE) if answer is None else json_response(answer)
 
 
 async def _to_the_end(events: AsyncGenerator[bytes], stream: ResponseStream) -> AsyncGenerator[bytes]:
-    """With a last event that says what has failed, if something has."""
+    """Yield the events, and a last one that says what has failed, if something has."""
     try:
         async with aclosing(events):
             async for event in events:
@@ -108,15 +121,11 @@ async def _to_the_end(events: AsyncGenerator[bytes], stream: ResponseStream) -> 
         yield stream.failure(said(fault))
 
 
-async def _all(calls: Sequence[Call]) -> list[Completion]:
-    return [await call.completion() for call in calls]
-
-
 async def _chunk_events(
     calls: Sequence[Call], writer: AnswerWriter, connection: Connection | None, *, tells_usage: bool
 ) -> AsyncGenerator[bytes]:
-    """Events, as pieces come of any of the calls. Those of a single one go to the connection without this
-    being woken up for them."""
+    """Yield events, as pieces come of any of the calls. Those of a single one go to the connection without
+    this being woken up for them."""
 
     def events(number: int, deltas: Sequence[Delta]) -> bytes:
         return b"".join(
@@ -188,33 +197,24 @@ def leave(calls: Sequence[Call]) -> None:
         call.leave()
 
 
-class Live(Response):
-    """A stream of events, which ends when the client goes, also while there is nothing to send."""
+class Live(StreamingResponse):
+    """Streams events, and ends when the client goes, also while there is nothing to send."""
 
     def __init__(self, events: AsyncGenerator[bytes], over: Callable[[], None]) -> None:
-        super().__init__(
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type="text/event-stream"
-        )
-        del self.headers["content-length"]
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
         self._events, self._over = events, over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until they end or the client goes."""
         try:
-            await unless_gone(receive, self._send(send))
+            with suppress(OSError):  # The client has gone.
+                await unless_gone(receive, self.stream_response(send))
         except asyncio.CancelledError:
             _LOG.info("a client has not read its answer to the end")
         finally:
             self._over()
             await self._events.aclose()
-
-    async def _send(self, send: Send) -> None:
-        with suppress(OSError):  # The client has gone.
-            await send(
-                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-            )
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def unless_gone(receive: Callable[[], Awaitable[Event]], work: Coroutine[Any, Any, T]) -> T | None:

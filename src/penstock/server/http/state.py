@@ -1,4 +1,4 @@
-"""The settings of a server, and the state that its routes work with."""
+"""Holds the settings of a server, and the state that its routes work with."""
 
 import logging
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _LOG = logging.getLogger("penstock")
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings(AnswerSettings):
-    """The settings of a server.
+    """Sets what a server answers, and to whom.
 
     names: names by which clients ask for the model; the first is the one that answers give.
     keys: a client must send one of them, if there are any.
@@ -38,7 +38,7 @@ class ServerSettings(AnswerSettings):
 
 @dataclass(slots=True)
 class ServerState:
-    """The state that routes work with. There is no model while it is being loaded.
+    """Holds what routes work with. There is no model while it is being loaded.
 
     monitor: looks at the engine in this process, if that computes.
     fleet: the backend, if replicas compute.

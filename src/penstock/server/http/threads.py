@@ -1,5 +1,4 @@
-"""Where requests wait to be read: their texts are cut into tokens on threads, and the turn goes round
-among keys.
+"""Reads requests on threads, where their texts are cut into tokens; the turn goes round among keys.
 
 Why this is safe. All but the work itself happens on the loop. Whoever takes a thread, or is given one by its
 turn's future, has it until its work has ended, and is counted by its key until then. Work that is not waited
@@ -18,19 +17,20 @@ from typing import TypeVar
 from penstock.base.wanted import Waiter, while_wanted
 
 T = TypeVar("T")
-_ANY = 1 << 30
 
 
 class FairThreads:
     """Runs work on a few threads, for which the requests of keys wait."""
 
     def __init__(self, threads: int, each: int | None = None, *, alone: bool = False) -> None:
-        """each: threads that one key may have at a time, so that another's requests find one; None is all.
-        alone: there is one key, and no turns: what comes waits at the threads, which then go
-        on to the next without a word from the loop."""
+        """Begin with idle threads.
+
+        each: threads that one key may have at a time, so that another's requests find one; None is all.
+        alone: there is one key, and no turns: what comes waits at the threads, which then go on to the next
+            without a word from the loop.
+        """
         self._pool = ThreadPoolExecutor(threads, "penstock reading")
-        self._free = _ANY if alone else threads
-        self._each = each or self._free
+        self._alone, self._free, self._each = alone, threads, each or threads
         self._busy: Counter[bytes] = Counter()
         """Threads that each key has."""
         self._waiting: dict[bytes, deque[asyncio.Future[None]]] = {}
@@ -39,30 +39,35 @@ class FairThreads:
     async def run(self, owner: bytes, work: Callable[[], T]) -> T:
         """Return or raise what the work does, when it is that key's turn. Whoever is cancelled before leaves
         its place."""
-        loop = asyncio.get_running_loop()
-        if self._free and self._busy[owner] < self._each:
-            self._take(owner)
-        else:
-            turn = loop.create_future()
-            self._waiting.setdefault(owner, deque()).append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():  # It has just been given.
-                    self._leave(owner)
-                raise
-        waiter = Waiter()
+        if not self._alone:
+            await self._turn(owner)
+        waiter, loop = Waiter(), asyncio.get_running_loop()
         future = self._pool.submit(partial(while_wanted, waiter, work))
 
         def ended(_: "Future[T]") -> None:
             with suppress(RuntimeError):  # The loop has been closed, and waits for nothing.
                 loop.call_soon_threadsafe(self._leave, owner)
 
-        future.add_done_callback(ended)
+        if not self._alone:
+            future.add_done_callback(ended)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             waiter.gone = True
+            raise
+
+    async def _turn(self, owner: bytes) -> None:
+        """Take a thread when it is the key's turn."""
+        if self._free and self._busy[owner] < self._each:
+            self._take(owner)
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # It has just been given.
+                self._leave(owner)
             raise
 
     def _take(self, owner: bytes) -> None:
@@ -70,7 +75,7 @@ class FairThreads:
         self._busy[owner] += 1
 
     def _leave(self, owner: bytes) -> None:
-        """A key has a thread less, which is for the next that may have it."""
+        """Note that a key has a thread less, and give it to the next that may have it."""
         self._free += 1
         self._busy[owner] -= 1
         if not self._busy[owner]:

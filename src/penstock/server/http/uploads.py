@@ -1,5 +1,5 @@
-"""Requests' bodies, until they are read: as large as they may be, in the time that they may take, and not too
-many of one key."""
+"""Receives requests' bodies: as large as they may be, in the time that they may take, and not too many of one
+key."""
 
 import asyncio
 import time
@@ -18,14 +18,14 @@ T = TypeVar("T")
 SMALL = 64 << 10
 """Bytes up to which a request is read beside large ones."""
 _THREADS = 4
-"""That read small requests. Large ones come one by one, or where there are several keys one of each of two
-keys."""
+"""Threads that read small requests. Large ones come one by one, or where there are several keys one of each
+of two keys."""
 _REST, _LONGEST_REST = 3.0, 1.0
 """Seconds of rest for each that the decoding of a large body took, and at most: nobody else computes while it
 is decoded."""
 _LARGEST = 4
-"""How many of the largest may be on their way, or wait to be read. To read one may take ten times its
-bytes."""
+"""Requests of the largest size that may be on their way, or wait to be read. To read one may take ten times
+its bytes."""
 _MOST = 1024
 """Requests that may be on their way or wait to be read."""
 _PATIENCE = 30.0
@@ -42,8 +42,11 @@ class Uploads:
     its body until it was read, or is over."""
 
     def __init__(self, most: int, *, keys: int = 0) -> None:
-        """most: bytes of a request. keys: of the server. Where there are several, each may have half of what
-        there is room for."""
+        """Begin without requests.
+
+        most: bytes of a request.
+        keys: of the server. Where there are several, each may have half of what there is room for.
+        """
         self._most = most
         self._parts = 2 if keys > 1 else 1
         self._held: dict[Request, int] = {}
@@ -66,11 +69,11 @@ class Uploads:
                 async for part in request.stream():
                     size += len(part)
                     if size > self._most:
-                        message = (
+                        raise HTTPException(
+                            413,
                             f"the request has more than {self._most} bytes, which is all this server reads "
-                            "of one; send less"
+                            "of one; send less",
                         )
-                        raise HTTPException(413, message)
                     self._hold(request, size)
                     parts.append(part)
                     pause = self._pause(owner, len(part), loop.time()) if size > SMALL else 0.0
@@ -102,7 +105,7 @@ class Uploads:
         return self._held.get(request, 0) > SMALL
 
     def release(self, request: Request) -> None:
-        """It is over, if it was not read before."""
+        """Forget a request that is over, if it was not read before."""
         if (size := self._held.pop(request, None)) is None:
             return
         owner = record_of(request).owner
@@ -113,7 +116,7 @@ class Uploads:
             self._by[owner] = count - 1, bytes_ - size
 
     def _pause(self, owner: bytes, size: int, now: float) -> float:
-        """Seconds until more of a key is to be read, which so many more bytes have come of."""
+        """Return the seconds until more of a key is to be read, which so many more bytes have come of."""
         if self._lead is None:
             return 0.0
         lead, then = self._lead.get(owner, (0.0, now))

@@ -1,2 +1,1 @@
-"""For those who run a server: log lines and traces of requests, and the state that the
-page shows."""
+"""Informs those who run a server: log lines and traces of requests, and the state that the page shows."""

@@ -1,7 +1,8 @@
-"""What the server tells those who run it: a line for each event, for people or for machines."""
+"""Writes the log: a line for each event, for people or for machines."""
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -11,12 +12,13 @@ from penstock.server.monitoring.records import RequestRecord
 _LOG = logging.getLogger("penstock")
 _POLLED = ("/health", "/ready", "/metrics", "/state")
 """Asked again and again by what watches the server."""
+_PLAIN = re.compile(r"[!#-<>-\[\]-~]+")
+"""Printable ASCII without spaces, quotes, equals signs and backslashes."""
 Value = str | int | float | bool | None
 
 
 def note(event: str, level: int = logging.INFO, /, **fields: Value) -> None:
-    """An event: its name and what is to be known of it, None left out. Seconds are written to the
-    microsecond."""
+    """Log an event: its name and fields, None left out. Seconds are written to the microsecond."""
     if _LOG.isEnabledFor(level):
         known = {
             name: round(value, 6) if isinstance(value, float) else value
@@ -27,7 +29,7 @@ def note(event: str, level: int = logging.INFO, /, **fields: Value) -> None:
 
 
 def note_request(record: RequestRecord) -> None:
-    """A request that is over."""
+    """Log a request that is over."""
     level, calls = _level(record), record.calls
     if not _LOG.isEnabledFor(level):
         return
@@ -74,8 +76,8 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """An object a line: time, level and event, and the event's own fields. Of a remark the event is "remark",
-    and its text the message."""
+    """Formats events as JSON, an object a line: time, level and event, and the event's own fields. Of a
+    remark the event is "remark", and its text the message."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a JSON object, in one line."""
@@ -103,7 +105,7 @@ class _LineHandler(logging.Handler):
 
 @contextmanager
 def logged(write: Callable[[str], None], kind: str, level: str) -> Iterator[None]:
-    """All that is logged goes to `write`, line by line: from penstock what has the level, from libraries
+    """Write all that is logged to `write`, line by line: from penstock what has the level, from libraries
     warnings and what is worse.
 
     kind: "text" or "json". level: as logging names it, in any case.
@@ -130,14 +132,13 @@ def last_line(text: str, traceback: str | None) -> str:
 
 
 def _time(record: logging.LogRecord) -> str:
-    """RFC 3339, in UTC."""
+    """Return the time of an event by RFC 3339, in UTC."""
     return (
         datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     )
 
 
 def _shown(value: Value) -> str:
-    """On one line, and distinct from what follows: client ids have no spaces, but may have quotes."""
+    """Return a value as text on one line, in quotes where it might be taken for more than one."""
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    plain = text.isascii() and text.isprintable() and not any(character in ' "=\\' for character in text)
-    return text if plain and text else json.dumps(text)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)

@@ -1,5 +1,5 @@
-"""What is known of a request beside its answer: its id, who asked for what, when what happened. Never any
-text of a prompt or an output.
+"""Records what is known of a request beside its answer: its id, who asked for what, when what happened. Never
+any text of a prompt or an output.
 
 Every response tells the request's id: the client's own, if it has sent one that may be written anywhere, or a
 new one.
@@ -24,13 +24,13 @@ _KEY = "penstock.record"
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The record of a request, until its response has been sent. Written on the loop, by the middleware and
-    by the route."""
+    """Records a request, until its response has been sent. Written on the loop, by the middleware and by the
+    route."""
 
     id: str
     method: str
     headers: Mapping[bytes, bytes]
-    """As the client has sent them; of several of a name the last."""
+    """Headers as the client has sent them; of several of a name the last."""
     began: float = field(default_factory=monotonic)
     ended: float = 0.0
     """Seconds of monotonic()."""
@@ -39,11 +39,11 @@ class RequestRecord:
     owner: bytes = b""
     """Stands for the key that was sent, if the server has any."""
     least_priority: int | None = None
-    """That it may ask for; None: any."""
+    """The least priority that it may ask for; None is any."""
     route: str = "unknown"
     """The path as the API names it, so without what clients put into it."""
     status: int | None = None
-    """None if the client had gone."""
+    """The status of the response; None if the client had gone."""
     model: str | None = None
     """Set, as is what follows, when the request has been read and checked."""
     streams: bool = False
@@ -53,43 +53,39 @@ class RequestRecord:
     trace: str | None = None
     """The id of the trace that it is a part of, where there are any."""
 
-    def asks(self, model: str, calls: Sequence[Call], *, streams: bool) -> None:
-        """Note what was asked for, when the request has been read and checked."""
-        self.model, self.calls, self.streams = model, calls, streams
-
     @property
     def prompt_tokens(self) -> int:
-        """The tokens of its prompts."""
+        """Count the tokens of its prompts."""
         return sum(len(call.prompt.tokens) for call in self.calls)
 
     @property
     def output_tokens(self) -> int:
-        """The tokens of its outputs, so far."""
+        """Count the tokens of its outputs, so far."""
         return sum(call.counts[0] for call in self.calls)
 
     @property
     def cached_tokens(self) -> int:
-        """The tokens of its prompts whose KV was found."""
+        """Count the tokens of its prompts whose KV was found."""
         return sum(call.counts[1] for call in self.calls)
 
     @property
     def reasons(self) -> list[str]:
-        """The finish reasons of its outputs."""
+        """Return the finish reasons of its outputs."""
         return [reason for call in self.calls for reason in call.reasons]
 
     @property
     def scheduled_time(self) -> float:
-        """The time at which the first of its calls left the engine's queue, by monotonic(); 0 if none did."""
+        """Return when the first of its calls left the engine's queue, by monotonic(); 0 if none did."""
         return min((call.scheduled_time for call in self.calls if call.scheduled_time), default=0.0)
 
     @property
     def first_token_time(self) -> float:
-        """The time at which there was a first piece of any call; 0 if there was none."""
+        """Return when there was a first piece of any call; 0 if there was none."""
         return min((call.first_token_time for call in self.calls if call.first_token_time), default=0.0)
 
     @property
     def last_token_time(self) -> float:
-        """The time at which there was a last piece of any call; 0 if there was none."""
+        """Return when there was a last piece of any call; 0 if there was none."""
         return max((call.last_token_time for call in self.calls), default=0.0)
 
 
@@ -111,13 +107,14 @@ class RecordMiddleware:
         self._app, self._tell = app, tell
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on to the application, and record it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
         given = headers.get(_HEADER, b"")
         record = RequestRecord(
-            given.decode() if _SANE.fullmatch(given) else new_id("req"), scope["method"], headers
+            given.decode() if _SANE.fullmatch(given) else new_id("req-"), scope["method"], headers
         )
         scope[_KEY] = record
 

@@ -1,5 +1,5 @@
-"""What the page shows beside the chat: the machine at this moment, in numbers that others count. No paths,
-and nothing of any prompt but how long it is."""
+"""Shows the machine at this moment, as the page has it beside the chat, in numbers that others count. No
+paths, and nothing of any prompt but how long it is."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -7,13 +7,14 @@ from time import perf_counter
 
 import torch
 
-from penstock.api.snapshots import MemoryUse, PrefixCounts
-from penstock.base.meter import KVStats, MeterSample, MissedStats, Passes, PromptProgress, TierStats
+from penstock.api.snapshots import MemoryUse
+from penstock.base.meter import KVStats, MeterSample, Passes, PromptProgress, TierStats
 from penstock.engine.engine import Stats
 from penstock.memory.device import device_name, free_memory, total_memory
 from penstock.server.broker.backend import LocalBackend
 from penstock.server.broker.broker import RequestBroker
 from penstock.server.broker.calls import Call
+from penstock.server.broker.metrics import NO_KV, NO_TIERS
 
 _WINDOW = 2.0
 """Seconds over which rates are taken; two passes of weights that stream, where these are longer."""
@@ -27,7 +28,7 @@ _PATIENCE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class TierPart:
-    """A part of a tier: so many bytes, and what takes them."""
+    """Counts the bytes of a tier that one thing takes."""
 
     what: str
     """weights, ring (weights on their way), beside (the host's part of weights, on a CPU), kv (of requests),
@@ -38,8 +39,11 @@ class TierPart:
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """The memory of a tier. bytes: all that penstock may use of the device, all there is of host memory, and
-    all that penstock has on disk or may put there. The parts add up to it."""
+    """Divides the memory of a tier into parts, which add up to it.
+
+    bytes: all that penstock may use of the device, all there is of host memory, and all that penstock has on
+        disk or may put there.
+    """
 
     tier: str
     bytes: int
@@ -48,8 +52,11 @@ class TierState:
 
 @dataclass(frozen=True, slots=True)
 class LinkState:
-    """The traffic of a link, in bytes per second. ceiling: as measured at start, 0 if it was not. waited:
-    share of the time for which arithmetic waited for weights because of it."""
+    """Measures the traffic of a link, in bytes per second.
+
+    ceiling: as measured at start, 0 if it was not.
+    waited: share of the time for which arithmetic waited for weights because of it.
+    """
 
     link: str
     weights: float
@@ -60,7 +67,11 @@ class LinkState:
 
 @dataclass(frozen=True, slots=True)
 class PromptState:
-    """A prompt that is being computed. rate: tokens a second. left: seconds. Both None if not known yet."""
+    """Follows a prompt that is being computed.
+
+    rate: tokens a second; None if not known yet.
+    left: seconds; None if not known yet.
+    """
 
     reached: int
     length: int
@@ -70,7 +81,7 @@ class PromptState:
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """The prompt tokens since the engine started: computed, and found on a tier."""
+    """Counts the prompt tokens since the engine started: computed, and found on a tier."""
 
     computed: int
     device: int
@@ -80,7 +91,7 @@ class CacheState:
 
 @dataclass(frozen=True, slots=True)
 class PlanState:
-    """The placement of weights, and the bytes that a pass over them moves.
+    """Places the weights, and counts the bytes that a pass over them moves.
 
     decode_predicted: seconds of a pass that decodes one sequence, as predicted at start; 0 if it was not.
     decode_seconds, prefill_seconds: seconds that a decode pass and a pass with some of a prompt have taken
@@ -101,7 +112,8 @@ class PlanState:
 
 @dataclass(frozen=True, slots=True)
 class MissedState:
-    """The attention that policies have left out since the engine started. All are 0 if everything is read.
+    """Bounds the attention that policies have left out since the engine started. All are 0 if everything is
+    read.
 
     most: the largest bound on the share of a token's attention, in a head and layer, that was missed.
     worst, mean: of a choice's heads the largest bound and the mean one, on average.
@@ -118,7 +130,7 @@ class MissedState:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The machine at this moment."""
+    """Describes the machine at this moment."""
 
     model: str
     family: str
@@ -127,7 +139,7 @@ class State:
     device: str
     longest: int
     open: bool
-    """Whether requests are taken."""
+    """The server takes requests."""
     running: int
     waiting: int
     output_tokens: int
@@ -144,7 +156,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What was counted at a moment."""
+    """Keeps what was counted at a moment."""
 
     counts: MeterSample
     stats: Stats
@@ -172,7 +184,8 @@ class StateMonitor:
         def rate(counted: float) -> float:
             return counted / seconds if seconds > 0 else 0.0
 
-        spec = self._llm.spec
+        spec, found, missed = self._llm.spec, memory.prefixes, stats.missed
+        computed = max(found.prompt_tokens - found.device - found.host - found.disk, 0)
         return State(
             model=self._name,
             family=spec.family,
@@ -193,13 +206,15 @@ class StateMonitor:
                 _on_disk(stats.tiers, memory),
             ),
             links=_links(first, now, seconds),
-            cache=_cache(memory.prefixes),
+            cache=CacheState(computed, found.device, found.host, found.disk),
             plan=_plan(memory, first.stats.passes, stats.passes),
-            missed=_missed(stats.missed),
+            missed=MissedState(
+                missed.choices, missed.fallbacks, missed.read, missed.most, missed.worst, missed.mean
+            ),
         )
 
     def _since(self, now: _Look) -> _Look:
-        """The look from which on rates are taken."""
+        """Return the look from which on rates are taken."""
         seen, when = self._seen, now.counts.when
         window = max(_WINDOW, 2 * now.counts.weights.predicted) if now.counts.weights.streams else _WINDOW
         if seen and when - seen[-1].counts.when > max(_STALE, window):
@@ -275,11 +290,6 @@ def _host_block(memory: MemoryUse, kv: KVStats) -> int:
     return kv.room // memory.host_blocks
 
 
-def _cache(counts: PrefixCounts) -> CacheState:
-    found = counts.device + counts.host + counts.disk
-    return CacheState(max(counts.prompt_tokens - found, 0), counts.device, counts.host, counts.disk)
-
-
 def _plan(memory: MemoryUse, before: Passes, after: Passes) -> PlanState:
     weights = memory.weights
     return PlanState(
@@ -295,12 +305,8 @@ def _plan(memory: MemoryUse, before: Passes, after: Passes) -> PlanState:
     )
 
 
-def _missed(stats: MissedStats) -> MissedState:
-    return MissedState(stats.choices, stats.fallbacks, stats.read, stats.most, stats.worst, stats.mean)
-
-
 def _kv_parts(room: int, held: int, kept: int) -> list[TierPart]:
-    """Of room for KV: what requests hold, what is kept for later ones, and what is empty."""
+    """Divide room for KV into what requests hold, what is kept for later ones, and what is empty."""
     kept = max(min(kept, room - held), 0)
     return [TierPart("kv", held), TierPart("kept", kept), TierPart("empty", max(room - held - kept, 0))]
 
@@ -314,26 +320,18 @@ def _tier(name: str, size: int, parts: list[TierPart]) -> TierState:
 
 
 def _links(first: _Look, now: _Look, seconds: float) -> tuple[LinkState, ...]:
-    """The links that something has crossed or is meant to."""
+    """Return the links that something has crossed or is meant to."""
     before, after = first.counts, now.counts
     weights, flow = after.weights, after.weights.since(before.weights).flow(seconds)
-    up, inward, through = 0, 0, 0
-    if now.stats.tiers is not None and first.stats.tiers is not None:
-        up = now.stats.tiers.up.bytes - first.stats.tiers.up.bytes
-        inward = now.stats.tiers.inward.bytes - first.stats.tiers.inward.bytes
-    if after.kv is not None and before.kv is not None:
-        through = after.kv.copied - before.kv.copied
-        inward += after.kv.read - before.kv.read
+    tiers, tiers_before = now.stats.tiers or NO_TIERS, first.stats.tiers or NO_TIERS
+    kv, kv_before = after.kv or NO_KV, before.kv or NO_KV
+    up = kv.copied - kv_before.copied + tiers.up.bytes - tiers_before.up.bytes
+    inward = kv.read - kv_before.read + tiers.inward.bytes - tiers_before.inward.bytes
     links = []
     if weights.copied or weights.link_rate or after.kv is not None:
-        kv = (through + up) / seconds if seconds > 0 else 0.0
-        links.append(LinkState("host to device", flow.copied, kv, weights.link_rate, flow.waited_link))
-    kept = now.stats.tiers
-    if (
-        weights.disk
-        or (after.kv is not None and after.kv.read)
-        or (kept is not None and (kept.disk_bytes or kept.inward.bytes))
-    ):
-        kv = inward / seconds if seconds > 0 else 0.0
-        links.append(LinkState("disk to host", flow.read, kv, weights.disk_rate, flow.waited_disk))
+        rate = up / seconds if seconds > 0 else 0.0
+        links.append(LinkState("host to device", flow.copied, rate, weights.link_rate, flow.waited_link))
+    if weights.disk or kv.read or tiers.disk_bytes or tiers.inward.bytes:
+        rate = inward / seconds if seconds > 0 else 0.0
+        links.append(LinkState("disk to host", flow.read, rate, weights.disk_rate, flow.waited_disk))
     return tuple(links)

@@ -81,14 +81,15 @@ def traced(environment: Mapping[str, str]) -> Iterator[list[RecordSink]]:
 
 
 def span_sink(tracer: "Tracer") -> RecordSink:
-    """Makes the spans of a request that is over, and notes its trace's id in the record."""
+    """Return the sink that makes the spans of a request that is over, and notes its trace's id in the
+    record."""
     from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     propagator = TraceContextTextMapPropagator()
 
     def tell(record: RequestRecord) -> None:
-        if not record.calls and not _is_model(record.route):
+        if not record.calls and record.route not in _OPERATIONS:  # It is not asked for tokens.
             return
         carrier = {
             name: record.headers[name.encode()].decode("latin-1")
@@ -116,18 +117,14 @@ def span_sink(tracer: "Tracer") -> RecordSink:
     return tell
 
 
-def _is_model(route: str) -> bool:
-    """Whether it is asked for tokens."""
-    return route in _OPERATIONS
-
-
 def _clock(record: RequestRecord) -> Callable[[float], int]:
-    """From seconds of monotonic() to nanoseconds since 1970."""
+    """Return the function from seconds of monotonic() to nanoseconds since 1970."""
     return lambda moment: record.began_ns + round((moment - record.began) * 1e9)
 
 
 def _parts(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
-    """What a request has gone through, as far as it came. Of several prompts from the first to the last."""
+    """Yield the phases of a request, as far as it came: name, begin and end. Of several prompts they go from
+    the first to the last."""
     if not record.calls:
         return
     asked = record.calls[0].arrival_time

@@ -1,1 +1,1 @@
-"""What a model says, taken apart as it comes: reasoning, content, calls of tools."""
+"""Parses what a model says as it comes: reasoning, content, calls of tools."""

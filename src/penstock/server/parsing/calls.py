@@ -1,4 +1,4 @@
-"""Tool calls as models write them, format by format.
+"""Reads tool calls as models write them, format by format.
 
 A call is given out from where its name and the beginning of its arguments are known. Until then, whatever is
 not what it began as is plain text again; afterwards it is a call that was broken off.
@@ -25,14 +25,17 @@ _ARGUMENTS = ("arguments", "parameters")
 _LONGEST_NAME = 256
 _NAME = re.compile(r"[\w.-]*")
 Schemas = Mapping[str, Mapping[str, Any]]
-"""Of the arguments of each function."""
+"""Schemas of the arguments of each function."""
 
 
 class Calls:
-    """The calls of one answer."""
+    """Reads the calls of one answer."""
 
     def __init__(self, reader: FormatReader, functions: Schemas, *, several: bool = True) -> None:
-        """several: whether there may be more than one; what follows one is not read then."""
+        """Begin without calls.
+
+        several: whether there may be more than one; what follows one is not read then.
+        """
         self.reader, self.functions, self._several = reader, functions, several
         self._next, self._open = 0, False
 
@@ -68,7 +71,7 @@ class Calls:
     # ---- JSON
 
     def value(self, *, given: bool = False) -> Reading[str]:
-        """A JSON value. given: whether it is given out as arguments, piece by piece."""
+        """Read a JSON value. given: whether it is given out as arguments, piece by piece."""
         value, pieces = Value(), list[str]()
         while not value.done:
             piece, end = value.take(self.reader.text, self.reader.at)
@@ -88,12 +91,14 @@ class Calls:
         return unquoted((yield from self.value()))
 
     def object(self, *, bare: bool = False) -> Reading[None]:
-        """A call as an object with a name and arguments. bare: nothing else says that it is a call, so it has
-        to be one of a function that there is, and have nothing that calls do not have."""
+        """Read a call that is an object with a name and arguments.
+
+        bare: nothing else says that it is a call, so it has to be one of a function that there is, and have
+            nothing that calls do not have.
+        """
         name, held, begun = "", None, False
         yield from self.reader.expect("{")
-        yield from self.reader.space()
-        more = not (yield from self.reader.skip("}"))
+        more = not (yield from self.reader.skip("}", spaced=True))
         while more:
             key = yield from self.string()
             yield from self.reader.space()
@@ -114,8 +119,7 @@ class Calls:
                 raise MalformedError(f"a call has no {key!r}")
             else:
                 yield from self.value()
-            yield from self.reader.space()
-            if more := not (yield from self.reader.skip("}")):
+            if more := not (yield from self.reader.skip("}", spaced=True)):
                 yield from self.reader.expect(",")
                 yield from self.reader.space()
         if not begun:
@@ -132,8 +136,7 @@ class Calls:
         while not self.enough:
             yield from self.reader.space()
             yield from self.object()
-            yield from self.reader.space()
-            if (yield from self.reader.skip("]")):
+            if (yield from self.reader.skip("]", spaced=True)):
                 return
             yield from self.reader.expect(",")
 
@@ -151,11 +154,10 @@ class Calls:
                 yield from self._function()
         else:
             yield from self._function()
-        yield from self.reader.space()
-        yield from self.reader.skip("</tool_call>")
+        yield from self.reader.skip("</tool_call>", spaced=True)
 
     def _function(self) -> Reading[None]:
-        """NAME><parameter=KEY>value</parameter>...</function>"""
+        """Read NAME><parameter=KEY>value</parameter>...</function>."""
         name = yield from self.reader.before(">", _LONGEST_NAME)
         if not name:
             raise MalformedError("the function has no name")
@@ -164,8 +166,7 @@ class Calls:
         yield self.arguments("{")
         between = ""
         while True:
-            yield from self.reader.space()
-            if (yield from self.reader.skip("</function>")):
+            if (yield from self.reader.skip("</function>", spaced=True)):
                 break
             yield from self.reader.expect("<parameter=")
             key = yield from self.reader.before(">", _LONGEST_NAME)
@@ -176,7 +177,7 @@ class Calls:
         yield from self.end()
 
     def _parameter(self, kinds: frozenset[str]) -> Reading[None]:
-        """value</parameter>, a line break on each side of it being none of it."""
+        """Read value</parameter>. A line break on each side of it is no part of it."""
         yield from self.reader.skip("\n")
         pieces, is_text = list[str](), kinds == {"string"}
         if is_text:
@@ -231,7 +232,7 @@ class Calls:
 
 
 def _object(held: str | None) -> str:
-    """A call's arguments: there may be none, and some models write the object as a string. Raises
+    """Return a call's arguments: there may be none, and some models write the object as a string. Raises
     MalformedError."""
     if held is None or held == "null":
         return "{}"

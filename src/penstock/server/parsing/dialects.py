@@ -1,10 +1,10 @@
-"""Which way a model writes tool calls and reasoning: its chat templates say it, or who serves it does."""
+"""Finds the way in which a model writes tool calls and reasoning: by its chat templates, or by a setting."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.server.parsing.output_parser import FORMATS, REASONING_MARKS, Format, ReasoningMarks
+from penstock.server.parsing.output_parser import FORMATS, REASONING_MARKS, CallFormat, ReasoningMarks
 
 AUTO, NONE = "auto", "none"
 TOOL_PARSERS, REASONING_PARSERS = (AUTO, NONE, *FORMATS), (AUTO, NONE, *REASONING_MARKS)
@@ -20,14 +20,14 @@ _REASONING = {"think": "</?think>", "mistral": r"\[/?THINK\]"}
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The way in which a model writes calls of tools and reasoning, and what its chat templates take."""
+    """Tells how a model writes calls of tools and reasoning, and what its chat templates take."""
 
-    calls: Format | None = None
+    calls: CallFormat | None = None
     thought: ReasoningMarks | None = None
     names_developer: bool = False
-    """Whether the templates know the role, which most call system."""
+    """True if the templates know the role developer, which most call system."""
     short_ids: bool = False
-    """Whether they take only ids of tool calls that have nine letters and digits."""
+    """True if they take only ids of tool calls that have nine letters and digits."""
 
 
 def dialect_of(templates: Mapping[str, str], calls: str = AUTO, reasoning: str = AUTO) -> Dialect:

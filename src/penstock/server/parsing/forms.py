@@ -12,11 +12,11 @@ _NO_PART = {
     StructureKind.JSON_SCHEMA: re.compile(r"multipleOf|\\u"),
     StructureKind.REGEX: re.compile(r"(?s)\(\?\w*x.*\n"),
 }
-"""What is in one that can be no part of a grammar: a regular expression with comments, which ends of lines
+"""Patterns of what can be no part of a grammar: a regular expression with comments, which ends of lines
 end."""
 _IN_GRAMMAR = {"/": r"\/", "\n": r"\n", "\\\n": r"\n", "%": r"\x25"}
 _SPACES = {"x-guidance": {"whitespace_pattern": "[ \\n\\r\\t]{1,64}"}}
-"""As JSON has them that is all of an output."""
+"""White space as in JSON that is all of an output."""
 
 
 def behind_reasoning(
@@ -46,7 +46,7 @@ def may_be_behind(structure: Structure) -> bool:
 
 
 def _special(mark: str, tokenizer: Tokenizer) -> str | None:
-    """How grammars write it, if it is a token that is no text."""
+    """Return how grammars write a mark, if it is a token that is no text."""
     token = tokenizer.token_to_id(mark)
     return f"<[{token}]>" if token is not None and tokenizer.is_special(token) else None
 

@@ -1,4 +1,4 @@
-"""JSON that comes in pieces: how much of it is certain, and that it is JSON."""
+"""Checks JSON that comes in pieces: how much of it is certain."""
 
 import json
 import re
@@ -21,7 +21,7 @@ _ENDS = {"{": "}", "[": "]"}
 
 
 class Value:
-    """One value, checked as it comes. Numbers, literals and escapes are read when they are whole; strings as
+    """Checks one value as it comes. Numbers, literals and escapes are read when they are whole; strings as
     far as they go.
 
     Control characters within strings, which JSON does not allow and models write all the same, become
@@ -54,7 +54,7 @@ class Value:
         return "".join(pieces), at
 
     def _in_string(self, text: str, at: int, pieces: list[str]) -> int:
-        """Where the next piece of a string ends; at its beginning if it may go on."""
+        """Return where the next piece of a string ends: at its beginning if it may go on."""
         if run := _RUN.match(text, at)[0]:  # type: ignore[index]  # It matches nothing, too.
             pieces.append(run)
             return at + len(run)
@@ -76,7 +76,7 @@ class Value:
         return at
 
     def _between(self, text: str, at: int, pieces: list[str]) -> int:
-        """Where the next piece outside of strings ends; at its beginning if it may go on."""
+        """Return where the next piece outside of strings ends: at its beginning if it may go on."""
         here, wants = text[at], self._wants
         if here in SPACE:
             pieces.append(here)
@@ -111,7 +111,7 @@ class Value:
         return end
 
     def _after(self, end: int) -> int:
-        """A value has ended there."""
+        """Note that a value has ended there, and return that place."""
         self._wants, self.done = "comma or end", not self._open
         return end
 

@@ -1,4 +1,4 @@
-"""The parts of what a model says, as they come: reasoning, content, calls of tools.
+"""Parses what a model says into parts, as they come: reasoning, content, calls of tools.
 
 The parts are the same however the text was cut. No text is lost, but for markers and line breaks around them:
 what begins as a call and is none is content.
@@ -27,9 +27,13 @@ P = TypeVar("P")
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
-    """How calls are written. `bare`: with what an answer begins that has no marker and may be a call.
-    `others`: what belongs to a call besides, and is a token of its own in some tokenizers."""
+class CallFormat:
+    """Describes how calls are written.
+
+    read: reads calls behind a marker.
+    bare: the beginning of an answer that has no marker and may be a call.
+    others: texts that belong to a call besides, and are tokens of their own in some tokenizers.
+    """
 
     read: Callable[[Calls, str], Reading[None]]
     markers: tuple[str, ...] = ()
@@ -39,32 +43,32 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """The texts between which reasoning stands."""
+    """Marks where reasoning begins and ends."""
 
     begin: str
     end: str
 
 
-FORMATS: Mapping[str, Format] = {
-    "hermes": Format(Calls.tagged, ("<tool_call>",), others=("</tool_call>",)),
-    "qwen3_coder": Format(Calls.tagged, ("<tool_call>", "<function="), others=("</tool_call>",)),
-    "llama3_json": Format(Calls.llama, ("<|python_tag|>",), bare="{"),
-    "mistral": Format(Calls.mistral, ("[TOOL_CALLS]",), others=("[ARGS]", "[CALL_ID]")),
+FORMATS: Mapping[str, CallFormat] = {
+    "hermes": CallFormat(Calls.tagged, ("<tool_call>",), others=("</tool_call>",)),
+    "qwen3_coder": CallFormat(Calls.tagged, ("<tool_call>", "<function="), others=("</tool_call>",)),
+    "llama3_json": CallFormat(Calls.llama, ("<|python_tag|>",), bare="{"),
+    "mistral": CallFormat(Calls.mistral, ("[TOOL_CALLS]",), others=("[ARGS]", "[CALL_ID]")),
 }
 REASONING_MARKS: Mapping[str, ReasoningMarks] = {
     "think": ReasoningMarks("<think>", "</think>"),
     "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
 }
-LIST = Format(lambda calls, _: calls.list(), bare="[")
+LIST = CallFormat(lambda calls, _: calls.list(), bare="[")
 """Calls in a form that no model was taught, for one that can write nothing else."""
 
 
 class OutputParser:
-    """One answer in the making."""
+    """Parses one answer as it comes."""
 
     def __init__(
         self,
-        format: Format | None = None,
+        format: CallFormat | None = None,
         functions: Schemas | None = None,
         *,
         several: bool = True,
@@ -119,7 +123,7 @@ class OutputParser:
             self.thinking = False
             yield from reader.space(BREAK)
 
-    def _speak(self, format: Format | None) -> Reading[None]:
+    def _speak(self, format: CallFormat | None) -> Reading[None]:
         if format is not None and format.bare and (yield from self._reader.ahead()) == format.bare:
             self._reader.mark()
             yield from self._call(format, "")
@@ -130,7 +134,7 @@ class OutputParser:
             self._reader.behind(marker)
             yield from self._call(format, marker)
 
-    def _call(self, format: Format, marker: str) -> Reading[None]:
+    def _call(self, format: CallFormat, marker: str) -> Reading[None]:
         try:
             yield from format.read(self._calls, marker)
         except MalformedError:
@@ -147,7 +151,7 @@ class OutputParser:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A whole call."""
+    """Names the function and the arguments of a whole call."""
 
     name: str
     arguments: str
@@ -173,7 +177,7 @@ def whole(speech: OutputParser, text: str) -> list[Reasoning | Content | Called]
 
 
 def _joined(parts: Iterable[P]) -> list[P]:
-    """Neighbours of a kind as one."""
+    """Join neighbours of a kind."""
     joined = list[Any]()
     for part in parts:
         match joined[-1] if joined else None, part:

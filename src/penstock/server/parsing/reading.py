@@ -1,5 +1,4 @@
-"""Text that comes in pieces, read from its front by generators, and the parts of an answer that they give
-out.
+"""Reads text that comes in pieces, from its front by generators, which give out the parts of an answer.
 
 A generator of this kind gives out parts as they become certain, and None where it can say no more before
 there is more text. So a format is written down as it reads, and what it makes of a text does not depend on
@@ -18,21 +17,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A piece of reasoning."""
+    """Adds a piece of reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A piece of content."""
+    """Adds a piece of content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A tool call: its number in the answer, from 0, and the function."""
+    """Begins a tool call: its number in the answer, from 0, and the function."""
 
     index: int
     name: str
@@ -40,7 +39,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A piece of a call's arguments. All pieces together are a JSON object, once the call has ended."""
+    """Adds a piece of a call's arguments. All pieces together are a JSON object, once the call has ended."""
 
     index: int
     text: str
@@ -48,14 +47,14 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of a call."""
+    """Ends a call."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The end of a call that is none, or was cut short. `text` is all that was read of it."""
+    """Ends a call that is none, or was cut short. `text` is all that was read of it."""
 
     index: int
     text: str
@@ -85,7 +84,7 @@ class FormatReader:
 
     @property
     def left(self) -> int:
-        """The characters that were not read yet."""
+        """Count the characters that were not read yet."""
         return len(self.text) - self.at
 
     def mark(self, before: str = "") -> None:
@@ -112,18 +111,18 @@ class FormatReader:
         return not self.ended
 
     def need(self) -> Reading[None]:
-        """The same, where the text cannot end. Raises MalformedError."""
+        """Wait for more text where it cannot end. Raise MalformedError if no more comes."""
         if not (yield from self.more()):
             raise MalformedError("the text ends too early")
 
     def run(self, characters: str, room: int = 0) -> int:
-        """How many of these come next, behind so many characters, as far as there is text."""
+        """Count how many of these come next, behind so many characters, as far as there is text."""
         found = _RUNS[characters].match(self.text, self.at + room)
         assert found is not None
         return found.end() - found.start()
 
     def ahead(self) -> Reading[str]:
-        """The next character that is no space; empty at the end."""
+        """Return the next character that is no space; it is empty at the end."""
         room = 0
         while (room := room + self.run(SPACE, room)) == self.left:
             if not (yield from self.more()):
@@ -147,8 +146,13 @@ class FormatReader:
             if not begun or not (yield from self.more()):
                 return None
 
-    def skip(self, literal: str) -> Reading[bool]:
-        """Read it if it comes next."""
+    def skip(self, literal: str, *, spaced: bool = False) -> Reading[bool]:
+        """Read a literal if it comes next. Return whether it did.
+
+        spaced: whether spaces before it are read, in any case.
+        """
+        if spaced:
+            yield from self.space()
         found = yield from self.starts(literal)
         if found:
             self.take(len(literal))
@@ -172,9 +176,9 @@ class FormatReader:
     def until(
         self, markers: Sequence[str], part: Callable[[str], Part | None], trim: int | None = None
     ) -> Reading[str | None]:
-        """All up to one of the markers, whichever comes first, but for line breaks before it: so many, or all
-        of them. What `part` makes of each piece is given out, unless that is nothing. Returns the marker, to
-        be read with `behind`; None at the end of the text."""
+        """Read up to one of the markers, whichever comes first, but for line breaks before it: so many, or
+        all of them. What `part` makes of each piece is given out, unless that is nothing. Returns the marker,
+        to be read with `behind`; None at the end of the text."""
         any_of = re.compile("|".join(map(re.escape, markers)))
         held = (
             0  # Line breaks at the end of what was read, which are counted, as there may be no end of them.
@@ -204,7 +208,7 @@ class FormatReader:
 
 
 def _begun(text: str, markers: Sequence[str]) -> int:
-    """How many characters at the end of a text may be a marker's beginning."""
+    """Return how many characters at the end of a text may be a marker's beginning."""
     return max(
         (size for one in markers for size in range(1, len(one)) if text.endswith(one[:size])), default=0
     )

@@ -1,4 +1,4 @@
-"""What a function's schema says of one of its arguments, where a model writes that as plain text."""
+"""Reads a function's schema for the types of an argument, where a model writes that as plain text."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from penstock.server.parsing.jsontext import MalformedError, loaded, written
 _DEEPEST = 16
 """Schemas within schemas that are looked into."""
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
-"""As templates write these, which have no other way."""
+"""Python's constants as JSON: templates have no other way to write these."""
 _OF = {
     str: "string",
     bool: "boolean",
@@ -21,8 +21,8 @@ _OF = {
 
 
 def kinds_of(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """The JSON types that the argument may have; none if the schema leaves it open. One that it does not know
-    is a string."""
+    """Return the JSON types that the argument may have; none if the schema leaves it open. One that it does
+    not know is a string."""
     properties = schema.get("properties")
     if not isinstance(properties, Mapping) or key not in properties:
         return frozenset({"string"})
@@ -30,8 +30,10 @@ def kinds_of(schema: Mapping[str, Any], key: str) -> frozenset[str]:
 
 
 def _kinds(schema: object, root: Mapping[str, Any], depth: int, seen: set[int]) -> frozenset[str]:
-    """seen: schemas, by their ids, that were looked into. Nothing new comes of one that many others refer
-    to."""
+    """Return the JSON types that a schema allows; none if it leaves them open.
+
+    seen: schemas, by their ids, that were looked into. Nothing new comes of one that many others refer to.
+    """
     if not isinstance(schema, Mapping) or depth > _DEEPEST or id(schema) in seen:
         return frozenset()
     seen.add(id(schema))
@@ -56,7 +58,7 @@ def _kinds(schema: object, root: Mapping[str, Any], depth: int, seen: set[int]) 
 
 
 def _found(place: str, root: Mapping[str, Any]) -> object:
-    """What "#/a/b" points to."""
+    """Return the part of a schema that "#/a/b" points to."""
     here: object = root
     for step in place.removeprefix("#").split("/")[1:]:
         here = here.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(here, Mapping) else None
@@ -64,8 +66,8 @@ def _found(place: str, root: Mapping[str, Any]) -> object:
 
 
 def typed(text: str, kinds: frozenset[str]) -> str:
-    """The text as JSON of one of the kinds, or of any if there are none; as a string where it is nothing
-    else."""
+    """Return the text as JSON of one of the kinds, or of any if there are none; as a string where it is
+    nothing else."""
     bare = text.strip()
     bare = _PYTHON.get(bare, bare)
     try:

@@ -1,25 +1,23 @@
-"""The tools that a request names: checked, as a template reads them, and as the model is held to them where
-it has to call one."""
+"""Checks the tools that a request names, describes them to templates, and holds the model to them where it
+has to call one."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import msgspec
 from msgspec import Struct
 
 from penstock.base.pacing import paced
 from penstock.server.parsing.dialects import Dialect
 from penstock.server.parsing.jsontext import MalformedError, loaded
-from penstock.server.wire.requests import FieldError, Message, invalid
+from penstock.server.wire.requests import FieldError, Message, converted
 
-T = TypeVar("T")
 MOST_TOOLS = 128
 MOST_CALLS = 32
-"""Where there have to be some: a small model may find no end."""
+"""The most calls where there have to be some: a small model may find no end."""
 _PLAIN = {
     "whitespace_flexible": False,
     "whitespace_pattern": None,
@@ -65,14 +63,14 @@ class _ToolChoice(Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools that the model may call; none if it must not."""
+    """Lists the tools that the model may call; none if it must not."""
 
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Of the arguments of each function."""
+    """Schemas of the arguments of each function."""
     described: Sequence[Mapping[str, object]] = ()
-    """As templates read them."""
+    """Tools as templates read them."""
     several: bool = True
-    """Whether there may be more than one call."""
+    """There may be more than one call."""
     forced: tuple[str, ...] = ()
     """Functions, one of which it has to call; none if it may also say something else."""
 
@@ -121,12 +119,15 @@ def tools_of(tools: Sequence[object] | None, choice: object, parallel: bool | No
             "there are none",
             "tools",
         )
-    functions = [_converted(tool, _Tool, f"tools[{at}]", "tools").function for at, tool in enumerate(tools)]
+    functions = [converted(tool, _Tool, f"tools[{at}]", "tools").function for at, tool in enumerate(tools)]
     schemas: dict[str, Mapping[str, Any]] = {}
     for at, function in enumerate(functions):
         if not _NAME.fullmatch(function.name):
-            what = "a name has from 1 to 128 letters, digits, underscores, dots and hyphens"
-            raise FieldError(f"tools[{at}] is called {function.name[:160]!r}, but {what}", "tools")
+            raise FieldError(
+                f"tools[{at}] is called {function.name[:160]!r}, but a name has from 1 to 128 letters, "
+                "digits, underscores, dots and hyphens",
+                "tools",
+            )
         if function.name in schemas:
             raise FieldError(
                 f"tools[{at}] is called {function.name!r}, as one before it; give each a name of its own",
@@ -156,7 +157,7 @@ def _forced(choice: object, schemas: Mapping[str, object]) -> tuple[str, ...]:
             f"tool_choice {choice[:40]!r} must be none, auto, required, or an object that names a function",
             "tool_choice",
         )
-    name = _converted(choice, _ToolChoice, "tool_choice", "tool_choice").function.name
+    name = converted(choice, _ToolChoice, "tool_choice", "tool_choice").function.name
     if name not in schemas:
         raise FieldError(
             f"tool_choice names {name[:160]!r}, which is not one of the tools: {', '.join(schemas)[:200]}",
@@ -165,20 +166,13 @@ def _forced(choice: object, schemas: Mapping[str, object]) -> tuple[str, ...]:
     return (name,)
 
 
-def _converted(value: object, kind: type[T], where: str, param: str) -> T:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise FieldError(f"{where} is not valid: {invalid(error)}", param) from error
-
-
 def _described(function: _Function, schema: Mapping[str, Any]) -> Mapping[str, object]:
     described = {} if function.description is None else {"description": function.description}
     return {"type": "function", "function": {"name": function.name, **described, "parameters": schema}}
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A function has no other arguments than those that are named, unless its schema says so."""
+    """Return the schema without other arguments than those that it names, unless it says so."""
     return (
         {"type": "object", **schema}
         if _OPEN & schema.keys()
@@ -187,7 +181,7 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _moved(schema: object, place: str) -> object:
-    """A schema that stands somewhere in another, its references following it."""
+    """Return a schema that stands somewhere in another, its references following it."""
     if isinstance(schema, Mapping):
         return {
             key: place + value[1:]

@@ -1,1 +1,2 @@
-"""What goes over the wire, field by field: requests as clients send them, answers as they are described."""
+"""Defines what goes over the wire, field by field: requests as clients send them, answers as they are
+described."""

@@ -1,23 +1,21 @@
-"""The items of /v1/responses as the messages of a conversation."""
+"""Reads the items of /v1/responses as the messages of a conversation."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from msgspec import Struct
 
-from penstock.server.wire.requests import FieldError, Message, invalid
+from penstock.server.wire.requests import FieldError, Message, converted
 
-T = TypeVar("T")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _KINDS = "message, function_call, function_call_output and reasoning"
 _LEADERS = ("system", "developer")
 
 
 class _Said(Struct):
-    """Items have more fields than these: ids, states, and whatever will be thought of. They are of no use to
-    a model."""
+    """Reads a message. Items have more fields than these: ids, states, and whatever will be thought of. They
+    are of no use to a model."""
 
     role: str
     content: str | list[dict[str, Any]]
@@ -51,25 +49,25 @@ def messages_of(
         where = f"input[{at}]"
         match item.get("type", "message" if "role" in item else None):
             case "message":
-                said = _read(item, _Said, where)
+                said = converted(item, _Said, where, "input")
                 if said.role != "assistant":
                     messages.append(Message(role=said.role, content=_text(said.content, where)))
                 else:
                     turn = _turn(messages)
                     turn.content = _both(turn.content, _text(said.content, where))
             case "function_call":
-                call = _read(item, _Called, where)
+                call = converted(item, _Called, where, "input")
                 turn = _turn(messages)
                 calls = turn.tool_calls or []
                 function = {"name": call.name, "arguments": call.arguments}
                 turn.tool_calls = [*calls, {"id": call.call_id, "type": "function", "function": function}]
             case "function_call_output":
-                answer = _read(item, _Answered, where)
+                answer = converted(item, _Answered, where, "input")
                 messages.append(
                     Message(role="tool", tool_call_id=answer.call_id, content=_text(answer.output, where))
                 )
             case "reasoning":
-                reasoned = _read(item, _Reasoned, where)
+                reasoned = converted(item, _Reasoned, where, "input")
                 if text := _text(reasoned.content or reasoned.summary or [], where):
                     turn = _turn(messages)
                     turn.reasoning_content = _both(turn.reasoning_content, text)
@@ -83,19 +81,12 @@ def _both(before: object, text: str) -> str:
 
 
 def _turn(messages: list[Message]) -> Message:
-    """The assistant's message at the end, a new one if there is none."""
+    """Return the assistant's message at the end, a new one if there is none."""
     if not messages or messages[-1].role != "assistant":
         messages.append(Message(role="assistant"))
     else:  # It may be another item's, too.
         messages[-1] = copy(messages[-1])
     return messages[-1]
-
-
-def _read(item: Mapping[str, Any], kind: type[T], where: str) -> T:
-    try:
-        return msgspec.convert(item, kind)
-    except msgspec.ValidationError as error:
-        raise FieldError(f"{where} is not valid: {invalid(error)}", "input") from error
 
 
 def _text(parts: str | Sequence[Mapping[str, Any]], where: str) -> str:
@@ -120,8 +111,8 @@ def _text(parts: str | Sequence[Mapping[str, Any]], where: str) -> str:
 
 
 def led(messages: Sequence[Message], instructions: str | None) -> list[Message]:
-    """The conversation with its instructions at the head: these and what its first messages say as such are
-    one system's message."""
+    """Return the conversation with its instructions at the head: these and what its first messages say as
+    such are one system's message."""
     lead = [instructions] if instructions else []
     rest = list(messages)
     while rest and rest[0].role in _LEADERS:

@@ -1,4 +1,4 @@
-"""What clients may send, field by field, and what of it the engine is asked.
+"""Defines what clients may send, field by field, and what of it the engine is asked.
 
 The fields are OpenAI's, and beside them those of SamplingParams. One that would change the answer and cannot
 be honoured is refused, and so is an unknown one; what only labels a request, or suits what is done
@@ -6,6 +6,7 @@ anyway, is taken and has no effect.
 """
 
 import re
+from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -18,14 +19,14 @@ from penstock.step.structure import Structure
 
 T = TypeVar("T")
 MOST_LOGPROBS = 20
-"""Of the likeliest tokens, that a client may ask for with each."""
+"""The likeliest tokens that a client may ask for with each."""
 MOST_PROMPTS = 256
-"""In one request."""
+"""Prompts in one request."""
 MOST_STOPS, LONGEST_STOP = 32, 1024
 """Stop strings of a request, and characters of one: they are looked for with every token, while all others
 wait."""
 MOST_BIASES = MOST_STOP_TOKENS = 4096
-"""Of a request: they are gone through again and again. OpenAI takes fewer."""
+"""Biases and stop tokens of a request: they are gone through again and again. OpenAI takes fewer."""
 MOST_MARKS = {b"[{:": 250_000, b",": 1_000_000}
 """Characters of a large body, those in its texts included. The first begin an object, a list or a field,
 which take 0.3 us each to decode, the last stand between scalars, which take 0.04 us; nobody else computes
@@ -37,7 +38,7 @@ _OWN = ("messages", "add_generation_prompt", "tools", "self")
 
 
 class FieldError(PenstockError):
-    """A request that is not what it must be. `param`: the field, if it is one's fault."""
+    """Says that a request is not what it must be. `param`: the field, if it is one's fault."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -45,44 +46,33 @@ class FieldError(PenstockError):
 
 
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31)]
-"""Of those that wait the request with the least is served first."""
+"""A rank: of the requests that wait, that with the least is served first."""
 Timeout = Annotated[float, Meta(gt=0)]
-Salt = Annotated[str, Meta(min_length=1, max_length=256)]
-"""Of prefixes: they are shared with requests of the same."""
 """Seconds after which a request ends with an error."""
+Salt = Annotated[str, Meta(min_length=1, max_length=256)]
+"""A name for prefixes: they are shared with requests of the same."""
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """The options of a stream."""
+    """Sets what a stream has besides."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class _Asked(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both kinds of completion have."""
+class TokenRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
+    """Declares what all requests for tokens have."""
 
     model: str
-    n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    stop: str | list[str] | None = None
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    user: str | None = None
     # Beside OpenAI's:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
     priority: Priority = 0
     timeout: Timeout | None = None
     cache_salt: Salt | None = None
@@ -90,7 +80,25 @@ class _Asked(Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def streams(self) -> bool:
+        """Tell whether the answer is a stream."""
         return bool(self.stream)
+
+
+class _Asked(TokenRequest, forbid_unknown_fields=True, kw_only=True):
+    """Declares what both kinds of completion have."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    # Beside OpenAI's:
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
 
     @property
     def tells_usage(self) -> bool:
@@ -106,20 +114,21 @@ class _Asked(Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def outputs(self) -> int:
-        """Of all prompts. Raises FieldError."""
-        return self.params().n
+        """Count the outputs of all prompts. Raise FieldError."""
+        return self.params.n
 
     @property
     def structured_by(self) -> str:
-        """The field that says what form answers have."""
+        """Return the field that gives answers their structure."""
         return "structured_outputs"
 
     def structure(self) -> Structure | None:
-        """That form. Raises FieldError and StructureError."""
+        """Return the structure of answers; None if they have none. Raise FieldError and StructureError."""
         return None if self.structured_outputs is None else self.structured_outputs.structure()
 
+    @cached_property
     def params(self) -> SamplingParams:
-        """Raises FieldError."""
+        """Return the settings of outputs. Raise FieldError."""
         if self.stream_options is not None and not self.stream:
             raise FieldError(
                 "stream_options are for a stream; set stream, or leave them out", "stream_options"
@@ -168,15 +177,15 @@ class _Asked(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
-    """A part of a message's content: text."""
+    """Gives a part of a message's content, which is text."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A message of a conversation, with what clients send back of an answer. All of it is for the model's
-    template."""
+    """Holds a message of a conversation, with what clients send back of an answer. All of it is for the
+    model's template."""
 
     role: str
     content: str | list[TextPart] | None = None
@@ -204,7 +213,7 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/chat/completions."""
+    """Holds the body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: int | None = None
@@ -229,17 +238,17 @@ class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def most_tokens(self) -> int | None:
-        """The tokens of each output at most."""
+        """Return the most tokens of each output."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def most_logprobs(self) -> int | None:
-        """The likeliest tokens whose log-probabilities are wanted beside each token's own."""
+        """Return how many likeliest tokens are wanted beside each token's own."""
         return _logprobs(self.top_logprobs or 0, "top_logprobs") if self.logprobs else None
 
     @property
     def structured_by(self) -> str:
-        """The field that gives answers their structure."""
+        """Return the field that gives answers their structure."""
         return next(
             (name for name in ("structured_outputs", "response_format") if getattr(self, name) is not None),
             "tools",
@@ -249,8 +258,10 @@ class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
         """Return the structure of answers; None if they have none. Raise FieldError and StructureError."""
         form = None if self.response_format is None else self.response_format.structure()
         if form is not None and self.structured_outputs is not None:
-            message = "structured_outputs and response_format each give answers a form; leave one of them out"
-            raise FieldError(message, "structured_outputs")
+            raise FieldError(
+                "structured_outputs and response_format each give answers a form; leave one of them out",
+                "structured_outputs",
+            )
         return form or _Asked.structure(self)
 
     def check(self) -> None:
@@ -263,7 +274,7 @@ class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
 
 
 class CompletionRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/completions."""
+    """Holds the body of POST /v1/completions."""
 
     prompt: str | list[Any]
     """Text or token ids, or a list of these."""
@@ -275,12 +286,12 @@ class CompletionRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def most_tokens(self) -> int | None:
-        """The tokens of each output at most."""
+        """Return the most tokens of each output."""
         return 16 if self.max_tokens is None else self.max_tokens
 
     @property
     def most_logprobs(self) -> int | None:
-        """The likeliest tokens whose log-probabilities are wanted beside each token's own."""
+        """Return how many likeliest tokens are wanted beside each token's own."""
         return None if self.logprobs is None else _logprobs(self.logprobs, "logprobs")
 
     def check(self) -> None:
@@ -317,18 +328,18 @@ class CompletionRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def outputs(self) -> int:
-        """The number of outputs of all prompts."""
-        return self.params().n * len(self.prompts)
+        """Count the outputs of all prompts. Raise FieldError."""
+        return self.params.n * len(self.prompts)
 
-    @property
+    @cached_property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts: texts, or token ids."""
+        """Return the prompts: texts, or token ids."""
         given = self.prompt
         return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /tokenize."""
+    """Holds the body of POST /tokenize."""
 
     model: str | None = None
     prompt: str | None = None
@@ -347,14 +358,14 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /detokenize."""
+    """Holds the body of POST /detokenize."""
 
     model: str | None = None
     tokens: list[int]
 
 
 def blamed(error: RequestError) -> str | None:
-    """The field that the engine's message is about: those begin with it."""
+    """Return the field that the engine's message is about: those begin with it."""
     name = str(error).split(" ", 1)[0]
     return name if name in CompletionRequest.__struct_fields__ else None
 
@@ -372,7 +383,7 @@ def expect_few_values(body: bytes) -> None:
 
 
 def decoded(body: bytes, kind: type[T]) -> T:
-    """A request's body. Raises FieldError that names the field."""
+    """Return what a request's body says. Raise FieldError that names the field."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -382,12 +393,21 @@ def decoded(body: bytes, kind: type[T]) -> T:
         name = unknown[1] if unknown else place[1] if place and place[1] else None
         if missing := re.search(r"missing required field `([^`]*)`", text):
             name = missing[1]
-        raise FieldError(f"the request is not valid: {invalid(error)}", name) from error
+        raise FieldError(f"the request is not valid: {_invalid(error)}", name) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FieldError(f"the request's body is not JSON: {error}") from error
 
 
-def invalid(error: msgspec.ValidationError) -> str:
+def converted(value: object, kind: type[T], where: str, param: str) -> T:
+    """Return a part of a request, read as a type. where: what it is called. param: its field. Raise
+    FieldError."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise FieldError(f"{where} is not valid: {_invalid(error)}", param) from error
+
+
+def _invalid(error: msgspec.ValidationError) -> str:
     """Return what is not as it must be, in words that go on from others."""
     text = str(error)
     return text[:1].lower() + (text[1:] if len(text) <= _LONGEST_SAID else f"{text[1:_LONGEST_SAID]}...")
@@ -395,8 +415,10 @@ def invalid(error: msgspec.ValidationError) -> str:
 
 def _check_variables(variables: dict[str, Any] | None) -> None:
     if taken := [name for name in _OWN if name in (variables or ())]:
-        message = f"chat_template_kwargs have {taken[0]!r}, which a template has from elsewhere; leave it out"
-        raise FieldError(message, "chat_template_kwargs")
+        raise FieldError(
+            f"chat_template_kwargs have {taken[0]!r}, which a template has from elsewhere; leave it out",
+            "chat_template_kwargs",
+        )
 
 
 def _logprobs(count: int, name: str) -> int:

@@ -1,4 +1,4 @@
-"""The answers and events of /v1/responses, field by field; see wire.shapes."""
+"""Defines the answers and events of /v1/responses, field by field; see wire.shapes."""
 
 from typing import Any, Literal
 
@@ -6,7 +6,7 @@ from penstock.server.wire.shapes import AnswerObject, ChatTokenLogprob
 
 
 class OutputText(AnswerObject, tag_field="type", tag="output_text"):
-    """A part of a message: text."""
+    """Holds the text of a message."""
 
     text: str
     annotations: list[Any]
@@ -14,37 +14,35 @@ class OutputText(AnswerObject, tag_field="type", tag="output_text"):
 
 
 class ReasoningText(AnswerObject, tag_field="type", tag="reasoning_text"):
-    """A part of reasoning: text."""
+    """Holds the text of reasoning."""
 
     text: str
 
 
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
-
-
-class OutputMessage(AnswerObject, tag_field="type", tag="message"):
-    """An item: a message."""
+class _Item(AnswerObject):
+    """Holds an item of a response."""
 
     id: str
-    status: ItemStatus
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputMessage(_Item, tag_field="type", tag="message"):
+    """Holds an item: a message."""
+
     role: Literal["assistant"]
     content: list[OutputText]
 
 
-class ReasoningItem(AnswerObject, tag_field="type", tag="reasoning"):
-    """An item: reasoning."""
+class ReasoningItem(_Item, tag_field="type", tag="reasoning"):
+    """Holds an item: reasoning."""
 
-    id: str
-    status: ItemStatus
     summary: list[Any]
     content: list[ReasoningText]
 
 
-class FunctionCall(AnswerObject, tag_field="type", tag="function_call"):
-    """An item: a call of a function."""
+class FunctionCall(_Item, tag_field="type", tag="function_call"):
+    """Holds an item: a call of a function."""
 
-    id: str
-    status: ItemStatus
     call_id: str
     name: str
     arguments: str
@@ -54,47 +52,47 @@ Item = OutputMessage | ReasoningItem | FunctionCall
 
 
 class ResponseError(AnswerObject):
-    """The error that has kept a response from being complete."""
+    """Says what has kept a response from being complete."""
 
     code: Literal["server_error"]
     message: str
 
 
 class IncompleteDetails(AnswerObject):
-    """The reason for which a response is not complete."""
+    """Gives the reason for which a response is not complete."""
 
     reason: Literal["max_output_tokens"]
 
 
 class ReasoningSettings(AnswerObject):
-    """The settings of reasoning that a request had."""
+    """Repeats the settings of reasoning that a request had."""
 
     effort: str | None
     summary: None
 
 
 class TextSettings(AnswerObject):
-    """The form of text that a request asked for."""
+    """Repeats the form of text that a request asked for."""
 
     format: dict[str, Any]
     verbosity: str | None
 
 
 class InputTokensDetails(AnswerObject):
-    """The tokens of the input that were found in the cache."""
+    """Counts the tokens of the input that were found in the cache."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputTokensDetails(AnswerObject):
-    """The tokens of the output that are reasoning."""
+    """Counts the tokens of the output that are reasoning."""
 
     reasoning_tokens: int
 
 
 class ResponseUsage(AnswerObject):
-    """The tokens of a response."""
+    """Counts the tokens of a response."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -104,7 +102,7 @@ class ResponseUsage(AnswerObject):
 
 
 class Response(AnswerObject):
-    """A response to items."""
+    """Responds to items."""
 
     id: str
     object: Literal["response"]
@@ -139,7 +137,7 @@ class Response(AnswerObject):
 
 
 class DeletedResponse(AnswerObject):
-    """The answer to a request that a response be kept no longer."""
+    """Answers the request to delete a response."""
 
     id: str
     object: Literal["response"]
@@ -147,13 +145,13 @@ class DeletedResponse(AnswerObject):
 
 
 class StreamEvent(AnswerObject):
-    """The data of an event of a response that is streamed."""
+    """Holds the data of an event of a response that is streamed."""
 
     sequence_number: int
 
 
 class ResponseEvent(StreamEvent):
-    """An event about a whole response."""
+    """Tells of a whole response."""
 
     type: Literal[
         "response.created",
@@ -166,7 +164,7 @@ class ResponseEvent(StreamEvent):
 
 
 class ItemEvent(StreamEvent):
-    """An event about an item."""
+    """Tells of an item."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
     output_index: int
@@ -174,63 +172,64 @@ class ItemEvent(StreamEvent):
 
 
 class PlacedEvent(StreamEvent):
-    """An event about a part of an item."""
+    """Tells of a part of an item."""
 
     item_id: str
     output_index: int
 
 
-class ContentPartEvent(PlacedEvent):
-    """An event about a part of an item's content."""
+class ContentEvent(PlacedEvent):
+    """Tells of the content of an item."""
+
+    content_index: int
+
+
+class ContentPartEvent(ContentEvent):
+    """Tells of a part of an item's content."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
-    content_index: int
     part: OutputText | ReasoningText
 
 
-class TextDeltaEvent(PlacedEvent):
-    """A piece of text was added."""
+class TextDeltaEvent(ContentEvent):
+    """Adds a piece of text."""
 
     type: Literal["response.output_text.delta"]
-    content_index: int
     delta: str
     logprobs: list[ChatTokenLogprob]
 
 
-class TextDoneEvent(PlacedEvent):
-    """A text is complete."""
+class TextDoneEvent(ContentEvent):
+    """Ends a text."""
 
     type: Literal["response.output_text.done"]
-    content_index: int
     text: str
     logprobs: list[ChatTokenLogprob]
 
 
-class ReasoningDeltaEvent(PlacedEvent):
-    """A piece of reasoning was added."""
+class ReasoningDeltaEvent(ContentEvent):
+    """Adds a piece of reasoning."""
 
     type: Literal["response.reasoning_text.delta"]
-    content_index: int
     delta: str
 
 
-class ReasoningDoneEvent(PlacedEvent):
-    """A text of reasoning is complete."""
+class ReasoningDoneEvent(ContentEvent):
+    """Ends a text of reasoning."""
 
     type: Literal["response.reasoning_text.done"]
-    content_index: int
     text: str
 
 
 class ArgumentsDeltaEvent(PlacedEvent):
-    """A piece of a call's arguments was added."""
+    """Adds a piece of a call's arguments."""
 
     type: Literal["response.function_call_arguments.delta"]
     delta: str
 
 
 class ArgumentsDoneEvent(PlacedEvent):
-    """The arguments of a call are complete."""
+    """Ends the arguments of a call."""
 
     type: Literal["response.function_call_arguments.done"]
     name: str
@@ -248,4 +247,4 @@ EVENTS = (
     ArgumentsDeltaEvent,
     ArgumentsDoneEvent,
 )
-"""Of a response."""
+"""The events of a response."""

@@ -1,25 +1,15 @@
-"""What clients may send to /v1/responses: a request for a chat in other words, and it is read as one."""
+"""Defines what clients may send to /v1/responses: a request for a chat in other words, and it is read as
+one."""
 
 import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 
 from penstock.server.wire.items import led
-from penstock.server.wire.requests import (
-    ChatRequest,
-    FieldError,
-    Message,
-    Priority,
-    Salt,
-    StreamOptions,
-    Timeout,
-    invalid,
-)
-from penstock.server.wire.structured import StructuredOutputs
+from penstock.server.wire.requests import ChatRequest, FieldError, Message, TokenRequest, converted
 
 MOST_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
@@ -52,7 +42,7 @@ _SAME = (
 
 
 class Reasons(Struct, forbid_unknown_fields=True):
-    """The settings of reasoning."""
+    """Sets how the model reasons."""
 
     effort: Label | None = None
     summary: str | None = None
@@ -61,16 +51,15 @@ class Reasons(Struct, forbid_unknown_fields=True):
 
 
 class Form(Struct, forbid_unknown_fields=True):
-    """The form of the answer's text."""
+    """Sets the form of the answer's text."""
 
     format: dict[str, Any] | None = None
     verbosity: Label | None = None
 
 
-class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/responses."""
+class ResponsesRequest(TokenRequest, forbid_unknown_fields=True, kw_only=True):
+    """Holds the body of POST /v1/responses."""
 
-    model: str
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
@@ -79,12 +68,8 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     text: Form | None = None
     reasoning: Reasons | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     store: bool | None = None
     metadata: dict[Label, Label] | None = None
     previous_response_id: str | None = None
@@ -98,20 +83,12 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_retention: str | None = None
     max_tool_calls: int | None = None
     # Beside OpenAI's:
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    priority: Priority = 0
-    timeout: Timeout | None = None
-    cache_salt: Salt | None = None
-    structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
-    def streams(self) -> bool:
-        """Tell whether the answer is a stream."""
-        return bool(self.stream)
+    def outputs(self) -> int:
+        """Count the outputs."""
+        return 1
 
     @property
     def stores(self) -> bool:
@@ -121,11 +98,11 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         """Raise FieldError for what the fields do not allow together, or this server at all."""
         if self.truncation not in (None, "disabled"):
-            message = (
+            raise FieldError(
                 f"truncation {self.truncation[:40]!r} was asked for, but nothing is left out of a "
-                "conversation; set it to disabled"
+                "conversation; set it to disabled",
+                "truncation",
             )
-            raise FieldError(message, "truncation")
         if self.background:
             raise FieldError(
                 "a response in the background was asked for, but they are computed while clients wait",
@@ -148,7 +125,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
             raise FieldError("there is no input; give a text or a list of items", "input")
 
     def chat(self, messages: Sequence[Message]) -> ChatRequest:
-        """The same as a request for a chat: the answer to these messages. Raises FieldError."""
+        """Return the same as a request for a chat: the answer to these messages. Raise FieldError."""
         logprobs = LOGPROBS in (self.include or ())
         fields: dict[str, object] = {name: getattr(self, name) for name in _SAME}
         fields["max_completion_tokens"] = self.max_output_tokens
@@ -165,10 +142,8 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
             fields["reasoning_effort"] = self.reasoning.effort
         if self.text is not None:
             fields |= {"verbosity": self.text.verbosity, "response_format": _format(self.text.format)}
-        try:
-            chat = msgspec.convert({"messages": [{"role": "user"}], **fields}, ChatRequest)
-        except msgspec.ValidationError as error:  # Of what is not checked here: the form of the text.
-            raise FieldError(f"text.format is not valid: {invalid(error)}", "text") from error
+        # What is not checked here is the form of the text.
+        chat = converted({"messages": [{"role": "user"}], **fields}, ChatRequest, "text.format", "text")
         chat.structured_outputs = self.structured_outputs
         chat.messages = led(messages, self.instructions)
         return chat

@@ -1,18 +1,21 @@
-"""The answers of the API, field by field. Nothing reads them; the API's description is made from them."""
+"""Defines the answers of the API, field by field. Nothing reads them; the API's description is made from
+them."""
 
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 
 FinishReason = Literal["stop", "length", "tool_calls", "error"]
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 class AnswerObject(Struct, forbid_unknown_fields=True, kw_only=True):
-    """An object of an answer. It has no other fields."""
+    """Describes an object of an answer. It has no other fields."""
 
 
 class Fault(AnswerObject):
-    """An error, as OpenAI's clients read it."""
+    """Describes an error, as OpenAI's clients read it."""
 
     message: str
     type: Literal[
@@ -24,19 +27,38 @@ class Fault(AnswerObject):
 
 
 class Refusal(AnswerObject):
-    """The body of a response that is an error, and the last event of a stream that has failed."""
+    """Says what is wrong: the body of a response that is an error, and the last event of a stream that has
+    failed."""
 
     error: Fault
 
 
+class _Outputs(AnswerObject, Generic[T, U]):
+    """Holds outputs, or what is added to them. T: what kind of object it is. U: its choices."""
+
+    id: str
+    object: T
+    created: int
+    model: str
+    choices: list[U]
+
+
+class _OutputChoice(AnswerObject, Generic[T, U]):
+    """Holds an output, or what is added to it. T: log-probabilities. U: why it has ended."""
+
+    index: int
+    logprobs: T | None
+    finish_reason: U
+
+
 class PromptTokensDetails(AnswerObject):
-    """The tokens of prompts that were found in the cache."""
+    """Counts the tokens of prompts that were found in the cache."""
 
     cached_tokens: int
 
 
 class Usage(AnswerObject):
-    """The tokens of a request."""
+    """Counts the tokens of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -45,7 +67,7 @@ class Usage(AnswerObject):
 
 
 class LogprobEntry(AnswerObject):
-    """The log-probability of a token."""
+    """Gives the log-probability of a token."""
 
     token: str
     logprob: float
@@ -53,20 +75,20 @@ class LogprobEntry(AnswerObject):
 
 
 class ChatTokenLogprob(LogprobEntry):
-    """The log-probability of a token, and those of the likeliest in its place."""
+    """Gives the log-probability of a token, and those of the likeliest in its place."""
 
     top_logprobs: list[LogprobEntry]
 
 
 class ChatLogprobs(AnswerObject):
-    """The log-probabilities of an answer's tokens."""
+    """Gives the log-probabilities of an answer's tokens."""
 
     content: list[ChatTokenLogprob]
     refusal: None
 
 
 class Function(AnswerObject):
-    """A function that is called."""
+    """Names a function that is called."""
 
     name: str
     arguments: str
@@ -74,7 +96,7 @@ class Function(AnswerObject):
 
 
 class ToolCall(AnswerObject):
-    """A call of a tool."""
+    """Calls a tool."""
 
     id: str
     type: Literal["function"]
@@ -82,7 +104,7 @@ class ToolCall(AnswerObject):
 
 
 class ChatMessage(AnswerObject):
-    """An answer to a conversation."""
+    """Answers a conversation."""
 
     role: Literal["assistant"]
     content: str | None
@@ -91,35 +113,27 @@ class ChatMessage(AnswerObject):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(AnswerObject):
-    """One of the answers to a conversation."""
+class ChatChoice(_OutputChoice[ChatLogprobs, FinishReason]):
+    """Holds one of the answers to a conversation."""
 
-    index: int
     message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
 
 
-class ChatCompletion(AnswerObject):
-    """The answers to a conversation."""
+class ChatCompletion(_Outputs[Literal["chat.completion"], ChatChoice]):
+    """Holds the answers to a conversation."""
 
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
     usage: Usage
 
 
 class FunctionDelta(AnswerObject):
-    """A piece of a function that is called."""
+    """Adds to a function that is called."""
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
 class ToolCallDelta(AnswerObject):
-    """Its id, type and the function's name come once, with the first."""
+    """Adds to a call of a tool. Its id, type and the function's name come once, with the first."""
 
     index: int
     function: FunctionDelta
@@ -128,7 +142,7 @@ class ToolCallDelta(AnswerObject):
 
 
 class ChatDelta(AnswerObject):
-    """A piece of an answer to a conversation."""
+    """Adds to an answer to a conversation."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -136,28 +150,20 @@ class ChatDelta(AnswerObject):
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
-class ChatChunkChoice(AnswerObject):
-    """A piece of one of the answers to a conversation."""
+class ChatChunkChoice(_OutputChoice[ChatLogprobs, FinishReason | None]):
+    """Adds to one of the answers to a conversation."""
 
-    index: int
     delta: ChatDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
 
 
-class ChatCompletionChunk(AnswerObject):
-    """The data of an event of a chat that is streamed."""
+class ChatCompletionChunk(_Outputs[Literal["chat.completion.chunk"], ChatChunkChoice]):
+    """Holds the data of an event of a chat that is streamed."""
 
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
 
 
 class CompletionLogprobs(AnswerObject):
-    """The log-probabilities of a continuation's tokens."""
+    """Gives the log-probabilities of a continuation's tokens."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -165,48 +171,32 @@ class CompletionLogprobs(AnswerObject):
     text_offset: list[int]
 
 
-class CompletionChoice(AnswerObject):
-    """One of the continuations of texts."""
+class CompletionChoice(_OutputChoice[CompletionLogprobs, FinishReason]):
+    """Holds one of the continuations of texts."""
 
-    index: int
     text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason
 
 
-class CompletionResponse(AnswerObject):
-    """The continuations of texts."""
+class CompletionResponse(_Outputs[Literal["text_completion"], CompletionChoice]):
+    """Holds the continuations of texts."""
 
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
     usage: Usage
 
 
-class CompletionChunkChoice(AnswerObject):
-    """A piece of one of the continuations of texts."""
+class CompletionChunkChoice(_OutputChoice[CompletionLogprobs, FinishReason | None]):
+    """Adds to one of the continuations of texts."""
 
-    index: int
     text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
 
 
-class CompletionChunk(AnswerObject):
-    """The data of an event of a completion that is streamed."""
+class CompletionChunk(_Outputs[Literal["text_completion"], CompletionChunkChoice]):
+    """Holds the data of an event of a completion that is streamed."""
 
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType | None = UNSET
 
 
 class ModelCard(AnswerObject):
-    """A model, as clients ask for it."""
+    """Describes a model, as clients ask for it."""
 
     id: str
     object: Literal["model"]
@@ -216,14 +206,14 @@ class ModelCard(AnswerObject):
 
 
 class ModelList(AnswerObject):
-    """The models by their names."""
+    """Lists the models by their names."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class TokenizeResponse(AnswerObject):
-    """The tokens of a text or a conversation."""
+    """Lists the tokens of a text or a conversation."""
 
     count: int
     max_model_len: int
@@ -232,15 +222,12 @@ class TokenizeResponse(AnswerObject):
 
 
 class Text(AnswerObject):
-    """The text of tokens."""
+    """Gives the text of tokens."""
 
     prompt: str
 
 
 class Status(AnswerObject):
-    """The status of a server."""
+    """Gives the status of a server."""
 
     status: Literal["alive", "ready", "loading", "closing", "waiting for a replica"]
-
-
-# ---- responses

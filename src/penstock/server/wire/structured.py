@@ -1,4 +1,5 @@
-"""What clients may send for an answer of a given form: OpenAI's field, and the newer one of other servers."""
+"""Defines what clients may send for an answer of a given form: OpenAI's field, and the newer one of other
+servers."""
 
 from typing import Any, Literal
 
@@ -9,17 +10,17 @@ from penstock.step.structure import Structure
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A schema that an answer keeps to."""
+    """Gives the schema that an answer keeps to."""
 
     schema: dict[str, Any]
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
-    """None of these three changes anything: an answer is always what the schema says."""
+    """These last three change nothing: an answer is always what the schema says."""
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True):
-    """The form of an answer."""
+    """Asks for a form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -36,7 +37,7 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True):
-    """One of these."""
+    """Asks for a form of the answer, in exactly one of these fields."""
 
     json: dict[str, Any] | str | None = None
     """A schema."""
