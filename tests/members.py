@@ -20,7 +20,7 @@ from penstock.step.plan import BlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming.residency import Limits, padded, solve_model
 from penstock.weights.streaming.ring import Rates
-from penstock.weights.streaming.source import CheckpointSource
+from penstock.weights.streaming.source import CheckpointSource, Sources
 from penstock.weights.streaming.source import Source as Bytes
 from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.inputs import InputBuilder
@@ -86,6 +86,8 @@ class Rank:
     source: Bytes | None = None
     part: float = 1.0
     """Of the weights, as much is on the device."""
+    rows_at_rest: int = 0
+    """As of `mixture`."""
     weights: WeightStream = field(init=False)
     pool: KVPool = field(init=False)
 
@@ -97,10 +99,10 @@ class Rank:
         limits = Limits(total if self.part == 1 else max(int(self.part * total), least), total)
         placement, experts, _ = solve_model(layouts, spec.tied_embeddings, limits, RATES, disk=False)
         source = self.source or CheckpointSource(self.model)
-        self.weights = WeightStream(placement, layouts, source, CPU, experts=experts)
+        self.weights = WeightStream(placement, layouts, Sources(source, source), CPU, experts=experts)
         self.pool = KVPool(kv_layout(spec, self.dtype, BLOCK, self.shard), PAGES, CPU)
         self._inputs = InputBuilder(spec, CPU, rows=4, blocks_per_row=8, block_size=BLOCK)
-        self._decoder = Decoder(spec, self.shard, self.member)
+        self._decoder = Decoder(spec, self.shard, self.member, rows_at_rest=self.rows_at_rest)
 
     def load(self) -> None:
         self.weights.load()

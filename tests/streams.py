@@ -30,6 +30,7 @@ from penstock.weights.streaming import stream
 from penstock.weights.streaming.feeder import Feeder, Segment
 from penstock.weights.streaming.residency import Placement, Use
 from penstock.weights.streaming.ring import Link, Prediction, RingLayout, lay_pieces, lay_ring
+from penstock.weights.streaming.source import Sources
 from penstock.weights.streaming.stream import WeightStream
 
 UNIT = 256
@@ -251,7 +252,8 @@ class World:
         self.computing = Compute(self.gates)
         self.placement = self.shape.placement()
         streams = self.copies, self.compute or self.computing
-        self.weights = WeightStream(self.placement, self.shape.layouts(), self.store, CPU, streams=streams)
+        sources = Sources(self.store, self.store)
+        self.weights = WeightStream(self.placement, self.shape.layouts(), sources, CPU, streams=streams)
         self.visit = 0
         self._used: Counter[GroupId] = Counter()
         self.expected: dict[int, tuple[GroupId, np.ndarray]] = {}

@@ -25,7 +25,7 @@ from penstock.weights.pack.reader import Pack
 from penstock.weights.pack.writer import write_pack
 from penstock.weights.streaming.residency import padded
 from penstock.weights.streaming.source import RandomSource
-from penstock.weights.streaming.stream import group_views
+from penstock.weights.streaming.views import group_views
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=5)
 Pair = tuple[Path, Path]

@@ -286,6 +286,8 @@ def test_steps_share_the_inputs_that_two_in_flight_need() -> None:
 class Lent:
     """Weights of which the attention's move. Says what is asked of it."""
 
+    experts = None
+
     def __init__(self, said: list[str]) -> None:
         self.said, self.views = said, {}
 

@@ -3,7 +3,8 @@ waves, in a whole engine."""
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -24,15 +25,18 @@ if (
 
 import bounds
 import tiny
+from members import pass_of
 from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId, GroupKind
 from penstock.engine import measuring, placing
 from penstock.memory.device import peak_of
 from penstock.ops import experts
 from penstock.ops.experts import Grouped, experts_reference
+from penstock.ops.matrix import GroupViews
 from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton.experts import arrange, choose, expert_tuning, most_blocks
-from penstock.weights.streaming.stream import WeightStream
+from penstock.weights.streaming.lending import ExpertStream
+from penstock.weights.streaming.views import StillExperts
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-2, torch.float16: 4e-3}
 """Of the largest number; the interpreter truncates to bf16 where a GPU rounds."""
@@ -91,7 +95,7 @@ class Case:
     def grouped(self) -> Grouped:
         mixed = Grouped(self.x, self.scores, self.top_k, self.inner, normalise=self.normalise)
         mixed._h.fill_(math.nan)
-        mixed._y.fill_(math.nan)
+        mixed.y.fill_(math.nan)
         return mixed
 
     def table(self, lent: Sequence[int]) -> Tensor:
@@ -109,7 +113,7 @@ class Case:
         mixed = self.grouped()
         mixed.compute(self.table(range(self.experts)))
         chosen, want = self.reference()
-        assert mixed.used() == chosen.unique().tolist()
+        assert torch.tensor(mixed.counts()).nonzero().flatten().tolist() == chosen.unique().tolist()
         got = mixed.total()
         assert got.dtype == self.dtype
         torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[self.dtype] * float(want.abs().amax()))
@@ -219,7 +223,7 @@ class TestProducts:
         case = Case(0, 40, 24, 6, 3)
         mixed = case.grouped()
         mixed.compute(case.table(range(6)))
-        assert mixed.used() == []
+        assert mixed.counts() == [0] * 6
         assert mixed.total().shape == (0, 40)
 
     def test_experts_that_nobody_takes_are_not_read(self) -> None:
@@ -243,15 +247,15 @@ class TestProducts:
             torch.Generator().manual_seed(seed),
         )
         mixed, left = case.grouped(), torch.randperm(7, generator=rng).tolist()
-        mixed.used()
+        mixed.counts()
         while left:
             count = int(torch.randint(1, 4, (), generator=rng))
             wave, left = sorted(left[:count]), left[count:]
-            before = mixed._y.clone()
+            before = mixed.y.clone()
             mixed.compute(case.table(wave), range(wave[0], wave[-1] + 1) if seed < 2 else None)
             chosen = case.reference()[0].flatten()
             others = ~torch.isin(chosen, torch.tensor(wave))
-            torch.testing.assert_close(mixed._y[others], before[others], rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(mixed.y[others], before[others], rtol=0, atol=0, equal_nan=True)
         assert torch.equal(mixed.total(), all_at_once(case))
 
 
@@ -292,7 +296,8 @@ def test_what_streams_in_waves_computes_the_same(tmp_path: Path) -> None:
     def run(**more: object) -> tuple[object, int, LLM]:
         with (
             LLM(tiny.checkpoint(name), **(SETTINGS | more), cache=tmp_path, kv_blocks=60) as llm,
-            patch.object(WeightStream, "take", _no_experts(WeightStream.take)),
+            patch.object(ExpertStream, "each", _not_one_by_one),
+            patch.object(StillExperts, "each", _not_one_by_one),
         ):
             found = llm.generate(prompts, GREEDY)
             for one, reference in zip(found, references, strict=True):
@@ -312,22 +317,39 @@ def test_what_streams_in_waves_computes_the_same(tmp_path: Path) -> None:
     assert streamed == whole
 
 
-def _no_experts(take: object) -> object:
-    def taken(self: WeightStream, group: GroupId) -> object:
-        assert group.kind is not GroupKind.EXPERT, "an expert was taken by itself"
-        return take(self, group)  # type: ignore[operator]
+def test_some_are_computed_at_rest_while_the_others_stream() -> None:
+    """By plain torch, whose sums have another order."""
+    path, computed, lend = tiny.checkpoint("qwen3_moe"), list[GroupId](), ExpertStream.at_rest
 
-    return taken
+    @contextmanager
+    def noted(self: ExpertStream, experts: Sequence[GroupId]) -> Iterator[Mapping[GroupId, GroupViews]]:
+        with lend(self, experts) as lent:
+            computed.extend(lent)
+            yield lent
+
+    with patch.object(ExpertStream, "each", _not_one_by_one), patch.object(ExpertStream, "at_rest", noted):
+        streamed = pass_of(path, 0, part=0.6)
+        assert not computed
+        mixed = pass_of(path, 0, part=0.6, rows_at_rest=2)
+    assert computed
+    for one, other in zip(streamed, mixed, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=2e-5 * float(one.abs().amax()))
+    assert not all(map(torch.equal, streamed, mixed))
+
+
+def _not_one_by_one(self: object, experts: Sequence[GroupId]) -> None:
+    raise AssertionError("an expert was taken by itself")
 
 
 def test_a_table_says_where_experts_are_lent() -> None:
     with LLM(tiny.checkpoint("mixtral"), **SETTINGS) as llm:
         weights = llm.booted.weights
         for layer in range(3):
-            table = weights.table(layer)
+            experts = weights.experts
+            assert experts is weights.standing().experts
+            table = experts.table(layer)
             assert table is not None
-            assert table is weights.table(layer)
-            assert table is weights.standing().table(layer)
-            for expert, row in enumerate(table.tolist()):
-                views = weights.take(GroupId(GroupKind.EXPERT, layer, expert))
+            assert table is experts.table(layer)
+            every = [GroupId(GroupKind.EXPERT, layer, expert) for expert in range(len(table))]
+            for (_, views), row in zip(experts.each(every), table.tolist(), strict=True):
                 assert row == [views.matrices[name].tensor.data_ptr() for name in ("gate_up", "down")]

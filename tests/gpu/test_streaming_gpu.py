@@ -23,7 +23,7 @@ from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming import stream as streaming
 from penstock.weights.streaming.residency import Limits, Use, padded, solve
 from penstock.weights.streaming.ring import Rates
-from penstock.weights.streaming.source import RandomSource
+from penstock.weights.streaming.source import RandomSource, Sources
 from penstock.weights.streaming.stream import WeightStream
 
 CUDA = torch.device("cuda")
@@ -148,10 +148,11 @@ class World:
         placement = solve(uses, Limits(ring << 20, 64 << 20, 0, resident=0, device_ring=ring << 20), RATES)
         self.streams = slow_streams(cycles)
         streams: tuple[Stream, Stream] = self.streams
-        self.weights = WeightStream(placement, self.layouts, RandomSource("float32"), CUDA, streams=streams)
+        source = RandomSource("float32")
+        self.weights = WeightStream(placement, self.layouts, Sources(source, source), CUDA, streams=streams)
         self.weights.load()
         expected = WeightStream(
-            solve(uses, Limits(64 << 20, 0, 0), RATES), self.layouts, RandomSource("float32"), CUDA
+            solve(uses, Limits(64 << 20, 0, 0), RATES), self.layouts, Sources(source, source), CUDA
         )
         expected.load()
         self.expected = {

@@ -25,7 +25,8 @@ from penstock.ops.attention.gathered import PAST_TILE
 from penstock.sched.rules import PrefixRule
 from penstock.sched.scheduler import Scheduler, Storage
 from penstock.sched.tiers import Store
-from penstock.weights.streaming.stream import Blank, WeightStream
+from penstock.weights.streaming.stream import WeightStream
+from penstock.weights.streaming.views import Blank
 from penstock.weights.streaming.waits import Waits
 from penstock.worker.collectives import RankCollectives, Unsummed
 from penstock.worker.inputs import InputBuilder
@@ -90,15 +91,14 @@ def make_weights(placed: PlacedWeights, device: torch.device, trace: Trace | Non
         return WeightStream(
             plan.placement,
             plan.outline.layouts,
-            placed.source,
+            placed.sources,
             device,
-            disk=placed.disk,
             experts=plan.experts,
             rates=placed.rates,
             trace=trace,
         )
     except BaseException:
-        placed.close()
+        placed.sources.close()
         raise
 
 

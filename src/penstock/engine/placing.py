@@ -23,7 +23,7 @@ from penstock.weights.pack.reader import Pack
 from penstock.weights.streaming.loading import Loading, counted
 from penstock.weights.streaming.residency import Limits, padded
 from penstock.weights.streaming.ring import Rates
-from penstock.weights.streaming.source import CheckpointSource, PackSource, RandomSource, Source
+from penstock.weights.streaming.source import CheckpointSource, PackSource, RandomSource, Source, Sources
 from penstock.worker.structures import Guide
 
 Model = Checkpoint | Pack | Shape
@@ -70,15 +70,8 @@ class PlacedWeights:
     for it: none, if nothing streams."""
 
     plan: BootPlan[LongRoom]
-    source: Source
-    disk: Source
-    """The same, for what stays on disk."""
+    sources: Sources
     rates: Rates | None
-
-    def close(self) -> None:
-        """Close the sources, if nobody takes them over."""
-        for source in {self.source, self.disk}:
-            source.close()
 
 
 def host_room(config: Config, device: torch.device) -> int:
@@ -103,7 +96,7 @@ def place(
     measured = Measured(activations, read_hardware(device), there)
     found = plan_boot(outline, measured, override.limits)
     if not found.streams:
-        return PlacedWeights(found, source, disk, None)
+        return PlacedWeights(found, Sources(source, disk), None)
     total = sum(map(padded, layouts))
     if found.needs_disk and store is None:
         if isinstance(model, Checkpoint):
@@ -138,7 +131,7 @@ def place(
             else str(placement)
         )
         say(f"weights: of what every token needs, {stays}; {experts}")
-    return PlacedWeights(found, source, disk, rates)
+    return PlacedWeights(found, Sources(source, disk), rates)
 
 
 def _source(model: Model, dtype: str) -> Source:

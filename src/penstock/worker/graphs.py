@@ -19,7 +19,7 @@ are found by a table, which lies where it lay when the step was recorded.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -325,6 +325,7 @@ class _Program:
     def __init__(self, pool: "_POOL_HANDLE", weights: WeightStream) -> None:
         """Recording begins, on the current stream."""
         self._pool, self._weights, self._standing = pool, weights, weights.standing()
+        self.experts = self._standing.experts
         self._acts: list[Callable[[], object]] = []
         self._released: list[GroupId] = []
         """Since the last was taken: noted in the program before the next is."""
@@ -357,15 +358,6 @@ class _Program:
         self._standing.release(group)
         if self._weights.moves(group):
             self._released.append(group)
-
-    def expect(self, experts: Sequence[GroupId]) -> None:
-        raise AssertionError("experts are chosen while a step is recorded")
-
-    def table(self, layer: int) -> Tensor | None:
-        return self._standing.table(layer)
-
-    def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
-        raise AssertionError("experts stream while a step is recorded")
 
     def end(self) -> None:
         """Recording is over."""

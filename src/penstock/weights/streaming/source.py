@@ -1,6 +1,7 @@
 """Where the bytes of groups come from: a pack, a checkpoint, or random numbers of which only the speed
 matters."""
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -27,6 +28,20 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Nothing will be read any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Says where groups are read from: `loaded` for those that stay on DEVICE and HOST, `streamed` for those
+    that stay on DISK. Both may be one."""
+
+    loaded: Source
+    streamed: Source
+
+    def close(self) -> None:
+        """Close both: nothing will be read any more."""
+        for source in {self.loaded, self.streamed}:
+            source.close()
 
 
 class PackSource:
