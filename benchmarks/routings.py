@@ -42,7 +42,7 @@ from penstock.ops import experts
 from penstock.ops.attention.gathered import PAST_TILE
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint.shape import Shape
-from penstock.weights.streaming.residency import Limits, padded
+from penstock.weights.streaming.residency import WeightLimits, padded
 from penstock.worker.sizes import StepSizes
 from penstock.worker.warmup import largest_step
 
@@ -270,7 +270,7 @@ def _booted(case: Case, device: torch.device) -> Iterator[Booted]:
     )
     layouts = group_layouts(model.spec, model.names, case.dtype)
     total = sum(map(padded, layouts))
-    limits = Limits(int(total * case.resident), total) if case.resident < 1 else None
+    limits = WeightLimits(int(total * case.resident), total) if case.resident < 1 else None
     with patch.object(experts, "expert_kernels", lambda: None) if case.plain else nullcontext():
         booted = boot(config, model, override=Override(limits=limits))
         try:

@@ -18,16 +18,16 @@ from penstock.models.decoder import Decoder
 from penstock.ops.norm import add_rms_norm
 from penstock.step.plan import BlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
-from penstock.weights.streaming.residency import Limits, padded, solve_model
-from penstock.weights.streaming.ring import Rates
+from penstock.weights.streaming.residency import WeightLimits, padded, solve_model
+from penstock.weights.streaming.ring import StreamRates
 from penstock.weights.streaming.source import CheckpointSource, Sources
-from penstock.weights.streaming.source import Source as Bytes
+from penstock.weights.streaming.source import WeightSource as Bytes
 from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.inputs import InputBuilder
 
 CPU = torch.device("cpu")
 BLOCK, PAGES = 8, 16
-RATES = Rates(host_to_device=1e9, disk_to_host=1e9, device_read=1e10)
+RATES = StreamRates(host_to_device=1e9, disk_to_host=1e9, device_read=1e10)
 
 
 class Meeting:
@@ -96,7 +96,7 @@ class Rank:
         layouts = tuple(map(self.change, group_layouts(spec, self.model.names, self.dtype, self.shard)))
         total = sum(map(padded, layouts))
         least = max(map(padded, layouts)) * 3
-        limits = Limits(total if self.part == 1 else max(int(self.part * total), least), total)
+        limits = WeightLimits(total if self.part == 1 else max(int(self.part * total), least), total)
         placement, experts, _ = solve_model(layouts, spec.tied_embeddings, limits, RATES, disk=False)
         source = self.source or CheckpointSource(self.model)
         self.weights = WeightStream(placement, layouts, Sources(source, source), CPU, experts=experts)

@@ -27,7 +27,7 @@ from penstock.arch.layout import Field, GroupId, GroupKind, GroupLayout
 from penstock.base.tiers import Tier
 from penstock.memory.streams import HostTicket, Stream, ThreadStream, Ticket
 from penstock.weights.streaming import stream
-from penstock.weights.streaming.feeder import Feeder, Segment
+from penstock.weights.streaming.feeder import Feeder, RingCopy
 from penstock.weights.streaming.residency import Placement, Use
 from penstock.weights.streaming.ring import Link, Prediction, RingLayout, lay_pieces, lay_ring
 from penstock.weights.streaming.source import Sources
@@ -231,7 +231,7 @@ def layout(id: GroupId, size: int) -> GroupLayout:
     return GroupLayout(id, (Field("bytes", (size,), 0, (), "uint8"),), size)
 
 
-Doctor = Callable[[list[list[Segment]]], list[list[Segment]]]
+Doctor = Callable[[list[list[RingCopy]]], list[list[RingCopy]]]
 
 
 @dataclass
@@ -264,7 +264,7 @@ class World:
         return self
 
     def _feeder(
-        self, runs: Sequence[str], segments: list[list[Segment]], *more: Any, **others: Any
+        self, runs: Sequence[str], segments: list[list[RingCopy]], *more: Any, **others: Any
     ) -> Feeder:
         for run, own in enumerate(segments):
             for index, segment in enumerate(own):

@@ -21,7 +21,7 @@ from penstock.memory.streams import CallerStream, Stream, Ticket
 from penstock.weights.streaming import experts as module
 from penstock.weights.streaming.experts import Experts
 from penstock.weights.streaming.residency import ExpertRoom
-from penstock.weights.streaming.waits import Waits
+from penstock.weights.streaming.waits import StreamWaits
 from streams import (
     BRIEF,
     LONG,
@@ -89,7 +89,7 @@ class World:
             slot.data_ptr(): ("device", number) for number, slot in enumerate(self.device)
         }
         self.copies.addresses |= {slot.data_ptr(): ("host", number) for number, slot in enumerate(self.host)}
-        self.waits = Waits(self.trace)
+        self.waits = StreamWaits(self.trace)
         room = ExpertRoom(SIZE, len(self.ids), on_device, on_host, ring, host_ring)
         streams = self.copies, self.compute or self.computing
         layouts = [layout(id, SIZE) for id in self.ids]

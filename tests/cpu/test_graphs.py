@@ -28,7 +28,7 @@ from penstock.ops.attention import attend
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows
 from penstock.step.plan import BlockId, HostBlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
-from penstock.weights.streaming.residency import Limits, padded
+from penstock.weights.streaming.residency import WeightLimits, padded
 from penstock.worker.graphs import DecodeGraphs, DecodeStep, _Program
 from penstock.worker.runner import Runner
 from penstock.worker.sizes import graph_blocker, row_counts, run_counts
@@ -461,7 +461,7 @@ def test_recorded_steps_take_weights_that_stream_from_the_beginning_of_a_pass(
     references = tiny.references(name)
     with Checkpoint.open(tiny.checkpoint(name)) as checkpoint:
         sizes = [padded(layout) for layout in group_layouts(checkpoint.spec, checkpoint.names, "float32")]
-    override = Override(Limits(max(sizes), 4 * sum(sizes)))
+    override = Override(WeightLimits(max(sizes), 4 * sum(sizes)))
     monkeypatch.setattr("penstock.api.llm.boot", partial(boot, override=override))
     with recorded(name, max_step_tokens=16) as llm, watched(llm) as found:
         assert llm.booted.weights.moves(EMBEDDING)

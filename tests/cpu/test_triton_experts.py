@@ -34,7 +34,9 @@ from penstock.ops import experts
 from penstock.ops.experts import Grouped, experts_reference
 from penstock.ops.matrix import GroupViews
 from penstock.ops.triton import experts as triton_experts
-from penstock.ops.triton.experts import arrange, choose, expert_tuning, most_blocks
+from penstock.ops.triton import routing as triton_routing
+from penstock.ops.triton.experts import expert_tuning
+from penstock.ops.triton.routing import arrange, choose, most_blocks
 from penstock.weights.streaming.lending import ExpertStream
 from penstock.weights.streaming.views import StillExperts
 
@@ -62,6 +64,7 @@ def _interpreted() -> Iterator[None]:
 
     with (
         patch.object(experts, "_kernels", lambda device: triton_experts),
+        patch.object(experts, "routing_kernels", lambda: triton_routing),
         patch.object(triton_experts, "products", products),
     ):
         yield
@@ -170,7 +173,7 @@ def test_pairs_by_expert(tokens: int, count: int, top_k: int, rows: int, seed: i
     rng = torch.Generator().manual_seed(seed)
     likely = torch.rand(tokens, count, generator=rng) * torch.linspace(0, 1, count) ** seed
     chosen = likely.topk(top_k).indices.int() if tokens else torch.empty(0, top_k, dtype=torch.int32)
-    with patch.object(triton_experts, "_CHUNK", 64):
+    with patch.object(triton_routing, "_CHUNK", 64):
         order, blocks, counts = arrange(chosen, count, rows)
     flat = chosen.flatten().tolist()
     assert order.tolist() == sorted(range(len(flat)), key=lambda pair: (flat[pair], pair))

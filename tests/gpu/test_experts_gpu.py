@@ -10,7 +10,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from penstock.ops.experts import Grouped, experts_reference
-from penstock.ops.triton.experts import arrange, choose, expert_tuning
+from penstock.ops.triton.experts import expert_tuning
+from penstock.ops.triton.routing import arrange, choose
 
 DEVICE = "cuda"
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 2.5e-3, torch.float32: 2e-5}

@@ -19,7 +19,7 @@ from penstock.weights.pack.manifest import (
     MAX_MANIFEST_BYTES,
     FieldPlace,
     Manifest,
-    Run,
+    PackedRun,
     decoded,
     encoded,
     parse,
@@ -306,7 +306,7 @@ def test_groups_of_another_model() -> None:
         lambda: shorter.check(layouts(), "m")
     )
     renamed = [
-        Run(run.id, run.offset, run.size, (FieldPlace("x", "float32", (1,), 0), *run.fields[1:]))
+        PackedRun(run.id, run.offset, run.size, (FieldPlace("x", "float32", (1,), 0), *run.fields[1:]))
         for run in found.runs
     ]
     other = Manifest(found.fingerprint, found.config, found.dtype, found.store, found.files, tuple(renamed))

@@ -37,7 +37,7 @@ from penstock.weights.streaming.residency import (
     predict,
     solve_model,
 )
-from penstock.weights.streaming.ring import Link, Rates
+from penstock.weights.streaming.ring import Link, StreamRates
 
 BLOCK_SIZE = 32
 PROCESS = GROWTH + (1200 << 20)
@@ -71,7 +71,7 @@ class Machine:
 
     device: int
     host: int | None
-    rates: Rates
+    rates: StreamRates
     operations: float
     costs: StepCosts | None = None
     """Steps cost this beyond bytes; without it a forecast is a bound of the device."""
@@ -401,7 +401,7 @@ def _pace(
     return Pace(step.tokens, seconds, copied, read, busy)
 
 
-def _fetch(experts: ExpertRoom, chosen: float, rates: Rates) -> float:
+def _fetch(experts: ExpertRoom, chosen: float, rates: StreamRates) -> float:
     """Seconds until all experts of a layer that were chosen, at even chance, are on DEVICE, on average over
     how many of them are on DISK.
 

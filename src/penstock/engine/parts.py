@@ -27,7 +27,7 @@ from penstock.sched.scheduler import Scheduler, Storage
 from penstock.sched.tiers import Store
 from penstock.weights.streaming.stream import WeightStream
 from penstock.weights.streaming.views import Blank
-from penstock.weights.streaming.waits import Waits
+from penstock.weights.streaming.waits import StreamWaits
 from penstock.worker.collectives import RankCollectives, Unsummed
 from penstock.worker.inputs import InputBuilder
 from penstock.worker.runner import Runner
@@ -115,7 +115,7 @@ def make_carrier(
             far.chunk_tokens,
             device,
             Streams(*streams_both_ways(device)),
-            Waits(trace) if trace else None,
+            StreamWaits(trace) if trace else None,
             far.disk,
             far.policies,
             store,

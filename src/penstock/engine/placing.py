@@ -21,9 +21,15 @@ from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.pack.cache import cached_pack
 from penstock.weights.pack.reader import Pack
 from penstock.weights.streaming.loading import Loading, counted
-from penstock.weights.streaming.residency import Limits, padded
-from penstock.weights.streaming.ring import Rates
-from penstock.weights.streaming.source import CheckpointSource, PackSource, RandomSource, Source, Sources
+from penstock.weights.streaming.residency import WeightLimits, padded
+from penstock.weights.streaming.ring import StreamRates
+from penstock.weights.streaming.source import (
+    CheckpointSource,
+    PackSource,
+    RandomSource,
+    Sources,
+    WeightSource,
+)
 from penstock.worker.structures import Guide
 
 Model = Checkpoint | Pack | Shape
@@ -45,8 +51,8 @@ class Override:
     reads.
     """
 
-    limits: Limits | None = None
-    disk: tuple[Source, Path] | None = None
+    limits: WeightLimits | None = None
+    disk: tuple[WeightSource, Path] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ class PlacedWeights:
 
     plan: BootPlan[LongRoom]
     sources: Sources
-    rates: Rates | None
+    rates: StreamRates | None
 
 
 def host_room(config: Config, device: torch.device) -> int:
@@ -107,7 +113,7 @@ def place(
     say("measuring what links and disk can do" if found.needs_disk else "measuring what the link can do")
     # What is small is as fast as it is: measuring must not take longer than it can be worth.
     longest, most = total / _MEASURED, max(found.limits.device // 2, _LEAST_READ)
-    rates = Rates(
+    rates = StreamRates(
         host_to_device=copy_rate(device, most // 2, min(longest, _LINK_SECONDS)),
         disk_to_host=file_read(store, min(longest, _DISK_SECONDS)).read
         if found.needs_disk and store
@@ -134,7 +140,7 @@ def place(
     return PlacedWeights(found, Sources(source, disk), rates)
 
 
-def _source(model: Model, dtype: str) -> Source:
+def _source(model: Model, dtype: str) -> WeightSource:
     if isinstance(model, Checkpoint):
         return CheckpointSource(model)
     return PackSource(model) if isinstance(model, Pack) else RandomSource(dtype)

@@ -23,10 +23,10 @@ from penstock.engine.budget import GROWTH, Budget, Demand, cpu_ring, divide, wei
 from penstock.sched.rules import Limits
 from penstock.weights.streaming import residency
 from penstock.weights.streaming.residency import ExpertRoom, Placement, Use, padded, solve, solve_model
-from penstock.weights.streaming.ring import Rates
+from penstock.weights.streaming.ring import StreamRates
 from penstock.worker.sizes import StepSizes, graph_blocker, graph_bytes
 
-USUAL = Rates(host_to_device=25e9, disk_to_host=3e9, device_read=1e12)
+USUAL = StreamRates(host_to_device=25e9, disk_to_host=3e9, device_read=1e12)
 """Rates before anything was measured. They decide only whether there is a placement at all."""
 HOST_SHARE = 0.8
 """Weights get this part of the host's free memory, when no budget was given."""
@@ -176,7 +176,7 @@ class Measured:
     activations: int
     hardware: Hardware
     disk: bool
-    rates: Rates | None = None
+    rates: StreamRates | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class BootPlan(Generic[Far]):
 
     outline: Outline[Far]
     budget: Budget
-    limits: residency.Limits
+    limits: residency.WeightLimits
     placement: Placement
     experts: ExpertRoom | None
     beside: int
@@ -239,7 +239,7 @@ class BootPlan(Generic[Far]):
 
 
 def plan_boot(
-    outline: Outline[Far], measured: Measured, given: residency.Limits | None = None
+    outline: Outline[Far], measured: Measured, given: residency.WeightLimits | None = None
 ) -> BootPlan[Far]:
     """Return where weights rest, how the device's memory is divided, and what follows for graphs and
     launches.
@@ -256,7 +256,7 @@ def plan_boot(
     whole, beside, needs_disk = sum(map(padded, layouts)), 0, False
     experts: ExpertRoom | None = None
     if whole <= room:
-        limits = residency.Limits(whole, 0, 0)
+        limits = residency.WeightLimits(whole, 0, 0)
         placement = solve([Use(layout.id, padded(layout)) for layout in layouts], limits, USUAL)
     else:
         host = max(
@@ -265,7 +265,7 @@ def plan_boot(
         )
         if not given and not outline.hardware.cuda and host == 0:
             host = beside = cpu_ring(room, layouts)
-        limits = given or residency.Limits(max(room - beside, 0), host)
+        limits = given or residency.WeightLimits(max(room - beside, 0), host)
         disk = measured.rates.disk_to_host > 0 if measured.rates else measured.disk
         placement, experts, needs_disk = solve_model(
             layouts, outline.spec.tied_embeddings, limits, measured.rates or USUAL, disk

@@ -1,5 +1,5 @@
-"""What a forward pass reads besides weights and KV, and how it reaches those without knowing where they
-rest."""
+"""Declares what a forward pass reads besides weights and KV, and how it borrows those without knowing where
+they rest."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,12 +15,12 @@ from penstock.ops.matrix import GroupViews
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step on the device. tokens int64 `[tokens]`; cos, sin float32 `[tokens, dim / 2]`; wanted int64
-    `[rows]`: positions whose hidden state leaves the pass.
+    """Holds one step on the device. tokens int64 `[tokens]`; cos, sin float32 `[tokens, dim / 2]`; wanted
+    int64 `[rows]`: positions whose hidden state leaves the pass.
 
     last: what the wanted positions attend to, as rows, all being in pages and each the newest of its
-    sequence; for the last layer, of which nobody reads the others. None where they are not, or are most of
-    the step.
+    sequence; for the last layer, where the others are not needed. None where they are not, or are most of the
+    step.
     """
 
     tokens: Tensor
@@ -83,8 +83,8 @@ class ExpertWeights(Protocol):
 
 
 class Collectives(Protocol):
-    """What the ranks of a model exchange in a pass, on the compute stream. All call the same in the same
-    order, with as many rows.
+    """Exchanges rows between the ranks of a model in a pass, on the compute stream. All call the same in the
+    same order, with as many rows.
 
     Each gets the same bits as the others: from what it was sent a rank also decides, as which experts to
     compute.
@@ -96,14 +96,14 @@ class Collectives(Protocol):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add the sum of `x` over all ranks to `residual` in place, both `[rows, hidden]`, and return the
-        norm of that, as `norm.add_rms_norm`. What becomes of `x` is not said."""
+        norm of that, as `norm.add_rms_norm`. `x` then holds anything."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """All ranks' `[rows, width]` beside each other in the order of ranks; widths may differ."""
+        """Return all ranks' `[rows, width]` beside each other in the order of ranks; widths may differ."""
 
 
 class ColdCache(Tiles, Protocol):
-    """KV beyond the device: lends each layer's tiles, and is sent what is to rest there."""
+    """Holds KV beyond the device: lends each layer's tiles, and takes what is to rest there."""
 
     def send(self, layer: int, planes: Sequence[Tensor]) -> None:
         """Take the step's planes of a layer, `[tokens, heads, width]`, before it attends."""

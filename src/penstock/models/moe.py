@@ -103,7 +103,7 @@ def _at_rest(
 
 
 class _Scratch:
-    """Memory for one expert's rows at a time.
+    """Holds memory for one expert's rows at a time.
 
     Its size depends on the step's tokens and never on the routing, so the step that was measured takes as
     much as any other.

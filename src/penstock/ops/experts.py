@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.ops.activation import silu_mul
-from penstock.ops.kernels import expert_kernels
+from penstock.ops.kernels import expert_kernels, routing_kernels
 from penstock.ops.linear import dense_linear
 
 
@@ -32,13 +32,14 @@ class Grouped:
         x: `[tokens, hidden]`. scores: `[tokens, experts]`; each token takes the top_k highest, of equal ones
         those of the lower experts. inner: rows of gate, and of up.
         """
-        kernels = _kernels(x.device)
+        kernels, routing = _kernels(x.device), routing_kernels()
         assert kernels is not None, f"no kernels on {x.device}"
+        assert routing is not None
         self._kernels, self._x = kernels, x
         tokens, experts = scores.shape
         self._tuning = kernels.expert_tuning(tokens * top_k, experts, x.dtype)
-        chosen, self._shares = kernels.choose(scores, top_k, normalise=normalise)
-        self.order, self._blocks, self._counts = kernels.arrange(chosen, experts, self._tuning.rows)
+        chosen, self._shares = routing.choose(scores, top_k, normalise=normalise)
+        self.order, self._blocks, self._counts = routing.arrange(chosen, experts, self._tuning.rows)
         """Pairs in the order of their experts, int32 `[pairs]`."""
         self._h = x.new_empty(tokens * top_k, inner)
         self.y = x.new_empty(tokens * top_k, x.shape[1])
@@ -60,13 +61,11 @@ class Grouped:
         table: int64 `[experts, 2]` on the device, addresses of gate_up `[2 * inner, hidden]`, gate first, and
         down `[hidden, inner]`, or 0.
         """
-        first, stop = 0, self._blocks.shape[1]
+        part = range(self._blocks.shape[1])
         if experts is not None:
             assert self._starts is not None, "which experts are used is not known"
-            first, stop = self._starts[experts.start], self._starts[experts.stop]
-        self._kernels.products(
-            self._x, self.order, self._blocks, table, self._h, self.y, self._tuning, first, stop - first
-        )
+            part = range(self._starts[experts.start], self._starts[experts.stop])
+        self._kernels.products(self._x, self.order, self._blocks, table, self._h, self.y, self._tuning, part)
 
     def total(self) -> Tensor:
         """Return the sum of each token's experts by their shares, `[tokens, hidden]`, when all pairs have

@@ -1,4 +1,4 @@
-"""JSON objects from files that may be anything: bounded in size, strict in form, every fault a one-line
+"""Reads JSON objects from files that may be anything: bounded in size, strict in form, every fault a one-line
 CheckpointError."""
 
 import json
@@ -15,12 +15,12 @@ _SHORT.maxlong = 60
 
 
 def shown(value: object) -> str:
-    """`value` as a message may carry it: one line, and short whatever a file holds."""
+    """Return `value` as a message may carry it: one line, and short whatever a file holds."""
     return _SHORT.repr(value)
 
 
 def read_object(path: Path, limit: int) -> dict[str, object]:
-    """The JSON object that is the file at `path`, of at most `limit` bytes. Raises CheckpointError."""
+    """Return the JSON object that is the file at `path`, of at most `limit` bytes. Raises CheckpointError."""
     try:
         with DiskFile(path) as file:
             if file.size > limit:
@@ -35,7 +35,7 @@ def read_object(path: Path, limit: int) -> dict[str, object]:
 
 
 def parse_object(data: bytes | bytearray, where: str) -> dict[str, object]:
-    """The JSON object that `data` is, in UTF-8; `where` opens every message.
+    """Return the JSON object that `data` is, in UTF-8; `where` opens every message.
 
     A key that comes twice is refused: readers disagree on which one counts. Raises CheckpointError.
     """

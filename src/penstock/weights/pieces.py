@@ -1,4 +1,5 @@
-"""Pieces in which weights on disk are written, read and checked: sizes and digests, names of files."""
+"""Divides weights on disk into the pieces in which they are written, read and checked: sizes and digests,
+names of files."""
 
 import hashlib
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What a checkpoint's makers recommend for sampling from it, and the tokens that begin, end and pad its
+"""Reads what a checkpoint's makers recommend for sampling from it, and the tokens that begin, end and pad its
 texts."""
 
 from collections.abc import Mapping
@@ -11,7 +11,8 @@ from penstock.weights.jsonfile import shown
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """None: the checkpoint does not say. Values have the meanings and ranges of SamplingParams."""
+    """Holds the recommended sampling. None: the checkpoint does not say. Values have the meanings and ranges
+    of SamplingParams."""
 
     temperature: float | None = None
     """0, greedy, when the checkpoint asks not to sample."""
@@ -28,7 +29,7 @@ class GenerationDefaults:
 def read_generation(
     generation: Mapping[str, object], config: Mapping[str, object], vocab_size: int, where: str
 ) -> GenerationDefaults:
-    """The defaults that a parsed generation_config.json (empty if there is none) and config.json give;
+    """Return the defaults that a parsed generation_config.json (empty if there is none) and config.json give;
     `where` names the former.
 
     Raises CheckpointError, naming the key, for values of a wrong type or out of range.
@@ -65,8 +66,8 @@ def read_generation(
 
 
 def _tokens(source: Mapping[str, object], key: str, vocab_size: int, where: str) -> list[int]:
-    """One token or a list of them; what is not in the vocabulary (-1 is often meant as none) never comes up
-    and is left out."""
+    """Return one token or a list of them; what is not in the vocabulary (-1 is often meant as none) never
+    comes up and is left out."""
     value = source.get(key)
     tokens = [] if value is None else value if isinstance(value, list) else [value]
     ids = [token for token in tokens if isinstance(token, int) and not isinstance(token, bool)]

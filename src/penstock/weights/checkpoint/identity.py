@@ -1,5 +1,5 @@
-"""The digests of a checkpoint's files, over every byte, and a memory of them, so that a later start need not
-read the files for it.
+"""Finds the digests of a checkpoint's files, over every byte, and remembers them, so that a later start need
+not read the files for it.
 
 A file's digest is SHA-256 over the SHA-256 of each of its pieces of PIECE_BYTES, in order. It is the same on
 every machine.
@@ -73,25 +73,25 @@ _POLL = 0.02
 
 
 class Stopped(Exception):
-    """Nobody waits for the digests any more."""
+    """A hashing thread ends by this: the digests are not waited for any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """The digests of some files, in hex, and what it took to know them."""
+    """Holds the digests of some files, in hex, and what it took to know them."""
 
     files: tuple[str, ...]
     hashed_bytes: int
     """Bytes that were read and hashed; the others' digests were remembered."""
     seconds: float
-    """From the first byte to the last."""
+    """Time from the first byte to the last."""
     forgettable: str = ""
-    """Why some digest could not be remembered; empty if all are."""
+    """Reason why some digest could not be remembered; empty if all are."""
 
 
 class Memory:
-    """What is remembered, as texts by texts, in a file that several processes may read and replace. Damage is
-    as good as absence.
+    """Remembers texts by texts, in a file that several processes may read and replace. Damage is as good as
+    absence.
 
     Each line has a checksum of its own, so a damaged one is lost by itself, and is never taken for another.
     """
@@ -102,11 +102,11 @@ class Memory:
 
     @property
     def kept(self) -> bool:
-        """Whether anything is remembered."""
+        """Tell whether anything is remembered."""
         return self._directory is not None
 
     def recall(self) -> dict[str, str]:
-        """All that is remembered, the newest last."""
+        """Return all that is remembered, the newest last."""
         if self._directory is None:
             return {}
         try:
@@ -120,8 +120,8 @@ class Memory:
         }
 
     def remember(self, found: Mapping[str, str]) -> bool:
-        """Add to what is remembered; the oldest beyond MOST_REMEMBERED goes. False if it cannot be written,
-        which is no error."""
+        """Add to what is remembered; the oldest beyond MOST_REMEMBERED goes. Return False if it cannot be
+        written, which is no error."""
         if self._directory is None:
             return False
         beside = self._directory / f"{MEMORY}.{os.getpid()}-{threading.get_ident()}.tmp"
@@ -151,7 +151,7 @@ class Memory:
 
 
 class Hashing:
-    """The digests of some open files, found on threads of its own from when it is made. The files must stay
+    """Finds the digests of some open files, on threads of its own from when it is made. The files must stay
     open until `close`.
 
     What was read of the files since they were opened is what was hashed, unless `expect_unchanged` raises
@@ -159,7 +159,7 @@ class Hashing:
     """
 
     def __init__(self, files: Sequence[DiskFile], memory: Memory) -> None:
-        """Raises CheckpointError."""
+        """Begin to hash what is not remembered. Raises CheckpointError."""
         self._files, self._memory = files, memory
         self._stop = threading.Event()
         self._looks = ThreadPoolExecutor(1, thread_name_prefix="penstock identity")
@@ -189,7 +189,7 @@ class Hashing:
         return self._found.result()
 
     def expect_unchanged(self) -> None:
-        """Raises CheckpointError for a file that, by its stamp, is no longer the one that was hashed."""
+        """Raise CheckpointError for a file that, by its stamp, is no longer the one that was hashed."""
         for file, stamp in zip(self._files, self._stamps, strict=True):
             if _stamp(file) != stamp:
                 raise _changed(file)
@@ -244,14 +244,14 @@ class Hashing:
 
 
 def hashers() -> int:
-    """Threads that hash here."""
+    """Return how many threads hash here."""
     return max(1, min(HASHERS, len(os.sched_getaffinity(0))))
 
 
 def same_bytes_remembered(
     one: DiskFile, at: int, other: DiskFile, begin: int, count: int, memory: Memory
 ) -> bool:
-    """What same_bytes says; that they are the same is remembered. Raises CheckpointError."""
+    """Return what `same_bytes` does; that they are the same is remembered. Raises CheckpointError."""
     key = f"same {count}"
 
     def named() -> str:
@@ -272,7 +272,7 @@ def same_bytes_remembered(
 
 
 def same_bytes(one: DiskFile, at: int, other: DiskFile, begin: int, count: int) -> bool:
-    """Whether `count` bytes of a file from byte `at` on are those of another from `begin` on. Raises
+    """Tell whether `count` bytes of a file from byte `at` on are those of another from `begin` on. Raises
     ReadError."""
     buffers: SimpleQueue[tuple[bytearray, bytearray]] = SimpleQueue()
     threads = hashers()
@@ -300,7 +300,7 @@ def same_bytes(one: DiskFile, at: int, other: DiskFile, begin: int, count: int) 
 
 
 def _hashed(files: Sequence[DiskFile], stop: threading.Event) -> list[str]:
-    """The digests of whole files. Raises CheckpointError, and Stopped once that is set."""
+    """Return the digests of whole files. Raises CheckpointError, and Stopped once `stop` is set."""
     threads = hashers()
     buffers: SimpleQueue[bytearray] = SimpleQueue()
     for _ in range(threads):
@@ -356,8 +356,8 @@ def _key(file: DiskFile, stamp: FileStamp) -> str:
 
 
 def _why_not(file: DiskFile, stamp: FileStamp, began_ns: int) -> str:
-    """Why what was found from that time on, in nanoseconds since 1970, may not be remembered under the stamp;
-    empty if it may."""
+    """Return why what was found from that time on, in nanoseconds since 1970, may not be remembered under the
+    stamp; empty if it may."""
     if began_ns - stamp.changed_ns < RECENT_NS:
         return f"{file.path.name} was changed a moment before"
     if not file.mount():

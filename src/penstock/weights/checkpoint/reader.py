@@ -1,5 +1,5 @@
-"""A Hugging Face checkpoint directory: what model it is, whether it is whole, and its weights in the layout
-the engine wants."""
+"""Reads a Hugging Face checkpoint directory: what model it is, whether it is whole, and its weights in the
+layout the engine wants."""
 
 import dataclasses
 import hashlib
@@ -26,13 +26,13 @@ from penstock.memory.disk import REQUEST_BYTES, ReadError, run_all
 from penstock.weights.checkpoint.generation import GenerationDefaults, read_generation
 from penstock.weights.checkpoint.identity import Digests, Hashing, Memory, same_bytes_remembered
 from penstock.weights.checkpoint.links import expect_inside
-from penstock.weights.checkpoint.shards import Shards, Stored
+from penstock.weights.checkpoint.shards import Shards, ShardTensor
 from penstock.weights.jsonfile import read_object, shown
 
 MAX_CONFIG_BYTES = 10_000_000
 STAGE_BYTES = 1 << 20
-"""Of a tensor whose dtype changes, as much is in passing at once in each thread: within the reach of a core's
-cache."""
+"""Bytes of a tensor whose dtype changes that are in passing at once in each thread: within the reach of a
+core's cache."""
 SERIAL = 32768
 """Elements converted by one call: as many as torch does without waking threads of its own, which would fight
 with ours for cores."""
@@ -44,7 +44,7 @@ _FINGERPRINT = "penstock checkpoint", 3
 """Format and version of what the fingerprint is a digest of. Version 1 looked at samples of the weights; the
 spec of version 2 did not name the types of mixers and formats."""
 GAP_BYTES = 4096
-"""Between lines of a tensor that are read, less than this is read with them: it holds no page that a disk
+"""Bytes between lines of a tensor below which they are read along: a smaller gap holds no page that a disk
 could leave out."""
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _EXACT = {"I8": "int8", "U8": "uint8", "I32": "int32", "F8_E4M3": "float8_e4m3fn"}
@@ -56,8 +56,8 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Checkpoint:
-    """An open checkpoint. Opening reads configs and headers only; weights are read group by group into memory
-    of the caller's.
+    """Holds a checkpoint open. Opening reads configs and headers only; weights are read group by group into
+    memory of the caller's.
 
     Methods may be called from one thread at a time; reads are spread over threads of its own.
     """
@@ -85,8 +85,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path, cache: Path | None = None) -> Self:
-        """The checkpoint in directory `path`: config.json, generation_config.json if there, safetensors in
-        one file or in shards.
+        """Open the checkpoint in directory `path`: config.json, generation_config.json if there, safetensors
+        in one file or in shards.
 
         cache: the directory where digests of weight files are remembered, so that `fingerprint` need not read
         them again. Raises CheckpointError for what is missing, damaged or malformed, UnsupportedModelError
@@ -234,15 +234,15 @@ class Checkpoint:
         return self._hashing.todo_bytes
 
     def digests(self) -> Digests:
-        """The digests of the weight files, and what it took to know them; waits for `identify`. Raises
+        """Return the digests of the weight files, and what it took to know them; waits for `identify`. Raises
         CheckpointError."""
         self.identify()
         assert self._hashing is not None
         return self._hashing.result()
 
     def fingerprint(self) -> bytes:
-        """FINGERPRINT_BYTES that are the same in every process, on every machine and under every path for the
-        same model, and differ for others.
+        """Return FINGERPRINT_BYTES that are the same in every process, on every machine and under every path
+        for the same model, and differ for others.
 
         Covered: every value of the spec; names and sizes of the weight files; and every byte of them, so
         names, dtypes and shapes of all tensors too. Not covered: file times; tokenizer, chat template and
@@ -259,12 +259,13 @@ class Checkpoint:
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).digest()[:FINGERPRINT_BYTES]
 
     def expect_unchanged(self) -> None:
-        """Raises CheckpointError unless all that was read until now is what the fingerprint was made from, if
+        """Raise CheckpointError unless all that was read until now is what the fingerprint was made from, if
         it was made at all."""
         if self._hashing is not None:
             self._hashing.expect_unchanged()
 
     def close(self) -> None:
+        """Close the files and end the threads."""
         if self._hashing is not None:
             self._hashing.close()
         self._pool.shutdown()
@@ -278,7 +279,7 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    def _check(self, source: Source, field: Field) -> Stored:
+    def _check(self, source: Source, field: Field) -> ShardTensor:
         """Return the stored tensor of a field's source, if it is there as promised."""
         stored = self._shards.tensors.get(source.tensor)
         if stored is None:
@@ -301,8 +302,8 @@ class Checkpoint:
         return stored
 
     def _ignorable(self, name: str) -> bool:
-        """Tensors that many checkpoints hold and no pass needs: rotary frequencies, layers past the last, a
-        head that is the embedding."""
+        """Tell whether no pass needs the tensor, as many checkpoints hold some: rotary frequencies, layers
+        past the last, a head that is the embedding."""
         if name != _HEAD:  # Which is expected, and does not come here, where nothing is tied.
             layer = _LAYER.match(name)
             return name.endswith(".rotary_emb.inv_freq") or (
@@ -317,16 +318,16 @@ class Checkpoint:
             )
         return True
 
-    def _same(self, one: Stored, other: Stored) -> bool:
-        """Whether two tensors of one size have the same bytes. Raises CheckpointError."""
+    def _same(self, one: ShardTensor, other: ShardTensor) -> bool:
+        """Tell whether two tensors of one size have the same bytes. Raises CheckpointError."""
         places = one.file, one.entry.offset, other.file, other.entry.offset
         return same_bytes_remembered(*places, one.entry.size, self._memory)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Lines:
-    """Where what a source takes lies in its tensor, in elements: lines of `width`, the first at `start`, then
-    one every `pitch`."""
+    """A source takes lines of its tensor, in elements: each of `width`, the first at `start`, then one every
+    `pitch`."""
 
     start: int
     width: int
@@ -340,26 +341,26 @@ class _Lines:
         return cls(above * row, prod(source.taken), prod(source.taken))
 
 
-def _kind(stored: Stored) -> torch.dtype:
+def _kind(stored: ShardTensor) -> torch.dtype:
     """Return the dtype of a tensor as it is in its file."""
     kind: torch.dtype = getattr(torch, {**_NAMES, **_EXACT}[stored.entry.dtype])
     return kind
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor, to be written."""
+    """Return the memory of a contiguous tensor, to be written."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def _reading(stored: Stored, lines: _Lines, dtype: str, into: torch.Tensor) -> list[Callable[[], None]]:
-    """The tasks that fill `into`, flat uint8, with all of a source as `dtype`."""
+def _reading(stored: ShardTensor, lines: _Lines, dtype: str, into: torch.Tensor) -> list[Callable[[], None]]:
+    """Return the tasks that fill `into`, flat uint8, with all of a source as `dtype`."""
     parts, each = torch.split(into, REQUEST_BYTES), REQUEST_BYTES // STORED_BYTES[dtype]
     return [
         partial(_read_part, stored, lines, dtype, number * each, part) for number, part in enumerate(parts)
     ]
 
 
-def _read_part(stored: Stored, lines: _Lines, dtype: str, first: int, into: torch.Tensor) -> None:
+def _read_part(stored: ShardTensor, lines: _Lines, dtype: str, first: int, into: torch.Tensor) -> None:
     """Fill `into`, flat uint8, with elements of a source as `dtype`, from its element `first`. Any thread
     may. Raises CheckpointError."""
     part = into.view(getattr(torch, dtype))
@@ -381,7 +382,7 @@ def _read_part(stored: Stored, lines: _Lines, dtype: str, first: int, into: torc
         raise CheckpointError(str(error)) from error
 
 
-def _read_lines(stored: Stored, lines: _Lines, at: int, into: torch.Tensor) -> None:
+def _read_lines(stored: ShardTensor, lines: _Lines, at: int, into: torch.Tensor) -> None:
     """Fill `into` `[lines, width]` with lines of a stored tensor, the first at element `at`: read with what
     is between them if that is little, or else each by itself."""
     kind = _kind(stored)
@@ -401,7 +402,7 @@ def _read_lines(stored: Stored, lines: _Lines, at: int, into: torch.Tensor) -> N
         at += len(part) * lines.pitch
 
 
-def _read_each(stored: Stored, lines: _Lines, at: int, into: torch.Tensor) -> None:
+def _read_each(stored: ShardTensor, lines: _Lines, at: int, into: torch.Tensor) -> None:
     """Fill `into` `[lines, width]`, of the stored dtype, with one request for each line."""
     data, size = _bytes(into), into.itemsize
     for number in range(len(into)):
@@ -409,7 +410,7 @@ def _read_each(stored: Stored, lines: _Lines, at: int, into: torch.Tensor) -> No
         stored.file.read_into(line, stored.entry.offset + (at + number * lines.pitch) * size)
 
 
-def _read_run(stored: Stored, first: int, into: torch.Tensor) -> None:
+def _read_run(stored: ShardTensor, first: int, into: torch.Tensor) -> None:
     """Fill `into`, flat, with elements of a stored tensor, from its element `first`, rounded to nearest even
     if need be."""
     kind = _kind(stored)
@@ -425,7 +426,7 @@ def _read_run(stored: Stored, first: int, into: torch.Tensor) -> None:
         _round(stored, read, part)
 
 
-def _round(stored: Stored, read: torch.Tensor, into: torch.Tensor) -> None:
+def _round(stored: ShardTensor, read: torch.Tensor, into: torch.Tensor) -> None:
     """Copy elements, flat or in lines, rounded to nearest even if the dtypes differ."""
     rows = max(SERIAL // prod(read.shape[1:]), 1)
     for block, filled in zip(torch.split(read, rows), torch.split(into, rows), strict=True):
@@ -448,7 +449,7 @@ def _check_count(path: Path, spec: ModelSpec, there: int) -> None:
 
 
 def _with_dtype(spec: ModelSpec, config: Mapping[str, object], shards: Shards) -> ModelSpec:
-    """The spec with the dtype of the embedding where config.json does not name one."""
+    """Return the spec with the dtype of the embedding where config.json does not name one."""
     embedding = shards.tensors.get(_EMBEDDING)
     if embedding is None or config.get("dtype") is not None or config.get("torch_dtype") is not None:
         return spec

@@ -1,5 +1,5 @@
-"""The header of a safetensors file, believed in nothing: every number is checked before it sizes or places
-anything.
+"""Reads the header of a safetensors file and believes nothing in it: every number is checked before it sizes
+or places anything.
 
 The format (https://github.com/huggingface/safetensors, "Format"): eight bytes with the header's length,
 little endian; the header, a JSON object from tensor names to dtype, shape and byte range; the tensors' bytes,
@@ -13,8 +13,8 @@ from penstock.memory.disk import DiskFile, ReadError
 from penstock.weights.jsonfile import parse_object, shown
 
 MAX_HEADER_BYTES = 25_000_000
-"""Of one file: some 200,000 tensors, which take seconds to parse. The format itself allows four times as
-much."""
+"""Bytes of one file's header: some 200,000 tensors, which take seconds to parse. The format itself allows
+four times as much."""
 MAX_ELEMENTS = 2**62
 _DTYPE_BITS = (
     dict.fromkeys(("F64", "I64", "U64", "C64"), 64)
@@ -27,10 +27,10 @@ _DTYPE_BITS = (
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor's bytes are and what they are; in row-major order, little endian."""
+    """Says where a tensor's bytes are and what they are; in row-major order, little endian."""
 
     dtype: str
-    """As the format spells it: F32, BF16, ..."""
+    """Name of the dtype as the format spells it: F32, BF16, ..."""
     shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the file."""
@@ -39,8 +39,8 @@ class TensorEntry:
 
 
 def read_header(file: DiskFile) -> dict[str, TensorEntry]:
-    """Every tensor of the file by name. Raises CheckpointError, naming file and tensor, for whatever breaks
-    the format."""
+    """Return every tensor of the file by name. Raises CheckpointError, naming file and tensor, for whatever
+    breaks the format."""
     if file.size < 8:
         raise CheckpointError(
             f"{file.path} is no safetensors file: it has {file.size} bytes, and its header's length alone "
@@ -65,8 +65,8 @@ def read_header(file: DiskFile) -> dict[str, TensorEntry]:
 
 
 def parse_header(header: bytes | bytearray, file_size: int, where: str) -> dict[str, TensorEntry]:
-    """The tensors that the bytes of a header describe, in a file of `file_size` bytes that `where` names.
-    Raises CheckpointError."""
+    """Return the tensors that the bytes of a header describe, in a file of `file_size` bytes that `where`
+    names. Raises CheckpointError."""
     if not header.startswith(b"{"):
         raise CheckpointError(f"{where} is no safetensors file: its header does not start with '{{'")
     entries = parse_object(header, f"{where}: the header")
@@ -82,7 +82,7 @@ def parse_header(header: bytes | bytearray, file_size: int, where: str) -> dict[
 
 
 def _entry(value: object, start: int, where: str) -> TensorEntry:
-    """One tensor, its range checked against its shape but not yet against the file; data begin at byte
+    """Return one tensor, its range checked against its shape but not yet against the file; data begin at byte
     `start`."""
     if not isinstance(value, dict):
         raise CheckpointError(
@@ -121,8 +121,8 @@ def _is_size(value: object) -> bool:
 
 
 def _check_cover(tensors: dict[str, TensorEntry], start: int, file_size: int, where: str) -> None:
-    """The tensors must cover the file from byte `start` to its end: a gap or an overlap means header and data
-    do not belong together."""
+    """Raise CheckpointError unless the tensors cover the file from byte `start` to its end: a gap or an
+    overlap means header and data do not belong together."""
     placed = sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].size))
     promised = max((entry.offset + entry.size for entry in tensors.values()), default=start)
     if promised > file_size:

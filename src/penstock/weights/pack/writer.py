@@ -1,4 +1,4 @@
-"""Writing a pack: one pass over a checkpoint, resumable after a kill at any instruction, whole or not there.
+"""Writes a pack in one pass over a checkpoint, resumable after a kill at any instruction, whole or not there.
 
 Why this is safe. Weights go to `weights.bin.partial`; the journal `manifest.partial` names a group only when
 its bytes are on the disk. When the journal names all, the store gets its name, and last of all
@@ -29,7 +29,7 @@ from penstock.base.units import format_size
 from penstock.memory.disk import DirectFile, DiskFile, ReadError
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shards import INDEX, SINGLE
-from penstock.weights.pack.manifest import Manifest, Run, config_checksum, decoded, encoded, place
+from penstock.weights.pack.manifest import Manifest, PackedRun, config_checksum, decoded, encoded, place
 from penstock.weights.pack.reader import (
     THREADS,
     Pack,
@@ -43,8 +43,8 @@ from penstock.weights.pieces import MANIFEST, PIECE_BYTES, STORE, piece_digest
 JOURNAL = "manifest.partial"
 PARTIAL = ".partial"
 COMMIT_BYTES = 256 << 20
-"""So much may have to be written again after a kill. Waiting for the disk after every expert would take most
-of the time."""
+"""Bytes that may have to be written again after a kill. Waiting for the disk after every expert would take
+most of the time."""
 SPARE_BYTES = 1 << 20
 _SIDE = (
     "config.json",
@@ -60,7 +60,7 @@ _SIDE = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
 )
-"""What makes the pack a model directory of its own."""
+"""Files that make the pack a model directory of its own."""
 _TAKEN = (*_SIDE, "additional_chat_templates", MANIFEST, JOURNAL, SINGLE, INDEX)
 """Names in a pack's directory that no store may have: the pack would write over it, or be taken for a
 checkpoint."""
@@ -69,7 +69,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class PackError(PenstockError):
-    """A pack that cannot be written where it was asked for."""
+    """A pack cannot be written where it was asked for."""
 
 
 Progress = Callable[[int], None]
@@ -83,14 +83,14 @@ def write_pack(
     progress: Progress | None = None,
     shard: Shard | None = None,
 ) -> bool:
-    """Write the pack of a checkpoint, or of a shard of it, into directory `out`; False if it was there
+    """Write the pack of a checkpoint, or of a shard of it, into directory `out`; return False if it was there
     already, and nothing was done.
 
     `store`: a file or block device for the weights, if not in `out`. A block device is overwritten.
-    `progress` is told of bytes as they are written, and at once of those that an earlier run wrote. Memory:
-    THREADS pieces of PIECE_BYTES and what their conversion takes. Raises CheckpointError for what is wrong
-    with the checkpoint or with the pack that is there, PackError for what stands in the way of a new one:
-    what was written then stays for the next try. Raises ConfigError for a shard of too many ranks.
+    `progress` gets bytes as they are written, and at once those that an earlier run wrote. Memory: THREADS
+    pieces of PIECE_BYTES and what their conversion takes. Raises CheckpointError for what is wrong with the
+    checkpoint or with the pack that is there, PackError for what stands in the way of a new one: what was
+    written then stays for the next try. Raises ConfigError for a shard of too many ranks.
     """
     with locked(out):
         return write_locked(checkpoint, out, dtype, store, progress, shard)
@@ -104,7 +104,7 @@ def write_locked(
     progress: Progress | None = None,
     shard: Shard | None = None,
 ) -> bool:
-    """What write_pack does, for whoever has `out` locked."""
+    """Do what write_pack does, for whoever has `out` locked."""
     layouts = group_layouts(checkpoint.spec, checkpoint.names, dtype, shard)
     checkpoint.verify(group_layouts(checkpoint.spec, checkpoint.names, dtype))
     sides = [file for pattern in _SIDE for file in sorted(checkpoint.path.glob(pattern))]
@@ -145,7 +145,7 @@ def locked(out: Path, busy: Callable[[], None] | None = None, mode: int = 0o777)
 
 
 def _lock(out: Path, busy: Callable[[], None] | None, mode: int, made: list[Path]) -> int:
-    """The locked directory, as a descriptor to be closed. `made` is told the directories that are new,
+    """Return the locked directory, as a descriptor to be closed. `made` gets the directories that are new,
     outermost first."""
     while True:
         made += _make(out, mode)
@@ -195,7 +195,7 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 
 
 def _expect_store(out: Path, whole: Path) -> None:
-    """Raises PackError for a store in no directory, or where a file of the pack belongs."""
+    """Raise PackError for a store in no directory, or where a file of the pack belongs."""
     if not os.path.isdir(whole.parent):
         raise PackError(
             f"the store {whole} cannot be made: there is no directory {whole.parent}; make it or choose "
@@ -218,7 +218,7 @@ def _expect_same(out: Path, plan: Manifest) -> None:
 
 
 def _difference(one: Manifest, other: Manifest) -> str:
-    """What they are not of the same of; empty if it is all the same."""
+    """Return what they are not of the same of; empty if it is all the same."""
     for name, what in (
         ("fingerprint", "model"),
         ("config", "config.json"),
@@ -234,6 +234,8 @@ def _difference(one: Manifest, other: Manifest) -> str:
 
 @dataclass
 class _Packing:
+    """Writes one pack, for whoever has its directory locked."""
+
     checkpoint: Checkpoint
     out: Path
     layouts: Sequence[GroupLayout]
@@ -241,6 +243,7 @@ class _Packing:
     progress: Progress
 
     def run(self) -> None:
+        """Write what is missing of it. Raises CheckpointError, PackError, OSError."""
         whole = self.plan.store_path(self.out)
         device = is_block_device(whole)
         target = whole if device else whole.with_name(whole.name + PARTIAL)
@@ -293,7 +296,7 @@ class _Packing:
             )
 
     def _recheck(self, target: Path, digests: list[bytes]) -> list[bytes]:
-        """The digests of groups that are there; the last was written last, and is read back."""
+        """Return the digests of groups that are there; the last was written last, and is read back."""
         if not digests:
             return []
         with DirectFile(target) as there:
@@ -356,7 +359,7 @@ class _Packing:
         store: int,
         buffers: queue.SimpleQueue[torch.Tensor],
         layout: GroupLayout,
-        run: Run,
+        run: PackedRun,
         start: int,
     ) -> bytes:
         """Write a piece of a group. Returns its digest. Any thread may: pieces are disjoint."""
@@ -377,8 +380,8 @@ class _Packing:
 
 
 def _resume(out: Path, plan: Manifest, whole: Path, target: Path) -> list[bytes]:
-    """Digests of the groups that an earlier run finished, in order. Raises PackError when `out` is not for
-    this pack to take."""
+    """Return the digests of the groups that an earlier run finished, in order. Raises PackError when `out` is
+    not for this pack to take."""
     try:
         lines = (out / JOURNAL).read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
@@ -422,17 +425,17 @@ def _resume(out: Path, plan: Manifest, whole: Path, target: Path) -> list[bytes]
 
 
 def _head(plan: Manifest) -> bytes:
-    """The journal's first line: what is being packed, and how."""
+    """Return the journal's first line: what is being packed, and how."""
     values = [plan.fingerprint, plan.config, plan.dtype, plan.store, hashlib.sha256(plan.text()).hexdigest()]
     return json.dumps(["penstock journal", *values]).encode() + b"\n"
 
 
-def _entry(run: Run, digests: bytes) -> bytes:
+def _entry(run: PackedRun, digests: bytes) -> bytes:
     return f"{run.id} {encoded(digests)}\n".encode()
 
 
-def _digests_of(store: DirectFile, run: Run) -> bytes:
-    """Of the bytes that are there; empty if they are not."""
+def _digests_of(store: DirectFile, run: PackedRun) -> bytes:
+    """Return the digests of the bytes that are there; empty if they are not."""
     try:
         return b"".join(
             piece_digest(store.read(run.offset + start, run.piece_length(start))) for start in run.pieces

@@ -48,8 +48,8 @@ from penstock.base.tiers import Tier
 from penstock.memory.streams import Stream, Ticket
 from penstock.memory.tasks import Task, Workers, wait
 from penstock.weights.streaming.residency import PIECE, ExpertRoom, spread
-from penstock.weights.streaming.source import Source
-from penstock.weights.streaming.waits import Waits
+from penstock.weights.streaming.source import WeightSource
+from penstock.weights.streaming.waits import StreamWaits
 
 READERS = 8
 REVIEW = 16
@@ -91,10 +91,10 @@ class Experts:
         room: ExpertRoom,
         device_slots: Tensor,
         host_slots: Tensor,
-        source: Source,
+        source: WeightSource,
         copies: Stream,
         compute: Stream,
-        waits: Waits,
+        waits: StreamWaits,
     ) -> None:
         """device_slots, host_slots: uint8 `[slots, size]`, as many as `room` says."""
         self._layouts = {layout.id: layout for layout in layouts}

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from penstock.memory.streams import HostTicket, Stream, Ticket
-from penstock.weights.streaming.waits import Waits
+from penstock.weights.streaming.waits import StreamWaits
 
 READERS = 8
 """Threads that read, each one piece at a time."""
@@ -43,8 +43,8 @@ READERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes that are read from DISK into slot `slot` of the host ring, at once. `read` fills the tensor;
-    `check` asks it to make sure that they are the right ones."""
+    """A piece is read from DISK into slot `slot` of the host ring, at once. `read` fills the tensor; `check`
+    asks it to make sure that they are the right bytes."""
 
     name: str
     slot: int
@@ -53,32 +53,32 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Bytes of a run that are copied at once, when `wait`, another run, is done with and `piece` has
-    landed."""
+class RingCopy:
+    """Bytes of a run are copied at once, when `wait`, another run, is done with and `piece` has landed."""
 
     target: Tensor
     source: Tensor
     wait: int | None
     piece: int | None
     empties: bool
-    """Whether nothing of the piece is left to be copied then."""
+    """True if nothing of the piece is left to be copied then."""
 
 
 class Feeder:
-    """runs: the names of what passes through the ring in a pass, in order; segments: for each run, how it is
-    brought there."""
+    """Moves all that streams through a ring on DEVICE, pass after pass."""
 
     def __init__(
         self,
         runs: Sequence[str],
-        segments: Sequence[Sequence[Segment]],
+        segments: Sequence[Sequence[RingCopy]],
         pieces: Sequence[Piece],
         copies: Stream,
         compute: Stream,
-        waits: Waits,
+        waits: StreamWaits,
         device: torch.device,
     ) -> None:
+        """Start to fill the ring. runs: the names of what passes through the ring in a pass, in order;
+        segments: for each run, how it is brought there."""
         self._runs, self._segments, self._pieces = runs, segments, pieces
         self._copies, self._compute, self._waits = copies, compute, waits
         self._lock = threading.RLock()
@@ -134,7 +134,7 @@ class Feeder:
     # ---- the thread that computes
 
     def take(self, run: int) -> None:
-        """What the compute stream does from now on finds the run in the ring, until it is released. Raises
+        """Let what the compute stream does from now on find the run in the ring, until it is released. Raises
         what a reader has met."""
         count = len(self._runs)
         with self._lock:
@@ -157,8 +157,8 @@ class Feeder:
             self._cursor = visit + 1
 
     def _queued(self, visit: int) -> Ticket | None:
-        """None when a visit's copies are queued, before that a ticket that is reached with the next news.
-        Raises what a reader has met."""
+        """Return None when a visit's copies are queued, before that a ticket that is reached with the next
+        news. Raises what a reader has met."""
         with self._lock:
             if self._fault is not None:
                 raise self._fault
@@ -176,7 +176,7 @@ class Feeder:
             news.reach()
 
     def release(self, run: int) -> None:
-        """The arithmetic that was queued until now was the last to need the run."""
+        """Note that the arithmetic that was queued until now was the last to need the run."""
         with self._lock:
             assert self._cursor % len(self._runs) == (run + 1) % len(self._runs), (
                 "release of a run that is not the one in use"
@@ -202,7 +202,7 @@ class Feeder:
     # ---- whoever makes a copy possible
 
     def _advance(self) -> bool:
-        """Queue every copy that is now possible. Whether someone may have waited for it."""
+        """Queue every copy that is now possible. Return whether someone may have waited for it."""
         count, news = len(self._runs), False
         while not self._closed:
             visit, index = self._place
@@ -278,8 +278,8 @@ class Feeder:
                 self._tell()
 
     def _claim(self) -> tuple[int, bool, Ticket | None] | None:
-        """The next piece to read, counted on, whether anybody still wants it, and what its slot must be
-        waited for; None: the end."""
+        """Return the next piece to read, counted on, whether anybody still wants it, and what its slot must
+        be waited for; None: the end."""
         with self._lock:
             while not self._closed and self._fault is None:
                 number = self._claimed
@@ -297,7 +297,7 @@ class Feeder:
             return None
 
     def _after(self, number: int) -> tuple[int, int]:
-        """The copy stream's place behind the last copy of a piece, counted on."""
+        """Return the copy stream's place behind the last copy of a piece, counted on."""
         run, index = self._end[number % len(self._pieces)]
         visit = number // len(self._pieces) * len(self._runs) + run
         return (visit + 1, 0) if index + 1 == len(self._segments[run]) else (visit, index + 1)

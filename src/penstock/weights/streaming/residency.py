@@ -1,5 +1,5 @@
-"""Where each group of weights stays, where in the rings the others pass through, and how long a pass will
-then take.
+"""Decides where each group of weights stays, where in the rings the others pass through, and how long a pass
+will then take.
 
 A pass uses the groups in a known order, so nothing is cached: a fixed set stays on DEVICE, as much of the
 rest as fits stays on HOST, and what streams does so through rings whose addresses are the same in every pass.
@@ -17,7 +17,14 @@ from penstock.base.errors import BudgetError
 from penstock.base.tiers import Tier
 from penstock.base.units import format_size
 from penstock.weights.pieces import PAGE
-from penstock.weights.streaming.ring import Prediction, Rates, RingLayout, lay_pieces, lay_ring, simulate
+from penstock.weights.streaming.ring import (
+    Prediction,
+    RingLayout,
+    StreamRates,
+    lay_pieces,
+    lay_ring,
+    simulate,
+)
 
 PIECE = 16 << 20
 """Bytes of one read and one copy, and of one slot of the host ring: both links are at their best, and a byte
@@ -40,18 +47,20 @@ are searched to the end."""
 
 
 def padded(layout: GroupLayout) -> int:
-    """Bytes of a group as it rests on any tier: whole pages, so that a disk may read into it directly."""
+    """Return the bytes of a group as it rests on any tier: whole pages, so that a disk may read into it
+    directly."""
     return -(-layout.size // PAGE) * PAGE
 
 
 def pass_order(layouts: Sequence[GroupLayout], tied: bool) -> tuple[GroupLayout, ...]:
-    """The groups that every pass uses, in order: tied embeddings again at its end, experts not at all."""
+    """Return the groups that every pass uses, in order: tied embeddings again at its end, experts not at
+    all."""
     every = tuple(layout for layout in layouts if layout.id.kind is not GroupKind.EXPERT)
     return (*every, every[0]) if tied else every
 
 
 def piece_of(layouts: Sequence[GroupLayout]) -> int:
-    """Bytes of a slot of the host ring: PIECE, or less where no group is as large."""
+    """Return the bytes of a slot of the host ring: PIECE, or less where no group is as large."""
     return min(PIECE, max(map(padded, layouts)))
 
 
@@ -65,8 +74,8 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Bytes that weights may take, rings included.
+class WeightLimits:
+    """Holds the bytes that weights may take, rings included.
 
     disk: what may rest on DISK; 0 where there is none, None for as much as it takes. resident, kept: most
     bytes with a home on DEVICE and on HOST; 0 and 0 is a sliding window, which re-reads everything in every
@@ -83,6 +92,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
+    """Says where the groups that every pass uses rest, how the rings are laid out, and how long a pass
+    takes."""
+
     uses: tuple[Use, ...]
     homes: Mapping[GroupId, Tier]
     device_ring: RingLayout
@@ -93,20 +105,21 @@ class Placement:
 
     @property
     def everything_resident(self) -> bool:
+        """Tell whether nothing streams."""
         return not self.device_ring.runs
 
     @property
     def streamed(self) -> int:
-        """Bytes copied to DEVICE in a pass."""
+        """Return the bytes copied to DEVICE in a pass."""
         return sum(run.size for run in self.device_ring.runs)
 
     @property
     def read(self) -> int:
-        """Bytes read from DISK in a pass."""
+        """Return the bytes read from DISK in a pass."""
         return sum(run.size for run in self.host_ring.runs)
 
     def resting(self, tier: Tier) -> int:
-        """Bytes with their home on `tier`, rings not counted."""
+        """Return the bytes with their home on `tier`, rings not counted."""
         sizes = {use.id: use.size for use in self.uses}
         return sum(sizes[id] for id, home in self.homes.items() if home is tier)
 
@@ -128,13 +141,13 @@ class Placement:
 
 def solve(
     uses: Iterable[Use],
-    limits: Limits,
-    rates: Rates,
+    limits: WeightLimits,
+    rates: StreamRates,
     seconds: Sequence[float] | None = None,
     piece: int = PIECE,
 ) -> Placement:
-    """The placement with the shortest predicted pass; of equals, the one that streams least and has the
-    smallest ring.
+    """Return the placement with the shortest predicted pass; of equals, the one that streams least and has
+    the smallest ring.
 
     seconds: of arithmetic for each use; without it, reading the group at `rates.device_read`. What is tried
     does not depend on `limits.device`, only what is allowed does, so more device memory never predicts a
@@ -143,7 +156,7 @@ def solve(
     has no home.
     """
     uses = tuple(uses)
-    world = _World(uses, limits, rates, _arithmetic(uses, rates, seconds), piece)
+    world = PlacementSearch(uses, limits, rates, _arithmetic(uses, rates, seconds), piece)
     if world.total <= world.most:
         found = world.weigh([Tier.DEVICE] * len(world.sizes), RingLayout(), 0)
         return world.placement(found)
@@ -171,10 +184,10 @@ def solve(
 
 
 def predict(
-    placement: Placement, rates: Rates, seconds: Sequence[float] | None = None, piece: int = PIECE
+    placement: Placement, rates: StreamRates, seconds: Sequence[float] | None = None, piece: int = PIECE
 ) -> Prediction:
-    """How long passes take in the steady state when disk, copy stream and arithmetic each work in order, held
-    back by the rings alone.
+    """Return how long passes take in the steady state when disk, copy stream and arithmetic each work in
+    order, held back by the rings alone.
 
     DISK groups are read in pieces, each into a slot of the host ring when its last occupant has been copied
     on; pieces and HOST groups are copied in the order of the pass, each byte when what it overwrites is done
@@ -188,8 +201,8 @@ def predict(
 
 @dataclass(frozen=True, slots=True)
 class ExpertRoom:
-    """Slots of `size` bytes for `experts` groups that only some tokens need, of which a pass knows the next
-    ones only as it goes.
+    """Holds slots of `size` bytes for `experts` groups that only some tokens need; a pass knows the next ones
+    only as it goes.
 
     on_device, on_host: experts that stay there; the others are on DISK. device_ring, host_ring: slots through
     which they come.
@@ -204,14 +217,17 @@ class ExpertRoom:
 
     @property
     def device(self) -> int:
+        """Return the bytes of its slots on DEVICE."""
         return (self.on_device + self.device_ring) * self.size
 
     @property
     def host(self) -> int:
+        """Return the bytes of its slots on HOST."""
         return (self.on_host + self.host_ring) * self.size
 
     @property
     def on_disk(self) -> int:
+        """Return how many experts stay on DISK."""
         return self.experts - self.on_device - self.on_host
 
     def __str__(self) -> str:
@@ -225,13 +241,13 @@ def solve_mixture(
     uses: Iterable[Use],
     size: int,
     experts: int,
-    limits: Limits,
-    rates: Rates,
+    limits: WeightLimits,
+    rates: StreamRates,
     seconds: Sequence[float] | None = None,
     piece: int = PIECE,
 ) -> tuple[Placement, ExpertRoom]:
-    """A placement for `uses`, the groups that every pass needs, and what is then left for `experts` groups of
-    `size` bytes each.
+    """Return a placement for `uses`, the groups that every pass needs, and what is then left for `experts`
+    groups of `size` bytes each.
 
     The former come first on every tier: they are needed in each pass, an expert only now and then. Raises
     BudgetError.
@@ -278,10 +294,13 @@ def solve_mixture(
 
 
 def solve_model(
-    layouts: Sequence[GroupLayout], tied: bool, limits: Limits, rates: Rates, disk: bool
+    layouts: Sequence[GroupLayout], tied: bool, limits: WeightLimits, rates: StreamRates, disk: bool
 ) -> tuple[Placement, ExpertRoom | None, bool]:
-    """A placement for all groups of a model, without the disk (`limits.disk` is not looked at) if that can be
-    and otherwise with it, if there is one; and whether it is needed. Raises BudgetError."""
+    """Return a placement for all groups of a model, the room for its experts, and whether the disk is needed.
+
+    It does without the disk (`limits.disk` is not looked at) if that can be, and else uses it, if there is
+    one. Raises BudgetError.
+    """
     uses = [Use(layout.id, padded(layout)) for layout in pass_order(layouts, tied)]
     experts = [padded(layout) for layout in layouts if layout.id.kind is GroupKind.EXPERT]
     piece = piece_of(layouts)
@@ -300,8 +319,8 @@ def solve_model(
 
 
 def spread(sizes: Sequence[int], share: int, whole: int) -> list[bool]:
-    """Which of a sequence to take so that of every beginning of it `share / whole` of the bytes are taken,
-    give or take half a group."""
+    """Space residents evenly: return which groups of a sequence to take so that of every prefix of it `share
+    / whole` of the bytes are taken, give or take half a group."""
     owed, taken = 0, []
     for size in sizes:
         owed += share * size
@@ -311,14 +330,14 @@ def spread(sizes: Sequence[int], share: int, whole: int) -> list[bool]:
     return taken
 
 
-def _arithmetic(uses: Sequence[Use], rates: Rates, seconds: Sequence[float] | None) -> Sequence[float]:
+def _arithmetic(uses: Sequence[Use], rates: StreamRates, seconds: Sequence[float] | None) -> Sequence[float]:
     assert seconds is None or len(seconds) == len(uses)
     return [use.size / rates.device_read for use in uses] if seconds is None else seconds
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A placement considered: homes by number of the group, and a host ring that is sized but not laid
+    """A placement is considered: homes by number of the group, and a host ring that is sized but not laid
     out."""
 
     homes: Sequence[Tier]
@@ -331,12 +350,16 @@ class _Candidate:
         return self.prediction.seconds
 
 
-class _World:
-    """What is asked of the solver, and what it considers: a resident set, a ring on DEVICE, a ring on HOST.
-    Groups are numbers here."""
+class PlacementSearch:
+    """Searches for a placement: a resident set, a ring on DEVICE, a ring on HOST. Groups are numbers here."""
 
     def __init__(
-        self, uses: tuple[Use, ...], limits: Limits, rates: Rates, seconds: Sequence[float], piece: int
+        self,
+        uses: tuple[Use, ...],
+        limits: WeightLimits,
+        rates: StreamRates,
+        seconds: Sequence[float],
+        piece: int,
     ) -> None:
         assert uses
         assert all(use.size > 0 and use.size % ALIGNMENT == 0 for use in uses)
@@ -358,8 +381,8 @@ class _World:
         self.bases = self._bases()
 
     def _bases(self) -> list[set[int]]:
-        """What may be kept before all others: groups that one ring would have to be wider for, small ones,
-        and those used several times."""
+        """Return what may be kept before all others: groups that one ring would have to be wider for, small
+        ones, and those used several times."""
         common = max((size for size, count in Counter(self.sizes).items() if count > 2), default=self.largest)
         small = {group for group, size in enumerate(self.sizes) if size * SMALL <= self.largest}
         several = {group for group, times in enumerate(self.times) if times > 1}
@@ -372,6 +395,7 @@ class _World:
         )
 
     def check_device(self) -> None:
+        """Raise BudgetError if the largest group, or the ring that was asked for, does not fit on DEVICE."""
         asked, ring = format_size(self.limits.device), self.limits.device_ring
         largest = max(self.uses, key=lambda use: use.size)
         if self.largest > self.limits.device:
@@ -388,7 +412,8 @@ class _World:
             )
 
     def refusal(self) -> BudgetError:
-        """Why not even the placement that needs least has a home for everything."""
+        """Return the error that says why not even the placement that needs least has a home for
+        everything."""
         limits = self.limits
         what = (
             f"weights of {format_size(self.total)} do not fit into {format_size(limits.device)} on the device"
@@ -414,8 +439,8 @@ class _World:
     # ---- the resident set
 
     def levels(self, stride: int) -> Iterator[tuple[float, int, int]]:
-        """Resident sets, the most promising first: the seconds that none of this level can beat, what is kept
-        first, and how much more."""
+        """Yield resident sets, the most promising first: the seconds that none of this level can beat, what
+        is kept first, and how much more."""
         return merge(*(self._levels_over(base, stride) for base in range(len(self.bases))))
 
     def _levels_over(self, base: int, stride: int) -> Iterator[tuple[float, int, int]]:
@@ -429,7 +454,7 @@ class _World:
             yield self._bound(max(streams - times * (level * self.step + self.largest // 2), 0)), base, level
 
     def _bound(self, streamed: int, host_ring: int = 0) -> float:
-        """Seconds that no pass with so many streamed bytes can beat."""
+        """Return the seconds that no pass with so many streamed bytes can beat."""
         read = streamed - self.most_times * min(self.kept, self.limits.host - host_ring)
         if read > 0 and self.limits.disk == 0:
             return float("inf")
@@ -440,6 +465,8 @@ class _World:
         )
 
     def resident(self, base: int, level: int) -> tuple[int, ...]:
+        """Return the numbers of the groups of a resident set: a base, and `level` steps of the others, spread
+        evenly."""
         kept = self.bases[base]
         others = [group for group in range(len(self.ids)) if group not in kept]
         sizes = [self.sizes[group] for group in others]
@@ -449,8 +476,8 @@ class _World:
     # ---- the rings
 
     def candidates(self, resident: tuple[int, ...], best: float) -> Iterator[_Candidate]:
-        """Rings around a resident set, as long as they can beat `best` seconds; larger ones only while they
-        gain."""
+        """Yield rings around a resident set, as long as they can beat `best` seconds; larger ones only while
+        they gain."""
         room = self.limits.device - sum(self.sizes[group] for group in resident)
         stays = set(resident)
         runs = [
@@ -475,8 +502,8 @@ class _World:
                 before = found.seconds
 
     def _device_rings(self, sizes: Sequence[int]) -> list[int]:
-        """The largest streamed group alone, where a copy waits for the arithmetic before it; it and a
-        neighbour; several of it."""
+        """Return sizes of the ring to try: the largest streamed group alone, where a copy waits for the
+        arithmetic before it; it and a neighbour; several of it."""
         if self.limits.device_ring is not None:
             return [self.limits.device_ring]
         largest, total = max(sizes), sum(sizes)
@@ -486,7 +513,7 @@ class _World:
         )
 
     def _homes(self, stays: set[int]) -> Iterator[tuple[int, list[Tier]]]:
-        """Homes for all groups, with the size of the host ring that they need; larger ones last."""
+        """Yield homes for all groups, with the size of the host ring that they need; larger ones last."""
         streamed = [group for group in range(len(self.ids)) if group not in stays]
         total = sum(self.sizes[group] for group in streamed)
         if total <= self.kept:
@@ -505,8 +532,8 @@ class _World:
                 yield ring, homes
 
     def _kept(self, streamed: Sequence[int], room: int) -> set[int]:
-        """Groups that stay on HOST: those used several times first, then evenly among the streamed ones, then
-        what still fits."""
+        """Return the groups that stay on HOST: those used several times first, then evenly among the streamed
+        ones, then what still fits."""
         kept = set[int]()
 
         def keep(groups: Iterable[int]) -> None:
@@ -533,6 +560,7 @@ class _World:
         return kept
 
     def weigh(self, homes: Sequence[Tier], ring: RingLayout, host_ring: int) -> _Candidate:
+        """Return the candidate with its prediction."""
         by_use = [homes[group] for group in self.order]
         return _Candidate(
             homes,
@@ -542,6 +570,7 @@ class _World:
         )
 
     def placement(self, chosen: _Candidate) -> Placement:
+        """Return the placement that a candidate is, with its host ring laid out."""
         host_ring = RingLayout()
         if chosen.host_ring:
             read = [

@@ -16,14 +16,14 @@ from penstock.memory.arena import Arena
 from penstock.memory.streams import Stream, streams_of
 from penstock.ops.matrix import GroupViews
 from penstock.weights.streaming.experts import Experts
-from penstock.weights.streaming.feeder import Feeder, Piece, Segment
+from penstock.weights.streaming.feeder import Feeder, Piece, RingCopy
 from penstock.weights.streaming.lending import ExpertStream
 from penstock.weights.streaming.loading import LOADERS, Loading, counted, load
 from penstock.weights.streaming.residency import ExpertRoom, Placement, piece_of
-from penstock.weights.streaming.ring import Link, Rates, Run
-from penstock.weights.streaming.source import Source, Sources
+from penstock.weights.streaming.ring import Link, RingRun, StreamRates
+from penstock.weights.streaming.source import Sources, WeightSource
 from penstock.weights.streaming.views import Standing, StillExperts, experts_of, group_views, next_run
-from penstock.weights.streaming.waits import Waits
+from penstock.weights.streaming.waits import StreamWaits
 
 _FIRST = GroupId(GroupKind.ATTENTION, 0)
 """Every pass uses it exactly once, so passes are counted by it."""
@@ -41,7 +41,7 @@ class WeightStream:
         device: torch.device,
         *,
         experts: ExpertRoom | None = None,
-        rates: Rates | None = None,
+        rates: StreamRates | None = None,
         trace: Trace | None = None,
         streams: tuple[Stream, Stream] | None = None,
     ) -> None:
@@ -65,7 +65,7 @@ class WeightStream:
         self._homes = resident | _laid(placement, Tier.HOST, self._host.bytes[host_ring.size : on_host])
         self._slots = self._host.bytes[: host_ring.size]
         self._streams = streams or streams_of(device)
-        self._waits = Waits(trace)
+        self._waits = StreamWaits(trace)
         self._moving: list[Feeder | Experts] = []
         self.experts: StillExperts | ExpertStream | None = None
         mixed = experts_of(layouts)
@@ -224,12 +224,12 @@ class WeightStream:
         nothing."""
         self._close()
 
-    def _id(self, run: Run) -> GroupId:
+    def _id(self, run: RingRun) -> GroupId:
         return self.placement.uses[run.use].id
 
     def _feed(self) -> Feeder:
         ring, host_ring = self.placement.device_ring, self.placement.host_ring
-        pieces, of_use = list[Piece](), dict[int, list[tuple[Run, int]]]()
+        pieces, of_use = list[Piece](), dict[int, list[tuple[RingRun, int]]]()
         for number, piece in enumerate(host_ring.runs):
             layout = self._layouts[self._id(piece)]
             into = self._slots[piece.offset : piece.offset + piece.size]
@@ -251,17 +251,17 @@ class WeightStream:
             if home is not None:
                 segments.append(
                     [
-                        Segment(target[a:b], home[a:b], cuts.get(a), None, False)
+                        RingCopy(target[a:b], home[a:b], cuts.get(a), None, False)
                         for a, b in _spans(run.size, cuts)
                     ]
                 )
                 continue
-            own = list[Segment]()
+            own = list[RingCopy]()
             for piece, number in of_use[run.use]:
                 slot, first = self._slots[piece.offset : piece.offset + piece.size], piece.start
                 for a, b in _spans(piece.size, [at - first for at in cuts]):
                     own.append(
-                        Segment(
+                        RingCopy(
                             target[first + a : first + b],
                             slot[a:b],
                             cuts.get(first + a),
@@ -290,7 +290,8 @@ def _spans(size: int, cuts: "Sequence[int] | Mapping[int, int]") -> list[tuple[i
     return list(pairwise(bounds))
 
 
-def _reading(source: Source, layout: GroupLayout, start: int) -> Callable[[Tensor, bool], None]:
+def _reading(source: WeightSource, layout: GroupLayout, start: int) -> Callable[[Tensor, bool], None]:
+    """Return what fills a piece of the host ring, from byte `start` of the group on."""
     return lambda into, check: source.read(layout, start, into, check)
 
 

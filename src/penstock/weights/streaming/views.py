@@ -40,7 +40,8 @@ class StillExperts:
     def __init__(
         self, views: Callable[[GroupId], GroupViews], experts: Mapping[int, int], device: torch.device
     ) -> None:
-        """Lend nothing yet. views: what lends one expert. experts: how many each layer has that is a mixture."""
+        """Lend nothing yet. views: what lends one expert. experts: how many each layer has that is a
+        mixture."""
         self._views, self._experts, self._device = views, experts, device
         self._tables: dict[int, Tensor] = {}
 
@@ -78,8 +79,8 @@ class Standing:
         in_ring: Sequence[GroupViews],
         experts: StillExperts | None,
     ) -> None:
-        """Lend nothing yet. views: of groups that stay. runs: the runs of each other group in the ring; in_ring: the views of
-        each run."""
+        """Lend nothing yet. views: of groups that stay. runs: the runs of each other group in the ring;
+        in_ring: the views of each run."""
         self._views, self._runs, self._in_ring, self.experts = views, runs, in_ring, experts
         self._next = 0
 
