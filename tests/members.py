@@ -18,8 +18,9 @@ from penstock.models.decoder import Decoder
 from penstock.ops.norm import add_rms_norm
 from penstock.step.plan import BlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
-from penstock.weights.streaming.residency import WeightLimits, padded, solve_model
+from penstock.weights.streaming.residency import WeightLimits, padded
 from penstock.weights.streaming.ring import StreamRates
+from penstock.weights.streaming.solver import solve_model
 from penstock.weights.streaming.source import CheckpointSource, Sources
 from penstock.weights.streaming.source import WeightSource as Bytes
 from penstock.weights.streaming.stream import WeightStream

@@ -24,7 +24,8 @@ from penstock.arch.mixers.attention import Attention
 from penstock.base.errors import CheckpointError, PenstockError, UnsupportedModelError
 from penstock.weights.checkpoint import shards
 from penstock.weights.checkpoint.identity import STEP_BYTES
-from penstock.weights.checkpoint.reader import SERIAL, STAGE_BYTES, Checkpoint
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.checkpoint.tensors import SERIAL, STAGE_BYTES
 from penstock.weights.pieces import PIECE_BYTES
 from safetensor_files import entry, flip, sealed
 

@@ -20,8 +20,9 @@ from penstock.base.tiers import Tier
 from penstock.memory.streams import CallerStream
 from penstock.weights.streaming import loading
 from penstock.weights.streaming.feeder import Feeder, RingCopy
-from penstock.weights.streaming.residency import Use, WeightLimits, solve
+from penstock.weights.streaming.residency import Use, WeightLimits
 from penstock.weights.streaming.ring import StreamRates
+from penstock.weights.streaming.solver import solve
 from streams import (
     BRIEF,
     LONG,

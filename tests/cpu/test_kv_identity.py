@@ -28,9 +28,10 @@ from penstock.weights.checkpoint import reader as reading
 from penstock.weights.checkpoint.identity import Hashing
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.cache import cached_pack
+from penstock.weights.pack.directory import PackError
 from penstock.weights.pack.manifest import Manifest, parse
 from penstock.weights.pack.reader import Pack
-from penstock.weights.pack.writer import PackError, write_pack
+from penstock.weights.pack.writer import write_pack
 from penstock.weights.pieces import MANIFEST, piece_digest
 from safetensor_files import flip
 

@@ -23,9 +23,10 @@ from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack import manifest
 from penstock.weights.pack import reader as reading
 from penstock.weights.pack import writer as packing
+from penstock.weights.pack.directory import PackError
 from penstock.weights.pack.reader import Pack, in_order
-from penstock.weights.pack.writer import JOURNAL, PackError, write_pack
-from penstock.weights.pieces import MANIFEST, PAGE, PIECE_BYTES, STORE
+from penstock.weights.pack.writer import write_pack
+from penstock.weights.pieces import JOURNAL, MANIFEST, PAGE, PIECE_BYTES, STORE
 from safetensor_files import flip, sealed
 
 FAMILY_CASES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")

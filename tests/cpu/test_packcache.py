@@ -19,9 +19,10 @@ from penstock.base.errors import CheckpointError, PenstockError
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack import writer as packing
 from penstock.weights.pack.cache import cached_pack, is_pack
+from penstock.weights.pack.directory import PackError, locked
 from penstock.weights.pack.reader import Pack
-from penstock.weights.pack.writer import JOURNAL, PackError, locked, write_pack
-from penstock.weights.pieces import MANIFEST, PAGE, STORE
+from penstock.weights.pack.writer import write_pack
+from penstock.weights.pieces import JOURNAL, MANIFEST, PAGE, STORE
 
 MODEL = "llama"
 

@@ -23,11 +23,12 @@ from penstock.arch.spec import Mlp
 from penstock.base.errors import CheckpointError, ConfigError, PenstockError
 from penstock.models import decoder
 from penstock.models.decoder import Decoder
-from penstock.weights.checkpoint import reader as reading
+from penstock.weights.checkpoint import tensors as reading
 from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.pack.directory import PackError
 from penstock.weights.pack.reader import Pack, read_manifest
-from penstock.weights.pack.writer import JOURNAL, PackError, write_pack
-from penstock.weights.pieces import MANIFEST, STORE
+from penstock.weights.pack.writer import write_pack
+from penstock.weights.pieces import JOURNAL, MANIFEST, STORE
 from penstock.weights.streaming.source import PackSource
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

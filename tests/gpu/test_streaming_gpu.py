@@ -21,8 +21,9 @@ from penstock.engine.placing import Override
 from penstock.memory.streams import CudaStream, Stream, Ticket
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming import stream as streaming
-from penstock.weights.streaming.residency import Use, WeightLimits, padded, solve
+from penstock.weights.streaming.residency import Use, WeightLimits, padded
 from penstock.weights.streaming.ring import StreamRates
+from penstock.weights.streaming.solver import solve
 from penstock.weights.streaming.source import RandomSource, Sources
 from penstock.weights.streaming.stream import WeightStream
 

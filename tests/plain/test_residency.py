@@ -11,17 +11,9 @@ from hypothesis import strategies as st
 from penstock.arch.layout import GroupId, GroupKind
 from penstock.base.errors import BudgetError
 from penstock.base.tiers import Tier
-from penstock.weights.streaming.residency import (
-    ExpertRoom,
-    Placement,
-    Use,
-    WeightLimits,
-    predict,
-    solve,
-    solve_mixture,
-    spread,
-)
+from penstock.weights.streaming.residency import ExpertRoom, Placement, Use, WeightLimits, spread
 from penstock.weights.streaming.ring import Link, RingLayout, StreamRates, Wait, lay_pieces, lay_ring
+from penstock.weights.streaming.solver import predict, solve, solve_mixture
 
 UNIT = 256
 GIB = 1 << 30

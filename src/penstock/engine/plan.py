@@ -21,9 +21,9 @@ from penstock.base.tiers import Tier
 from penstock.base.units import format_size, parse_size
 from penstock.engine.budget import GROWTH, Budget, Demand, cpu_ring, divide, weights_room
 from penstock.sched.rules import Limits
-from penstock.weights.streaming import residency
-from penstock.weights.streaming.residency import ExpertRoom, Placement, Use, padded, solve, solve_model
+from penstock.weights.streaming.residency import ExpertRoom, Placement, Use, WeightLimits, padded
 from penstock.weights.streaming.ring import StreamRates
+from penstock.weights.streaming.solver import solve, solve_model
 from penstock.worker.sizes import StepSizes, graph_blocker, graph_bytes
 
 USUAL = StreamRates(host_to_device=25e9, disk_to_host=3e9, device_read=1e12)
@@ -191,7 +191,7 @@ class BootPlan(Generic[Far]):
 
     outline: Outline[Far]
     budget: Budget
-    limits: residency.WeightLimits
+    limits: WeightLimits
     placement: Placement
     experts: ExpertRoom | None
     beside: int
@@ -238,9 +238,7 @@ class BootPlan(Generic[Far]):
         return replace(self, budget=replace(self.budget, blocks=blocks), rest=Rest(rest))
 
 
-def plan_boot(
-    outline: Outline[Far], measured: Measured, given: residency.WeightLimits | None = None
-) -> BootPlan[Far]:
+def plan_boot(outline: Outline[Far], measured: Measured, given: WeightLimits | None = None) -> BootPlan[Far]:
     """Return where weights rest, how the device's memory is divided, and what follows for graphs and
     launches.
 
@@ -256,7 +254,7 @@ def plan_boot(
     whole, beside, needs_disk = sum(map(padded, layouts)), 0, False
     experts: ExpertRoom | None = None
     if whole <= room:
-        limits = residency.WeightLimits(whole, 0, 0)
+        limits = WeightLimits(whole, 0, 0)
         placement = solve([Use(layout.id, padded(layout)) for layout in layouts], limits, USUAL)
     else:
         host = max(
@@ -265,7 +263,7 @@ def plan_boot(
         )
         if not given and not outline.hardware.cuda and host == 0:
             host = beside = cpu_ring(room, layouts)
-        limits = given or residency.WeightLimits(max(room - beside, 0), host)
+        limits = given or WeightLimits(max(room - beside, 0), host)
         disk = measured.rates.disk_to_host > 0 if measured.rates else measured.disk
         placement, experts, needs_disk = solve_model(
             layouts, outline.spec.tied_embeddings, limits, measured.rates or USUAL, disk

@@ -4,7 +4,7 @@ names of files."""
 import hashlib
 from collections.abc import Iterable
 
-MANIFEST, STORE = "manifest.json", "weights.bin"
+MANIFEST, JOURNAL, STORE = "manifest.json", "manifest.partial", "weights.bin"
 PAGE = 4096
 """Every run of weights in a pack starts and ends at a multiple, so that a disk can read it straight into
 memory (O_DIRECT)."""

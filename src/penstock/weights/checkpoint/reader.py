@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from math import prod
 from pathlib import Path
 from threading import Lock
@@ -22,20 +21,23 @@ from penstock.arch.formats.format import STORED_BYTES, Source
 from penstock.arch.layout import ALIGNMENT, Field, GroupLayout
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.errors import CheckpointError
-from penstock.memory.disk import REQUEST_BYTES, ReadError, run_all
+from penstock.memory.disk import ReadError, run_all
 from penstock.weights.checkpoint.generation import GenerationDefaults, read_generation
 from penstock.weights.checkpoint.identity import Digests, Hashing, Memory, same_bytes_remembered
 from penstock.weights.checkpoint.links import expect_inside
 from penstock.weights.checkpoint.shards import Shards, ShardTensor
+from penstock.weights.checkpoint.tensors import (
+    EXACT,
+    ROUNDED,
+    Lines,
+    bytes_of,
+    read_part,
+    reading,
+    stored_dtype,
+)
 from penstock.weights.jsonfile import read_object, shown
 
 MAX_CONFIG_BYTES = 10_000_000
-STAGE_BYTES = 1 << 20
-"""Bytes of a tensor whose dtype changes that are in passing at once in each thread: within the reach of a
-core's cache."""
-SERIAL = 32768
-"""Elements converted by one call: as many as torch does without waking threads of its own, which would fight
-with ours for cores."""
 READ_THREADS = 4
 """Two read cached files twice as fast as one (12.7 against 6.5 GB/s on two cores); a cold disk wants some
 more in flight."""
@@ -43,12 +45,6 @@ FINGERPRINT_BYTES = 16
 _FINGERPRINT = "penstock checkpoint", 3
 """Format and version of what the fingerprint is a digest of. Version 1 looked at samples of the weights; the
 spec of version 2 did not name the types of mixers and formats."""
-GAP_BYTES = 4096
-"""Bytes between lines of a tensor below which they are read along: a smaller gap holds no page that a disk
-could leave out."""
-_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_EXACT = {"I8": "int8", "U8": "uint8", "I32": "int32", "F8_E4M3": "float8_e4m3fn"}
-"""Dtypes that are read only where a storage format asks for them; those above are rounded to each other."""
 _REPACKED = 8
 """Repacked tensors that are kept: as many as threads ask for at once, each for one piece after the other."""
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
@@ -167,7 +163,7 @@ class Checkpoint:
                 continue
             for source in field.sources:
                 end = at + prod(source.taken) * STORED_BYTES[field.dtype]
-                tasks += _reading(self._check(source, field), _Lines.of(source), field.dtype, into[at:end])
+                tasks += reading(self._check(source, field), Lines.of(source), field.dtype, into[at:end])
                 at = end
         into[at:].zero_()
         run_all(tasks, self._pool)
@@ -192,7 +188,7 @@ class Checkpoint:
                         part.copy_(self._repack(field)[first - begin : last - begin])
                     else:
                         stored = self._check(source, field)
-                        _read_part(stored, _Lines.of(source), field.dtype, (first - begin) // element, part)
+                        read_part(stored, Lines.of(source), field.dtype, (first - begin) // element, part)
                     at = last
                 begin = stop
         into[at - start :].zero_()
@@ -207,9 +203,9 @@ class Checkpoint:
         wholes = []
         for source in field.sources:
             stored = self._check(source, field)
-            whole = torch.empty(source.shape, dtype=_kind(stored))
+            whole = torch.empty(source.shape, dtype=stored_dtype(stored))
             try:
-                stored.file.read_into(_bytes(whole), stored.entry.offset)
+                stored.file.read_into(bytes_of(whole), stored.entry.offset)
             except ReadError as error:
                 raise CheckpointError(str(error)) from error
             wholes.append(whole)
@@ -291,11 +287,11 @@ class Checkpoint:
                 f"{list(source.shape)}"
             )
         if field.repack is not None:
-            read = [*_NAMES, *_EXACT]
+            read = [*ROUNDED, *EXACT]
         else:
             floating = field.dtype in DTYPE_BYTES
             read = (
-                list(_NAMES) if floating else [name for name, kind in _EXACT.items() if kind == field.dtype]
+                list(ROUNDED) if floating else [name for name, kind in EXACT.items() if kind == field.dtype]
             )
         if stored.entry.dtype not in read:
             raise CheckpointError(f"{where} has dtype {stored.entry.dtype}; {', '.join(read)} are read")
@@ -324,120 +320,6 @@ class Checkpoint:
         return same_bytes_remembered(*places, one.entry.size, self._memory)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Lines:
-    """A source takes lines of its tensor, in elements: each of `width`, the first at `start`, then one every
-    `pitch`."""
-
-    start: int
-    width: int
-    pitch: int
-
-    @classmethod
-    def of(cls, source: Source) -> Self:
-        row, above = prod(source.shape[1:]), source.rows.start if source.rows else 0
-        if source.columns is not None:
-            return cls(above * row + source.columns.start, len(source.columns), row)
-        return cls(above * row, prod(source.taken), prod(source.taken))
-
-
-def _kind(stored: ShardTensor) -> torch.dtype:
-    """Return the dtype of a tensor as it is in its file."""
-    kind: torch.dtype = getattr(torch, {**_NAMES, **_EXACT}[stored.entry.dtype])
-    return kind
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor, to be written."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
-
-
-def _reading(stored: ShardTensor, lines: _Lines, dtype: str, into: torch.Tensor) -> list[Callable[[], None]]:
-    """Return the tasks that fill `into`, flat uint8, with all of a source as `dtype`."""
-    parts, each = torch.split(into, REQUEST_BYTES), REQUEST_BYTES // STORED_BYTES[dtype]
-    return [
-        partial(_read_part, stored, lines, dtype, number * each, part) for number, part in enumerate(parts)
-    ]
-
-
-def _read_part(stored: ShardTensor, lines: _Lines, dtype: str, first: int, into: torch.Tensor) -> None:
-    """Fill `into`, flat uint8, with elements of a source as `dtype`, from its element `first`. Any thread
-    may. Raises CheckpointError."""
-    part = into.view(getattr(torch, dtype))
-    line, begun = divmod(first, lines.width)
-    at = lines.start + line * lines.pitch
-    try:
-        # The rest of a line that was begun, whole lines, and the beginning of another one.
-        head = min(lines.width - begun, len(part)) if begun or lines.width == lines.pitch else 0
-        if head:
-            _read_run(stored, at + begun, part[:head])
-            at += lines.pitch
-        whole, tail = divmod(len(part) - head, lines.width)
-        if whole:
-            _read_lines(stored, lines, at, part[head : len(part) - tail].view(whole, -1))
-            at += whole * lines.pitch
-        if tail:
-            _read_run(stored, at, part[len(part) - tail :])
-    except ReadError as error:
-        raise CheckpointError(str(error)) from error
-
-
-def _read_lines(stored: ShardTensor, lines: _Lines, at: int, into: torch.Tensor) -> None:
-    """Fill `into` `[lines, width]` with lines of a stored tensor, the first at element `at`: read with what
-    is between them if that is little, or else each by itself."""
-    kind = _kind(stored)
-    together = (lines.pitch - lines.width) * kind.itemsize < GAP_BYTES
-    if not together and kind is into.dtype:
-        _read_each(stored, lines, at, into)
-        return
-    pitch = lines.pitch if together else lines.width
-    stage = torch.empty(min(max(STAGE_BYTES // (pitch * kind.itemsize), 1), len(into)), pitch, dtype=kind)
-    for part in torch.split(into, len(stage)):
-        read = stage[: len(part)]
-        if together:
-            _read_run(stored, at, read.view(-1)[: read.numel() - pitch + lines.width])
-        else:
-            _read_each(stored, lines, at, read)
-        _round(stored, read[:, : lines.width], part)
-        at += len(part) * lines.pitch
-
-
-def _read_each(stored: ShardTensor, lines: _Lines, at: int, into: torch.Tensor) -> None:
-    """Fill `into` `[lines, width]`, of the stored dtype, with one request for each line."""
-    data, size = _bytes(into), into.itemsize
-    for number in range(len(into)):
-        line = data[number * lines.width * size : (number + 1) * lines.width * size]
-        stored.file.read_into(line, stored.entry.offset + (at + number * lines.pitch) * size)
-
-
-def _read_run(stored: ShardTensor, first: int, into: torch.Tensor) -> None:
-    """Fill `into`, flat, with elements of a stored tensor, from its element `first`, rounded to nearest even
-    if need be."""
-    kind = _kind(stored)
-    at = stored.entry.offset + first * kind.itemsize
-    if kind is into.dtype:
-        stored.file.read_into(_bytes(into), at)
-        return
-    stage = torch.empty(min(STAGE_BYTES // kind.itemsize, len(into)), dtype=kind)
-    for part in torch.split(into, len(stage)):
-        read = stage[: len(part)]
-        stored.file.read_into(_bytes(read), at)
-        at += read.nbytes
-        _round(stored, read, part)
-
-
-def _round(stored: ShardTensor, read: torch.Tensor, into: torch.Tensor) -> None:
-    """Copy elements, flat or in lines, rounded to nearest even if the dtypes differ."""
-    rows = max(SERIAL // prod(read.shape[1:]), 1)
-    for block, filled in zip(torch.split(read, rows), torch.split(into, rows), strict=True):
-        filled.copy_(block)
-        narrowed = filled.dtype is torch.float16 and block.dtype is not torch.float16
-        if narrowed and not all(extreme.isfinite() for extreme in torch.aminmax(filled)):
-            raise CheckpointError(
-                f"{stored.file.path}: tensor {stored.name} has values beyond float16; choose another dtype"
-            )
-
-
 def _check_count(path: Path, spec: ModelSpec, there: int) -> None:
     """Refuse a config far beyond its files before anything is laid out for every layer and expert that it
     claims."""
@@ -453,7 +335,7 @@ def _with_dtype(spec: ModelSpec, config: Mapping[str, object], shards: Shards) -
     embedding = shards.tensors.get(_EMBEDDING)
     if embedding is None or config.get("dtype") is not None or config.get("torch_dtype") is not None:
         return spec
-    return dataclasses.replace(spec, dtype=_NAMES.get(embedding.entry.dtype, spec.dtype))
+    return dataclasses.replace(spec, dtype=ROUNDED.get(embedding.entry.dtype, spec.dtype))
 
 
 def _and_more(names: list[str]) -> str:

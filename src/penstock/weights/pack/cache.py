@@ -17,10 +17,11 @@ from penstock.base.errors import CheckpointError
 from penstock.base.units import format_size
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shards import INDEX, SINGLE
+from penstock.weights.pack.directory import locked
 from penstock.weights.pack.manifest import place
 from penstock.weights.pack.reader import Pack
-from penstock.weights.pack.writer import JOURNAL, Progress, locked, write_locked
-from penstock.weights.pieces import MANIFEST
+from penstock.weights.pack.writer import Progress, write_locked
+from penstock.weights.pieces import JOURNAL, MANIFEST
 
 _SLOW = 4 << 30
 """Bytes of a checkpoint to be hashed from which on it takes long enough to be said."""

@@ -28,7 +28,7 @@ from penstock.weights.checkpoint.links import expect_inside
 from penstock.weights.checkpoint.reader import FINGERPRINT_BYTES, MAX_CONFIG_BYTES
 from penstock.weights.jsonfile import read_object
 from penstock.weights.pack.manifest import MAX_MANIFEST_BYTES, Manifest, PackedRun, config_checksum, parse
-from penstock.weights.pieces import MANIFEST, PAGE, PIECE_BYTES, join_digests, piece_digest
+from penstock.weights.pieces import JOURNAL, MANIFEST, PAGE, PIECE_BYTES, join_digests, piece_digest
 
 THREADS = max(4, min(8, os.cpu_count() or 1))
 """Threads that check or convert pieces; each holds one."""
@@ -228,7 +228,7 @@ def read_manifest(path: Path) -> Manifest:
     """Return what the pack in directory `path` says of itself. Raises CheckpointError for one that is
     missing, unfinished or damaged."""
     if not os.path.lexists(path / MANIFEST):
-        if os.path.lexists(path / "manifest.partial"):
+        if os.path.lexists(path / JOURNAL):
             raise CheckpointError(
                 f"{path} is an unfinished pack; `penstock pack MODEL --out {path}` goes on with it"
             )

@@ -6,29 +6,36 @@ its bytes are on the disk. When the journal names all, the store gets its name, 
 names, reading back the last such group. The directory is locked meanwhile.
 """
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import queue
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 
 import torch
 
 from penstock.arch.layout import GroupLayout, group_layouts
 from penstock.arch.shards import WHOLE, Shard
-from penstock.base.errors import CheckpointError, PenstockError
+from penstock.base.errors import CheckpointError
 from penstock.base.units import format_size
 from penstock.memory.disk import DirectFile, DiskFile, ReadError
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shards import INDEX, SINGLE
+from penstock.weights.pack.directory import (
+    BESIDE,
+    PackError,
+    cut,
+    locked,
+    opened,
+    sync_directory,
+    write_all,
+    write_file,
+)
 from penstock.weights.pack.manifest import Manifest, PackedRun, config_checksum, decoded, encoded, place
 from penstock.weights.pack.reader import (
     THREADS,
@@ -38,9 +45,8 @@ from penstock.weights.pack.reader import (
     is_block_device,
     read_manifest,
 )
-from penstock.weights.pieces import MANIFEST, PIECE_BYTES, STORE, piece_digest
+from penstock.weights.pieces import JOURNAL, MANIFEST, PIECE_BYTES, STORE, piece_digest
 
-JOURNAL = "manifest.partial"
 PARTIAL = ".partial"
 COMMIT_BYTES = 256 << 20
 """Bytes that may have to be written again after a kill. Waiting for the disk after every expert would take
@@ -64,14 +70,6 @@ _SIDE = (
 _TAKEN = (*_SIDE, "additional_chat_templates", MANIFEST, JOURNAL, SINGLE, INDEX)
 """Names in a pack's directory that no store may have: the pack would write over it, or be taken for a
 checkpoint."""
-_BESIDE = ".tmp"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class PackError(PenstockError):
-    """A pack cannot be written where it was asked for."""
-
-
 Progress = Callable[[int], None]
 
 
@@ -121,79 +119,6 @@ def write_locked(
     return True
 
 
-@contextmanager
-def locked(out: Path, busy: Callable[[], None] | None = None, mode: int = 0o777) -> Iterator[None]:
-    """Make the directory and keep others from packing into it; if nothing comes of it, it goes again, and
-    what was made above it.
-
-    Directories are made with `mode`, as far as the umask lets it. If another process has it, `busy` is
-    called, and then waits for that one to end, whether by a kill or in time; without `busy`, that is a
-    PackError. So is what the system refuses in the meantime.
-    """
-    made: list[Path] = []
-    try:
-        directory = _lock(out, busy, mode, made)
-        try:
-            yield
-        except BaseException:
-            _remove_empty(made)
-            raise
-        finally:
-            os.close(directory)
-    except OSError as error:
-        raise PackError(_explain(error, out)) from error
-
-
-def _lock(out: Path, busy: Callable[[], None] | None, mode: int, made: list[Path]) -> int:
-    """Return the locked directory, as a descriptor to be closed. `made` gets the directories that are new,
-    outermost first."""
-    while True:
-        made += _make(out, mode)
-        directory = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            try:
-                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                if busy is None:
-                    raise PackError(
-                        f"another process is packing into {out}; wait for it, or choose another directory"
-                    ) from error
-                busy()
-                fcntl.flock(directory, fcntl.LOCK_EX)
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(directory), os.stat(out)):
-                    return directory
-        except BaseException:
-            os.close(directory)
-            raise
-        os.close(directory)  # whoever had it has removed it
-
-
-def _make(path: Path, mode: int) -> list[Path]:
-    """Make a directory and what is missing above it. Returns those that are new, outermost first; an error
-    leaves none of them."""
-    made: list[Path] = []
-    try:
-        for folder in reversed([path, *takewhile(lambda above: not os.path.isdir(above), path.parents)]):
-            try:
-                folder.mkdir(mode)
-                made.append(folder)
-            except OSError:
-                if not os.path.isdir(folder):
-                    raise
-    except BaseException:
-        _remove_empty(made)
-        raise
-    return made
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    """Remove those directories, given outermost first, that hold nothing."""
-    for folder in reversed(folders):
-        with suppress(OSError):
-            folder.rmdir()
-
-
 def _expect_store(out: Path, whole: Path) -> None:
     """Raise PackError for a store in no directory, or where a file of the pack belongs."""
     if not os.path.isdir(whole.parent):
@@ -203,7 +128,7 @@ def _expect_store(out: Path, whole: Path) -> None:
         )
     for path in (whole, whole.with_name(whole.name + PARTIAL)):
         name = os.path.relpath(os.path.realpath(path), os.path.realpath(out))
-        if any(fnmatchcase(name.removesuffix(_BESIDE), taken) for taken in _TAKEN):
+        if any(fnmatchcase(name.removesuffix(BESIDE), taken) for taken in _TAKEN):
             raise PackError(
                 f"the store {whole} cannot have that name in {out}, where {name} is the name of another "
                 "file; choose another"
@@ -250,13 +175,13 @@ class _Packing:
         digests = _resume(self.out, self.plan, whole, target)
         self._expect_room(target, device)
         digests = self._recheck(target, digests)
-        with _opened(
+        with opened(
             self.out / JOURNAL, os.O_CREAT
         ) as journal:  # before the store, so that what is there is known to be a pack's
-            _cut(journal, [_head(self.plan), *(map(_entry, self.plan.runs, digests))])
-            _sync_directory(self.out)
+            cut(journal, [_head(self.plan), *(map(_entry, self.plan.runs, digests))])
+            sync_directory(self.out)
             self._copy_sides()
-            with _opened(
+            with opened(
                 target, os.O_EXCL if device else os.O_CREAT
             ) as store:  # on a device: not while it is mounted
                 digests += self._write(target, store, journal, len(digests))
@@ -270,9 +195,9 @@ class _Packing:
             raise CheckpointError(f"{where}; remove {self.out} and run the same command again") from error
         if not device:
             os.rename(target, whole)
-            _sync_directory(whole.parent)
+            sync_directory(whole.parent)
         runs = tuple(replace(run, digests=each) for run, each in zip(self.plan.runs, digests, strict=True))
-        _write_file(self.out / MANIFEST, replace(self.plan, runs=runs).text())
+        write_file(self.out / MANIFEST, replace(self.plan, runs=runs).text())
         (self.out / JOURNAL).unlink()
 
     def _expect_room(self, target: Path, device: bool) -> None:
@@ -315,7 +240,7 @@ class _Packing:
             except ReadError as error:
                 raise CheckpointError(str(error)) from error
             (self.out / name).parent.mkdir(exist_ok=True)
-            _write_file(self.out / name, data)
+            write_file(self.out / name, data)
             if file_checksum(self.out / name) != checksum:
                 raise CheckpointError(
                     f"{self.checkpoint.path / name} changed while it was packed; run the same command again"
@@ -347,7 +272,7 @@ class _Packing:
                     os.posix_fadvise(
                         store, first, run.end - first, os.POSIX_FADV_DONTNEED
                     )  # they would push out what others need
-                    _write_all(journal, b"".join(fresh))
+                    write_all(journal, b"".join(fresh))
                     os.fsync(journal)
                     fresh.clear()
                     first = run.end
@@ -442,67 +367,3 @@ def _digests_of(store: DirectFile, run: PackedRun) -> bytes:
         )
     except ReadError:
         return b""
-
-
-@contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    file = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
-    try:
-        yield file
-    finally:
-        os.close(file)
-
-
-def _cut(journal: int, lines: Sequence[bytes]) -> None:
-    """Let the journal hold these lines, which it begins with, and no more."""
-    text = b"".join(lines)
-    os.ftruncate(journal, min(os.fstat(journal).st_size, len(text)))
-    os.lseek(journal, 0, os.SEEK_SET)
-    _write_all(journal, text)
-    os.fsync(journal)
-
-
-def _write_file(path: Path, data: bytes | bytearray) -> None:
-    """Let `data` appear under a name, whole and on the disk."""
-    beside = path.with_name(path.name + _BESIDE)
-    with _opened(beside, os.O_CREAT | os.O_TRUNC) as file:
-        _write_all(file, data)
-        os.fsync(file)
-    os.rename(beside, path)
-    _sync_directory(path.parent)
-
-
-def _write_all(file: int, data: bytes | bytearray) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
-
-
-def _sync_directory(path: Path) -> None:
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def _explain(error: OSError, out: Path) -> str:
-    begun, groups = os.path.lexists(out / JOURNAL), 0
-    with suppress(OSError):
-        groups = (out / JOURNAL).read_bytes().count(b"\n") - 1
-    kept = "what is packed is kept: " if groups > 0 else ""
-    where = error.filename or out
-    fault = (
-        "it is there and no directory" if isinstance(error, FileExistsError) else error.strerror or str(error)
-    )
-    if error.errno in _FULL:
-        return (
-            f"no room for {where}: {fault}; {kept}make room and run the same command "
-            f"again{f', or remove {out}' if begun else ''}"
-        )
-    hint = (
-        f"{kept}the same command goes on with it"
-        if kept
-        else f"choose another place{f' and remove {out}' if begun else ''}"
-    )
-    return f"cannot write {where}: {fault}; {hint}"
