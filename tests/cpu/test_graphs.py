@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import tiny
+import toys
 from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId, GroupKind, group_layouts
 from penstock.arch.spec import ModelSpec
@@ -261,6 +262,14 @@ def test_what_cannot_be_recorded_says_why() -> None:
     def blocker(name: str, *, gpu: bool = True, experts_rest: bool) -> str | None:
         return graph_blocker(spec_of(name), cuda=gpu, kernels=gpu, experts_rest=experts_rest)
 
+    few = replace(spec_of("mixtral"), format=toys.Int8())
+    assert "one expert after another" in str(graph_blocker(few, cuda=True, kernels=True, experts_rest=True))
+    assert (
+        graph_blocker(
+            replace(spec_of("llama"), format=toys.Int8()), cuda=True, kernels=True, experts_rest=True
+        )
+        is None
+    )
     assert "no CUDA device" in str(blocker("llama", gpu=False, experts_rest=True))
     assert "experts stream" in str(blocker("mixtral", experts_rest=False))
     assert "length" in str(blocker("llama_dynamic", experts_rest=True))

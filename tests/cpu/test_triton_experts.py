@@ -1,12 +1,14 @@
 """A mixture of experts by kernels, interpreted on the CPU: against the steps one by one, in one call and in
 waves, in a whole engine."""
 
+import ctypes
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -25,6 +27,7 @@ if (
 
 import bounds
 import tiny
+import toys
 from members import pass_of
 from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId, GroupKind
@@ -32,7 +35,8 @@ from penstock.engine import measuring, placing
 from penstock.memory.device import peak_of
 from penstock.ops import experts
 from penstock.ops.experts import Grouped, experts_reference
-from penstock.ops.matrix import GroupViews
+from penstock.ops.linear import gated, linear
+from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton import routing as triton_routing
 from penstock.ops.triton.experts import expert_tuning
@@ -338,6 +342,54 @@ def test_some_are_computed_at_rest_while_the_others_stream() -> None:
     for one, other in zip(streamed, mixed, strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=2e-5 * float(one.abs().amax()))
     assert not all(map(torch.equal, streamed, mixed))
+
+
+def _at(address: int, count: int, dtype: torch.dtype) -> Tensor:
+    """The tensor that lies there."""
+    size = count * dtype.itemsize
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=dtype)
+
+
+def _products(
+    x: Tensor, order: Tensor, blocks: Tensor, table: Tensor, h: Tensor, y: Tensor, tuning: object, part: range
+) -> None:
+    """What kernels of the toy format would do: the reference for each block, from the addresses alone."""
+    (inner, hidden), top_k = (h.shape[1], x.shape[1]), len(y) // len(x)
+    for expert, start, end in blocks[:, part.start : part.stop].T.tolist():
+        if expert < 0 or not table[expert, 0]:
+            continue
+        values, scale, down, down_scale = table[expert].tolist()
+        parts = {
+            "values": _at(values, 2 * inner * hidden, torch.int8).view(2 * inner, hidden),
+            "scale": _at(scale, 2 * inner, torch.float32),
+        }
+        pairs = order[start:end].long()
+        h[start:end] = gated(x[pairs // top_k], Matrix(toys.Int8(), (2 * inner, hidden), parts))
+        parts = {
+            "values": _at(down, hidden * inner, torch.int8).view(hidden, inner),
+            "scale": _at(down_scale, hidden, torch.float32),
+        }
+        y[pairs] = linear(h[start:end], Matrix(toys.Int8(), (hidden, inner), parts))
+
+
+def test_a_format_may_bring_its_own_products_of_many_experts(tmp_path: Path) -> None:
+    """Experts of few bits from one table, resident and in waves; a format without computes one by one."""
+    with toys.known():
+        few, dense = toys.checkpoints("mixtral", tmp_path)
+        want, one_by_one = pass_of(dense, 0), pass_of(few, 0)
+        kernels = SimpleNamespace(products=_products)
+        with (
+            patch.object(toys.Int8, "groups_experts", True),
+            patch.object(toys.Int8, "kernels", "toys"),
+            patch.object(experts, "format_kernels", lambda name: {"toys": kernels}[name]),
+            patch.object(ExpertStream, "each", _not_one_by_one),
+            patch.object(StillExperts, "each", _not_one_by_one),
+        ):
+            resident, streamed = pass_of(few, 0), pass_of(few, 0, part=0.4)
+    assert all(map(torch.equal, resident, streamed))
+    for found in (one_by_one, resident):
+        for mine, theirs in zip(found, want, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5 * float(theirs.abs().amax()))
 
 
 def _not_one_by_one(self: object, experts: Sequence[GroupId]) -> None:

@@ -49,7 +49,6 @@ FORBIDDEN = {
 
 PENDING: set[str] = {
     "Ready",
-    "World",
     "choosy",
     "curious",
     "give_up",

@@ -39,8 +39,9 @@ def mixture(
     borrowed, each once for all its tokens. Where all of them are on the device, the host does not learn which
     these are. rows_at_rest: an expert with at most so many tokens is computed on the host if it stays there.
     """
-    if format == DENSE and grouped(x.device):
-        return _many_at_a_time(x, scores, moe, layer, experts, rows_at_rest)
+    if grouped(x.device, format):
+        mixed = Grouped(x, scores, moe.top_k, moe.intermediate_size, normalise=moe.normalise, format=format)
+        return _many_at_a_time(mixed, x, layer, experts, rows_at_rest)
     shares, chosen = scores.float().softmax(-1).topk(moe.top_k)
     if moe.normalise:
         shares = shares / shares.sum(-1, keepdim=True)
@@ -59,9 +60,8 @@ def mixture(
 
 
 def _many_at_a_time(
-    x: Tensor, scores: Tensor, moe: MoeSpec, layer: int, experts: ExpertWeights, rows_at_rest: int
+    mixed: Grouped, x: Tensor, layer: int, experts: ExpertWeights, rows_at_rest: int
 ) -> Tensor:
-    mixed = Grouped(x, scores, moe.top_k, moe.intermediate_size, normalise=moe.normalise)
     table = experts.table(layer)
     if table is not None:
         mixed.compute(table)

@@ -8,14 +8,17 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from penstock.arch.formats.dense import DENSE
+from penstock.arch.formats.format import Format
 from penstock.ops.activation import silu_mul
-from penstock.ops.kernels import expert_kernels, routing_kernels
+from penstock.ops.kernels import expert_kernels, format_kernels, routing_kernels
 from penstock.ops.linear import dense_linear
 
 
-def grouped(device: torch.device) -> bool:
-    """Tell whether experts may be computed many at a time on this device: whether `Grouped` works there."""
-    return _kernels(device) is not None
+def grouped(device: torch.device, format: Format) -> bool:
+    """Tell whether experts of this format may be computed many at a time on this device: whether `Grouped`
+    works there."""
+    return format.groups_experts and _kernels(device) is not None
 
 
 class Grouped:
@@ -26,16 +29,26 @@ class Grouped:
     one of its experts, numbered token * top_k + rank.
     """
 
-    def __init__(self, x: Tensor, scores: Tensor, top_k: int, inner: int, *, normalise: bool) -> None:
+    def __init__(
+        self,
+        x: Tensor,
+        scores: Tensor,
+        top_k: int,
+        inner: int,
+        *,
+        normalise: bool,
+        format: Format = DENSE,
+    ) -> None:
         """Choose experts; the host waits for nothing.
 
         x: `[tokens, hidden]`. scores: `[tokens, experts]`; each token takes the top_k highest, of equal ones
-        those of the lower experts. inner: rows of gate, and of up.
-        """
+        those of the lower experts. inner: rows of gate, and of up. format: of the experts; its kernels
+        compute the products."""
         kernels, routing = _kernels(x.device), routing_kernels()
         assert kernels is not None, f"no kernels on {x.device}"
         assert routing is not None
         self._kernels, self._x = kernels, x
+        self._products = kernels if format == DENSE else format_kernels(format.kernels)
         tokens, experts = scores.shape
         self._tuning = kernels.expert_tuning(tokens * top_k, experts, x.dtype)
         chosen, self._shares = routing.choose(scores, top_k, normalise=normalise)
@@ -58,14 +71,15 @@ class Grouped:
         """Compute the pairs of those experts that have addresses, and if `experts` are given, after `counts`,
         of none but these.
 
-        table: int64 `[experts, 2]` on the device, addresses of gate_up `[2 * inner, hidden]`, gate first, and
-        down `[hidden, inner]`, or 0.
+        table: int64 `[experts, tensors]` on the device, addresses or 0; of dense experts those of gate_up
+        `[2 * inner, hidden]`, gate first, and down `[hidden, inner]`.
         """
         part = range(self._blocks.shape[1])
         if experts is not None:
             assert self._starts is not None, "which experts are used is not known"
             part = range(self._starts[experts.start], self._starts[experts.stop])
-        self._kernels.products(self._x, self.order, self._blocks, table, self._h, self.y, self._tuning, part)
+        assert self._products is not None
+        self._products.products(self._x, self.order, self._blocks, table, self._h, self.y, self._tuning, part)
 
     def total(self) -> Tensor:
         """Return the sum of each token's experts by their shares, `[tokens, hidden]`, when all pairs have

@@ -3,15 +3,34 @@ CheckpointError."""
 
 import json
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeGuard
 
 from penstock.base.errors import CheckpointError
 from penstock.base.units import format_size
 from penstock.memory.disk import DiskFile, ReadError
 
+MAX_CONFIG_BYTES = 10_000_000
+MAX_SIZE = 2**62
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 160
 _SHORT.maxlong = 60
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """Raise CheckpointError, of the same message, for a file that cannot be read."""
+    try:
+        yield
+    except ReadError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def is_size(value: object) -> TypeGuard[int]:
+    """Tell whether a value is a whole number from 0 to 2**62, as sizes and places in files are."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_SIZE
 
 
 def shown(value: object) -> str:
@@ -21,16 +40,12 @@ def shown(value: object) -> str:
 
 def read_object(path: Path, limit: int) -> dict[str, object]:
     """Return the JSON object that is the file at `path`, of at most `limit` bytes. Raises CheckpointError."""
-    try:
-        with DiskFile(path) as file:
-            if file.size > limit:
-                raise CheckpointError(
-                    f"{path} is {format_size(file.size)}, more than the {format_size(limit)} such a file "
-                    "may have"
-                )
-            data = file.read(0, file.size)
-    except ReadError as error:
-        raise CheckpointError(str(error)) from error
+    with readable(), DiskFile(path) as file:
+        if file.size > limit:
+            raise CheckpointError(
+                f"{path} is {format_size(file.size)}, more than the {format_size(limit)} such a file may have"
+            )
+        data = file.read(0, file.size)
     return parse_object(data, str(path))
 
 

@@ -13,15 +13,13 @@ PIECE_BYTES = 8 << 20
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def piece_digest(data: memoryview | bytearray | bytes, padding: int = 0) -> bytes:
-    """Return the SHA-256 of a piece's bytes followed by `padding` zeros.
+def piece_digest(data: memoryview | bytearray | bytes) -> bytes:
+    """Return the SHA-256 of a piece's bytes.
 
     With the instructions that processors have for it, SHA-256 makes 1.8 GB/s on a core where BLAKE2b makes
     0.9; other threads run meanwhile.
     """
-    digest = hashlib.sha256(data)
-    digest.update(bytes(padding))
-    return digest.digest()
+    return hashlib.sha256(data).digest()
 
 
 def join_digests(digests: Iterable[bytes]) -> str:

@@ -1,12 +1,14 @@
 """Reads what a checkpoint's makers recommend for sampling from it, and the tokens that begin, end and pad its
 texts."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from penstock.base.errors import CheckpointError, RequestError
 from penstock.step.params import SamplingParams
-from penstock.weights.jsonfile import shown
+from penstock.weights.jsonfile import MAX_CONFIG_BYTES, read_object, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,13 @@ class GenerationDefaults:
     """Every token that ends an output, those of generation_config.json first."""
     bos_token: int | None = None
     pad_token: int | None = None
+
+
+def open_generation(path: Path, config: Mapping[str, object], vocab_size: int) -> GenerationDefaults:
+    """Return the defaults of the model in directory `path`, with this config.json. Raises CheckpointError."""
+    side = path / "generation_config.json"
+    generation = read_object(side, MAX_CONFIG_BYTES) if os.path.lexists(side) else {}
+    return read_generation(generation, config, vocab_size, str(side))
 
 
 def read_generation(

@@ -36,6 +36,7 @@ import psutil
 
 from penstock.base.errors import CheckpointError
 from penstock.memory.disk import DiskFile, FileStamp, ReadError, make_private, run_all
+from penstock.weights.jsonfile import readable
 from penstock.weights.pieces import PIECE_BYTES, join_digests
 
 MEMORY = "digests"
@@ -262,10 +263,8 @@ def same_bytes_remembered(
     for file in (one, other):
         file.settle()
     began, began_ns = named(), time.time_ns()
-    try:
+    with readable():
         same = same_bytes(one, at, other, begin, count)
-    except ReadError as error:
-        raise CheckpointError(str(error)) from error
     if same and named() == began and not any(_why_not(file, _stamp(file), began_ns) for file in (one, other)):
         memory.remember({began: "yes"})
     return same
@@ -339,10 +338,8 @@ def _hashed(files: Sequence[DiskFile], stop: threading.Event) -> list[str]:
 
 
 def _stamp(file: DiskFile) -> FileStamp:
-    try:
+    with readable():
         return file.stamp()
-    except ReadError as error:
-        raise CheckpointError(str(error)) from error
 
 
 def _changed(file: DiskFile) -> CheckpointError:

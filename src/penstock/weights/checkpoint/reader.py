@@ -6,8 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 from threading import Lock
@@ -21,8 +20,7 @@ from penstock.arch.formats.format import STORED_BYTES, Source
 from penstock.arch.layout import ALIGNMENT, Field, GroupLayout
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.errors import CheckpointError
-from penstock.memory.disk import ReadError, run_all
-from penstock.weights.checkpoint.generation import GenerationDefaults, read_generation
+from penstock.weights.checkpoint.generation import GenerationDefaults, open_generation
 from penstock.weights.checkpoint.identity import Digests, Hashing, Memory, same_bytes_remembered
 from penstock.weights.checkpoint.links import expect_inside
 from penstock.weights.checkpoint.shards import Shards, ShardTensor
@@ -32,15 +30,10 @@ from penstock.weights.checkpoint.tensors import (
     Lines,
     bytes_of,
     read_part,
-    reading,
     stored_dtype,
 )
-from penstock.weights.jsonfile import read_object, shown
+from penstock.weights.jsonfile import MAX_CONFIG_BYTES, read_object, readable, shown
 
-MAX_CONFIG_BYTES = 10_000_000
-READ_THREADS = 4
-"""Two read cached files twice as fast as one (12.7 against 6.5 GB/s on two cores); a cold disk wants some
-more in flight."""
 FINGERPRINT_BYTES = 16
 _FINGERPRINT = "penstock checkpoint", 3
 """Format and version of what the fingerprint is a digest of. Version 1 looked at samples of the weights; the
@@ -55,7 +48,7 @@ class Checkpoint:
     """Holds a checkpoint open. Opening reads configs and headers only; weights are read group by group into
     memory of the caller's.
 
-    Methods may be called from one thread at a time; reads are spread over threads of its own.
+    Methods but `read_piece` may be called from one thread at a time.
     """
 
     def __init__(
@@ -75,7 +68,6 @@ class Checkpoint:
         self._shards = shards
         self._memory = memory
         self._hashing: Hashing | None = None
-        self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="checkpoint")
         self._repacked: dict[Field, torch.Tensor] = {}
         self._repacking = Lock()
 
@@ -98,13 +90,7 @@ class Checkpoint:
         expect_inside(path)
         config = read_object(path / "config.json", MAX_CONFIG_BYTES)
         spec = read_spec(config, str(path / "config.json"))
-        side = path / "generation_config.json"
-        generation = read_generation(
-            read_object(side, MAX_CONFIG_BYTES) if os.path.lexists(side) else {},
-            config,
-            spec.vocab_size,
-            str(side),
-        )
+        generation = open_generation(path, config, spec.vocab_size)
         shards = Shards(path)
         try:
             _check_count(path, spec, len(shards.tensors))
@@ -141,38 +127,17 @@ class Checkpoint:
                 "does not have"
             )
 
-    def read_group(self, layout: GroupLayout, into: torch.Tensor) -> None:
-        """Fill `into`, flat uint8 of `layout.size` bytes on the CPU, with a group.
-
-        Each field starts at its offset, its sources one below the other; bytes between fields are zero.
-        Tensors stored in the field's dtype are read straight into place; others pass through a stage of
-        STAGE_BYTES in each of READ_THREADS threads, rounded to nearest even. Of a rank's layout only what the
-        rank holds is read, and of columns what lies between them where that is less than GAP_BYTES. Raises
-        CheckpointError; `into` then holds anything.
-        """
-        assert (into.dtype, into.shape, into.device.type) == (torch.uint8, (layout.size,), "cpu")
-        assert into.is_contiguous()
-        tasks: list[Callable[[], None]] = []
-        at = 0
-        for field in layout.fields:
-            into[at : field.offset].zero_()
-            at = field.offset
-            if field.repack is not None:
-                into[at : at + field.size].copy_(self._repack(field))
-                at += field.size
-                continue
-            for source in field.sources:
-                end = at + prod(source.taken) * STORED_BYTES[field.dtype]
-                tasks += reading(self._check(source, field), Lines.of(source), field.dtype, into[at:end])
-                at = end
-        into[at:].zero_()
-        run_all(tasks, self._pool)
-
     def read_piece(self, layout: GroupLayout, start: int, into: torch.Tensor) -> None:
-        """Fill `into` with a part of what read_group gives, from its byte `start` on, a multiple of
-        ALIGNMENT; zeros past its end.
+        """Fill `into`, flat uint8 on the CPU, with a part of a group, from byte `start` on, a multiple of
+        ALIGNMENT; zeros past the group's end.
 
-        Any number of threads may do so at once: the work is done on the calling one. Raises CheckpointError.
+        Each field of a group starts at its offset, its sources one below the other; bytes between fields are
+        zero. Tensors stored in the field's dtype are read straight into place; others pass through a stage of
+        STAGE_BYTES, rounded to nearest even. Of a rank's layout only what the rank holds is read, and of
+        columns what lies between them where that is less than GAP_BYTES.
+
+        Any number of threads may do so at once: the work is done on the calling one. Raises CheckpointError;
+        `into` then holds anything.
         """
         assert (into.dtype, into.dim(), into.device.type, start % ALIGNMENT) == (torch.uint8, 1, "cpu", 0)
         end, at = start + len(into), start
@@ -204,10 +169,8 @@ class Checkpoint:
         for source in field.sources:
             stored = self._check(source, field)
             whole = torch.empty(source.shape, dtype=stored_dtype(stored))
-            try:
+            with readable():
                 stored.file.read_into(bytes_of(whole), stored.entry.offset)
-            except ReadError as error:
-                raise CheckpointError(str(error)) from error
             wholes.append(whole)
         tensor: torch.Tensor = field.repack(wholes).contiguous()
         assert (tuple(tensor.shape), tensor.dtype) == (field.shape, getattr(torch, field.dtype)), field.name
@@ -261,10 +224,9 @@ class Checkpoint:
             self._hashing.expect_unchanged()
 
     def close(self) -> None:
-        """Close the files and end the threads."""
+        """Close the files, and end the threads that hash."""
         if self._hashing is not None:
             self._hashing.close()
-        self._pool.shutdown()
         self._shards.close()
 
     def __enter__(self) -> Self:

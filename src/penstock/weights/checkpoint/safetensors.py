@@ -9,13 +9,12 @@ without overlap and without holes.
 from dataclasses import dataclass
 
 from penstock.base.errors import CheckpointError
-from penstock.memory.disk import DiskFile, ReadError
-from penstock.weights.jsonfile import parse_object, shown
+from penstock.memory.disk import DiskFile
+from penstock.weights.jsonfile import MAX_SIZE, is_size, parse_object, readable, shown
 
 MAX_HEADER_BYTES = 25_000_000
 """Bytes of one file's header: some 200,000 tensors, which take seconds to parse. The format itself allows
 four times as much."""
-MAX_ELEMENTS = 2**62
 _DTYPE_BITS = (
     dict.fromkeys(("F64", "I64", "U64", "C64"), 64)
     | dict.fromkeys(("F32", "I32", "U32"), 32)
@@ -46,7 +45,7 @@ def read_header(file: DiskFile) -> dict[str, TensorEntry]:
             f"{file.path} is no safetensors file: it has {file.size} bytes, and its header's length alone "
             "takes 8"
         )
-    try:
+    with readable():
         length = int.from_bytes(file.read(0, 8), "little")
         if length > MAX_HEADER_BYTES:
             raise CheckpointError(
@@ -59,8 +58,6 @@ def read_header(file: DiskFile) -> dict[str, TensorEntry]:
                 f"{8 + length}"
             )
         header = file.read(8, length)
-    except ReadError as error:
-        raise CheckpointError(str(error)) from error
     return parse_header(header, file.size, str(file.path))
 
 
@@ -91,7 +88,7 @@ def _entry(value: object, start: int, where: str) -> TensorEntry:
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _DTYPE_BITS:
         raise CheckpointError(f"{where} has dtype {shown(dtype)}, which the format does not know")
-    if not isinstance(shape, list) or not all(_is_size(extent) for extent in shape):
+    if not isinstance(shape, list) or not all(is_size(extent) for extent in shape):
         raise CheckpointError(
             f"{where} has shape {shown(shape)}; it must be a list of whole numbers from 0 to 2**62"
         )
@@ -99,10 +96,10 @@ def _entry(value: object, start: int, where: str) -> TensorEntry:
     for extent in shape:
         elements *= extent
         if (
-            elements > MAX_ELEMENTS
+            elements > MAX_SIZE
         ):  # Here, not after the loop: a long list would make a number that takes for ever to multiply.
             raise CheckpointError(f"{where} has shape {shown(shape)}, more elements than any file holds")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(is_size(offset) for offset in offsets):
         raise CheckpointError(
             f"{where} has data_offsets {shown(offsets)}; they must be two whole numbers from 0 to 2**62"
         )
@@ -114,10 +111,6 @@ def _entry(value: object, start: int, where: str) -> TensorEntry:
             "bytes"
         )
     return TensorEntry(dtype, tuple(shape), start + begin, end - begin)
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_ELEMENTS
 
 
 def _check_cover(tensors: dict[str, TensorEntry], start: int, file_size: int, where: str) -> None:

@@ -9,8 +9,7 @@ from typing import Self
 
 from penstock.arch.families import TensorNames, family_of, read_spec
 from penstock.arch.spec import ModelSpec
-from penstock.weights.checkpoint.reader import MAX_CONFIG_BYTES
-from penstock.weights.jsonfile import read_object
+from penstock.weights.jsonfile import MAX_CONFIG_BYTES, read_object
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.base.errors import CheckpointError
-from penstock.memory.disk import DiskFile, ReadError
+from penstock.memory.disk import DiskFile
 from penstock.weights.checkpoint.safetensors import TensorEntry, read_header
-from penstock.weights.jsonfile import read_object, shown
+from penstock.weights.jsonfile import read_object, readable, shown
 from penstock.weights.pieces import MANIFEST, STORE
 
 SINGLE = "model.safetensors"
@@ -79,10 +79,8 @@ class Shards:
 
 
 def _open(path: Path, name: str) -> DiskFile:
-    try:
+    with readable():
         return DiskFile(path / name)
-    except ReadError as error:
-        raise CheckpointError(str(error)) from error
 
 
 def _weight_map(path: Path) -> Mapping[str, str]:

@@ -1,17 +1,15 @@
 """Reads elements of a checkpoint's tensors, or of a rank's part of one, rounded to the wanted dtype."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Self
 
 import torch
 
-from penstock.arch.formats.format import STORED_BYTES, Source
+from penstock.arch.formats.format import Source
 from penstock.base.errors import CheckpointError
-from penstock.memory.disk import REQUEST_BYTES, ReadError
 from penstock.weights.checkpoint.shards import ShardTensor
+from penstock.weights.jsonfile import readable
 
 STAGE_BYTES = 1 << 20
 """Bytes of a tensor whose dtype changes that are in passing at once in each thread: within the reach of a
@@ -56,21 +54,13 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def reading(stored: ShardTensor, lines: Lines, dtype: str, into: torch.Tensor) -> list[Callable[[], None]]:
-    """Return the tasks that fill `into`, flat uint8, with all of a source as `dtype`."""
-    parts, each = torch.split(into, REQUEST_BYTES), REQUEST_BYTES // STORED_BYTES[dtype]
-    return [
-        partial(read_part, stored, lines, dtype, number * each, part) for number, part in enumerate(parts)
-    ]
-
-
 def read_part(stored: ShardTensor, lines: Lines, dtype: str, first: int, into: torch.Tensor) -> None:
     """Fill `into`, flat uint8, with elements of a source as `dtype`, from its element `first`. Any thread
     may. Raises CheckpointError."""
     part = into.view(getattr(torch, dtype))
     line, begun = divmod(first, lines.width)
     at = lines.start + line * lines.pitch
-    try:
+    with readable():
         # The rest of a line that was begun, whole lines, and the beginning of another one.
         head = min(lines.width - begun, len(part)) if begun or lines.width == lines.pitch else 0
         if head:
@@ -82,8 +72,6 @@ def read_part(stored: ShardTensor, lines: Lines, dtype: str, first: int, into: t
             at += whole * lines.pitch
         if tail:
             _read_run(stored, at, part[len(part) - tail :])
-    except ReadError as error:
-        raise CheckpointError(str(error)) from error
 
 
 def _read_lines(stored: ShardTensor, lines: Lines, at: int, into: torch.Tensor) -> None:

@@ -16,14 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TypeGuard
 
 from penstock.arch.formats.format import STORED_BYTES
 from penstock.arch.layout import ALIGNMENT, GroupLayout
 from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import DTYPE_BYTES
 from penstock.base.errors import CheckpointError
-from penstock.weights.jsonfile import parse_object, shown
+from penstock.weights.jsonfile import MAX_SIZE, is_size, parse_object, shown
 from penstock.weights.pieces import (
     DIGEST_BYTES,
     PAGE,
@@ -34,7 +33,6 @@ from penstock.weights.pieces import (
 VERSION = 3
 """Version 1 had the fingerprint of samples of the checkpoint; in version 2 all fields were of one dtype."""
 MAX_MANIFEST_BYTES = 100_000_000
-MAX_BYTES = 2**62
 _FORMAT = "penstock pack"
 _KEYS = ("format", "version", "fingerprint", "config", "dtype", "store", "files", "groups")
 _SHARD = "shard"
@@ -279,7 +277,7 @@ def _manifest(body: Mapping[str, object], where: str) -> Manifest:
 
 def _parse_shard(value: object, where: str) -> Shard:
     rank, ranks = value if isinstance(value, list) and len(value) == 2 else (None, None)
-    if not _is_size(rank) or not _is_size(ranks) or not rank < ranks or ranks < 2:
+    if not is_size(rank) or not is_size(ranks) or not rank < ranks or ranks < 2:
         raise CheckpointError(
             f"{where} is of the shard {shown(value)}; it must be a rank and a larger number of ranks, at "
             "least 2"
@@ -297,11 +295,11 @@ def _run(value: object, where: str) -> PackedRun:
     if not isinstance(id, str) or not 0 < len(id) <= 64:
         raise CheckpointError(f"{where} has id {shown(id)}; it must be a short text")
     where = f"{where} ({shown(id)})"
-    if not _is_size(offset):
+    if not is_size(offset):
         raise CheckpointError(
             f"{where} has offset {shown(offset)}; it must be a whole number from 0 to 2**62"
         )
-    if not _is_size(size) or size == 0 or size % ALIGNMENT:
+    if not is_size(size) or size == 0 or size % ALIGNMENT:
         raise CheckpointError(
             f"{where} has size {shown(size)}; it must be a multiple of {ALIGNMENT} up to 2**62"
         )
@@ -339,7 +337,7 @@ def _parse_field(value: object, where: str) -> FieldPlace:
         raise CheckpointError(f"{where}: field {shown(name)} has dtype {shown(dtype)}; {known} are read")
     if (
         not isinstance(name, str)
-        or not _is_size(offset)
+        or not is_size(offset)
         or not isinstance(shape, list)
         or not 0 < len(shape) <= 4
     ):
@@ -347,7 +345,7 @@ def _parse_field(value: object, where: str) -> FieldPlace:
             f"{where} has the field {shown(value)}; it must have a name, a shape of 1 to 4 extents and an "
             "offset"
         )
-    if not all(_is_size(extent) for extent in shape) or prod(shape) > MAX_BYTES:
+    if not all(is_size(extent) for extent in shape) or prod(shape) > MAX_SIZE:
         raise CheckpointError(
             f"{where}: field {shown(name)} has shape {shown(shape)}, more elements than any file holds"
         )
@@ -362,10 +360,6 @@ def _lines(value: object) -> str:
     if not isinstance(value, list):
         return json.dumps(value)
     return "[\n" + ",\n".join(json.dumps(one) for one in value) + "\n]"
-
-
-def _is_size(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_BYTES
 
 
 def _hex(value: object, digits: int, where: str) -> str:

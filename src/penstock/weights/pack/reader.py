@@ -23,10 +23,10 @@ from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import CheckpointError
 from penstock.memory.disk import DirectFile, DiskFile, ReadError
-from penstock.weights.checkpoint.generation import GenerationDefaults, read_generation
+from penstock.weights.checkpoint.generation import GenerationDefaults, open_generation
 from penstock.weights.checkpoint.links import expect_inside
-from penstock.weights.checkpoint.reader import FINGERPRINT_BYTES, MAX_CONFIG_BYTES
-from penstock.weights.jsonfile import read_object
+from penstock.weights.checkpoint.reader import FINGERPRINT_BYTES
+from penstock.weights.jsonfile import MAX_CONFIG_BYTES, read_object, readable
 from penstock.weights.pack.manifest import MAX_MANIFEST_BYTES, Manifest, PackedRun, config_checksum, parse
 from penstock.weights.pieces import JOURNAL, MANIFEST, PAGE, PIECE_BYTES, join_digests, piece_digest
 
@@ -55,10 +55,8 @@ class Pack:
             self.spec, self.names, manifest, str(path / MANIFEST)
         )
         self._runs = {layout.id: run for layout, run in zip(self.layouts, manifest.runs, strict=True)}
-        try:
+        with readable():
             self.store = DirectFile(manifest.store_path(path))
-        except ReadError as error:
-            raise CheckpointError(str(error)) from error
         self._device = is_block_device(self.store.path)
         if self.store.size < manifest.size or (self.store.size > manifest.size and not self._device):
             fault = (
@@ -89,14 +87,8 @@ class Pack:
                 f"{path / 'config.json'} is not that of the model that was packed; restore it, or pack the "
                 "model again"
             )
-        side = path / "generation_config.json"
         spec = read_spec(config, str(path / "config.json"))
-        generation = read_generation(
-            read_object(side, MAX_CONFIG_BYTES) if os.path.lexists(side) else {},
-            config,
-            spec.vocab_size,
-            str(side),
-        )
+        generation = open_generation(path, config, spec.vocab_size)
         return cls(path, config, generation, manifest)
 
     @property
@@ -104,31 +96,6 @@ class Pack:
         """Tell whether the store may have been written since it was opened. Of a block device that is not
         known, and this is false."""
         return not self._device and self.store.stamp() != self.store.opened
-
-    def offset_of(self, group: GroupId) -> int:
-        """Return where the group's run starts in the store: a multiple of PAGE."""
-        return self._runs[group].offset
-
-    def padded(self, group: GroupId) -> int:
-        """Return the bytes of the group's run: its size and the zeros that fill the last page."""
-        return self._runs[group].length
-
-    def read_group(self, group: GroupId, into: torch.Tensor, check: bool = False) -> None:
-        """Fill `into`, flat uint8 of the group's size on the CPU. `check`: whether to compare with the
-        digests of what was packed.
-
-        Raises CheckpointError naming store, group and offset; `into` then holds anything.
-        """
-        run = self._runs[group]
-        assert (into.dtype, into.shape, into.device.type) == (torch.uint8, (run.size,), "cpu")
-        buffer = into.numpy().data
-        if not check:
-            self._read(self.store.read_into, run, 0, buffer)
-            return
-        for start in run.pieces:
-            piece = buffer[start : min(start + PIECE_BYTES, run.size)]
-            self._read(self.store.read_into, run, start, piece)
-            self._compare(run, start, piece_digest(piece, padding=run.piece_length(start) - len(piece)))
 
     def read_piece(self, group: GroupId, start: int, into: torch.Tensor, check: bool = False) -> None:
         """Fill `into`, flat uint8 on the CPU, from byte `start` of the group's run, padding included. Any
@@ -233,15 +200,12 @@ def read_manifest(path: Path) -> Manifest:
                 f"{path} is an unfinished pack; `penstock pack MODEL --out {path}` goes on with it"
             )
         raise CheckpointError(f"{path} is no pack: it has no {MANIFEST}")
-    try:
-        with DiskFile(path / MANIFEST) as file:
-            if file.size > MAX_MANIFEST_BYTES:
-                raise CheckpointError(
-                    f"{file.path} has {file.size} bytes; a manifest has at most {MAX_MANIFEST_BYTES}"
-                )
-            return parse(file.read(0, file.size), str(file.path))
-    except ReadError as error:
-        raise CheckpointError(str(error)) from error
+    with readable(), DiskFile(path / MANIFEST) as file:
+        if file.size > MAX_MANIFEST_BYTES:
+            raise CheckpointError(
+                f"{file.path} has {file.size} bytes; a manifest has at most {MAX_MANIFEST_BYTES}"
+            )
+        return parse(file.read(0, file.size), str(file.path))
 
 
 def in_order(tasks: Iterable[Callable[[], _T]], threads: int) -> Generator[_T, None, None]:
@@ -267,14 +231,11 @@ def in_order(tasks: Iterable[Callable[[], _T]], threads: int) -> Generator[_T, N
 
 def file_checksum(path: Path) -> str:
     """Return the checksum of a whole file, in hex. Raises CheckpointError."""
-    try:
-        with DiskFile(path) as file:
-            starts = range(0, file.size, PIECE_BYTES)
-            return join_digests(
-                piece_digest(file.read(start, min(PIECE_BYTES, file.size - start))) for start in starts
-            )
-    except ReadError as error:
-        raise CheckpointError(str(error)) from error
+    with readable(), DiskFile(path) as file:
+        starts = range(0, file.size, PIECE_BYTES)
+        return join_digests(
+            piece_digest(file.read(start, min(PIECE_BYTES, file.size - start))) for start in starts
+        )
 
 
 def is_block_device(path: Path) -> bool:

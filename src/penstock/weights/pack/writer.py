@@ -26,6 +26,7 @@ from penstock.base.units import format_size
 from penstock.memory.disk import DirectFile, DiskFile, ReadError
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shards import INDEX, SINGLE
+from penstock.weights.jsonfile import readable
 from penstock.weights.pack.directory import (
     BESIDE,
     PackError,
@@ -234,11 +235,8 @@ class _Packing:
 
     def _copy_sides(self) -> None:
         for name, checksum in self.plan.files.items():
-            try:
-                with DiskFile(self.checkpoint.path / name) as file:
-                    data = file.read(0, file.size)
-            except ReadError as error:
-                raise CheckpointError(str(error)) from error
+            with readable(), DiskFile(self.checkpoint.path / name) as file:
+                data = file.read(0, file.size)
             (self.out / name).parent.mkdir(exist_ok=True)
             write_file(self.out / name, data)
             if file_checksum(self.out / name) != checksum:
