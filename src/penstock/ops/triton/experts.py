@@ -104,7 +104,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
     col = part * COLS + tl.arange(0, COLS)
     deep = tl.arange(0, DEPTH)
     matrix = address.to(tl.pointer_type(x.dtype.element_ty))
-    # Columns beyond the last are the last again, and nobody sees them.
+    # Columns beyond the last are the last again, and are not stored.
     at = matrix + tl.minimum(col, INNER - 1).to(tl.int64)[:, None] * HIDDEN + deep[None, :]
     if HIDDEN % 8 == 0:  # Of an address from memory the compiler does not know that it is a multiple of 16.
         at = tl.multiple_of(at, [16, 16])

@@ -8,16 +8,15 @@ Why a remembered digest is right. It is found again by the file's mount and its 
 times of modification and of change. A mount has a number that is never given again while the machine runs,
 and a boot has one too: after a restart of the machine, or when the file system was mounted again, all is
 hashed anew. Without that, two images with the same stamps that are mounted one after the other would be one.
-Where the kernel has no such number only files on the device of `/` are remembered, which nobody mounts over.
+Where the kernel has no such number only files on the device of `/` are remembered: `/` is not mounted over.
 
 Within a mount any write moves the time of change, except in three cases, and none of these is remembered. (1)
 A second write within one tick of the file system's clock: a file that was changed less than RECENT_NS before
 it was hashed is not remembered. (2) A write through a mapping to a page that is dirty already: what is dirty
 is written to the disk before the stamp is taken (`DiskFile.settle`), and the next write moves it. (3) File
-systems that move no times for mappings (tmpfs), or whose times may be stale or another program's (FUSE, 9p,
-CIFS): only those of TRUSTED are believed. A file whose stamp moves while it is hashed has no digest. What is
-written past the file system, to the device under it, is seen by nobody.
-"""
+systems that move no times for mappings (tmpfs), or have times that may be stale or another program's (FUSE,
+9p, CIFS): only those of TRUSTED are believed. A file has no digest if its stamp moves while it is hashed.
+What is written past the file system, to the device under it, is not seen."""
 
 import hashlib
 import os

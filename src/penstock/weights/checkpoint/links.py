@@ -37,7 +37,7 @@ def expect_inside(path: Path) -> None:
 def _links(home: Path) -> Iterable[Path]:
     try:
         names = os.listdir(home)
-    except OSError:  # Which is told by whoever opens the first file.
+    except OSError:  # Whoever opens the first file says so.
         return
     for name in sorted(names):
         file = home / name

@@ -17,13 +17,13 @@ empties. An interrupt in the midst of an exchange leaves it to be done again, fr
 there; one anywhere else, slots to be found again, when the reads that were noted before they were put
 (`memory.tasks`) are over or called off.
 
-A wave holds at most half of the slots of either ring, and the experts that come with it are those whose turn
-for a slot is next: when it is taken nothing else is held, so each of them has a slot or gets one without a
-release, and none waits for one that is behind it. The arithmetic waits for the mark behind the copy of each;
-all their slots get the mark that is left when all of the wave's arithmetic has been queued, before the first
-of them is given back or exchanged. None of them can be the one that leaves in an exchange: that is never an
-expert of the layer at hand. An interrupt between two of them leaves the rest to be given back like experts
-that were never released.
+A wave holds at most half of the slots of either ring, and the experts that come with it are next in turn for
+a slot: when it is taken nothing else is held, so each of them has a slot or gets one without a release, and
+none waits for one that is behind it. The arithmetic waits for the mark behind the copy of each; all their
+slots get the mark that is left when all of the wave's arithmetic has been queued, before the first of them is
+given back or exchanged. None of them can be the one that leaves in an exchange: that is never an expert of
+the layer at hand. An interrupt between two of them leaves the rest to be given back like experts that were
+never released.
 
 Experts are also lent where they rest, on HOST (`at_rest`), for arithmetic on the host. Why this is safe: two
 things write to a slot that is a home on HOST. An exchange copies DEVICE to it: one that was begun before is
@@ -104,7 +104,7 @@ class Experts:
         self._ring: deque[int] = deque()
         self._host_ring: deque[int] = deque()
         self._sound = False
-        """Whether the rings are as they should be: every slot that is nobody's home."""
+        """True if the rings are as they should be: every slot that is no expert's home."""
         self._together, self._from_disk_together = max(room.device_ring // 2, 1), max(room.host_ring // 2, 1)
         """Of a wave, at most: experts that come, and those of them that come from DISK."""
         self._done: list[Ticket | None] = [None] * len(device_slots)
@@ -384,7 +384,7 @@ class Experts:
 
 
 def _first_homes(ids: Sequence[GroupId], room: ExpertRoom) -> dict[GroupId, Home]:
-    """Return homes for experts of which nothing is known: those of all layers share each tier evenly."""
+    """Return homes for experts before any was used: those of all layers share each tier evenly."""
     on_device = spread([1] * len(ids), room.on_device, len(ids))
     rest = [id for id, there in zip(ids, on_device, strict=True) if not there]
     on_host = dict(zip(rest, spread([1] * len(rest), room.on_host, max(len(rest), 1)), strict=True))

@@ -1,9 +1,9 @@
 """Keeps a ring on DEVICE filled ahead of the arithmetic: threads read DISK into slots on HOST, one stream
 copies to the ring.
 
-What passes through the rings, where, and what must be waited for was computed beforehand (see passage); here
-it happens. A *visit* is a run's turn in a pass, counted on from pass to pass. Nobody is told when to fetch:
-work is held back by the rings alone, and goes on across the end of a pass into the next.
+`ring` has computed what passes through the rings, where, and what must be waited for; here it happens. A
+*visit* is a run's turn in a pass, counted on from pass to pass. No one decides when to fetch: the rings alone
+hold work back, and it goes on across the end of a pass into the next.
 
 Why this is safe. All state below is read and written under one lock, and only by: the thread that computes
 (`take`, `release`), and the threads that read. Whichever of them makes a copy possible queues it, in the
@@ -12,14 +12,14 @@ order of the visits, on the one copy stream. Each byte is protected five times:
    compute stream wait for the mark behind the last of them.
 2. A copy overwrites a run of the ring only when that run's last user is done: not queued before the user's
    `release`, and behind the mark that the release left on the compute stream. Which users: RingLayout's
-   waits, each of which is needed.
+   waits, and each of these is needed.
 3. A copy from a slot is queued only when the slot's piece has landed.
 4. A slot is read into only when every copy out of it has been made: the reader waits for the mark behind the
    last.
 5. Pieces are claimed and copied in one order, so what a copy needs was claimed before whatever waits for that
-   copy: nobody waits in a circle. When nothing is late, nobody waits at all but the streams for each other.
-Visits that nobody takes (a pass was broken off) count as released; what of them has not been moved yet stays
-where it is, but its waits waits are kept, since those of later copies build on them.
+   copy: there are no circles of waits. When nothing is late, only the streams wait for each other.
+Visits that are not taken (a pass was broken off) count as released; what of them has not been moved yet stays
+where it is, but its waits are kept, since those of later copies build on them.
 
 An interrupt can strike the thread that computes between any two instructions, so progress is committed by
 single assignments (`_place`, `_cursor`, `_released`), after everything that they promise. What is done again

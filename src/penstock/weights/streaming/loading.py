@@ -22,7 +22,7 @@ Loading = Callable[[str, int, int], None]
 
 def counted(what: str, total: int, loading: Loading | None) -> Progress | None:
     """Return what adds up the bytes of pieces, from any thread, for who wants to know how far it is; None if
-    that is nobody."""
+    there is no `loading`."""
     if loading is None:
         return None
     lock, done = threading.Lock(), 0

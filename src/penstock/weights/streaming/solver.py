@@ -61,36 +61,36 @@ def solve(
 
     seconds: of arithmetic for each use; without it, reading the group at `rates.device_read`. What is tried
     does not depend on `limits.device`, only what is allowed does, so more device memory never predicts a
-    slower pass (in large models, of which EFFORT leaves some untried, by at most about a thousandth). Raises
+    slower pass (in large models, where EFFORT leaves some untried, by at most about a thousandth). Raises
     BudgetError if the largest group does not fit on the device, a piece does not fit on the host, or the rest
     has no home.
     """
     uses = tuple(uses)
-    world = PlacementSearch(uses, limits, rates, _arithmetic(uses, rates, seconds), piece)
-    if world.total <= world.most:
-        found = world.weigh([Tier.DEVICE] * len(world.sizes), RingLayout(), 0)
-        return world.placement(found)
-    world.check_device()
+    search = PlacementSearch(uses, limits, rates, _arithmetic(uses, rates, seconds), piece)
+    if search.total <= search.most:
+        found = search.weigh([Tier.DEVICE] * len(search.sizes), RingLayout(), 0)
+        return search.placement(found)
+    search.check_device()
     best: _Candidate | None = None
     effort, tried = 0, set[tuple[int, ...]]()
     for stride, share in (
         (LEVELS // 2, 0.5),
         (1, 1.0),
     ):  # In large steps first, so that every size of ring has its turn.
-        for bound, base, level in world.levels(stride):
+        for bound, base, level in search.levels(stride):
             if best and (bound >= best.seconds or effort > share * EFFORT):
                 break
-            resident = world.resident(base, level)
-            if resident in tried or sum(world.sizes[group] for group in resident) > world.most:
+            resident = search.resident(base, level)
+            if resident in tried or sum(search.sizes[group] for group in resident) > search.most:
                 continue
             tried.add(resident)
-            for candidate in world.candidates(resident, best.seconds if best else float("inf")):
+            for candidate in search.candidates(resident, best.seconds if best else float("inf")):
                 effort += len(uses)
                 if best is None or candidate.seconds < best.seconds:
                     best = candidate
     if best is None:
-        raise world.refusal()
-    return world.placement(best)
+        raise search.refusal()
+    return search.placement(best)
 
 
 def predict(

@@ -100,7 +100,7 @@ class WeightStream:
         self._next = 0
         """Where in the ring's order the next use is looked for."""
         self._passes = 0
-        # What is freed on a CUDA device is given to nobody who is not behind what was launched before.
+        # What is freed on a CUDA device is given away only behind all that was launched before.
         compute = self._streams[1] if device.type == "cpu" else None
         arenas = self._host, self._arena
         self._close = weakref.finalize(self, _close, arenas, self._streams[0], compute, sources, self._moving)
@@ -211,7 +211,7 @@ class WeightStream:
             disk_rate=rates.disk_to_host if rates and on_disk else 0.0,
             predicted=placement.prediction.seconds
             if rates and self.experts_rest
-            else 0.0,  # Nobody knows which experts will be chosen.
+            else 0.0,  # It is not known which experts will be chosen.
             binding=placement.prediction.binding
             if self.experts_rest or not room
             else Link.DISK

@@ -9,7 +9,7 @@ from penstock.base.trace import Trace
 from penstock.memory.streams import Ticket
 
 _MANY = 256
-"""Uses after which those that are done are counted, if nobody asks before."""
+"""Uses after which those that are done are counted, even if `stalled` is not called."""
 
 
 @dataclass(slots=True)
