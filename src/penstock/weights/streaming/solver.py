@@ -66,7 +66,7 @@ def solve(
     has no home.
     """
     uses = tuple(uses)
-    search = PlacementSearch(uses, limits, rates, _arithmetic(uses, rates, seconds), piece)
+    search = _PlacementSearch(uses, limits, rates, _arithmetic(uses, rates, seconds), piece)
     if search.total <= search.most:
         found = search.weigh([Tier.DEVICE] * len(search.sizes), RingLayout(), 0)
         return search.placement(found)
@@ -210,7 +210,7 @@ class _Candidate:
         return self.prediction.seconds
 
 
-class PlacementSearch:
+class _PlacementSearch:
     """Searches for a placement: a resident set, a ring on DEVICE, a ring on HOST. Groups are numbers here."""
 
     def __init__(
