@@ -40,7 +40,9 @@ from penstock.ops import experts
 from penstock.ops.experts import experts_reference
 from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.triton import experts as triton_experts
-from penstock.ops.triton.experts import ExpertTuning, arrange, choose, combine, expert_tuning, products
+from penstock.ops.triton import routing as triton_routing
+from penstock.ops.triton.experts import ExpertTuning, combine, expert_tuning, products
+from penstock.ops.triton.routing import arrange, choose
 
 DTYPE = torch.bfloat16
 MAX_ERROR = 4e-2
@@ -84,21 +86,13 @@ class Layer:
     def random(self, *size: int) -> Tensor:
         return torch.empty(size, dtype=DTYPE, device=self.device).normal_(generator=self.generator)
 
-    def expect(self, experts: Sequence[GroupId]) -> None:
-        pass
-
-    def take(self, group: GroupId) -> GroupViews:
-        matrices = {name: Matrix.of(one) for name, one in self.weights[group.expert].items()}
-        return GroupViews(matrices, {}, ())
-
-    def release(self, group: GroupId) -> None:
-        pass
+    def each(self, experts: Sequence[GroupId]) -> Iterator[tuple[GroupId, GroupViews]]:
+        for group in experts:
+            matrices = {name: Matrix.of(one) for name, one in self.weights[group.expert].items()}
+            yield group, GroupViews(matrices, {}, ())
 
     def table(self, layer: int) -> Tensor:
         return self.addresses
-
-    def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
-        raise AssertionError("all experts are here")
 
 
 class Bench:
@@ -155,7 +149,9 @@ class Bench:
 
         def call(i: int) -> None:
             order, blocks = placed[i]
-            products(self.steps[i][0], order, blocks, self.layer.addresses, h, y, tuning, 0, blocks.shape[1])
+            products(
+                self.steps[i][0], order, blocks, self.layer.addresses, h, y, tuning, range(blocks.shape[1])
+            )
 
         return call
 
@@ -250,6 +246,7 @@ def main() -> None:
     rows = []
     if not on_device:
         patch.object(experts, "_kernels", lambda device: triton_experts).start()
+        patch.object(experts, "routing_kernels", lambda: triton_routing).start()
     with torch.inference_mode():
         for shape in TINY if args.tiny else SHAPES:
             if args.shapes and not any(name in shape.name for name in args.shapes):

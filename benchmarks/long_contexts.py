@@ -42,7 +42,7 @@ from penstock.memory.probe import matmul_rate
 from penstock.ops.attention.dense import dense
 from penstock.ops.attention.inputs import LayerAttention
 from penstock.weights.checkpoint.shape import Shape
-from penstock.weights.streaming.residency import PIECE, Limits, padded
+from penstock.weights.streaming.residency import PIECE, WeightLimits, padded
 
 PARTS = ("tiles", "peer", "peer_at_once", "shared", "long", "million", "disk", "weights", "policies")
 GIB = 1 << 30
@@ -518,7 +518,7 @@ def part_weights(scale: Scale, device: torch.device) -> dict[str, object]:
     found["link_before"] = link_ceiling(device, scale.tiny)
     shape = Shape.of(scale.shape("8B"))
     sizes = [padded(layout) for layout in group_layouts(shape.spec, shape.names, shape.spec.dtype)]
-    override = Override(Limits(sum(sizes) // 2 + 2 * max(sizes), 2 * sum(sizes)))
+    override = Override(WeightLimits(sum(sizes) // 2 + 2 * max(sizes), 2 * sum(sizes)))
     config = Config(
         Path(), device=str(device), block_size=scale.block, **far(scale, "8B", tokens, chunk, 16 * scale.k)
     )  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ from penstock.engine.costs import StepCosts, keep_costs, read_costs
 from penstock.engine.forecast import Machine, Work, forecast
 from penstock.engine.passes import UseWork
 from penstock.memory.device import total_memory
-from penstock.weights.streaming.ring import Rates
+from penstock.weights.streaming.ring import StreamRates
 
 TOKENS = re.compile(r"each\), ([\d,]+) tokens")
 MOE = {**LAYERS_OF["30B-A3B"][0], "num_hidden_layers": 48}
@@ -208,7 +208,11 @@ def forecast_of(case: Case, row: dict[str, Any], costs: StepCosts, whole: int | 
     )
     sizes = [parse_size(size) for size in case.memory] if case.memory else [whole or 64 << 30, 100 << 30]
     there = Machine(
-        sizes[0], sizes[1] if whole else None, Rates(link, disk, costs.device_read), costs.compute, costs
+        sizes[0],
+        sizes[1] if whole else None,
+        StreamRates(link, disk, costs.device_read),
+        costs.compute,
+        costs,
     )
     # KV has room for as many tokens as the run allowed each sequence, which is somewhat more than they came
     # to.

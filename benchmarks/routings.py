@@ -36,13 +36,13 @@ from penstock.engine.boot import Booted, boot
 from penstock.engine.placing import Override
 from penstock.memory import device as memory
 from penstock.models import decoder
-from penstock.models.inputs import Weights
+from penstock.models.inputs import ExpertWeights
 from penstock.models.moe import mixture
 from penstock.ops import experts
 from penstock.ops.attention.gathered import PAST_TILE
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint.shape import Shape
-from penstock.weights.streaming.residency import Limits, padded
+from penstock.weights.streaming.residency import WeightLimits, padded
 from penstock.worker.sizes import StepSizes
 from penstock.worker.warmup import largest_step
 
@@ -240,13 +240,15 @@ def _step(booted: Booted, case: Case, plan: Plan, name: str | None, rng: torch.G
     scores = KINDS[name](case, rng) if name in KINDS else None
     kinds, first = list(KINDS.values()), int(torch.randint(len(KINDS), (1,), generator=rng))
 
-    def routed(x: Tensor, own: Tensor, moe: MoeSpec, layer: int, weights: Weights, format: Format) -> Tensor:
+    def routed(
+        x: Tensor, own: Tensor, moe: MoeSpec, layer: int, experts: ExpertWeights, format: Format, **more: int
+    ) -> Tensor:
         if name is not None:
             forced = kinds[(first + layer) % len(kinds)](case, rng) if scores is None else scores
             own.copy_(
                 forced[: len(own)].to(own.dtype)
             )  # Converted on the host: nothing more is allocated on the device.
-        return mixture(x, own, moe, layer, weights, format)
+        return mixture(x, own, moe, layer, experts, format, **more)
 
     with patch.object(decoder, "mixture", routed):
         booted.engine._ranks.run(plan)  # type: ignore[union-attr]
@@ -268,7 +270,7 @@ def _booted(case: Case, device: torch.device) -> Iterator[Booted]:
     )
     layouts = group_layouts(model.spec, model.names, case.dtype)
     total = sum(map(padded, layouts))
-    limits = Limits(int(total * case.resident), total) if case.resident < 1 else None
+    limits = WeightLimits(int(total * case.resident), total) if case.resident < 1 else None
     with patch.object(experts, "expert_kernels", lambda: None) if case.plain else nullcontext():
         booted = boot(config, model, override=Override(limits=limits))
         try:

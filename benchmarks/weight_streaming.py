@@ -54,9 +54,9 @@ from penstock.memory.disk import DirectFile
 from penstock.memory.probe import matmul_rate
 from penstock.step.params import Sampling
 from penstock.weights.checkpoint.shape import Shape
-from penstock.weights.streaming.residency import PIECE, Limits, padded
-from penstock.weights.streaming.ring import Rates
-from penstock.weights.streaming.source import Source
+from penstock.weights.streaming.residency import PIECE, WeightLimits, padded
+from penstock.weights.streaming.ring import StreamRates
+from penstock.weights.streaming.source import WeightSource
 
 PARTS = ("host", "disk", "offload", "offload_disk", "machine", "window", "mixture")
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, None, None)
@@ -242,7 +242,7 @@ def prefill(booted: Booted, tokens: int, times: int, rule: Rule = RULE) -> Timed
 @contextmanager
 def running(
     config: dict[str, object],
-    limits: Limits | None,
+    limits: WeightLimits | None,
     device: torch.device,
     disk: object = None,
     **settings: object,
@@ -297,11 +297,11 @@ def sizes(layers: int, tiny: bool, kept: int) -> tuple[int, int]:
     return total, total - (layers - kept) * layer
 
 
-def resident_limits(layers: int, tiny: bool, kept: int, host: int) -> Limits:
+def resident_limits(layers: int, tiny: bool, kept: int, host: int) -> WeightLimits:
     """Room for what accelerate keeps on the device as well, and for a ring beside."""
     total, stays = sizes(layers, tiny, kept)
     ring = (total - stays) // (layers - kept) * 2
-    return Limits(stays + ring, host, resident=stays, device_ring=ring)
+    return WeightLimits(stays + ring, host, resident=stays, device_ring=ring)
 
 
 def part_host(device: torch.device, tiny: bool) -> dict[str, object]:
@@ -518,7 +518,7 @@ def versions() -> dict[str, str]:
 class Kept:
     """A source that outlives an engine, which closes what it reads from."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: WeightSource) -> None:
         self._source = source
 
     def read(self, layout: GroupLayout, start: int, into: torch.Tensor, check: bool) -> None:
@@ -625,7 +625,9 @@ def part_window(device: torch.device, tiny: bool, directory: Path, room: int) ->
     spec = Shape.of(config)
     layouts = group_layouts(spec.spec, spec.names, spec.spec.dtype)
     layer = sum(padded(layout) for layout in layouts if layout.id.layer == 0)
-    limits = Limits(6 * layer, (40 if not tiny else 4) * layer, resident=0, kept=0, device_ring=6 * layer)
+    limits = WeightLimits(
+        6 * layer, (40 if not tiny else 4) * layer, resident=0, kept=0, device_ring=6 * layer
+    )
     budgets = {"device_memory": "16GiB"} if tiny else {}
     settings = {
         "max_step_tokens": 2048 if not tiny else 64,
@@ -649,7 +651,7 @@ def part_window(device: torch.device, tiny: bool, directory: Path, room: int) ->
 
 
 def planned(
-    spec: Shape, rates: Rates, disk: float, operations: float, budgets: dict[str, str], tiny: bool
+    spec: Shape, rates: StreamRates, disk: float, operations: float, budgets: dict[str, str], tiny: bool
 ) -> dict[str, float]:
     """Seconds of a pass that `penstock plan` forecasts for these budgets, with the disk's rate of this
     run."""
@@ -679,7 +681,7 @@ def part_mixture(device: torch.device, tiny: bool) -> dict[str, object]:
     layouts = group_layouts(spec.spec, spec.names, spec.spec.dtype)
     total, largest = sum(map(padded, layouts)), max(map(padded, layouts))
     found: dict[str, object] = {"link": link_ceiling(device, tiny)}
-    limits = Limits(total // 3 + 2 * largest, total)
+    limits = WeightLimits(total // 3 + 2 * largest, total)
     with running(
         config, limits, device, max_step_tokens=256 if not tiny else 32, max_sequences=16, max_length=512
     ) as booted:

@@ -24,6 +24,7 @@ from penstock.ops.triton import attention as triton_attention
 from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton import linear as triton_linear
 from penstock.ops.triton import pointwise as triton_pointwise
+from penstock.ops.triton import routing as triton_routing
 from penstock.ops.triton import sampling as triton_sampling
 from penstock.ops.triton import steps as triton_steps
 from penstock.ops.triton import sums as triton_sums
@@ -155,12 +156,12 @@ def experts(tokens: int, dtype: torch.dtype = BF16) -> None:
     """Of Qwen3-30B-A3B: 128, of which 8 are used, of 2,048 by 768."""
     number, top, hidden, inner = 128, 8, 2048, 768
     tuning = triton_experts.expert_tuning(tokens * top, number, dtype)
-    chosen, shares = triton_experts.choose(empty(tokens, number, dtype=dtype), top, normalise=True)
-    order, blocks, _ = triton_experts.arrange(chosen, number, tuning.rows)
+    chosen, shares = triton_routing.choose(empty(tokens, number, dtype=dtype), top, normalise=True)
+    order, blocks, _ = triton_routing.arrange(chosen, number, tuning.rows)
     h, y = empty(tokens * top, inner, dtype=dtype), empty(tokens * top, hidden, dtype=dtype)
     table = empty(number, 2, dtype=torch.int64)
     triton_experts.products(
-        empty(tokens, hidden, dtype=dtype), order, blocks, table, h, y, tuning, 0, blocks.shape[1]
+        empty(tokens, hidden, dtype=dtype), order, blocks, table, h, y, tuning, range(blocks.shape[1])
     )
     triton_experts.combine(y, shares)
 

@@ -18,17 +18,18 @@ from penstock.models.decoder import Decoder
 from penstock.ops.norm import add_rms_norm
 from penstock.step.plan import BlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
-from penstock.weights.streaming.residency import Limits, padded, solve_model
-from penstock.weights.streaming.ring import Rates
-from penstock.weights.streaming.source import CheckpointSource
-from penstock.weights.streaming.source import Source as Bytes
+from penstock.weights.streaming.residency import WeightLimits, padded
+from penstock.weights.streaming.ring import StreamRates
+from penstock.weights.streaming.solver import solve_model
+from penstock.weights.streaming.source import CheckpointSource, Sources
+from penstock.weights.streaming.source import WeightSource as Bytes
 from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.inputs import InputBuilder
 from penstock.worker.tables import BlockTables
 
 CPU = torch.device("cpu")
 BLOCK, PAGES = 8, 16
-RATES = Rates(host_to_device=1e9, disk_to_host=1e9, device_read=1e10)
+RATES = StreamRates(host_to_device=1e9, disk_to_host=1e9, device_read=1e10)
 
 
 class Meeting:
@@ -87,6 +88,8 @@ class Rank:
     source: Bytes | None = None
     part: float = 1.0
     """Of the weights, as much is on the device."""
+    rows_at_rest: int = 0
+    """As of `mixture`."""
     weights: WeightStream = field(init=False)
     pool: KVPool = field(init=False)
 
@@ -95,14 +98,14 @@ class Rank:
         layouts = tuple(map(self.change, group_layouts(spec, self.model.names, self.dtype, self.shard)))
         total = sum(map(padded, layouts))
         least = max(map(padded, layouts)) * 3
-        limits = Limits(total if self.part == 1 else max(int(self.part * total), least), total)
+        limits = WeightLimits(total if self.part == 1 else max(int(self.part * total), least), total)
         placement, experts, _ = solve_model(layouts, spec.tied_embeddings, limits, RATES, disk=False)
         source = self.source or CheckpointSource(self.model)
-        self.weights = WeightStream(placement, layouts, source, CPU, experts=experts)
+        self.weights = WeightStream(placement, layouts, Sources(source, source), CPU, experts=experts)
         state = StatePool(state_layout(spec, self.dtype, self.shard), 4, CPU) if spec.has_state else None
         self.pool = KVPool(kv_layout(spec, self.dtype, BLOCK, self.shard), PAGES, CPU, state)
         self._inputs = InputBuilder(spec, CPU, BlockTables(4, 8, CPU), block_size=BLOCK)
-        self._decoder = Decoder(spec, self.shard, self.member)
+        self._decoder = Decoder(spec, self.shard, self.member, rows_at_rest=self.rows_at_rest)
 
     def load(self) -> None:
         self.weights.load()

@@ -32,7 +32,7 @@ from penstock.ops.triton import experts
 from penstock.sched.rules import Limits
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint.shape import Shape
-from penstock.weights.streaming.stream import Blank
+from penstock.weights.streaming.views import Blank
 from penstock.worker import ahead
 from penstock.worker.runner import Runner
 from penstock.worker.warmup import kernel_steps, largest_step, small_steps

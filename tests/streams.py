@@ -27,9 +27,10 @@ from penstock.arch.layout import Field, GroupId, GroupKind, GroupLayout
 from penstock.base.tiers import Tier
 from penstock.memory.streams import HostTicket, Stream, ThreadStream, Ticket
 from penstock.weights.streaming import stream
-from penstock.weights.streaming.feeder import Feeder, Segment
+from penstock.weights.streaming.feeder import Feeder, RingCopy
 from penstock.weights.streaming.residency import Placement, Use
 from penstock.weights.streaming.ring import Link, Prediction, RingLayout, lay_pieces, lay_ring
+from penstock.weights.streaming.source import Sources
 from penstock.weights.streaming.stream import WeightStream
 
 UNIT = 256
@@ -230,7 +231,7 @@ def layout(id: GroupId, size: int) -> GroupLayout:
     return GroupLayout(id, (Field("bytes", (size,), 0, (), "uint8"),), size)
 
 
-Doctor = Callable[[list[list[Segment]]], list[list[Segment]]]
+Doctor = Callable[[list[list[RingCopy]]], list[list[RingCopy]]]
 
 
 @dataclass
@@ -251,7 +252,8 @@ class World:
         self.computing = Compute(self.gates)
         self.placement = self.shape.placement()
         streams = self.copies, self.compute or self.computing
-        self.weights = WeightStream(self.placement, self.shape.layouts(), self.store, CPU, streams=streams)
+        sources = Sources(self.store, self.store)
+        self.weights = WeightStream(self.placement, self.shape.layouts(), sources, CPU, streams=streams)
         self.visit = 0
         self._used: Counter[GroupId] = Counter()
         self.expected: dict[int, tuple[GroupId, np.ndarray]] = {}
@@ -262,7 +264,7 @@ class World:
         return self
 
     def _feeder(
-        self, runs: Sequence[str], segments: list[list[Segment]], *more: Any, **others: Any
+        self, runs: Sequence[str], segments: list[list[RingCopy]], *more: Any, **others: Any
     ) -> Feeder:
         for run, own in enumerate(segments):
             for index, segment in enumerate(own):

@@ -104,7 +104,7 @@ def _read_checkpoint(path: Path) -> None:
     with Checkpoint.open(path) as checkpoint:
         for layout in group_layouts(checkpoint.spec, checkpoint.names, "bfloat16"):
             if layout.size < MEMORY // 8:
-                checkpoint.read_group(layout, torch.empty(layout.size, dtype=torch.uint8))
+                checkpoint.read_piece(layout, 0, torch.empty(layout.size, dtype=torch.uint8))
 
 
 def _words(path: Path) -> None:
@@ -159,9 +159,9 @@ def _read_pack(path: Path) -> None:
     from penstock.weights.pack.reader import Pack
 
     with Pack.open(path) as pack:
-        for layout in pack.layouts:
+        for layout, run in zip(pack.layouts, pack.manifest.runs, strict=True):
             if layout.size < MEMORY // 8:
-                pack.read_group(layout.id, torch.empty(layout.size, dtype=torch.uint8), check=True)
+                pack.read_piece(layout.id, 0, torch.empty(run.length, dtype=torch.uint8), check=True)
 
 
 def _half_pack(path: Path) -> None:

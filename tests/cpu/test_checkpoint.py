@@ -24,7 +24,8 @@ from penstock.arch.mixers.attention import Attention
 from penstock.base.errors import CheckpointError, PenstockError, UnsupportedModelError
 from penstock.weights.checkpoint import shards
 from penstock.weights.checkpoint.identity import STEP_BYTES
-from penstock.weights.checkpoint.reader import SERIAL, STAGE_BYTES, Checkpoint
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.checkpoint.tensors import SERIAL, STAGE_BYTES
 from penstock.weights.pieces import PIECE_BYTES
 from safetensor_files import entry, flip, sealed
 
@@ -143,7 +144,7 @@ def check_groups(path: Path, dtype: str) -> None:
         checkpoint.verify(layouts)
         for layout in layouts:
             found = torch.full((layout.size,), 0xEE, dtype=torch.uint8)
-            checkpoint.read_group(layout, found)
+            checkpoint.read_piece(layout, 0, found)
             assert torch.equal(found, expected(layout, tensors, dtype))
 
 
@@ -388,7 +389,9 @@ def test_missing_tensors(llama: Path) -> None:
             for one in group_layouts(checkpoint.spec, checkpoint.names, "float32")
             if str(one.id) == "ffn.1"
         )
-        message = refusal(lambda: checkpoint.read_group(layout, torch.empty(layout.size, dtype=torch.uint8)))
+        message = refusal(
+            lambda: checkpoint.read_piece(layout, 0, torch.empty(layout.size, dtype=torch.uint8))
+        )
     assert "lacks tensor model.layers.1.mlp.up_proj.weight" in message
     change_tensors(llama, lambda tensors: tensors.pop("model.norm.weight"))
     message = refusal(lambda: verify(llama))
@@ -469,7 +472,7 @@ def test_file_that_shrinks_after_it_was_opened(llama: Path, dtype: str) -> None:
         os.truncate(file, 20_000)
         message = refusal(
             lambda: [
-                checkpoint.read_group(layout, torch.empty(layout.size, dtype=torch.uint8))
+                checkpoint.read_piece(layout, 0, torch.empty(layout.size, dtype=torch.uint8))
                 for layout in layouts
             ]
         )
@@ -614,10 +617,10 @@ with Checkpoint.open(pathlib.Path(sys.argv[1])) as checkpoint:
     checkpoint.verify(layouts)
     layout = max(layouts, key=lambda one: one.size)
     place = torch.ones(layout.size, dtype=torch.uint8)
-    checkpoint.read_group(layouts[-1], torch.empty(layouts[-1].size, dtype=torch.uint8))
+    checkpoint.read_piece(layouts[-1], 0, torch.empty(layouts[-1].size, dtype=torch.uint8))
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     before = memory("VmRSS")
-    checkpoint.read_group(layout, place)
+    checkpoint.read_piece(layout, 0, place)
     checkpoint.fingerprint()
     print(layout.size, memory("VmHWM") - before)
 """

@@ -19,9 +19,10 @@ from penstock.base.errors import CheckpointError
 from penstock.base.tiers import Tier
 from penstock.memory.streams import CallerStream
 from penstock.weights.streaming import loading
-from penstock.weights.streaming.feeder import Feeder, Segment
-from penstock.weights.streaming.residency import Limits, Use, solve
-from penstock.weights.streaming.ring import Rates
+from penstock.weights.streaming.feeder import Feeder, RingCopy
+from penstock.weights.streaming.residency import Use, WeightLimits
+from penstock.weights.streaming.ring import StreamRates
+from penstock.weights.streaming.solver import solve
 from streams import (
     BRIEF,
     LONG,
@@ -74,7 +75,10 @@ def test_every_kernel_sees_its_group_where_the_solver_puts_them(seed: int) -> No
     shape = Shape(sizes, "", 0)
     uses = [Use(id, size * UNIT) for id, size in zip(shape.ids, sizes, strict=True)]
     placement = solve(
-        uses, Limits(device * UNIT, host * UNIT), Rates(20 * UNIT, 2 * UNIT, 1000 * UNIT), piece=4 * UNIT
+        uses,
+        WeightLimits(device * UNIT, host * UNIT),
+        StreamRates(20 * UNIT, 2 * UNIT, 1000 * UNIT),
+        piece=4 * UNIT,
     )
     with World(replace(shape, solved=placement), Gates(delay=random_delays(seed)), changing=True) as world:
         world.passes(3)
@@ -105,7 +109,7 @@ class Needed:
                 n for n, segment in enumerate(world.feeder._segments[self.writer]) if segment.wait is not None
             ][self.index]
 
-    def without(self, segments: list[list[Segment]]) -> list[list[Segment]]:
+    def without(self, segments: list[list[RingCopy]]) -> list[list[RingCopy]]:
         at = [n for n, segment in enumerate(segments[self.writer]) if segment.wait is not None][self.index]
         segments[self.writer][at] = replace(segments[self.writer][at], wait=None)
         return segments

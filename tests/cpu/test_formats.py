@@ -11,6 +11,7 @@ import torch
 import tiny
 import toys
 from members import pass_of
+from packs import read_group
 from penstock.api.llm import LLM
 from penstock.arch import bounds
 from penstock.arch.formats.dense import DENSE
@@ -25,7 +26,7 @@ from penstock.weights.pack.reader import Pack
 from penstock.weights.pack.writer import write_pack
 from penstock.weights.streaming.residency import padded
 from penstock.weights.streaming.source import RandomSource
-from penstock.weights.streaming.stream import group_views
+from penstock.weights.streaming.views import group_views
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=5)
 Pair = tuple[Path, Path]
@@ -69,8 +70,8 @@ def test_packs(pairs: Callable[[str], Pair], name: str, tmp_path: Path) -> None:
         with Pack.open(tmp_path / "pack") as pack:
             for layout in pack.layouts:
                 read, packed = (torch.empty(layout.size, dtype=torch.uint8) for _ in range(2))
-                checkpoint.read_group(layout, read)
-                pack.read_group(layout.id, packed, check=True)
+                checkpoint.read_piece(layout, 0, read)
+                read_group(pack, layout.id, packed, check=True)
                 assert torch.equal(read, packed)
                 for start in range(0, layout.size, 512):
                     piece = torch.empty(512, dtype=torch.uint8)

@@ -31,7 +31,7 @@ from penstock.ops.attention import attend
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows
 from penstock.step.plan import BlockId, HostBlockId, ModelRole, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
-from penstock.weights.streaming.residency import Limits, padded
+from penstock.weights.streaming.residency import WeightLimits, padded
 from penstock.worker.graphs import DecodeGraphs, DecodeStep, _Program
 from penstock.worker.runner import Runner
 from penstock.worker.sizes import graph_blocker, row_counts, run_counts
@@ -300,6 +300,14 @@ def test_what_cannot_be_recorded_says_why() -> None:
     def blocker(name: str, *, gpu: bool = True, experts_rest: bool) -> str | None:
         return graph_blocker(spec_of(name), cuda=gpu, kernels=gpu, experts_rest=experts_rest)
 
+    few = replace(spec_of("mixtral"), format=toys.Int8())
+    assert "one expert after another" in str(graph_blocker(few, cuda=True, kernels=True, experts_rest=True))
+    assert (
+        graph_blocker(
+            replace(spec_of("llama"), format=toys.Int8()), cuda=True, kernels=True, experts_rest=True
+        )
+        is None
+    )
     assert "no CUDA device" in str(blocker("llama", gpu=False, experts_rest=True))
     assert "experts stream" in str(blocker("mixtral", experts_rest=False))
     assert "length" in str(blocker("llama_dynamic", experts_rest=True))
@@ -324,6 +332,8 @@ def test_steps_share_the_inputs_that_two_in_flight_need() -> None:
 
 class Lent:
     """Weights of which the attention's move. Says what is asked of it."""
+
+    experts = None
 
     def __init__(self, said: list[str]) -> None:
         self.said, self.views = said, {}
@@ -498,7 +508,7 @@ def test_recorded_steps_take_weights_that_stream_from_the_beginning_of_a_pass(
     references = tiny.references(name)
     with Checkpoint.open(tiny.checkpoint(name)) as checkpoint:
         sizes = [padded(layout) for layout in group_layouts(checkpoint.spec, checkpoint.names, "float32")]
-    override = Override(Limits(max(sizes), 4 * sum(sizes)))
+    override = Override(WeightLimits(max(sizes), 4 * sum(sizes)))
     monkeypatch.setattr("penstock.api.llm.boot", partial(boot, override=override))
     with recorded(name, max_step_tokens=16) as llm, watched(llm) as found:
         assert llm.booted.weights.moves(EMBEDDING)

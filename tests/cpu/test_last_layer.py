@@ -16,7 +16,7 @@ from penstock.kv.movement.pool import KVPool
 from penstock.models import decoder, mixers
 from penstock.ops.attention.attend import Attended
 from penstock.weights.checkpoint.shape import Shape
-from penstock.weights.streaming.stream import Blank
+from penstock.weights.streaming.views import Blank
 from penstock.worker.inputs import InputBuilder
 from penstock.worker.loaded import LoadedModel
 from penstock.worker.runner import Runner

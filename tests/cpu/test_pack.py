@@ -16,6 +16,7 @@ import torch
 
 import forks
 import tiny
+from packs import read_group, run_of
 from penstock.arch.layout import GroupId, GroupKind, group_layouts
 from penstock.base.errors import CheckpointError, PenstockError
 from penstock.cli.main import main
@@ -23,9 +24,10 @@ from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack import manifest
 from penstock.weights.pack import reader as reading
 from penstock.weights.pack import writer as packing
+from penstock.weights.pack.directory import PackError
 from penstock.weights.pack.reader import Pack, in_order
-from penstock.weights.pack.writer import JOURNAL, PackError, write_pack
-from penstock.weights.pieces import MANIFEST, PAGE, PIECE_BYTES, STORE
+from penstock.weights.pack.writer import write_pack
+from penstock.weights.pieces import JOURNAL, MANIFEST, PAGE, PIECE_BYTES, STORE
 from safetensor_files import flip, sealed
 
 FAMILY_CASES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
@@ -52,7 +54,7 @@ def verify(path: Path) -> None:
 
 
 def check_equal(model: Path, path: Path, dtype: str) -> None:
-    """Every group of the pack is what Checkpoint.read_group gives, and what lies between groups is zero."""
+    """Every group of the pack is what Checkpoint.read_piece gives, and what lies between groups is zero."""
     with Checkpoint.open(model) as checkpoint, Pack.open(path) as found:
         assert found.layouts == group_layouts(checkpoint.spec, checkpoint.names, dtype)
         assert (found.dtype, found.generation, found.config) == (
@@ -64,16 +66,16 @@ def check_equal(model: Path, path: Path, dtype: str) -> None:
         data, end = (path / STORE).read_bytes(), 0
         for layout in found.layouts:
             expected = torch.empty(layout.size, dtype=torch.uint8)
-            checkpoint.read_group(layout, expected)
+            checkpoint.read_piece(layout, 0, expected)
             for check in (False, True):
                 group = torch.full((layout.size,), 0xEE, dtype=torch.uint8)
-                found.read_group(layout.id, group, check)
+                read_group(found, layout.id, group, check)
                 assert torch.equal(group, expected)
-            whole = aligned(found.padded(layout.id))
+            whole = aligned(run_of(found, layout.id).length)
             found.read_piece(layout.id, 0, whole, check=True)
             assert torch.equal(whole[: layout.size], expected)
             assert not whole[layout.size :].any()
-            offset = found.offset_of(layout.id)
+            offset = run_of(found, layout.id).offset
             assert offset % PAGE == 0
             assert not any(data[end:offset])
             assert data[offset : offset + layout.size] == expected.numpy().tobytes()
@@ -144,7 +146,7 @@ def test_any_piece_is_that_part_of_the_group(dtype: str) -> None:
     with Checkpoint.open(tiny.checkpoint("qwen2")) as checkpoint:
         for layout in group_layouts(checkpoint.spec, checkpoint.names, dtype):
             whole = torch.empty(layout.size, dtype=torch.uint8)
-            checkpoint.read_group(layout, whole)
+            checkpoint.read_piece(layout, 0, whole)
             for _ in range(20):
                 start, length = 256 * rng.randrange(layout.size // 256), 256 * rng.randrange(1, 80)
                 piece = torch.full((length,), 0xEE, dtype=torch.uint8)
@@ -211,10 +213,10 @@ def test_weights_on_a_block_device(tmp_path: Path, block_device: Path) -> None:
     with Checkpoint.open(model) as checkpoint, Pack.open(tmp_path / "pack") as found:
         for layout in found.layouts:
             expected, group = (torch.empty(layout.size, dtype=torch.uint8) for _ in range(2))
-            checkpoint.read_group(layout, expected)
-            found.read_group(layout.id, group, check=True)
+            checkpoint.read_piece(layout, 0, expected)
+            read_group(found, layout.id, group, check=True)
             assert torch.equal(group, expected)
-            piece = aligned(found.padded(layout.id))
+            piece = aligned(run_of(found, layout.id).length)
             found.read_piece(layout.id, 0, piece, check=True)
             assert torch.equal(piece[: layout.size], expected)
         assert found.store.direct
@@ -637,7 +639,7 @@ def test_a_flipped_bit_anywhere_is_found(llama: Path) -> None:
                 if at < run.size:
                     into = torch.empty(run.size, dtype=torch.uint8)
                     assert message == refusal(
-                        lambda layout=layout, into=into: found.read_group(layout.id, into, check=True)
+                        lambda layout=layout, into=into: read_group(found, layout.id, into, check=True)
                     )
                 flip(file, run.offset + at, bit)
         found.verify()
@@ -669,7 +671,7 @@ def test_a_store_of_the_wrong_size(llama: Path) -> None:
         into = torch.empty(cut.size, dtype=torch.uint8)
         group = GroupId(GroupKind.FFN, 0)
         for check in (False, True):
-            message = refusal(lambda check=check: found.read_group(group, into, check))
+            message = refusal(lambda check=check: read_group(found, group, into, check))
             assert f"cannot read {file} at byte {cut.offset + 1}: it ends there" in message
             assert f"in group ffn.0 at byte {cut.offset}" in message
     message = refusal(lambda: Pack.open(llama))
@@ -760,18 +762,18 @@ def test_pieces_into_any_memory(pieces: Pack, shift: int, refused: bool) -> None
     data = pieces.store.path.read_bytes()
     pieces.store.direct = pieces.store.direct and not refused
     for group, start, at, length in where(pieces):
-        assert pieces.padded(group) % PAGE == 0
+        assert run_of(pieces, group).length % PAGE == 0
         for check in (False, True):
             into = aligned(length, shift)
             pieces.read_piece(group, start, into, check)
             assert into.numpy().tobytes() == data[at : at + length]
         if start == 0:  # all of the group at once; and any pages, which have no digest
-            into = aligned(pieces.padded(group), shift)
+            into = aligned(run_of(pieces, group).length, shift)
             pieces.read_piece(group, 0, into, check=True)
             assert into.numpy().tobytes() == data[at : at + len(into)]
             into = aligned(PAGE, shift)
-            pieces.read_piece(group, pieces.padded(group) - PAGE, into)
-            assert into.numpy().tobytes() == data[at + pieces.padded(group) - PAGE :][:PAGE]
+            pieces.read_piece(group, run_of(pieces, group).length - PAGE, into)
+            assert into.numpy().tobytes() == data[at + run_of(pieces, group).length - PAGE :][:PAGE]
     assert pieces.store.direct or refused or not is_direct(pieces.store.path)
 
 
@@ -867,12 +869,12 @@ def test_a_large_piece_is_one_request(tmp_path: Path, monkeypatch: pytest.Monkey
 
     with Pack.open(tmp_path / "pack") as found:
         head, length = found.layouts[-1].id, 2 * PIECE_BYTES
-        assert found.padded(head) > length
+        assert run_of(found, head).length > length
         if not is_direct(found.store.path):
             pytest.skip("needs a file system that reads past the page cache")
         monkeypatch.setattr(os, "preadv", seen)
         found.read_piece(head, 0, aligned(length), check=True)
-        assert asked == [(found.offset_of(head), length)]
+        assert asked == [(run_of(found, head).offset, length)]
 
 
 # ---- memory and the command --------------------------------------------------------------------------------

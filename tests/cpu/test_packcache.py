@@ -15,13 +15,15 @@ import torch
 
 import forks
 import tiny
+from packs import read_group
 from penstock.base.errors import CheckpointError, PenstockError
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack import writer as packing
 from penstock.weights.pack.cache import cached_pack, is_pack
+from penstock.weights.pack.directory import PackError, locked
 from penstock.weights.pack.reader import Pack
-from penstock.weights.pack.writer import JOURNAL, PackError, locked, write_pack
-from penstock.weights.pieces import MANIFEST, PAGE, STORE
+from penstock.weights.pack.writer import write_pack
+from penstock.weights.pieces import JOURNAL, MANIFEST, PAGE, STORE
 
 MODEL = "llama"
 
@@ -37,8 +39,8 @@ def cached(model: Path, directory: Path, dtype: str = "float32") -> tuple[Path, 
     ):
         for layout in pack.layouts:
             expected, group = (torch.empty(layout.size, dtype=torch.uint8) for _ in range(2))
-            checkpoint.read_group(layout, expected)
-            pack.read_group(layout.id, group, check=True)
+            checkpoint.read_piece(layout, 0, expected)
+            read_group(pack, layout.id, group, check=True)
             assert torch.equal(group, expected)
         assert (pack.manifest.fingerprint, pack.dtype) == (checkpoint.fingerprint().hex(), dtype)
         assert pack.generation == checkpoint.generation

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import tiny
 from members import Meeting, Member, Rank, pass_of
+from packs import read_group
 from penstock.arch.formats.format import Source
 from penstock.arch.layout import Field, GroupId, GroupKind, GroupLayout, group_layouts
 from penstock.arch.shards import Shard
@@ -23,11 +24,12 @@ from penstock.arch.spec import Mlp
 from penstock.base.errors import CheckpointError, ConfigError, PenstockError
 from penstock.models import decoder
 from penstock.models.decoder import Decoder
-from penstock.weights.checkpoint import reader as reading
+from penstock.weights.checkpoint import tensors as reading
 from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.pack.directory import PackError
 from penstock.weights.pack.reader import Pack, read_manifest
-from penstock.weights.pack.writer import JOURNAL, PackError, write_pack
-from penstock.weights.pieces import MANIFEST, STORE
+from penstock.weights.pack.writer import write_pack
+from penstock.weights.pieces import JOURNAL, MANIFEST, STORE
 from penstock.weights.streaming.source import PackSource
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -234,11 +236,10 @@ def test_groups_and_pieces_of_every_rank(
         for stage, serial in ((reading.STAGE_BYTES, reading.SERIAL), (1000, 70), (100, 10)):
             monkeypatch.setattr(reading, "STAGE_BYTES", stage)
             monkeypatch.setattr(reading, "SERIAL", serial)
-            monkeypatch.setattr(reading, "REQUEST_BYTES", 8 * stage)
             for shard in (Shard(2, 3), Shard(1, 2)):
                 for layout in group_layouts(model.spec, model.names, dtype, shard):
                     whole = torch.full((layout.size,), 0xEE, dtype=torch.uint8)
-                    model.read_group(layout, whole)
+                    model.read_piece(layout, 0, whole)
                     assert torch.equal(whole, expected(layout, tensors, dtype))
                     for _ in range(3):
                         start, length = 256 * rng.randrange(layout.size // 256), 256 * rng.randrange(1, 20)
@@ -260,7 +261,7 @@ def test_rows_and_columns_of_one_tensor() -> None:
     )
     with Checkpoint.open(tiny.checkpoint("llama")) as model:
         found = torch.empty(layout.size, dtype=torch.uint8)
-        model.read_group(layout, found)
+        model.read_piece(layout, 0, found)
     assert torch.equal(found, expected(layout, stored(tiny.checkpoint("llama")), "float32"))
 
 
@@ -376,7 +377,7 @@ def test_a_pack_of_each_rank(name: str, tmp_path: Path) -> None:
             found.verify()
             for layout in found.layouts:
                 group = torch.empty(layout.size, dtype=torch.uint8)
-                found.read_group(layout.id, group, check=True)
+                read_group(found, layout.id, group, check=True)
                 assert torch.equal(group, expected(layout, tensors, "float32"))
 
 

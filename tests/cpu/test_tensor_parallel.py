@@ -24,7 +24,7 @@ from penstock.cli.main import main
 from penstock.engine.boot import boot
 from penstock.engine.placing import Override
 from penstock.parallel.group import Group
-from penstock.weights.streaming.residency import Limits
+from penstock.weights.streaming.residency import WeightLimits
 
 SETTINGS = {
     "device": "cpu",
@@ -126,7 +126,7 @@ def test_each_rank_streams_its_own_share(tmp_path: Path) -> None:
     """From a pack of its own, which is made once."""
     with LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2) as llm:
         whole = llm.booted.weights.bytes
-    some = Override(limits=Limits(whole // 2, whole // 2))
+    some = Override(limits=WeightLimits(whole // 2, whole // 2))
     with patch("penstock.api.llm.boot", partial(boot, override=some)):
         for _ in range(2):
             with LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2, cache=tmp_path) as llm:

@@ -21,7 +21,7 @@ from penstock.memory.streams import CallerStream, Stream, ThreadStream, Ticket, 
 from penstock.ops.attention.dense import dense, dense_reference, merge
 from penstock.ops.attention.inputs import LayerAttention
 from penstock.step.plan import HostBlockId
-from penstock.weights.streaming.waits import Waits
+from penstock.weights.streaming.waits import StreamWaits
 from streams import BRIEF, LONG, STRIDE, Gates, cut_short, no_thread_left, random_delays, within
 
 CPU = torch.device("cpu")
@@ -75,7 +75,7 @@ class World:
     gates: Gates = field(default_factory=Gates)
     layout: KVLayout = LAYOUT
     at_once: bool = False
-    waits: Waits | None = None
+    waits: StreamWaits | None = None
 
     def __post_init__(self) -> None:
         self.copies, self.out, self.computing = (
@@ -366,7 +366,7 @@ def test_what_does_not_fit_or_comes_out_of_turn_is_refused() -> None:
 
 def test_waits_are_told_of_every_copy_and_use() -> None:
     trace = Trace()
-    waits = Waits(trace)
+    waits = StreamWaits(trace)
     tiles = [tile(2, 3), tile(5)]
     with World(waits=waits, gates=Gates(delay=late("copies"))) as world:
         world.step(tiles, [0, 2])
@@ -693,7 +693,7 @@ def test_an_interrupt_anywhere_in_the_ring_does_no_harm(name: str, slots: int, a
     before, called = RING_CALLS[name]
     place, interrupted = len(name) % STRIDE, True
     while interrupted:
-        with World(slots, Gates(delay=late(place)), at_once=at_once, waits=Waits(None)) as world:
+        with World(slots, Gates(delay=late(place)), at_once=at_once, waits=StreamWaits(None)) as world:
             before(world)
             interrupted = cut_short(called(world), place, ("penstock", "threading"))
             assert within(LONG, partial(world.step, TILES[1:] + TILES, [1, 2]))

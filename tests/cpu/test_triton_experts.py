@@ -1,11 +1,14 @@
 """A mixture of experts by kernels, interpreted on the CPU: against the steps one by one, in one call and in
 waves, in a whole engine."""
 
+import ctypes
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -24,15 +27,22 @@ if (
 
 import bounds
 import tiny
+import toys
+from members import pass_of
 from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId, GroupKind
 from penstock.engine import measuring, placing
 from penstock.memory.device import peak_of
 from penstock.ops import experts
 from penstock.ops.experts import Grouped, experts_reference
+from penstock.ops.linear import gated, linear
+from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.triton import experts as triton_experts
-from penstock.ops.triton.experts import arrange, choose, expert_tuning, most_blocks
-from penstock.weights.streaming.stream import WeightStream
+from penstock.ops.triton import routing as triton_routing
+from penstock.ops.triton.experts import expert_tuning
+from penstock.ops.triton.routing import arrange, choose, most_blocks
+from penstock.weights.streaming.lending import ExpertStream
+from penstock.weights.streaming.views import StillExperts
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-2, torch.float16: 4e-3}
 """Of the largest number; the interpreter truncates to bf16 where a GPU rounds."""
@@ -58,6 +68,7 @@ def _interpreted() -> Iterator[None]:
 
     with (
         patch.object(experts, "_kernels", lambda device: triton_experts),
+        patch.object(experts, "routing_kernels", lambda: triton_routing),
         patch.object(triton_experts, "products", products),
     ):
         yield
@@ -91,7 +102,7 @@ class Case:
     def grouped(self) -> Grouped:
         mixed = Grouped(self.x, self.scores, self.top_k, self.inner, normalise=self.normalise)
         mixed._h.fill_(math.nan)
-        mixed._y.fill_(math.nan)
+        mixed.y.fill_(math.nan)
         return mixed
 
     def table(self, lent: Sequence[int]) -> Tensor:
@@ -109,7 +120,7 @@ class Case:
         mixed = self.grouped()
         mixed.compute(self.table(range(self.experts)))
         chosen, want = self.reference()
-        assert mixed.used() == chosen.unique().tolist()
+        assert torch.tensor(mixed.counts()).nonzero().flatten().tolist() == chosen.unique().tolist()
         got = mixed.total()
         assert got.dtype == self.dtype
         torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[self.dtype] * float(want.abs().amax()))
@@ -166,7 +177,7 @@ def test_pairs_by_expert(tokens: int, count: int, top_k: int, rows: int, seed: i
     rng = torch.Generator().manual_seed(seed)
     likely = torch.rand(tokens, count, generator=rng) * torch.linspace(0, 1, count) ** seed
     chosen = likely.topk(top_k).indices.int() if tokens else torch.empty(0, top_k, dtype=torch.int32)
-    with patch.object(triton_experts, "_CHUNK", 64):
+    with patch.object(triton_routing, "_CHUNK", 64):
         order, blocks, counts = arrange(chosen, count, rows)
     flat = chosen.flatten().tolist()
     assert order.tolist() == sorted(range(len(flat)), key=lambda pair: (flat[pair], pair))
@@ -219,7 +230,7 @@ class TestProducts:
         case = Case(0, 40, 24, 6, 3)
         mixed = case.grouped()
         mixed.compute(case.table(range(6)))
-        assert mixed.used() == []
+        assert mixed.counts() == [0] * 6
         assert mixed.total().shape == (0, 40)
 
     def test_experts_that_nobody_takes_are_not_read(self) -> None:
@@ -243,15 +254,15 @@ class TestProducts:
             torch.Generator().manual_seed(seed),
         )
         mixed, left = case.grouped(), torch.randperm(7, generator=rng).tolist()
-        mixed.used()
+        mixed.counts()
         while left:
             count = int(torch.randint(1, 4, (), generator=rng))
             wave, left = sorted(left[:count]), left[count:]
-            before = mixed._y.clone()
+            before = mixed.y.clone()
             mixed.compute(case.table(wave), range(wave[0], wave[-1] + 1) if seed < 2 else None)
             chosen = case.reference()[0].flatten()
             others = ~torch.isin(chosen, torch.tensor(wave))
-            torch.testing.assert_close(mixed._y[others], before[others], rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(mixed.y[others], before[others], rtol=0, atol=0, equal_nan=True)
         assert torch.equal(mixed.total(), all_at_once(case))
 
 
@@ -292,7 +303,8 @@ def test_what_streams_in_waves_computes_the_same(tmp_path: Path) -> None:
     def run(**more: object) -> tuple[object, int, LLM]:
         with (
             LLM(tiny.checkpoint(name), **(SETTINGS | more), cache=tmp_path, kv_blocks=60) as llm,
-            patch.object(WeightStream, "take", _no_experts(WeightStream.take)),
+            patch.object(ExpertStream, "each", _not_one_by_one),
+            patch.object(StillExperts, "each", _not_one_by_one),
         ):
             found = llm.generate(prompts, GREEDY)
             for one, reference in zip(found, references, strict=True):
@@ -312,22 +324,87 @@ def test_what_streams_in_waves_computes_the_same(tmp_path: Path) -> None:
     assert streamed == whole
 
 
-def _no_experts(take: object) -> object:
-    def taken(self: WeightStream, group: GroupId) -> object:
-        assert group.kind is not GroupKind.EXPERT, "an expert was taken by itself"
-        return take(self, group)  # type: ignore[operator]
+def test_some_are_computed_at_rest_while_the_others_stream() -> None:
+    """By plain torch, whose sums have another order."""
+    path, computed, lend = tiny.checkpoint("qwen3_moe"), list[GroupId](), ExpertStream.at_rest
 
-    return taken
+    @contextmanager
+    def noted(self: ExpertStream, experts: Sequence[GroupId]) -> Iterator[Mapping[GroupId, GroupViews]]:
+        with lend(self, experts) as lent:
+            computed.extend(lent)
+            yield lent
+
+    with patch.object(ExpertStream, "each", _not_one_by_one), patch.object(ExpertStream, "at_rest", noted):
+        streamed = pass_of(path, 0, part=0.6)
+        assert not computed
+        mixed = pass_of(path, 0, part=0.6, rows_at_rest=2)
+    assert computed
+    for one, other in zip(streamed, mixed, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=2e-5 * float(one.abs().amax()))
+    assert not all(map(torch.equal, streamed, mixed))
+
+
+def _at(address: int, count: int, dtype: torch.dtype) -> Tensor:
+    """The tensor that lies there."""
+    size = count * dtype.itemsize
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=dtype)
+
+
+def _products(
+    x: Tensor, order: Tensor, blocks: Tensor, table: Tensor, h: Tensor, y: Tensor, tuning: object, part: range
+) -> None:
+    """What kernels of the toy format would do: the reference for each block, from the addresses alone."""
+    (inner, hidden), top_k = (h.shape[1], x.shape[1]), len(y) // len(x)
+    for expert, start, end in blocks[:, part.start : part.stop].T.tolist():
+        if expert < 0 or not table[expert, 0]:
+            continue
+        values, scale, down, down_scale = table[expert].tolist()
+        parts = {
+            "values": _at(values, 2 * inner * hidden, torch.int8).view(2 * inner, hidden),
+            "scale": _at(scale, 2 * inner, torch.float32),
+        }
+        pairs = order[start:end].long()
+        h[start:end] = gated(x[pairs // top_k], Matrix(toys.Int8(), (2 * inner, hidden), parts))
+        parts = {
+            "values": _at(down, hidden * inner, torch.int8).view(hidden, inner),
+            "scale": _at(down_scale, hidden, torch.float32),
+        }
+        y[pairs] = linear(h[start:end], Matrix(toys.Int8(), (hidden, inner), parts))
+
+
+def test_a_format_may_bring_its_own_products_of_many_experts(tmp_path: Path) -> None:
+    """Experts of few bits from one table, resident and in waves; a format without computes one by one."""
+    with toys.known():
+        few, dense = toys.checkpoints("mixtral", tmp_path)
+        want, one_by_one = pass_of(dense, 0), pass_of(few, 0)
+        kernels = SimpleNamespace(products=_products)
+        with (
+            patch.object(toys.Int8, "groups_experts", True),
+            patch.object(toys.Int8, "kernels", "toys"),
+            patch.object(experts, "format_kernels", lambda name: {"toys": kernels}[name]),
+            patch.object(ExpertStream, "each", _not_one_by_one),
+            patch.object(StillExperts, "each", _not_one_by_one),
+        ):
+            resident, streamed = pass_of(few, 0), pass_of(few, 0, part=0.4)
+    assert all(map(torch.equal, resident, streamed))
+    for found in (one_by_one, resident):
+        for mine, theirs in zip(found, want, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5 * float(theirs.abs().amax()))
+
+
+def _not_one_by_one(self: object, experts: Sequence[GroupId]) -> None:
+    raise AssertionError("an expert was taken by itself")
 
 
 def test_a_table_says_where_experts_are_lent() -> None:
     with LLM(tiny.checkpoint("mixtral"), **SETTINGS) as llm:
         weights = llm.booted.weights
         for layer in range(3):
-            table = weights.table(layer)
+            experts = weights.experts
+            assert experts is weights.standing().experts
+            table = experts.table(layer)
             assert table is not None
-            assert table is weights.table(layer)
-            assert table is weights.standing().table(layer)
-            for expert, row in enumerate(table.tolist()):
-                views = weights.take(GroupId(GroupKind.EXPERT, layer, expert))
+            assert table is experts.table(layer)
+            every = [GroupId(GroupKind.EXPERT, layer, expert) for expert in range(len(table))]
+            for (_, views), row in zip(experts.each(every), table.tolist(), strict=True):
                 assert row == [views.matrices[name].tensor.data_ptr() for name in ("gate_up", "down")]

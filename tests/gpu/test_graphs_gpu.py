@@ -28,7 +28,7 @@ from penstock.ops.triton import linear as triton_linear
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
-from penstock.weights.streaming.residency import Limits, padded
+from penstock.weights.streaming.residency import WeightLimits, padded
 from penstock.worker.graphs import DecodeGraphs
 from penstock.worker.runner import Runner
 from penstock.worker.sizes import graph_blocker
@@ -155,7 +155,7 @@ def test_weights_that_stream_pass_through_recorded_steps(
     path, references = tiny.checkpoint("llama"), tiny.references("llama")
     with Checkpoint.open(path) as checkpoint:
         sizes = [padded(layout) for layout in group_layouts(checkpoint.spec, checkpoint.names, "float32")]
-    override = Override(Limits(max(sizes) + int(share * sum(sizes)), 4 * sum(sizes)))
+    override = Override(WeightLimits(max(sizes) + int(share * sum(sizes)), 4 * sum(sizes)))
     monkeypatch.setattr(api, "boot", partial(boot, override=override))
     with LLM(path, **SETTINGS) as llm:
         for _ in range(3):
@@ -192,7 +192,7 @@ def test_no_request_waits_for_a_compiler(
     rng, late, told = random.Random(0), list[str](), "{repr} {compile}".format
     model = Shape.of(shape)
     sizes = [padded(layout) for layout in group_layouts(model.spec, model.names, "bfloat16")]
-    limits = Limits(max(sizes) + sum(sizes) // 4, 4 * sum(sizes))
+    limits = WeightLimits(max(sizes) + sum(sizes) // 4, 4 * sum(sizes))
     booted = boot(config, model, override=Override(limits) if streams else None)
     monkeypatch.setattr(
         knobs.runtime, "jit_post_compile_hook", lambda **compiled: late.append(told(**compiled)[:900])

@@ -16,7 +16,7 @@ from penstock import LLM, SamplingParams
 from penstock.base.errors import DeviceError, EngineClosedError
 from penstock.engine.boot import boot
 from penstock.engine.placing import Override
-from penstock.weights.streaming.residency import Limits
+from penstock.weights.streaming.residency import WeightLimits
 from streams import LONG, within
 
 pytestmark = pytest.mark.skipif(
@@ -87,7 +87,7 @@ def test_each_rank_streams_its_own_share(tmp_path: Path) -> None:
     references = tiny.references("llama")
     with LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2) as llm:
         whole = llm.booted.weights.bytes
-    some = Override(limits=Limits(whole // 2, whole // 2))
+    some = Override(limits=WeightLimits(whole // 2, whole // 2))
     with (
         patch("penstock.api.llm.boot", partial(boot, override=some)),
         LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2, cache=tmp_path) as llm,

@@ -21,16 +21,17 @@ from penstock.engine.placing import Override
 from penstock.memory.streams import CudaStream, Stream, Ticket
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming import stream as streaming
-from penstock.weights.streaming.residency import Limits, Use, padded, solve
-from penstock.weights.streaming.ring import Rates
-from penstock.weights.streaming.source import RandomSource
+from penstock.weights.streaming.residency import Use, WeightLimits, padded
+from penstock.weights.streaming.ring import StreamRates
+from penstock.weights.streaming.solver import solve
+from penstock.weights.streaming.source import RandomSource, Sources
 from penstock.weights.streaming.stream import WeightStream
 
 CUDA = torch.device("cuda")
 LATE = 20_000_000
 """Clock cycles, about 10 ms: far longer than any copy here."""
 ALL = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
-RATES = Rates(50e9, 2e9, 4e12)
+RATES = StreamRates(50e9, 2e9, 4e12)
 
 
 class Slow(CudaStream):
@@ -57,14 +58,14 @@ def slow_streams(cycles: int) -> tuple[Slow, CudaStream]:
     return copies, CudaStream(CUDA, current=True, clock=copies.clock)
 
 
-def limits_of(path: Path, share: float, host: bool, dtype: str = "float32") -> Limits:
+def limits_of(path: Path, share: float, host: bool, dtype: str = "float32") -> WeightLimits:
     """Room on DEVICE for that share of the weights; 0 for a ring of the largest group alone."""
     with Checkpoint.open(path) as checkpoint:
         layouts = group_layouts(checkpoint.spec, checkpoint.names, dtype)
     sizes = [padded(layout) for layout in layouts]
     experts = [padded(layout) for layout in layouts if layout.id.kind is GroupKind.EXPERT]
     device = max(sizes) + 2 * max(experts, default=0) + int(share * sum(sizes))
-    return Limits(device, 4 * sum(sizes) if host else max(sizes) + 2 * max(experts, default=max(sizes)))
+    return WeightLimits(device, 4 * sum(sizes) if host else max(sizes) + 2 * max(experts, default=max(sizes)))
 
 
 def outputs(llm: LLM) -> list[Completion]:
@@ -145,13 +146,16 @@ class World:
             for layer, rows in enumerate((256, 512, 256, 384, 512, 256, 384, 256))
         )
         uses = [Use(layout.id, padded(layout)) for layout in self.layouts]
-        placement = solve(uses, Limits(ring << 20, 64 << 20, 0, resident=0, device_ring=ring << 20), RATES)
+        placement = solve(
+            uses, WeightLimits(ring << 20, 64 << 20, 0, resident=0, device_ring=ring << 20), RATES
+        )
         self.streams = slow_streams(cycles)
         streams: tuple[Stream, Stream] = self.streams
-        self.weights = WeightStream(placement, self.layouts, RandomSource("float32"), CUDA, streams=streams)
+        source = RandomSource("float32")
+        self.weights = WeightStream(placement, self.layouts, Sources(source, source), CUDA, streams=streams)
         self.weights.load()
         expected = WeightStream(
-            solve(uses, Limits(64 << 20, 0, 0), RATES), self.layouts, RandomSource("float32"), CUDA
+            solve(uses, WeightLimits(64 << 20, 0, 0), RATES), self.layouts, Sources(source, source), CUDA
         )
         expected.load()
         self.expected = {

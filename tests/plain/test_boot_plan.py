@@ -25,8 +25,7 @@ from penstock.engine.plan import (
     limits_of,
     plan_boot,
 )
-from penstock.weights.streaming import residency
-from penstock.weights.streaming.residency import padded
+from penstock.weights.streaming.residency import WeightLimits, padded
 
 GIB, MIB = 1 << 30, 1 << 20
 DENSE = {
@@ -181,7 +180,7 @@ def test_far_kv_takes_its_part_of_the_host_and_of_the_device() -> None:
 
 def test_limits_that_are_given_replace_those_of_the_budget() -> None:
     outline = outlined(DENSE, HOPPER, 8 * GIB)
-    given = residency.Limits(whole(DENSE) // 2, 2 * whole(DENSE))
+    given = WeightLimits(whole(DENSE) // 2, 2 * whole(DENSE))
     plan = plan_boot(outline, Measured(STEP, HOPPER, disk=False), given)
     assert plan.streams
     assert plan.limits is given

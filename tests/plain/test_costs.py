@@ -24,14 +24,14 @@ from penstock.engine.costs import (
 from penstock.engine.forecast import Machine, Work, forecast
 from penstock.engine.passes import UseWork, decode_step, pass_work, prompt_step
 from penstock.weights.streaming.residency import pass_order
-from penstock.weights.streaming.ring import Rates
+from penstock.weights.streaming.ring import StreamRates
 
 ONE = DecodeCosts(1, step=1e-5, layer=2e-5, moe_layer=4e-5, weight_read=4e12, expert_read=3e12, kv_read=2e12)
 FOUR = DecodeCosts(4, step=3e-5, layer=4e-5, moe_layer=6e-5, weight_read=2e12, expert_read=1e12, kv_read=1e12)
 PROMPT = PromptCosts(7e14, 5e14, 6e14, 4e12, 1e-3, 2e-3, 3e-4, 5e-4)
 COSTS = StepCosts("Some GPU", "bfloat16", "today", 50e9, 4.2e12, 8e14, (ONE, FOUR), PROMPT, 1e-3)
 GIB = 1 << 30
-RATES = Rates(50e9, 0.0, 4.2e12)
+RATES = StreamRates(50e9, 0.0, 4.2e12)
 
 
 def test_costs_are_read_as_they_were_kept(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from penstock.engine.forecast import (
     gains,
 )
 from penstock.weights.streaming.residency import padded
-from penstock.weights.streaming.ring import Link, Rates
+from penstock.weights.streaming.ring import Link, StreamRates
 
 GIB = 1 << 30
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +64,7 @@ MIXED = DENSE | {
     "num_experts_per_tok": 2,
     "intermediate_size": 2048,
 }
-FAST = Rates(host_to_device=50e9, disk_to_host=5e9, device_read=1e12)
+FAST = StreamRates(host_to_device=50e9, disk_to_host=5e9, device_read=1e12)
 WORK = Work("bfloat16", batch=1, context=512, step_tokens=512)
 
 
@@ -90,7 +90,7 @@ def machine(
     config: Mapping[str, object],
     device: float,
     host: float = 64 * GIB,
-    rates: Rates = FAST,
+    rates: StreamRates = FAST,
     operations: float = 1e15,
 ) -> Machine:
     """One with room for `device` of the weights, as a share of them."""

@@ -49,14 +49,12 @@ FORBIDDEN = {
 
 PENDING: set[str] = {
     "Ready",
-    "World",
     "choosy",
     "curious",
     "give_up",
     "next_given_up",
     "steady",
     "sum_over_ranks",
-    "why_not",
     "wishes",
 }
 """Names of `FORBIDDEN` that are still in the code. A name is removed from here when it is gone from there."""

@@ -11,22 +11,14 @@ from hypothesis import strategies as st
 from penstock.arch.layout import GroupId, GroupKind
 from penstock.base.errors import BudgetError
 from penstock.base.tiers import Tier
-from penstock.weights.streaming.residency import (
-    ExpertRoom,
-    Limits,
-    Placement,
-    Use,
-    predict,
-    solve,
-    solve_mixture,
-    spread,
-)
-from penstock.weights.streaming.ring import Link, Rates, RingLayout, Wait, lay_pieces, lay_ring
+from penstock.weights.streaming.residency import ExpertRoom, Placement, Use, WeightLimits, spread
+from penstock.weights.streaming.ring import Link, RingLayout, StreamRates, Wait, lay_pieces, lay_ring
+from penstock.weights.streaming.solver import predict, solve, solve_mixture
 
 UNIT = 256
 GIB = 1 << 30
 PIECE = 4 * UNIT
-RATES = Rates(host_to_device=20 * UNIT, disk_to_host=2 * UNIT, device_read=1000 * UNIT)
+RATES = StreamRates(host_to_device=20 * UNIT, disk_to_host=2 * UNIT, device_read=1000 * UNIT)
 
 
 def world(*sizes: int) -> list[Use]:
@@ -38,7 +30,7 @@ def solved(
     uses: Sequence[Use], device: int, host: int = 10_000, seconds: Sequence[float] | None = None, **more: int
 ) -> Placement:
     """The placement for budgets in units."""
-    limits = Limits(device * UNIT, host * UNIT, **{name: size * UNIT for name, size in more.items()})
+    limits = WeightLimits(device * UNIT, host * UNIT, **{name: size * UNIT for name, size in more.items()})
     return solve(uses, limits, RATES, seconds, PIECE)
 
 
@@ -56,7 +48,7 @@ def llama_70b() -> list[Use]:
     ]
 
 
-MEASURED = Rates(host_to_device=54e9, disk_to_host=2.5e9, device_read=4.2e12)
+MEASURED = StreamRates(host_to_device=54e9, disk_to_host=2.5e9, device_read=4.2e12)
 
 
 @st.composite
@@ -201,8 +193,8 @@ def test_a_group_that_would_widen_the_ring_for_itself_alone_stays() -> None:
 
 
 def test_the_same_question_has_the_same_answer() -> None:
-    assert solve(llama_70b(), Limits(16 * GIB, 100 * GIB), MEASURED) == solve(
-        llama_70b(), Limits(16 * GIB, 100 * GIB), MEASURED
+    assert solve(llama_70b(), WeightLimits(16 * GIB, 100 * GIB), MEASURED) == solve(
+        llama_70b(), WeightLimits(16 * GIB, 100 * GIB), MEASURED
     )
 
 
@@ -286,7 +278,7 @@ def test_a_ring_of_one_group_waits_for_each_before_the_next() -> None:
 
 
 def reference(
-    placement: Placement, rates: Rates, seconds: Sequence[float], piece: int, passes: int = 10
+    placement: Placement, rates: StreamRates, seconds: Sequence[float], piece: int, passes: int = 10
 ) -> float:
     """Seconds of a late pass, from events: three workers, each with its own list of jobs, and the addresses
     and waits of the placement."""
@@ -360,9 +352,9 @@ def test_prediction_agrees_with_events_at_the_addresses_of_the_placement(
     sizes: list[int], extra: int, host: int, work: float, disk: int
 ) -> None:
     uses = world(*sizes)
-    rates = Rates(20 * UNIT, disk * UNIT, 1)
+    rates = StreamRates(20 * UNIT, disk * UNIT, 1)
     seconds = [work * size / 20 for size in sizes]
-    placement = solve(uses, Limits((max(sizes) + extra) * UNIT, host * UNIT), rates, seconds, UNIT)
+    placement = solve(uses, WeightLimits((max(sizes) + extra) * UNIT, host * UNIT), rates, seconds, UNIT)
     measured = reference(placement, rates, seconds, UNIT)
     assert placement.prediction.seconds == pytest.approx(measured, rel=0.02)
 
@@ -455,9 +447,9 @@ def test_host_memory_below_one_piece_is_refused_only_where_a_disk_is_needed() ->
 
 def test_without_a_disk_its_rate_does_not_matter() -> None:
     rates = replace(RATES, disk_to_host=0.0)
-    assert solve(world(*[10] * 6), Limits(12 * UNIT, 60 * UNIT, disk=0), rates, piece=PIECE).read == 0
+    assert solve(world(*[10] * 6), WeightLimits(12 * UNIT, 60 * UNIT, disk=0), rates, piece=PIECE).read == 0
     with pytest.raises(BudgetError, match="there is no disk"):
-        solve(world(*[10] * 6), Limits(12 * UNIT, 30 * UNIT, disk=0), rates, piece=PIECE)
+        solve(world(*[10] * 6), WeightLimits(12 * UNIT, 30 * UNIT, disk=0), rates, piece=PIECE)
 
 
 # ---- experts
@@ -467,7 +459,7 @@ def mixture(
     uses: Sequence[Use], size: int, count: int, device: int, host: int, **more: int
 ) -> tuple[Placement, ExpertRoom]:
     """For budgets and sizes of experts in units; pieces hold any group."""
-    limits = Limits(device * UNIT, host * UNIT, **more)
+    limits = WeightLimits(device * UNIT, host * UNIT, **more)
     return solve_mixture(uses, size * UNIT, count, limits, RATES, piece=max(size, largest_of(uses)) * UNIT)
 
 
@@ -547,7 +539,7 @@ def test_experts_without_a_home_are_refused() -> None:
 
 
 def test_70b_on_a_small_gpu_runs_at_the_pace_of_the_disk() -> None:
-    placement = solve(llama_70b(), Limits(16 * GIB, 100 * GIB), MEASURED)
+    placement = solve(llama_70b(), WeightLimits(16 * GIB, 100 * GIB), MEASURED)
     total = sum(use.size for use in llama_70b())
     assert placement.prediction.binding is Link.DISK
     assert placement.prediction.seconds == pytest.approx(placement.read / 2.5e9, rel=0.01)
@@ -558,7 +550,7 @@ def test_70b_on_a_small_gpu_runs_at_the_pace_of_the_disk() -> None:
 
 
 def test_70b_from_host_memory_runs_at_the_pace_of_the_link() -> None:
-    placement = solve(llama_70b(), Limits(16 * GIB, 140 * GIB), MEASURED)
+    placement = solve(llama_70b(), WeightLimits(16 * GIB, 140 * GIB), MEASURED)
     assert placement.read == 0
     assert placement.prediction.binding is Link.LINK
     assert placement.prediction.seconds == pytest.approx(placement.streamed / 54e9, rel=0.01)
@@ -567,7 +559,7 @@ def test_70b_from_host_memory_runs_at_the_pace_of_the_link() -> None:
 
 def test_70b_with_more_device_memory_is_never_slower() -> None:
     predicted = [
-        solve(llama_70b(), Limits(gib * GIB, 140 * GIB), MEASURED).prediction.seconds
+        solve(llama_70b(), WeightLimits(gib * GIB, 140 * GIB), MEASURED).prediction.seconds
         for gib in range(2, 136, 6)
     ]
     assert predicted == sorted(predicted, reverse=True)

@@ -21,7 +21,7 @@ to try.
         LostKV                        kv/store/diskpool.py
         SecretError                   kv/store/seal.py
         ReadError                     memory/disk.py
-        PackError                     weights/pack/writer.py
+        PackError                     weights/pack/directory.py
         BusyError                     server/broker/calls.py
         DeadlineError                 server/broker/calls.py
         FieldError                    server/wire/requests.py

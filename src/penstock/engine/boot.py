@@ -41,6 +41,7 @@ from penstock.step.plan import ModelRole
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.loading import Loading
+from penstock.weights.streaming.source import Sources
 from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.ahead import compile_ahead, prepare
 from penstock.worker.collectives import RankCollectives
@@ -266,7 +267,7 @@ def _draft_weights(
     if of_draft is None or context.draft is None:
         return None
     source = source_of(context.draft, of_draft.outline.dtype)
-    weights = make_weights(PlacedWeights(of_draft, source, source, None), device, context.trace)
+    weights = make_weights(PlacedWeights(of_draft, Sources(source, source), None), device, context.trace)
     opened.callback(weights.close)
     weights.load(context.loading)
     return weights

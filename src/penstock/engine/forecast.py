@@ -2,7 +2,7 @@
 rest, and how fast a pass is.
 
 Its plan is a BootPlan, as a boot there would build it (`engine.plan`). A pass then takes as long as disk,
-link and arithmetic hold each other up (`residency.predict`). What each use of a group takes on the device
+link and arithmetic hold each other up (`solver.predict`). What each use of a group takes on the device
 follows from the costs of a step that `penstock doctor` measured there (`engine.costs`); where nobody
 measured, it is the slower of reading and computing, which is a bound, not a forecast: small resident models
 are slower.
@@ -36,15 +36,9 @@ from penstock.engine.passes import Step, UseWork, decode_step, pass_work, prompt
 from penstock.engine.plan import BootPlan, Hardware, Measured, Outline, plan_boot
 from penstock.kv.movement.sizes import carrier_bytes, usual_tile
 from penstock.sched.rules import Limits
-from penstock.weights.streaming.residency import (
-    ExpertRoom,
-    Placement,
-    padded,
-    pass_order,
-    predict,
-    solve_model,
-)
-from penstock.weights.streaming.ring import Link, Rates
+from penstock.weights.streaming.residency import ExpertRoom, Placement, padded, pass_order
+from penstock.weights.streaming.ring import Link, StreamRates
+from penstock.weights.streaming.solver import predict, solve_model
 
 BLOCK_SIZE = 32
 PROCESS = GROWTH + (1200 << 20)
@@ -78,7 +72,7 @@ class Machine:
 
     device: int
     host: int | None
-    rates: Rates
+    rates: StreamRates
     operations: float
     costs: StepCosts | None = None
     """Steps cost this beyond bytes; without it a forecast is a bound of the device."""
@@ -409,7 +403,7 @@ def _pace(
     return Pace(step.tokens, seconds, copied, read, busy)
 
 
-def _fetch(experts: ExpertRoom, chosen: float, rates: Rates) -> float:
+def _fetch(experts: ExpertRoom, chosen: float, rates: StreamRates) -> float:
     """Seconds until all experts of a layer that were chosen, at even chance, are on DEVICE, on average over
     how many of them are on DISK.
 

@@ -14,7 +14,7 @@ from penstock.engine.settling import Settled
 from penstock.memory.device import give_back, library_buffers, peak_of, shortage
 from penstock.ops.attention.attend import scratch_bytes
 from penstock.ops.attention.gathered import PAST_TILE
-from penstock.weights.streaming.stream import Blank
+from penstock.weights.streaming.views import Blank
 from penstock.worker.runner import Runner
 from penstock.worker.warmup import largest_step
 

@@ -27,8 +27,9 @@ from penstock.ops.attention.inputs import Scratch
 from penstock.sched.rules import PrefixRule
 from penstock.sched.scheduler import Scheduler, Storage
 from penstock.sched.tiers import Store
-from penstock.weights.streaming.stream import Blank, WeightStream
-from penstock.weights.streaming.waits import Waits
+from penstock.weights.streaming.stream import WeightStream
+from penstock.weights.streaming.views import Blank
+from penstock.weights.streaming.waits import StreamWaits
 from penstock.worker.collectives import RankCollectives, Unsummed
 from penstock.worker.inputs import InputBuilder
 from penstock.worker.loaded import LoadedModel
@@ -120,15 +121,14 @@ def make_weights(placed: PlacedWeights, device: torch.device, trace: Trace | Non
         return WeightStream(
             plan.placement,
             plan.outline.layouts,
-            placed.source,
+            placed.sources,
             device,
-            disk=placed.disk,
             experts=plan.experts,
             rates=placed.rates,
             trace=trace,
         )
     except BaseException:
-        placed.close()
+        placed.sources.close()
         raise
 
 
@@ -145,7 +145,7 @@ def make_carrier(
             far.chunk_tokens,
             device,
             Streams(*streams_both_ways(device)),
-            Waits(trace) if trace else None,
+            StreamWaits(trace) if trace else None,
             far.disk,
             far.policies,
             store,

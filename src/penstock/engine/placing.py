@@ -21,9 +21,15 @@ from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.pack.cache import cached_pack
 from penstock.weights.pack.reader import Pack
 from penstock.weights.streaming.loading import Loading, counted
-from penstock.weights.streaming.residency import Limits, padded
-from penstock.weights.streaming.ring import Rates
-from penstock.weights.streaming.source import CheckpointSource, PackSource, RandomSource, Source
+from penstock.weights.streaming.residency import WeightLimits, padded
+from penstock.weights.streaming.ring import StreamRates
+from penstock.weights.streaming.source import (
+    CheckpointSource,
+    PackSource,
+    RandomSource,
+    Sources,
+    WeightSource,
+)
 from penstock.worker.structures import Guide
 
 Model = Checkpoint | Pack | Shape
@@ -45,8 +51,8 @@ class Override:
     reads.
     """
 
-    limits: Limits | None = None
-    disk: tuple[Source, Path] | None = None
+    limits: WeightLimits | None = None
+    disk: tuple[WeightSource, Path] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +78,8 @@ class PlacedWeights:
     for it: none, if nothing streams."""
 
     plan: BootPlan[LongRoom]
-    source: Source
-    disk: Source
-    """The same, for what stays on disk."""
-    rates: Rates | None
-
-    def close(self) -> None:
-        """Close the sources, if nobody takes them over."""
-        for source in {self.source, self.disk}:
-            source.close()
+    sources: Sources
+    rates: StreamRates | None
 
 
 def host_room(config: Config, device: torch.device) -> int:
@@ -105,7 +104,7 @@ def place(
     measured = Measured(activations, read_hardware(device), there)
     found = plan_boot(outline, measured, override.limits)
     if not found.streams:
-        return PlacedWeights(found, source, disk, None)
+        return PlacedWeights(found, Sources(source, disk), None)
     total = sum(map(padded, layouts))
     if found.needs_disk and store is None:
         if isinstance(model, Checkpoint):
@@ -116,7 +115,7 @@ def place(
     say("measuring what links and disk can do" if found.needs_disk else "measuring what the link can do")
     # What is small is as fast as it is: measuring must not take longer than it can be worth.
     longest, most = total / _MEASURED, max(found.limits.device // 2, _LEAST_READ)
-    rates = Rates(
+    rates = StreamRates(
         host_to_device=copy_rate(device, most // 2, min(longest, _LINK_SECONDS)),
         disk_to_host=file_read(store, min(longest, _DISK_SECONDS)).read
         if found.needs_disk and store
@@ -140,10 +139,10 @@ def place(
             else str(placement)
         )
         say(f"weights: of what every token needs, {stays}; {experts}")
-    return PlacedWeights(found, source, disk, rates)
+    return PlacedWeights(found, Sources(source, disk), rates)
 
 
-def source_of(model: Model, dtype: str) -> Source:
+def source_of(model: Model, dtype: str) -> WeightSource:
     """Return what reads a model's weights."""
     if isinstance(model, Checkpoint):
         return CheckpointSource(model)

@@ -22,12 +22,12 @@ from penstock.base.units import format_size, parse_size
 from penstock.engine.budget import GROWTH, Budget, Demand, cpu_ring, divide, weights_room
 from penstock.engine.draft import DraftModel
 from penstock.sched.rules import Limits
-from penstock.weights.streaming import residency
-from penstock.weights.streaming.residency import ExpertRoom, Placement, Use, padded, solve, solve_model
-from penstock.weights.streaming.ring import Rates
+from penstock.weights.streaming.residency import ExpertRoom, Placement, Use, WeightLimits, padded
+from penstock.weights.streaming.ring import StreamRates
+from penstock.weights.streaming.solver import solve, solve_model
 from penstock.worker.sizes import StepSizes, graph_blocker, graph_bytes
 
-USUAL = Rates(host_to_device=25e9, disk_to_host=3e9, device_read=1e12)
+USUAL = StreamRates(host_to_device=25e9, disk_to_host=3e9, device_read=1e12)
 """Rates before anything was measured. They decide only whether there is a placement at all."""
 HOST_SHARE = 0.8
 """Weights get this part of the host's free memory, when no budget was given."""
@@ -202,7 +202,7 @@ class Measured:
     activations: int
     hardware: Hardware
     disk: bool
-    rates: Rates | None = None
+    rates: StreamRates | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class BootPlan(Generic[Far]):
 
     outline: Outline[Far]
     budget: Budget
-    limits: residency.Limits
+    limits: WeightLimits
     placement: Placement
     experts: ExpertRoom | None
     beside: int
@@ -230,7 +230,7 @@ class BootPlan(Generic[Far]):
         """The plan of the draft model, in the same budget: all of its weights are on the device."""
         if (outline := self.outline.of_draft) is None:
             return None
-        limits = residency.Limits(sum(map(padded, outline.layouts)), 0, 0)
+        limits = WeightLimits(sum(map(padded, outline.layouts)), 0, 0)
         return BootPlan(outline, self.budget, limits, _resident(outline.layouts), None, 0, False, Rest.ALL)
 
     @property
@@ -273,9 +273,7 @@ class BootPlan(Generic[Far]):
         return replace(self, budget=replace(self.budget, blocks=blocks), rest=Rest(rest))
 
 
-def plan_boot(
-    outline: Outline[Far], measured: Measured, given: residency.Limits | None = None
-) -> BootPlan[Far]:
+def plan_boot(outline: Outline[Far], measured: Measured, given: WeightLimits | None = None) -> BootPlan[Far]:
     """Return where weights rest, how the device's memory is divided, and what follows for graphs and
     launches.
 
@@ -291,7 +289,7 @@ def plan_boot(
     whole, beside, needs_disk = sum(map(padded, layouts)), 0, False
     experts: ExpertRoom | None = None
     if whole <= room:
-        limits = residency.Limits(whole, 0, 0)
+        limits = WeightLimits(whole, 0, 0)
         placement = _resident(layouts)
     else:
         host = max(
@@ -300,7 +298,7 @@ def plan_boot(
         )
         if not given and not outline.hardware.cuda and host == 0:
             host = beside = cpu_ring(room, layouts)
-        limits = given or residency.Limits(max(room - beside, 0), host)
+        limits = given or WeightLimits(max(room - beside, 0), host)
         disk = measured.rates.disk_to_host > 0 if measured.rates else measured.disk
         placement, experts, needs_disk = solve_model(
             layouts, outline.spec.tied_embeddings, limits, measured.rates or USUAL, disk
@@ -314,7 +312,7 @@ def plan_boot(
 def _resident(layouts: Sequence[GroupLayout]) -> Placement:
     """Return the placement of weights that are all on the device."""
     uses = [Use(layout.id, padded(layout)) for layout in layouts]
-    return solve(uses, residency.Limits(sum(use.size for use in uses), 0, 0), USUAL)
+    return solve(uses, WeightLimits(sum(use.size for use in uses), 0, 0), USUAL)
 
 
 def _rest(placement: Placement, experts: ExpertRoom | None) -> Rest:

@@ -46,15 +46,21 @@ class Decoder:
     """
 
     def __init__(
-        self, spec: ModelSpec, shard: Shard | None = None, collectives: Collectives | None = None
+        self,
+        spec: ModelSpec,
+        shard: Shard | None = None,
+        collectives: Collectives | None = None,
+        *,
+        rows_at_rest: int = 0,
     ) -> None:
-        """spec: of the whole model. collectives: needed for a shard of several ranks. Raises ConfigError for
-        too many of them."""
+        """spec: of the whole model. collectives: needed for a shard of several ranks. rows_at_rest: as of
+        `mixture`. Raises ConfigError for too many ranks."""
         shard = shard or WHOLE
         assert shard.ranks == 1 or collectives is not None, f"{shard} without collectives"
         self.spec = spec
         self._local, self._vocabulary = local_spec(spec, shard), held(spec, shard).vocabulary
         self._collectives = collectives if shard.ranks > 1 else None
+        self._rows_at_rest = rows_at_rest
 
     def forward(
         self,
@@ -176,7 +182,11 @@ class Decoder:
         x, after = residual.normed(w.vectors.get("norm")), w.vectors.get("norm_after")
         scores = linear(x, w.matrices["router"])
         weights.release(group)
-        residual.add(mixture(x, scores, moe, layer, weights, self.spec.format), after, spec.scale)
+        assert weights.experts is not None, "a mixture without experts"
+        mixed = mixture(
+            x, scores, moe, layer, weights.experts, self.spec.format, rows_at_rest=self._rows_at_rest
+        )
+        residual.add(mixed, after, spec.scale)
 
 
 def _mlp(

@@ -1,7 +1,8 @@
-"""What a forward pass reads besides weights and KV, and how it reaches those without knowing where they
-rest."""
+"""Declares what a forward pass reads besides weights and KV, and how it borrows those without knowing where
+they rest."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,12 +38,12 @@ class StateInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step on the device. tokens int64 `[tokens]`; cos, sin float32 `[tokens, dim / 2]`; wanted int64
-    `[rows]`: positions whose hidden state leaves the pass.
+    """Holds one step on the device. tokens int64 `[tokens]`; cos, sin float32 `[tokens, dim / 2]`; wanted
+    int64 `[rows]`: positions whose hidden state leaves the pass.
 
     last: what the wanted positions attend to, as rows, all being in pages and each the newest of its
-    sequence; for the last layer, of which nobody reads the others. None where they are not, or are most of
-    the step. state: of a model that has any.
+    sequence; for the last layer, where the others are not needed. None where they are not, or are most of the
+    step. state: of a model that has any.
     """
 
     tokens: Tensor
@@ -55,32 +56,59 @@ class StepInputs:
 
 
 class Weights(Protocol):
-    """Borrowed weights: between `take` and `release` the group's fields may be read on the compute stream,
-    and not after.
+    """Lends groups of weights to a pass.
 
-    `expect` tells which experts will be taken next, in this order, as soon as it is known.
+    From `take` until `release` a group's fields may be read on the compute stream, and not after.
     """
 
-    def expect(self, experts: Sequence[GroupId]) -> None: ...
+    @property
+    def experts(self) -> "ExpertWeights | None":
+        """Return what lends the experts of the model's mixtures, None for a model without any."""
 
-    def take(self, group: GroupId) -> GroupViews: ...
+    def take(self, group: GroupId) -> GroupViews:
+        """Lend a group that is no expert. Raises CheckpointError for one that cannot be read."""
 
-    def release(self, group: GroupId) -> None: ...
+    def release(self, group: GroupId) -> None:
+        """End the loan: what is queued from now on needs the group no more."""
+
+
+class ExpertWeights(Protocol):
+    """Lends the experts of mixtures, groups that a layer's router names as the pass goes.
+
+    A step borrows a layer's experts in one of three ways: all of them by `table`; those that its tokens chose
+    by `waves`, several at a time; or the same by `each`, one at a time. Beside these, `at_rest` lends experts
+    where they are, without moving them.
+    """
 
     def table(self, layer: int) -> Tensor | None:
         """Return the addresses of all tensors of a layer's experts, int64 `[experts, tensors]` on the device.
 
-        None if some of them come and go: then `waves` lends them."""
+        None if some of the experts come and go: then `waves` lends them.
+        """
 
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
-        """Lend these experts of one layer, in its order, several at a time: those, and the layer's table,
-        with 0 for all others. What is to be computed with a wave is queued before the next is asked for;
-        those not asked for are lent no more."""
+        """Yield these experts of one layer in waves: some of them, and a table as `table` has it, with 0 for
+        all others.
+
+        Work with a wave is queued before the next wave is asked for, which ends the loan. Raises
+        CheckpointError.
+        """
+
+    def each(self, experts: Sequence[GroupId]) -> Iterator[tuple[GroupId, GroupViews]]:
+        """Yield these experts of one layer in their order, one at a time; asking for the next ends the loan.
+        Raises CheckpointError."""
+
+    def at_rest(self, experts: Sequence[GroupId]) -> AbstractContextManager[Mapping[GroupId, GroupViews]]:
+        """Lend those of these experts that stay in host memory, as views of it, until the context ends.
+
+        The host may read the views at once. To be entered before the layer's experts are borrowed otherwise;
+        an expert may be borrowed both ways.
+        """
 
 
 class Collectives(Protocol):
-    """What the ranks of a model exchange in a pass, on the compute stream. All call the same in the same
-    order, with as many rows.
+    """Exchanges rows between the ranks of a model in a pass, on the compute stream. All call the same in the
+    same order, with as many rows.
 
     Each gets the same bits as the others: from what it was sent a rank also decides, as which experts to
     compute.
@@ -92,14 +120,14 @@ class Collectives(Protocol):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add the sum of `x` over all ranks to `residual` in place, both `[rows, hidden]`, and return the
-        norm of that, as `norm.add_rms_norm`. What becomes of `x` is not said."""
+        norm of that, as `norm.add_rms_norm`. `x` then holds anything."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """All ranks' `[rows, width]` beside each other in the order of ranks; widths may differ."""
+        """Return all ranks' `[rows, width]` beside each other in the order of ranks; widths may differ."""
 
 
 class ColdCache(Tiles, Protocol):
-    """KV beyond the device: lends each layer's tiles, and is sent what is to rest there."""
+    """Holds KV beyond the device: lends each layer's tiles, and takes what is to rest there."""
 
     def send(self, layer: int, planes: Sequence[Tensor]) -> None:
         """Take the step's planes of a layer, `[tokens, heads, width]`, before it attends."""

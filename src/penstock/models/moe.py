@@ -1,6 +1,8 @@
-"""Mixture of experts: each token through the few experts its router chose (Mixtral, arXiv 2401.04088; Qwen3,
-arXiv 2505.09388)."""
+"""Computes a mixture of experts: each token through the few experts that its router chose (Mixtral, arXiv
+2401.04088; Qwen3, arXiv 2505.09388)."""
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -10,10 +12,10 @@ from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import Format
 from penstock.arch.layout import GroupId, GroupKind
 from penstock.arch.spec import MoeSpec
-from penstock.models.inputs import Weights
+from penstock.models.inputs import ExpertWeights
 from penstock.ops.activation import silu_mul_into
 from penstock.ops.experts import Grouped, grouped
-from penstock.ops.linear import linear
+from penstock.ops.linear import gated, linear
 from penstock.ops.matrix import GroupViews
 
 _ROWS = 2048
@@ -21,51 +23,91 @@ _ROWS = 2048
 
 
 def mixture(
-    x: Tensor, scores: Tensor, moe: MoeSpec, layer: int, weights: Weights, format: Format = DENSE
+    x: Tensor,
+    scores: Tensor,
+    moe: MoeSpec,
+    layer: int,
+    experts: ExpertWeights,
+    format: Format = DENSE,
+    *,
+    rows_at_rest: int = 0,
 ) -> Tensor:
-    """The weighted sum of the chosen experts' outputs: x and result `[tokens, hidden]`, router scores
+    """Return the weighted sum of the chosen experts' outputs: x and result `[tokens, hidden]`, router scores
     `[tokens, experts]`.
 
-    moe: of the rank, whose experts may be narrower than the model's. Only experts that some token chose are
-    taken, each once for all its tokens; where all are at hand the host does not learn which these are.
+    moe: of the rank; its experts may be narrower than the model's. Only experts that some token chose are
+    borrowed, each once for all its tokens. Where all of them are on the device, the host does not learn which
+    these are. rows_at_rest: an expert with at most so many tokens is computed on the host if it stays there.
     """
-    if format == DENSE and grouped(x.device):
-        return _many_at_a_time(x, scores, moe, layer, weights)
+    if grouped(x.device, format):
+        mixed = Grouped(x, scores, moe.top_k, moe.intermediate_size, normalise=moe.normalise, format=format)
+        return _many_at_a_time(mixed, x, layer, experts, rows_at_rest)
     shares, chosen = scores.float().softmax(-1).topk(moe.top_k)
     if moe.normalise:
         shares = shares / shares.sum(-1, keepdim=True)
-    places = chosen.flatten().argsort(stable=True)
-    tokens = places // moe.top_k
+    pairs = chosen.flatten().argsort(stable=True)
+    tokens = pairs // moe.top_k
     counts = torch.bincount(chosen.flatten(), minlength=moe.experts).tolist()
-    used = [(group, count) for group, count in zip(_groups(layer, moe.experts), counts, strict=True) if count]
-    weights.expect([group for group, _ in used])
-    y = x.new_empty(len(places), x.shape[1])
-    scratch, start = _Scratch(x, moe.intermediate_size), 0
-    for group, count in used:
-        w = weights.take(group)
-        for first in range(start, start + count, scratch.rows):
-            part = slice(first, min(first + scratch.rows, start + count))
-            y.index_copy_(0, places[part], scratch.expert(x, tokens[part], w))
-        weights.release(group)
-        start += count
+    spans = _spans(layer, counts)
+    y = x.new_empty(len(pairs), x.shape[1])
+    scratch = _Scratch(x, moe.intermediate_size)
+    with _at_rest(x, y, pairs, spans, experts, rows_at_rest) as others:
+        for group, weights in experts.each(others):
+            for start in range(spans[group].start, spans[group].stop, scratch.rows):
+                part = slice(start, min(start + scratch.rows, spans[group].stop))
+                y.index_copy_(0, pairs[part], scratch.expert(x, tokens[part], weights))
     return torch.bmm(shares.to(x.dtype).unsqueeze(1), y.view(-1, moe.top_k, x.shape[1])).squeeze(1)
 
 
-def _many_at_a_time(x: Tensor, scores: Tensor, moe: MoeSpec, layer: int, weights: Weights) -> Tensor:
-    mixed = Grouped(x, scores, moe.top_k, moe.intermediate_size, normalise=moe.normalise)
-    table = weights.table(layer)
+def _many_at_a_time(
+    mixed: Grouped, x: Tensor, layer: int, experts: ExpertWeights, rows_at_rest: int
+) -> Tensor:
+    table = experts.table(layer)
     if table is not None:
         mixed.compute(table)
         return mixed.total()
-    groups = _groups(layer, moe.experts)
-    for wave, table in weights.waves([groups[expert] for expert in mixed.used()]):
-        mixed.compute(table, range(wave[0].expert, wave[-1].expert + 1))
+    spans = _spans(layer, mixed.counts())
+    with _at_rest(x, mixed.y, mixed.order, spans, experts, rows_at_rest) as others:
+        for wave, table in experts.waves(others):
+            mixed.compute(table, range(wave[0].expert, wave[-1].expert + 1))
     return mixed.total()
 
 
+@contextmanager
+def _at_rest(
+    x: Tensor,
+    y: Tensor,
+    pairs: Tensor,
+    spans: Mapping[GroupId, slice],
+    experts: ExpertWeights,
+    most: int,
+) -> Iterator[Sequence[GroupId]]:
+    """Yield the experts that the body computes; after it, compute the others on the host, where they rest.
+
+    x `[tokens, hidden]`; y `[pairs, hidden]`: outputs by pair; pairs int `[pairs]`: the pairs in the order of
+    `spans`, which says where each expert's are. most: pairs of an expert that is computed on the host. Their
+    rows of x are copied before the body queues anything, so that the host computes while the device does.
+    """
+    few = [group for group, span in spans.items() if span.stop - span.start <= most]
+    if not few:
+        yield list(spans)
+        return
+    with experts.at_rest(few) as lent:
+        mine = torch.cat([pairs[:0], *(pairs[spans[group]] for group in lent)]).long()
+        rows = x.index_select(0, mine // (len(y) // len(x))).cpu()
+        yield [group for group in spans if group not in lent]
+        sizes = [spans[group].stop - spans[group].start for group in lent]
+        for part, weights in zip(torch.split(rows, sizes), lent.values(), strict=True):
+            part.copy_(linear(gated(part, weights.matrices["gate_up"]), weights.matrices["down"]))
+        y.index_copy_(0, mine, rows.to(y.device))
+
+
 class _Scratch:
-    """Memory for one expert's rows at a time. Its size depends on the step's tokens and never on the routing,
-    so that the step that was measured takes as much as any other."""
+    """Holds memory for one expert's rows at a time.
+
+    Its size depends on the step's tokens and never on the routing, so the step that was measured takes as
+    much as any other.
+    """
 
     def __init__(self, x: Tensor, inner: int) -> None:
         self.rows = min(len(x), _ROWS)
@@ -74,14 +116,24 @@ class _Scratch:
         self._gate_up, self._inner = x.new_empty(self.rows, 2 * inner), x.new_empty(self.rows, inner)
 
     def expert(self, x: Tensor, tokens: Tensor, weights: GroupViews) -> Tensor:
-        """The expert's output `[rows, hidden]` for these rows of x, at most `self.rows`; overwritten by the
-        next call."""
+        """Return the expert's output `[rows, hidden]` for these rows of x, at most `self.rows`; the next call
+        overwrites it."""
         count = len(tokens)
         taken = torch.index_select(x, 0, tokens, out=self._x[:count])
         inner = silu_mul_into(
             linear(taken, weights.matrices["gate_up"], out=self._gate_up[:count]), self._inner[:count]
         )
         return linear(inner, weights.matrices["down"], out=self._out[:count])
+
+
+def _spans(layer: int, counts: Sequence[int]) -> dict[GroupId, slice]:
+    """Return where the pairs of each expert that has any begin and end, in the order of experts."""
+    spans, start = dict[GroupId, slice](), 0
+    for group, count in zip(_groups(layer, len(counts)), counts, strict=True):
+        if count:
+            spans[group] = slice(start, start + count)
+            start += count
+    return spans
 
 
 @lru_cache(maxsize=256)

@@ -47,8 +47,13 @@ def linear_kernels() -> ModuleType | None:
 
 
 def expert_kernels() -> ModuleType | None:
-    """Return the kernels for mixtures of experts, or None where plain torch computes."""
+    """Return the kernels for products with experts, or None where plain torch computes."""
     return _kernels("experts")
+
+
+def routing_kernels() -> ModuleType | None:
+    """Return the kernels that route tokens to experts, or None where plain torch computes."""
+    return _kernels("routing")
 
 
 def tile_kernels() -> ModuleType | None:
@@ -121,6 +126,7 @@ _ALL = (
     expert_kernels,
     linear_kernels,
     pointwise_kernels,
+    routing_kernels,
     sampling_kernels,
     step_kernels,
     sum_kernels,

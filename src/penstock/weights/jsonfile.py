@@ -1,41 +1,56 @@
-"""JSON objects from files that may be anything: bounded in size, strict in form, every fault a one-line
+"""Reads JSON objects from files that may be anything: bounded in size, strict in form, every fault a one-line
 CheckpointError."""
 
 import json
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeGuard
 
 from penstock.base.errors import CheckpointError
 from penstock.base.units import format_size
 from penstock.memory.disk import DiskFile, ReadError
 
+MAX_CONFIG_BYTES = 10_000_000
+MAX_SIZE = 2**62
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 160
 _SHORT.maxlong = 60
 
 
+@contextmanager
+def readable() -> Iterator[None]:
+    """Raise CheckpointError, of the same message, for a file that cannot be read."""
+    try:
+        yield
+    except ReadError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def is_size(value: object) -> TypeGuard[int]:
+    """Tell whether a value is a whole number from 0 to 2**62, as sizes and places in files are."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_SIZE
+
+
 def shown(value: object) -> str:
-    """`value` as a message may carry it: one line, and short whatever a file holds."""
+    """Return `value` as a message may carry it: one line, and short whatever a file holds."""
     return _SHORT.repr(value)
 
 
 def read_object(path: Path, limit: int) -> dict[str, object]:
-    """The JSON object that is the file at `path`, of at most `limit` bytes. Raises CheckpointError."""
-    try:
-        with DiskFile(path) as file:
-            if file.size > limit:
-                raise CheckpointError(
-                    f"{path} is {format_size(file.size)}, more than the {format_size(limit)} such a file "
-                    "may have"
-                )
-            data = file.read(0, file.size)
-    except ReadError as error:
-        raise CheckpointError(str(error)) from error
+    """Return the JSON object that is the file at `path`, of at most `limit` bytes. Raises CheckpointError."""
+    with readable(), DiskFile(path) as file:
+        if file.size > limit:
+            raise CheckpointError(
+                f"{path} is {format_size(file.size)}, more than the {format_size(limit)} such a file may have"
+            )
+        data = file.read(0, file.size)
     return parse_object(data, str(path))
 
 
 def parse_object(data: bytes | bytearray, where: str) -> dict[str, object]:
-    """The JSON object that `data` is, in UTF-8; `where` opens every message.
+    """Return the JSON object that `data` is, in UTF-8; `where` opens every message.
 
     A key that comes twice is refused: readers disagree on which one counts. Raises CheckpointError.
     """

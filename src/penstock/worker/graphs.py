@@ -20,7 +20,7 @@ row numbers, and that of padding is nobody's; those of sequences that begin are 
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -327,6 +327,7 @@ class _Program:
     def __init__(self, pool: "_POOL_HANDLE", weights: WeightStream) -> None:
         """Recording begins, on the current stream."""
         self._pool, self._weights, self._standing = pool, weights, weights.standing()
+        self.experts = self._standing.experts
         self._acts: list[Callable[[], object]] = []
         self._released: list[GroupId] = []
         """Since the last was taken: noted in the program before the next is."""
@@ -359,15 +360,6 @@ class _Program:
         self._standing.release(group)
         if self._weights.moves(group):
             self._released.append(group)
-
-    def expect(self, experts: Sequence[GroupId]) -> None:
-        raise AssertionError("experts are chosen while a step is recorded")
-
-    def table(self, layer: int) -> Tensor | None:
-        return self._standing.table(layer)
-
-    def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
-        raise AssertionError("experts stream while a step is recorded")
 
     def end(self) -> None:
         """Recording is over."""

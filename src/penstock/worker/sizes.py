@@ -36,6 +36,8 @@ def graph_blocker(spec: ModelSpec, *, cuda: bool, kernels: bool, experts_rest: b
         return "no kernel of our own reads pages" if cuda else "there is no CUDA device"
     if spec.moe is not None and not experts_rest:
         return "experts stream, and the host has to know which of them a router chooses"
+    if spec.moe is not None and not spec.format.groups_experts:
+        return "the host launches one expert after another, and has to know which of them a router chooses"
     if spec.rope.kind is RopeKind.DYNAMIC:
         return "frequencies depend on each request's length"
     return None

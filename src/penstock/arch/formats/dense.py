@@ -16,6 +16,11 @@ class Dense(Format):
 
     name: str = "dense"
 
+    @property
+    def groups_experts(self) -> bool:
+        """Return True."""
+        return True
+
     def stored(self, dtype: str, sources: Sequence[Source]) -> tuple[Stored, ...]:
         """Return one tensor, the matrix, which has no name of its own."""
         return (stacked("", dtype, sources),)

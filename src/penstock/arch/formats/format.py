@@ -99,6 +99,16 @@ class Format:
     """The module of `penstock.ops.triton` whose `linear` computes products from the parts; empty where the
     reference does."""
 
+    @property
+    def groups_experts(self) -> bool:
+        """Tell whether many experts are computed at once: whether the module `kernels` has `products`, as
+        `penstock.ops.triton.experts` has for dense ones.
+
+        Its table has the addresses of all tensors of an expert, in the order of the expert's group. Without
+        it a GPU computes one expert after another.
+        """
+        return False
+
     def of(self, tensor: str) -> "Format":
         """Return the format of the checkpoint's weight `tensor`, which may be excepted from this one."""
         return self

@@ -30,7 +30,7 @@ from penstock.engine.placing import Override, Say
 from penstock.memory.device import device_name, give_back
 from penstock.memory.probe import copy_rate, matmul_rate, memory_copy, memory_read
 from penstock.weights.checkpoint.shape import Shape
-from penstock.weights.streaming.residency import Limits, padded, pass_order
+from penstock.weights.streaming.residency import WeightLimits, padded, pass_order
 
 ROWS = (1, 4, 16, 64, 256)
 CONTEXTS = (64, 2048, 16384)
@@ -268,7 +268,7 @@ def _expert_layer(
         config_of = Config(
             Path(), device=str(device), dtype=dtype, max_length=2048, max_sequences=1, prefix_cache=False
         )
-        with _engine(config_of, shape, Override(Limits(whole - half, half * 3 // 2))) as booted:
+        with _engine(config_of, shape, Override(WeightLimits(whole - half, half * 3 // 2))) as booted:
             rng = random.Random(0)
             [request] = measure.submit(
                 booted.engine,

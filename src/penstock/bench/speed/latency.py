@@ -26,7 +26,7 @@ from penstock.engine.placing import Say, host_room
 from penstock.engine.settling import choose_limits
 from penstock.memory.device import give_back
 from penstock.memory.probe import memory_read
-from penstock.weights.streaming.residency import HOST_SLOTS, PIECE, Limits
+from penstock.weights.streaming.residency import HOST_SLOTS, PIECE, WeightLimits
 
 _CONTEXT = 2048
 """Prompt tokens where none were asked for and the model has room for as many."""
@@ -218,10 +218,10 @@ def _compare(bench: LatencyBench, model: OpenModel, work: BatchWork, ours: float
     )
 
 
-def _window(bench: LatencyBench, config: Config, model: OpenModel) -> Limits | None:
+def _window(bench: LatencyBench, config: Config, model: OpenModel) -> WeightLimits | None:
     """Return limits with a ring of the window's size; everything else rests on disk or, beyond the least ring
     there, on the host."""
     if bench.window is None:
         return None
     host = max(host_room(config, model.device), HOST_SLOTS[-1] * PIECE)
-    return Limits(bench.window, host, resident=0, kept=0, device_ring=bench.window)
+    return WeightLimits(bench.window, host, resident=0, kept=0, device_ring=bench.window)

@@ -21,7 +21,7 @@ from penstock.memory.device import choose_device, device_name, give_back
 from penstock.memory.probe import matmul_rate
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
-from penstock.weights.streaming.residency import Limits
+from penstock.weights.streaming.residency import WeightLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class OpenModel:
         """Measure the floating-point operations/s of a matrix product in the model's dtype."""
         return matmul_rate(self.device, getattr(torch, self.dtype))
 
-    def boot(self, config: Config, say: Say, limits: Limits | None = None) -> Booted:
+    def boot(self, config: Config, say: Say, limits: WeightLimits | None = None) -> Booted:
         """Give back the memory that probes took, and build the engine. Raises PenstockErrors.
 
         say: called with each thing that the engine decides.

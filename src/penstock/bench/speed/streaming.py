@@ -20,7 +20,7 @@ from penstock.bench.speed.bound import Bound
 from penstock.engine.boot import Booted
 from penstock.memory.disk import DirectFile, ReadError
 from penstock.weights.streaming.residency import PIECE, padded
-from penstock.weights.streaming.source import RandomSource, Source
+from penstock.weights.streaming.source import RandomSource, WeightSource
 
 
 class _ScratchFile:
@@ -43,7 +43,7 @@ class _ScratchFile:
 @contextmanager
 def scratch(
     directory: Path, most: int, layouts: Sequence[GroupLayout], dtype: str
-) -> Iterator[tuple[Source, Path]]:
+) -> Iterator[tuple[WeightSource, Path]]:
     """Write a temporary file in `directory` of at most `most` bytes (but one group of each size at least),
     and yield what reads it. The file has no name any more when the engine has been built, and is gone when
     that ends. Raises DeviceError."""

@@ -23,7 +23,7 @@ from penstock.cli.terminal import one_line, say
 from penstock.engine.costs import costs_file, read_costs
 from penstock.engine.forecast import Machine, Work, forecast
 from penstock.weights.jsonfile import read_object
-from penstock.weights.streaming.ring import Rates
+from penstock.weights.streaming.ring import StreamRates
 
 MACHINE, WORK, OUTPUT = "Machine", "Work", "Output"
 EXAMPLES = """
@@ -262,7 +262,7 @@ def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None =
 def machine_of(setting: Setting) -> Machine:
     """Return the machine that a setting describes."""
     value = {name: figure.value for name, figure in setting.figures.items()}
-    rates = Rates(value["link_rate"], value["disk_rate"], value["device_read"])
+    rates = StreamRates(value["link_rate"], value["disk_rate"], value["device_read"])
     return Machine(
         int(value["device_memory"]), int(value["host_memory"]) or None, rates, value["compute"], setting.costs
     )

@@ -1,10 +1,8 @@
-"""Kernels for a mixture of experts: which experts each token takes, and products with all of them at once,
-wherever they lie.
+"""Kernels for a mixture of experts: products with all experts at once, wherever they lie.
 
-A pair is a token and one of its experts, numbered token * top_k + rank. Pairs are put in the order of their
-experts, and those of an expert cut into blocks of rows, all on the device: a product's grid covers as many
-blocks as there could be, and programs beyond those that there are end at once. So do those of an expert whose
-address is 0, so that some experts may be computed now and others later.
+Pairs of a token and one of its experts come in blocks of one expert each (`routing`). A product's grid covers
+as many blocks as there could be, and programs beyond those that there are end at once. So do those of an
+expert with address 0, so that some experts may be computed now and others later.
 
 A row's numbers are its own: they depend on the tuning, which is chosen by the step's tokens and the shapes,
 and neither on the other rows of its block nor on which experts are computed in the same call.
@@ -22,9 +20,9 @@ from triton.runtime import driver
 
 @dataclass(frozen=True, slots=True)
 class ExpertTuning:
-    """rows: of a block, a power of two from 16. columns: rows of a weight matrix for one program (of gate and
-    up together), `depth` elements of each at a time. group: blocks that neighbouring programs compute with
-    the same columns."""
+    """Shapes the programs of a product. rows: of a block, a power of two from 16. columns: rows of a weight
+    matrix for one program (of gate and up together), `depth` elements of each at a time. group: blocks that
+    neighbouring programs compute with the same columns."""
 
     rows: int
     columns: int
@@ -46,188 +44,24 @@ _TUNINGS = {
         (None, ExpertTuning(32, 64, 32, warps=4, stages=2, group=8)),
     ),
 }
-"""By bytes of the dtype: up to so many pairs for each expert, on average. Rows are few where weights are what
-there is to read."""
+"""Tunings by bytes of the dtype: up to so many pairs for each expert, on average. Rows are few where weights
+are what there is to read."""
 _PROGRAMS = 3 * 132
-"""Below which columns are divided further: three for each multiprocessor of an H200."""
+"""Programs below which columns are divided further: three for each multiprocessor of an H200."""
 _FEW_COLUMNS, _FEW_ROWS, _DEEPEST = 32, 32, 256
-_CHUNK = 8192
-"""Pairs that a program arranges at a time."""
 
 
 def expert_tuning(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTuning:
-    """The built-in tuning of a step with so many pairs."""
+    """Return the built-in tuning of a step with so many pairs."""
     return next(
         tuning for most, tuning in _TUNINGS[dtype.itemsize] if most is None or pairs <= most * experts
     )
 
 
-def most_blocks(pairs: int, experts: int, rows: int) -> int:
-    """Blocks there can be of so many pairs, however they fall on experts."""
-    used = min(pairs, experts)
-    return used + (pairs - used) // rows
-
-
-@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
-def _choose(  # type: ignore[no-untyped-def]
-    scores,
-    chosen,
-    shares,
-    tokens,
-    s_scores,
-    EXPERTS: tl.constexpr,
-    COLS: tl.constexpr,
-    TOP: tl.constexpr,
-    TOP_COLS: tl.constexpr,
-    ROWS: tl.constexpr,
-    NORMALISE: tl.constexpr,
-) -> None:
-    """The experts of ROWS tokens. Scores are compared as integers of the same order, with the expert below:
-    no two are alike."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    cols, ranks = tl.arange(0, COLS)[None, :], tl.arange(0, TOP_COLS)[None, :]
-    there, inside = (row < tokens)[:, None], cols < EXPERTS
-    score = tl.load(scores + row.to(tl.int64)[:, None] * s_scores + cols, mask=there & inside, other=0.0).to(
-        tl.float32
-    )
-    score = tl.where(score == 0.0, 0.0, score)  # one zero, not two
-    bits = score.to(tl.int32, bitcast=True)
-    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-    LEAST: tl.constexpr = -(1 << 63)
-    key = tl.where(inside, (order << 32) | (EXPERTS - cols).to(tl.int64), LEAST)
-    best = tl.full([ROWS, TOP_COLS], LEAST, tl.int64)
-    for rank in tl.static_range(TOP):
-        highest = tl.max(key, 1)[:, None]
-        best = tl.where(ranks == rank, highest, best)
-        key = tl.where(key == highest, LEAST, key)
-    order = (best >> 32).to(tl.int32)
-    value = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    taken = (ranks < TOP) & there
-    most = tl.max(tl.where(inside, score, float("-inf")), 1)[:, None]
-    weight = tl.where(ranks < TOP, tl.exp(value - most), 0.0)
-    total = tl.sum(weight if NORMALISE else tl.where(inside, tl.exp(score - most), 0.0), 1)[:, None]
-    at = row.to(tl.int64)[:, None] * TOP + ranks
-    tl.store(chosen + at, EXPERTS - (best & 0xFFFFFFFF).to(tl.int32), mask=taken)
-    tl.store(shares + at, (weight / total).to(shares.dtype.element_ty), mask=taken)
-
-
-def choose(scores: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-    """The top_k experts of each token by scores `[tokens, experts]`, the best first: int32 and their shares,
-    both `[tokens, top_k]`.
-
-    Shares are probabilities, in fp32 and rounded once to the dtype of scores; normalised, they sum to one. Of
-    equal scores the lower expert wins.
-    """
-    tokens, experts = scores.shape
-    assert 0 < top_k <= experts, (top_k, experts)
-    assert scores.stride(1) == 1, scores.stride()
-    chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=scores.device)
-    shares = torch.empty(tokens, top_k, dtype=scores.dtype, device=scores.device)
-    if tokens == 0:
-        return chosen, shares
-    cols = triton.next_power_of_2(experts)
-    rows = max(1, min(8, 1024 // cols)) if tokens > 256 else 1
-    _choose[(triton.cdiv(tokens, rows),)](
-        scores,
-        chosen,
-        shares,
-        tokens,
-        scores.stride(0),
-        EXPERTS=experts,
-        COLS=cols,
-        TOP=top_k,
-        TOP_COLS=triton.next_power_of_2(top_k),
-        ROWS=rows,
-        NORMALISE=normalise,
-        num_warps=4 if rows * cols >= 512 else 1,
-    )
-    return chosen, shares
-
-
-@triton.jit(do_not_specialize=["pairs", "bound"])  # type: ignore[untyped-decorator]
-def _arrange(  # type: ignore[no-untyped-def]
-    chosen,
-    order,
-    blocks,
-    counts,
-    pairs,
-    bound,
-    EXPERTS: tl.constexpr,
-    BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDE: tl.constexpr,
-) -> None:
-    """One expert's pairs, and its blocks. Every program counts all pairs, to know where its own begin; the
-    first ends the list."""
-    expert = tl.program_id(0)
-    bins = tl.arange(0, BINS)
-    found = tl.zeros([BINS], tl.int32)
-    for first in range(0, pairs, CHUNK):
-        at = first + tl.arange(0, CHUNK)
-        found += tl.histogram(tl.load(chosen + at, mask=at < pairs, other=EXPERTS), BINS)
-    found = tl.where(bins < EXPERTS, found, 0)
-    cut = (found + ROWS - 1) // ROWS
-    count = tl.sum(tl.where(bins == expert, found, 0))
-    start = tl.sum(tl.where(bins < expert, found, 0))
-    block = tl.sum(tl.where(bins < expert, cut, 0))
-    tl.store(counts + expert, count)
-    ahead = tl.arange(0, WIDE)
-    for number in range(0, tl.cdiv(count, ROWS), WIDE):
-        one = number + ahead
-        mine = one < tl.cdiv(count, ROWS)
-        tl.store(blocks + block + one, expert + tl.zeros([WIDE], tl.int32), mask=mine)
-        tl.store(blocks + bound + block + one, start + one * ROWS, mask=mine)
-        tl.store(
-            blocks + 2 * bound + block + one, tl.minimum(start + (one + 1) * ROWS, start + count), mask=mine
-        )
-    if expert == 0:
-        for number in range(tl.sum(cut), bound, WIDE):
-            tl.store(blocks + number + ahead, tl.full([WIDE], -1, tl.int32), mask=number + ahead < bound)
-    if count > 0:
-        for first in range(0, pairs, CHUNK):
-            at = first + tl.arange(0, CHUNK)
-            mine = (tl.load(chosen + at, mask=at < pairs, other=EXPERTS) == expert).to(tl.int32)
-            tl.store(order + start + tl.cumsum(mine, 0) - 1, at, mask=mine > 0)
-            start += tl.sum(mine)
-
-
-def arrange(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pairs by expert, chosen int32 `[tokens, top_k]` contiguous: their order int32 `[pairs]`, blocks int32
-    `[3, most_blocks]`, and how many each expert has, int32 `[experts]`.
-
-    A block is an expert, -1 behind the last block, and where in the order its pairs begin and end: at most
-    `rows`. Experts, and the pairs of each, keep their order.
-    """
-    pairs, device = chosen.numel(), chosen.device
-    assert chosen.dtype == torch.int32, chosen.dtype
-    assert chosen.is_contiguous()
-    bound = most_blocks(pairs, experts, rows)
-    order = torch.empty(pairs, dtype=torch.int32, device=device)
-    blocks = torch.empty(3, bound, dtype=torch.int32, device=device)
-    counts = torch.empty(experts, dtype=torch.int32, device=device)
-    chunk = min(_CHUNK, max(128, triton.next_power_of_2(pairs)))
-    _arrange[(experts,)](
-        chosen,
-        order,
-        blocks,
-        counts,
-        pairs,
-        bound,
-        EXPERTS=experts,
-        BINS=max(32, triton.next_power_of_2(experts + 1)),
-        CHUNK=chunk,
-        ROWS=rows,
-        WIDE=32,
-        num_warps=8 if chunk > 1024 else 4,
-    )
-    return order, blocks, counts
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def _place(first, count, PARTS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's block and its part of the columns: GROUP blocks have the same part one after another,
-    while it is in the cache."""
+    """Return this program's block and its part of the columns: GROUP blocks have the same part one after
+    another, while it is in the cache."""
     program = tl.program_id(0)
     group = program // (GROUP * PARTS)
     size = tl.minimum(count - group * GROUP, GROUP)
@@ -256,7 +90,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """COLS columns of `silu(gate) * up` of one block's pairs."""
+    """Compute COLS columns of `silu(gate) * up` of one block's pairs."""
     block, part = _place(first, count, tl.cdiv(INNER, COLS), GROUP)
     expert = tl.load(blocks + block)
     if expert < 0:
@@ -270,7 +104,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
     col = part * COLS + tl.arange(0, COLS)
     deep = tl.arange(0, DEPTH)
     matrix = address.to(tl.pointer_type(x.dtype.element_ty))
-    # Columns beyond the last are the last again, and nobody sees them.
+    # Columns beyond the last are the last again, and are not stored.
     at = matrix + tl.minimum(col, INNER - 1).to(tl.int64)[:, None] * HIDDEN + deep[None, :]
     if HIDDEN % 8 == 0:  # Of an address from memory the compiler does not know that it is a multiple of 16.
         at = tl.multiple_of(at, [16, 16])
@@ -317,7 +151,7 @@ def _down(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """COLS columns of one block's outputs, each to its pair's row."""
+    """Compute COLS columns of one block's outputs, each to its pair's row."""
     block, part = _place(first, count, tl.cdiv(HIDDEN, COLS), GROUP)
     expert = tl.load(blocks + block)
     if expert < 0:
@@ -359,11 +193,10 @@ def products(
     h: Tensor,
     y: Tensor,
     tuning: ExpertTuning,
-    first: int,
-    count: int,
+    part: range,
 ) -> None:
-    """Blocks [first, first + count) through those of their experts that have an address: their pairs' rows of
-    y are written, no others.
+    """Compute the blocks `part` through those of their experts that have an address: their pairs' rows of y
+    are written, no others.
 
     x `[tokens, hidden]` (rows strided); order, blocks from `arrange`; table int64 `[experts, 2]`, addresses
     of gate_up `[2 * inner, hidden]`, gate first, and down `[hidden, inner]`, contiguous, of x's dtype, at
@@ -372,6 +205,7 @@ def products(
     output.
     """
     (pairs, inner), (tokens, hidden) = h.shape, x.shape
+    first, count = part.start, len(part)
     bound, likely = blocks.shape[1], max(min(pairs, len(table)), pairs // tuning.rows)
     assert len(order) == pairs, (order.shape, h.shape)
     assert y.shape == (pairs, hidden), (y.shape, h.shape, x.shape)
@@ -428,8 +262,8 @@ def products(
 
 
 def _divided(tuning: ExpertTuning, width: int, blocks: int, x: Tensor) -> tuple[int, int, int]:
-    """Columns, depth and stages where a matrix has `width` rows: of few blocks fewer columns each, and more
-    of these at a time. As many stages as the device's shared memory holds."""
+    """Return columns, depth and stages where a matrix has `width` rows: of few blocks fewer columns each, and
+    more of these at a time. As many stages as the device's shared memory holds."""
     columns, depth = tuning.columns, tuning.depth
     while columns > _FEW_COLUMNS and blocks * triton.cdiv(width, columns) < _PROGRAMS:
         columns //= 2
@@ -441,7 +275,7 @@ def _divided(tuning: ExpertTuning, width: int, blocks: int, x: Tensor) -> tuple[
 
 @lru_cache(maxsize=16)
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have."""
+    """Return the bytes that a program may have."""
     return (
         1 << 30
         if device.type == "cpu"
@@ -451,7 +285,7 @@ def _shared_memory(device: torch.device) -> int:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _combine(y, shares, out, HIDDEN: tl.constexpr, TOP: tl.constexpr, COLS: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
-    """COLS columns of one token."""
+    """Sum up COLS columns of one token."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = cols < HIDDEN
@@ -465,8 +299,8 @@ def _combine(y, shares, out, HIDDEN: tl.constexpr, TOP: tl.constexpr, COLS: tl.c
 
 
 def combine(y: Tensor, shares: Tensor) -> Tensor:
-    """The sum of each token's y `[tokens * top_k, hidden]` by its shares `[tokens, top_k]`, in fp32, rounded
-    once: `[tokens, hidden]`."""
+    """Return the sum of each token's y `[tokens * top_k, hidden]` by its shares `[tokens, top_k]`, in fp32,
+    rounded once: `[tokens, hidden]`."""
     (tokens, top_k), hidden = shares.shape, y.shape[1]
     assert len(y) == tokens * top_k, (y.shape, shares.shape)
     assert y.is_contiguous()

@@ -1,17 +1,20 @@
-"""What a checkpoint's makers recommend for sampling from it, and the tokens that begin, end and pad its
+"""Reads what a checkpoint's makers recommend for sampling from it, and the tokens that begin, end and pad its
 texts."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from penstock.base.errors import CheckpointError, RequestError
 from penstock.step.params import SamplingParams
-from penstock.weights.jsonfile import shown
+from penstock.weights.jsonfile import MAX_CONFIG_BYTES, read_object, shown
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """None: the checkpoint does not say. Values have the meanings and ranges of SamplingParams."""
+    """Holds the recommended sampling. None: the checkpoint does not say. Values have the meanings and ranges
+    of SamplingParams."""
 
     temperature: float | None = None
     """0, greedy, when the checkpoint asks not to sample."""
@@ -25,10 +28,17 @@ class GenerationDefaults:
     pad_token: int | None = None
 
 
+def open_generation(path: Path, config: Mapping[str, object], vocab_size: int) -> GenerationDefaults:
+    """Return the defaults of the model in directory `path`, with this config.json. Raises CheckpointError."""
+    side = path / "generation_config.json"
+    generation = read_object(side, MAX_CONFIG_BYTES) if os.path.lexists(side) else {}
+    return read_generation(generation, config, vocab_size, str(side))
+
+
 def read_generation(
     generation: Mapping[str, object], config: Mapping[str, object], vocab_size: int, where: str
 ) -> GenerationDefaults:
-    """The defaults that a parsed generation_config.json (empty if there is none) and config.json give;
+    """Return the defaults that a parsed generation_config.json (empty if there is none) and config.json give;
     `where` names the former.
 
     Raises CheckpointError, naming the key, for values of a wrong type or out of range.
@@ -65,8 +75,8 @@ def read_generation(
 
 
 def _tokens(source: Mapping[str, object], key: str, vocab_size: int, where: str) -> list[int]:
-    """One token or a list of them; what is not in the vocabulary (-1 is often meant as none) never comes up
-    and is left out."""
+    """Return one token or a list of them; what is not in the vocabulary (-1 is often meant as none) never
+    comes up and is left out."""
     value = source.get(key)
     tokens = [] if value is None else value if isinstance(value, list) else [value]
     ids = [token for token in tokens if isinstance(token, int) and not isinstance(token, bool)]

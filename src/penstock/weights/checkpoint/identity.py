@@ -1,5 +1,5 @@
-"""The digests of a checkpoint's files, over every byte, and a memory of them, so that a later start need not
-read the files for it.
+"""Finds the digests of a checkpoint's files, over every byte, and remembers them, so that a later start need
+not read the files for it.
 
 A file's digest is SHA-256 over the SHA-256 of each of its pieces of PIECE_BYTES, in order. It is the same on
 every machine.
@@ -8,16 +8,15 @@ Why a remembered digest is right. It is found again by the file's mount and its 
 times of modification and of change. A mount has a number that is never given again while the machine runs,
 and a boot has one too: after a restart of the machine, or when the file system was mounted again, all is
 hashed anew. Without that, two images with the same stamps that are mounted one after the other would be one.
-Where the kernel has no such number only files on the device of `/` are remembered, which nobody mounts over.
+Where the kernel has no such number only files on the device of `/` are remembered: `/` is not mounted over.
 
 Within a mount any write moves the time of change, except in three cases, and none of these is remembered. (1)
 A second write within one tick of the file system's clock: a file that was changed less than RECENT_NS before
 it was hashed is not remembered. (2) A write through a mapping to a page that is dirty already: what is dirty
 is written to the disk before the stamp is taken (`DiskFile.settle`), and the next write moves it. (3) File
-systems that move no times for mappings (tmpfs), or whose times may be stale or another program's (FUSE, 9p,
-CIFS): only those of TRUSTED are believed. A file whose stamp moves while it is hashed has no digest. What is
-written past the file system, to the device under it, is seen by nobody.
-"""
+systems that move no times for mappings (tmpfs), or have times that may be stale or another program's (FUSE,
+9p, CIFS): only those of TRUSTED are believed. A file has no digest if its stamp moves while it is hashed.
+What is written past the file system, to the device under it, is not seen."""
 
 import hashlib
 import os
@@ -36,6 +35,7 @@ import psutil
 
 from penstock.base.errors import CheckpointError
 from penstock.memory.disk import DiskFile, FileStamp, ReadError, make_private, run_all
+from penstock.weights.jsonfile import readable
 from penstock.weights.pieces import PIECE_BYTES, join_digests
 
 MEMORY = "digests"
@@ -73,25 +73,25 @@ _POLL = 0.02
 
 
 class Stopped(Exception):
-    """Nobody waits for the digests any more."""
+    """A hashing thread ends by this: the digests are not waited for any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """The digests of some files, in hex, and what it took to know them."""
+    """Holds the digests of some files, in hex, and what it took to know them."""
 
     files: tuple[str, ...]
     hashed_bytes: int
     """Bytes that were read and hashed; the others' digests were remembered."""
     seconds: float
-    """From the first byte to the last."""
+    """Time from the first byte to the last."""
     forgettable: str = ""
-    """Why some digest could not be remembered; empty if all are."""
+    """Reason why some digest could not be remembered; empty if all are."""
 
 
 class Memory:
-    """What is remembered, as texts by texts, in a file that several processes may read and replace. Damage is
-    as good as absence.
+    """Remembers texts by texts, in a file that several processes may read and replace. Damage is as good as
+    absence.
 
     Each line has a checksum of its own, so a damaged one is lost by itself, and is never taken for another.
     """
@@ -102,11 +102,11 @@ class Memory:
 
     @property
     def kept(self) -> bool:
-        """Whether anything is remembered."""
+        """Tell whether anything is remembered."""
         return self._directory is not None
 
     def recall(self) -> dict[str, str]:
-        """All that is remembered, the newest last."""
+        """Return all that is remembered, the newest last."""
         if self._directory is None:
             return {}
         try:
@@ -120,8 +120,8 @@ class Memory:
         }
 
     def remember(self, found: Mapping[str, str]) -> bool:
-        """Add to what is remembered; the oldest beyond MOST_REMEMBERED goes. False if it cannot be written,
-        which is no error."""
+        """Add to what is remembered; the oldest beyond MOST_REMEMBERED goes. Return False if it cannot be
+        written, which is no error."""
         if self._directory is None:
             return False
         beside = self._directory / f"{MEMORY}.{os.getpid()}-{threading.get_ident()}.tmp"
@@ -151,7 +151,7 @@ class Memory:
 
 
 class Hashing:
-    """The digests of some open files, found on threads of its own from when it is made. The files must stay
+    """Finds the digests of some open files, on threads of its own from when it is made. The files must stay
     open until `close`.
 
     What was read of the files since they were opened is what was hashed, unless `expect_unchanged` raises
@@ -159,7 +159,7 @@ class Hashing:
     """
 
     def __init__(self, files: Sequence[DiskFile], memory: Memory) -> None:
-        """Raises CheckpointError."""
+        """Begin to hash what is not remembered. Raises CheckpointError."""
         self._files, self._memory = files, memory
         self._stop = threading.Event()
         self._looks = ThreadPoolExecutor(1, thread_name_prefix="penstock identity")
@@ -189,7 +189,7 @@ class Hashing:
         return self._found.result()
 
     def expect_unchanged(self) -> None:
-        """Raises CheckpointError for a file that, by its stamp, is no longer the one that was hashed."""
+        """Raise CheckpointError for a file that, by its stamp, is no longer the one that was hashed."""
         for file, stamp in zip(self._files, self._stamps, strict=True):
             if _stamp(file) != stamp:
                 raise _changed(file)
@@ -208,7 +208,7 @@ class Hashing:
         # it has remembered.
         now = time.time_ns()
         shared = self._memory.kept and not any(
-            _why_not(*each, now) for each in zip(self._files, self._stamps, strict=True)
+            _why_untrusted(*each, now) for each in zip(self._files, self._stamps, strict=True)
         )
         while shared and not self._files[0].claim():
             if self._stop.wait(_POLL):
@@ -227,7 +227,7 @@ class Hashing:
                 if _stamp(file) != stamp:
                     raise _changed(file)
             fresh = {_key(*each): digest for each, digest in zip(todo, hashed, strict=True)}
-            why = [_why_not(file, stamp, began_ns) for file, stamp in todo]
+            why = [_why_untrusted(file, stamp, began_ns) for file, stamp in todo]
             lasting = {
                 key: digest for (key, digest), reason in zip(fresh.items(), why, strict=True) if not reason
             }
@@ -244,14 +244,14 @@ class Hashing:
 
 
 def hashers() -> int:
-    """Threads that hash here."""
+    """Return how many threads hash here."""
     return max(1, min(HASHERS, len(os.sched_getaffinity(0))))
 
 
 def same_bytes_remembered(
     one: DiskFile, at: int, other: DiskFile, begin: int, count: int, memory: Memory
 ) -> bool:
-    """What same_bytes says; that they are the same is remembered. Raises CheckpointError."""
+    """Return what `same_bytes` does; that they are the same is remembered. Raises CheckpointError."""
     key = f"same {count}"
 
     def named() -> str:
@@ -262,17 +262,19 @@ def same_bytes_remembered(
     for file in (one, other):
         file.settle()
     began, began_ns = named(), time.time_ns()
-    try:
+    with readable():
         same = same_bytes(one, at, other, begin, count)
-    except ReadError as error:
-        raise CheckpointError(str(error)) from error
-    if same and named() == began and not any(_why_not(file, _stamp(file), began_ns) for file in (one, other)):
+    if (
+        same
+        and named() == began
+        and not any(_why_untrusted(file, _stamp(file), began_ns) for file in (one, other))
+    ):
         memory.remember({began: "yes"})
     return same
 
 
 def same_bytes(one: DiskFile, at: int, other: DiskFile, begin: int, count: int) -> bool:
-    """Whether `count` bytes of a file from byte `at` on are those of another from `begin` on. Raises
+    """Tell whether `count` bytes of a file from byte `at` on are those of another from `begin` on. Raises
     ReadError."""
     buffers: SimpleQueue[tuple[bytearray, bytearray]] = SimpleQueue()
     threads = hashers()
@@ -300,7 +302,7 @@ def same_bytes(one: DiskFile, at: int, other: DiskFile, begin: int, count: int) 
 
 
 def _hashed(files: Sequence[DiskFile], stop: threading.Event) -> list[str]:
-    """The digests of whole files. Raises CheckpointError, and Stopped once that is set."""
+    """Return the digests of whole files. Raises CheckpointError, and Stopped once `stop` is set."""
     threads = hashers()
     buffers: SimpleQueue[bytearray] = SimpleQueue()
     for _ in range(threads):
@@ -339,10 +341,8 @@ def _hashed(files: Sequence[DiskFile], stop: threading.Event) -> list[str]:
 
 
 def _stamp(file: DiskFile) -> FileStamp:
-    try:
+    with readable():
         return file.stamp()
-    except ReadError as error:
-        raise CheckpointError(str(error)) from error
 
 
 def _changed(file: DiskFile) -> CheckpointError:
@@ -355,9 +355,9 @@ def _key(file: DiskFile, stamp: FileStamp) -> str:
     return f"sha256 {file.mount()} " + "-".join(map(str, stamp))
 
 
-def _why_not(file: DiskFile, stamp: FileStamp, began_ns: int) -> str:
-    """Why what was found from that time on, in nanoseconds since 1970, may not be remembered under the stamp;
-    empty if it may."""
+def _why_untrusted(file: DiskFile, stamp: FileStamp, began_ns: int) -> str:
+    """Return why what was found from that time on, in nanoseconds since 1970, may not be remembered under the
+    stamp; empty if it may."""
     if began_ns - stamp.changed_ns < RECENT_NS:
         return f"{file.path.name} was changed a moment before"
     if not file.mount():

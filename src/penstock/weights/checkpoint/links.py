@@ -1,5 +1,5 @@
-"""Where the files of a model's directory may lead: nowhere else. Those of the Hugging Face cache are links to
-its blobs."""
+"""Keeps the files of a model's directory from leading anywhere else. Those of the Hugging Face cache are
+links to its blobs."""
 
 import os
 from collections.abc import Iterable
@@ -14,9 +14,11 @@ _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 
 
 def expect_inside(path: Path) -> None:
-    """Raises CheckpointError for a link in the model's directory `path` that leads out of it: whoever made
-    the directory may have meant some file of this machine. The directory itself may be a link, as the cache's
-    snapshots may be anywhere."""
+    """Raise CheckpointError for a link in the model's directory `path` that leads out of it.
+
+    Whoever made the directory may have meant some file of this machine. The directory itself may be a link,
+    as the cache's snapshots may be anywhere.
+    """
     home = Path(os.path.realpath(path))
     allowed = [home]
     if (
@@ -35,7 +37,7 @@ def expect_inside(path: Path) -> None:
 def _links(home: Path) -> Iterable[Path]:
     try:
         names = os.listdir(home)
-    except OSError:  # Which is told by whoever opens the first file.
+    except OSError:  # Whoever opens the first file says so.
         return
     for name in sorted(names):
         file = home / name

@@ -1,5 +1,5 @@
-"""The header of a safetensors file, believed in nothing: every number is checked before it sizes or places
-anything.
+"""Reads the header of a safetensors file and believes nothing in it: every number is checked before it sizes
+or places anything.
 
 The format (https://github.com/huggingface/safetensors, "Format"): eight bytes with the header's length,
 little endian; the header, a JSON object from tensor names to dtype, shape and byte range; the tensors' bytes,
@@ -9,13 +9,12 @@ without overlap and without holes.
 from dataclasses import dataclass
 
 from penstock.base.errors import CheckpointError
-from penstock.memory.disk import DiskFile, ReadError
-from penstock.weights.jsonfile import parse_object, shown
+from penstock.memory.disk import DiskFile
+from penstock.weights.jsonfile import MAX_SIZE, is_size, parse_object, readable, shown
 
 MAX_HEADER_BYTES = 25_000_000
-"""Of one file: some 200,000 tensors, which take seconds to parse. The format itself allows four times as
-much."""
-MAX_ELEMENTS = 2**62
+"""Bytes of one file's header: some 200,000 tensors, which take seconds to parse. The format itself allows
+four times as much."""
 _DTYPE_BITS = (
     dict.fromkeys(("F64", "I64", "U64", "C64"), 64)
     | dict.fromkeys(("F32", "I32", "U32"), 32)
@@ -27,10 +26,10 @@ _DTYPE_BITS = (
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor's bytes are and what they are; in row-major order, little endian."""
+    """Says where a tensor's bytes are and what they are; in row-major order, little endian."""
 
     dtype: str
-    """As the format spells it: F32, BF16, ..."""
+    """Name of the dtype as the format spells it: F32, BF16, ..."""
     shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the file."""
@@ -39,14 +38,14 @@ class TensorEntry:
 
 
 def read_header(file: DiskFile) -> dict[str, TensorEntry]:
-    """Every tensor of the file by name. Raises CheckpointError, naming file and tensor, for whatever breaks
-    the format."""
+    """Return every tensor of the file by name. Raises CheckpointError, naming file and tensor, for whatever
+    breaks the format."""
     if file.size < 8:
         raise CheckpointError(
             f"{file.path} is no safetensors file: it has {file.size} bytes, and its header's length alone "
             "takes 8"
         )
-    try:
+    with readable():
         length = int.from_bytes(file.read(0, 8), "little")
         if length > MAX_HEADER_BYTES:
             raise CheckpointError(
@@ -59,14 +58,12 @@ def read_header(file: DiskFile) -> dict[str, TensorEntry]:
                 f"{8 + length}"
             )
         header = file.read(8, length)
-    except ReadError as error:
-        raise CheckpointError(str(error)) from error
     return parse_header(header, file.size, str(file.path))
 
 
 def parse_header(header: bytes | bytearray, file_size: int, where: str) -> dict[str, TensorEntry]:
-    """The tensors that the bytes of a header describe, in a file of `file_size` bytes that `where` names.
-    Raises CheckpointError."""
+    """Return the tensors that the bytes of a header describe, in a file of `file_size` bytes that `where`
+    names. Raises CheckpointError."""
     if not header.startswith(b"{"):
         raise CheckpointError(f"{where} is no safetensors file: its header does not start with '{{'")
     entries = parse_object(header, f"{where}: the header")
@@ -82,7 +79,7 @@ def parse_header(header: bytes | bytearray, file_size: int, where: str) -> dict[
 
 
 def _entry(value: object, start: int, where: str) -> TensorEntry:
-    """One tensor, its range checked against its shape but not yet against the file; data begin at byte
+    """Return one tensor, its range checked against its shape but not yet against the file; data begin at byte
     `start`."""
     if not isinstance(value, dict):
         raise CheckpointError(
@@ -91,7 +88,7 @@ def _entry(value: object, start: int, where: str) -> TensorEntry:
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _DTYPE_BITS:
         raise CheckpointError(f"{where} has dtype {shown(dtype)}, which the format does not know")
-    if not isinstance(shape, list) or not all(_is_size(extent) for extent in shape):
+    if not isinstance(shape, list) or not all(is_size(extent) for extent in shape):
         raise CheckpointError(
             f"{where} has shape {shown(shape)}; it must be a list of whole numbers from 0 to 2**62"
         )
@@ -99,10 +96,10 @@ def _entry(value: object, start: int, where: str) -> TensorEntry:
     for extent in shape:
         elements *= extent
         if (
-            elements > MAX_ELEMENTS
+            elements > MAX_SIZE
         ):  # Here, not after the loop: a long list would make a number that takes for ever to multiply.
             raise CheckpointError(f"{where} has shape {shown(shape)}, more elements than any file holds")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(is_size(offset) for offset in offsets):
         raise CheckpointError(
             f"{where} has data_offsets {shown(offsets)}; they must be two whole numbers from 0 to 2**62"
         )
@@ -116,13 +113,9 @@ def _entry(value: object, start: int, where: str) -> TensorEntry:
     return TensorEntry(dtype, tuple(shape), start + begin, end - begin)
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_ELEMENTS
-
-
 def _check_cover(tensors: dict[str, TensorEntry], start: int, file_size: int, where: str) -> None:
-    """The tensors must cover the file from byte `start` to its end: a gap or an overlap means header and data
-    do not belong together."""
+    """Raise CheckpointError unless the tensors cover the file from byte `start` to its end: a gap or an
+    overlap means header and data do not belong together."""
     placed = sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].size))
     promised = max((entry.offset + entry.size for entry in tensors.values()), default=start)
     if promised > file_size:

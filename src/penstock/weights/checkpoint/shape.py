@@ -1,5 +1,5 @@
-"""A model of which only the shape is known: what an engine is built from where weights do not matter, as in
-measuring speed."""
+"""Stands for a model of which only the shape is known: an engine is built from it where weights do not
+matter, as in measuring speed."""
 
 import hashlib
 from collections.abc import Mapping
@@ -9,8 +9,7 @@ from typing import Self
 
 from penstock.arch.families import TensorNames, family_of, read_spec
 from penstock.arch.spec import ModelSpec
-from penstock.weights.checkpoint.reader import MAX_CONFIG_BYTES
-from penstock.weights.jsonfile import read_object
+from penstock.weights.jsonfile import MAX_CONFIG_BYTES, read_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +22,17 @@ class Shape:
 
     @classmethod
     def of(cls, config: Mapping[str, object], where: str = "config.json") -> Self:
-        """The shape that a parsed config.json describes. Raises UnsupportedModelError."""
+        """Return the shape that a parsed config.json describes. Raises UnsupportedModelError."""
         return cls(read_spec(config, where), family_of(config, where).names)
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """The shape of the model in directory `path`, of which only config.json is looked at. Raises
+        """Return the shape of the model in directory `path`, of which only config.json is looked at. Raises
         CheckpointError too."""
         file = path / "config.json"
         return cls.of(read_object(file, MAX_CONFIG_BYTES), str(file))
 
     def fingerprint(self) -> bytes:
-        """16 bytes that are the same for equal shapes, whose random weights are equal, and differ for
+        """Return 16 bytes that are the same for equal shapes, with equal random weights, and differ for
         others."""
         return hashlib.blake2b(repr(self.spec).encode(), digest_size=16).digest()

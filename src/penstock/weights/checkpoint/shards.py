@@ -1,4 +1,4 @@
-"""The weight files of a checkpoint directory: which there are, and in which of them each tensor is."""
+"""Opens the weight files of a checkpoint directory: which there are, and in which of them each tensor is."""
 
 import os
 import re
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.base.errors import CheckpointError
-from penstock.memory.disk import DiskFile, ReadError
+from penstock.memory.disk import DiskFile
 from penstock.weights.checkpoint.safetensors import TensorEntry, read_header
-from penstock.weights.jsonfile import read_object, shown
+from penstock.weights.jsonfile import read_object, readable, shown
 from penstock.weights.pieces import MANIFEST, STORE
 
 SINGLE = "model.safetensors"
@@ -18,16 +18,16 @@ INDEX = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 100_000_000
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _PLAIN_NAME = re.compile(r"[^/\\\0\ud800-\udfff]+\.safetensors")
-"""Of a shard, beside its index: nothing that could lead out of the directory or that is no file name at
+"""Names of a shard, beside its index: nothing that could lead out of the directory or that is no file name at
 all."""
 
 MAX_TENSORS = 500_000
-"""Of a checkpoint. The largest mixtures of experts have some 100,000."""
+"""Tensors that a checkpoint may have. The largest mixtures of experts have some 100,000."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor and the file it is in."""
+class ShardTensor:
+    """A tensor is in a file."""
 
     name: str
     file: DiskFile
@@ -35,12 +35,13 @@ class Stored:
 
 
 class Shards:
-    """The open weight files of a directory, and their tensors by name. Headers are read, weights are not."""
+    """Holds the weight files of a directory open, and their tensors by name. Headers are read, weights are
+    not."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError, naming the file, when weights are missing, damaged, ambiguous or in a
-        format that is not read."""
-        self.tensors: dict[str, Stored] = {}
+        """Open the files. Raises CheckpointError, naming the file, when weights are missing, damaged,
+        ambiguous or in a format that is not read."""
+        self.tensors: dict[str, ShardTensor] = {}
         weight_map = _weight_map(path)
         with ExitStack() as opened:
             self.files = [
@@ -70,22 +71,21 @@ class Shards:
                     f"tensor {shown(name)} is in both {self.tensors[name].file.path} and {file.path.name}; "
                     "one must go"
                 )
-            self.tensors[name] = Stored(name, file, entry)
+            self.tensors[name] = ShardTensor(name, file, entry)
 
     def close(self) -> None:
+        """Close the files."""
         self._opened.close()
 
 
 def _open(path: Path, name: str) -> DiskFile:
-    try:
+    with readable():
         return DiskFile(path / name)
-    except ReadError as error:
-        raise CheckpointError(str(error)) from error
 
 
 def _weight_map(path: Path) -> Mapping[str, str]:
-    """Which shard the index says each tensor is in; empty for a checkpoint of a single file, which comes
-    first if both are there."""
+    """Return which shard the index says each tensor is in; empty for a checkpoint of a single file, which
+    comes first if both are there."""
     if os.path.lexists(path / SINGLE):  # Also a link to nowhere, which is a fault of its own.
         return {}
     if not os.path.lexists(path / INDEX):

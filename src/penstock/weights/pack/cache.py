@@ -1,5 +1,5 @@
-"""Packs that were made because a model had to be streamed: one for each model and dtype in a directory of the
-user's, made once.
+"""Keeps packs that were made because a model had to be streamed: one for each model and dtype in a directory
+of the user's, made once.
 
 Why this is safe. Whoever finds no finished pack locks its directory first, waiting for another who has it,
 and looks again: so one process writes it and the others open what it finished, or go on with it if it was
@@ -17,10 +17,11 @@ from penstock.base.errors import CheckpointError
 from penstock.base.units import format_size
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shards import INDEX, SINGLE
+from penstock.weights.pack.directory import locked
 from penstock.weights.pack.manifest import place
 from penstock.weights.pack.reader import Pack
-from penstock.weights.pack.writer import JOURNAL, Progress, locked, write_locked
-from penstock.weights.pieces import MANIFEST
+from penstock.weights.pack.writer import Progress, write_locked
+from penstock.weights.pieces import JOURNAL, MANIFEST
 
 _SLOW = 4 << 30
 """Bytes of a checkpoint to be hashed from which on it takes long enough to be said."""
@@ -35,13 +36,13 @@ def cached_pack(
     say: Callable[[str], None],
     shard: Shard = WHOLE,
 ) -> Pack:
-    """The pack of a checkpoint's weights, or a shard's, as `dtype` under `directory`, written first if it is
-    not there, or not all of it.
+    """Return the pack of a checkpoint's weights, or a shard's, as `dtype` under `directory`; it is written
+    first if it is not there, or not all of it.
 
-    `say` is told in one line what takes so long, before it is begun: writing, or waiting for another process
-    that does. `progress` is told of bytes as write_pack does. The pack is found by the checkpoint's
-    fingerprint, over every byte of its weights. What is not weights, on which that does not depend, is the
-    checkpoint's own in the pack that is returned.
+    `say` gets a line on what takes so long, before it is begun: writing, or waiting for another process that
+    does. `progress` gets bytes as from write_pack. The pack is found by the checkpoint's fingerprint, over
+    every byte of its weights. What is not weights, on which that does not depend, is the checkpoint's own in
+    the pack that is returned.
 
     Raises CheckpointError for a damaged checkpoint or pack, which is left as it is, PackError where it cannot
     be written.
@@ -84,7 +85,8 @@ def cached_pack(
 
 
 def is_pack(path: Path) -> bool:
-    """Whether a model directory is to be opened as a Pack, finished or not, rather than as a Checkpoint."""
+    """Tell whether a model directory is to be opened as a Pack, finished or not, rather than as a
+    Checkpoint."""
     if any(os.path.lexists(path / name) for name in (SINGLE, INDEX)):
         return False
     return any(os.path.lexists(path / name) for name in (MANIFEST, JOURNAL))

@@ -1,5 +1,5 @@
-"""What a pack says of itself: where each group's bytes rest and what they must be. Nothing in it is believed
-before it is checked.
+"""Reads and writes what a pack says of itself: where each group rests, and what its bytes must be. Nothing in
+it is believed before it is checked.
 
 A pack's store is a run of bytes for each group, in the order of a pass, each filled up with zeros to whole
 pages. The manifest is JSON, a line for each group, and sealed: its last key is the checksum of the text
@@ -16,14 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TypeGuard
 
 from penstock.arch.formats.format import STORED_BYTES
 from penstock.arch.layout import ALIGNMENT, GroupLayout
 from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import DTYPE_BYTES
 from penstock.base.errors import CheckpointError
-from penstock.weights.jsonfile import parse_object, shown
+from penstock.weights.jsonfile import MAX_SIZE, is_size, parse_object, shown
 from penstock.weights.pieces import (
     DIGEST_BYTES,
     PAGE,
@@ -34,7 +33,6 @@ from penstock.weights.pieces import (
 VERSION = 3
 """Version 1 had the fingerprint of samples of the checkpoint; in version 2 all fields were of one dtype."""
 MAX_MANIFEST_BYTES = 100_000_000
-MAX_BYTES = 2**62
 _FORMAT = "penstock pack"
 _KEYS = ("format", "version", "fingerprint", "config", "dtype", "store", "files", "groups")
 _SHARD = "shard"
@@ -45,6 +43,8 @@ _HEX = re.compile(r"[0-9a-f]+", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class FieldPlace:
+    """A field lies in a group."""
+
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -53,8 +53,8 @@ class FieldPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A group in the store."""
+class PackedRun:
+    """A group lies in the store."""
 
     id: str
     offset: int
@@ -67,31 +67,34 @@ class Run:
 
     @property
     def length(self) -> int:
-        """Bytes in the store: whole pages."""
+        """Return its bytes in the store: whole pages."""
         return -(-self.size // PAGE) * PAGE
 
     @property
     def end(self) -> int:
+        """Return the byte of the store behind its last."""
         return self.offset + self.length
 
     @property
     def pieces(self) -> range:
-        """Where each piece starts, in bytes from the run's start."""
+        """Return where each piece starts, in bytes from the run's start."""
         return range(0, self.length, PIECE_BYTES)
 
     def piece_length(self, start: int) -> int:
-        """Bytes of the piece at byte `start` of the run."""
+        """Return the bytes of the piece at byte `start` of the run."""
         return min(PIECE_BYTES, self.length - start)
 
     def digest(self, start: int) -> bytes:
-        """What the piece at byte `start` of the run must have."""
+        """Return the digest that the piece at byte `start` of the run must have."""
         return self.digests[start // PIECE_BYTES * DIGEST_BYTES :][:DIGEST_BYTES]
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
+    """Describes a pack."""
+
     fingerprint: str
-    """Of the checkpoint that was packed, over every byte of it: 16 bytes in hex."""
+    """Fingerprint of the checkpoint that was packed, over every byte of it: 16 bytes in hex."""
     config: str
     """Checksum of what config.json says."""
     dtype: str
@@ -99,20 +102,21 @@ class Manifest:
     """The file in the pack's directory, or an absolute path to a file or a block device elsewhere."""
     files: Mapping[str, str]
     """Checksums of the files beside the weights, by name."""
-    runs: tuple[Run, ...]
+    runs: tuple[PackedRun, ...]
     shard: Shard = WHOLE
-    """What of the model the store holds."""
+    """Part of the model that the store holds."""
 
     @property
     def size(self) -> int:
-        """Bytes that the store holds."""
+        """Return the bytes that the store holds."""
         return self.runs[-1].end if self.runs else 0
 
     def store_path(self, directory: Path) -> Path:
+        """Return the store's path, of a pack in this directory."""
         return directory / self.store
 
     def text(self) -> bytes:
-        """The file's content."""
+        """Return the file's content."""
         groups = [
             {
                 "id": run.id,
@@ -128,8 +132,10 @@ class Manifest:
         return seal({**dict(zip(_KEYS[:-1], values, strict=True)), **shard, _KEYS[-1]: groups})
 
     def identity(self) -> str:
-        """A digest, in hex, of all bytes of the weights, by their digests here, and of what they are. Neither
-        the checkpoint that the pack says it was made from nor the store's place is part of it."""
+        """Return a digest, in hex, of all bytes of the weights, by their digests here, and of what they are.
+
+        Neither the checkpoint that the pack says it was made from nor the store's place is part of it.
+        """
         groups = [
             [run.id, run.size, encoded(run.digests), [_field(field) for field in run.fields]]
             for run in self.runs
@@ -138,7 +144,7 @@ class Manifest:
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
     def check(self, layouts: Sequence[GroupLayout], where: str) -> None:
-        """Raises CheckpointError unless the groups are exactly those of `layouts`."""
+        """Raise CheckpointError unless the groups are exactly those of `layouts`."""
         for run, wanted in zip(self.runs, place(layouts), strict=False):
             if (run.id, run.offset, run.size, run.fields) != (
                 wanted.id,
@@ -157,23 +163,24 @@ class Manifest:
             )
 
 
-def place(layouts: Iterable[GroupLayout]) -> tuple[Run, ...]:
-    """Where the groups of a model go; without digests, which nobody knows yet."""
-    runs: list[Run] = []
+def place(layouts: Iterable[GroupLayout]) -> tuple[PackedRun, ...]:
+    """Return where the groups of a model go; without digests, which are not known yet."""
+    runs: list[PackedRun] = []
     for layout in layouts:
         fields = tuple(
             FieldPlace(field.name, field.dtype, field.shape, field.offset) for field in layout.fields
         )
-        runs.append(Run(str(layout.id), runs[-1].end if runs else 0, layout.size, fields))
+        runs.append(PackedRun(str(layout.id), runs[-1].end if runs else 0, layout.size, fields))
     return tuple(runs)
 
 
 def encoded(digests: bytes) -> str:
+    """Return digests as text, in base64."""
     return base64.b64encode(digests).decode("ascii")
 
 
 def decoded(text: str, count: int) -> bytes | None:
-    """The digests of `count` pieces that were encoded as `text`, if that is what it is."""
+    """Return the digests of `count` pieces that were encoded as `text`, or None if it is no such text."""
     if len(text) != -(-count * DIGEST_BYTES // 3) * 4:  # known before anything is made of it
         return None
     try:
@@ -184,12 +191,12 @@ def decoded(text: str, count: int) -> bytes | None:
 
 
 def config_checksum(config: Mapping[str, object]) -> str:
-    """Of what a config.json says, however it is spaced and ordered."""
+    """Return a digest of what a config.json says, however it is spaced and ordered."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def seal(body: Mapping[str, object]) -> bytes:
-    """The text of a manifest with these keys, `groups` the last, and its checksum."""
+    """Return the text of a manifest with these keys, `groups` the last, and its checksum."""
     *head, last = [
         f"{json.dumps(key)}: {_lines(value) if key == 'groups' else json.dumps(value)}"
         for key, value in body.items()
@@ -199,8 +206,8 @@ def seal(body: Mapping[str, object]) -> bytes:
 
 
 def parse(data: bytes | bytearray, where: str) -> Manifest:
-    """The manifest that `data` is; `where` opens every message. Raises CheckpointError for whatever is not as
-    it must be."""
+    """Return the manifest that `data` is; `where` opens every message. Raises CheckpointError for whatever is
+    not as it must be."""
     body = parse_object(data, where)
     if body.get("format") != _FORMAT:
         raise CheckpointError(
@@ -270,7 +277,7 @@ def _manifest(body: Mapping[str, object], where: str) -> Manifest:
 
 def _parse_shard(value: object, where: str) -> Shard:
     rank, ranks = value if isinstance(value, list) and len(value) == 2 else (None, None)
-    if not _is_size(rank) or not _is_size(ranks) or not rank < ranks or ranks < 2:
+    if not is_size(rank) or not is_size(ranks) or not rank < ranks or ranks < 2:
         raise CheckpointError(
             f"{where} is of the shard {shown(value)}; it must be a rank and a larger number of ranks, at "
             "least 2"
@@ -278,8 +285,8 @@ def _parse_shard(value: object, where: str) -> Shard:
     return Shard(rank, ranks)
 
 
-def _run(value: object, where: str) -> Run:
-    """One group, itself sound; whether it lies where it may is not yet checked."""
+def _run(value: object, where: str) -> PackedRun:
+    """Return one group, itself sound; whether it lies where it may is not yet checked."""
     if not isinstance(value, dict) or tuple(value) != ("id", "offset", "size", "digests", "fields"):
         raise CheckpointError(
             f"{where} is {shown(value)}; it must be an object of id, offset, size, digests and fields"
@@ -288,11 +295,11 @@ def _run(value: object, where: str) -> Run:
     if not isinstance(id, str) or not 0 < len(id) <= 64:
         raise CheckpointError(f"{where} has id {shown(id)}; it must be a short text")
     where = f"{where} ({shown(id)})"
-    if not _is_size(offset):
+    if not is_size(offset):
         raise CheckpointError(
             f"{where} has offset {shown(offset)}; it must be a whole number from 0 to 2**62"
         )
-    if not _is_size(size) or size == 0 or size % ALIGNMENT:
+    if not is_size(size) or size == 0 or size % ALIGNMENT:
         raise CheckpointError(
             f"{where} has size {shown(size)}; it must be a multiple of {ALIGNMENT} up to 2**62"
         )
@@ -310,7 +317,7 @@ def _run(value: object, where: str) -> Run:
         places.append(field)
     if end > size:
         raise CheckpointError(f"{where}: field {shown(places[-1].name)} ends at byte {end} of {size}")
-    run = Run(id, offset, size, tuple(places))
+    run = PackedRun(id, offset, size, tuple(places))
     digests = decoded(text, len(run.pieces)) if isinstance(text, str) else None
     if digests is None:
         raise CheckpointError(
@@ -330,7 +337,7 @@ def _parse_field(value: object, where: str) -> FieldPlace:
         raise CheckpointError(f"{where}: field {shown(name)} has dtype {shown(dtype)}; {known} are read")
     if (
         not isinstance(name, str)
-        or not _is_size(offset)
+        or not is_size(offset)
         or not isinstance(shape, list)
         or not 0 < len(shape) <= 4
     ):
@@ -338,7 +345,7 @@ def _parse_field(value: object, where: str) -> FieldPlace:
             f"{where} has the field {shown(value)}; it must have a name, a shape of 1 to 4 extents and an "
             "offset"
         )
-    if not all(_is_size(extent) for extent in shape) or prod(shape) > MAX_BYTES:
+    if not all(is_size(extent) for extent in shape) or prod(shape) > MAX_SIZE:
         raise CheckpointError(
             f"{where}: field {shown(name)} has shape {shown(shape)}, more elements than any file holds"
         )
@@ -353,10 +360,6 @@ def _lines(value: object) -> str:
     if not isinstance(value, list):
         return json.dumps(value)
     return "[\n" + ",\n".join(json.dumps(one) for one in value) + "\n]"
-
-
-def _is_size(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_BYTES
 
 
 def _hex(value: object, digits: int, where: str) -> str:

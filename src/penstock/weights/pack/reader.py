@@ -1,5 +1,5 @@
-"""A pack: a model directory whose weights rest as one aligned run for each group, in the order of a pass.
-Here it is read."""
+"""Reads a pack: a model directory whose weights rest as one aligned run for each group, in the order of a
+pass."""
 
 import hashlib
 import json
@@ -23,27 +23,26 @@ from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import CheckpointError
 from penstock.memory.disk import DirectFile, DiskFile, ReadError
-from penstock.weights.checkpoint.generation import GenerationDefaults, read_generation
+from penstock.weights.checkpoint.generation import GenerationDefaults, open_generation
 from penstock.weights.checkpoint.links import expect_inside
-from penstock.weights.checkpoint.reader import FINGERPRINT_BYTES, MAX_CONFIG_BYTES
-from penstock.weights.jsonfile import read_object
-from penstock.weights.pack.manifest import MAX_MANIFEST_BYTES, Manifest, Run, config_checksum, parse
-from penstock.weights.pieces import MANIFEST, PAGE, PIECE_BYTES, join_digests, piece_digest
+from penstock.weights.checkpoint.reader import FINGERPRINT_BYTES
+from penstock.weights.jsonfile import MAX_CONFIG_BYTES, read_object, readable
+from penstock.weights.pack.manifest import MAX_MANIFEST_BYTES, Manifest, PackedRun, config_checksum, parse
+from penstock.weights.pieces import JOURNAL, MANIFEST, PAGE, PIECE_BYTES, join_digests, piece_digest
 
 THREADS = max(4, min(8, os.cpu_count() or 1))
-"""That check or convert pieces; each holds one."""
+"""Threads that check or convert pieces; each holds one."""
 _T = TypeVar("_T")
 
 
 class Pack:
-    """An open pack. Opening reads config and manifest only; groups are read into memory of the caller's, from
-    any thread."""
+    """Holds a pack open. Opening reads config and manifest only; groups are read into memory of the caller's,
+    from any thread."""
 
     def __init__(
         self, path: Path, config: Mapping[str, object], generation: GenerationDefaults, manifest: Manifest
     ) -> None:
-        """To be called by `open`, which has checked everything but the store's size. Raises
-        CheckpointError."""
+        """Open the store; `open` has checked everything but its size. Raises CheckpointError."""
         self.path = path
         self.config = config
         self.generation = generation
@@ -56,10 +55,8 @@ class Pack:
             self.spec, self.names, manifest, str(path / MANIFEST)
         )
         self._runs = {layout.id: run for layout, run in zip(self.layouts, manifest.runs, strict=True)}
-        try:
+        with readable():
             self.store = DirectFile(manifest.store_path(path))
-        except ReadError as error:
-            raise CheckpointError(str(error)) from error
         self._device = is_block_device(self.store.path)
         if self.store.size < manifest.size or (self.store.size > manifest.size and not self._device):
             fault = (
@@ -72,7 +69,7 @@ class Pack:
 
     @classmethod
     def open(cls, path: Path, shard: Shard | None = None) -> Self:
-        """The pack in directory `path`, of this shard of a model; of a whole one if none is named.
+        """Open the pack in directory `path`, of this shard of a model; of a whole one if none is named.
 
         Raises CheckpointError for one that is missing, unfinished, damaged, of another shard, or not of its
         config.json.
@@ -90,55 +87,24 @@ class Pack:
                 f"{path / 'config.json'} is not that of the model that was packed; restore it, or pack the "
                 "model again"
             )
-        side = path / "generation_config.json"
         spec = read_spec(config, str(path / "config.json"))
-        generation = read_generation(
-            read_object(side, MAX_CONFIG_BYTES) if os.path.lexists(side) else {},
-            config,
-            spec.vocab_size,
-            str(side),
-        )
+        generation = open_generation(path, config, spec.vocab_size)
         return cls(path, config, generation, manifest)
 
     @property
     def changed(self) -> bool:
-        """Whether the store may have been written since it was opened. Of a block device that is not known,
-        and this is false."""
+        """Tell whether the store may have been written since it was opened. Of a block device that is not
+        known, and this is false."""
         return not self._device and self.store.stamp() != self.store.opened
-
-    def offset_of(self, group: GroupId) -> int:
-        """Where the group's run starts in the store: a multiple of PAGE."""
-        return self._runs[group].offset
-
-    def padded(self, group: GroupId) -> int:
-        """Bytes of the group's run: its size and the zeros that fill the last page."""
-        return self._runs[group].length
-
-    def read_group(self, group: GroupId, into: torch.Tensor, check: bool = False) -> None:
-        """Fill `into`, flat uint8 of the group's size on the CPU. `check`: that these are the bytes that were
-        packed.
-
-        Raises CheckpointError naming store, group and offset; `into` then holds anything.
-        """
-        run = self._runs[group]
-        assert (into.dtype, into.shape, into.device.type) == (torch.uint8, (run.size,), "cpu")
-        buffer = into.numpy().data
-        if not check:
-            self._read(self.store.read_into, run, 0, buffer)
-            return
-        for start in run.pieces:
-            piece = buffer[start : min(start + PIECE_BYTES, run.size)]
-            self._read(self.store.read_into, run, start, piece)
-            self._compare(run, start, piece_digest(piece, padding=run.piece_length(start) - len(piece)))
 
     def read_piece(self, group: GroupId, start: int, into: torch.Tensor, check: bool = False) -> None:
         """Fill `into`, flat uint8 on the CPU, from byte `start` of the group's run, padding included. Any
         number of threads may at once.
 
         Past the page cache where the store allows it and `into` starts at a page, else through it, and it
-        forgets. `start` and the length are multiples of PAGE. `check`: that these are the bytes that were
-        packed; `start` is then a multiple of PIECE_BYTES, and the end is the run's or one too. Raises
-        CheckpointError naming store, group and byte of the store; `into` then holds anything.
+        forgets. `start` and the length are multiples of PAGE. `check`: whether to compare with the digests of
+        what was packed; `start` is then a multiple of PIECE_BYTES, and the end is the run's or one too.
+        Raises CheckpointError naming store, group and byte of the store; `into` then holds anything.
         """
         run, end = self._runs[group], start + len(into)
         assert (into.dtype, into.dim(), into.device.type) == (torch.uint8, 1, "cpu")
@@ -155,7 +121,7 @@ class Pack:
             self._compare(run, at, piece_digest(buffer[at - start : at - start + PIECE_BYTES]))
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
-        """Read every byte and compare it with the checksums; `progress` is told the bytes of each piece.
+        """Read every byte and compare it with the checksums; `progress` gets the bytes of each piece.
 
         Raises CheckpointError, naming the first file, or the first group and its offset, that is not as it
         was packed.
@@ -176,8 +142,8 @@ class Pack:
                     progress(run.piece_length(start))
 
     def fingerprint(self) -> bytes:
-        """16 bytes that are the same for packs with the same weights and spec, wherever they are, and differ
-        for others.
+        """Return 16 bytes that are the same for packs with the same weights and spec, wherever they are, and
+        differ for others.
 
         Made of the manifest's digests of every piece, which what is read is held against, and of the spec.
         What the manifest says of the checkpoint it was made from proves nothing and is no part of it: so it
@@ -187,6 +153,7 @@ class Pack:
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).digest()[:FINGERPRINT_BYTES]
 
     def close(self) -> None:
+        """Close the store."""
         self.store.close()
 
     def __enter__(self) -> Self:
@@ -197,20 +164,20 @@ class Pack:
     ) -> None:
         self.close()
 
-    def _digest(self, run: Run, start: int) -> bytes:
+    def _digest(self, run: PackedRun, start: int) -> bytes:
         piece = bytearray(run.piece_length(start))
         self._read(self.store.read_into, run, start, memoryview(piece))
         return piece_digest(piece)
 
     def _read(
-        self, read: Callable[[memoryview, int], None], run: Run, start: int, buffer: memoryview
+        self, read: Callable[[memoryview, int], None], run: PackedRun, start: int, buffer: memoryview
     ) -> None:
         try:
             read(buffer, run.offset + start)
         except ReadError as error:
             raise CheckpointError(f"{error}, in group {run.id} at byte {run.offset}") from error
 
-    def _compare(self, run: Run, start: int, digest: bytes) -> None:
+    def _compare(self, run: PackedRun, start: int, digest: bytes) -> None:
         if digest != run.digest(start):
             where = f"{self.store.path}: group {run.id}, {run.size} bytes at byte {run.offset}"
             fault = (
@@ -225,27 +192,24 @@ class Pack:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What the pack in directory `path` says of itself. Raises CheckpointError for one that is missing,
-    unfinished or damaged."""
+    """Return what the pack in directory `path` says of itself. Raises CheckpointError for one that is
+    missing, unfinished or damaged."""
     if not os.path.lexists(path / MANIFEST):
-        if os.path.lexists(path / "manifest.partial"):
+        if os.path.lexists(path / JOURNAL):
             raise CheckpointError(
                 f"{path} is an unfinished pack; `penstock pack MODEL --out {path}` goes on with it"
             )
         raise CheckpointError(f"{path} is no pack: it has no {MANIFEST}")
-    try:
-        with DiskFile(path / MANIFEST) as file:
-            if file.size > MAX_MANIFEST_BYTES:
-                raise CheckpointError(
-                    f"{file.path} has {file.size} bytes; a manifest has at most {MAX_MANIFEST_BYTES}"
-                )
-            return parse(file.read(0, file.size), str(file.path))
-    except ReadError as error:
-        raise CheckpointError(str(error)) from error
+    with readable(), DiskFile(path / MANIFEST) as file:
+        if file.size > MAX_MANIFEST_BYTES:
+            raise CheckpointError(
+                f"{file.path} has {file.size} bytes; a manifest has at most {MAX_MANIFEST_BYTES}"
+            )
+        return parse(file.read(0, file.size), str(file.path))
 
 
 def in_order(tasks: Iterable[Callable[[], _T]], threads: int) -> Generator[_T, None, None]:
-    """What the tasks return, in their order; `threads` run at once, and no more than twice as many are
+    """Yield what the tasks return, in their order; `threads` run at once, and no more than twice as many are
     started ahead.
 
     Why this is safe for tasks that write: when the generator ends or is closed, also by an error, none is in
@@ -266,18 +230,16 @@ def in_order(tasks: Iterable[Callable[[], _T]], threads: int) -> Generator[_T, N
 
 
 def file_checksum(path: Path) -> str:
-    """Of a whole file. Raises CheckpointError."""
-    try:
-        with DiskFile(path) as file:
-            starts = range(0, file.size, PIECE_BYTES)
-            return join_digests(
-                piece_digest(file.read(start, min(PIECE_BYTES, file.size - start))) for start in starts
-            )
-    except ReadError as error:
-        raise CheckpointError(str(error)) from error
+    """Return the checksum of a whole file, in hex. Raises CheckpointError."""
+    with readable(), DiskFile(path) as file:
+        starts = range(0, file.size, PIECE_BYTES)
+        return join_digests(
+            piece_digest(file.read(start, min(PIECE_BYTES, file.size - start))) for start in starts
+        )
 
 
 def is_block_device(path: Path) -> bool:
+    """Tell whether a path is a block device; not, if it cannot be looked at."""
     try:
         return stat.S_ISBLK(os.stat(path).st_mode)
     except (OSError, ValueError):
@@ -285,8 +247,8 @@ def is_block_device(path: Path) -> bool:
 
 
 def _layouts(spec: ModelSpec, names: TensorNames, manifest: Manifest, where: str) -> tuple[GroupLayout, ...]:
-    """The layouts of `spec`, once it is known that there are not far more of them than the manifest has
-    groups."""
+    """Return the layouts of `spec`, once it is known that there are not far more of them than the manifest
+    has groups."""
     experts = spec.moe.experts if spec.moe else 0
     count = 2 + sum(2 + experts if spec.is_moe(layer) else 2 for layer in range(spec.layers))
     if count != len(manifest.runs):

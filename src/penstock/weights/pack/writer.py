@@ -1,4 +1,4 @@
-"""Writing a pack: one pass over a checkpoint, resumable after a kill at any instruction, whole or not there.
+"""Writes a pack in one pass over a checkpoint, resumable after a kill at any instruction, whole or not there.
 
 Why this is safe. Weights go to `weights.bin.partial`; the journal `manifest.partial` names a group only when
 its bytes are on the disk. When the journal names all, the store gets its name, and last of all
@@ -6,30 +6,38 @@ its bytes are on the disk. When the journal names all, the store gets its name, 
 names, reading back the last such group. The directory is locked meanwhile.
 """
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import queue
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 
 import torch
 
 from penstock.arch.layout import GroupLayout, group_layouts
 from penstock.arch.shards import WHOLE, Shard
-from penstock.base.errors import CheckpointError, PenstockError
+from penstock.base.errors import CheckpointError
 from penstock.base.units import format_size
 from penstock.memory.disk import DirectFile, DiskFile, ReadError
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shards import INDEX, SINGLE
-from penstock.weights.pack.manifest import Manifest, Run, config_checksum, decoded, encoded, place
+from penstock.weights.jsonfile import readable
+from penstock.weights.pack.directory import (
+    BESIDE,
+    PackError,
+    cut,
+    locked,
+    opened,
+    sync_directory,
+    write_all,
+    write_file,
+)
+from penstock.weights.pack.manifest import Manifest, PackedRun, config_checksum, decoded, encoded, place
 from penstock.weights.pack.reader import (
     THREADS,
     Pack,
@@ -38,13 +46,12 @@ from penstock.weights.pack.reader import (
     is_block_device,
     read_manifest,
 )
-from penstock.weights.pieces import MANIFEST, PIECE_BYTES, STORE, piece_digest
+from penstock.weights.pieces import JOURNAL, MANIFEST, PIECE_BYTES, STORE, piece_digest
 
-JOURNAL = "manifest.partial"
 PARTIAL = ".partial"
 COMMIT_BYTES = 256 << 20
-"""So much may have to be written again after a kill. Waiting for the disk after every expert would take most
-of the time."""
+"""Bytes that may have to be written again after a kill. Waiting for the disk after every expert would take
+most of the time."""
 SPARE_BYTES = 1 << 20
 _SIDE = (
     "config.json",
@@ -60,18 +67,10 @@ _SIDE = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
 )
-"""What makes the pack a model directory of its own."""
+"""Files that make the pack a model directory of its own."""
 _TAKEN = (*_SIDE, "additional_chat_templates", MANIFEST, JOURNAL, SINGLE, INDEX)
 """Names in a pack's directory that no store may have: the pack would write over it, or be taken for a
 checkpoint."""
-_BESIDE = ".tmp"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class PackError(PenstockError):
-    """A pack that cannot be written where it was asked for."""
-
-
 Progress = Callable[[int], None]
 
 
@@ -83,14 +82,14 @@ def write_pack(
     progress: Progress | None = None,
     shard: Shard | None = None,
 ) -> bool:
-    """Write the pack of a checkpoint, or of a shard of it, into directory `out`; False if it was there
+    """Write the pack of a checkpoint, or of a shard of it, into directory `out`; return False if it was there
     already, and nothing was done.
 
     `store`: a file or block device for the weights, if not in `out`. A block device is overwritten.
-    `progress` is told of bytes as they are written, and at once of those that an earlier run wrote. Memory:
-    THREADS pieces of PIECE_BYTES and what their conversion takes. Raises CheckpointError for what is wrong
-    with the checkpoint or with the pack that is there, PackError for what stands in the way of a new one:
-    what was written then stays for the next try. Raises ConfigError for a shard of too many ranks.
+    `progress` gets bytes as they are written, and at once those that an earlier run wrote. Memory: THREADS
+    pieces of PIECE_BYTES and what their conversion takes. Raises CheckpointError for what is wrong with the
+    checkpoint or with the pack that is there, PackError for what stands in the way of a new one: what was
+    written then stays for the next try. Raises ConfigError for a shard of too many ranks.
     """
     with locked(out):
         return write_locked(checkpoint, out, dtype, store, progress, shard)
@@ -104,7 +103,7 @@ def write_locked(
     progress: Progress | None = None,
     shard: Shard | None = None,
 ) -> bool:
-    """What write_pack does, for whoever has `out` locked."""
+    """Do what write_pack does, for whoever has `out` locked."""
     layouts = group_layouts(checkpoint.spec, checkpoint.names, dtype, shard)
     checkpoint.verify(group_layouts(checkpoint.spec, checkpoint.names, dtype))
     sides = [file for pattern in _SIDE for file in sorted(checkpoint.path.glob(pattern))]
@@ -121,81 +120,8 @@ def write_locked(
     return True
 
 
-@contextmanager
-def locked(out: Path, busy: Callable[[], None] | None = None, mode: int = 0o777) -> Iterator[None]:
-    """Make the directory and keep others from packing into it; if nothing comes of it, it goes again, and
-    what was made above it.
-
-    Directories are made with `mode`, as far as the umask lets it. If another process has it, `busy` is
-    called, and then waits for that one to end, whether by a kill or in time; without `busy`, that is a
-    PackError. So is what the system refuses in the meantime.
-    """
-    made: list[Path] = []
-    try:
-        directory = _lock(out, busy, mode, made)
-        try:
-            yield
-        except BaseException:
-            _remove_empty(made)
-            raise
-        finally:
-            os.close(directory)
-    except OSError as error:
-        raise PackError(_explain(error, out)) from error
-
-
-def _lock(out: Path, busy: Callable[[], None] | None, mode: int, made: list[Path]) -> int:
-    """The locked directory, as a descriptor to be closed. `made` is told the directories that are new,
-    outermost first."""
-    while True:
-        made += _make(out, mode)
-        directory = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            try:
-                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                if busy is None:
-                    raise PackError(
-                        f"another process is packing into {out}; wait for it, or choose another directory"
-                    ) from error
-                busy()
-                fcntl.flock(directory, fcntl.LOCK_EX)
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(directory), os.stat(out)):
-                    return directory
-        except BaseException:
-            os.close(directory)
-            raise
-        os.close(directory)  # whoever had it has removed it
-
-
-def _make(path: Path, mode: int) -> list[Path]:
-    """Make a directory and what is missing above it. Returns those that are new, outermost first; an error
-    leaves none of them."""
-    made: list[Path] = []
-    try:
-        for folder in reversed([path, *takewhile(lambda above: not os.path.isdir(above), path.parents)]):
-            try:
-                folder.mkdir(mode)
-                made.append(folder)
-            except OSError:
-                if not os.path.isdir(folder):
-                    raise
-    except BaseException:
-        _remove_empty(made)
-        raise
-    return made
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    """Remove those directories, given outermost first, that hold nothing."""
-    for folder in reversed(folders):
-        with suppress(OSError):
-            folder.rmdir()
-
-
 def _expect_store(out: Path, whole: Path) -> None:
-    """Raises PackError for a store in no directory, or where a file of the pack belongs."""
+    """Raise PackError for a store in no directory, or where a file of the pack belongs."""
     if not os.path.isdir(whole.parent):
         raise PackError(
             f"the store {whole} cannot be made: there is no directory {whole.parent}; make it or choose "
@@ -203,7 +129,7 @@ def _expect_store(out: Path, whole: Path) -> None:
         )
     for path in (whole, whole.with_name(whole.name + PARTIAL)):
         name = os.path.relpath(os.path.realpath(path), os.path.realpath(out))
-        if any(fnmatchcase(name.removesuffix(_BESIDE), taken) for taken in _TAKEN):
+        if any(fnmatchcase(name.removesuffix(BESIDE), taken) for taken in _TAKEN):
             raise PackError(
                 f"the store {whole} cannot have that name in {out}, where {name} is the name of another "
                 "file; choose another"
@@ -218,7 +144,7 @@ def _expect_same(out: Path, plan: Manifest) -> None:
 
 
 def _difference(one: Manifest, other: Manifest) -> str:
-    """What they are not of the same of; empty if it is all the same."""
+    """Return what they are not of the same of; empty if it is all the same."""
     for name, what in (
         ("fingerprint", "model"),
         ("config", "config.json"),
@@ -234,6 +160,8 @@ def _difference(one: Manifest, other: Manifest) -> str:
 
 @dataclass
 class _Packing:
+    """Writes one pack, for whoever has its directory locked."""
+
     checkpoint: Checkpoint
     out: Path
     layouts: Sequence[GroupLayout]
@@ -241,19 +169,20 @@ class _Packing:
     progress: Progress
 
     def run(self) -> None:
+        """Write what is missing of it. Raises CheckpointError, PackError, OSError."""
         whole = self.plan.store_path(self.out)
         device = is_block_device(whole)
         target = whole if device else whole.with_name(whole.name + PARTIAL)
         digests = _resume(self.out, self.plan, whole, target)
         self._expect_room(target, device)
         digests = self._recheck(target, digests)
-        with _opened(
+        with opened(
             self.out / JOURNAL, os.O_CREAT
         ) as journal:  # before the store, so that what is there is known to be a pack's
-            _cut(journal, [_head(self.plan), *(map(_entry, self.plan.runs, digests))])
-            _sync_directory(self.out)
+            cut(journal, [_head(self.plan), *(map(_entry, self.plan.runs, digests))])
+            sync_directory(self.out)
             self._copy_sides()
-            with _opened(
+            with opened(
                 target, os.O_EXCL if device else os.O_CREAT
             ) as store:  # on a device: not while it is mounted
                 digests += self._write(target, store, journal, len(digests))
@@ -267,9 +196,9 @@ class _Packing:
             raise CheckpointError(f"{where}; remove {self.out} and run the same command again") from error
         if not device:
             os.rename(target, whole)
-            _sync_directory(whole.parent)
+            sync_directory(whole.parent)
         runs = tuple(replace(run, digests=each) for run, each in zip(self.plan.runs, digests, strict=True))
-        _write_file(self.out / MANIFEST, replace(self.plan, runs=runs).text())
+        write_file(self.out / MANIFEST, replace(self.plan, runs=runs).text())
         (self.out / JOURNAL).unlink()
 
     def _expect_room(self, target: Path, device: bool) -> None:
@@ -293,7 +222,7 @@ class _Packing:
             )
 
     def _recheck(self, target: Path, digests: list[bytes]) -> list[bytes]:
-        """The digests of groups that are there; the last was written last, and is read back."""
+        """Return the digests of groups that are there; the last was written last, and is read back."""
         if not digests:
             return []
         with DirectFile(target) as there:
@@ -306,13 +235,10 @@ class _Packing:
 
     def _copy_sides(self) -> None:
         for name, checksum in self.plan.files.items():
-            try:
-                with DiskFile(self.checkpoint.path / name) as file:
-                    data = file.read(0, file.size)
-            except ReadError as error:
-                raise CheckpointError(str(error)) from error
+            with readable(), DiskFile(self.checkpoint.path / name) as file:
+                data = file.read(0, file.size)
             (self.out / name).parent.mkdir(exist_ok=True)
-            _write_file(self.out / name, data)
+            write_file(self.out / name, data)
             if file_checksum(self.out / name) != checksum:
                 raise CheckpointError(
                     f"{self.checkpoint.path / name} changed while it was packed; run the same command again"
@@ -344,7 +270,7 @@ class _Packing:
                     os.posix_fadvise(
                         store, first, run.end - first, os.POSIX_FADV_DONTNEED
                     )  # they would push out what others need
-                    _write_all(journal, b"".join(fresh))
+                    write_all(journal, b"".join(fresh))
                     os.fsync(journal)
                     fresh.clear()
                     first = run.end
@@ -356,7 +282,7 @@ class _Packing:
         store: int,
         buffers: queue.SimpleQueue[torch.Tensor],
         layout: GroupLayout,
-        run: Run,
+        run: PackedRun,
         start: int,
     ) -> bytes:
         """Write a piece of a group. Returns its digest. Any thread may: pieces are disjoint."""
@@ -377,8 +303,8 @@ class _Packing:
 
 
 def _resume(out: Path, plan: Manifest, whole: Path, target: Path) -> list[bytes]:
-    """Digests of the groups that an earlier run finished, in order. Raises PackError when `out` is not for
-    this pack to take."""
+    """Return the digests of the groups that an earlier run finished, in order. Raises PackError when `out` is
+    not for this pack to take."""
     try:
         lines = (out / JOURNAL).read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
@@ -422,84 +348,20 @@ def _resume(out: Path, plan: Manifest, whole: Path, target: Path) -> list[bytes]
 
 
 def _head(plan: Manifest) -> bytes:
-    """The journal's first line: what is being packed, and how."""
+    """Return the journal's first line: what is being packed, and how."""
     values = [plan.fingerprint, plan.config, plan.dtype, plan.store, hashlib.sha256(plan.text()).hexdigest()]
     return json.dumps(["penstock journal", *values]).encode() + b"\n"
 
 
-def _entry(run: Run, digests: bytes) -> bytes:
+def _entry(run: PackedRun, digests: bytes) -> bytes:
     return f"{run.id} {encoded(digests)}\n".encode()
 
 
-def _digests_of(store: DirectFile, run: Run) -> bytes:
-    """Of the bytes that are there; empty if they are not."""
+def _digests_of(store: DirectFile, run: PackedRun) -> bytes:
+    """Return the digests of the bytes that are there; empty if they are not."""
     try:
         return b"".join(
             piece_digest(store.read(run.offset + start, run.piece_length(start))) for start in run.pieces
         )
     except ReadError:
         return b""
-
-
-@contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    file = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
-    try:
-        yield file
-    finally:
-        os.close(file)
-
-
-def _cut(journal: int, lines: Sequence[bytes]) -> None:
-    """Let the journal hold these lines, which it begins with, and no more."""
-    text = b"".join(lines)
-    os.ftruncate(journal, min(os.fstat(journal).st_size, len(text)))
-    os.lseek(journal, 0, os.SEEK_SET)
-    _write_all(journal, text)
-    os.fsync(journal)
-
-
-def _write_file(path: Path, data: bytes | bytearray) -> None:
-    """Let `data` appear under a name, whole and on the disk."""
-    beside = path.with_name(path.name + _BESIDE)
-    with _opened(beside, os.O_CREAT | os.O_TRUNC) as file:
-        _write_all(file, data)
-        os.fsync(file)
-    os.rename(beside, path)
-    _sync_directory(path.parent)
-
-
-def _write_all(file: int, data: bytes | bytearray) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
-
-
-def _sync_directory(path: Path) -> None:
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def _explain(error: OSError, out: Path) -> str:
-    begun, groups = os.path.lexists(out / JOURNAL), 0
-    with suppress(OSError):
-        groups = (out / JOURNAL).read_bytes().count(b"\n") - 1
-    kept = "what is packed is kept: " if groups > 0 else ""
-    where = error.filename or out
-    fault = (
-        "it is there and no directory" if isinstance(error, FileExistsError) else error.strerror or str(error)
-    )
-    if error.errno in _FULL:
-        return (
-            f"no room for {where}: {fault}; {kept}make room and run the same command "
-            f"again{f', or remove {out}' if begun else ''}"
-        )
-    hint = (
-        f"{kept}the same command goes on with it"
-        if kept
-        else f"choose another place{f' and remove {out}' if begun else ''}"
-    )
-    return f"cannot write {where}: {fault}; {hint}"

@@ -1,5 +1,5 @@
-"""Experts: groups that only some tokens need, which a layer's router names as it goes. Those used most often
-stay closest.
+"""Experts are groups that only some tokens need, and that a layer's router names as it goes. Those used most
+often stay closest.
 
 All experts are of one size, so a tier is a row of equal slots. Most of them are homes; through the others,
 the ring, experts come for one use. When one that came is used clearly more often than one that stays, they
@@ -17,17 +17,26 @@ empties. An interrupt in the midst of an exchange leaves it to be done again, fr
 there; one anywhere else, slots to be found again, when the reads that were noted before they were put
 (`memory.tasks`) are over or called off.
 
-A wave holds at most half of the slots of either ring, and the experts that come with it are those whose turn
-for a slot is next: when it is taken nothing else is held, so each of them has a slot or gets one without a
-release, and none waits for one that is behind it. The arithmetic waits for the mark behind the copy of each;
-all their slots get the mark that is left when all of the wave's arithmetic has been queued, before the first
-of them is given back or exchanged. None of them can be the one that leaves in an exchange: that is never an
-expert of the layer at hand. An interrupt between two of them leaves the rest to be given back like experts
-that were never released.
+A wave holds at most half of the slots of either ring, and the experts that come with it are next in turn for
+a slot: when it is taken nothing else is held, so each of them has a slot or gets one without a release, and
+none waits for one that is behind it. The arithmetic waits for the mark behind the copy of each; all their
+slots get the mark that is left when all of the wave's arithmetic has been queued, before the first of them is
+given back or exchanged. None of them can be the one that leaves in an exchange: that is never an expert of
+the layer at hand. An interrupt between two of them leaves the rest to be given back like experts that were
+never released.
+
+Experts are also lent where they rest, on HOST (`at_rest`), for arithmetic on the host. Why this is safe: two
+things write to a slot that is a home on HOST. An exchange copies DEVICE to it: one that was begun before is
+behind the mark in `_empty`, for which the host waits before it lends; none is begun while the slot's expert
+is lent, since an expert that is lent never stays on DEVICE (`_stay`). A read from DISK comes to it when its
+expert has given it up to a newcomer: while it is lent, it never does (`_rival`). An exchange that an
+interrupt broke off is finished before anything is lent. Copies from the slot only read it, as the host does.
+A lease that an interrupt broke off holds its experts where they are until the next lease, and no longer.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -39,8 +48,8 @@ from penstock.base.tiers import Tier
 from penstock.memory.streams import Stream, Ticket
 from penstock.memory.tasks import Task, Workers, wait
 from penstock.weights.streaming.residency import PIECE, ExpertRoom, spread
-from penstock.weights.streaming.source import Source
-from penstock.weights.streaming.waits import Waits
+from penstock.weights.streaming.source import WeightSource
+from penstock.weights.streaming.waits import StreamWaits
 
 READERS = 8
 REVIEW = 16
@@ -48,19 +57,21 @@ REVIEW = 16
 FADE = 256
 """Passes after which all counts are halved: what was used long ago matters less."""
 CLEARLY = 1.25
-"""How much more often a newcomer must have been used, and twice more besides."""
+"""A newcomer must have been used so many times as often, and twice more besides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
+    """Says where an expert stays: its tier, and its slot there; none on DISK."""
+
     tier: Tier
     slot: int = -1
 
 
 @dataclass(slots=True)
-class _Coming:
-    """An expert on its way: `slot` on DEVICE, `host_slot` and `reads` if it comes from DISK, `ready` behind
-    its copy once it is queued."""
+class _Arrival:
+    """An expert is on its way: `slot` on DEVICE, `host_slot` and `reads` if it comes from DISK, `ready`
+    behind its copy once it is queued."""
 
     slot: int
     home: Home
@@ -72,7 +83,7 @@ class _Coming:
 
 
 class Experts:
-    """`device_slots` and `host_slots`: uint8 `[slots, size]`, as many as `room` says."""
+    """Keeps experts in slots on DEVICE and HOST, and brings those that are asked for to DEVICE."""
 
     def __init__(
         self,
@@ -80,11 +91,12 @@ class Experts:
         room: ExpertRoom,
         device_slots: Tensor,
         host_slots: Tensor,
-        source: Source,
+        source: WeightSource,
         copies: Stream,
         compute: Stream,
-        waits: Waits,
+        waits: StreamWaits,
     ) -> None:
+        """device_slots, host_slots: uint8 `[slots, size]`, as many as `room` says."""
         self._layouts = {layout.id: layout for layout in layouts}
         self._device, self._host, self._source = device_slots, host_slots, source
         self._copies, self._compute, self._waits = copies, compute, waits
@@ -92,7 +104,7 @@ class Experts:
         self._ring: deque[int] = deque()
         self._host_ring: deque[int] = deque()
         self._sound = False
-        """Whether the rings are as they should be: every slot that is nobody's home."""
+        """True if the rings are as they should be: every slot that is no expert's home."""
         self._together, self._from_disk_together = max(room.device_ring // 2, 1), max(room.host_ring // 2, 1)
         """Of a wave, at most: experts that come, and those of them that come from DISK."""
         self._done: list[Ticket | None] = [None] * len(device_slots)
@@ -101,7 +113,9 @@ class Experts:
         """Experts that will be used and have no slot yet."""
         self._expected: frozenset[GroupId] = frozenset()
         """Of the layer at hand: none of them may leave DEVICE."""
-        self._coming: dict[GroupId, _Coming] = {}
+        self._lent: frozenset[GroupId] = frozenset()
+        """Lent where they rest: none of them may leave its slot on HOST."""
+        self._coming: dict[GroupId, _Arrival] = {}
         self._used: Counter[GroupId] = Counter()
         self._least: dict[Tier, list[GroupId]] = {Tier.DEVICE: [], Tier.HOST: []}
         """Experts that stay on a tier, the least used last."""
@@ -113,13 +127,13 @@ class Experts:
         self.disk_late = 0.0
 
     def places(self) -> Iterator[tuple[GroupLayout, Tensor]]:
-        """Where the experts that stay on DEVICE and HOST are to be loaded."""
+        """Yield the experts that stay on DEVICE and HOST, and where they are to be loaded."""
         for id, home in self.homes.items():
             if home.tier is not Tier.DISK:
                 yield self._layouts[id], (self._device if home.tier is Tier.DEVICE else self._host)[home.slot]
 
     def expect(self, experts: Sequence[GroupId]) -> None:
-        """These will be taken next, in this order."""
+        """Note that these will be taken next, in this order, and begin to fetch them."""
         self._mend()
         if experts and experts[0].layer <= self._layer:
             self._next_pass()
@@ -132,15 +146,15 @@ class Experts:
         self._sound = True
 
     def take(self, id: GroupId) -> Tensor:
-        """The expert's bytes on DEVICE, ready for what is computed from now on. Raises CheckpointError if it
-        cannot be read."""
+        """Return the expert's bytes on DEVICE, ready for what is computed from now on. Raises CheckpointError
+        if it cannot be read."""
         if id not in self._coming and self.homes[id].tier is not Tier.DEVICE:
             self.expect([id])
         self.take_wave([id])
         return self.slot(id)
 
     def release(self, id: GroupId) -> None:
-        """The arithmetic that was queued until now was the last to need it."""
+        """Note that the arithmetic that was queued until now was the last to need it."""
         self.release_wave([id])
 
     def waves(self, experts: Sequence[GroupId]) -> Iterator[Sequence[GroupId]]:
@@ -161,15 +175,33 @@ class Experts:
         if wave:
             yield wave
 
+    @contextmanager
+    def at_rest(self, ids: Sequence[GroupId]) -> Iterator[Mapping[GroupId, Tensor]]:
+        """Lend the bytes of those of these experts that stay on HOST, where they are, until the context ends.
+
+        Nothing may be taken when it is entered; of the lent ones, any may be taken as well. Counts as a use.
+        """
+        self._mend()
+        homes = {id: self.homes[id].slot for id in ids if self.homes[id].tier is Tier.HOST}
+        self._lent = frozenset(homes)
+        self._used.update(self._lent)
+        for slot in homes.values():
+            if (written := self._empty[slot]) is not None:
+                written.wait()
+        try:
+            yield {id: self._host[slot] for id, slot in homes.items()}
+        finally:
+            self._lent = frozenset()
+
     def slot(self, id: GroupId) -> Tensor:
-        """Where an expert of the wave at hand is, or will be when it is taken."""
+        """Return where an expert of the wave at hand is, or will be when it is taken."""
         coming = self._coming.get(id)
         assert coming is not None or self.homes[id].tier is Tier.DEVICE, f"no slot for {id}"
         return self._device[self.homes[id].slot if coming is None else coming.slot]
 
     def take_wave(self, ids: Sequence[GroupId]) -> None:
-        """What is computed from now on finds these in their slots. Raises CheckpointError for one that cannot
-        be read."""
+        """Make what is computed from now on find these in their slots. Raises CheckpointError for one that
+        cannot be read."""
         coming = [(id, one) for id in ids if (one := self._coming.get(id)) is not None]
         if not coming:
             return
@@ -182,7 +214,8 @@ class Experts:
         self._waits.begin(f"{first} and {more} more" if more else str(first), taken, self._compute.mark())
 
     def release_wave(self, ids: Sequence[GroupId]) -> None:
-        """The arithmetic that was queued until now was the last to need these, which were taken together."""
+        """Note that the arithmetic that was queued until now was the last to need these, which were taken
+        together."""
         coming = [(id, one) for id in ids if (one := self._coming.get(id)) is not None]
         if not coming:
             return
@@ -214,7 +247,7 @@ class Experts:
             home = self.homes[id]
             if home.tier is Tier.DISK and not self._host_ring:
                 return
-            coming = _Coming(self._ring.popleft(), home)
+            coming = _Arrival(self._ring.popleft(), home)
             if home.tier is Tier.DISK:
                 coming.host_slot = self._host_ring.popleft()
                 coming.reads = self._reads(id, coming.host_slot)
@@ -244,7 +277,7 @@ class Experts:
 
         return [Task(partial(piece, start)) for start in range(0, len(into), PIECE)]
 
-    def _bring(self, id: GroupId, coming: _Coming) -> Ticket:
+    def _bring(self, id: GroupId, coming: _Arrival) -> Ticket:
         """Queue the copy of an expert from DISK, when it has been read."""
         began = perf_counter()
         for read in coming.reads:
@@ -255,7 +288,7 @@ class Experts:
         self._empty[coming.host_slot] = ready
         return ready
 
-    def _copy(self, id: GroupId, coming: _Coming, source: Tensor) -> Ticket:
+    def _copy(self, id: GroupId, coming: _Arrival, source: Tensor) -> Ticket:
         done = self._done[coming.slot]
         if done is not None:
             self._copies.wait(done)
@@ -269,9 +302,11 @@ class Experts:
 
     # ---- staying
 
-    def _stay(self, id: GroupId, coming: _Coming) -> bool:
-        """Keep an expert that came where it is if it is used clearly more often than one that stays. Whether
-        it kept its slot on DEVICE; its slot on HOST is then disposed of too."""
+    def _stay(self, id: GroupId, coming: _Arrival) -> bool:
+        """Keep an expert that came where it is if it is used clearly more often than one that stays. Tell
+        whether it kept its slot on DEVICE; its slot on HOST is then disposed of too."""
+        if id in self._lent:
+            return False
         other = self._rival(id, Tier.DEVICE)
         if other is not None:
             self._exchange = (id, coming.slot, other)
@@ -287,17 +322,19 @@ class Experts:
         return False
 
     def _rival(self, id: GroupId, tier: Tier) -> GroupId | None:
-        """The least used expert that stays on `tier`, if `id` is used clearly more often."""
+        """Return the least used expert that stays on `tier`, if `id` is used clearly more often."""
         least = self._least[tier]
-        while least and (self.homes[least[-1]].tier is not tier or least[-1] in self._expected):
+        while least and (
+            self.homes[least[-1]].tier is not tier or least[-1] in self._expected or least[-1] in self._lent
+        ):
             least.pop()
         if not least or self._used[id] < CLEARLY * self._used[least[-1]] + 2:
             return None
         return least.pop()
 
     def _finish_exchange(self) -> None:
-        """`id`, which came to `slot`, stays there; `other` goes where it came from. May be begun anew until
-        the last line."""
+        """Let `id`, which came to `slot`, stay there; `other` goes where it came from. May be begun anew
+        until the last line."""
         assert self._exchange is not None
         id, slot, other = self._exchange
         home, left = self.homes[id], self.homes[other]
@@ -325,8 +362,8 @@ class Experts:
                 )
 
     def _mend(self) -> None:
-        """After a pass that was broken off: give back what was never taken, and find the slots that an
-        interrupt lost."""
+        """Give back what was never taken in a pass that was broken off, and find the slots that an interrupt
+        lost."""
         if self._exchange is not None:
             self._finish_exchange()
         if self._sound and not self._coming and not self._queue:
@@ -347,7 +384,7 @@ class Experts:
 
 
 def _first_homes(ids: Sequence[GroupId], room: ExpertRoom) -> dict[GroupId, Home]:
-    """Before anything is known of them, experts of all layers share each tier evenly."""
+    """Return homes for experts before any was used: those of all layers share each tier evenly."""
     on_device = spread([1] * len(ids), room.on_device, len(ids))
     rest = [id for id, there in zip(ids, on_device, strict=True) if not there]
     on_host = dict(zip(rest, spread([1] * len(rest), room.on_host, max(len(rest), 1)), strict=True))

@@ -1,9 +1,9 @@
 """Keeps a ring on DEVICE filled ahead of the arithmetic: threads read DISK into slots on HOST, one stream
 copies to the ring.
 
-What passes through the rings, where, and what must be waited for was computed beforehand (see passage); here
-it happens. A *visit* is a run's turn in a pass, counted on from pass to pass. Nobody is told when to fetch:
-work is held back by the rings alone, and goes on across the end of a pass into the next.
+`ring` has computed what passes through the rings, where, and what must be waited for; here it happens. A
+*visit* is a run's turn in a pass, counted on from pass to pass. No one decides when to fetch: the rings alone
+hold work back, and it goes on across the end of a pass into the next.
 
 Why this is safe. All state below is read and written under one lock, and only by: the thread that computes
 (`take`, `release`), and the threads that read. Whichever of them makes a copy possible queues it, in the
@@ -12,14 +12,14 @@ order of the visits, on the one copy stream. Each byte is protected five times:
    compute stream wait for the mark behind the last of them.
 2. A copy overwrites a run of the ring only when that run's last user is done: not queued before the user's
    `release`, and behind the mark that the release left on the compute stream. Which users: RingLayout's
-   waits, each of which is needed.
+   waits, and each of these is needed.
 3. A copy from a slot is queued only when the slot's piece has landed.
 4. A slot is read into only when every copy out of it has been made: the reader waits for the mark behind the
    last.
 5. Pieces are claimed and copied in one order, so what a copy needs was claimed before whatever waits for that
-   copy: nobody waits in a circle. When nothing is late, nobody waits at all but the streams for each other.
-Visits that nobody takes (a pass was broken off) count as released; what of them has not been moved yet stays
-where it is, but its waits waits are kept, since those of later copies build on them.
+   copy: there are no circles of waits. When nothing is late, only the streams wait for each other.
+Visits that are not taken (a pass was broken off) count as released; what of them has not been moved yet stays
+where it is, but its waits are kept, since those of later copies build on them.
 
 An interrupt can strike the thread that computes between any two instructions, so progress is committed by
 single assignments (`_place`, `_cursor`, `_released`), after everything that they promise. What is done again
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from penstock.memory.streams import HostTicket, Stream, Ticket
-from penstock.weights.streaming.waits import Waits
+from penstock.weights.streaming.waits import StreamWaits
 
 READERS = 8
 """Threads that read, each one piece at a time."""
@@ -43,8 +43,8 @@ READERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes that are read from DISK into slot `slot` of the host ring, at once. `read` fills the tensor;
-    `check` asks it to make sure that they are the right ones."""
+    """A piece is read from DISK into slot `slot` of the host ring, at once. `read` fills the tensor; `check`
+    asks it to make sure that they are the right bytes."""
 
     name: str
     slot: int
@@ -53,32 +53,32 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Bytes of a run that are copied at once, when `wait`, another run, is done with and `piece` has
-    landed."""
+class RingCopy:
+    """Bytes of a run are copied at once, when `wait`, another run, is done with and `piece` has landed."""
 
     target: Tensor
     source: Tensor
     wait: int | None
     piece: int | None
     empties: bool
-    """Whether nothing of the piece is left to be copied then."""
+    """True if nothing of the piece is left to be copied then."""
 
 
 class Feeder:
-    """runs: the names of what passes through the ring in a pass, in order; segments: for each run, how it is
-    brought there."""
+    """Moves all that streams through a ring on DEVICE, pass after pass."""
 
     def __init__(
         self,
         runs: Sequence[str],
-        segments: Sequence[Sequence[Segment]],
+        segments: Sequence[Sequence[RingCopy]],
         pieces: Sequence[Piece],
         copies: Stream,
         compute: Stream,
-        waits: Waits,
+        waits: StreamWaits,
         device: torch.device,
     ) -> None:
+        """Start to fill the ring. runs: the names of what passes through the ring in a pass, in order;
+        segments: for each run, how it is brought there."""
         self._runs, self._segments, self._pieces = runs, segments, pieces
         self._copies, self._compute, self._waits = copies, compute, waits
         self._lock = threading.RLock()
@@ -134,7 +134,7 @@ class Feeder:
     # ---- the thread that computes
 
     def take(self, run: int) -> None:
-        """What the compute stream does from now on finds the run in the ring, until it is released. Raises
+        """Let what the compute stream does from now on find the run in the ring, until it is released. Raises
         what a reader has met."""
         count = len(self._runs)
         with self._lock:
@@ -157,8 +157,8 @@ class Feeder:
             self._cursor = visit + 1
 
     def _queued(self, visit: int) -> Ticket | None:
-        """None when a visit's copies are queued, before that a ticket that is reached with the next news.
-        Raises what a reader has met."""
+        """Return None when a visit's copies are queued, before that a ticket that is reached with the next
+        news. Raises what a reader has met."""
         with self._lock:
             if self._fault is not None:
                 raise self._fault
@@ -176,7 +176,7 @@ class Feeder:
             news.reach()
 
     def release(self, run: int) -> None:
-        """The arithmetic that was queued until now was the last to need the run."""
+        """Note that the arithmetic that was queued until now was the last to need the run."""
         with self._lock:
             assert self._cursor % len(self._runs) == (run + 1) % len(self._runs), (
                 "release of a run that is not the one in use"
@@ -202,7 +202,7 @@ class Feeder:
     # ---- whoever makes a copy possible
 
     def _advance(self) -> bool:
-        """Queue every copy that is now possible. Whether someone may have waited for it."""
+        """Queue every copy that is now possible. Return whether someone may have waited for it."""
         count, news = len(self._runs), False
         while not self._closed:
             visit, index = self._place
@@ -278,8 +278,8 @@ class Feeder:
                 self._tell()
 
     def _claim(self) -> tuple[int, bool, Ticket | None] | None:
-        """The next piece to read, counted on, whether anybody still wants it, and what its slot must be
-        waited for; None: the end."""
+        """Return the next piece to read, counted on, whether anybody still wants it, and what its slot must
+        be waited for; None: the end."""
         with self._lock:
             while not self._closed and self._fault is None:
                 number = self._claimed
@@ -297,7 +297,7 @@ class Feeder:
             return None
 
     def _after(self, number: int) -> tuple[int, int]:
-        """The copy stream's place behind the last copy of a piece, counted on."""
+        """Return the copy stream's place behind the last copy of a piece, counted on."""
         run, index = self._end[number % len(self._pieces)]
         visit = number // len(self._pieces) * len(self._runs) + run
         return (visit + 1, 0) if index + 1 == len(self._segments[run]) else (visit, index + 1)

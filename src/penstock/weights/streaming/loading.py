@@ -11,17 +11,18 @@ from torch import Tensor
 from penstock.arch.layout import GroupLayout
 from penstock.memory.streams import Stream, Ticket
 from penstock.weights.streaming.residency import PIECE
-from penstock.weights.streaming.source import Source
+from penstock.weights.streaming.source import WeightSource
 
 LOADERS = 8
 """Threads that read; each holds a piece."""
 Progress = Callable[[int], None]
 Loading = Callable[[str, int, int], None]
-"""What is being done, bytes done and bytes in all; called from any thread."""
+"""Called from any thread with what is being done, bytes done and bytes in all."""
 
 
 def counted(what: str, total: int, loading: Loading | None) -> Progress | None:
-    """Adds up the bytes of pieces, from any thread, for who wants to know how far it is."""
+    """Return what adds up the bytes of pieces, from any thread, for who wants to know how far it is; None if
+    there is no `loading`."""
     if loading is None:
         return None
     lock, done = threading.Lock(), 0
@@ -38,7 +39,7 @@ def counted(what: str, total: int, loading: Loading | None) -> Progress | None:
 
 def load(
     groups: Iterable[tuple[GroupLayout, Tensor]],
-    source: Source,
+    source: WeightSource,
     staging: Sequence[Tensor],
     copies: Stream,
     progress: Progress | None,
@@ -46,7 +47,7 @@ def load(
     """Fill each group's place, flat uint8 on the CPU or on a device. `staging`: pinned slots of PIECE bytes,
     on the way to a device.
 
-    `progress` is told the bytes of each piece, by whichever thread. Raises what `source` raises, when no
+    `progress` gets the bytes of each piece, from whichever thread. Raises what `source` raises, when no
     thread is at work any more.
 
     Why this is safe: no two pieces have bytes in common, a slot belongs to one thread from taking to giving

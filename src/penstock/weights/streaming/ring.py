@@ -1,4 +1,5 @@
-"""How weights pass through rings: at which addresses, what a copy must wait for, and how long a pass takes.
+"""Lays out the rings through which weights pass: at which addresses, what a copy must wait for, and how long
+a pass takes.
 
 Why a ring is safe: one stream copies, in order, and one computes, in order. Before byte `at` of a run is
 overwritten the copy waits for the last run that still uses what lies there; whatever was used before that is
@@ -20,15 +21,17 @@ host ring GRAINS slots."""
 
 
 class Link(StrEnum):
+    """Names what a pass may wait for: reads, copies or arithmetic."""
+
     DISK = "disk"
     LINK = "link"
     COMPUTE = "compute"
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """Measured bytes per second: pinned HOST to DEVICE, DISK to HOST (0 without a disk), and what arithmetic
-    reads from DEVICE memory."""
+class StreamRates:
+    """Holds measured bytes per second: pinned HOST to DEVICE, DISK to HOST (0 without a disk), and what
+    arithmetic reads from DEVICE memory."""
 
     host_to_device: float
     disk_to_host: float
@@ -37,16 +40,18 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Before the bytes of a run from `at` on are written, run `run` must be done with: this pass's if it
-    comes before the writer in the pass, else the previous pass's (of which, in the first pass, there is
-    none)."""
+    """A copy waits: before the bytes of its run from `at` on are written, run `run` must be done with.
+
+    That is this pass's run if it comes before the writer in the pass, else the previous pass's (in the first
+    pass there is none).
+    """
 
     run: int
     at: int
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RingRun:
     """Bytes `[start, start + size)` of the group of use `use` pass through the ring at `[offset, offset +
     size)`, in every pass."""
 
@@ -59,27 +64,28 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RingLayout:
-    """One allocation and all that passes through it in a pass, in order: on DEVICE a run for each use, on
-    HOST one for each piece."""
+    """Holds all that passes through one allocation in a pass, in order: on DEVICE a run for each use, on HOST
+    one for each piece."""
 
     size: int = 0
-    runs: tuple[Run, ...] = ()
+    runs: tuple[RingRun, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A pass in the steady state: its seconds, and for how many of them each link was busy."""
+    """Predicts a pass in the steady state: its seconds, and for how many of them each link was busy."""
 
     seconds: float
     busy: Mapping[Link, float]
 
     @property
     def stalled(self) -> Mapping[Link, float]:
+        """Return for how many of the seconds each link was idle."""
         return {link: max(self.seconds - busy, 0.0) for link, busy in self.busy.items()}
 
     @property
     def binding(self) -> Link:
-        """The link that everything else waits for."""
+        """Return the link that everything else waits for."""
         return max(Link, key=lambda link: self.busy[link])
 
 
@@ -95,12 +101,12 @@ def lay_ring(runs: Sequence[tuple[int, int, int]], room: int) -> RingLayout:
     waits = _waits(offsets, ends)
     return RingLayout(
         max(ends),
-        tuple(Run(*run, offset, wait) for run, offset, wait in zip(runs, offsets, waits, strict=True)),
+        tuple(RingRun(*run, offset, wait) for run, offset, wait in zip(runs, offsets, waits, strict=True)),
     )
 
 
 def _waits(offsets: Sequence[int], ends: Sequence[int]) -> list[tuple[Wait, ...]]:
-    """What each run must wait for, once the ring has been filled: the waits of a second pass.
+    """Return what each run must wait for, once the ring has been filled: the waits of a second pass.
 
     The ring is kept as spans that do not overlap, in order: where each begins, where it ends, and which visit
     wrote it, counting on through both passes. A visit that the copy stream has waited for, and all visits
@@ -135,20 +141,20 @@ def lay_pieces(runs: Sequence[tuple[int, int]], room: int, piece: int) -> RingLa
     pieces = [(use, start, min(piece, size - start)) for use, size in runs for start in range(0, size, piece)]
     count = len(pieces)
     slots = _slots(count, room // piece)
-    laid, waited = list[Run](), -1
+    laid, waited = list[RingRun](), -1
     for index, (use, start, size) in enumerate(pieces):
         # The slot's occupant before: of this pass, or else the last one of the pass before, counted from that
         # pass's first.
         writer = index - slots + count if index >= slots else (count - 1 - index) // slots * slots + index
         waits = (Wait(writer % count, 0),) if writer > waited else ()
         waited = max(waited, writer)
-        laid.append(Run(use, start, size, index % slots * piece, waits))
+        laid.append(RingRun(use, start, size, index % slots * piece, waits))
     return RingLayout(room, tuple(laid))
 
 
 def _slots(pieces: int, fitting: int) -> int:
-    """How many slots to take in turn, so that a pass that begins at the first again leaves as many reads
-    ahead there as elsewhere."""
+    """Return how many slots to take in turn, so that a pass that begins at the first again leaves as many
+    reads ahead there as elsewhere."""
     most = min(pieces, fitting)
     return max(range(max(most * 3 // 4, 1), most + 1), key=lambda slots: (pieces % slots or slots, slots))
 
@@ -158,17 +164,19 @@ def simulate(
     homes: Sequence[Tier],
     ring: RingLayout,
     host_ring: int,
-    rates: Rates,
+    rates: StreamRates,
     seconds: Sequence[float],
     piece: int,
 ) -> Prediction:
-    """Passes from empty rings until one takes as long as the one before. Every part works in order, so one
-    walk over the uses suffices."""
+    """Simulate passes from empty rings until one takes as long as the one before.
+
+    Every part works in order, so one walk over the uses suffices.
+    """
     read = [run.size for run in ring.runs if homes[run.use] is Tier.DISK]
     grain = piece if sum(read) <= FEW * piece else max(host_ring // piece // GRAINS, 1) * piece
     grains = sum(-(-size // grain) for size in read)
     course = _Course(rates, grain, piece, _slots(grains, host_ring // grain) if grains else 0, len(ring.runs))
-    steps, free = list[tuple[Run, bool, float, float]](), 0.0
+    steps, free = list[tuple[RingRun, bool, float, float]](), 0.0
     for run in ring.runs:
         before = steps[-1][0].use + 1 if steps else 0
         free = sum(seconds[before : run.use])
@@ -197,9 +205,10 @@ def simulate(
 
 
 class _Course:
-    """When each part of the machine is next free, in a walk over the runs of passes one after another."""
+    """Holds when each part of the machine is next free, in a walk over the runs of passes one after
+    another."""
 
-    def __init__(self, rates: Rates, grain: int, piece: int, slots: int, runs: int) -> None:
+    def __init__(self, rates: StreamRates, grain: int, piece: int, slots: int, runs: int) -> None:
         self.rates, self.grain, self.piece = rates, grain, piece
         self.reader = self.copier = self.compute = 0.0
         self.copied_on = [0.0] * slots
@@ -207,7 +216,7 @@ class _Course:
         self.slot = 0
         self.done = [0.0] * runs
 
-    def copy(self, run: Run) -> float:
+    def copy(self, run: RingRun) -> float:
         at, now, rate = 0, self.copier, self.rates.host_to_device
         for wait in run.waits:
             now = max(now + (wait.at - at) / rate, self.done[wait.run])
@@ -215,7 +224,7 @@ class _Course:
         self.copier = now + (run.size - at) / rate
         return self.copier
 
-    def read_and_copy(self, run: Run) -> float:
+    def read_and_copy(self, run: RingRun) -> float:
         """A grain is copied while it is read, a piece behind."""
         link, disk, slots = self.rates.host_to_device, self.rates.disk_to_host, len(self.copied_on)
         waits, start = list(run.waits), 0

@@ -1,6 +1,7 @@
-"""Where the bytes of groups come from: a pack, a checkpoint, or random numbers of which only the speed
+"""Reads the bytes of groups from a pack or a checkpoint, or makes random numbers of which only the speed
 matters."""
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -17,49 +18,73 @@ _PERIOD = 8_388_593
 """Random numbers that are made; a prime, so that no two rows of a matrix begin alike."""
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Gives any piece of any group, to any number of threads at once."""
 
     def read(self, layout: GroupLayout, start: int, into: Tensor, check: bool) -> None:
         """Fill `into`, flat uint8 on the CPU, with bytes of the group from `start` on, a multiple of the
-        residency's PIECE; zeros past its end. `check`: that they are the right ones, where that is known.
-        Raises CheckpointError; `into` then holds anything."""
+        residency's PIECE; zeros past its end.
+
+        `check`: whether to make sure that they are the right ones, where that is known. Raises
+        CheckpointError; `into` then holds anything.
+        """
 
     def close(self) -> None:
-        """Nothing will be read any more."""
+        """Close it: it will not be read any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Says where groups are read from: `loaded` for those that stay on DEVICE and HOST, `streamed` for those
+    that stay on DISK. Both may be one."""
+
+    loaded: WeightSource
+    streamed: WeightSource
+
+    def close(self) -> None:
+        """Close both: nothing will be read any more."""
+        for source in {self.loaded, self.streamed}:
+            source.close()
 
 
 class PackSource:
-    """Owns the pack. Every piece is held against the manifest's digest when it is first read; and whenever it
-    is read again, if the store may have been written meanwhile."""
+    """Reads a pack, and owns it.
+
+    Every piece is held against the manifest's digest when it is first read; and whenever it is read again, if
+    the store may have been written meanwhile.
+    """
 
     def __init__(self, pack: Pack) -> None:
         self.pack = pack
 
     def read(self, layout: GroupLayout, start: int, into: Tensor, check: bool) -> None:
+        """Read a piece of the pack, as `WeightSource.read` says."""
         self.pack.read_piece(layout.id, start, into, check)
         if not check and self.pack.changed:
             self.pack.read_piece(layout.id, start, into, True)
 
     def close(self) -> None:
+        """Close the pack."""
         self.pack.close()
 
 
 class CheckpointSource:
-    """Borrows the checkpoint: it may be closed when all weights are where they stay."""
+    """Reads a checkpoint, and borrows it: it may be closed when all weights are where they stay."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
 
     def read(self, layout: GroupLayout, start: int, into: Tensor, check: bool) -> None:
+        """Read and convert tensors of the checkpoint, as `WeightSource.read` says."""
         self._checkpoint.read_piece(layout, start, into)
 
     def close(self) -> None:
+        """Do nothing: the checkpoint is the caller's."""
         pass
 
 
 class RandomSource:
-    """Random weights of a usual size, the same every time, as fast as memory can be written; norms are
+    """Makes random weights of a usual size, the same every time, as fast as memory can be written; norms are
     ones."""
 
     def __init__(self, dtype: str, seed: int = 0, std: float = 0.02) -> None:
@@ -67,6 +92,7 @@ class RandomSource:
         _random(dtype, seed, std)  # Made before many threads ask for it.
 
     def read(self, layout: GroupLayout, start: int, into: Tensor, check: bool) -> None:
+        """Make a piece, as `WeightSource.read` says."""
         target, end = into.numpy(), start + len(into)
         target[:] = 0
         for number, field in enumerate(layout.fields):
@@ -86,6 +112,7 @@ class RandomSource:
                 at += count
 
     def close(self) -> None:
+        """Do nothing: there is nothing to close."""
         pass
 
 

@@ -1,5 +1,5 @@
-"""What is seen of streaming: how long arithmetic waited for weights, and when each copy and each use began
-and ended."""
+"""Records what is seen of streaming: how long arithmetic waited for weights, and when each copy and each use
+began and ended."""
 
 import threading
 from collections import deque
@@ -9,7 +9,7 @@ from penstock.base.trace import Trace
 from penstock.memory.streams import Ticket
 
 _MANY = 256
-"""Uses after which those that are done are counted, if nobody asks before."""
+"""Uses after which those that are done are counted, even if `stalled` is not called."""
 
 
 @dataclass(slots=True)
@@ -20,8 +20,8 @@ class _Use:
     done: Ticket | None = None
 
 
-class Waits:
-    """Tickets of what is under way, and sums of what is done. From any thread."""
+class StreamWaits:
+    """Keeps tickets of what is under way, and sums of what is done. Any thread may call it."""
 
     def __init__(self, trace: Trace | None) -> None:
         self.trace = trace
@@ -31,7 +31,7 @@ class Waits:
         self._stalled = 0.0
 
     def begin(self, name: str, taken: Ticket, begun: Ticket) -> None:
-        """The arithmetic was ready for a group at `taken`, and had it at `begun`."""
+        """Note that the arithmetic was ready for a group at `taken`, and had it at `begun`."""
         with self._lock:
             if (
                 self._uses and self._uses[-1].done is None
@@ -40,7 +40,7 @@ class Waits:
             self._uses.append(_Use(name, taken, begun))
 
     def end(self, done: Ticket) -> None:
-        """It was done with the last of them."""
+        """Note that it was done with the last of them."""
         with self._lock:
             if self._uses and self._uses[-1].done is None:
                 self._uses[-1].done = done
@@ -49,12 +49,12 @@ class Waits:
             self.stalled()
 
     def copied(self, name: str, size: int, first: Ticket, last: Ticket) -> None:
-        """For the trace: `size` bytes of a group were copied between these."""
+        """Note, for the trace, that `size` bytes of a group were copied between these."""
         with self._lock:
             self._copies.append((name, size, first, last))
 
     def stalled(self) -> float:
-        """Seconds that arithmetic has waited, in all uses that are done."""
+        """Return the seconds that arithmetic has waited, in all uses that are done."""
         with self._lock:
             while self._copies and self._copies[0][3].done:
                 name, size, first, last = self._copies.popleft()

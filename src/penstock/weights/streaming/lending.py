@@ -1,0 +1,70 @@
+"""Lends experts that come and go: as views of the slots that `Experts` fills."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from penstock.arch.layout import GroupId, GroupLayout
+from penstock.ops.matrix import GroupViews
+from penstock.weights.streaming.experts import Experts
+from penstock.weights.streaming.views import group_views, sent_addresses
+
+
+class ExpertStream:
+    """Lends the experts of all layers: on the device one at a time or in waves, or where they rest on the
+    host."""
+
+    def __init__(self, layouts: Sequence[GroupLayout], slots: Experts, device: torch.device) -> None:
+        """Lend nothing yet. layouts: of all experts, layer by layer."""
+        self._slots, self._device = slots, device
+        self._layouts = {layout.id: layout for layout in layouts}
+        self._of_layer: dict[int, list[GroupId]] = {}
+        for id in self._layouts:
+            self._of_layer.setdefault(id.layer, []).append(id)
+        self._views: dict[int, GroupViews] = {}
+        """By the address of a slot: all experts' fields lie alike."""
+
+    def table(self, layer: int) -> None:
+        """Return None: some of the experts come and go."""
+
+    def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
+        """Yield these experts of one layer and their tables, as many at a time as can be on the device while
+        others are on their way. Raises CheckpointError.
+
+        The host waits for nothing but what comes from DISK.
+        """
+        for wave in self._slots.waves(experts):
+            # Sent ahead of the wait for the wave itself, among whose copies it has its turn on the link.
+            table = self._table(wave)
+            self._slots.take_wave(wave)
+            yield wave, table
+            self._slots.release_wave(wave)
+
+    def each(self, experts: Sequence[GroupId]) -> Iterator[tuple[GroupId, GroupViews]]:
+        """Yield these experts of one layer, each on the device until the next is asked for. Raises
+        CheckpointError."""
+        self._slots.expect(experts)
+        for expert in experts:
+            yield expert, self._in_slot(expert, self._slots.take(expert))
+            self._slots.release(expert)
+
+    @contextmanager
+    def at_rest(self, experts: Sequence[GroupId]) -> Iterator[Mapping[GroupId, GroupViews]]:
+        """Lend those of these experts that stay on HOST, in their slots there, until the context ends."""
+        with self._slots.at_rest(experts) as slots:
+            yield {expert: self._in_slot(expert, slot) for expert, slot in slots.items()}
+
+    def _in_slot(self, expert: GroupId, slot: Tensor) -> GroupViews:
+        views = self._views.get(slot.data_ptr())
+        if views is None:
+            views = self._views[slot.data_ptr()] = group_views(self._layouts[expert], slot)
+        return views
+
+    def _table(self, wave: Sequence[GroupId]) -> Tensor:
+        """Return the addresses of the wave's experts on the device, with 0 for the others of their layer."""
+        none = (0,) * len(self._layouts[wave[0]].fields)
+        lent = {expert: self._in_slot(expert, self._slots.slot(expert)).addresses for expert in wave}
+        every = self._of_layer[wave[0].layer]
+        return sent_addresses([lent.get(expert, none) for expert in every], self._device)

@@ -1,0 +1,129 @@
+"""Makes views of groups in memory, and lends groups that do not move."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.arch.layout import GroupId, GroupKind, GroupLayout
+from penstock.memory.device import send
+from penstock.ops.matrix import GroupViews, Matrix
+
+
+def group_views(layout: GroupLayout, place: Tensor) -> GroupViews:
+    """Return a group's matrices and vectors as views of its bytes, a flat uint8 tensor."""
+    views = {
+        field.name: place[field.offset : field.offset + field.size]
+        .view(getattr(torch, field.dtype))
+        .view(field.shape)
+        for field in layout.fields
+    }
+    matrices = {
+        one.name: Matrix(one.format, one.shape, {part: views[field.name] for part, field in one.parts})
+        for one in layout.matrices
+    }
+    vectors = {field.name: views[field.name] for field in layout.vectors}
+    return GroupViews(matrices, vectors, tuple(view.data_ptr() for view in views.values()))
+
+
+def sent_addresses(addresses: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    """Return the addresses of each expert's tensors as a table on the device, int64 `[experts, tensors]`."""
+    return send(np.array(addresses, dtype=np.int64), device)
+
+
+class StillExperts:
+    """Lends experts that are all on the device for good: `ExpertWeights` without any motion."""
+
+    def __init__(
+        self, views: Callable[[GroupId], GroupViews], experts: Mapping[int, int], device: torch.device
+    ) -> None:
+        """Lend nothing yet. views: what lends one expert. experts: how many each layer has that is a
+        mixture."""
+        self._views, self._experts, self._device = views, experts, device
+        self._tables: dict[int, Tensor] = {}
+
+    def table(self, layer: int) -> Tensor:
+        """Return the addresses of all experts of a layer, int64 `[experts, tensors]`, the same tensor each
+        time."""
+        if layer not in self._tables:
+            every = (GroupId(GroupKind.EXPERT, layer, expert) for expert in range(self._experts[layer]))
+            addresses = [self._views(expert).addresses for expert in every]
+            self._tables[layer] = sent_addresses(addresses, self._device)
+        return self._tables[layer]
+
+    def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
+        """Yield all of them at once, if there are any."""
+        if experts:
+            yield experts, self.table(experts[0].layer)
+
+    def each(self, experts: Sequence[GroupId]) -> Iterator[tuple[GroupId, GroupViews]]:
+        """Yield each expert and its views."""
+        return ((expert, self._views(expert)) for expert in experts)
+
+    def at_rest(self, experts: Sequence[GroupId]) -> AbstractContextManager[Mapping[GroupId, GroupViews]]:
+        """Lend nothing: no expert stays in host memory."""
+        return nullcontext({})
+
+
+class Standing:
+    """Lends the places at which groups will be lent in a pass from its beginning; nothing moves, and those
+    that stream are not there."""
+
+    def __init__(
+        self,
+        views: Mapping[GroupId, GroupViews],
+        runs: Mapping[GroupId, Sequence[int]],
+        in_ring: Sequence[GroupViews],
+        experts: StillExperts | None,
+    ) -> None:
+        """Lend nothing yet. views: of groups that stay. runs: the runs of each other group in the ring;
+        in_ring: the views of each run."""
+        self._views, self._runs, self._in_ring, self.experts = views, runs, in_ring, experts
+        self._next = 0
+
+    def take(self, group: GroupId) -> GroupViews:
+        """Return the views that `WeightStream.take` will lend, if groups are taken in the order of a pass."""
+        views = self._views.get(group)
+        if views is not None:
+            return views
+        run = next_run(self._runs[group], self._next, len(self._in_ring))
+        self._next = run + 1
+        return self._in_ring[run]
+
+    def release(self, group: GroupId) -> None:
+        """Do nothing: the place is not needed for another group."""
+
+
+class Blank:
+    """Lends zeros in place of all weights, in memory for the largest group: what the activations of a step
+    are measured with."""
+
+    def __init__(self, layouts: Sequence[GroupLayout], device: torch.device) -> None:
+        self._layouts = {layout.id: layout for layout in layouts}
+        self._bytes = torch.zeros(max(layout.size for layout in layouts), dtype=torch.uint8, device=device)
+        self._experts = experts_of(layouts)
+
+    @property
+    def experts(self) -> StillExperts | None:
+        """Return what lends the experts, anew each time: their tables are gone when a layer is."""
+        return StillExperts(self.take, self._experts, self._bytes.device) if self._experts else None
+
+    def take(self, group: GroupId) -> GroupViews:
+        """Return views of zeros."""
+        return group_views(self._layouts[group], self._bytes)
+
+    def release(self, group: GroupId) -> None:
+        """Do nothing: the zeros stay."""
+
+
+def experts_of(layouts: Sequence[GroupLayout]) -> Counter[int]:
+    """Return how many experts each layer has that is a mixture."""
+    return Counter(layout.id.layer for layout in layouts if layout.id.kind is GroupKind.EXPERT)
+
+
+def next_run(runs: Sequence[int], at: int, ring: int) -> int:
+    """Return the first of these runs that comes from `at` on, in the order of a ring of so many runs."""
+    return min(runs, key=lambda run: (run - at) % ring)
