@@ -25,11 +25,10 @@ from penstock.bench.shapes import SHAPES
 from penstock.cli.main import main
 from penstock.engine.contexts import LongRoom, long_room
 from penstock.engine.hardware import read_hardware
-from penstock.kv.movement.carrier import Carrier, Disk, Send, Streams, chosen_bytes
-from penstock.kv.movement.chosen import sketch_layout
+from penstock.kv.movement.carrier import Carrier, Send, Streams
 from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.movement.pool import KVPool
-from penstock.kv.movement.sizes import carrier_bytes
+from penstock.kv.movement.sizes import Disk, carrier_bytes, chosen_bytes, sketch_layout
 from penstock.kv.movement.tiles import Outbox, Tile, TileRing, from_fp8, to_fp8
 from penstock.memory.streams import CallerStream, Pieces, ThreadStream, Ticket
 from penstock.sched.rules import Limits

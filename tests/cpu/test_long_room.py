@@ -24,9 +24,8 @@ from penstock.engine.hardware import read_hardware
 from penstock.engine.plan import Hardware, limits_of
 from penstock.engine.settling import settle
 from penstock.engine.team import Place
-from penstock.kv.movement.chosen import sketch_layout
 from penstock.kv.movement.hostpool import HostPool
-from penstock.kv.store.diskpool import record_bytes
+from penstock.kv.movement.sizes import record_bytes, sketch_layout
 from penstock.kv.store.segments import StoreError, least_cap, sizes
 from penstock.memory.arena import Arena, PinningError
 from penstock.sched.rules import Limits

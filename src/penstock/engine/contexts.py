@@ -1,29 +1,29 @@
 """Contexts longer than the device holds: how much host memory their KV gets, and in which pieces it passes
-through the device."""
+through the device. Plain values: nothing here reaches torch."""
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from penstock.arch.layout import KVLayout
-from penstock.arch.spec import ModelSpec
+from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.units import format_size, parse_size
 from penstock.engine.budget import goes_to_host, usual_activations
 from penstock.engine.plan import Hardware, host_room
-from penstock.kv.movement.carrier import Disk, chosen_bytes, staging_bytes
-from penstock.kv.movement.chosen import Policies, sketch_layout
-from penstock.kv.movement.sizes import carrier_bytes, usual_tile
-from penstock.kv.store.diskpool import record_bytes
+from penstock.kv.movement.sizes import (
+    Disk,
+    Policies,
+    carrier_bytes,
+    chosen_bytes,
+    record_bytes,
+    sketch_layout,
+    staging_bytes,
+    usual_tile,
+)
 from penstock.kv.store.segments import least_cap
-from penstock.memory.probe import copy_rate, matmul_rate
-from penstock.ops.policies import policy_of
 from penstock.sched.rules import Limits
 
 _CHUNKS = 1024, 16384
-_MEASURE = 0.2
-"""Seconds."""
 _STEP_PART = 4
 """Activations of a step that was not asked for take at most one part in so many of the device's memory."""
 
@@ -212,15 +212,16 @@ def _whole_blocks(wanted: int, block: int, of: str, tokens: int) -> int:
     return wanted // block
 
 
-def measured_chunk(
-    config: Config, spec: ModelSpec, dtype: str, limits: Limits, device: torch.device, total: int
+def usual_chunk(
+    config: Config, spec: ModelSpec, dtype: str, limits: Limits, total: int, *, link: float, arithmetic: float
 ) -> int:
-    """Tokens of a chunk whose attention takes twice as long as its tiles take to come from host memory, four
-    times where some come from disk: as link and arithmetic are measured here. A power of two; no more than
-    the largest step's memory and the context allow."""
-    kind: torch.dtype = getattr(torch, dtype)
-    link, arithmetic = copy_rate(device, seconds=_MEASURE), matmul_rate(device, kind)
-    balance = chunk_in_balance(spec, kind.itemsize, link, arithmetic)
+    """Return the tokens of a chunk whose attention takes twice as long as its tiles take to come from host
+    memory, four times where some come from disk. It is a power of two, and no more than the largest step's
+    memory and the context allow.
+
+    total: bytes of the device. link: bytes/s from host memory to the device. arithmetic: operations/s there.
+    """
+    balance = chunk_in_balance(spec, DTYPE_BYTES[dtype], link, arithmetic)
     chunk, wanted = _CHUNKS[0], (2 if config.disk_kv_memory is None else 4) * balance
     while chunk < min(wanted, _CHUNKS[1], limits.max_length):
         if usual_activations(spec, dtype, 2 * chunk, limits.max_sequences) > total // _STEP_PART:
@@ -236,7 +237,8 @@ def chunk_in_balance(spec: ModelSpec, itemsize: int, link: float, arithmetic: fl
 
 
 def _policies(config: Config, spec: ModelSpec) -> Policies | None:
-    rows, runs = policy_of(config.attention_policy), policy_of(config.prefill_policy)
+    asked = config.attention_policy, config.prefill_policy
+    rows, runs = (None if policy == "full" else policy for policy in asked)
     if rows is None and runs is None:
         return None
     if config.tensor_parallel > 1:

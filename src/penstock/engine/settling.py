@@ -11,7 +11,7 @@ from penstock.base.config import Config
 from penstock.base.errors import BudgetError
 from penstock.base.units import format_size
 from penstock.engine.budget import on_heap, usual_activations
-from penstock.engine.contexts import LongRoom, long_room, measured_chunk
+from penstock.engine.contexts import LongRoom, long_room, usual_chunk
 from penstock.engine.hardware import read_hardware
 from penstock.engine.placing import Model, Say
 from penstock.engine.plan import Outline, device_room, dtype_of, host_room, limits_of
@@ -21,12 +21,15 @@ from penstock.memory.device import (
     give_back,
     library_buffers,
 )
+from penstock.memory.probe import copy_rate, matmul_rate
 from penstock.sched.rules import Limits
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.reader import Pack
 from penstock.weights.streaming.residency import padded
 
 Settled = Outline[LongRoom]
+_MEASURE = 0.2
+"""Seconds for which the link is measured."""
 
 
 def settle(config: Config, model: Model, device: torch.device, say: Say, shard: Shard = WHOLE) -> Settled:
@@ -55,7 +58,11 @@ def settle(config: Config, model: Model, device: torch.device, say: Say, shard: 
     resident += activations if hardware.cuda else on_heap(activations, library_buffers(device))
     far = long_room(config, spec, limits, kv, hardware, total, resident)
     if far and hardware.cuda and config.max_step_tokens is None:
-        chunk = measured_chunk(config, spec, dtype, limits, device, total)
+        rates = {
+            "link": copy_rate(device, seconds=_MEASURE),
+            "arithmetic": matmul_rate(device, getattr(torch, dtype)),
+        }
+        chunk = usual_chunk(config, spec, dtype, limits, total, **rates)
         limits = replace(limits, max_step_tokens=max(chunk, limits.max_sequences, config.block_size))
         far = long_room(config, spec, limits, kv, hardware, total, resident)
         give_back(device)

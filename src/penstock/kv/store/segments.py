@@ -44,7 +44,7 @@ from penstock.kv.store.journal import (
     surviving,
     write_all,
 )
-from penstock.memory.disk import DIRECT_ALIGNMENT, DirectFile, DiskFile, ReadError, make_private
+from penstock.memory.disk import DIRECT_ALIGNMENT, DirectFile, DiskFile, ReadError, in_pages, make_private
 
 FORMAT = 2
 """In the directory's name: what another version of all this has written is not touched."""
@@ -66,17 +66,13 @@ class StoreLocked(StoreError):
     """A store that another process writes."""
 
 
-def _pages(count: int) -> int:
-    return -(-count // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
-
-
 class SegmentFile:
     """A segment. Any number of threads may write and read its slots; it is made by the first that writes."""
 
     def __init__(self, path: Path, number: int, slots: int, record_bytes: int) -> None:
         self.path, self.number, self.slots, self.record_bytes = path, number, slots, record_bytes
-        self._table = _pages(slots * ENTRY_BYTES)
-        self._slot = _pages(record_bytes)
+        self._table = in_pages(slots * ENTRY_BYTES)
+        self._slot = in_pages(record_bytes)
         self.disk_bytes = planned_bytes(slots, record_bytes)
         """What it takes, at most: also when its slots are written, which may cost the file system more pages
         to say what has been."""
@@ -172,13 +168,13 @@ class SegmentFile:
 def planned_bytes(slots: int, record_bytes: int) -> int:
     """What a segment may take of the disk. A file system says in so many bytes for a page where it is, if it
     has to for each."""
-    size = _pages(slots * ENTRY_BYTES) + slots * _pages(record_bytes)
-    return size + _pages(size // 256) + DIRECT_ALIGNMENT
+    size = in_pages(slots * ENTRY_BYTES) + slots * in_pages(record_bytes)
+    return size + in_pages(size // 256) + DIRECT_ALIGNMENT
 
 
 def slots_within(count: int, record_bytes: int) -> int:
     """Of the largest segment that takes at most `count` bytes."""
-    slots = min(count // (_pages(record_bytes) + ENTRY_BYTES), MOST_SLOTS)
+    slots = min(count // (in_pages(record_bytes) + ENTRY_BYTES), MOST_SLOTS)
     while slots and planned_bytes(slots, record_bytes) > count:
         slots -= 1
     return slots
@@ -207,7 +203,7 @@ def least_cap(record_bytes: int) -> int:
 
 def sizes(cap_bytes: int, record_bytes: int) -> Sizes:
     """How the cap is cut up. Raises StoreError if it is below `least_cap`."""
-    slots = min(max(min(SEGMENT_BYTES, cap_bytes // SEGMENTS) // _pages(record_bytes), 1), MOST_SLOTS)
+    slots = min(max(min(SEGMENT_BYTES, cap_bytes // SEGMENTS) // in_pages(record_bytes), 1), MOST_SLOTS)
     segments = (cap_bytes - _FIXED) // (planned_bytes(slots, record_bytes) + slots * _JOURNAL)
     if segments < 2:
         least = format_size(least_cap(record_bytes))
