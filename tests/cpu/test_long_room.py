@@ -315,6 +315,7 @@ def test_ranks_agree_on_the_least_room_that_any_has() -> None:
     assert mine.far is not None
     assert mine.far.disk is not None
     smaller = {mine.far.blocks: 5, mine.far.disk.blocks: 7, mine.far.tile_tokens: 64, 512: 100}
+    smaller |= {mine.far.store_bytes: 0}
     other = SimpleNamespace(least=lambda value: min(value, smaller[value]))
     found = Place(CPU, Shard(0, 2), other).agree(mine)  # type: ignore[arg-type]
     assert found.far is not None

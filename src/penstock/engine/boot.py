@@ -30,8 +30,9 @@ from penstock.engine.parts import (
 from penstock.engine.placing import BootContext, Model, Override, Say, place
 from penstock.engine.plan import BootPlan, Rest
 from penstock.engine.settling import settle
-from penstock.engine.store import carry_rates, open_store, outlives, root_of
+from penstock.engine.store import carry_rates, ledger_of, open_store, outlives, root_of
 from penstock.engine.team import Place, described, device_of, open_described, share_threads, team_config
+from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.movement.pool import KVPool
 from penstock.kv.store.blocks import BlockStore
 from penstock.memory.device import choose_device, device_name, give_back, left_by, lift_cap
@@ -90,7 +91,7 @@ def boot(
         else:
             part, ranks, device = _team(team_config(config, model), model, opened, context)
         plan, outline = part.plan, part.plan.outline
-        scheduler = make_scheduler(plan, part.root, part.store)
+        scheduler = make_scheduler(plan, part.root, part.disk)
         weights = "all" if plan.rest is Rest.ALL else "some"
         by = f"{config.tensor_parallel} x {device_name(device)}, {weights} weights there"
         engine = Engine(scheduler, ranks, carry_rates(scheduler.tiers.rates, part.store, by))
@@ -179,6 +180,8 @@ class _Part:
     weights: WeightStream
     root: bytes
     store: BlockStore | None
+    disk: DiskLedger | None
+    """The books of what all ranks' stores have."""
 
 
 def _build(config: Config, model: Model, where: Place, opened: ExitStack, context: BootContext) -> _Part:
@@ -214,11 +217,12 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
             model.identify()  # Its files are hashed while the same bytes are loaded.
         weights.load(context.loading)
         root = root_of(config, model, outline, say, blocks=blocks)
-        carrier = store = None
+        carrier = store = disk = None
         if outline.far:
             store = open_store(model, outline, root, say)
             carrier = make_carrier(outline.far, device, context.trace, store)
             opened.callback(carrier.close)
+            disk = ledger_of(store, where, config.block_size) if store is not None else None
         # Behind loading, so that nobody goes on without a rank that failed there.
         plan = placed.plan.agreed(blocks, where.least(placed.plan.rest))
         if plan.compile_again:
@@ -230,7 +234,7 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
         _record(plan, runner, say)
         if where.group is not None:
             where.group.check()
-        return _Part(plan, runner, weights, root, store)
+        return _Part(plan, runner, weights, root, store, disk)
 
 
 def _record(plan: BootPlan[LongRoom], runner: Runner, say: Say) -> None:

@@ -177,7 +177,7 @@ def long_room(
     if config.disk_kv_memory is not None:
         wanted, block = parse_size(config.disk_kv_memory) // ranks, layout.layers * record_bytes(layout)
         on_disk = _whole_blocks(wanted, block, "disk", size)
-        if keeps(config) and ranks == 1:
+        if keeps(config):
             on_disk = min(on_disk, max(needed - room.blocks, 0))
             left = wanted - on_disk * block
             room = (
@@ -199,7 +199,7 @@ def long_room(
 
 def keeps(config: Config) -> bool:
     """Tell whether blocks of KV are kept on the host, and on disk, for later requests."""
-    return config.prefix_cache and config.kv_store != "off" and config.host_kv_dtype == "auto"
+    return config.prefix_cache and config.kv_store != "off"
 
 
 def _whole_blocks(wanted: int, block: int, of: str, tokens: int) -> int:

@@ -126,7 +126,7 @@ def make_carrier(
         raise
 
 
-def make_scheduler(plan: BootPlan[LongRoom], root: bytes, store: BlockStore | None) -> Scheduler:
+def make_scheduler(plan: BootPlan[LongRoom], root: bytes, disk: DiskLedger | None) -> Scheduler:
     """Return a scheduler over the plan's KV blocks. root: the key that all KV keys begin with."""
     outline, config = plan.outline, plan.outline.settings
     rope, far, size = outline.spec.rope, outline.far, config.block_size
@@ -134,9 +134,6 @@ def make_scheduler(plan: BootPlan[LongRoom], root: bytes, store: BlockStore | No
         root, config.prefix_cache, rope.original_length if rope.kind is RopeKind.DYNAMIC else None
     )
     host = HostLedger(far.blocks + far.on_disk, far.on_disk, size) if far else None
-    disk = None
-    if store is not None:
-        disk = DiskLedger(0 if store.read_only else store.capacity, store.keys(), size)
     kept: Store = "off"
     if far and keeps(config):
         kept = "lazy" if config.kv_store == "lazy" else "eager"

@@ -67,7 +67,7 @@ class Carrier:
         """Of long contexts, behind the pool."""
         self.chosen: Chosen | None = None
         self.transfers: Transfers | None = None
-        """Of whole blocks; none where blocks on the host are not what they are on the device."""
+        """Of whole blocks; none where those on the host, in fp8, go neither to the device nor to a store."""
         self._closing = ExitStack()
         try:
             self.pool = HostPool(layout, blocks, device)
@@ -100,7 +100,7 @@ class Carrier:
             self.outbox = Outbox(
                 self.pool, STAGING, chunk_tokens, device, streams.out, streams.compute, behind
             )
-            if layout.rounded_from is None:
+            if layout.rounded_from is None or store is not None:
                 self.transfers = Transfers(
                     self.pool, *more_streams(device, streams.copies), streams.compute, store
                 )
