@@ -220,7 +220,8 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
         carrier = store = disk = None
         if outline.far:
             store = open_store(model, outline, root, say)
-            carrier = make_carrier(outline.far, device, context.trace, store)
+            sums = where.group.all_reduce if where.group else None
+            carrier = make_carrier(outline.far, device, context.trace, store, sums)
             opened.callback(carrier.close)
             disk = ledger_of(store, where, config.block_size) if store is not None else None
         # Behind loading, so that nobody goes on without a rank that failed there.

@@ -126,8 +126,9 @@ def long_room(
     """Host memory for KV: as much as was asked for, or what a sequence of the length that was asked for takes
     if it does not fit the device. None if nobody needs any.
 
-    total: bytes of the device. resident: what all weights and the largest step take of them. Of several ranks
-    each holds its own heads' KV, in its part of what was asked for. Raises BudgetError, ConfigError.
+    spec: of this rank's part of the model. total: bytes of the device. resident: what all weights and the
+    largest step take of them. Of several ranks each holds its own heads' KV, in its part of what was asked
+    for. Raises BudgetError, ConfigError.
     """
     asked, size, ranks = config.host_kv_memory, layout.block_size, config.tensor_parallel
     policies = _policies(config, spec)  # Refused where they cannot be, whether this room holds KV or not.
@@ -241,11 +242,6 @@ def _policies(config: Config, spec: ModelSpec) -> Policies | None:
     rows, runs = (None if policy == "full" else policy for policy in asked)
     if rows is None and runs is None:
         return None
-    if config.tensor_parallel > 1:
-        raise ConfigError(
-            "attention policies choose on a single device; leave attention_policy and prefill_policy full, "
-            "or tensor_parallel"
-        )
     if any(window is not None for window in spec.windows):
         raise ConfigError(
             "attention policies are for models without sliding windows; leave attention_policy and "

@@ -103,12 +103,16 @@ def make_weights(placed: PlacedWeights, device: torch.device, trace: Trace | Non
 
 
 def make_carrier(
-    far: LongRoom, device: torch.device, trace: Trace | None = None, store: BlockStore | None = None
+    far: LongRoom,
+    device: torch.device,
+    trace: Trace | None = None,
+    store: BlockStore | None = None,
+    sum_ranks: Callable[[torch.Tensor], object] | None = None,
 ) -> Carrier:
     """Return what moves KV between the device and the host. It takes over the store; if it cannot be made,
-    that is closed."""
+    that is closed. sum_ranks: see `Chosen`; None without other ranks."""
     try:
-        return Carrier(
+        carrier = Carrier(
             far.layout,
             far.blocks,
             far.tile_tokens,
@@ -124,6 +128,9 @@ def make_carrier(
         if store is not None:
             store.close()
         raise
+    if carrier.chosen is not None and sum_ranks is not None:
+        carrier.chosen.sum_ranks = sum_ranks
+    return carrier
 
 
 def make_scheduler(plan: BootPlan[LongRoom], root: bytes, disk: DiskLedger | None) -> Scheduler:

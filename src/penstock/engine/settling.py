@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from penstock.arch.layout import group_layouts, kv_layout
+from penstock.arch.parts import local_spec
 from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
@@ -56,7 +57,8 @@ def settle(config: Config, model: Model, device: torch.device, say: Say, shard: 
     activations = usual_activations(spec, dtype, limits.max_step_tokens, limits.max_sequences)
     resident = sum(map(padded, layouts))
     resident += activations if hardware.cuda else on_heap(activations, library_buffers(device))
-    far = long_room(config, spec, limits, kv, hardware, total, resident)
+    mine = local_spec(spec, shard)
+    far = long_room(config, mine, limits, kv, hardware, total, resident)
     if far and hardware.cuda and config.max_step_tokens is None:
         rates = {
             "link": copy_rate(device, seconds=_MEASURE),
@@ -64,7 +66,7 @@ def settle(config: Config, model: Model, device: torch.device, say: Say, shard: 
         }
         chunk = usual_chunk(config, spec, dtype, limits, total, **rates)
         limits = replace(limits, max_step_tokens=max(chunk, limits.max_sequences, config.block_size))
-        far = long_room(config, spec, limits, kv, hardware, total, resident)
+        far = long_room(config, mine, limits, kv, hardware, total, resident)
         give_back(device)
     one_memory = not hardware.cuda and host_room(config, hardware) == 0
     if far and one_memory:

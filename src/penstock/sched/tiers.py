@@ -344,7 +344,7 @@ class Tiers:
                 self._want_out(block, name)
 
     def _arrived_on_disk(self, names: Names, lost: set[int], wanted: bool) -> None:
-        """What is not to be known, or is lost on some rank's disk, is forgotten on all."""
+        """Note what every rank has on disk now. All forget what is lost on one, or is not to be known."""
         assert self.disk is not None
         for index, (key, parent) in enumerate(names):
             if wanted and index not in lost:

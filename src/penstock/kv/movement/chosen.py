@@ -16,7 +16,7 @@ that they are read into is filled behind the mark that its last use left on comp
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -78,6 +78,9 @@ class Chosen:
         self._kept: deque[tuple[Ticket, Tensor]] = deque()
         """Sketches on their way to the host."""
         self._readers: Sequence[Reader] = ()
+        self.sum_ranks: Callable[[Tensor], object] | None = None
+        """Puts the sum over all ranks in the place of a tensor, where there are several: all choose the same
+        blocks, and read the rest where one of them misses too much."""
         self.missed = Missed()
         self.sketched_bytes = 0
         """That have come to the device of sketches."""
@@ -130,6 +133,7 @@ class Chosen:
             who.start,
             who.start + len(q),
             lambda: self._scores(layer, who.blocks, asked),
+            self.sum_ranks,
         )
         choice = policy(layer, past)
         chosen = np.arange(count) if choice is None else choice.keep.cpu().numpy().nonzero()[0]
@@ -147,7 +151,7 @@ class Chosen:
             )
         shares = choice.missed(lse[some])
         most, mean = torch.stack((shares.max(), shares.mean())).tolist()
-        if limit is not None and most > limit:
+        if limit is not None and self._anywhere(most > limit):
             missed.fallbacks += 1
             missed.blocks_read += count - len(chosen)
             yield from self._tiles(layer, np.delete(who.blocks, chosen))
@@ -163,6 +167,14 @@ class Chosen:
     def close(self) -> None:
         """Unpin. No copy may be in flight. A second call does nothing."""
         self._arena.close()
+
+    def _anywhere(self, here: bool) -> bool:
+        """Return whether something is so on any rank."""
+        if self.sum_ranks is None:
+            return here
+        ranks = torch.tensor([float(here)], device=self._buffer.device)
+        self.sum_ranks(ranks)
+        return bool(ranks)
 
     def _tiles(self, layer: int, blocks: NDArray[np.int32]) -> Iterator[tuple[Tensor, ...]]:
         size = self._layout.block_size
