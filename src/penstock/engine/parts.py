@@ -63,14 +63,18 @@ def make_runner(
 def blank_runner(
     settled: Settled, device: torch.device, collectives: RankCollectives | None, *, early: bool
 ) -> Runner:
-    """Return a runner over blank weights and one block of KV, which waits for no other rank. Its model ends a
-    layer behind the first of the last kind: a last layer computes less than others."""
-    spec = settled.spec
+    """Return a runner over blank weights and one block of KV on each side, which waits for no other rank. Its
+    model ends a layer behind the first of the last kind: a last layer computes less than others. Its carrier,
+    if it has one, is to be closed."""
+    spec, far, size = settled.spec, settled.far, settled.limits.block_size
+    if far is not None:
+        far = replace(far, blocks=1, disk=None, tile_tokens=size, chunk_tokens=max(size, 2))
     layers = min(layer_kinds(spec)[-1] + 2, spec.layers)
     short = replace(spec, stack=spec.stack[:layers])
     unsummed = Unsummed(collectives) if collectives else None
-    runner = make_runner(replace(settled, spec=short), device, unsummed)
-    runner.attach(Blank(settled.layouts, device), KVPool(settled.kv, 1, device), early=early)
+    runner = make_runner(replace(settled, spec=short, far=far), device, unsummed)
+    blank, pool = Blank(settled.layouts, device), KVPool(settled.kv, 1, device)
+    runner.attach(blank, pool, make_carrier(far, device) if far else None, early=early)
     return runner
 
 

@@ -30,7 +30,7 @@ from penstock.worker.graphs import DecodeGraphs, DecodeStep
 from penstock.worker.inputs import InputBuilder, StepTensors
 from penstock.worker.sampler import Drawn, Sampler
 from penstock.worker.sizes import StepSizes, row_counts, run_counts
-from penstock.worker.warmup import HEAD_ROWS, kernel_steps, largest_step, small_steps
+from penstock.worker.warmup import HEAD_ROWS, kernel_steps, largest_step, long_steps, small_steps
 
 _PATIENCE = 0.02
 """Seconds that a step without work waits for a transfer to land."""
@@ -98,9 +98,12 @@ class Runner:
     def rehearse(self, sizes: StepSizes, *, recorded: bool) -> Iterator[Callable[[], object]]:
         """Yield calls that launch every kernel of ours that steps need, once or more often. After `attach`.
 
-        recorded: whether decode steps and short runs will be recorded.
+        recorded: whether decode steps and short runs will be recorded. With a carrier these are also the
+        kernels of long requests.
         """
         plans = *kernel_steps(sizes), *small_steps(sizes), largest_step(sizes, past=PAST_TILE)
+        if self._carrier is not None:
+            plans += (*long_steps(sizes),)
         yield from (partial(self.run, plan) for plan in plans)
         weights, pool, rows, tokens = self._weights, self._pool, sizes.max_sequences, sizes.max_step_tokens
         assert weights is not None, "rehearse before attach"
