@@ -26,7 +26,8 @@ from penstock.engine.settling import settle
 from penstock.engine.team import Place
 from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.movement.sizes import record_bytes, sketch_layout
-from penstock.kv.store.segments import StoreError, least_cap, sizes
+from penstock.kv.store.segments import StoreError, sizes
+from penstock.kv.store.sizes import least_cap
 from penstock.memory.arena import Arena, PinningError
 from penstock.sched.rules import Limits
 from penstock.step.plan import HostBlockId

@@ -21,8 +21,8 @@ from penstock.base.errors import DeviceError
 from penstock.base.meter import TierStats
 from penstock.kv.store.blocks import BlockStore
 from penstock.kv.store.cachedir import survey
-from penstock.kv.store.journal import ENTRY_BYTES
 from penstock.kv.store.segments import locked
+from penstock.kv.store.sizes import ENTRY_BYTES
 from penstock.sched.rates import Rates
 from penstock.worker.runner import Runner
 

@@ -20,7 +20,7 @@ from penstock.kv.movement.sizes import (
     staging_bytes,
     usual_tile,
 )
-from penstock.kv.store.segments import least_cap
+from penstock.kv.store.sizes import least_cap
 from penstock.sched.rules import Limits
 
 _CHUNKS = 1024, 16384
@@ -178,8 +178,10 @@ def long_room(
     if config.disk_kv_memory is not None:
         wanted, block = parse_size(config.disk_kv_memory) // ranks, layout.layers * record_bytes(layout)
         on_disk = _whole_blocks(wanted, block, "disk", size)
-        if keeps(config):
-            on_disk = min(on_disk, max(needed - room.blocks, 0))
+        directory = config.kv_directory.expanduser()
+        if keeps(config):  # On its way to the disk and back KV takes host memory, too.
+            on_host = replace(room, disk=Disk(1, directory)).within(there).blocks
+            on_disk = min(on_disk, max(needed - on_host, 0))
             left = wanted - on_disk * block
             room = (
                 replace(room, store_bytes=left)
@@ -187,7 +189,7 @@ def long_room(
                 else replace(room, unused_bytes=left)
             )
         if on_disk:
-            room = replace(room, disk=Disk(on_disk, config.kv_directory.expanduser()))
+            room = replace(room, disk=Disk(on_disk, directory))
     room = room.within(there)
     if room.blocks < 1:
         raise BudgetError(

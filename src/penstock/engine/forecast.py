@@ -9,7 +9,7 @@ are slower.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import comb
 from pathlib import Path
@@ -17,17 +17,18 @@ from pathlib import Path
 from penstock.arch import bounds
 from penstock.arch.families import TensorNames
 from penstock.arch.layout import GroupKind, GroupLayout, KVLayout, group_layouts, kv_layout
-from penstock.arch.shards import WHOLE
+from penstock.arch.parts import local_spec
+from penstock.arch.shards import Shard
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
 from penstock.base.units import format_size
 from penstock.engine.budget import GROWTH, Budget, goes_to_host, on_heap, usual_activations
+from penstock.engine.contexts import LongRoom, long_room
 from penstock.engine.costs import RECORDED_TOKENS, StepCosts, prompt_seconds
 from penstock.engine.passes import Step, UseWork, decode_step, pass_work, prompt_step
-from penstock.engine.plan import BootPlan, Hardware, Measured, Outline, plan_boot
-from penstock.kv.movement.sizes import carrier_bytes, usual_tile
+from penstock.engine.plan import BootPlan, Hardware, Measured, Outline, host_room, plan_boot
 from penstock.sched.rules import Limits
 from penstock.weights.streaming.residency import (
     ExpertRoom,
@@ -76,18 +77,24 @@ class Machine:
     costs: StepCosts | None = None
     """Steps cost this beyond bytes; without it a forecast is a bound of the device."""
 
+    def of_rank(self, ranks: int) -> "Machine":
+        """Return what one of several ranks has: a device and a link of its own, and a part of host memory and
+        of the disk. On a CPU a part of everything."""
+        host, rates, shares = self.host, self.rates, 1 if self.host is not None else ranks
+        return replace(
+            self,
+            device=self.device // shares,
+            host=host // ranks if host is not None else None,
+            rates=Rates(
+                rates.host_to_device / shares, rates.disk_to_host / ranks, rates.device_read / shares
+            ),
+            operations=self.operations / shares,
+        )
+
     @property
     def usable(self) -> int:
         """Weights, KV and activations have so many bytes of DEVICE."""
         return self.device if self.host is None else max(self.device - CONTEXT - self.host // TABLES, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class FarBytes:
-    """KV beyond the device, by the bytes that it takes of the device and of the host."""
-
-    device_bytes: int
-    host_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +103,8 @@ class Work:
     weights and KV in `dtype`.
 
     experts_fetched: how many experts a decode step brings to the device, if that was counted; None takes
-    tokens to choose evenly.
+    tokens to choose evenly. settings: of them those for KV beyond the device and for several ranks are looked
+    at.
     """
 
     dtype: str
@@ -104,11 +112,19 @@ class Work:
     context: int = 4096
     step_tokens: int = 8192
     experts_fetched: float | None = None
+    settings: Config = field(default_factory=lambda: Config(Path()))
+
+    @property
+    def shard(self) -> Shard:
+        """The part of the model that is forecast: the last rank's, than which none is larger."""
+        ranks = self.settings.tensor_parallel
+        return Shard(ranks - 1, ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Describes passes of one kind in the steady state.
+    """Describes passes of one kind in the steady state. With several ranks all keep one pace, and what they
+    exchange is left out.
 
     tokens: in a pass, of all sequences together. copied, read: bytes of weights, and of KV, that come to
     DEVICE and from DISK in a pass. busy: of its seconds, for how many each link is; of prompts longer than
@@ -145,11 +161,16 @@ class Forecast:
 
     machine: Machine
     work: Work
-    plan: BootPlan[FarBytes]
+    plan: BootPlan[LongRoom]
     placement: Placement
     experts: ExpertRoom | None
     decode: Pace
     prefill: Pace
+
+    @property
+    def own(self) -> Machine:
+        """A rank has so much of the machine, of which the plan speaks; all of it without other ranks."""
+        return self.machine.of_rank(self.work.settings.tensor_parallel)
 
     @property
     def budget(self) -> Budget:
@@ -229,26 +250,26 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
             f"a batch of {work.batch:,} is more than {work.step_tokens:,} tokens a step; every sequence "
             "needs a token a step"
         )
-    layouts = group_layouts(spec, names, work.dtype)
+    layouts = group_layouts(spec, names, work.dtype, work.shard)
     every = pass_order(layouts, spec.tied_embeddings)
     expert = next((layout for layout in layouts if layout.id.kind is GroupKind.EXPERT), None)
-    plan = _plan(spec, layouts, machine, work)
+    own = machine.of_rank(work.settings.tensor_parallel)
+    plan = _plan(spec, layouts, own, work)
+    spec = local_spec(spec, work.shard)
     placement, experts, far = plan.placement, plan.experts, plan.outline.far
     if not plan.streams:  # A boot takes all groups alike then; a forecast counts experts by themselves.
-        placement, experts, _ = solve_model(
-            layouts, spec.tied_embeddings, plan.limits, machine.rates, disk=False
-        )
+        placement, experts, _ = solve_model(layouts, spec.tied_embeddings, plan.limits, own.rates, disk=False)
 
     def pace(step: Step) -> Pace:
-        arithmetic = _arithmetic(spec, machine, pass_work(spec, work.dtype, every, expert, step), step)
+        arithmetic = _arithmetic(spec, own, pass_work(spec, work.dtype, every, expert, step), step)
         return _pace(
             spec,
-            machine,
+            own,
             placement,
             experts,
             step,
             arithmetic,
-            bool(far),
+            _passing(far, work),
             work.experts_fetched if step.decodes else None,
         )
 
@@ -286,48 +307,70 @@ def gains(spec: ModelSpec, names: TensorNames, now: Forecast) -> tuple[Gain, ...
 
 def _plan(
     spec: ModelSpec, layouts: Sequence[GroupLayout], machine: Machine, work: Work
-) -> BootPlan[FarBytes]:
+) -> BootPlan[LongRoom]:
     """Return the plan of a boot with KV for all sequences at their longest, no more and no less."""
-    cuda, kv = machine.host is not None, kv_layout(spec, work.dtype, BLOCK_SIZE)
+    cuda, kv = machine.host is not None, kv_layout(spec, work.dtype, BLOCK_SIZE, work.shard)
     blocks = work.batch * -(-work.context // BLOCK_SIZE)
     tokens = min(work.step_tokens, max(work.batch * work.context, BLOCK_SIZE))
     activations = usual_activations(spec, work.dtype, tokens, work.batch)
     activations = activations + FIXED if cuda else on_heap(activations, BUFFERS)
     resident, far = sum(map(padded, layouts)) + activations, None
-    if cuda and goes_to_host(blocks // work.batch * kv.block_bytes, machine.usable, resident):
-        far = FarBytes(_ways(kv, machine, work), _far_kv(machine, work, blocks * kv.block_bytes))
     host = machine.host or 0
     hardware = Hardware(
         cuda, machine.usable, machine.usable, host, host, process=PROCESS - GROWTH, kernels=cuda
     )
-    settings = Config(
-        Path(), host_memory=machine.host or None, max_length=work.context, kv_blocks=None if far else blocks
-    )
+    settings = replace(work.settings, host_memory=machine.host or None, max_length=work.context)
     limits = Limits(BLOCK_SIZE, work.step_tokens, work.batch, work.context)
+    if cuda and goes_to_host(blocks // work.batch * kv.block_bytes, machine.usable, resident):
+        far = _far(replace(settings, host_kv_memory=None), spec, limits, kv, hardware, resident, blocks)
+    settings = replace(settings, kv_blocks=None if far else blocks)
     outline = Outline(
-        settings, hardware, spec, WHOLE, work.dtype, limits, not cuda, machine.usable, layouts, kv, far
+        settings, hardware, spec, work.shard, work.dtype, limits, not cuda, machine.usable, layouts, kv, far
     )
     activations += far.device_bytes if far else 0
     return plan_boot(outline, Measured(activations, hardware, machine.rates.disk_to_host > 0, machine.rates))
 
 
-def _far_kv(machine: Machine, work: Work, far: int) -> int:
-    """Return the bytes of all sequences' KV. Raises BudgetError if host memory does not hold it."""
-    assert machine.host is not None
-    there = max(machine.host - PROCESS, 0)
-    if far > there:
-        raise BudgetError(
-            f"KV of {work.batch:,} x {work.context:,} tokens takes {format_size(far)}, which neither the "
-            "device holds nor the "
-            f"{format_size(there)} that host memory has for it; allow more, or a shorter context"
-        )
-    return far
+def _far(
+    settings: Config,
+    spec: ModelSpec,
+    limits: Limits,
+    kv: KVLayout,
+    hardware: Hardware,
+    resident: int,
+    blocks: int,
+) -> LongRoom:
+    """Return the room for so many blocks beyond the device, as a boot makes it where that is asked for.
+
+    Raises BudgetError if host memory and the disk do not hold them.
+    """
+    there, disk, ranks = host_room(settings, hardware), settings.disk_kv_memory, settings.tensor_parallel
+    layout = kv.in_fp8 if settings.host_kv_dtype == "fp8" else kv
+    wanted = blocks * layout.block_bytes
+    on_host = min(wanted, there) if disk is not None else wanted
+    if on_host <= there:
+        asked = replace(settings, host_kv_memory=max(on_host, layout.block_bytes) * ranks)
+        least = replace(limits, max_step_tokens=max(limits.max_step_tokens, BLOCK_SIZE))
+        local = local_spec(spec, Shard(ranks - 1, ranks))
+        far = long_room(asked, local, least, kv, hardware, hardware.free, resident)
+        if far is not None and far.blocks + far.on_disk >= blocks:
+            return far
+    behind = ", nor the disk (kv_store off leaves it more)" if disk is not None else ""
+    raise BudgetError(
+        f"KV of {limits.max_sequences:,} x {limits.max_length:,} tokens takes {format_size(wanted)}, which "
+        f"neither the device holds nor the {format_size(there)} that host memory has for it{behind}; allow "
+        "more, or a shorter context"
+    )
 
 
-def _ways(layout: KVLayout, machine: Machine, work: Work) -> int:
-    """Bytes of the device through which KV goes to host memory and back."""
-    tile = usual_tile(layout, machine.usable, work.context, "cuda")
-    return carrier_bytes(layout, tile, max(work.step_tokens // BLOCK_SIZE, 1) * BLOCK_SIZE)
+def _passing(far: LongRoom | None, work: Work) -> tuple[float, float] | None:
+    """Return what comes over the link, and from the disk, for each byte of far KV that is read: less than one
+    where it rests in fp8. None if there is none."""
+    if far is None:
+        return None
+    copied, blocks = far.layout.block_bytes / far.layout.exact.block_bytes, far.layout.block_size
+    needed = work.batch * -(-work.context // blocks)
+    return copied, copied * max(needed - far.blocks, 0) / needed
 
 
 # ---- what a pass does
@@ -357,12 +400,12 @@ def _pace(
     experts: ExpertRoom | None,
     step: Step,
     arithmetic: Sequence[float],
-    far: bool,
+    far: tuple[float, float] | None,
     fetched: float | None,
 ) -> Pace:
     """Return how long passes take. Experts are known only once their router has run, so nothing hides their
-    coming; KV that is far comes while everything else goes on, over the same link as weights. fetched: see
-    Work.experts_fetched."""
+    coming; KV that is far comes while everything else goes on, over the same links as weights. far: see
+    `_passing`. fetched: see Work.experts_fetched."""
     dense = predict(placement, machine.rates, arithmetic, placement.piece)
     seconds, copied, read, busy = (
         dense.seconds,
@@ -395,9 +438,12 @@ def _pace(
         seconds = max(seconds, busy[Link.COMPUTE])
     if far:
         tiles = sum(step.far(layer) for layer in range(spec.layers))
-        copied += tiles
-        busy[Link.LINK] += tiles / machine.rates.host_to_device
-        seconds = max(seconds, busy[Link.LINK])
+        copied += tiles * far[0]
+        busy[Link.LINK] += tiles * far[0] / machine.rates.host_to_device
+        if from_disk := tiles * far[1]:
+            read += from_disk
+            busy[Link.DISK] += from_disk / machine.rates.disk_to_host
+        seconds = max(seconds, busy[Link.LINK], busy[Link.DISK])
     return Pace(step.tokens, seconds, copied, read, busy)
 
 
