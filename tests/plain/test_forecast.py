@@ -18,18 +18,8 @@ from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
 from penstock.engine.contexts import LongRoom, long_room
-from penstock.engine.forecast import (
-    BLOCK_SIZE,
-    CONTEXT,
-    PROCESS,
-    TABLES,
-    Forecast,
-    Machine,
-    More,
-    Work,
-    forecast,
-    gains,
-)
+from penstock.engine.forecast import Forecast, More, forecast, gains
+from penstock.engine.machines import BLOCK_SIZE, CONTEXT, PROCESS, TABLES, Machine, Work
 from penstock.weights.streaming.residency import padded
 from penstock.weights.streaming.ring import Link, Rates
 

@@ -16,7 +16,8 @@ from penstock.base.tiers import Tier
 from penstock.base.units import format_rate, format_size
 from penstock.engine.contexts import LongRoom
 from penstock.engine.costs import StepCosts
-from penstock.engine.forecast import PROCESS, Forecast, Gain, Pace, gains
+from penstock.engine.forecast import Forecast, Gain, Pace, gains
+from penstock.engine.machines import PROCESS
 from penstock.engine.plan import BootPlan
 from penstock.weights.streaming.ring import Link
 

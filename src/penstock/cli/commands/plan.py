@@ -22,7 +22,8 @@ from penstock.cli.options import engine_flags, with_options
 from penstock.cli.plan_report import ASSUMED, Figure, Report, Setting
 from penstock.cli.terminal import one_line, say
 from penstock.engine.costs import costs_file, read_costs
-from penstock.engine.forecast import Machine, Work, forecast
+from penstock.engine.forecast import forecast
+from penstock.engine.machines import Machine, Work
 from penstock.weights.jsonfile import read_object
 from penstock.weights.streaming.ring import Rates
 

@@ -8,18 +8,21 @@ SLOT_BITS = 24
 MOST_SLOTS = 1 << SLOT_BITS
 """Most records of a segment."""
 FIXED_BYTES = 64 << 10
-"""Of the cap, for all that does not grow with it."""
+"""Bytes of the cap for all that does not grow with it."""
 JOURNAL_BYTES = 4 * ENTRY_BYTES
 """Bytes of the journal for a slot: three entries, and one in a new journal beside it."""
 
 
 def planned_bytes(slots: int, record_bytes: int) -> int:
-    """What a segment may take of the disk. A file system says in so many bytes for a page where it is, if it
-    has to for each."""
+    """Return the most that a segment takes of the disk.
+
+    A file system says in so many bytes for a page where it is, if it has to for each.
+    """
     size = in_pages(slots * ENTRY_BYTES) + slots * in_pages(record_bytes)
     return size + in_pages(size // 256) + DIRECT_ALIGNMENT
 
 
 def least_cap(record_bytes: int) -> int:
-    """The smallest cap in bytes that `sizes` accepts: two segments of one record, and what does not grow."""
+    """Return the smallest cap in bytes of which a store can be made: two segments of one record, and what
+    does not grow."""
     return FIXED_BYTES + 2 * (planned_bytes(1, record_bytes) + JOURNAL_BYTES)
