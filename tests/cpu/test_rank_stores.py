@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import forks
 import tiny
 from crews import children
 from far import SETTINGS, Ask, answers, check, layout_of
@@ -112,6 +113,7 @@ def test_a_block_is_there_when_every_rank_has_it(rank: int, tmp_path: Path) -> N
 
 
 def test_a_rank_that_is_killed_leaves_at_worst_a_miss(tmp_path: Path) -> None:
+    forks.ready()
     before = set(children())
     with keeping(tmp_path) as llm:
         [follower] = set(children()) - before
