@@ -87,7 +87,7 @@ def measured(
     for layer, (k, q) in enumerate(zip(keys, queries, strict=True)):
         blocks = (len(k) - len(q) - NEAR) // BLOCK
         far, near = k[: blocks * BLOCK].view(blocks, BLOCK, *k.shape[1:]), k[blocks * BLOCK : len(k) - len(q)]
-        layout = SketchLayout(BLOCK, k.shape[1], k.shape[2], k.dtype, bits)
+        layout = SketchLayout(BLOCK, k.shape[1], k.shape[2], str(k.dtype).removeprefix("torch."), bits)
         sketches = sketch(far.contiguous(), layout)
         group = q.shape[1] // k.shape[1]
         wide = far.double().repeat_interleave(group, 2)

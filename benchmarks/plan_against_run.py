@@ -31,7 +31,8 @@ from penstock.bench.shapes import LAYERS_OF, SHAPES
 from penstock.bench.speed.latency import BenchKind, LatencyBench, run
 from penstock.bench.speed.setup import Target
 from penstock.engine.costs import StepCosts, keep_costs, read_costs
-from penstock.engine.forecast import Machine, Work, forecast
+from penstock.engine.forecast import forecast
+from penstock.engine.machines import Machine, Work
 from penstock.engine.passes import UseWork
 from penstock.memory.device import total_memory
 from penstock.weights.streaming.ring import StreamRates

@@ -46,7 +46,8 @@ from penstock.bench.speed.measure import Laps
 from penstock.bench.speed.streaming import scratch
 from penstock.bench.warming import BRIEF, RULE, Rule, Timed, timed
 from penstock.engine.boot import Booted, boot
-from penstock.engine.forecast import CONTEXT, FIXED, PROCESS, Machine, Work, forecast
+from penstock.engine.forecast import forecast
+from penstock.engine.machines import CONTEXT, FIXED, PROCESS, Machine, Work
 from penstock.engine.placing import Override
 from penstock.memory.arena import Arena
 from penstock.memory.device import give_back

@@ -23,7 +23,7 @@ from penstock import LLM, Completion, SamplingParams
 from penstock.arch.layout import KVLayout, kv_layout
 from penstock.engine import parts
 from penstock.kv.movement import carrier
-from penstock.kv.store.diskpool import record_bytes
+from penstock.kv.movement.sizes import record_bytes
 from penstock.memory.streams import CallerStream, HostTicket, Pieces, Stream, ThreadStream, Ticket
 
 LIMIT = 1e-4

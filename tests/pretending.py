@@ -7,6 +7,7 @@ there. Kernels of ours are noted or shown, and never run. In a process where Tri
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,23 +23,33 @@ from penstock.arch.layout import group_layouts, kv_layout
 from penstock.arch.shards import WHOLE
 from penstock.base.config import Config
 from penstock.bench.shapes import LAYERS_OF, SHAPES
-from penstock.engine.parts import blank_runner, make_runner
+from penstock.engine import parts
+from penstock.engine.contexts import LongRoom
+from penstock.engine.parts import blank_runner, make_carrier, make_runner
 from penstock.engine.plan import Hardware, Outline
 from penstock.engine.settling import Settled
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.host import HostLedger
+from penstock.kv.movement import carrier
 from penstock.kv.movement.pool import KVPool
+from penstock.memory.arena import Arena
+from penstock.memory.streams import CallerStream
 from penstock.ops.attention import dense
 from penstock.ops.kernels import noted
 from penstock.ops.triton import experts
-from penstock.sched.rules import Limits
+from penstock.sched.rules import Limits, PrefixRule
+from penstock.sched.scheduler import Scheduler, Storage
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.views import Blank
 from penstock.worker import ahead
 from penstock.worker.runner import Runner
 from penstock.worker.warmup import kernel_steps, largest_step, small_steps
+from worlds import sampling
 
 DEVICE = torch.device("cuda", 0)
 CAPABILITY = (9, 0)
+PAGES = 24
 _SMALL = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 _MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
@@ -92,6 +103,9 @@ def pretended() -> Iterator[None]:
             "get_device_properties": lambda _: properties,
         }.items():
             patched.enter_context(patch.object(torch.cuda, name, value))
+        patched.enter_context(patch.object(parts, "streams_both_ways", lambda _: (CallerStream(),) * 3))
+        patched.enter_context(patch.object(carrier, "more_streams", lambda *_: (CallerStream(),) * 2))
+        patched.enter_context(patch.object(Arena, "_register", lambda *_: None))
         patched.enter_context(patch.object(dense, "dense", dense.dense_reference))
         patched.enter_context(patch.object(experts, "_shared_memory", lambda _: SHARED[90]))
         patched.enter_context(Pretended())
@@ -104,7 +118,8 @@ def settled(name: str) -> Settled:
     groups = group_layouts(spec, shape.names, dtype)
     hardware, kv = Hardware(True, 1 << 40, 1 << 40, 0, 0, kernels=True, pdl=True), kv_layout(spec, dtype, 16)
     settings = Config(Path(), block_size=16)
-    return Outline(settings, hardware, spec, WHOLE, dtype, limits, False, 1 << 40, groups, kv, None)
+    far = LongRoom(kv, 128, 64, 128)
+    return Outline(settings, hardware, spec, WHOLE, dtype, limits, False, 1 << 40, groups, kv, far)
 
 
 def key(function: Any, arguments: dict[str, Any]) -> Key:
@@ -144,14 +159,37 @@ def rehearsed(name: str, *, recorded: bool) -> tuple[set[Key], set[Key]]:
 
 
 def requested(name: str) -> set[Key]:
-    """The kernels that the whole model's steps launch: decode steps of many sizes, prompts, all at once."""
+    """The kernels that the whole model's steps launch: decode steps of many sizes, prompts, all at once; and
+    of requests that the pages do not hold, from the first chunk on."""
     found = settled(name)
     weights = Blank(found.layouts, DEVICE)
     runner: Runner = make_runner(found, DEVICE, None)
-    runner.attach(weights, KVPool(found.kv, 1, DEVICE), early=True)
+    assert found.far is not None
+    runner.attach(weights, KVPool(found.kv, PAGES, DEVICE), make_carrier(found.far, DEVICE), early=True)
     sizes = found.sizes
     plans: list[Plan] = [*kernel_steps(sizes), *small_steps(sizes), largest_step(sizes, past=2048)]
-    return set[Key]().union(*(launched(lambda plan=plan: runner.run(plan)) for plan in plans))
+    kernels = set[Key]().union(*(launched(lambda plan=plan: runner.run(plan)) for plan in plans))
+    scheduler = Scheduler(
+        BlockLedger(PAGES),
+        replace(found.limits, max_step_tokens=128),
+        PrefixRule(bytes(16)),
+        Storage(HostLedger(found.far.blocks)),
+    )
+
+    def step() -> None:
+        plan = scheduler.plan()
+        tiled.append(sum(share.cold_start > 0 for share in plan.shares))
+        scheduler.commit(plan, runner.run(plan))
+
+    # Two that begin alike share tiles, a third is long by itself, and short ones come between them.
+    tiled = list[int]()
+    lengths = (500, 20, 430, 5, 400)
+    for length in lengths:
+        scheduler.submit([at * (1 + (length == 400)) % 1000 for at in range(length)], sampling(), 9)
+    while scheduler.busy:
+        kernels |= launched(step)
+    assert {1, 2, 3} <= set(tiled), tiled
+    return kernels
 
 
 if __name__ == "__main__":

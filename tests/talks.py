@@ -23,8 +23,8 @@ from penstock import LLM, Completion
 from penstock.api.stream import CompletionStream
 from penstock.kv.ledger.host import HostLedger
 from penstock.kv.movement import carrier
+from penstock.kv.movement.sizes import record_bytes
 from penstock.kv.store.blocks import BlockStore
-from penstock.kv.store.diskpool import record_bytes
 from penstock.kv.store.segments import SegmentFile
 from penstock.memory.streams import Stream as Queue
 from penstock.sched import arrivals

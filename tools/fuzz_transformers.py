@@ -36,7 +36,7 @@ from penstock import LLM, Completion, SamplingParams
 from penstock.arch.families import read_spec
 from penstock.arch.layout import kv_layout
 from penstock.base.errors import BudgetError, ConfigError, UnsupportedModelError
-from penstock.kv.store.diskpool import record_bytes
+from penstock.kv.movement.sizes import record_bytes
 from penstock.sched import arrivals
 from penstock.sched.rates import Rates
 

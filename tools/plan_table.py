@@ -14,7 +14,8 @@ from penstock.base.errors import BudgetError
 from penstock.base.units import format_size
 from penstock.cli.commands.plan import MACHINES, kept_costs, machine_of, open_model, settle
 from penstock.cli.plan_report import WORDS, format_count, format_figure, format_pace
-from penstock.engine.forecast import Forecast, Work, forecast
+from penstock.engine.forecast import Forecast, forecast
+from penstock.engine.machines import Work
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, SHAPES, RESULTS = ROOT / "docs" / "plans.md", ROOT / "benchmarks" / "shapes", ROOT / "docs" / "results"

@@ -20,7 +20,7 @@ from penstock.bench.speed.replay import ReplayBench, ReplayReport, replay
 from penstock.bench.speed.setup import Target
 from penstock.bench.traces.simulation import requests
 from penstock.cli.main import main
-from penstock.kv.store.diskpool import record_bytes
+from penstock.kv.movement.sizes import record_bytes
 from penstock.sched import arrivals
 from penstock.sched.rates import Rates
 from penstock.weights.checkpoint.reader import Checkpoint

@@ -32,12 +32,13 @@ from penstock.arch.layout import KVLayout
 from penstock.base.errors import DeviceError, EngineClosedError
 from penstock.engine.engine import Step
 from penstock.kv.movement import staging
-from penstock.kv.movement.carrier import Carrier, Disk, Streams
+from penstock.kv.movement.carrier import Carrier, Streams
 from penstock.kv.movement.hostpool import HostPool
+from penstock.kv.movement.sizes import Disk, record_bytes
 from penstock.kv.movement.staging import ReadAhead, Run, Slots, WriteBehind
 from penstock.kv.movement.tiles import Outbox, Tile, TileRing
 from penstock.kv.store import diskpool
-from penstock.kv.store.diskpool import READERS, DiskPool, LostKV, Rows, record_bytes
+from penstock.kv.store.diskpool import READERS, DiskPool, LostKV, Rows
 from penstock.memory.disk import DirectFile
 from penstock.memory.streams import CallerStream, HostTicket, Stream, ThreadStream, Ticket, streams_both_ways
 from penstock.memory.tasks import Task, wait

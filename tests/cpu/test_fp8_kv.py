@@ -3,6 +3,7 @@ engine."""
 
 import contextlib
 import functools
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -25,13 +26,14 @@ from penstock.bench.shapes import SHAPES
 from penstock.cli.main import main
 from penstock.engine.contexts import LongRoom, long_room
 from penstock.engine.hardware import read_hardware
-from penstock.kv.movement.carrier import Carrier, Disk, Send, Streams, chosen_bytes
-from penstock.kv.movement.chosen import sketch_layout
+from penstock.kv.movement.carrier import Carrier, Send, Streams
 from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.movement.pool import KVPool
-from penstock.kv.movement.sizes import carrier_bytes
+from penstock.kv.movement.sizes import Disk, carrier_bytes, chosen_bytes, sketch_layout
 from penstock.kv.movement.tiles import Outbox, Tile, TileRing, from_fp8, to_fp8
+from penstock.kv.store.blocks import BlockStore
 from penstock.memory.streams import CallerStream, Pieces, ThreadStream, Ticket
+from penstock.sched.rates import Rates
 from penstock.sched.rules import Limits
 from penstock.step.plan import BlockId, HostBlockId, Order
 from penstock.weights.checkpoint.shape import Shape
@@ -531,6 +533,43 @@ def test_disk_changes_nothing(tmp_path: Path) -> None:
         "bfloat16", host_kv_dtype="fp8", host_kv_memory=near, disk_kv_memory="1MiB", kv_directory=tmp_path
     )
     assert list(map(everything, found)) == list(map(everything, answers("bfloat16", "fp8")))
+
+
+def test_blocks_in_fp8_outlive_the_process_and_are_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process reads them and says what this one says of the same blocks. Where blocks rest in another
+    dtype, none are found."""
+    monkeypatch.setattr(BlockStore, "noted", lambda _: b"")
+    monkeypatch.setattr(Rates, "computed_first", lambda *_: 0)  # What can be loaded is.
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=-1)
+    whole = len(PROMPTS[0]) // 8 * 8
+
+    def asked(kind: str, times: int) -> list[Completion]:
+        place = {"kv_directory": tmp_path, "cache": tmp_path / "cache", "disk_kv_memory": "8MiB"}
+        settings = {**FOLDED, **SMALL, **place, "host_kv_dtype": kind, "dtype": "bfloat16"}
+        with LLM(tiny.checkpoint("llama"), **settings) as llm:  # type: ignore[arg-type]
+            found = []
+            for _ in range(times):
+                found += llm.generate([PROMPTS[0]], params)
+                llm.booted.engine.scheduler.ledger.forget()  # In pages the newest blocks are exact.
+            llm.booted.engine.tend(10.0)
+            tiers = llm.stats().tiers
+            assert tiers is not None
+            assert tiers.inward.lost == tiers.outward.lost == 0
+        return found
+
+    computed, reused = asked("fp8", 2)
+    assert (computed.cached_tokens, reused.cached_tokens) == (0, whole)
+    [other] = asked("auto", 1)
+    assert other.cached_tokens == 0
+    for kind, same in (("fp8", reused), ("auto", None)):
+        [again] = asked(kind, 1)
+        assert again.cached_disk == whole
+        assert same is None or everything(again) == everything(same)
+    sizes = [json.loads(path.read_text())["record_bytes"] for path in tmp_path.glob("*/store.json")]
+    exact = kv_of_heads(3, 8, 2, 16, "bfloat16")
+    assert sorted(sizes) == [exact.in_fp8.block_bytes, exact.block_bytes]
 
 
 def test_a_policy_that_chooses_everything_changes_nothing() -> None:

@@ -19,6 +19,7 @@ import tiny
 from packs import read_group
 from penstock import LLM, Completion, SamplingParams
 from penstock.api.llm import SHIPPED_MODEL
+from penstock.arch.shards import Shard
 from penstock.base.config import Config
 from penstock.base.errors import CheckpointError
 from penstock.engine.settling import Settled, settle
@@ -94,6 +95,8 @@ def test_every_fact_is_part_of_the_root(tmp_path: Path) -> None:
         ):
             roots[name] = root_of(replace(config, **{name: value}), checkpoint, known)  # type: ignore[arg-type]
         roots["dtype"] = root_of(config, checkpoint, replace(known, dtype="bfloat16"))
+        for shard in (Shard(0, 2), Shard(1, 2), Shard(0, 3)):
+            roots[str(shard)] = root_of(config, checkpoint, replace(known, shard=shard))
         others = list(specs.neighbours(known.spec))
         for number, other in enumerate(others):
             roots[f"spec {number}: {other}"] = root_of(config, checkpoint, replace(known, spec=other))
@@ -102,7 +105,7 @@ def test_every_fact_is_part_of_the_root(tmp_path: Path) -> None:
     with Checkpoint.open(model) as checkpoint:
         roots["weights"] = root_of(config, checkpoint, known)
     assert len(others) > 30
-    assert len(set(roots.values())) == len(roots) == len(others) + 8
+    assert len(set(roots.values())) == len(roots) == len(others) + 11
 
 
 def test_under_a_policy_what_it_reads_is_part_of_the_root(tmp_path: Path) -> None:

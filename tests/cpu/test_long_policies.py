@@ -47,6 +47,29 @@ def apart(one: list[Completion], other: list[Completion]) -> float:
     return max(abs(a.logprob - b.logprob) for a, b in pairs)
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"attention_policy": "topk:3", "prefill_policy": "topk:2"},
+        {"prefill_policy": "vertical_slash:2,1,3", "missed_limit": 0.99},
+        {"attention_policy": "window:8,16", "prefill_policy": "window:8,16", "missed_limit": 0.99},
+    ],
+    ids=["best", "slash, limited", "window, limited"],
+)
+def test_two_ranks_choose_what_one_does(chosen: dict[str, object]) -> None:
+    """By the heads of both, and read the rest where one of them misses too much."""
+    alone, one = answer("llama", **FAR, **chosen)
+    together, both = answer("llama", **FAR, **chosen, tensor_parallel=2)
+    assert one is not None
+    assert both is not None
+    assert [found.tokens for found in together] == [found.tokens for found in alone]
+    assert apart(together, alone) < 1e-4
+    counts = [(found.choices, found.blocks, found.blocks_read, found.fallbacks) for found in (one, both)]
+    assert counts[0] == counts[1]
+    assert one.blocks > one.blocks_read > 0
+    assert bool(one.fallbacks) == ("missed_limit" in chosen)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_everything_is_exact(name: str, tmp_path: Path) -> None:
     """By a policy that takes all blocks, or by falling back to all: rows, runs, and both with blocks on

@@ -24,10 +24,10 @@ from penstock.engine.hardware import read_hardware
 from penstock.engine.plan import Hardware, limits_of
 from penstock.engine.settling import settle
 from penstock.engine.team import Place
-from penstock.kv.movement.chosen import sketch_layout
 from penstock.kv.movement.hostpool import HostPool
-from penstock.kv.store.diskpool import record_bytes
-from penstock.kv.store.segments import StoreError, least_cap, sizes
+from penstock.kv.movement.sizes import record_bytes, sketch_layout
+from penstock.kv.store.segments import StoreError, sizes
+from penstock.kv.store.sizes import least_cap
 from penstock.memory.arena import Arena, PinningError
 from penstock.sched.rules import Limits
 from penstock.step.plan import HostBlockId
@@ -316,6 +316,7 @@ def test_ranks_agree_on_the_least_room_that_any_has() -> None:
     assert mine.far is not None
     assert mine.far.disk is not None
     smaller = {mine.far.blocks: 5, mine.far.disk.blocks: 7, mine.far.tile_tokens: 64, 512: 100}
+    smaller |= {mine.far.store_bytes: 0}
     other = SimpleNamespace(least=lambda value: min(value, smaller[value]))
     found = Place(CPU, Shard(0, 2), other).agree(mine)  # type: ignore[arg-type]
     assert found.far is not None

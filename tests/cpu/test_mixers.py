@@ -23,8 +23,8 @@ from penstock.arch.mixers.mixer import Plane
 from penstock.cli.main import main
 from penstock.kv.movement.carrier import Carrier, Streams
 from penstock.kv.movement.pool import KVPool
+from penstock.kv.movement.sizes import record_bytes
 from penstock.kv.movement.tiles import Tile, as_rested
-from penstock.kv.store.diskpool import record_bytes
 from penstock.memory.streams import CallerStream
 from penstock.sched.rates import Rates
 from penstock.step.params import SamplingParams

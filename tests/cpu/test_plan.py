@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "benchmarks" / "shapes"
 SMALL = ["--device-memory", "9GiB", "--host-memory", "5GiB"]
 """A machine on which 8B has weights on every tier."""
+FAR = ["--machine", "desktop-24", "--context", "131072", "--device-memory", "20GiB"]
+"""One on which KV of such a context rests in host memory."""
 
 
 def text_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -63,8 +65,10 @@ def json_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
             "--step-tokens",
             "256",
         ],
+        ["8B", *FAR],
+        ["8B", *FAR, "--tensor-parallel", "2", "--host-memory", "40GiB", "--device-memory", "11GiB"],
     ],
-    ids=["three tiers", "resident", "cpu", "experts", "no disk"],
+    ids=["three tiers", "resident", "cpu", "experts", "no disk", "far", "ranks"],
 )
 def test_the_line_has_every_number_of_the_table(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -94,6 +98,11 @@ def test_the_line_has_every_number_of_the_table(
             str(count) for count in tier["groups"].values()
         ]
     expected += [str(count) for count in found["kinds"].values()]
+    if found["ranks"] > 1:
+        expected += [str(found["ranks"])]
+    if far := found["far"]:
+        expected += [format_size(far["host_bytes"]), format_size(far["device_bytes"])]
+        expected += [f"{far['host_blocks'] * 32:,}", f"{far['tile_tokens']:,}", f"{far['chunk_tokens']:,}"]
     for kind in ("decode", "prefill"):
         pace = found[kind]
         expected += [format_pace(pace["tokens_per_second"]), format_seconds(pace["seconds"]), pace["binding"]]
@@ -112,6 +121,20 @@ def test_the_line_has_every_number_of_the_table(
         if number not in numbers | remarks
     ] == []
     assert all(word in expected for word in re.findall(r"bound by the (\w+)", table))
+
+
+def test_far_kv_is_printed_with_what_was_decided_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--host-kv-dtype", "fp8", "--attention-policy", "topk:64", "--tensor-parallel", "2"]
+    arguments = ["8B", *FAR, *asked, "--host-memory", "60GiB", "--device-memory", "11GiB"]
+    table, far = text_of(capsys, *arguments), json_of(capsys, *arguments)["far"]
+    assert (far["dtype"], far["policies"]) == ("float8_e4m3fn", ["topk:64", "full"])
+    assert far["host_blocks"] * 32 == 131_072
+    assert re.search(r"^KV beyond the device\n  .* hold KV in fp8 for 131,072 tokens$", table, re.MULTILINE)
+    assert f"tiles of {far['tile_tokens']:,} tokens and chunks of 8,192" in table
+    assert "attention policies read less" in table
+    assert "of weights in bfloat16 on each of 2 ranks" in table
+    assert "What ranks exchange takes time, too, which is left out." in table
+    assert json_of(capsys, "8B", *SMALL)["far"] is None
 
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def sketched(keys: Tensor, block_size: int, bits: int) -> tuple[Tensor, SketchLayout]:
-    layout = SketchLayout(block_size, keys.shape[1], keys.shape[2], keys.dtype, bits)
+    dtype = str(keys.dtype).removeprefix("torch.")
+    layout = SketchLayout(block_size, keys.shape[1], keys.shape[2], dtype, bits)
     return sketch(keys.view(-1, block_size, *keys.shape[1:]), layout), layout
 
 
@@ -210,7 +211,7 @@ class TestSketch:
     @pytest.mark.parametrize(("bits", "most"), [(0, 1 / 32), (4, 0.3), (8, 0.55)])
     def test_is_as_small_as_it_says(self, dtype: torch.dtype, bits: int, most: float) -> None:
         """Beside the keys, of blocks of 64 tokens, in bfloat16."""
-        layout = SketchLayout(64, 2, 64, torch.bfloat16, bits)
+        layout = SketchLayout(64, 2, 64, "bfloat16", bits)
         assert layout.bytes <= most * 64 * 2 * 64 * 2
         keys = torch.randn(128, 2, 64).to(dtype)
         found, layout = sketched(keys, 64, bits)

@@ -27,7 +27,7 @@ from penstock.base.errors import BudgetError, ConfigError, StepMemoryError, Unsu
 from penstock.cli.main import main
 from penstock.engine.budget import Demand, divide, weights_room
 from penstock.engine.draft import check_draft
-from penstock.kv.store.diskpool import record_bytes
+from penstock.kv.movement.sizes import record_bytes
 from penstock.server.monitoring.state import TierPart, _on_device
 from penstock.step.params import SamplingParams
 from penstock.step.plan import BlockId, Plan, Row, Share, ShareKind

@@ -259,10 +259,6 @@ def test_a_sum_that_failed_at_the_start_is_an_error_there_and_nobody_waits_for_o
     ("settings", "message"),
     [
         (
-            {"tensor_parallel": 2, "host_kv_memory": "1MiB", "attention_policy": "topk:1"},
-            "attention policies choose on a single device",
-        ),
-        (
             {"tensor_parallel": 2, "host_kv_memory": 0, "disk_kv_memory": "1MiB"},
             "allow host_kv_memory beside disk_kv_memory",
         ),

@@ -17,7 +17,7 @@ from penstock.engine.boot import boot
 from penstock.engine.placing import Override
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.writer import write_pack
-from penstock.weights.streaming.residency import Limits
+from penstock.weights.streaming.residency import WeightLimits
 from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.runner import Runner
 
@@ -86,7 +86,7 @@ def test_a_target_that_streams_and_packs(tmp_path: Path) -> None:
     with opened(QWEN, None) as booted:
         whole = booted.weights.bytes
     for target, draft in (packs, (QWEN, packs[1]), (packs[0], LLAMA)):
-        some = Override(limits=Limits(whole // 2, whole))
+        some = Override(limits=WeightLimits(whole // 2, whole))
         with opened(target, draft, override=some) as booted:
             assert booted.weights.bytes < whole
             assert not booted.weights.placement.everything_resident

@@ -36,7 +36,7 @@ def test_bounds_hold(dtype: torch.dtype, bits: int, dim: int) -> None:
     """Of 300 blocks, for one query and for several."""
     rng = torch.Generator("cuda").manual_seed(bits)
     keys = torch.randn(300 * 64, 2, dim, generator=rng, device="cuda").to(dtype)
-    layout = SketchLayout(64, 2, dim, dtype, bits)
+    layout = SketchLayout(64, 2, dim, str(dtype).removeprefix("torch."), bits)
     sketches = sketch(keys.view(300, 64, 2, dim), layout)
     for queries in (1, 19):
         q = torch.randn(queries, 8, dim, generator=rng, device="cuda") * 0.3

@@ -8,7 +8,7 @@ pytest.importorskip("transformers")
 import tiny
 from pairs import DRAFT, TARGET, opened, ranks_of, say_both, speculate
 from penstock.engine.placing import Override
-from penstock.weights.streaming.residency import Limits
+from penstock.weights.streaming.residency import WeightLimits
 from penstock.worker.runner import Runner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -26,7 +26,7 @@ def test_each_says_what_it_says_alone(graphs: bool, ahead: bool, streams: bool) 
     if streams:
         with opened(PATHS[0], None, **SETTINGS) as booted:
             whole = booted.weights.bytes
-        override = Override(limits=Limits(whole // 2, whole))
+        override = Override(limits=WeightLimits(whole // 2, whole))
     with opened(*PATHS, override=override, graphs=graphs, **SETTINGS) as booted:
         runner, budget = ranks_of(booted), booted.budget
         assert isinstance(runner, Runner)

@@ -106,7 +106,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         ("run", ["Prompt", "Sampling", "Output", "Engine"]),
         ("chat", ["Prompt", "Sampling", "Output", "Engine"]),
         ("pack", ["Pack"]),
-        ("plan", ["Machine", "Work", "Output"]),
+        ("plan", ["Machine", "Work", "Engine", "Output"]),
     ],
 )
 def test_every_option_is_explained_in_a_section(

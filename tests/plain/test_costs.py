@@ -21,7 +21,8 @@ from penstock.engine.costs import (
     prompt_seconds,
     read_costs,
 )
-from penstock.engine.forecast import Machine, Work, forecast
+from penstock.engine.forecast import forecast
+from penstock.engine.machines import Machine, Work
 from penstock.engine.passes import UseWork, decode_step, pass_work, prompt_step
 from penstock.weights.streaming.residency import pass_order
 from penstock.weights.streaming.ring import StreamRates

@@ -14,20 +14,12 @@ from penstock.arch import bounds
 from penstock.arch.families import family_of, read_spec
 from penstock.arch.layout import GroupKind, GroupLayout, group_layouts, kv_layout
 from penstock.arch.spec import ModelSpec
+from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
-from penstock.engine.forecast import (
-    BLOCK_SIZE,
-    CONTEXT,
-    PROCESS,
-    TABLES,
-    Forecast,
-    Machine,
-    More,
-    Work,
-    forecast,
-    gains,
-)
+from penstock.engine.contexts import LongRoom, long_room
+from penstock.engine.forecast import Forecast, More, forecast, gains
+from penstock.engine.machines import BLOCK_SIZE, CONTEXT, PROCESS, TABLES, Machine, Work
 from penstock.weights.streaming.residency import padded
 from penstock.weights.streaming.ring import Link, StreamRates
 
@@ -185,6 +177,72 @@ def test_kv_that_the_device_does_not_hold_comes_over_the_link() -> None:
 
 def test_kv_that_fits_stays_on_the_device() -> None:
     assert of(LONG, Machine(64 * GIB, 64 * GIB, FAST, 1e14), replace(WORK, context=1 << 18)).far == 0
+
+
+def with_settings(work: Work, **settings: object) -> Work:
+    return replace(work, settings=Config(Path(), **settings))  # type: ignore[arg-type]
+
+
+FAR_WORK = replace(WORK, context=1 << 18, step_tokens=4096)
+ROOMY = Machine(CONTEXT + (64 * GIB) // TABLES + int(1.5 * whole(DENSE)) + GIB // 2, 64 * GIB, FAST, 1e14)
+
+
+def far_of(found: Forecast) -> LongRoom:
+    assert found.plan.outline.far is not None
+    return found.plan.outline.far
+
+
+def test_the_room_for_far_kv_is_what_a_boot_makes() -> None:
+    """By the same function, of the same settings: tiles, chunks, dtype, policies and sketches."""
+    chosen: dict[str, object] = {"host_kv_dtype": "fp8", "attention_policy": "topk:8", "kv_tile": 1000}
+    found = of(LONG, ROOMY, with_settings(FAR_WORK, **chosen))
+    outline, far = found.plan.outline, far_of(found)
+    assert (far.layout, far.tile_tokens, far.chunk_tokens) == (outline.kv.in_fp8, 992, 4096)
+    assert far.policies is not None
+    assert (far.policies.rows, far.policies.runs) == ("topk:8", None)
+    asked = replace(outline.settings, host_kv_memory=far.blocks * far.layout.block_bytes)
+    resident = whole(DENSE) + found.budget.activations
+    limits, spec, machine = outline.limits, outline.spec, outline.hardware
+    assert far == long_room(asked, spec, limits, outline.kv, machine, outline.total, resident)
+    assert outline.beside >= far.device_bytes
+
+
+def test_kv_in_fp8_takes_half_the_link() -> None:
+    exact, half = (of(LONG, ROOMY, with_settings(FAR_WORK, host_kv_dtype=kind)) for kind in ("auto", "fp8"))
+    assert half.far == pytest.approx(exact.far / 2, rel=0.02)
+    assert half.prefill.copied == pytest.approx(exact.prefill.copied / 2, rel=0.02)
+
+
+def test_far_kv_that_the_host_does_not_hold_is_read_from_disk() -> None:
+    small = replace(ROOMY, host=PROCESS + 2 * GIB)
+    with pytest.raises(BudgetError, match="that host memory has for it; allow"):
+        of(LONG, small, FAR_WORK)
+    found = of(LONG, small, with_settings(FAR_WORK, disk_kv_memory="8GiB"))
+    far = far_of(found)
+    needed = FAR_WORK.context // BLOCK_SIZE
+    assert far.blocks + far.on_disk == needed
+    assert far.store_bytes > 0
+    assert found.decode.read == pytest.approx(found.decode.copied * far.on_disk / needed)
+    assert found.decode.binding is Link.DISK
+    assert found.decode.seconds == pytest.approx(found.decode.read / 5e9)
+    with pytest.raises(BudgetError, match="nor the disk"):
+        of(LONG, small, with_settings(FAR_WORK, disk_kv_memory="1GiB"))
+
+
+def test_ranks_have_a_part_each() -> None:
+    """Half the weights, half the KV, and half of host memory, on a device and a link of its own."""
+    one, two = (of(LONG, ROOMY, with_settings(FAR_WORK, tensor_parallel=ranks)) for ranks in (1, 2))
+    assert far_of(two).blocks == far_of(one).blocks
+    assert two.far == one.far / 2
+    weights = [sum(found.resting(tier) for tier in Tier) for found in (one, two)]
+    assert weights[1] == pytest.approx(weights[0] / 2, rel=0.02)
+    assert two.own.host == one.own.host // 2  # type: ignore[operator]
+    assert (two.own.device, two.own.rates.host_to_device) == (ROOMY.device, FAST.host_to_device)
+    assert two.own.rates.disk_to_host == FAST.disk_to_host / 2
+    assert two.machine == ROOMY
+    assert two.decode.tokens_per_second / one.decode.tokens_per_second > 1.8
+    with pytest.raises(ConfigError, match="ranks were asked for"):
+        of(LONG, ROOMY, with_settings(FAR_WORK, tensor_parallel=64))
 
 
 def test_kv_that_nobody_holds_is_refused() -> None:

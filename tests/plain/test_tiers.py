@@ -205,6 +205,19 @@ def test_what_is_lost_on_its_way_from_the_disk_is_computed(lost: int) -> None:
     assert hall.tiers.counts.lost[Route.IN] == 1
 
 
+@pytest.mark.parametrize("route", [Route.OUT, Route.IN])
+def test_what_some_rank_lacks_all_forget(route: Route) -> None:
+    """A transfer's loss may be one rank's alone: the others still have the record."""
+    disk = DiskLedger(9, [] if route is Route.OUT else [bytes([at]) * 16 for at in range(3)])
+    tiers = Tiers(BlockLedger(4), HostLedger(8), disk=disk)
+    names = Names([bytes([at]) * 16 for at in range(3)], [None] * 3)
+    id = tiers._go(route, names, (), tiers.host.allocate_near(3))
+    tiers.plan()
+    list(tiers.landed([Landed(id, 0.0, (1,), names.keys[1:2] if route is Route.IN else ())]))
+    assert [disk.find(key) for key in names.keys] == [True, False, True]
+    assert tiers.plan()[1] == (names.keys[1],)
+
+
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_pages_for_what_is_lost_on_its_way_to_the_device_are_free_again(lost: int) -> None:
     pages, host, keys = BlockLedger(4), HostLedger(4), [bytes([letter]) * 16 for letter in b"abc"]

@@ -11,10 +11,13 @@ from penstock.arch import bounds
 from penstock.arch.families import TensorNames
 from penstock.arch.layout import GroupKind, group_layouts
 from penstock.arch.spec import ModelSpec
+from penstock.base.config import Config
 from penstock.base.tiers import Tier
 from penstock.base.units import format_rate, format_size
+from penstock.engine.contexts import LongRoom
 from penstock.engine.costs import StepCosts
-from penstock.engine.forecast import PROCESS, FarBytes, Forecast, Gain, Pace, gains
+from penstock.engine.forecast import Forecast, Gain, Pace, gains
+from penstock.engine.machines import PROCESS
 from penstock.engine.plan import BootPlan
 from penstock.weights.streaming.ring import Link
 from penstock.worker.sizes import prefix_blocker, run_counts
@@ -99,8 +102,46 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
+class LongShown:
+    """Shows the room for KV beyond the device, of one rank: blocks, tokens and bytes.
+
+    dtype: of KV there. policies: those for tokens and for prompts. about: all of it in words.
+    """
+
+    host_blocks: int
+    disk_blocks: int
+    tile_tokens: int
+    chunk_tokens: int
+    host_bytes: int
+    device_bytes: int
+    store_bytes: int
+    dtype: str
+    policies: tuple[str, str]
+    about: str
+
+    @classmethod
+    def of(cls, room: LongRoom, settings: Config) -> Self:
+        """Return what is shown of a room that these settings ask for."""
+        return cls(
+            room.blocks,
+            room.on_disk,
+            room.tile_tokens,
+            room.chunk_tokens,
+            room.host_bytes,
+            room.device_bytes,
+            room.store_bytes,
+            room.layout.dtype,
+            (settings.attention_policy, settings.prefill_policy),
+            str(room),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
-    """`kinds`: how many groups there are of each kind. `order`: of a pass, without experts."""
+    """`kinds`: how many groups there are of each kind. `order`: of a pass, without experts.
+
+    ranks: how many compute together; weights, tiers and `far` are then those of the last.
+    """
 
     model: str
     family: str
@@ -111,6 +152,7 @@ class Report:
     batch: int
     context: int
     step_tokens: int
+    ranks: int
     setting: Setting
     everything_resident: bool
     steps: str
@@ -119,6 +161,7 @@ class Report:
     """Says why prefixes are not shared; empty if they are."""
     decode: PaceShown
     prefill: PaceShown
+    far: LongShown | None
     gains: tuple[Gain, ...]
     tiers: tuple[TierHeld, ...]
     kinds: Mapping[str, int]
@@ -127,7 +170,7 @@ class Report:
     @classmethod
     def of(cls, model: str, spec: ModelSpec, names: TensorNames, setting: Setting, found: Forecast) -> Self:
         """Return the report of a forecast for a model."""
-        work, placement = found.work, found.placement
+        work, placement, far = found.work, found.placement, found.plan.outline.far
         layouts = group_layouts(spec, names, work.dtype)
         return cls(
             model=model,
@@ -139,12 +182,14 @@ class Report:
             batch=work.batch,
             context=work.context,
             step_tokens=work.step_tokens,
+            ranks=work.shard.ranks,
             setting=setting,
             everything_resident=found.everything_resident,
             steps=_steps(found.plan),
             prefixes=_prefixes(found.plan),
             decode=PaceShown.of(found.decode),
             prefill=PaceShown.of(found.prefill),
+            far=LongShown.of(far, work.settings) if far else None,
             gains=gains(spec, names, found),
             tiers=tuple(_held(found, tier) for tier in reversed(Tier)),
             kinds=dict(Counter(layout.id.kind.value for layout in layouts)),
@@ -161,6 +206,7 @@ class Report:
             _machine(self.setting),
             _tiers(self),
             _homes(self),
+            *([_far(self.far)] if self.far else []),
             _paces(self),
             _gains(self),
         )
@@ -170,6 +216,8 @@ class Report:
     def title(self) -> str:
         """Name the model, its size and its dtype."""
         size = f"{format_size(self.weights)} of weights in {self.dtype}"
+        if self.ranks > 1:
+            size += f" on each of {self.ranks} ranks"
         return (
             f"{self.model}: {self.family}, {self.layers} layers, {format_count(self.parameters)} parameters, "
             f"{size}"
@@ -183,7 +231,7 @@ class Report:
 
 
 def _held(found: Forecast, tier: Tier) -> TierHeld:
-    machine, budget, weights, ring = found.machine, found.budget, found.resting(tier), found.ring(tier)
+    machine, budget, weights, ring = found.own, found.budget, found.resting(tier), found.ring(tier)
     kv = state = activations = process = 0
     capacity: int | None = None
     if tier is Tier.DEVICE:
@@ -255,10 +303,9 @@ def _tiers(it: Report) -> list[str]:
             *("-" if size is None else format_size(size) for size in (one.capacity, *sizes, one.free)),
         ]
 
-    return _headed(
-        ["Tiers", "capacity", "weights", "ring", "KV", *states, "activations", "process", "free"],
-        map(held, it.tiers),
-    )
+    title = "Tiers of a rank" if it.ranks > 1 else "Tiers"
+    head = [title, "capacity", "weights", "ring", "KV", *states, "activations", "process", "free"]
+    return _headed(head, map(held, it.tiers))
 
 
 def _homes(it: Report) -> list[str]:
@@ -272,7 +319,14 @@ def _homes(it: Report) -> list[str]:
     return [title, *_aligned(rows, "<<")]
 
 
-def _steps(plan: BootPlan[FarBytes]) -> str:
+def _far(far: LongShown) -> list[str]:
+    lines = ["KV beyond the device", *(f"  {part}" for part in far.about.split("; "))]
+    if any(policy != "full" for policy in far.policies):
+        lines.append("  The pace is that of reading all of it; attention policies read less.")
+    return lines
+
+
+def _steps(plan: BootPlan[LongRoom]) -> str:
     if not plan.recorded:
         return f"Every kernel is launched by itself, since {plan.graph_blocker}."
     outline = plan.outline
@@ -281,7 +335,7 @@ def _steps(plan: BootPlan[FarBytes]) -> str:
     return f"Decode steps{runs} are recorded as CUDA graphs."
 
 
-def _prefixes(plan: BootPlan[FarBytes]) -> str:
+def _prefixes(plan: BootPlan[LongRoom]) -> str:
     why = prefix_blocker(plan.outline.spec)
     return f"Prefixes are not shared, since {why}." if why else ""
 
@@ -306,6 +360,8 @@ def _paces(it: Report) -> list[str]:
         "bound by",
     ]
     notes = [f"  {note}" for note in (it.steps, it.prefixes) if note]
+    if it.ranks > 1:
+        notes.append("  What ranks exchange takes time, too, which is left out.")
     return [*_headed(head, [shown("decode", it.decode), shown("prefill", it.prefill)]), *notes]
 
 

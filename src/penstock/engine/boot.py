@@ -31,8 +31,9 @@ from penstock.engine.parts import (
 from penstock.engine.placing import BootContext, Model, Override, PlacedWeights, Say, place, source_of
 from penstock.engine.plan import BootPlan, Rest
 from penstock.engine.settling import Settled, settle
-from penstock.engine.store import carry_rates, open_store, outlives, root_of
+from penstock.engine.store import carry_rates, ledger_of, open_store, outlives, root_of
 from penstock.engine.team import Place, described, device_of, open_described, share_threads, team_config
+from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.store.blocks import BlockStore
 from penstock.memory.device import choose_device, device_name, give_back, left_by, lift_cap
 from penstock.ops.kernels import kernels_of, plain_torch
@@ -97,7 +98,7 @@ def boot(
             models = (model,) if draft is None else (model, draft)
             part, ranks, device = _team(team_config(config, *models), model, opened, context)
         plan, outline = part.plan, part.plan.outline
-        scheduler = make_scheduler(plan, part.root, part.store)
+        scheduler = make_scheduler(plan, part.root, part.disk)
         weights = "all" if plan.rest is Rest.ALL else "some"
         by = f"{config.tensor_parallel} x {device_name(device)}, {weights} weights there"
         engine = Engine(scheduler, ranks, carry_rates(scheduler.tiers.rates, part.store, by))
@@ -193,6 +194,8 @@ class _Part:
     weights: WeightStream
     root: bytes
     store: BlockStore | None
+    disk: DiskLedger | None
+    """The books of what all ranks' stores have."""
 
 
 def _build(config: Config, model: Model, where: Place, opened: ExitStack, context: BootContext) -> _Part:
@@ -234,11 +237,13 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
         weights.load(context.loading)
         drafts = _draft_weights(placed.plan, opened, context, device)
         root = root_of(config, model, outline, say, blocks=blocks)
-        carrier = store = None
+        carrier = store = disk = None
         if outline.far:
             store = open_store(model, outline, root, say)
-            carrier = make_carrier(outline.far, device, context.trace, store)
+            over_ranks = where.group.all_reduce if where.group else None
+            carrier = make_carrier(outline.far, device, context.trace, store, over_ranks)
             opened.callback(carrier.close)
+            disk = ledger_of(store, where, config.block_size) if store is not None else None
         # Behind loading, so that nobody goes on without a rank that failed there.
         plan = placed.plan.agreed(blocks, where.least(placed.plan.rest))
         if plan.compile_again:
@@ -256,7 +261,7 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
             _record(of_draft, runner, say, ModelRole.DRAFT)
         if where.group is not None:
             where.group.check()
-        return _Part(plan, runner, weights, root, store)
+        return _Part(plan, runner, weights, root, store, disk)
 
 
 def _draft_weights(

@@ -1,30 +1,30 @@
 """Contexts longer than the device holds: how much host memory their KV gets, and in which pieces it passes
-through the device."""
+through the device. Plain values: nothing here reaches torch."""
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from penstock.arch.layout import KVLayout
-from penstock.arch.spec import ModelSpec
+from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.units import format_size, parse_size
 from penstock.engine.budget import goes_to_host, usual_activations
 from penstock.engine.plan import Hardware, host_room
-from penstock.kv.movement.carrier import Disk, chosen_bytes, staging_bytes
-from penstock.kv.movement.chosen import Policies, sketch_layout
-from penstock.kv.movement.sizes import carrier_bytes, usual_tile
-from penstock.kv.store.diskpool import record_bytes
-from penstock.kv.store.segments import least_cap
-from penstock.memory.probe import copy_rate, matmul_rate
-from penstock.ops.policies import policy_of
+from penstock.kv.movement.sizes import (
+    Disk,
+    Policies,
+    carrier_bytes,
+    chosen_bytes,
+    record_bytes,
+    sketch_layout,
+    staging_bytes,
+    usual_tile,
+)
+from penstock.kv.store.sizes import least_cap
 from penstock.sched.rules import Limits
 from penstock.worker.sizes import prefix_blocker
 
 _CHUNKS = 1024, 16384
-_MEASURE = 0.2
-"""Seconds."""
 _STEP_PART = 4
 """Activations of a step that was not asked for take at most one part in so many of the device's memory."""
 
@@ -127,8 +127,9 @@ def long_room(
     """Host memory for KV: as much as was asked for, or what a sequence of the length that was asked for takes
     if it does not fit the device. None if nobody needs any.
 
-    total: bytes of the device. resident: what all weights and the largest step take of them. Of several ranks
-    each holds its own heads' KV, in its part of what was asked for. Raises BudgetError, ConfigError.
+    spec: of this rank's part of the model. total: bytes of the device. resident: what all weights and the
+    largest step take of them. Of several ranks each holds its own heads' KV, in its part of what was asked
+    for. Raises BudgetError, ConfigError.
     """
     asked, size, ranks = config.host_kv_memory, layout.block_size, config.tensor_parallel
     policies = _policies(config, spec)  # Refused where they cannot be, whether this room holds KV or not.
@@ -178,8 +179,10 @@ def long_room(
     if config.disk_kv_memory is not None:
         wanted, block = parse_size(config.disk_kv_memory) // ranks, layout.layers * record_bytes(layout)
         on_disk = _whole_blocks(wanted, block, "disk", size)
-        if keeps(config, spec) and ranks == 1:
-            on_disk = min(on_disk, max(needed - room.blocks, 0))
+        directory = config.kv_directory.expanduser()
+        if keeps(config, spec):  # On its way to the disk and back KV takes host memory, too.
+            on_host = replace(room, disk=Disk(1, directory)).within(there).blocks
+            on_disk = min(on_disk, max(needed - on_host, 0))
             left = wanted - on_disk * block
             room = (
                 replace(room, store_bytes=left)
@@ -187,7 +190,7 @@ def long_room(
                 else replace(room, unused_bytes=left)
             )
         if on_disk:
-            room = replace(room, disk=Disk(on_disk, config.kv_directory.expanduser()))
+            room = replace(room, disk=Disk(on_disk, directory))
     room = room.within(there)
     if room.blocks < 1:
         raise BudgetError(
@@ -200,8 +203,7 @@ def long_room(
 
 def keeps(config: Config, spec: ModelSpec) -> bool:
     """Tell whether blocks of KV are kept on the host, and on disk, for later requests."""
-    asked = config.prefix_cache and config.kv_store != "off" and config.host_kv_dtype == "auto"
-    return asked and prefix_blocker(spec) is None
+    return config.prefix_cache and config.kv_store != "off" and prefix_blocker(spec) is None
 
 
 def _whole_blocks(wanted: int, block: int, of: str, tokens: int) -> int:
@@ -214,15 +216,16 @@ def _whole_blocks(wanted: int, block: int, of: str, tokens: int) -> int:
     return wanted // block
 
 
-def measured_chunk(
-    config: Config, spec: ModelSpec, dtype: str, limits: Limits, device: torch.device, total: int
+def usual_chunk(
+    config: Config, spec: ModelSpec, dtype: str, limits: Limits, total: int, *, link: float, arithmetic: float
 ) -> int:
-    """Tokens of a chunk whose attention takes twice as long as its tiles take to come from host memory, four
-    times where some come from disk: as link and arithmetic are measured here. A power of two; no more than
-    the largest step's memory and the context allow."""
-    kind: torch.dtype = getattr(torch, dtype)
-    link, arithmetic = copy_rate(device, seconds=_MEASURE), matmul_rate(device, kind)
-    balance = chunk_in_balance(spec, kind.itemsize, link, arithmetic)
+    """Return the tokens of a chunk whose attention takes twice as long as its tiles take to come from host
+    memory, four times where some come from disk. It is a power of two, and no more than the largest step's
+    memory and the context allow.
+
+    total: bytes of the device. link: bytes/s from host memory to the device. arithmetic: operations/s there.
+    """
+    balance = chunk_in_balance(spec, DTYPE_BYTES[dtype], link, arithmetic)
     chunk, wanted = _CHUNKS[0], (2 if config.disk_kv_memory is None else 4) * balance
     while chunk < min(wanted, _CHUNKS[1], limits.max_length):
         if usual_activations(spec, dtype, 2 * chunk, limits.max_sequences) > total // _STEP_PART:
@@ -238,14 +241,10 @@ def chunk_in_balance(spec: ModelSpec, itemsize: int, link: float, arithmetic: fl
 
 
 def _policies(config: Config, spec: ModelSpec) -> Policies | None:
-    rows, runs = policy_of(config.attention_policy), policy_of(config.prefill_policy)
+    asked = config.attention_policy, config.prefill_policy
+    rows, runs = (None if policy == "full" else policy for policy in asked)
     if rows is None and runs is None:
         return None
-    if config.tensor_parallel > 1:
-        raise ConfigError(
-            "attention policies choose on a single device; leave attention_policy and prefill_policy full, "
-            "or tensor_parallel"
-        )
     if any(window is not None for window in spec.windows):
         raise ConfigError(
             "attention policies are for models without sliding windows; leave attention_policy and "

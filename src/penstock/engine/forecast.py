@@ -12,48 +12,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import comb
-from pathlib import Path
 
 from penstock.arch import bounds
 from penstock.arch.families import TensorNames
-from penstock.arch.layout import (
-    GroupKind,
-    GroupLayout,
-    KVLayout,
-    group_layouts,
-    kv_layout,
-    state_layout,
-)
-from penstock.arch.shards import WHOLE
+from penstock.arch.layout import GroupKind, group_layouts
+from penstock.arch.parts import local_spec
 from penstock.arch.spec import ModelSpec, RopeKind
-from penstock.base.config import Config
-from penstock.base.errors import BudgetError, ConfigError
+from penstock.base.errors import ConfigError
 from penstock.base.tiers import Tier
-from penstock.base.units import format_size
-from penstock.engine.budget import GROWTH, Budget, goes_to_host, on_heap, usual_activations
-from penstock.engine.costs import RECORDED_TOKENS, StepCosts, prompt_seconds
+from penstock.engine.budget import Budget
+from penstock.engine.contexts import LongRoom
+from penstock.engine.costs import RECORDED_TOKENS, prompt_seconds
+from penstock.engine.machines import BLOCK_SIZE, Machine, Work, plan_of
 from penstock.engine.passes import Step, UseWork, decode_step, pass_work, prompt_step
-from penstock.engine.plan import BootPlan, Hardware, Measured, Outline, plan_boot
-from penstock.kv.movement.sizes import carrier_bytes, usual_tile
-from penstock.sched.rules import Limits
-from penstock.weights.streaming.residency import ExpertRoom, Placement, padded, pass_order
+from penstock.engine.plan import BootPlan
+from penstock.weights.streaming.residency import ExpertRoom, Placement, pass_order
 from penstock.weights.streaming.ring import Link, StreamRates
 from penstock.weights.streaming.solver import predict, solve_model
 
-BLOCK_SIZE = 32
-PROCESS = GROWTH + (1200 << 20)
-"""Host memory that a process takes beside weights: what a boot sets aside, and what Python, torch and CUDA
-took on an H200."""
-TABLES = 512
-"""The GPU's page tables take one byte for so many bytes of pinned host memory."""
-CONTEXT = 1000 << 20
-"""Memory of a GPU that its driver takes, and what a boot sets aside for kernels: as it was on an H100 and an
-H200."""
-FIXED = 384 << 20
-"""Memory of a GPU for recorded steps, partial results and what libraries keep, whatever the step: as it was
-on an H100 and an H200."""
-BUFFERS = 40 << 20
-"""Memory that a CPU's library of products keeps: that of eight threads."""
 GB = 10**9
 _TAIL = 4
 """Pages of a long sequence that hold what is nowhere else."""
@@ -62,54 +38,9 @@ MORE = 1.1
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """Bytes that an engine may take on DEVICE and on HOST, rates in bytes/s, and what DEVICE computes in
-    operations/s.
-
-    A disk is there, and large enough, if its rate is above zero. On a CPU `host` is None: DEVICE is in host
-    memory itself, and gives some of its room to the ring through which weights stream from disk.
-    """
-
-    device: int
-    host: int | None
-    rates: StreamRates
-    operations: float
-    costs: StepCosts | None = None
-    """Steps cost this beyond bytes; without it a forecast is a bound of the device."""
-
-    @property
-    def usable(self) -> int:
-        """Weights, KV and activations have so many bytes of DEVICE."""
-        return self.device if self.host is None else max(self.device - CONTEXT - self.host // TABLES, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class FarBytes:
-    """KV beyond the device, by the bytes that it takes of the device and of the host."""
-
-    device_bytes: int
-    host_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """`batch` sequences at once, each of up to `context` tokens, computed at most `step_tokens` in a pass;
-    weights and KV in `dtype`.
-
-    experts_fetched: how many experts a decode step brings to the device, if that was counted; None takes
-    tokens to choose evenly.
-    """
-
-    dtype: str
-    batch: int = 1
-    context: int = 4096
-    step_tokens: int = 8192
-    experts_fetched: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Pace:
-    """Describes passes of one kind in the steady state.
+    """Describes passes of one kind in the steady state. With several ranks all keep one pace, and what they
+    exchange is left out.
 
     tokens: in a pass, of all sequences together. copied, read: bytes of weights, and of KV, that come to
     DEVICE and from DISK in a pass. busy: of its seconds, for how many each link is; of prompts longer than
@@ -146,11 +77,16 @@ class Forecast:
 
     machine: Machine
     work: Work
-    plan: BootPlan[FarBytes]
+    plan: BootPlan[LongRoom]
     placement: Placement
     experts: ExpertRoom | None
     decode: Pace
     prefill: Pace
+
+    @property
+    def own(self) -> Machine:
+        """A rank has so much of the machine, of which the plan speaks; all of it without other ranks."""
+        return self.machine.of_rank(self.work.settings.tensor_parallel)
 
     @property
     def budget(self) -> Budget:
@@ -230,26 +166,26 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
             f"a batch of {work.batch:,} is more than {work.step_tokens:,} tokens a step; every sequence "
             "needs a token a step"
         )
-    layouts = group_layouts(spec, names, work.dtype)
+    layouts = group_layouts(spec, names, work.dtype, work.shard)
     every = pass_order(layouts, spec.tied_embeddings)
     expert = next((layout for layout in layouts if layout.id.kind is GroupKind.EXPERT), None)
-    plan = _plan(spec, layouts, machine, work)
+    own = machine.of_rank(work.settings.tensor_parallel)
+    plan = plan_of(spec, layouts, own, work)
+    spec = local_spec(spec, work.shard)
     placement, experts, far = plan.placement, plan.experts, plan.outline.far
     if not plan.streams:  # A boot takes all groups alike then; a forecast counts experts by themselves.
-        placement, experts, _ = solve_model(
-            layouts, spec.tied_embeddings, plan.limits, machine.rates, disk=False
-        )
+        placement, experts, _ = solve_model(layouts, spec.tied_embeddings, plan.limits, own.rates, disk=False)
 
     def pace(step: Step) -> Pace:
-        arithmetic = _arithmetic(spec, machine, pass_work(spec, work.dtype, every, expert, step), step)
+        arithmetic = _arithmetic(spec, own, pass_work(spec, work.dtype, every, expert, step), step)
         return _pace(
             spec,
-            machine,
+            own,
             placement,
             experts,
             step,
             arithmetic,
-            bool(far),
+            _passing(far, work),
             work.experts_fetched if step.decodes else None,
         )
 
@@ -285,51 +221,14 @@ def gains(spec: ModelSpec, names: TensorNames, now: Forecast) -> tuple[Gain, ...
     return tuple(found)
 
 
-def _plan(
-    spec: ModelSpec, layouts: Sequence[GroupLayout], machine: Machine, work: Work
-) -> BootPlan[FarBytes]:
-    """Return the plan of a boot with KV for all sequences at their longest, no more and no less."""
-    cuda, kv = machine.host is not None, kv_layout(spec, work.dtype, BLOCK_SIZE)
-    blocks = work.batch * -(-work.context // BLOCK_SIZE)
-    tokens = min(work.step_tokens, max(work.batch * work.context, BLOCK_SIZE))
-    activations = usual_activations(spec, work.dtype, tokens, work.batch)
-    activations = activations + FIXED if cuda else on_heap(activations, BUFFERS)
-    state = state_layout(spec, work.dtype).bytes(work.batch)
-    resident, far = sum(map(padded, layouts)) + activations + state, None
-    if cuda and goes_to_host(blocks // work.batch * kv.block_bytes, machine.usable, resident):
-        far = FarBytes(_ways(kv, machine, work), _far_kv(machine, work, blocks * kv.block_bytes))
-    host = machine.host or 0
-    hardware = Hardware(
-        cuda, machine.usable, machine.usable, host, host, process=PROCESS - GROWTH, kernels=cuda
-    )
-    settings = Config(
-        Path(), host_memory=machine.host or None, max_length=work.context, kv_blocks=None if far else blocks
-    )
-    limits = Limits(BLOCK_SIZE, work.step_tokens, work.batch, work.context)
-    outline = Outline(
-        settings, hardware, spec, WHOLE, work.dtype, limits, not cuda, machine.usable, layouts, kv, far
-    )
-    activations += far.device_bytes if far else 0
-    return plan_boot(outline, Measured(activations, hardware, machine.rates.disk_to_host > 0, machine.rates))
-
-
-def _far_kv(machine: Machine, work: Work, far: int) -> int:
-    """Return the bytes of all sequences' KV. Raises BudgetError if host memory does not hold it."""
-    assert machine.host is not None
-    there = max(machine.host - PROCESS, 0)
-    if far > there:
-        raise BudgetError(
-            f"KV of {work.batch:,} x {work.context:,} tokens takes {format_size(far)}, which neither the "
-            "device holds nor the "
-            f"{format_size(there)} that host memory has for it; allow more, or a shorter context"
-        )
-    return far
-
-
-def _ways(layout: KVLayout, machine: Machine, work: Work) -> int:
-    """Bytes of the device through which KV goes to host memory and back."""
-    tile = usual_tile(layout, machine.usable, work.context, "cuda")
-    return carrier_bytes(layout, tile, max(work.step_tokens // BLOCK_SIZE, 1) * BLOCK_SIZE)
+def _passing(far: LongRoom | None, work: Work) -> tuple[float, float] | None:
+    """Return what comes over the link, and from the disk, for each byte of far KV that is read: less than one
+    where it rests in fp8. None if there is none."""
+    if far is None:
+        return None
+    copied, blocks = far.layout.block_bytes / far.layout.exact.block_bytes, far.layout.block_size
+    needed = work.batch * -(-work.context // blocks)
+    return copied, copied * max(needed - far.blocks, 0) / needed
 
 
 # ---- what a pass does
@@ -359,12 +258,12 @@ def _pace(
     experts: ExpertRoom | None,
     step: Step,
     arithmetic: Sequence[float],
-    far: bool,
+    far: tuple[float, float] | None,
     fetched: float | None,
 ) -> Pace:
     """Return how long passes take. Experts are known only once their router has run, so nothing hides their
-    coming; KV that is far comes while everything else goes on, over the same link as weights. fetched: see
-    Work.experts_fetched."""
+    coming; KV that is far comes while everything else goes on, over the same links as weights. far: see
+    `_passing`. fetched: see Work.experts_fetched."""
     dense = predict(placement, machine.rates, arithmetic, placement.piece)
     seconds, copied, read, busy = (
         dense.seconds,
@@ -397,9 +296,12 @@ def _pace(
         seconds = max(seconds, busy[Link.COMPUTE])
     if far:
         tiles = sum(step.far(layer) for layer in range(spec.layers))
-        copied += tiles
-        busy[Link.LINK] += tiles / machine.rates.host_to_device
-        seconds = max(seconds, busy[Link.LINK])
+        copied += tiles * far[0]
+        busy[Link.LINK] += tiles * far[0] / machine.rates.host_to_device
+        if from_disk := tiles * far[1]:
+            read += from_disk
+            busy[Link.DISK] += from_disk / machine.rates.disk_to_host
+        seconds = max(seconds, busy[Link.LINK], busy[Link.DISK])
     return Pace(step.tokens, seconds, copied, read, busy)
 
 

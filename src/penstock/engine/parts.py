@@ -85,14 +85,18 @@ def _make_model(
 def blank_runner(
     settled: Settled, device: torch.device, collectives: RankCollectives | None, *, early: bool
 ) -> Runner:
-    """Return a runner over blank weights and one block of KV, which waits for no other rank. Its model ends a
-    layer behind the first of the last kind: a last layer computes less than others."""
-    spec = settled.spec
+    """Return a runner over blank weights and one block of KV on each side, which waits for no other rank. Its
+    model ends a layer behind the first of the last kind: a last layer computes less than others. Its carrier,
+    if it has one, is to be closed."""
+    spec, far, size = settled.spec, settled.far, settled.limits.block_size
+    if far is not None:
+        far = replace(far, blocks=1, disk=None, tile_tokens=size, chunk_tokens=max(size, 2))
     layers = min(layer_kinds(spec)[-1] + 2, spec.layers)
     short = replace(spec, stack=spec.stack[:layers])
     unsummed = Unsummed(collectives) if collectives else None
-    runner = make_runner(replace(settled, spec=short, draft=None), device, unsummed)
-    runner.attach(Blank(settled.layouts, device), make_pool(settled, 1, device), early=early)
+    runner = make_runner(replace(settled, spec=short, far=far, draft=None), device, unsummed)
+    blank, pool = Blank(settled.layouts, device), make_pool(settled, 1, device)
+    runner.attach(blank, pool, make_carrier(far, device) if far else None, early=early)
     return runner
 
 
@@ -133,12 +137,16 @@ def make_weights(placed: PlacedWeights, device: torch.device, trace: Trace | Non
 
 
 def make_carrier(
-    far: LongRoom, device: torch.device, trace: Trace | None = None, store: BlockStore | None = None
+    far: LongRoom,
+    device: torch.device,
+    trace: Trace | None = None,
+    store: BlockStore | None = None,
+    sum_ranks: Callable[[torch.Tensor], object] | None = None,
 ) -> Carrier:
     """Return what moves KV between the device and the host. It takes over the store; if it cannot be made,
-    that is closed."""
+    that is closed. sum_ranks: see `Chosen`; None without other ranks."""
     try:
-        return Carrier(
+        carrier = Carrier(
             far.layout,
             far.blocks,
             far.tile_tokens,
@@ -154,9 +162,12 @@ def make_carrier(
         if store is not None:
             store.close()
         raise
+    if carrier.chosen is not None and sum_ranks is not None:
+        carrier.chosen.sum_ranks = sum_ranks
+    return carrier
 
 
-def make_scheduler(plan: BootPlan[LongRoom], root: bytes, store: BlockStore | None) -> Scheduler:
+def make_scheduler(plan: BootPlan[LongRoom], root: bytes, disk: DiskLedger | None) -> Scheduler:
     """Return a scheduler over the plan's KV blocks. root: the key that all KV keys begin with."""
     outline, config = plan.outline, plan.outline.settings
     rope, far, size = outline.spec.rope, outline.far, config.block_size
@@ -166,9 +177,6 @@ def make_scheduler(plan: BootPlan[LongRoom], root: bytes, store: BlockStore | No
         rope.original_length if rope.kind is RopeKind.DYNAMIC else None,
     )
     host = HostLedger(far.blocks + far.on_disk, far.on_disk, size) if far else None
-    disk = None
-    if store is not None:
-        disk = DiskLedger(0 if store.read_only else store.capacity, store.keys(), size)
     kept: Store = "off"
     if far and keeps(config, outline.spec):
         kept = "lazy" if config.kv_store == "lazy" else "eager"

@@ -5,13 +5,14 @@ from dataclasses import replace
 import torch
 
 from penstock.arch.layout import group_layouts, kv_layout, state_layout
+from penstock.arch.parts import local_spec
 from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError
 from penstock.base.units import format_size
 from penstock.engine.budget import on_heap, usual_activations
-from penstock.engine.contexts import LongRoom, long_room, measured_chunk
+from penstock.engine.contexts import LongRoom, long_room, usual_chunk
 from penstock.engine.draft import DraftModel, check_draft
 from penstock.engine.hardware import read_hardware
 from penstock.engine.placing import Model, Say
@@ -28,12 +29,15 @@ from penstock.memory.device import (
     give_back,
     library_buffers,
 )
+from penstock.memory.probe import copy_rate, matmul_rate
 from penstock.sched.rules import Limits
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.reader import Pack
 from penstock.weights.streaming.residency import padded
 
 Settled = Outline[LongRoom]
+_MEASURE = 0.2
+"""Seconds for which the link is measured."""
 
 
 def settle(
@@ -76,11 +80,16 @@ def settle(
     resident += activations if hardware.cuda else on_heap(activations, library_buffers(device))
     if draft:
         resident += draft.weights + -(-limits.max_length // limits.block_size) * draft.kv.block_bytes
-    far = long_room(config, spec, limits, kv, hardware, total, resident)
+    mine = local_spec(spec, shard)
+    far = long_room(config, mine, limits, kv, hardware, total, resident)
     if far and hardware.cuda and config.max_step_tokens is None:
-        chunk = measured_chunk(config, spec, dtype, limits, device, total)
+        rates = {
+            "link": copy_rate(device, seconds=_MEASURE),
+            "arithmetic": matmul_rate(device, getattr(torch, dtype)),
+        }
+        chunk = usual_chunk(config, spec, dtype, limits, total, **rates)
         limits = replace(limits, max_step_tokens=max(chunk, limits.max_sequences, config.block_size))
-        far = long_room(config, spec, limits, kv, hardware, total, resident)
+        far = long_room(config, mine, limits, kv, hardware, total, resident)
         give_back(device)
     one_memory = not hardware.cuda and host_room(config, hardware) == 0
     if far and one_memory:

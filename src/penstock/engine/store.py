@@ -10,6 +10,8 @@ from penstock.base.config import Config
 from penstock.base.units import format_size
 from penstock.engine.placing import Model, Say
 from penstock.engine.settling import Settled
+from penstock.engine.team import Place
+from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.ledger.keys import root_key
 from penstock.kv.store.blocks import BlockStore
 from penstock.kv.store.seal import secret_in
@@ -28,13 +30,14 @@ def open_store(model: Model, settled: Settled, root: bytes, say: Say) -> BlockSt
     about = {
         "model": str(getattr(model, "path", settled.spec.family)),
         "family": settled.spec.family,
-        "dtype": settled.dtype,
+        "dtype": far.layout.dtype,
         "block_size": config.block_size,
         "layers": settled.spec.layers,
         "kv_heads": settled.spec.kv_heads,
         "head_dim": settled.spec.head_dim,
+        "part": str(settled.shard),
         "digest_of": "every byte of the weights, architecture and rope, dtype, layout of KV, attention "
-        "policies",
+        "policies, rank",
     }
     secret = secret_in(config.cache.expanduser())
     try:
@@ -49,6 +52,21 @@ def open_store(model: Model, settled: Settled, root: bytes, say: Say) -> BlockSt
             "is not kept"
         )
     return store
+
+
+def ledger_of(store: BlockStore, where: Place, block_size: int) -> DiskLedger:
+    """Return the books of the blocks on disk, which are those that every rank's store has. To be called on
+    all ranks at once.
+
+    A process that was killed may have written a block on some ranks alone. Nobody knows of such a record, so
+    it is forgotten. Where one rank's store is only read, none is written.
+    """
+    keys = store.keys()
+    common = where.common(keys)
+    capacity = where.least(0 if store.read_only else store.capacity)
+    if capacity and len(common) < len(keys):
+        store.forget(set(keys).difference(common))
+    return DiskLedger(capacity, common, block_size)
 
 
 def carry_rates(rates: Rates, store: BlockStore | None, computed_by: str) -> Callable[[], None] | None:
@@ -76,8 +94,8 @@ def root_of(
     config: Config, model: Model, settled: Settled, say: Say = lambda _: None, *, blocks: int = 0
 ) -> bytes:
     """Return the key that all KV keys begin with: a digest of all that the meaning of KV depends on but
-    tokens. The weights are part of it only where KV outlives the process, since to know them every byte of a
-    checkpoint is hashed. Raises CheckpointError.
+    tokens, and of the rank whose part of the KV it is. The weights are part of it only where KV outlives the
+    process, since to know them every byte of a checkpoint is hashed. Raises CheckpointError.
 
     blocks: KV blocks of the device. Under a policy KV also depends on what is there, and not on the host, and
     on how it is cut."""
@@ -103,6 +121,5 @@ def root_of(
             far.chunk_tokens,
             settled.limits.max_step_tokens,
         )
-    return root_key(
-        fingerprint, settled.spec, settled.dtype, config.block_size, config.host_kv_dtype, policies
-    )
+    kinds = settled.dtype, config.host_kv_dtype
+    return root_key(fingerprint, settled.spec, *kinds, config.block_size, policies, settled.shard)

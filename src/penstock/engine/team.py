@@ -1,7 +1,7 @@
 """An engine on several devices: which part of the model each rank has, on which device, and what it exchanges
 with the others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from penstock.base.errors import ConfigError, DeviceError
 from penstock.engine.contexts import LongRoom
 from penstock.engine.placing import Model
 from penstock.engine.plan import Outline
+from penstock.kv.ledger.keys import KEY_BYTES
 from penstock.memory.device import choose_device
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
@@ -48,14 +49,25 @@ class Place:
             return outline
         far, limits = outline.far, outline.limits
         tokens = self.least(limits.max_step_tokens)
-        blocks, on_disk, tile = map(
-            self.least, (far.blocks, far.on_disk, far.tile_tokens) if far else (0, 0, 0)
-        )
+        mine = (far.blocks, far.on_disk, far.tile_tokens, far.store_bytes) if far else (0,) * 4
+        blocks, on_disk, tile, store = map(self.least, mine)
         if far is not None and blocks:
             chunk = tokens // limits.block_size * limits.block_size
             disk = replace(far.disk, blocks=on_disk) if far.disk and on_disk else None
             far = replace(far, blocks=blocks, tile_tokens=tile, chunk_tokens=chunk, disk=disk)
+            if not store:
+                far = replace(far, store_bytes=0)
         return replace(outline, limits=replace(limits, max_step_tokens=tokens), far=far if blocks else None)
+
+    def common(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return those of this rank's keys that all ranks have, in its order. To be called on all at once."""
+        if self.group is None:
+            return list(keys)
+        every = [
+            {message[at : at + KEY_BYTES] for at in range(0, len(message), KEY_BYTES)}
+            for message in self.group.exchange(b"".join(keys))
+        ]
+        return [key for key in keys if all(key in one for one in every)]
 
     def collectives(self, spec: ModelSpec, dtype: str) -> RankCollectives | None:
         """Return what makes sums with the other ranks, None without any. To be called on all at once."""

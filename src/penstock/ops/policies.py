@@ -24,23 +24,39 @@ class Past:
     """Past is the `blocks` whole blocks of keys before queries at positions [start, stop).
 
     They are scored when `scores` is first read.
+
+    score: returns the scores.
+    sum_ranks: puts the sum over all ranks in the place of a tensor, where there are several. A rank scores
+        with its own heads, and all choose the same blocks.
     """
 
     def __init__(
-        self, blocks: int, block_size: int, start: int, stop: int, score: Callable[[], Scores]
+        self,
+        blocks: int,
+        block_size: int,
+        start: int,
+        stop: int,
+        score: Callable[[], Scores],
+        sum_ranks: Callable[[Tensor], object] | None = None,
     ) -> None:
-        self.blocks, self.block_size, self.start, self.stop, self._score = (
-            blocks,
-            block_size,
-            start,
-            stop,
-            score,
-        )
+        self.blocks, self.block_size, self.start, self.stop = blocks, block_size, start, stop
+        self._score, self._sum_ranks = score, sum_ranks
 
     @cached_property
     def scores(self) -> Scores:
         """Return the queries' scores with every block, computed once."""
         return self._score()
+
+    def best(self, count: int) -> Tensor:
+        """Return the blocks with the largest likely shares of attention, summed over queries and the heads of
+        all ranks: bool `[blocks]`."""
+        likely = self.scores.likely
+        shares = likely.softmax(2).sum((0, 1))
+        if self._sum_ranks is not None:
+            self._sum_ranks(shares)
+        keep = torch.zeros(len(shares), dtype=torch.bool, device=likely.device)
+        keep[shares.topk(min(count, len(keep))).indices] = True
+        return keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +117,7 @@ def topk(count: int, *, dense_layers: int = 0) -> Policy:
     def choose(layer: int, past: Past) -> Choice | None:
         if layer < dense_layers or count >= past.blocks:
             return None
-        return _choice(_best(past.scores, count), past.scores)
+        return _choice(past.best(count), past.scores)
 
     return choose
 
@@ -114,7 +130,7 @@ def vertical_slash(columns: int, slashes: Sequence[int]) -> Policy:
     """
 
     def choose(layer: int, past: Past) -> Choice | None:
-        keep = _best(past.scores, columns)
+        keep = past.best(columns)
         for distance in slashes:
             first, last = (
                 past.start // past.block_size - distance,
@@ -138,14 +154,6 @@ def policy_of(text: str) -> Policy | None:
         "vertical_slash": lambda columns, *slashes: vertical_slash(columns, slashes),
     }
     return None if name == "full" else made[name](*values)
-
-
-def _best(scores: Scores, count: int) -> Tensor:
-    """The blocks with the largest likely shares of attention, summed over queries and heads: bool
-    `[blocks]`."""
-    keep = torch.zeros(scores.likely.shape[2], dtype=torch.bool, device=scores.likely.device)
-    keep[scores.likely.softmax(2).sum((0, 1)).topk(min(count, len(keep))).indices] = True
-    return keep
 
 
 def _choice(keep: Tensor, scores: Scores) -> Choice:

@@ -17,62 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.arch.sketches import QUERIES, SketchLayout
 from penstock.ops.activation import soft_cap
 
 _ROUNDING = {"highest": 2.0**-23, "high": 2.0**-10, "medium": 2.0**-7}
 """Relative rounding step of float32 products, by torch's setting: bounds are widened by what the arithmetic
 may have lost."""
-_ALIGNMENT = 16
-"""Bytes of a sketch are a multiple of it, so that its parts can be read as numbers of any size."""
-_QUERIES = 8
-"""Queries scored at a time: meanwhile some times so many numbers are held for each key and head."""
-
-
 _BLOCKS = 64
-"""Blocks sketched at a time, for the same reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class SketchLayout:
-    """SketchLayout says how a block's sketch lies in bytes.
-
-    In this order: least and greatest number of each channel, `[kv_heads, dim]` of the keys' dtype; lengths of
-    remainders, float16 `[kv_heads, block_size]`; numbers, `[kv_heads, block_size, columns]`, with 4 bits
-    those of two channels in a byte.
-
-    block_size: tokens of a block.
-    bits: of a number: 4, 8, or 0 for boxes alone.
-    """
-
-    block_size: int
-    kv_heads: int
-    dim: int
-    dtype: torch.dtype
-    bits: int = 4
-
-    @property
-    def columns(self) -> int:
-        """Return the bytes of a key's numbers.
-
-        With 4 bits byte i has channel i in its low half, and channel i + columns in its high one.
-        """
-        return self.dim if self.bits == 8 else -(-self.dim // 2)
-
-    @property
-    def box_bytes(self) -> int:
-        """Return the bytes of a block's least and greatest numbers."""
-        return 2 * self.kv_heads * self.dim * self.dtype.itemsize
-
-    @property
-    def bytes(self) -> int:
-        """Return the bytes of a block's sketch."""
-        copy = self.kv_heads * self.block_size * (2 + self.columns) if self.bits else 0
-        return -(-(self.box_bytes + copy) // _ALIGNMENT) * _ALIGNMENT
-
-    def scratch_bytes(self, blocks: int, heads: int) -> int:
-        """Bound the bytes that `scores` takes for so many blocks, beside what it returns."""
-        keys = self.block_size * (self.kv_heads * self.dim + 6 * _QUERIES * heads) if self.bits else 0
-        return 4 * blocks * (keys + 6 * self.kv_heads * self.dim + 2 * _QUERIES * heads * self.dim)
+"""Blocks sketched at a time, for the same reason as QUERIES."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +85,7 @@ def scores(q: Tensor, sketches: Tensor, layout: SketchLayout, cap: float | None 
         capped, bounds the capped score.
     """
     unpacked = _Unpacked(sketches, layout)
-    pieces = [_scores(piece, unpacked, layout, cap) for piece in torch.split(q, _QUERIES)]
+    pieces = [_scores(piece, unpacked, layout, cap) for piece in torch.split(q, QUERIES)]
     return Scores(torch.cat([piece.upper for piece in pieces]), torch.cat([piece.likely for piece in pieces]))
 
 
@@ -143,7 +95,7 @@ class _Unpacked:
 
     def __init__(self, sketches: Tensor, layout: SketchLayout) -> None:
         blocks, kv_heads, size, box = len(sketches), layout.kv_heads, layout.block_size, layout.box_bytes
-        boxes = sketches[:, :box].view(layout.dtype).view(blocks, 2, kv_heads, layout.dim)
+        boxes = sketches[:, :box].view(getattr(torch, layout.dtype)).view(blocks, 2, kv_heads, layout.dim)
         self.low, self.high = boxes.float().permute(1, 2, 3, 0)
         self.codes: tuple[Tensor, ...] = ()
         if layout.bits:

@@ -344,13 +344,13 @@ class Tiers:
                 self._want_out(block, name)
 
     def _arrived_on_disk(self, names: Names, lost: set[int], wanted: bool) -> None:
+        """Note what every rank has on disk now. All forget what is lost on one, or is not to be known."""
         assert self.disk is not None
         for index, (key, parent) in enumerate(names):
-            if index not in lost:
-                if wanted:
-                    self.disk.add(key, parent)
-                else:
-                    self.disk.leaving.append(key)
+            if wanted and index not in lost:
+                self.disk.add(key, parent)
+            else:
+                self.disk.leaving.append(key)
 
     def _arrived_on_host(self, transfer: Transfer, names: Names, lost: set[int], wanted: bool) -> None:
         for index, ((key, parent), block) in enumerate(zip(names, transfer.blocks, strict=True)):
@@ -418,7 +418,7 @@ class Tiers:
         for key in keys:
             self._later.pop(key, None)
             if self.disk is not None:
-                self.disk.give_up(key)
+                self.disk.drop(key)
 
     def held(self) -> tuple[list[Sequence[BlockId]], list[Sequence[HostBlockId]]]:
         """Return the pages and the host blocks that transfers hold, and those that are to set out."""

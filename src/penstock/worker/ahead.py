@@ -71,8 +71,13 @@ def compile_ahead(
             _ = compile().run  # By which it is loaded.
 
     with torch.cuda.device(device), suppress(Exception):
-        with ZeroFilled():
-            kernels = noted(make().rehearse(sizes, recorded=recorded))
+        runner = make()
+        try:
+            with ZeroFilled():
+                kernels = noted(runner.rehearse(sizes, recorded=recorded))
+        finally:
+            if runner.carrier is not None:
+                runner.carrier.close()
         with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool:
             try:
                 for done in [pool.submit(ready, kernel) for kernel in kernels]:

@@ -32,7 +32,7 @@ from penstock.worker.inputs import StepTensors
 from penstock.worker.loaded import LoadedModel
 from penstock.worker.sampler import Drawn
 from penstock.worker.sizes import StepSizes, row_counts, run_counts
-from penstock.worker.warmup import HEAD_ROWS, kernel_steps, largest_step, small_steps
+from penstock.worker.warmup import HEAD_ROWS, kernel_steps, largest_step, long_steps, small_steps
 
 _PATIENCE = 0.02
 """Seconds that a step without work waits for a transfer to land."""
@@ -107,9 +107,12 @@ class Runner:
         """Yield calls that launch every kernel of ours that steps of the target need, once or more often.
         After `attach`.
 
-        recorded: whether decode steps and short runs will be recorded.
+        recorded: whether decode steps and short runs will be recorded. With a carrier these are also the
+        kernels of long requests.
         """
         plans = *kernel_steps(sizes), *small_steps(sizes), largest_step(sizes, past=PAST_TILE)
+        if self.target.carrier is not None:
+            plans += (*long_steps(sizes),)
         yield from (partial(self.run, plan) for plan in plans)
         weights, rows, tokens = self.target.weights, sizes.max_sequences, sizes.max_step_tokens
         assert weights is not None, "rehearse before attach"

@@ -1,7 +1,7 @@
 """Steps over blank weights: the largest, by which memory is measured, and small ones, for the kernels that
 they need. Each needs a pool of one block, and leaves nothing behind."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from penstock.ops.attention.gathered import PAST_TILE
@@ -18,6 +18,8 @@ _SMALL_STEPS = ((8, 48), (8, 1024), (0, 48))
 """Rows, and tokens of a run."""
 _ROWS = (1, 2, 8, 17, 33, 64)
 """Rows of a decode step: one number of each class for which products or attention have a kernel."""
+_TILED = (1, 2, 4, 8, 16, 32)
+"""Rows that read one tile: one number of each class for which a tile has a kernel."""
 _RUNS = (16, 512)
 """Tokens of a run behind a past: likewise."""
 
@@ -36,6 +38,38 @@ def kernel_steps(sizes: StepSizes) -> Iterator[Plan]:
             yield _mixed_step(sizes, rows, 0)
     for tokens in _RUNS:
         yield _mixed_step(sizes, 0, tokens)
+
+
+def long_steps(sizes: StepSizes) -> Iterator[Plan]:
+    """Yield steps of requests with one block beyond the device: rows that read its tile side by side, and
+    with another between them, so that every class of rows has one; and a run behind it, of whole blocks."""
+    size = sizes.block_size
+    run = max(size, 2)
+    if sizes.max_length < size + run:
+        return
+    for rows in _TILED:
+        yield from _long_rows(sizes, rows, range(rows))
+        yield from _long_rows(sizes, rows + 1, {*range(rows + 1)} - {rows // 2})
+    yield from _long_rows(sizes, _ROWS[-1], (0,))
+    share = _beyond(_warm_share(0, size, run, size), size, size + run)
+    yield Plan((Admission(share.row, SORTED, share.tokens, ()),), (share,))
+
+
+def _long_rows(sizes: StepSizes, rows: int, long: Collection[int]) -> Iterator[Plan]:
+    """Yield a step of so many rows, if there can be, of which these are long."""
+    size = sizes.block_size
+    if rows > sizes.max_sequences:
+        return
+    shares = [_warm_share(row, size, 1, size) for row in range(rows)]
+    shares = [_beyond(share, size, size) if share.row in long else share for share in shares]
+    yield Plan(tuple(Admission(share.row, SORTED, share.tokens, ()) for share in shares), tuple(shares))
+
+
+def _beyond(share: Share, size: int, stop: int) -> Share:
+    """Return a share whose positions up to `stop` rest on the host after the step, and of them its first
+    block before it."""
+    cold = (HostBlockId(0),) * (stop // size)
+    return replace(share, cold_start=size, cold_stop=stop, near=stop, new_cold=cold)
 
 
 def _mixed_step(sizes: StepSizes, rows: int, tokens: int) -> Plan:

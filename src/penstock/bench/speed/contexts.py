@@ -25,7 +25,7 @@ from penstock.engine.boot import Booted
 from penstock.engine.budget import KV_PART, usual_activations
 from penstock.engine.placing import Say, host_room
 from penstock.engine.settling import choose_limits, device_budget
-from penstock.kv.store.diskpool import record_bytes
+from penstock.kv.movement.sizes import record_bytes
 from penstock.memory.device import give_back, total_memory
 from penstock.memory.probe import copy_rate
 from penstock.weights.streaming.residency import padded

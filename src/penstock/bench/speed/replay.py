@@ -25,7 +25,7 @@ from penstock.bench.speed.setup import Target, opened
 from penstock.bench.traces.simulation import requests
 from penstock.engine.boot import Booted
 from penstock.engine.placing import Say
-from penstock.kv.store.diskpool import record_bytes
+from penstock.kv.movement.sizes import record_bytes
 from penstock.memory.device import give_back
 from penstock.sched.rules import Limits
 from penstock.sched.scheduler import Scheduler

@@ -13,24 +13,38 @@ import click
 
 from penstock.arch.families import TensorNames, family_of, read_spec
 from penstock.arch.spec import ModelSpec
-from penstock.base.config import CACHE, DTYPES
+from penstock.base.config import CACHE, DTYPES, Config
 from penstock.base.errors import CheckpointError, ConfigError
 from penstock.base.units import parse_size
 from penstock.bench.shapes import SHAPES
 from penstock.cli.command import Command, debug_option, option
+from penstock.cli.options import engine_flags, with_options
 from penstock.cli.plan_report import ASSUMED, Figure, Report, Setting
 from penstock.cli.terminal import one_line, say
 from penstock.engine.costs import costs_file, read_costs
-from penstock.engine.forecast import Machine, Work, forecast
+from penstock.engine.forecast import forecast
+from penstock.engine.machines import Machine, Work
 from penstock.weights.jsonfile import read_object
 from penstock.weights.streaming.ring import StreamRates
 
 MACHINE, WORK, OUTPUT = "Machine", "Work", "Output"
+SETTINGS = (
+    "tensor_parallel",
+    "disk_kv_memory",
+    "host_kv_dtype",
+    "kv_store",
+    "kv_tile",
+    "attention_policy",
+    "prefill_policy",
+    "sketch_bits",
+)
+"""Settings of an engine that a plan looks at: those for several ranks, and for KV beyond the device."""
 EXAMPLES = """
   penstock plan ./my-model                       on this machine, at usual rates
   penstock plan ./my-model --machine desktop-24 --picture plan.png
   penstock plan ./my-model --device-memory 16GiB --host-memory 100GiB --disk-rate 3GB/s
   penstock plan 8B --machine laptop --batch 4 --context 2048 --json
+  penstock plan 8B --machine desktop-24 --context 131072 --tensor-parallel 2
 """
 GIB = 1 << 30
 MAX_CONFIG_BYTES = 10_000_000
@@ -153,6 +167,7 @@ USUAL = "desktop-24"
     metavar="TYPE",
     help="auto, float32, float16 or bfloat16. [auto: the model's]",
 )
+@with_options(*engine_flags(*SETTINGS))
 @option(OUTPUT, "--json", is_flag=True, help="Print one line of JSON instead.")
 @option(
     OUTPUT,
@@ -184,11 +199,12 @@ def command(
     if picture is not None and not picture.absolute().parent.is_dir():
         raise ConfigError(f"cannot write {picture}: its directory does not exist")
     batch, context, step_tokens = (given.pop(name) for name in ("batch", "context", "step_tokens"))
+    settings = Config(Path(), **{name: given.pop(name) for name in SETTINGS})
     asked = {name: PARSERS[name](text) for name, text in given.items() if text is not None}
     name, spec, names = open_model(model)
     chosen = spec.dtype if dtype == "auto" else dtype
     setting, usual_step = settle(machine, asked, costs or kept_costs(machine, cache.expanduser(), chosen))
-    work = Work(chosen, batch, context, step_tokens or usual_step)
+    work = Work(chosen, batch, context, step_tokens or usual_step, settings=settings)
     report = Report.of(name, spec, names, setting, forecast(spec, names, machine_of(setting), work))
     if picture is not None:
         from penstock.cli.plan_picture import draw  # Pillow: 60 ms

@@ -61,22 +61,16 @@ class DiskLedger:
                 self._cached.idle(key)
 
     def drop(self, key: bytes) -> None:
-        """Note that this content is not on disk, as has been found out."""
+        """Let this content, if it is there, be found no more. The disk of some rank may not have it."""
         self._held.discard(key)
         if key in self._there:
+            self.leaving.append(key)
             del self._there[key]
             self._cached.dropped(key)
-
-    def give_up(self, key: bytes) -> None:
-        """Let this content, if it is there, be found no more."""
-        if key in self._there:
-            self.leaving.append(key)
-            self.drop(key)
 
     def clear(self) -> int:
         """Give up everything. Return how many there were."""
         gone = list(self._there)
-        self.leaving += gone
         for key in gone:
             self.drop(key)
         return len(gone)

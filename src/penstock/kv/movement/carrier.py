@@ -4,35 +4,23 @@ them."""
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from penstock.arch.layout import KVLayout
-from penstock.kv.movement.chosen import SAMPLE, Chosen, Policies, Reader, piece_blocks, sketch_layout
+from penstock.kv.movement.chosen import Chosen, Reader
 from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.movement.pool import KVPool
-from penstock.kv.movement.sizes import RING, STAGING, ring_bytes, scratch_bytes
+from penstock.kv.movement.sizes import AHEAD, BEHIND, RING, STAGING, Disk, Policies, behind_rows
 from penstock.kv.movement.staging import ReadAhead, Slots, WriteBehind
 from penstock.kv.movement.tiles import Outbox, Tile, TileRing, Waits
 from penstock.kv.movement.transfers import Transfers
 from penstock.kv.store.blocks import BlockStore
-from penstock.kv.store.diskpool import DiskPool, record_bytes
+from penstock.kv.store.diskpool import DiskPool
 from penstock.memory.streams import Stream, Ticket, more_streams
 from penstock.ops.attention.inputs import LayerAttention
 from penstock.step.plan import HostBlockId, Order
-
-AHEAD, BEHIND = 6, 3
-"""Pinned slots for tiles that are read from disk ahead of use, and for what is written there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Disk:
-    """Room for KV on disk: so many blocks in a file in this directory."""
-
-    blocks: int
-    directory: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +68,7 @@ class Carrier:
         """Of long contexts, behind the pool."""
         self.chosen: Chosen | None = None
         self.transfers: Transfers | None = None
-        """Of whole blocks; none where blocks on the host are not what they are on the device."""
+        """Of whole blocks; none where those on the host, in fp8, go neither to the device nor to a store."""
         self._closing = ExitStack()
         try:
             self.pool = HostPool(layout, blocks, device)
@@ -93,7 +81,7 @@ class Carrier:
                 self._closing.callback(rests.close)
                 read = Slots(rests, AHEAD, tile_tokens // layout.block_size, device)
                 self._closing.callback(read.close)
-                written = Slots(rests, BEHIND, _behind_rows(layout, chunk_tokens), device)
+                written = Slots(rests, BEHIND, behind_rows(layout, chunk_tokens), device)
                 self._closing.callback(written.close)
                 ahead, behind = (
                     ReadAhead(rests, read, streams.copies),
@@ -113,7 +101,7 @@ class Carrier:
             self.outbox = Outbox(
                 self.pool, STAGING, chunk_tokens, device, streams.out, streams.compute, behind
             )
-            if layout.rounded_from is None:
+            if layout.rounded_from is None or store is not None:
                 self.transfers = Transfers(
                     self.pool, *more_streams(device, streams.copies), streams.compute, store
                 )
@@ -202,24 +190,3 @@ class Carrier:
     def close(self) -> None:
         """Finish what is under way and unpin. A second call does nothing."""
         self._closing.close()
-
-
-def chosen_bytes(layout: KVLayout, tile_tokens: int, most_blocks: int, policies: Policies) -> int:
-    """Device memory of what policies need: a ring, sketches as they pass, what is computed of them, and the
-    scores of all blocks, which are there as pieces, as a whole and while they are looked at."""
-    sketches, piece = sketch_layout(layout, policies.bits), piece_blocks(tile_tokens // layout.block_size)
-    passing = 2 * piece * sketches.bytes + sketches.scratch_bytes(min(piece, most_blocks), policies.heads)
-    scores = 4 * 6 * most_blocks * policies.heads * (SAMPLE if policies.runs else 1)
-    return ring_bytes(layout, RING, tile_tokens) + scratch_bytes(layout, tile_tokens) + passing + scores
-
-
-def staging_bytes(layout: KVLayout, tile_tokens: int, chunk_tokens: int) -> int:
-    """Host memory of a carrier with a disk, beside its blocks."""
-    return record_bytes(layout) * (
-        AHEAD * (tile_tokens // layout.block_size) + BEHIND * _behind_rows(layout, chunk_tokens)
-    )
-
-
-def _behind_rows(layout: KVLayout, chunk_tokens: int) -> int:
-    """Records of a slot that goes to disk: a layer of a chunk, or all layers of a block."""
-    return max(chunk_tokens // layout.block_size, layout.layers)

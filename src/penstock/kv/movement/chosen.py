@@ -16,7 +16,7 @@ that they are read into is filled behind the mark that its last use left on comp
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -28,17 +28,14 @@ from torch import Tensor
 from penstock.arch.layout import KVLayout
 from penstock.base.meter import SHARES, MissedStats
 from penstock.kv.movement.pool import plane_views
+from penstock.kv.movement.sizes import SAMPLE, Policies, piece_blocks, scored_plane, sketch_layout
 from penstock.kv.movement.tiles import Tile, TileRing, as_rested
 from penstock.memory.arena import Arena, pinned_if_possible
 from penstock.memory.streams import Stream, Ticket
 from penstock.ops.attention.inputs import LayerAttention
-from penstock.ops.policies import Past, Policy
-from penstock.ops.sketch import Scores, SketchLayout, scores, sketch
+from penstock.ops.policies import Past, policy_of
+from penstock.ops.sketch import Scores, scores, sketch
 from penstock.step.plan import HostBlockId
-
-SAMPLE = 16
-"""Queries of a run, evenly spread, for which blocks are chosen and what is missed is bounded, where no limit
-asks for all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +46,6 @@ class Reader:
     blocks: NDArray[np.int32]
     start: int
     run: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Policies:
-    """What rows and runs read of far KV, everything if nothing is said. limit: the fraction of attention that
-    may be missed, above which the rest is read as well; None for any."""
-
-    rows: Policy | None
-    runs: Policy | None
-    limit: float | None = None
-    bits: int = 4
-    """Of a number in the sketches of keys (see `ops.sketch`)."""
-    heads: int = 1
-    """That queries have."""
 
 
 class Chosen:
@@ -82,10 +65,11 @@ class Chosen:
     ) -> None:
         """blocks: that there are, near and far. Raises DeviceError if host or device have not as much
         memory."""
-        self._layout, self._policies, self._ring, self._tile = layout, policies, ring, tile_blocks
+        self._layout, self._limit, self._ring, self._tile = layout, policies.limit, ring, tile_blocks
         self._copies, self._out, self._compute = copies, out, compute
+        self._rows, self._runs = policy_of(policies.rows or "full"), policy_of(policies.runs or "full")
         self._sketch = sketch_layout(layout, policies.bits)
-        self._scored = _scored(layout)
+        self._scored = scored_plane(layout)
         size, self._piece = self._sketch.bytes, piece_blocks(tile_blocks)
         self._arena = pinned_if_possible(layout.layers * blocks * size, device)
         self._store = self._arena.bytes.view(layout.layers, blocks, size)
@@ -95,6 +79,9 @@ class Chosen:
         self._kept: deque[tuple[Ticket, Tensor]] = deque()
         """Sketches on their way to the host."""
         self._readers: Sequence[Reader] = ()
+        self.sum_ranks: Callable[[Tensor], object] | None = None
+        """Puts the sum over all ranks in the place of a tensor, where there are several: all choose the same
+        blocks, and read the rest where one of them misses too much."""
         self.missed = Missed()
         self.sketched_bytes = 0
         """That have come to the device of sketches."""
@@ -133,9 +120,9 @@ class Chosen:
         q: the reader's queries `[queries, heads, dim]`. lse: of all that they have seen, `[queries, heads]`,
         kept up to date by the caller. attention: the scale and the cap of scores.
         """
-        who, limit = self._readers[reader], self._policies.limit
+        who, limit = self._readers[reader], self._limit
         count, missed = len(who.blocks), self.missed
-        policy = self._policies.runs if who.run else self._policies.rows
+        policy = self._runs if who.run else self._rows
         assert policy is not None, "a reader without a policy"
         some = (
             slice(None) if len(q) <= SAMPLE else torch.linspace(0, len(q) - 1, SAMPLE, device=q.device).long()
@@ -147,6 +134,7 @@ class Chosen:
             who.start,
             who.start + len(q),
             lambda: self._scores(layer, who.blocks, asked, attention.cap),
+            self.sum_ranks,
         )
         choice = policy(layer, past)
         chosen = np.arange(count) if choice is None else choice.keep.cpu().numpy().nonzero()[0]
@@ -164,7 +152,7 @@ class Chosen:
             )
         shares = choice.missed(lse[some])
         most, mean = torch.stack((shares.max(), shares.mean())).tolist()
-        if limit is not None and most > limit:
+        if limit is not None and self._anywhere(most > limit):
             missed.fallbacks += 1
             missed.blocks_read += count - len(chosen)
             yield from self._tiles(layer, np.delete(who.blocks, chosen))
@@ -180,6 +168,14 @@ class Chosen:
     def close(self) -> None:
         """Unpin. No copy may be in flight. A second call does nothing."""
         self._arena.close()
+
+    def _anywhere(self, here: bool) -> bool:
+        """Return whether something is so on any rank."""
+        if self.sum_ranks is None:
+            return here
+        ranks = torch.tensor([float(here)], device=self._buffer.device)
+        self.sum_ranks(ranks)
+        return bool(ranks)
 
     def _tiles(self, layer: int, blocks: NDArray[np.int32]) -> Iterator[tuple[Tensor, ...]]:
         size = self._layout.block_size
@@ -268,24 +264,6 @@ class Missed:
             tuple(self._worst_buckets),
             tuple(self._mean_buckets),
         )
-
-
-def sketch_layout(layout: KVLayout, bits: int) -> SketchLayout:
-    """Return the layout of the sketches of the plane that queries are scored with, of a block in a layer."""
-    exact, plane = layout.exact, layout.planes[0][_scored(layout)]
-    return SketchLayout(exact.block_size, plane.heads, plane.width, getattr(torch, exact.dtype), bits)
-
-
-def _scored(layout: KVLayout) -> int:
-    """Return which of a layer's planes queries are scored with; policies need it to be the same in all
-    layers."""
-    assert len(set(layout.planes)) == 1, "layers whose KV differs, and a policy"
-    return next(index for index, plane in enumerate(layout.planes[0]) if plane.scored)
-
-
-def piece_blocks(tile_blocks: int) -> int:
-    """Blocks whose sketches are on the device at a time, twice over."""
-    return max(tile_blocks // 2, 1)
 
 
 def _runs(blocks: Sequence[int] | NDArray[np.int32]) -> Iterator[tuple[int, int]]:

@@ -30,10 +30,10 @@ from penstock.base.errors import DeviceError, PenstockError
 from penstock.base.units import format_size
 from penstock.memory.disk import (
     _REFUSALS,
-    DIRECT_ALIGNMENT,
     DIRECT_BYTES,
     DirectFile,
     ReadError,
+    in_pages,
     make_private,
 )
 from penstock.memory.tasks import Task, Workers, wait
@@ -57,7 +57,7 @@ class DiskPool:
     def __init__(self, layout: KVLayout, blocks: int, directory: Path) -> None:
         """Raises DeviceError if the directory cannot hold so much."""
         self.blocks = blocks
-        self.record = record_bytes(layout)
+        self.record = in_pages(layout.layer_bytes)
         self._content = layout.layer_bytes
         self._file, self._out, self._plain = _opened(directory, layout.layers * blocks * self.record)
         self._sums = np.full((layout.layers, blocks), _NONE, dtype=np.int64)
@@ -160,11 +160,6 @@ class DiskPool:
                 raise LostKV(
                     f"KV of layer {layer}, block {block} on disk, at byte {at}, is not what was written"
                 )
-
-
-def record_bytes(layout: KVLayout) -> int:
-    """Of a layer of a block: whole pages of the disk."""
-    return -(-layout.layer_bytes // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
 
 
 def _parts(first: int, rows: Rows) -> list[tuple[int, Rows]]:

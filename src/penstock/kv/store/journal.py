@@ -27,11 +27,9 @@ from numpy.typing import NDArray
 
 from penstock.kv.ledger.keys import KEY_BYTES
 from penstock.kv.store.seal import SEAL_BYTES
+from penstock.kv.store.sizes import ENTRY_BYTES, MOST_SLOTS, SLOT_BITS
 from penstock.memory.disk import _REFUSALS, DIRECT_BYTES, DiskFile
 
-ENTRY_BYTES = 64
-SLOT_BITS = 24
-MOST_SLOTS = 1 << SLOT_BITS
 SEGMENT_DIGITS = 12
 """Of a segment's number, of which a store never uses one twice."""
 _NUMBERS = 10**SEGMENT_DIGITS - 10**9

@@ -28,8 +28,6 @@ from penstock.base.errors import PenstockError
 from penstock.base.units import format_size
 from penstock.kv.store.journal import (
     _DTYPE,
-    ENTRY_BYTES,
-    MOST_SLOTS,
     SEGMENT_DIGITS,
     Entries,
     Item,
@@ -44,7 +42,15 @@ from penstock.kv.store.journal import (
     surviving,
     write_all,
 )
-from penstock.memory.disk import DIRECT_ALIGNMENT, DirectFile, DiskFile, ReadError, make_private
+from penstock.kv.store.sizes import (
+    ENTRY_BYTES,
+    FIXED_BYTES,
+    JOURNAL_BYTES,
+    MOST_SLOTS,
+    least_cap,
+    planned_bytes,
+)
+from penstock.memory.disk import DirectFile, DiskFile, ReadError, in_pages, make_private
 
 FORMAT = 2
 """In the directory's name: what another version of all this has written is not touched."""
@@ -54,8 +60,6 @@ NOTES = "rates.json"
 SEGMENT_BYTES = 256 << 20
 SEGMENTS = 16
 """A cap is for at least so many, which are smaller if need be."""
-_FIXED = 64 << 10
-"""Of the cap, for all that does not grow with it."""
 
 
 class StoreError(PenstockError):
@@ -66,17 +70,13 @@ class StoreLocked(StoreError):
     """A store that another process writes."""
 
 
-def _pages(count: int) -> int:
-    return -(-count // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
-
-
 class SegmentFile:
     """A segment. Any number of threads may write and read its slots; it is made by the first that writes."""
 
     def __init__(self, path: Path, number: int, slots: int, record_bytes: int) -> None:
         self.path, self.number, self.slots, self.record_bytes = path, number, slots, record_bytes
-        self._table = _pages(slots * ENTRY_BYTES)
-        self._slot = _pages(record_bytes)
+        self._table = in_pages(slots * ENTRY_BYTES)
+        self._slot = in_pages(record_bytes)
         self.disk_bytes = planned_bytes(slots, record_bytes)
         """What it takes, at most: also when its slots are written, which may cost the file system more pages
         to say what has been."""
@@ -169,16 +169,9 @@ class SegmentFile:
                 os.close(file)
 
 
-def planned_bytes(slots: int, record_bytes: int) -> int:
-    """What a segment may take of the disk. A file system says in so many bytes for a page where it is, if it
-    has to for each."""
-    size = _pages(slots * ENTRY_BYTES) + slots * _pages(record_bytes)
-    return size + _pages(size // 256) + DIRECT_ALIGNMENT
-
-
 def slots_within(count: int, record_bytes: int) -> int:
     """Of the largest segment that takes at most `count` bytes."""
-    slots = min(count // (_pages(record_bytes) + ENTRY_BYTES), MOST_SLOTS)
+    slots = min(count // (in_pages(record_bytes) + ENTRY_BYTES), MOST_SLOTS)
     while slots and planned_bytes(slots, record_bytes) > count:
         slots -= 1
     return slots
@@ -196,19 +189,10 @@ class Sizes:
     entries: int
 
 
-_JOURNAL = 4 * ENTRY_BYTES
-"""Bytes of the journal for a slot: three entries, and one in a new journal beside it."""
-
-
-def least_cap(record_bytes: int) -> int:
-    """The smallest cap in bytes that `sizes` accepts: two segments of one record, and what does not grow."""
-    return _FIXED + 2 * (planned_bytes(1, record_bytes) + _JOURNAL)
-
-
 def sizes(cap_bytes: int, record_bytes: int) -> Sizes:
     """How the cap is cut up. Raises StoreError if it is below `least_cap`."""
-    slots = min(max(min(SEGMENT_BYTES, cap_bytes // SEGMENTS) // _pages(record_bytes), 1), MOST_SLOTS)
-    segments = (cap_bytes - _FIXED) // (planned_bytes(slots, record_bytes) + slots * _JOURNAL)
+    slots = min(max(min(SEGMENT_BYTES, cap_bytes // SEGMENTS) // in_pages(record_bytes), 1), MOST_SLOTS)
+    segments = (cap_bytes - FIXED_BYTES) // (planned_bytes(slots, record_bytes) + slots * JOURNAL_BYTES)
     if segments < 2:
         least = format_size(least_cap(record_bytes))
         raise StoreError(
@@ -217,7 +201,10 @@ def sizes(cap_bytes: int, record_bytes: int) -> Sizes:
         )
     count = segments * slots
     return Sizes(
-        slots, cap_bytes - _FIXED - count * _JOURNAL, max((segments - 1) * slots * 7 // 8, 1), 3 * count + 512
+        slots,
+        cap_bytes - FIXED_BYTES - count * JOURNAL_BYTES,
+        max((segments - 1) * slots * 7 // 8, 1),
+        3 * count + 512,
     )
 
 

@@ -93,7 +93,9 @@ def _attend(  # type: ignore[no-untyped-def]
     tl.store(part_lse + part, (top + tl.log2(weight)) * LN_2, mask=row_in)
 
 
-@triton.jit(do_not_specialize=["workers", "s_lse", "s_lse_head"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["workers", "s_lse", "s_lse_head"], do_not_specialize_on_alignment=["lse"]
+)
 def _fold(  # type: ignore[no-untyped-def]
     out,
     lse,

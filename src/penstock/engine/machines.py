@@ -1,0 +1,155 @@
+"""Plan a boot on a machine that need not be here: its figures, the work, and the plan that a boot there would
+build."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from penstock.arch.layout import GroupLayout, KVLayout, kv_layout, state_layout
+from penstock.arch.parts import local_spec
+from penstock.arch.shards import Shard
+from penstock.arch.spec import ModelSpec
+from penstock.base.config import Config
+from penstock.base.errors import BudgetError
+from penstock.base.units import format_size
+from penstock.engine.budget import GROWTH, goes_to_host, on_heap, usual_activations
+from penstock.engine.contexts import LongRoom, long_room
+from penstock.engine.costs import StepCosts
+from penstock.engine.plan import BootPlan, Hardware, Measured, Outline, host_room, plan_boot
+from penstock.sched.rules import Limits
+from penstock.weights.streaming.residency import padded
+from penstock.weights.streaming.ring import StreamRates
+
+BLOCK_SIZE = 32
+PROCESS = GROWTH + (1200 << 20)
+"""Host memory that a process takes beside weights: what a boot sets aside, and what Python, torch and CUDA
+took on an H200."""
+TABLES = 512
+"""The GPU's page tables take one byte for so many bytes of pinned host memory."""
+CONTEXT = 1000 << 20
+"""Memory of a GPU that its driver takes, and what a boot sets aside for kernels: as it was on an H100 and an
+H200."""
+FIXED = 384 << 20
+"""Memory of a GPU for recorded steps, partial results and what libraries keep, whatever the step: as it was
+on an H100 and an H200."""
+BUFFERS = 40 << 20
+"""Memory that a CPU's library of products keeps: that of eight threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Bytes that an engine may take on DEVICE and on HOST, rates in bytes/s, and what DEVICE computes in
+    operations/s.
+
+    A disk is there, and large enough, if its rate is above zero. On a CPU `host` is None: DEVICE is in host
+    memory itself, and gives some of its room to the ring through which weights stream from disk.
+    """
+
+    device: int
+    host: int | None
+    rates: StreamRates
+    operations: float
+    costs: StepCosts | None = None
+    """Steps cost this beyond bytes; without it a forecast is a bound of the device."""
+
+    def of_rank(self, ranks: int) -> "Machine":
+        """Return what one of several ranks has: a device and a link of its own, and a part of host memory and
+        of the disk. On a CPU a part of everything."""
+        host, rates, shares = self.host, self.rates, 1 if self.host is not None else ranks
+        return replace(
+            self,
+            device=self.device // shares,
+            host=host // ranks if host is not None else None,
+            rates=StreamRates(
+                rates.host_to_device / shares, rates.disk_to_host / ranks, rates.device_read / shares
+            ),
+            operations=self.operations / shares,
+        )
+
+    @property
+    def usable(self) -> int:
+        """Weights, KV and activations have so many bytes of DEVICE."""
+        return self.device if self.host is None else max(self.device - CONTEXT - self.host // TABLES, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`batch` sequences at once, each of up to `context` tokens, computed at most `step_tokens` in a pass;
+    weights and KV in `dtype`.
+
+    experts_fetched: how many experts a decode step brings to the device, if that was counted; None takes
+    tokens to choose evenly. settings: of them those for KV beyond the device and for several ranks are looked
+    at.
+    """
+
+    dtype: str
+    batch: int = 1
+    context: int = 4096
+    step_tokens: int = 8192
+    experts_fetched: float | None = None
+    settings: Config = field(default_factory=lambda: Config(Path()))
+
+    @property
+    def shard(self) -> Shard:
+        """The part of the model that is forecast: the last rank's, than which none is larger."""
+        ranks = self.settings.tensor_parallel
+        return Shard(ranks - 1, ranks)
+
+
+def plan_of(
+    spec: ModelSpec, layouts: Sequence[GroupLayout], machine: Machine, work: Work
+) -> BootPlan[LongRoom]:
+    """Return the plan of a boot with KV for all sequences at their longest, no more and no less."""
+    cuda, kv = machine.host is not None, kv_layout(spec, work.dtype, BLOCK_SIZE, work.shard)
+    blocks = work.batch * -(-work.context // BLOCK_SIZE)
+    tokens = min(work.step_tokens, max(work.batch * work.context, BLOCK_SIZE))
+    activations = usual_activations(spec, work.dtype, tokens, work.batch)
+    activations = activations + FIXED if cuda else on_heap(activations, BUFFERS)
+    state = state_layout(spec, work.dtype, work.shard).bytes(work.batch)
+    resident, far = sum(map(padded, layouts)) + activations + state, None
+    host = machine.host or 0
+    hardware = Hardware(
+        cuda, machine.usable, machine.usable, host, host, process=PROCESS - GROWTH, kernels=cuda
+    )
+    settings = replace(work.settings, host_memory=machine.host or None, max_length=work.context)
+    limits = Limits(BLOCK_SIZE, work.step_tokens, work.batch, work.context)
+    if cuda and goes_to_host(blocks // work.batch * kv.block_bytes, machine.usable, resident):
+        far = _far(replace(settings, host_kv_memory=None), spec, limits, kv, hardware, resident, blocks)
+    settings = replace(settings, kv_blocks=None if far else blocks)
+    outline = Outline(
+        settings, hardware, spec, work.shard, work.dtype, limits, not cuda, machine.usable, layouts, kv, far
+    )
+    activations += far.device_bytes if far else 0
+    return plan_boot(outline, Measured(activations, hardware, machine.rates.disk_to_host > 0, machine.rates))
+
+
+def _far(
+    settings: Config,
+    spec: ModelSpec,
+    limits: Limits,
+    kv: KVLayout,
+    hardware: Hardware,
+    resident: int,
+    blocks: int,
+) -> LongRoom:
+    """Return the room for so many blocks beyond the device, as a boot makes it where that is asked for.
+
+    Raises BudgetError if host memory and the disk do not hold them.
+    """
+    there, disk, ranks = host_room(settings, hardware), settings.disk_kv_memory, settings.tensor_parallel
+    layout = kv.in_fp8 if settings.host_kv_dtype == "fp8" else kv
+    wanted = blocks * layout.block_bytes
+    on_host = min(wanted, there) if disk is not None else wanted
+    if on_host <= there:
+        asked = replace(settings, host_kv_memory=max(on_host, layout.block_bytes) * ranks)
+        least = replace(limits, max_step_tokens=max(limits.max_step_tokens, BLOCK_SIZE))
+        local = local_spec(spec, Shard(ranks - 1, ranks))
+        far = long_room(asked, local, least, kv, hardware, hardware.free, resident)
+        if far is not None and far.blocks + far.on_disk >= blocks:
+            return far
+    behind = ", nor the disk (kv_store off leaves it more)" if disk is not None else ""
+    raise BudgetError(
+        f"KV of {limits.max_sequences:,} x {limits.max_length:,} tokens takes {format_size(wanted)}, which "
+        f"neither the device holds nor the {format_size(there)} that host memory has for it{behind}; allow "
+        "more, or a shorter context"
+    )
