@@ -505,7 +505,7 @@ def landed(booted: Booted) -> None:
 
 def stepped(booted: Booted, steps: int, requests: int) -> tuple[list[float], list[int]]:
     """Seconds of decode steps, and their tokens. The first EDGE_STEPS are not timed: they were begun before
-    (see measure.steady)."""
+    (see measure.time_decode)."""
     seconds, tokens, laps = [], [], Laps()
     for number in range(steps):
         events = booted.engine.step()

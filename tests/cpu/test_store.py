@@ -839,7 +839,7 @@ def test_a_read_that_hangs_holds_up_nobody_else(tmp_path: Path) -> None:
                 assert np.array_equal(data, payload(number))
             also = store.read(key_of(3), memory(), nothing)
             queued = store.read(key_of(5), unused, nothing)
-            store.give_up([slow, queued])
+            store.call_off([slow, queued])
             assert within(LONG, queued.wait)
             with pytest.raises(CalledOff):
                 queued.result()

@@ -270,7 +270,7 @@ class Tiers:
         """Pages that will be given up next, as many as the next steps may need beyond those that are free."""
         short = self._watermark - self.pages.free - len(self._down)
         if short > 0:
-            for page, key in self.pages.next_given_up(short):
+            for page, key in self.pages.next_evicted(short):
                 if self._lowered.get(page) != key:
                     self._lowered[page] = key
                     self._want_down(page, Name(key, None))
@@ -418,7 +418,7 @@ class Tiers:
         for key in keys:
             self._later.pop(key, None)
             if self.disk is not None:
-                self.disk.give_up(key)
+                self.disk.evict(key)
 
     def held(self) -> tuple[list[Sequence[BlockId]], list[Sequence[HostBlockId]]]:
         """Return the pages and the host blocks that transfers hold, and those that are to set out."""

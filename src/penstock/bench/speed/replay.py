@@ -399,9 +399,9 @@ def _serve(speed: float | None, booted: Booted, work: Workload, begin: float, sa
 def _given_up(scheduler: Scheduler) -> dict[str, int]:
     disk = scheduler.tiers.disk
     return {
-        "device": scheduler.ledger.given_up,
-        "host": scheduler.host.given_up,
-        "disk": disk.given_up if disk is not None else 0,
+        "device": scheduler.ledger.evicted,
+        "host": scheduler.host.evicted,
+        "disk": disk.evicted if disk is not None else 0,
     }
 
 

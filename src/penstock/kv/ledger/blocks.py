@@ -49,7 +49,7 @@ class Ledger(Generic[Id]):
         self._keys: list[bytes | None] = [None] * self.blocks
         self._by_key: dict[bytes, Id] = {}
 
-    given_up = 0
+    evicted = 0
     """Cached blocks, since there is the ledger."""
 
     def _order(self, block: Id) -> Eviction[bytes]:
@@ -109,9 +109,9 @@ class Ledger(Generic[Id]):
         """Tell whether a block may be written: one request holds it and no other can find it."""
         return self._holders[block] == 1 and self._keys[block] is None
 
-    def _give_up(self, order: Eviction[bytes]) -> Id:
+    def _evict(self, order: Eviction[bytes]) -> Id:
         block = self._by_key.pop(order.victim())
-        self.given_up += 1
+        self.evicted += 1
         self._keys[block] = None
         return block
 
@@ -257,7 +257,7 @@ class BlockLedger(Ledger[BlockId]):
             if key is not None and not self._holders[page]:
                 self._cached.first(key)
 
-    def next_given_up(self, count: int) -> list[tuple[BlockId, bytes]]:
+    def next_evicted(self, count: int) -> list[tuple[BlockId, bytes]]:
         """Return the cached blocks that will be given up first, and their keys."""
         return [(self._by_key[key], key) for key in islice(self._cached, count)]
 
@@ -273,7 +273,7 @@ class BlockLedger(Ledger[BlockId]):
             block = self._by_key.pop(key)
             keys[block] = None
             taken.append(block)
-            self.given_up += 1
+            self.evicted += 1
         for block in taken:
             self._holders[block] = 1
         return taken

@@ -13,7 +13,7 @@ class DiskLedger:
     def __init__(self, capacity: int, keys: Iterable[bytes] = (), block_size: int = 64) -> None:
         """capacity: of records. keys: that are there, the longest unused first."""
         self.capacity = capacity
-        self.given_up = 0
+        self.evicted = 0
         self.leaving: list[bytes] = []
         """That are found no more, and that the disk's own index may still have. Whoever has told it takes
         them away, the first first."""
@@ -38,7 +38,7 @@ class DiskLedger:
             key = self._cached.victim()
             self.leaving.append(key)
             del self._there[key]
-            self.given_up += 1
+            self.evicted += 1
 
     def add(self, key: bytes, parent: bytes | None) -> None:
         """Note that this content is on disk from now on."""
@@ -67,7 +67,7 @@ class DiskLedger:
             del self._there[key]
             self._cached.dropped(key)
 
-    def give_up(self, key: bytes) -> None:
+    def evict(self, key: bytes) -> None:
         """Let this content, if it is there, be found no more."""
         if key in self._there:
             self.leaving.append(key)

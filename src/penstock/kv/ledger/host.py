@@ -86,7 +86,7 @@ class HostLedger(Ledger[HostBlockId]):
         assert 0 <= count <= self.available, f"{count} blocks asked for, {self.available} available"
         self._free_near(count)
         while len(self._free) < count:
-            self._free.append(self._give_up(self._cached_far))
+            self._free.append(self._evict(self._cached_far))
         return self._take(count, after, expected)
 
     def allocate_near(self, count: int) -> list[HostBlockId]:
@@ -101,7 +101,7 @@ class HostLedger(Ledger[HostBlockId]):
             blocks = [self._by_key.pop(key) for key in self._cached.victims(most)]
             for block in blocks:
                 self._keys[block] = None
-            self.given_up += most
+            self.evicted += most
             self._free.near.extend(blocks)
 
     def _take(self, count: int, after: HostBlockId | None, expected: int) -> list[HostBlockId]:

@@ -109,10 +109,10 @@ class _Ranked(Generic[Key]):
         if before is not None:
             return True
         if len(self._there) > self._room:
-            self._give_up()
+            self._evict()
         return False
 
-    def _give_up(self) -> None:
+    def _evict(self) -> None:
         heap = self._heap
         while True:
             gain, since, kind = heap[0]

@@ -129,7 +129,7 @@ class Transfers:
         will."""
         for going in self._going.values():
             if self.store is not None:
-                self.store.give_up(going.tasks)
+                self.store.call_off(going.tasks)
             wait(going.tasks)
         self._up.mark().wait()
         self._down.mark().wait()

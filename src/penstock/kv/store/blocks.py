@@ -72,7 +72,7 @@ from penstock.memory.tasks import Task, Workers
 
 Buffer = memoryview | NDArray[np.uint8]
 """A record in memory, contiguous. Past the page cache if it is aligned to pages and so is its size."""
-Ready = Callable[[], object]
+Fence = Callable[[], object]
 
 READERS, WRITERS = 8, 2
 _MOST_NOTED = 1 << 16
@@ -277,7 +277,7 @@ class BlockStore:
 
     # ---- what is asked of it
 
-    def write(self, key: bytes, payload: Buffer, ready: Ready, noted: list[Task] | None = None) -> Task:
+    def write(self, key: bytes, payload: Buffer, ready: Fence, noted: list[Task] | None = None) -> Task:
         """Write a record, after `ready` has returned on a worker. `payload` may not change until the task is
         done; its result raises StoreError if it could not be written, or what `ready` has raised. When it is
         done, and taken in by `poll`, its key is found.
@@ -321,7 +321,7 @@ class BlockStore:
         self._putting = None
         return write.task
 
-    def read(self, key: bytes, into: Buffer, ready: Ready, noted: list[Task] | None = None) -> Task:
+    def read(self, key: bytes, into: Buffer, ready: Fence, noted: list[Task] | None = None) -> Task:
         """Fill `into` with a record, after `ready` has returned on a worker. The task's result raises LostKV
         if it is not to be had, or what `ready` has raised; what is in `into` then means nothing. Until the
         task is done `into` may be written, whoever waits or not.
@@ -350,7 +350,7 @@ class BlockStore:
         self._putting = None
         return read.task
 
-    def give_up(self, tasks: Sequence[Task]) -> None:
+    def call_off(self, tasks: Sequence[Task]) -> None:
         """What has not begun never will. What has goes on; memory is its caller's again when a task is done,
         not before."""
         self._keeper.call_off(tasks)

@@ -208,7 +208,7 @@ class Hashing:
         # it has remembered.
         now = time.time_ns()
         shared = self._memory.kept and not any(
-            _why_not(*each, now) for each in zip(self._files, self._stamps, strict=True)
+            _why_untrusted(*each, now) for each in zip(self._files, self._stamps, strict=True)
         )
         while shared and not self._files[0].claim():
             if self._stop.wait(_POLL):
@@ -227,7 +227,7 @@ class Hashing:
                 if _stamp(file) != stamp:
                     raise _changed(file)
             fresh = {_key(*each): digest for each, digest in zip(todo, hashed, strict=True)}
-            why = [_why_not(file, stamp, began_ns) for file, stamp in todo]
+            why = [_why_untrusted(file, stamp, began_ns) for file, stamp in todo]
             lasting = {
                 key: digest for (key, digest), reason in zip(fresh.items(), why, strict=True) if not reason
             }
@@ -266,7 +266,11 @@ def same_bytes_remembered(
         same = same_bytes(one, at, other, begin, count)
     except ReadError as error:
         raise CheckpointError(str(error)) from error
-    if same and named() == began and not any(_why_not(file, _stamp(file), began_ns) for file in (one, other)):
+    if (
+        same
+        and named() == began
+        and not any(_why_untrusted(file, _stamp(file), began_ns) for file in (one, other))
+    ):
         memory.remember({began: "yes"})
     return same
 
@@ -355,7 +359,7 @@ def _key(file: DiskFile, stamp: FileStamp) -> str:
     return f"sha256 {file.mount()} " + "-".join(map(str, stamp))
 
 
-def _why_not(file: DiskFile, stamp: FileStamp, began_ns: int) -> str:
+def _why_untrusted(file: DiskFile, stamp: FileStamp, began_ns: int) -> str:
     """Why what was found from that time on, in nanoseconds since 1970, may not be remembered under the stamp;
     empty if it may."""
     if began_ns - stamp.changed_ns < RECENT_NS:

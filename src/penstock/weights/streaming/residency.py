@@ -143,7 +143,7 @@ def solve(
     has no home.
     """
     uses = tuple(uses)
-    world = _World(uses, limits, rates, _arithmetic(uses, rates, seconds), piece)
+    world = _PlacementSearch(uses, limits, rates, _arithmetic(uses, rates, seconds), piece)
     if world.total <= world.most:
         found = world.weigh([Tier.DEVICE] * len(world.sizes), RingLayout(), 0)
         return world.placement(found)
@@ -331,7 +331,7 @@ class _Candidate:
         return self.prediction.seconds
 
 
-class _World:
+class _PlacementSearch:
     """What is asked of the solver, and what it considers: a resident set, a ring on DEVICE, a ring on HOST.
     Groups are numbers here."""
 
