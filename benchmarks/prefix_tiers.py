@@ -46,8 +46,8 @@ from penstock.memory.arena import Arena
 from penstock.memory.device import total_memory
 from penstock.memory.streams import Stream, more_streams, streams_both_ways
 from penstock.sched import arrivals
-from penstock.sched.rates import Rates
-from penstock.sched.rules import Limits, PrefixRule
+from penstock.sched.rates import TransferRates
+from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.scheduler import Scheduler
 from penstock.step.plan import BlockId, HostBlockId, Landed, Outcome, Result, Route, Transfer, TransferId
 from penstock.weights.checkpoint.shape import Shape
@@ -325,8 +325,8 @@ def forget(booted: Booted, *tiers: str) -> None:
 def loaded_anyway() -> Iterator[None]:
     """Meanwhile blocks are brought, and waited for, whatever it costs to compute them."""
     with (
-        patch.object(Rates, "copying_pays", lambda *_: True),
-        patch.object(Rates, "computed_first", lambda *_: 0),
+        patch.object(TransferRates, "copying_pays", lambda *_: True),
+        patch.object(TransferRates, "computed_first", lambda *_: 0),
         patch.object(arrivals, "_LEAST_PATIENCE", 60.0),
     ):
         yield
@@ -728,7 +728,7 @@ def part_ledger(scale: Scale, device: torch.device) -> dict[str, object]:
     host, disk = host_index(total, length, keys["host"]), disk_index(total, length, keys["disk"])
     found["fill_s"] = time.perf_counter() - begin
     pages = BlockLedger(4 * length)
-    limits = Limits(size, 8192, 16, 1 << 20)
+    limits = SchedulerLimits(size, 8192, 16, 1 << 20)
     scheduler = Scheduler(pages, limits, PrefixRule(root), host=host, store="eager", disk=disk)
     # What `planned` says that things take, so that it is decided to bring all.
     rates = scheduler.tiers.rates

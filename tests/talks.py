@@ -28,7 +28,7 @@ from penstock.kv.store.diskpool import record_bytes
 from penstock.kv.store.segments import SegmentFile
 from penstock.memory.streams import Stream as Queue
 from penstock.sched import arrivals
-from penstock.sched.rates import Rates
+from penstock.sched.rates import TransferRates
 from penstock.sched.tiers import Tiers
 from penstock.step.plan import Route
 from streams import LONG, OURS_AND_LOCKS, cut_short
@@ -305,7 +305,7 @@ def delayed(
         for called in ("read", "write"):
             patched.enter_context(patch.object(SegmentFile, called, napping(getattr(SegmentFile, called))))
         patched.enter_context(patch.object(arrivals, "_PATIENCE", patience))
-        patched.enter_context(patch.object(Rates, "loading_pays", lambda *_: rng.random() < pays))
+        patched.enter_context(patch.object(TransferRates, "loading_pays", lambda *_: rng.random() < pays))
         yield
 
 

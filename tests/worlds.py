@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.keys import block_key, root_key
-from penstock.sched.rules import Limits, PrefixRule
+from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.scheduler import Scheduler
 from penstock.step.params import Sampling
 from penstock.step.plan import Outcome, Plan, RequestId, Result, Row, Share, ShareKind, TokenLogprob
@@ -201,7 +201,7 @@ class World:
         rope_from: int | None = None,
     ) -> None:
         self.ledger = BlockLedger(blocks)
-        self.limits = Limits(block_size, max_step_tokens, max_sequences, max_length)
+        self.limits = SchedulerLimits(block_size, max_step_tokens, max_sequences, max_length)
         self.rule = PrefixRule(ROOT, share, rope_from)
         self.scheduler = Scheduler(self.ledger, self.limits, self.rule, check=True)
         self.worker = Worker(blocks, block_size, rope_from)

@@ -32,7 +32,7 @@ from penstock.kv.movement.pool import KVPool
 from penstock.kv.movement.sizes import carrier_bytes
 from penstock.kv.movement.tiles import Outbox, Tile, TileRing, from_fp8, to_fp8
 from penstock.memory.streams import CallerStream, Pieces, ThreadStream, Ticket
-from penstock.sched.rules import Limits
+from penstock.sched.rules import SchedulerLimits
 from penstock.step.plan import BlockId, HostBlockId, Order
 from penstock.weights.checkpoint.shape import Shape
 from streams import BRIEF, LONG, Gates, cut_short, no_thread_left, random_delays, within
@@ -401,7 +401,7 @@ def room(layout: KVLayout = LAYOUT, **settings: object) -> LongRoom:
     found = long_room(
         config,
         SPEC,
-        Limits(layout.block_size, 512, 4, config.max_length or 4096),
+        SchedulerLimits(layout.block_size, 512, 4, config.max_length or 4096),
         layout,
         read_hardware(CPU),
         64 * MIB,

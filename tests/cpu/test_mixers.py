@@ -28,7 +28,7 @@ from penstock.kv.movement.pool import KVPool
 from penstock.kv.movement.tiles import Tile, as_rested
 from penstock.kv.store.diskpool import record_bytes
 from penstock.memory.streams import CallerStream
-from penstock.sched.rates import Rates
+from penstock.sched.rates import TransferRates
 from penstock.step.params import SamplingParams
 from penstock.step.plan import BlockId, HostBlockId
 from penstock.weights.checkpoint.reader import Checkpoint
@@ -171,8 +171,8 @@ def test_prefixes_that_were_kept_give_the_same(model: Path, tmp_path: Path) -> N
     }
     plain = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
     with (
-        patch.object(Rates, "loading_pays", lambda *_: True),
-        patch.object(Rates, "computed_first", lambda *_: 0),
+        patch.object(TransferRates, "loading_pays", lambda *_: True),
+        patch.object(TransferRates, "computed_first", lambda *_: 0),
     ):
         first, again = (kept_by(model, plain, kept) for _ in range(2))
     assert [one.tokens for one in again] == [one.tokens for one in first]

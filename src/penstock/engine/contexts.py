@@ -19,7 +19,7 @@ from penstock.kv.store.diskpool import record_bytes
 from penstock.kv.store.segments import least_cap
 from penstock.memory.probe import copy_rate, matmul_rate
 from penstock.ops.policies import policy_of
-from penstock.sched.rules import Limits
+from penstock.sched.rules import SchedulerLimits
 
 _CHUNKS = 1024, 16384
 _MEASURE = 0.2
@@ -117,7 +117,7 @@ class LongRoom:
 def long_room(
     config: Config,
     spec: ModelSpec,
-    limits: Limits,
+    limits: SchedulerLimits,
     layout: KVLayout,
     hardware: Hardware,
     total: int,
@@ -213,7 +213,7 @@ def _whole_blocks(wanted: int, block: int, of: str, tokens: int) -> int:
 
 
 def measured_chunk(
-    config: Config, spec: ModelSpec, dtype: str, limits: Limits, device: torch.device, total: int
+    config: Config, spec: ModelSpec, dtype: str, limits: SchedulerLimits, device: torch.device, total: int
 ) -> int:
     """Tokens of a chunk whose attention takes twice as long as its tiles take to come from host memory, four
     times where some come from disk: as link and arithmetic are measured here. A power of two; no more than

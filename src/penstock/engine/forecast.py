@@ -28,7 +28,7 @@ from penstock.engine.costs import RECORDED_TOKENS, StepCosts, prompt_seconds
 from penstock.engine.passes import Step, UseWork, decode_step, pass_work, prompt_step
 from penstock.engine.plan import BootPlan, Hardware, Measured, Outline, plan_boot
 from penstock.kv.movement.sizes import carrier_bytes, usual_tile
-from penstock.sched.rules import Limits
+from penstock.sched.rules import SchedulerLimits
 from penstock.weights.streaming.residency import (
     ExpertRoom,
     Placement,
@@ -303,7 +303,7 @@ def _plan(
     settings = Config(
         Path(), host_memory=machine.host or None, max_length=work.context, kv_blocks=None if far else blocks
     )
-    limits = Limits(BLOCK_SIZE, work.step_tokens, work.batch, work.context)
+    limits = SchedulerLimits(BLOCK_SIZE, work.step_tokens, work.batch, work.context)
     outline = Outline(
         settings, hardware, spec, WHOLE, work.dtype, limits, not cuda, machine.usable, layouts, kv, far
     )

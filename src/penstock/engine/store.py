@@ -14,7 +14,7 @@ from penstock.kv.ledger.keys import root_key
 from penstock.kv.store.blocks import BlockStore
 from penstock.kv.store.seal import secret_in
 from penstock.kv.store.segments import StoreLocked
-from penstock.sched.rates import Rates
+from penstock.sched.rates import TransferRates
 from penstock.weights.checkpoint.reader import Checkpoint
 
 
@@ -51,7 +51,9 @@ def open_store(model: Model, settled: Settled, root: bytes, say: Say) -> BlockSt
     return store
 
 
-def carry_rates(rates: Rates, store: BlockStore | None, computed_by: str) -> Callable[[], None] | None:
+def carry_rates(
+    rates: TransferRates, store: BlockStore | None, computed_by: str
+) -> Callable[[], None] | None:
     """Let rates begin where those of the process before have ended, if it kept blocks in the same store.
     Return what hands them on to the next process, to be called in the end.
 

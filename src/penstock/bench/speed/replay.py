@@ -27,7 +27,7 @@ from penstock.engine.boot import Booted
 from penstock.engine.placing import Say
 from penstock.kv.store.diskpool import record_bytes
 from penstock.memory.device import give_back
-from penstock.sched.rules import Limits
+from penstock.sched.rules import SchedulerLimits
 from penstock.sched.scheduler import Scheduler
 from penstock.step.plan import RequestId
 
@@ -285,7 +285,7 @@ class _Result:
 
     run: ReplayRun
     outputs: list[list[int]]
-    limits: Limits
+    limits: SchedulerLimits
     without: Config | None
 
 

@@ -15,7 +15,7 @@ from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.movement.pool import KVPool
 from penstock.kv.movement.sizes import RING, STAGING, ring_bytes, scratch_bytes
 from penstock.kv.movement.staging import ReadAhead, Slots, WriteBehind
-from penstock.kv.movement.tiles import Outbox, Tile, TileRing, Waits
+from penstock.kv.movement.tiles import Outbox, StallMeter, Tile, TileRing
 from penstock.kv.movement.transfers import Transfers
 from penstock.kv.store.blocks import BlockStore
 from penstock.kv.store.diskpool import DiskPool, record_bytes
@@ -63,7 +63,7 @@ class Carrier:
         chunk_tokens: int,
         device: torch.device,
         streams: Streams,
-        waits: Waits | None,
+        waits: StallMeter | None,
         disk: Disk | None = None,
         policies: Policies | None = None,
         store: BlockStore | None = None,

@@ -65,7 +65,7 @@ _Run = tuple[int, int, int]
 """Consecutive blocks of one tier: the first's place in a slot, the first's id, how many."""
 
 
-class Waits(Protocol):
+class StallMeter(Protocol):
     """Who is told of each copy and each use."""
 
     trace: Trace | None
@@ -119,7 +119,7 @@ class TileRing:
         device: torch.device,
         copies: Stream,
         compute: Stream,
-        waits: Waits | None,
+        waits: StallMeter | None,
         disk: ReadAhead | None = None,
     ) -> None:
         """disk: where blocks beyond the pool come from. Raises DeviceError if the device has not as much

@@ -37,7 +37,7 @@ _NAP = 2e-4
 
 
 @dataclass(slots=True)
-class _Going:
+class _InFlight:
     """A transfer under way: tickets before and behind its copies, or tasks of the store, one for each
     block."""
 
@@ -78,7 +78,7 @@ class Transfers:
     ) -> None:
         """Takes over the streams `up` and `down`, and the store."""
         self._host, self._up, self._down, self._compute, self.store = host, up, down, compute, store
-        self._going: dict[TransferId, _Going] = {}
+        self._going: dict[TransferId, _InFlight] = {}
 
     @property
     def moving(self) -> bool:
@@ -97,7 +97,7 @@ class Transfers:
             if forget:
                 self.store.forget(forget)
         for transfer in transfers:
-            going = _Going(transfer, time.perf_counter())
+            going = _InFlight(transfer, time.perf_counter())
             self._going[transfer.id] = going
             if transfer.route in (Route.UP, Route.DOWN):
                 self._copy(going, pages, landed)
@@ -148,7 +148,7 @@ class Transfers:
         self._down.close()
         self._going.clear()
 
-    def _copy(self, going: _Going, pages: KVPool, landed: Callable[[], Ticket]) -> None:
+    def _copy(self, going: _InFlight, pages: KVPool, landed: Callable[[], Ticket]) -> None:
         transfer, size = going.transfer, pages.layout.block_bytes
         on_device, on_host = (
             np.array(ids, dtype=np.int64) * size for ids in (transfer.pages, transfer.blocks)
@@ -169,7 +169,7 @@ class Transfers:
             )
         going.last = stream.mark()
 
-    def _hand_over(self, going: _Going, landed: Callable[[], Ticket]) -> None:
+    def _hand_over(self, going: _InFlight, landed: Callable[[], Ticket]) -> None:
         store, transfer = self.store, going.transfer
         assert store is not None, "a transfer to or from a disk that is not there"
         is_in = transfer.route is Route.IN

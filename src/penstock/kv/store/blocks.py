@@ -38,9 +38,9 @@ from penstock.kv.store.diskpool import LostKV
 from penstock.kv.store.journal import Item, Journal, Kind, replace_file
 from penstock.kv.store.operations import (
     Health,
+    IOStatus,
     Move,
     Operation,
-    Outcome,
     Record,
     Removal,
     Rewriting,
@@ -66,7 +66,7 @@ from penstock.kv.store.segments import (
     sizes,
     trim,
 )
-from penstock.kv.store.space import Segment, Space
+from penstock.kv.store.space import SegmentState, Space
 from penstock.memory.disk import DiskFile, ReadError
 from penstock.memory.tasks import Task, Workers
 
@@ -131,7 +131,7 @@ class BlockStore:
         self._index = self._space.index
         self._touched: dict[bytes, None] = {}
         """In the order of use, which is later than that of all others in the index."""
-        self._suspects: set[Segment] = set()
+        self._suspects: set[SegmentState] = set()
         """In which nothing may be left."""
         self._stirred = True
         """Whether there may be something for compaction that was not when it was last looked for."""
@@ -436,46 +436,46 @@ class BlockStore:
 
     def _take_write(self, write: Record) -> None:
         segment, item = write.segment, write.item
-        if write.outcome is Outcome.RIGHT and write.wanted:
+        if write.outcome is IOStatus.RIGHT and write.wanted:
             self._space.hold(item.key, segment, item.slot, item.seal)
             self.touch((item.key,))
         self._suspects.add(segment)
         self._writes.pop(item.key, None)
-        if write.outcome is Outcome.RIGHT:
+        if write.outcome is IOStatus.RIGHT:
             self._written_bytes += self.record_bytes
             self._writing.note(None)
             if not write.wanted:
                 self._forgotten([item])
-        elif write.outcome is Outcome.FAILED:
+        elif write.outcome is IOStatus.FAILED:
             segment.next = segment.file.slots  # It may not even be there: another one is made.
             self._fail(self._writing, write.task)
 
     def _take_read(self, read: Record) -> None:
-        if read.outcome is Outcome.GONE and self.read_only:
+        if read.outcome is IOStatus.GONE and self.read_only:
             self._index.pop(read.item.key, None)
-        elif read.outcome in (Outcome.FAILED, Outcome.GONE):
+        elif read.outcome in (IOStatus.FAILED, IOStatus.GONE):
             self._fail(self._reading, read.task)
-        elif read.outcome is not Outcome.NONE:
+        elif read.outcome is not IOStatus.NONE:
             self._reading.note(None)
             self._read_bytes += self.record_bytes
-        if read.outcome is Outcome.DAMAGED:
+        if read.outcome is IOStatus.DAMAGED:
             self._quarantine(read.segment, read.item)
         read.taken = True
 
     def _take_chore(self, chore: Operation) -> None:
-        right = chore.outcome is Outcome.RIGHT
+        right = chore.outcome is IOStatus.RIGHT
         if isinstance(chore, Move):
             self._take_move(chore)
             if right:
                 self._writing.note(None)
-            elif chore.outcome is Outcome.FAILED:
+            elif chore.outcome is IOStatus.FAILED:
                 self._writing.note(chore.task.fault)
         elif isinstance(chore, Removal) and right:
             self._space.segments.pop(chore.segments[0].file.number, None)
             self._stirred = True
         elif isinstance(chore, Rewriting):
             self._rewrite_at = 0 if right or self._journal is None else self._journal.count + _STALE
-        if chore.outcome is Outcome.FAILED:
+        if chore.outcome is IOStatus.FAILED:
             self._io_failures += 1
             for segment in chore.segments:
                 segment.troubles += 1
@@ -500,7 +500,7 @@ class BlockStore:
         self._suspects.update(move.segments)
         self._stirred = True
 
-    def _quarantine(self, segment: Segment, item: Item) -> None:
+    def _quarantine(self, segment: SegmentState, item: Item) -> None:
         if item.slot not in segment.bad:
             self._checksum_failures += 1
             line = "KV block %s in %s, slot %d, is not what was written; it is kept, and not used again"
@@ -534,7 +534,7 @@ class BlockStore:
         if self._stirred and self._space.spare < self._usual_slots // 2 and not self._space.grows:
             self._make_room(self._journal)
 
-    def _idle(self, segments: Iterable[Segment]) -> list[Segment]:
+    def _idle(self, segments: Iterable[SegmentState]) -> list[SegmentState]:
         """Those that are full, and that no operation reads or writes."""
         operations = (*self._writes.values(), *self._reads, *self._chores)
         busy = {segment for operation in operations for segment in operation.segments}
@@ -558,7 +558,7 @@ class BlockStore:
         self._space.use(target, len(records))
         return None
 
-    def _remove(self, segment: Segment) -> None:
+    def _remove(self, segment: SegmentState) -> None:
         self._chore(Removal((segment,)), partial(segment.file.path.unlink, missing_ok=True))
 
     def _forgotten(self, items: Sequence[Item]) -> None:

@@ -14,7 +14,7 @@ from penstock.kv.store.diskpool import LostKV
 from penstock.kv.store.journal import Item, Journal, Kind
 from penstock.kv.store.seal import Seal
 from penstock.kv.store.segments import SegmentFile, StoreError, reason
-from penstock.kv.store.space import Segment
+from penstock.kv.store.space import SegmentState
 from penstock.memory.disk import ReadError
 from penstock.memory.tasks import Task
 
@@ -23,7 +23,7 @@ FAILURES, RETRY_SECONDS = 8, 60.0
 _log = logging.getLogger("penstock")
 
 
-class Outcome(Enum):
+class IOStatus(Enum):
     NONE = "not tried, or the caller's own fault"
     RIGHT = "done"
     DAMAGED = "not what was written"
@@ -36,10 +36,10 @@ class Operation:
     """What a worker is to do, and what came of it: it writes `outcome` and what a kind of operation adds,
     before the task is done. One without a kind is an entry in the journal."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[SegmentState, ...]
     """That are read or written."""
     task: Task = field(init=False)
-    outcome: Outcome = field(init=False, default=Outcome.NONE)
+    outcome: IOStatus = field(init=False, default=IOStatus.NONE)
     taken: bool = field(init=False, default=False)
 
 
@@ -51,7 +51,7 @@ class Record(Operation):
     wanted: bool = True
 
     @property
-    def segment(self) -> Segment:
+    def segment(self) -> SegmentState:
         return self.segments[0]
 
 
@@ -60,10 +60,10 @@ class Move(Operation):
     """Records that are copied into other slots of `segments[0]`: what is to be moved, what has been, and what
     could not be read."""
 
-    wanted: Sequence[tuple[Segment, Item, int]]
-    moved: list[tuple[Segment, Item, int]] = field(default_factory=list)
-    damaged: list[tuple[Segment, Item]] = field(default_factory=list)
-    unread: list[Segment] = field(default_factory=list)
+    wanted: Sequence[tuple[SegmentState, Item, int]]
+    moved: list[tuple[SegmentState, Item, int]] = field(default_factory=list)
+    damaged: list[tuple[SegmentState, Item]] = field(default_factory=list)
+    unread: list[SegmentState] = field(default_factory=list)
     stop: bool = False
 
 
@@ -113,9 +113,9 @@ def attempt(operation: Operation, work: Callable[[], object]) -> None:
     try:
         work()
     except (OSError, ReadError) as fault:
-        operation.outcome = Outcome.FAILED
+        operation.outcome = IOStatus.FAILED
         raise StoreError(f"KV cannot be kept on disk: {reason(fault)}") from fault
-    operation.outcome = Outcome.RIGHT
+    operation.outcome = IOStatus.RIGHT
 
 
 def write_record(
@@ -137,15 +137,15 @@ def read_record(read: Record, data: memoryview, ready: Callable[[], object], sea
     try:
         file.read(item.slot, data)
     except ReadError as fault:
-        read.outcome = Outcome.FAILED if os.path.lexists(file.path) else Outcome.GONE
+        read.outcome = IOStatus.FAILED if os.path.lexists(file.path) else IOStatus.GONE
         raise LostKV(f"KV block {item.key.hex()}: {fault}") from fault
     if not seal.fits(item.seal, item.key, data):
-        read.outcome = Outcome.DAMAGED
+        read.outcome = IOStatus.DAMAGED
         raise LostKV(
             f"KV block {item.key.hex()} in {file.path}, at byte {file.place(item.slot)}, is not what was "
             "written"
         )
-    read.outcome = Outcome.RIGHT
+    read.outcome = IOStatus.RIGHT
 
 
 def move_records(move: Move, journal: Journal, seal: Seal) -> None:

@@ -16,7 +16,7 @@ Place = int
 
 
 @dataclass(slots=True, eq=False)
-class Segment:
+class SegmentState:
     """What is known of a segment. Slots [0, next) have been given out; `keys` and `seals` say what is in
     them, `bad` what is quarantined. troubles: how often moving records out of it, or removing it, has
     failed."""
@@ -29,7 +29,7 @@ class Segment:
     troubles: int = 0
 
     @classmethod
-    def of(cls, file: SegmentFile) -> "Segment":
+    def of(cls, file: SegmentFile) -> "SegmentState":
         """As if it was full, and nothing known of what it holds."""
         return cls(file, file.slots, [None] * file.slots, bytearray(SEAL_BYTES * file.slots))
 
@@ -59,11 +59,11 @@ class Space:
     def __init__(self, path: Path, found: Contents, size: Sizes) -> None:
         self._path, self._record_bytes, self._size = path, found.record_bytes, size
         self._next_segment = found.next_segment
-        self._open: list[Segment] = []
+        self._open: list[SegmentState] = []
         """With slots to be given out."""
         self._version = self._sizes = (-1, -1)
         """What segments there were when their sizes were added up, and the sums."""
-        self.segments = {number: Segment.of(file) for number, file in found.segments.items()}
+        self.segments = {number: SegmentState.of(file) for number, file in found.segments.items()}
         keys, numbers, slots, seals = (
             found.live[name].tolist() for name in ("key", "segment", "slot", "seal")
         )
@@ -91,14 +91,14 @@ class Space:
         taken, largest = self._measured()
         return taken + usual + max(usual, largest) <= self._size.budget
 
-    def find(self, place: Place) -> tuple[Segment, int]:
+    def find(self, place: Place) -> tuple[SegmentState, int]:
         return self.segments[place >> SLOT_BITS], place & (1 << SLOT_BITS) - 1
 
-    def hold(self, key: bytes, segment: Segment, slot: int, seal: bytes) -> None:
+    def hold(self, key: bytes, segment: SegmentState, slot: int, seal: bytes) -> None:
         segment.hold(key, slot, seal)
         self.index[key] = segment.place(slot)
 
-    def claim(self) -> tuple[Segment, int] | None:
+    def claim(self) -> tuple[SegmentState, int] | None:
         """A slot that has never been given out, if there is one."""
         while self._open:
             segment = self._open[0]
@@ -113,14 +113,14 @@ class Space:
         self.use(segment, 1)
         return segment, 0
 
-    def use(self, segment: Segment, next: int) -> None:
+    def use(self, segment: SegmentState, next: int) -> None:
         """The slots from `next` on may be given out."""
         self._open.append(segment)
         segment.next = next
 
     def compaction(
-        self, idle: Sequence[Segment]
-    ) -> tuple[Segment, list[Segment], list[tuple[Segment, Item]]] | None:
+        self, idle: Sequence[SegmentState]
+    ) -> tuple[SegmentState, list[SegmentState], list[tuple[SegmentState, Item]]] | None:
         """Of `idle`, the segments with fewest records for their size; these records; and for them, to be put
         into its first slots, a new segment no larger than those are. None if that does not make room."""
         lives = sorted(
@@ -129,7 +129,7 @@ class Space:
         )
         most = max(self._size.slots, lives[0][1]) if lives else 0
         most = min(most, slots_within(self._size.budget - self.taken, self._record_bytes))
-        chosen: list[Segment] = []
+        chosen: list[SegmentState] = []
         moved = freed = 0
         for segment, live in lives:
             if moved + live <= most:
@@ -155,10 +155,10 @@ class Space:
             self._version = version
         return self._sizes
 
-    def _new(self, slots: int) -> Segment:
+    def _new(self, slots: int) -> SegmentState:
         """Full, until somebody knows of it: then an interrupt leaves only something to be removed."""
         number = self._next_segment
         self._next_segment = number + 1
-        segment = Segment.of(SegmentFile.new(self._path, number, slots, self._record_bytes))
+        segment = SegmentState.of(SegmentFile.new(self._path, number, slots, self._record_bytes))
         self.segments[number] = segment
         return segment
