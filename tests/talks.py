@@ -361,7 +361,7 @@ def agree(llm: LLM) -> None:
     """That the engine knows of all that is on disk, and only of that, and that nobody holds anything."""
     rest(llm)
     store, planner = store_of(llm), llm.booted.engine.scheduler
-    while store._chores or store._writes:
+    while store._upkeep.chores or store._writes:
         store.poll()
     assert planner.tiers.disk is not None
     assert set(planner.tiers.disk._there) == set(store.keys()), (

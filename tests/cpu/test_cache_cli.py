@@ -16,8 +16,8 @@ import pytest
 from penstock.cli.commands import cache
 from penstock.cli.main import main
 from penstock.kv.store import cachedir
+from penstock.kv.store.directory import ABOUT, PREFIX
 from penstock.kv.store.seal import SECRET as KEY_FILE
-from penstock.kv.store.segments import ABOUT, PREFIX
 from stores import (
     IDENTITY,
     PAGE,

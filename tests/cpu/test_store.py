@@ -29,20 +29,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import forks
 from penstock.kv.store.blocks import BlockStore, StoreFull
+from penstock.kv.store.directory import ABOUT, JOURNAL, LOCK, NOTES
 from penstock.kv.store.diskpool import LostKV
 from penstock.kv.store.journal import ENTRY_BYTES, Item, Journal, Kind
 from penstock.kv.store.operations import FAILURES, RETRY_SECONDS, Move
 from penstock.kv.store.seal import Seal
-from penstock.kv.store.segments import (
-    ABOUT,
-    JOURNAL,
-    LOCK,
-    NOTES,
-    SegmentFile,
-    StoreError,
-    StoreLocked,
-    sizes,
-)
+from penstock.kv.store.segments import SegmentFile, StoreError, StoreLocked, sizes
 from penstock.memory.disk import DirectFile
 from penstock.memory.tasks import CalledOff, Task
 from stores import (
@@ -131,7 +123,7 @@ def test_work_waits_for_bytes_and_runs_beside(tmp_path: Path) -> None:
     def broken() -> None:
         raise ZeroDivisionError
 
-    with opened(tmp_path, writers=2) as store:
+    with opened(tmp_path, threads=(2, 2)) as store:
         first = store.write(key_of(1), data, filled_in)
         second = store.write(key_of(2), payload(2), nothing)
         assert within(LONG, second.result)
@@ -866,7 +858,7 @@ def test_a_segment_goes_only_when_nobody_reads_it(tmp_path: Path) -> None:
         task = store.read(key_of(3), into, gate.wait)
         store.forget(map(key_of, range(8)))
         late = time.monotonic() + LONG
-        while len(store._chores) and time.monotonic() < late:
+        while len(store._upkeep.chores) and time.monotonic() < late:
             store.poll()
         assert len(files(tmp_path)) == 2
         gate.set()
@@ -1037,7 +1029,7 @@ def test_what_is_forgotten_or_damaged_while_it_is_moved(tmp_path: Path) -> None:
         left = sorted(checkered(store))
         with patch.object(SegmentFile, "read", slow):
             number = 1000
-            while not (moves := [chore for chore in store._chores if isinstance(chore, Move)]):
+            while not (moves := [chore for chore in store._upkeep.chores if isinstance(chore, Move)]):
                 store.write(key_of(number), payload(number), nothing).result()
                 store.poll()
                 number += 1
@@ -1126,7 +1118,8 @@ class Life(RuleBasedStateMachine):
         else:
             with failing(*self.fault):
                 yield
-                for operation in (*self.store._writes.values(), *self.store._reads, *self.store._chores):
+                store = self.store
+                for operation in (*store._writes.values(), *store._reads, *store._upkeep.chores):
                     operation.task.wait()
 
     def take_in(self) -> None:
@@ -1353,7 +1346,7 @@ def test_an_interrupt_of_taking_in_leaves_nothing_behind(tmp_path: Path) -> None
                 store.forget(key_of(number) for number in sorted(known(store) - left)[::2])
             for number in (1000 + 2 * place, 1001 + 2 * place):
                 store.write(key_of(number), payload(number), nothing).wait()
-            for chore in store._chores:
+            for chore in store._upkeep.chores:
                 chore.task.wait()
             ends += not cut_short(store.poll, place)
             assert left <= known(store)
@@ -1474,7 +1467,7 @@ def test_a_kill_between_any_two_calls_loses_nothing_that_was_published(tmp_path:
     assert {copy.name.split("-")[1] for copy, _ in recorder.taken} == {*Recorder.CALLS, "half"}
     seen = 0
     for copy, must in recorder.taken:
-        with opened(copy, cap, readers=1) as store:
+        with opened(copy, cap, threads=(1, 1)) as store:
             assert sound(store), copy.name
             assert must <= known(store) <= {*tasks, 999}, copy.name
             assert real(store.path) <= cap
@@ -1516,7 +1509,7 @@ from penstock.kv.store.blocks import StoreFull
 
 def child(folder, seed):
     rng = random.Random(seed)
-    store = ts.open_store(folder, ts.CAP, writers=2)
+    store = ts.open_store(folder, ts.CAP, threads=(2, 2))
     log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     first = int(seed) * 100_000
     under_way, compacted, full = {}, 0, False
@@ -1592,7 +1585,7 @@ def test_killed_at_any_time_it_is_whole(tmp_path: Path) -> None:
                     must.discard(number)
             log.unlink(missing_ok=True)
             assert not path.exists() or real(path) <= CAP
-            with opened(tmp_path, readers=1) as store:
+            with opened(tmp_path, threads=(1, 1)) as store:
                 found = held(store, known(store))
                 assert found == known(store)
                 assert must <= found

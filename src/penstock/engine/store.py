@@ -12,6 +12,7 @@ from penstock.engine.placing import Model, Say
 from penstock.engine.settling import Settled
 from penstock.kv.ledger.keys import root_key
 from penstock.kv.store.blocks import BlockStore
+from penstock.kv.store.directory import StoreIdentity
 from penstock.kv.store.seal import secret_in
 from penstock.kv.store.segments import StoreLocked
 from penstock.sched.rates import TransferRates
@@ -24,7 +25,7 @@ def open_store(model: Model, settled: Settled, root: bytes, say: Say) -> BlockSt
     config, far = settled.settings, settled.far
     if far is None or not far.store_bytes:
         return None
-    directory, size = config.kv_directory.expanduser(), far.layout.block_bytes
+    directory = config.kv_directory.expanduser()
     about = {
         "model": str(getattr(model, "path", settled.spec.family)),
         "family": settled.spec.family,
@@ -37,11 +38,12 @@ def open_store(model: Model, settled: Settled, root: bytes, say: Say) -> BlockSt
         "policies",
     }
     secret = secret_in(config.cache.expanduser())
+    identity = StoreIdentity(root, far.layout.block_bytes, secret, about)
     try:
-        store = BlockStore.open(directory, root, size, far.store_bytes, secret=secret, about=about)
+        store = BlockStore.open(directory, identity, far.store_bytes)
     except StoreLocked:
         say(f"another process keeps KV in {directory}: what it has is read, and nothing is added")
-        return BlockStore.open(directory, root, size, far.store_bytes, secret=secret, read_only=True)
+        return BlockStore.open(directory, identity, far.store_bytes, read_only=True)
     free = shutil.disk_usage(directory).free
     if store.stats.real_bytes + free < far.store_bytes:
         say(
