@@ -292,6 +292,7 @@ def run_all(tasks: Sequence[Callable[[], None]], pool: Executor) -> None:
 
 
 def reason(error: Exception) -> str:
+    """Return what an error says, without its number."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 

@@ -148,7 +148,7 @@ class BlockStore:
 
     @property
     def read_only(self) -> bool:
-        """Whether nothing can be written."""
+        """Tell whether nothing can be written."""
         return self._journal is None
 
     def note(self, text: bytes) -> None:
@@ -182,7 +182,7 @@ class BlockStore:
 
     @property
     def stats(self) -> StoreStats:
-        """The counts now."""
+        """Return the counts now."""
         segments = self._space.segments.values()
         return StoreStats(
             records=len(self),

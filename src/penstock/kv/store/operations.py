@@ -109,7 +109,7 @@ class Health:
 
     @property
     def off(self) -> bool:
-        """Whether the disk is left alone now."""
+        """Tell whether the disk is left alone now."""
         return self.failures >= FAILURES and self.clock() < self.until
 
     def note(self, fault: BaseException | None) -> None:

@@ -44,7 +44,7 @@ class SegmentState:
 
     @property
     def full(self) -> bool:
-        """Whether all slots have been given out."""
+        """Tell whether all slots have been given out."""
         return self.next == self.file.slots
 
     @property
