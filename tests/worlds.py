@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.kv.ledger.blocks import BlockLedger
-from penstock.kv.ledger.keys import block_key, root_key
+from penstock.kv.ledger.keys import block_keys, root_key
 from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.scheduler import Scheduler
 from penstock.step.params import Sampling
@@ -403,7 +403,7 @@ class World:
         size, tokens = self.limits.block_size, [*known.prompt, *known.output]
         key = self.rule.root_of(len(known.prompt))
         for at in range(0, (index + 1) * size, size):
-            key = block_key(key, tokens[at : at + size])
+            (key,) = block_keys(key, tokens[at : at + size], size)
         return key
 
     def _commit(self, plan: Plan, outcome: Outcome) -> None:
