@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
+from io import FileIO
 from itertools import pairwise, product
 from pathlib import Path
 from threading import Lock
@@ -156,7 +157,7 @@ def slow_disk(gates: Gates) -> Iterator[None]:
     """Reads and writes are places: ("read", byte) and ("write", byte)."""
     write, read = diskpool.write_all, DirectFile.read_direct
 
-    def late_write(plain: int, data: memoryview, offset: int, direct: int) -> None:
+    def late_write(plain: FileIO, data: memoryview, offset: int, direct: FileIO) -> None:
         gates.enter(("write", offset))
         write(plain, data, offset, direct)
         gates.leave(("write", offset))
@@ -356,7 +357,7 @@ def test_what_cannot_be_written_past_the_page_cache_is_written_through_it(
         monkeypatch.setattr(writing, "DIRECT_BYTES", PAGE)
         rows = memory(disk, 3, 1)
         with nullcontext() if there else pytest.raises(OSError, match=os.strerror(fault)):
-            diskpool.write_all(disk._plain.fileno(), rows.reshape(-1).data, place(1, 3), disk._out.fileno())
+            diskpool.write_all(disk._plain, rows.reshape(-1).data, place(1, 3), disk._out)
         put(disk, 1, 3, rows)
         assert holds(disk, 1, 3, rows) == there
         assert holds(disk, 1, 3, rows[:1])
@@ -1429,7 +1430,7 @@ def test_a_write_that_was_interrupted_never_lands_after_a_later_one(
 
     landed = threading.Event()
 
-    def late(plain: int, data: memoryview, offset: int, direct: int) -> None:
+    def late(plain: FileIO, data: memoryview, offset: int, direct: FileIO) -> None:
         if going.is_set():
             write(plain, data, offset, direct)
             return

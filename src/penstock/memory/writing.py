@@ -8,22 +8,29 @@ from pathlib import Path
 from penstock.memory.disk import DIRECT_BYTES, REFUSALS
 
 
-def write_all(plain: int, data: bytes | memoryview, offset: int, direct: int = -1) -> None:
+def write_all(plain: FileIO, data: bytes | memoryview, offset: int, direct: FileIO | None = None) -> None:
     """Write all of `data` at byte `offset` of an open file. Raises OSError.
 
-    plain: the file's descriptor.
-    direct: one that writes past the page cache, or -1. Where it refuses, `plain` takes over: not every file
-        system says at once that it cannot.
+    direct: the same file, opened by `open_direct`. Where it refuses, `plain` takes over: not every file
+        system says at once that it cannot be passed by.
     """
-    view, done = memoryview(data), 0
-    out = plain if direct < 0 else direct
+    view, done, out = memoryview(data), 0, direct or plain
     while done < len(view):
         try:
-            done += os.pwrite(out, view[done : done + DIRECT_BYTES], offset + done)
+            done += os.pwrite(out.fileno(), view[done : done + DIRECT_BYTES], offset + done)
         except OSError as fault:
-            if out == plain or fault.errno not in REFUSALS:
+            if out is plain or fault.errno not in REFUSALS:
                 raise
             out = plain
+
+
+def open_direct(path: Path) -> FileIO:
+    """Open a file for writing past the page cache, or through it where that is refused. Raises OSError."""
+    flags = os.O_WRONLY | os.O_CLOEXEC
+    try:
+        return FileIO(os.open(path, flags | os.O_DIRECT), "w")
+    except OSError:
+        return FileIO(os.open(path, flags), "w")
 
 
 def replace_file(path: Path, data: bytes | memoryview) -> FileIO:
@@ -36,7 +43,7 @@ def replace_file(path: Path, data: bytes | memoryview) -> FileIO:
         os.unlink(beside)  # It was left half way, or is a link, behind which somebody else's file may be.
     file = FileIO(os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "r+")
     try:
-        write_all(file.fileno(), data, 0)
+        write_all(file, data, 0)
         os.fsync(file.fileno())
         os.rename(beside, path)
     except BaseException:

@@ -231,14 +231,9 @@ class BlockStore:
             return _over(StoreFull(f"{self.path} has {have}; forget some, or wait for compaction"))
         segment, slot = claimed
         write = Record((segment,), segment.item(key, slot))
-
-        def note() -> None:
-            if noted is not None:
-                noted.append(write.task)
-            self._writes[key] = write
-
         work = partial(write_record, write, data, ready, journal, self._seal)
-        return self._intake.put(self._writers, write, work, note)
+        note = partial(self._writes.__setitem__, key, write)
+        return self._intake.put(self._writers, write, work, note, noted)
 
     def read(self, key: bytes, into: Buffer, ready: Fence, noted: list[Task] | None = None) -> Task:
         """Fill `into` with a record, after `ready` has returned on a worker.
@@ -259,14 +254,8 @@ class BlockStore:
         segment, slot = self._space.find(place)
         read = Record((segment,), segment.item(key, slot))
         self.touch((key,))
-
-        def note() -> None:
-            if noted is not None:
-                noted.append(read.task)
-            self._reads.append(read)
-
         work = partial(read_record, read, data, ready, self._seal)
-        return self._intake.put(self._readers, read, work, note)
+        return self._intake.put(self._readers, read, work, partial(self._reads.append, read), noted)
 
     def call_off(self, tasks: Sequence[Task]) -> None:
         """Keep tasks from beginning that have not begun.

@@ -41,7 +41,7 @@ from penstock.memory.disk import (
     reason,
 )
 from penstock.memory.tasks import Task, Workers, wait
-from penstock.memory.writing import write_all
+from penstock.memory.writing import open_direct, write_all
 
 Rows = NDArray[np.uint8]
 """Rows are records in memory, `[blocks, record]`, contiguous and aligned as DirectFile likes it."""
@@ -150,7 +150,7 @@ class DiskPool:
         found = [crc32(row[: self._content]) for row in rows]
         with suppress(OSError):
             place = self._place(layer, first)
-            write_all(self._plain.fileno(), rows.reshape(-1).data, place, self._out.fileno())
+            write_all(self._plain, rows.reshape(-1).data, place, self._out)
             sums[:] = found
             with self._counting:
                 self.written_bytes += rows.nbytes
@@ -191,12 +191,9 @@ def _opened(directory: Path, size: int) -> tuple[DirectFile, FileIO, FileIO]:
             make_private(directory)
             plain = undo.enter_context(FileIO(_nameless(directory), "r+"))
             os.posix_fallocate(plain.fileno(), 0, size)
-            path = f"/proc/self/fd/{plain.fileno()}"
-            found = DirectFile(Path(path))
-            try:
-                out = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
-            except OSError:
-                out = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            path = Path(f"/proc/self/fd/{plain.fileno()}")
+            found = DirectFile(path)
+            out = open_direct(path)
         except (OSError, ReadError) as fault:
             full = isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             hint = (
@@ -206,7 +203,7 @@ def _opened(directory: Path, size: int) -> tuple[DirectFile, FileIO, FileIO]:
                 f"{format_size(size)} for KV cannot be had in {directory}: {reason(fault)}; {hint}"
             ) from fault
         undo.pop_all()
-    return found, FileIO(out, "w"), plain
+    return found, out, plain
 
 
 def _nameless(directory: Path) -> int:

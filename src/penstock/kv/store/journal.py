@@ -199,7 +199,7 @@ class Journal:
                 encoded(kind, self._first + self.count + at, item, self._seed)
                 for at, item in enumerate(items)
             )
-            write_all(self._file.fileno(), b"".join(entries), self.count * ENTRY_BYTES)
+            write_all(self._file, b"".join(entries), self.count * ENTRY_BYTES)
             self.count += len(items)
             self._measure()
 

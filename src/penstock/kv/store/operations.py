@@ -140,12 +140,18 @@ class Intake:
         """The task that is noted and may not be put."""
 
     def put(
-        self, workers: Workers, operation: Operation, work: Callable[[], object], *notes: Callable[[], object]
+        self,
+        workers: Workers,
+        operation: Operation,
+        work: Callable[[], object],
+        note: Callable[[], object],
+        noted: list[Task] | None = None,
     ) -> Task:
-        """Make the operation's task, call `notes`, which note it, then put it, and return it."""
+        """Make the operation's task, note it by `note` and in `noted`, then put it, and return it."""
         operation.task = self._putting = Task(work)
-        for note in notes:
-            note()
+        if noted is not None:
+            noted.append(operation.task)
+        note()
         workers.put(operation.task)
         self._putting = None
         return operation.task

@@ -11,6 +11,7 @@ import os
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from penstock.kv.store.journal import (
     real_bytes,
 )
 from penstock.memory.disk import DIRECT_ALIGNMENT, DirectFile, DiskFile
-from penstock.memory.writing import write_all
+from penstock.memory.writing import open_direct, write_all
 
 SEGMENT_BYTES = 256 << 20
 """Bytes of a segment, at most."""
@@ -83,20 +84,10 @@ class SegmentFile:
     def write(self, item: Item, payload: memoryview, seed: int) -> None:
         """Write the record of `item`, and then its entry in the table. Raises OSError."""
         self._make()
-        plain = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            try:
-                direct = os.open(self.path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-            except OSError:
-                direct = -1
-            try:
+        with FileIO(os.open(self.path, os.O_WRONLY | os.O_CLOEXEC), "w") as plain:
+            with open_direct(self.path) as direct:
                 write_all(plain, payload, self.place(item.slot), direct)
-            finally:
-                if direct >= 0:
-                    os.close(direct)
             write_all(plain, encoded(Kind.WRITTEN, 0, item, seed), item.slot * ENTRY_BYTES)
-        finally:
-            os.close(plain)
 
     def read(self, slot: int, into: memoryview) -> None:
         """Fill `into` with a slot. Raises ReadError.
@@ -141,18 +132,17 @@ class SegmentFile:
         with self._lock:
             if self._made:
                 return
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                os.posix_fallocate(file, 0, self.place(self.slots))
-                if real_bytes(file) > self.disk_bytes:
-                    raise OSError(errno.ENOSPC, "a segment takes more of the disk than it should")
-                self._made = True
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(self.path)
-                raise
-            finally:
-                os.close(file)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            with FileIO(os.open(self.path, flags, 0o600), "r+") as file:
+                try:
+                    os.posix_fallocate(file.fileno(), 0, self.place(self.slots))
+                    if real_bytes(file.fileno()) > self.disk_bytes:
+                        raise OSError(errno.ENOSPC, "a segment takes more of the disk than it should")
+                    self._made = True
+                except BaseException:
+                    with suppress(OSError):
+                        os.unlink(self.path)
+                    raise
 
 
 def planned_bytes(slots: int, record_bytes: int) -> int:
