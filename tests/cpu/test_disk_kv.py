@@ -33,10 +33,11 @@ from penstock.arch.layout import KVLayout
 from penstock.base.errors import DeviceError, EngineClosedError
 from penstock.engine.engine import Step
 from penstock.kv.movement import staging
-from penstock.kv.movement.carrier import Carrier, Disk, Streams
+from penstock.kv.movement.carrier import Carrier, CarrierRoom, Disk
 from penstock.kv.movement.hostpool import HostPool
-from penstock.kv.movement.staging import ReadAhead, Run, Slots, WriteBehind
-from penstock.kv.movement.tiles import Outbox, Tile, TileRing
+from penstock.kv.movement.rows import Run
+from penstock.kv.movement.staging import ReadAhead, Slots, WriteBehind
+from penstock.kv.movement.tiles import Outbox, Streams, Tile, TileRing
 from penstock.kv.store import diskpool
 from penstock.kv.store.diskpool import READERS, DiskPool, LostKV, Rows, record_bytes
 from penstock.memory import writing
@@ -794,8 +795,9 @@ class World:
         ring, ahead, behind = self.slots
         reads = ReadAhead(self.disk, Slots(self.disk, ahead, TILE, CPU), self.copies)
         writes = WriteBehind(self.disk, Slots(self.disk, behind, max(TILE, LAYOUT.layers), CPU), self.out)
-        self.ring = TileRing(self.pool, ring, TOKENS, CPU, self.copies, self.compute, None, reads)
-        self.outbox = Outbox(self.pool, ring, TOKENS, CPU, self.out, self.compute, writes)
+        streams = Streams(self.copies, self.out, self.compute)
+        self.ring = TileRing(self.pool, ring, TOKENS, CPU, streams, None, reads)
+        self.outbox = Outbox(self.pool, ring, TOKENS, CPU, streams, writes)
         self.known: dict[tuple[int, int], Found] = {}
         """By layer and block: bytes of K and V."""
         self.seen: list[tuple[Found, Found]] = []
@@ -1510,14 +1512,9 @@ def test_a_carrier_that_cannot_be_made_gives_the_disk_back(
     monkeypatch.setattr("penstock.kv.movement.carrier.Slots", full)
     with pytest.raises(DeviceError, match="no memory"):
         Carrier(
-            kv_of_heads(1, 4, 2, 2, "float16"),
-            2,
-            8,
-            8,
+            CarrierRoom(kv_of_heads(1, 4, 2, 2, "float16"), 2, 8, 8, Disk(4, tmp_path)),
             CPU,
             Streams(*streams_both_ways(CPU)),
-            None,
-            Disk(4, tmp_path),
         )
     links = [
         os.readlink(file)

@@ -25,12 +25,13 @@ from penstock.bench.shapes import SHAPES
 from penstock.cli.main import main
 from penstock.engine.contexts import LongRoom, long_room
 from penstock.engine.hardware import read_hardware
-from penstock.kv.movement.carrier import Carrier, Disk, Send, Streams, chosen_bytes
+from penstock.kv.movement.carrier import Carrier, CarrierRoom, Disk, Send, chosen_bytes
 from penstock.kv.movement.chosen import sketch_layout
+from penstock.kv.movement.fp8 import from_fp8, to_fp8
 from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.movement.pool import KVPool
 from penstock.kv.movement.sizes import carrier_bytes
-from penstock.kv.movement.tiles import Outbox, Tile, TileRing, from_fp8, to_fp8
+from penstock.kv.movement.tiles import Outbox, Streams, Tile, TileRing
 from penstock.memory.streams import CallerStream, Pieces, ThreadStream, Ticket
 from penstock.sched.rules import SchedulerLimits
 from penstock.step.plan import BlockId, HostBlockId, Order
@@ -198,7 +199,8 @@ def carrying(layout: KVLayout, folder: Path, gates: Gates) -> Iterator[Carrier]:
     with no_thread_left():
         streams = Streams(Late("copies", gates), Late("out", gates), CallerStream())
         size = layout.block_size
-        carrier = Carrier(layout, NEAR, TILE * size, CHUNK * size, CPU, streams, None, Disk(FAR, folder))
+        room = CarrierRoom(layout, NEAR, TILE * size, CHUNK * size, Disk(FAR, folder))
+        carrier = Carrier(room, CPU, streams)
         try:
             yield carrier
         finally:

@@ -23,9 +23,10 @@ from penstock.arch.layout import KVLayout, group_layouts, kv_layout
 from penstock.arch.mixers.mixer import Plane
 from penstock.arch.rope import inverse_frequencies
 from penstock.cli.main import main
-from penstock.kv.movement.carrier import Carrier, Streams
+from penstock.kv.movement.carrier import Carrier, CarrierRoom
+from penstock.kv.movement.fp8 import as_rested
 from penstock.kv.movement.pool import KVPool
-from penstock.kv.movement.tiles import Tile, as_rested
+from penstock.kv.movement.tiles import Streams, Tile
 from penstock.kv.store.diskpool import record_bytes
 from penstock.memory.streams import CallerStream
 from penstock.sched.rates import TransferRates
@@ -193,7 +194,8 @@ def test_planes_come_back_from_the_host(rounded: bool) -> None:
     )
     layout, blocks = exact.in_fp8 if rounded else exact, 5
     streams = Streams(CallerStream(), CallerStream(), CallerStream())
-    carrier, pages = Carrier(layout, blocks, 16, 16, CPU, streams, None), KVPool(exact, blocks, CPU)
+    carrier = Carrier(CarrierRoom(layout, blocks, 16, 16), CPU, streams)
+    pages = KVPool(exact, blocks, CPU)
     pages.bytes.random_(0, 120)  # bytes of which no two make a number that is infinite or none
     order = [3, 0, 4, 1, 2]
     sent, demoted = order[:3], order[3:]

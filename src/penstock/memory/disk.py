@@ -36,6 +36,11 @@ _AT_EMPTY_PATH, _MNT_ID_UNIQUE = 0x1000, 0x4000
 twice."""
 
 
+def in_pages(count: int) -> int:
+    """Return `count` bytes in whole pages of the disk."""
+    return -(-count // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+
+
 class ReadError(PenstockError):
     """ReadError says that a file does not give some bytes.
 

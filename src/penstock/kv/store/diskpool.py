@@ -33,10 +33,10 @@ from penstock.arch.layout import KVLayout
 from penstock.base.errors import DeviceError, PenstockError
 from penstock.base.units import format_size
 from penstock.memory.disk import (
-    DIRECT_ALIGNMENT,
     DIRECT_BYTES,
     DirectFile,
     ReadError,
+    in_pages,
     make_private,
     reason,
 )
@@ -61,7 +61,7 @@ class DiskPool:
     def __init__(self, layout: KVLayout, blocks: int, directory: Path) -> None:
         """Make the file. Raises DeviceError if the directory cannot hold so much."""
         self.blocks = blocks
-        self.record = record_bytes(layout)
+        self.record = in_pages(layout.layer_bytes)
         self._content = layout.layer_bytes
         self._file, self._out, self._plain = _opened(directory, layout.layers * blocks * self.record)
         self._sums = np.full((layout.layers, blocks), _NONE, dtype=np.int64)
@@ -178,7 +178,7 @@ class DiskPool:
 
 def record_bytes(layout: KVLayout) -> int:
     """Return the bytes of a record, a layer of a block: whole pages of the disk."""
-    return -(-layout.layer_bytes // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+    return in_pages(layout.layer_bytes)
 
 
 def _opened(directory: Path, size: int) -> tuple[DirectFile, FileIO, FileIO]:

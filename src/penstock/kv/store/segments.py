@@ -29,7 +29,7 @@ from penstock.kv.store.journal import (
     encoded,
     real_bytes,
 )
-from penstock.memory.disk import DIRECT_ALIGNMENT, DirectFile, DiskFile
+from penstock.memory.disk import DIRECT_ALIGNMENT, DirectFile, DiskFile, in_pages
 from penstock.memory.writing import open_direct, write_all
 
 SEGMENT_BYTES = 256 << 20
@@ -48,10 +48,6 @@ class StoreLocked(StoreError):
     """StoreLocked is raised where another process writes to the store."""
 
 
-def _pages(count: int) -> int:
-    return -(-count // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
-
-
 class SegmentFile:
     """A SegmentFile is a segment on the disk, which may not be made yet: the first that writes makes it.
 
@@ -60,8 +56,8 @@ class SegmentFile:
 
     def __init__(self, path: Path, number: int, slots: int, record_bytes: int) -> None:
         self.path, self.number, self.slots, self.record_bytes = path, number, slots, record_bytes
-        self._table = _pages(slots * ENTRY_BYTES)
-        self._slot = _pages(record_bytes)
+        self._table = in_pages(slots * ENTRY_BYTES)
+        self._slot = in_pages(record_bytes)
         self.disk_bytes = planned_bytes(slots, record_bytes)
         """Bytes of the disk that it takes, at most. Writing slots may cost the file system pages of its
         own."""
@@ -150,13 +146,13 @@ def planned_bytes(slots: int, record_bytes: int) -> int:
 
     They include what the file system notes, if it has to note for each page where it is.
     """
-    size = _pages(slots * ENTRY_BYTES) + slots * _pages(record_bytes)
-    return size + _pages(size // 256) + DIRECT_ALIGNMENT
+    size = in_pages(slots * ENTRY_BYTES) + slots * in_pages(record_bytes)
+    return size + in_pages(size // 256) + DIRECT_ALIGNMENT
 
 
 def slots_within(count: int, record_bytes: int) -> int:
     """Return the slots of the largest segment that takes at most `count` bytes."""
-    slots = min(count // (_pages(record_bytes) + ENTRY_BYTES), MOST_SLOTS)
+    slots = min(count // (in_pages(record_bytes) + ENTRY_BYTES), MOST_SLOTS)
     while slots and planned_bytes(slots, record_bytes) > count:
         slots -= 1
     return slots
@@ -189,7 +185,7 @@ def least_cap(record_bytes: int) -> int:
 
 def sizes(cap_bytes: int, record_bytes: int) -> Sizes:
     """Divide a cap in bytes. Raises StoreError if it is below `least_cap`."""
-    slots = min(max(min(SEGMENT_BYTES, cap_bytes // SEGMENTS) // _pages(record_bytes), 1), MOST_SLOTS)
+    slots = min(max(min(SEGMENT_BYTES, cap_bytes // SEGMENTS) // in_pages(record_bytes), 1), MOST_SLOTS)
     segments = (cap_bytes - _FIXED) // (planned_bytes(slots, record_bytes) + slots * _JOURNAL)
     if segments < 2:
         least = format_size(least_cap(record_bytes))
