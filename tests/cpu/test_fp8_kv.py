@@ -290,14 +290,13 @@ def one_slot(gates: Gates) -> Iterator[tuple[Compute, TileRing, Outbox]]:
     compute, copies, out = Compute(), Late("copies", gates), Late("out", gates)
     pool = HostPool(EXACT.in_fp8, NEAR, CPU)
     pool._arena.bytes.zero_()
-    ring, outbox = (
-        kind(pool, 1, EXACT.block_size, CPU, stream, compute, None)
-        for kind, stream in ((TileRing, copies), (Outbox, out))
-    )
-    assert isinstance(ring, TileRing)
-    assert isinstance(outbox, Outbox)
+    streams = Streams(copies, out, compute)
     try:
-        yield compute, ring, outbox
+        yield (
+            compute,
+            TileRing(pool, 1, EXACT.block_size, CPU, streams),
+            Outbox(pool, 1, EXACT.block_size, CPU, streams),
+        )
     finally:
         gates.open()
         copies.close()
