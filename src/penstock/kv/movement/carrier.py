@@ -6,7 +6,7 @@ outbox and the ring (`tiles`), by way of the disk's slots (`staging`) where host
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,18 +93,17 @@ class Carrier:
         self.transfers: Transfers | None = None
         """Moves whole blocks; none where blocks on the host are not what they are on the device."""
         self._closing = ExitStack()
+        own = self._closing.enter_context
         try:
-            self.pool = HostPool(layout, room.blocks, device)
-            self._closing.callback(self.pool.close)
+            self.pool = own(closing(HostPool(layout, room.blocks, device)))
             if waits is not None:
                 self._closing.callback(waits.stalled)  # notes what was still on its way
             ahead = behind = None
             if disk is not None:
-                rests = self.disk = DiskPool(layout, disk.blocks, disk.directory)
-                self._closing.callback(rests.close)
+                rests = self.disk = own(closing(DiskPool(layout, disk.blocks, disk.directory)))
                 ahead = self._read_ahead(room, rests, device, streams)
-                written = Slots(rests, BEHIND, _behind_rows(layout, room.chunk_tokens), device)
-                self._closing.callback(written.close)
+                rows = _behind_rows(layout, room.chunk_tokens)
+                written = own(closing(Slots(rests, BEHIND, rows, device)))
                 behind = WriteBehind(rests, written, streams.out)
             if room.policies is not None:
                 self.chosen = self._choosing(room, room.policies, device, streams)
@@ -130,9 +129,8 @@ class Carrier:
     def _read_ahead(
         self, room: CarrierRoom, rests: DiskPool, device: torch.device, streams: Streams
     ) -> ReadAhead:
-        read = Slots(rests, AHEAD, room.tile_tokens // room.layout.block_size, device)
-        self._closing.callback(read.close)
-        return ReadAhead(rests, read, streams.copies)
+        slots = Slots(rests, AHEAD, room.tile_tokens // room.layout.block_size, device)
+        return ReadAhead(rests, self._closing.enter_context(closing(slots)), streams.copies)
 
     def _choosing(
         self, room: CarrierRoom, policies: Policies, device: torch.device, streams: Streams
@@ -144,8 +142,7 @@ class Carrier:
         ring = TileRing(self.pool, RING, room.tile_tokens, device, streams, disk=ahead)
         tile = room.tile_tokens // room.layout.block_size
         chosen = Chosen(room.layout, blocks, tile, policies, ring, device, streams)
-        self._closing.callback(chosen.close)
-        return chosen
+        return self._closing.enter_context(closing(chosen))
 
     def begin(
         self,

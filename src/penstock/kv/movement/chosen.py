@@ -60,16 +60,18 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """What rows and runs read of far KV, everything if nothing is said. limit: the fraction of attention that
-    may be missed, above which the rest is read as well; None for any."""
+    """Policies say what rows and runs read of far KV; None reads everything.
+
+    limit: the fraction of attention that may be missed, above which the rest is read as well; None for any.
+    bits: bits of a number in the sketches of keys (see `ops.sketch`).
+    heads: heads of a layer's queries.
+    """
 
     rows: Policy | None
     runs: Policy | None
     limit: float | None = None
     bits: int = 4
-    """Of a number in the sketches of keys (see `ops.sketch`)."""
     heads: int = 1
-    """That queries have."""
 
 
 class Chosen:

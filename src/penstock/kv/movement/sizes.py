@@ -11,7 +11,7 @@ TILE_TOKENS = {"cuda": 32768, "cpu": 2048}
 """Tokens of a tile, at most. A CPU copies at the rate at which it reads, so there a tile should still be in
 its caches when it is read."""
 _RING_PART = 16
-"""At most one part in so many of the device's memory is for tiles."""
+"""Tiles take at most one part in so many of the device's memory."""
 
 
 def ring_bytes(layout: KVLayout, slots: int, tokens: int) -> int:

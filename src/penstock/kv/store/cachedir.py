@@ -8,7 +8,7 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +124,8 @@ def verify(path: Path, secret: bytes, progress: Callable[[int], object] = lambda
         unreadable = 0
         memory = held.enter_context(closing(mmap.mmap(-1, found.record_bytes)))
         data = held.enter_context(memoryview(memory))
-        for item in _items(found):
+        fields = (found.live[name].tolist() for name in ("key", "segment", "slot", "seal"))
+        for item in map(Item, *fields):
             try:
                 found.segments[item.segment].read(item.slot, data)
                 if not seal.fits(item.seal, item.key, data):
@@ -159,11 +160,6 @@ def clear(paths: Sequence[Path]) -> None:
                 for name in sorted(names, key=lambda name: (name == LOCK, name != JOURNAL)):
                     os.unlink(path / name)
                 path.rmdir()
-
-
-def _items(found: Contents) -> Iterator[Item]:
-    fields = (found.live[name].tolist() for name in ("key", "segment", "slot", "seal"))
-    return map(Item, *fields)
 
 
 def _identity(path: Path) -> bytes:

@@ -174,15 +174,13 @@ def trim(found: Contents, size: Sizes) -> None:
     Segments of which nothing is known go, and slots behind the last that was used. If that is not enough,
     the segments go that were not used for longest, until there is room for compaction, too.
     """
-    used, last = dict.fromkeys(found.segments, 0), dict.fromkeys(found.segments, -1)
+    numbers = np.array(sorted(found.segments), np.uint64)
+    used, last = np.zeros(len(numbers), np.int64), np.full(len(numbers), -1)
     for entries in (found.bad, found.live):
-        numbers, which = np.unique(entries["segment"], return_inverse=True)
-        behind, latest = np.zeros(len(numbers), np.int64), np.full(len(numbers), -1)
-        np.maximum.at(behind, which, entries["slot"].astype(np.int64) + 1)
-        np.maximum.at(latest, which, np.arange(len(entries)))
-        for number, slots, at in zip(numbers.tolist(), behind.tolist(), latest.tolist(), strict=True):
-            used[number], last[number] = max(used[number], slots), at if entries is found.live else -1
-    for number, slots in used.items():
+        which = np.searchsorted(numbers, entries["segment"])
+        np.maximum.at(used, which, entries["slot"].astype(np.int64) + 1)
+    np.maximum.at(last, which, np.arange(len(found.live)))
+    for number, slots in zip(numbers.tolist(), used.tolist(), strict=True):
         if slots:
             found.segments[number].shorten(slots)
         else:
@@ -190,8 +188,8 @@ def trim(found: Contents, size: Sizes) -> None:
     files = [segment.disk_bytes for segment in found.segments.values()]
     taken, largest = sum(files), max([planned_bytes(size.slots, found.record_bytes), *files])
     if taken > size.budget:
-        for number in sorted(found.segments, key=last.__getitem__):
-            if taken + largest > size.budget:
+        for number in numbers[np.argsort(last, kind="stable")].tolist():
+            if number in found.segments and taken + largest > size.budget:
                 taken -= found.segments[number].disk_bytes
                 found.segments.pop(number).path.unlink()
     kept = np.fromiter(found.segments, np.uint64)

@@ -102,7 +102,7 @@ class Space:
 
     @property
     def grows(self) -> bool:
-        """Whether one more segment fits."""
+        """Tell whether one more segment fits."""
         usual = planned_bytes(self._size.slots, self._record_bytes)
         taken, largest = self._measured()
         return taken + usual + max(usual, largest) <= self._size.budget
