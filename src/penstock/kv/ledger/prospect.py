@@ -108,11 +108,6 @@ class Prospect(Generic[Key]):
     def __len__(self) -> int:
         return self._idle
 
-    @property
-    def remembered(self) -> int:
-        """Return the number of blocks that are gone but not forgotten."""
-        return len(self._gone)
-
     def added(self, key: Key, parent: Key | None) -> None:
         """Note that a block is there now, and held: see Eviction."""
         assert key not in self._there, f"{key!r} is added but there"

@@ -165,8 +165,6 @@ class Shadows(Generic[Key]):
         self._fade = 0.5 ** (blocks / epochs / max(_ROOMS * blocks, _USES))
         self._forget()
         self.leader = Expert.PROSPECT
-        self.switches = 0
-        """Changes of the leader."""
 
     def use(self, key: Key, kind: int, since: int) -> None:
         """Note that a block is used, and by that is of this kind and epoch.
@@ -199,7 +197,6 @@ class Shadows(Generic[Key]):
                 self.leader, best = expert, beyond
         if self.leader is before:
             return False
-        self.switches += 1
         self._forget()
         return True
 

@@ -155,7 +155,7 @@ def contents(path: Path, seed: int, record_bytes: int) -> Contents:
         segments = {}
         for number, (file, slots) in sorted(segment_numbers(path).items()):
             with suppress(FileNotFoundError):  # Another process writes here, and has compacted it.
-                segments[number] = SegmentFile.found(file, number, slots, record_bytes)
+                segments[number] = SegmentFile(file, number, slots, record_bytes, made=True)
         tables = () if replay else (segment.table(seed) for segment in segments.values())
         entries = replay.entries if replay else np.concatenate([np.zeros(0, DTYPE), *tables])
     live, bad = surviving(entries, segments)

@@ -54,28 +54,23 @@ class SegmentFile:
     Any number of threads may write and read its slots.
     """
 
-    def __init__(self, path: Path, number: int, slots: int, record_bytes: int) -> None:
+    def __init__(self, path: Path, number: int, slots: int, record_bytes: int, *, made: bool = False) -> None:
+        """Describe a segment. made: whether it is there, and is looked at. Raises OSError if it is not."""
         self.path, self.number, self.slots, self.record_bytes = path, number, slots, record_bytes
         self._table = in_pages(slots * ENTRY_BYTES)
         self._slot = in_pages(record_bytes)
         self.disk_bytes = planned_bytes(slots, record_bytes)
         """Bytes of the disk that it takes, at most. Writing slots may cost the file system pages of its
         own."""
-        self._made = False
+        self._made = made
         self._lock = threading.Lock()
+        if made:
+            self._measure()
 
     @classmethod
     def new(cls, directory: Path, number: int, slots: int, record_bytes: int) -> "SegmentFile":
         """Return a segment that is to be made, under its name in a store's directory."""
         return cls(directory / f"{number:0{SEGMENT_DIGITS}d}-{slots}.segment", number, slots, record_bytes)
-
-    @classmethod
-    def found(cls, path: Path, number: int, slots: int, record_bytes: int) -> "SegmentFile":
-        """Return a segment that is there. Raises OSError."""
-        segment = cls(path, number, slots, record_bytes)
-        segment._made = True
-        segment._measure()
-        return segment
 
     def write(self, item: Item, payload: memoryview, seed: int) -> None:
         """Write the record of `item`, and then its entry in the table. Raises OSError."""
