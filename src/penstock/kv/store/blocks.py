@@ -110,14 +110,7 @@ class BlockStore:
             )
             started.pop_all()
         self._intake = Intake(self._keeper)
-        self._upkeep = Upkeep(
-            there,
-            self._space,
-            self._writing,
-            self._intake,
-            self._keeper,
-            lambda: (*self._writes.values(), *self._reads),
-        )
+        self._upkeep = Upkeep(there, self._space, self._writing, self._intake, self._keeper)
 
     @classmethod
     def open(
@@ -286,7 +279,7 @@ class BlockStore:
                 del self._index[key]
                 segment.keys[slot] = None
         self._upkeep.forgotten(gone)
-        self._upkeep.tend()
+        self._upkeep.tend((*self._writes.values(), *self._reads))
 
     def poll(self) -> None:
         """Take in what has been done. Call it once in a while; it waits for nothing."""
@@ -299,7 +292,7 @@ class BlockStore:
                 self._take_read(read)
         self._reads = [read for read in self._reads if not read.taken]
         self._upkeep.take()
-        self._upkeep.tend()
+        self._upkeep.tend((*self._writes.values(), *self._reads))
 
     def close(self) -> None:
         """Finish what has begun, note the order of use, and let go.

@@ -44,15 +44,10 @@ class Upkeep:
         writing: Health,
         intake: Intake,
         keeper: Workers,
-        under_way: Callable[[], Iterable[Operation]],
     ) -> None:
-        """Take `keeper` over.
-
-        under_way: returns the reads and writes that are not done.
-        """
+        """Take `keeper` over."""
         self._journal, self._seal, self._usual_slots = there.journal, there.seal, there.size.slots
         self._space, self._writing, self._intake, self._keeper = space, writing, intake, keeper
-        self._under_way = under_way
         self.chores: list[Operation] = []
         """Chores that are not taken in yet."""
         self.suspects: set[SegmentState] = set()
@@ -63,8 +58,11 @@ class Upkeep:
         self._closed = False
         self.checksum_failures = self.io_failures = self.compactions = 0
 
-    def tend(self) -> None:
-        """Begin what makes room, where it is needed, and a new journal where the old one is mostly stale."""
+    def tend(self, under_way: Sequence[Operation]) -> None:
+        """Begin what makes room, where it is needed, and a new journal where the old one is mostly stale.
+
+        under_way: the store's reads and writes that are not taken in.
+        """
         if self._journal is None or self._closed or self._writing.off:
             return
         stale = self._journal.count > max(2 * len(self._space.index) + _STALE, self._rewrite_at)
@@ -72,12 +70,12 @@ class Upkeep:
             self.rewrite(self._journal)
         if any(isinstance(chore, Move | Removal) for chore in self.chores):
             return
-        for segment in self._idle(self.suspects):
+        for segment in self._idle(self.suspects, under_way):
             if not segment.bad and segment.live == 0:
                 self._remove(segment)
             self.suspects.discard(segment)
         if self._stirred and self._space.spare < self._usual_slots // 2 and not self._space.grows:
-            self._make_room(self._journal)
+            self._make_room(self._journal, under_way)
 
     def take(self) -> None:
         """Take in the chores that are done."""
@@ -160,16 +158,15 @@ class Upkeep:
         self.suspects.update(move.segments)
         self._stirred = True
 
-    def _idle(self, segments: Iterable[SegmentState]) -> list[SegmentState]:
+    def _idle(self, segments: Iterable[SegmentState], under_way: Sequence[Operation]) -> list[SegmentState]:
         """Return those that are full, and that no operation reads or writes."""
-        operations = (*self._under_way(), *self.chores)
-        busy = {segment for operation in operations for segment in operation.segments}
+        busy = {segment for operation in (*under_way, *self.chores) for segment in operation.segments}
         return [segment for segment in segments if segment.full and segment not in busy]
 
-    def _make_room(self, journal: Journal) -> None:
+    def _make_room(self, journal: Journal, under_way: Sequence[Operation]) -> None:
         """Remove a segment that has nothing but what is quarantined, or else move records out of segments."""
         segments = self._space.segments
-        idle = self._idle(segments.values())
+        idle = self._idle(segments.values(), under_way)
         for segment in idle:
             if segment.live == 0 and segment.troubles == 0:
                 self._remove(segment)
