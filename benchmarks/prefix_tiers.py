@@ -38,7 +38,7 @@ from penstock.engine.boot import Booted
 from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.ledger.host import HostLedger
-from penstock.kv.ledger.keys import block_key, root_key
+from penstock.kv.ledger.keys import block_keys, root_key
 from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.movement.pool import KVPool
 from penstock.kv.movement.transfers import Transfers
@@ -676,7 +676,7 @@ def keys_of(root: bytes, prompt: Sequence[int], size: int) -> list[bytes]:
     """Of a prompt's full blocks, but for one that holds its last token."""
     keys: list[bytes] = []
     for start in range(0, (len(prompt) - 1) // size * size, size):
-        keys.append(block_key(keys[-1] if keys else root, prompt[start : start + size]))
+        keys += block_keys(keys[-1] if keys else root, prompt[start : start + size], size)
     return keys
 
 
