@@ -674,10 +674,7 @@ def random_keys(seed: int) -> Iterator[bytes]:
 
 def keys_of(root: bytes, prompt: Sequence[int], size: int) -> list[bytes]:
     """Of a prompt's full blocks, but for one that holds its last token."""
-    keys: list[bytes] = []
-    for start in range(0, (len(prompt) - 1) // size * size, size):
-        keys += block_keys(keys[-1] if keys else root, prompt[start : start + size], size)
-    return keys
+    return block_keys(root, prompt[:-1], size)
 
 
 def planned(
