@@ -282,8 +282,10 @@ class BlockLedger(Ledger[BlockId]):
         The caller has seen that `available` is enough.
         """
         assert 0 <= count <= self.available, f"{count} blocks asked for, {self.available} available"
-        taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        taken += self._evict(self._cached.victims(count - len(taken)))
+        free = self._free
+        taken = [free.pop() for _ in range(min(count, len(free)))]
+        if len(taken) < count:
+            taken += self._evict(self._cached.victims(count - len(taken)))
         for block in taken:
             self._holders[block] = 1
         return taken
