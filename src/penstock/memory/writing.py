@@ -40,7 +40,7 @@ def replace_file(path: Path, data: bytes | memoryview) -> FileIO:
     """
     beside = path.with_name(path.name + ".tmp")
     with suppress(FileNotFoundError):
-        os.unlink(beside)  # It was left half way, or is a link, behind which somebody else's file may be.
+        os.unlink(beside)  # It was left half way, or is a link to a file of another user.
     file = FileIO(os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "r+")
     try:
         write_all(file, data, 0)

@@ -8,8 +8,8 @@ A block is in one of three states, by two facts: how many requests hold it, and 
 
 This is where a KV block's walk begins. `allocate` gives a request a page of the device, which its steps fill
 (`movement.pool`). `seal` gives the full page its key (`keys`), and from then on `run_of` finds it for others.
-`release` leaves it cached. While it is, the scheduler may have it copied to the host, whose blocks have a
-ledger too (`host`), and from there to the disk (`disk`). A ledger moves no bytes; `movement` does.
+`release` leaves it cached. While it is, the scheduler may have it copied to the host, which has a ledger
+too (`host`), and from there to the disk (`disk`). A ledger moves no bytes; `movement` does.
 
 Only the scheduler writes here, on one thread.
 """
@@ -50,7 +50,7 @@ class Ledger(Generic[Id]):
         self.reset()
 
     def reset(self) -> None:
-        """Free all blocks, whoever held them and whatever they held."""
+        """Free all blocks, held ones and cached ones too."""
         self._holders = [0] * self.blocks
         self._keys: list[bytes | None] = [None] * self.blocks
         self._by_key: dict[bytes, Id] = {}
@@ -128,7 +128,7 @@ class Ledger(Generic[Id]):
 
         A second block with the same content stays unknown to others.
         """
-        assert self._holders[block] > 0, f"block {block} is sealed but held by nobody"
+        assert self._holders[block] > 0, f"block {block} is sealed and has no holder"
         assert self._keys[block] is None, f"block {block} is sealed twice"
         if key not in self._by_key:
             self._by_key[key] = block
@@ -153,7 +153,7 @@ class Ledger(Generic[Id]):
         The end of a sequence is evicted before its beginning.
         """
         for block in reversed(blocks):
-            assert self._holders[block] > 0, f"block {block} is released but held by nobody"
+            assert self._holders[block] > 0, f"block {block} is released and has no holder"
             self._holders[block] -= 1
             if self._holders[block]:
                 continue

@@ -103,7 +103,8 @@ class Returns:
         return self._gains[kind % _KINDS][self._span(since)]
 
     def chance(self, kind: int, since: int) -> float:
-        """Return the chance that such a block returns at an age of which enough was seen, or 1."""
+        """Return the chance that such a block returns, counted over ages that are well known; 1 for
+        others."""
         return self._chances[kind % _KINDS][self._span(since)]
 
     def _span(self, since: int) -> int:

@@ -1,4 +1,4 @@
-"""Chosen: far KV of which an attention policy chooses what is read.
+"""Chosen lends the far KV that an attention policy chooses to read.
 
 Every KV block that goes to the host leaves a sketch of its keys here (`Chosen.note`). Later queries are
 scored against the sketches, and only the blocks that the policy chooses come back, as tiles
@@ -290,10 +290,10 @@ def sketch_layout(layout: KVLayout, bits: int) -> SketchLayout:
 def _scored(layout: KVLayout) -> int:
     """Return which of a layer's planes queries are scored with; policies need it to be the same in all
     layers."""
-    assert len(set(layout.planes)) == 1, "layers whose KV differs, and a policy"
+    assert len(set(layout.planes)) == 1, "layers with unlike KV, and a policy"
     return next(index for index, plane in enumerate(layout.planes[0]) if plane.scored)
 
 
 def piece_blocks(tile_blocks: int) -> int:
-    """Blocks whose sketches are on the device at a time, twice over."""
+    """Return how many blocks have their sketches on the device at a time, twice over."""
     return max(tile_blocks // 2, 1)

@@ -60,7 +60,7 @@ class _InFlight:
         if self.first is not None and self.last is not None:
             return Landed(self.transfer.id, self.last.when() - self.first.when())
         ended = max((task.when() for task in self.tasks), default=self.begun)
-        # One whose step was broken off may not have begun everything.
+        # A transfer may not have begun everything if its step was broken off.
         keys = self.transfer.keys
         lost = tuple(
             index

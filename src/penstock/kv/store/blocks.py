@@ -231,7 +231,7 @@ class BlockStore:
     def read(self, key: bytes, into: Buffer, ready: Fence, noted: list[Task] | None = None) -> Task:
         """Fill `into` with a record, after `ready` has returned on a worker.
 
-        into: may be written until the task is done, whether anybody waits for it or not.
+        into: may be written until the task is done, even if it is not waited for.
         noted: as for `write`.
 
         The task's result raises LostKV if the record is not to be had, or what `ready` has raised; what is in

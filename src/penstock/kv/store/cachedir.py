@@ -196,5 +196,5 @@ def _contents(path: Path, about: dict[str, object]) -> Contents:
 def _real(path: Path) -> int:
     try:
         return real_bytes(path)
-    except FileNotFoundError:  # Whoever writes here has removed it.
+    except FileNotFoundError:  # The process that writes here has removed it.
         return 0

@@ -171,7 +171,7 @@ def contents(path: Path, seed: int, record_bytes: int) -> Contents:
 def trim(found: Contents, size: Sizes) -> None:
     """Bring what was found within the budget. Raises OSError.
 
-    Segments of which nothing is known go, and slots behind the last that was used. If that is not enough,
+    Segments without known records go, and slots behind the last that was used. If that is not enough,
     the segments go that were not used for longest, until there is room for compaction, too.
     """
     numbers = np.array(sorted(found.segments), np.uint64)

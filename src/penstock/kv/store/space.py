@@ -141,8 +141,9 @@ class Space:
     ) -> tuple[SegmentState, list[SegmentState], list[tuple[SegmentState, Item]]] | None:
         """Choose what to move together: of `idle`, the segments with fewest records for their size.
 
-        Return a new segment, whose first slots are for these records and which takes no more of the disk than
-        the chosen ones do; the chosen ones; and their records. Return None if that does not make room.
+        Return a new segment, the chosen ones, and their records. The records fit into the first slots of the
+        new one, which takes no more of the disk than the chosen ones do. Return None if that does not make
+        room.
         """
         lives = sorted(
             ((segment, segment.live) for segment in idle),
