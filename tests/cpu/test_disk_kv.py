@@ -376,9 +376,9 @@ def test_who_cannot_have_room_is_told(tmp_path: Path) -> None:
     file.touch()
     with no_thread_left():
         for directory, blocks, message in (
-            (file, BLOCKS, f"288 KiB for KV cannot be had in {file}: .*; name another kv_directory"),
+            (file, BLOCKS, f"288 KiB for KV cannot be reserved in {file}: .*; name another kv_directory"),
             (Path("/proc/nowhere"), BLOCKS, "in /proc/nowhere: .*; name another kv_directory"),
-            (tmp_path, 1 << 40, f"in {tmp_path}: File too large; allow less disk_kv_memory"),
+            (tmp_path, 1 << 40, f"in {tmp_path}: File too large; lower disk_kv_memory"),
         ):
             with pytest.raises(DeviceError, match=message):
                 DiskPool(LAYOUT, blocks, directory)

@@ -215,13 +215,13 @@ class BlockStore:
             self.touch((key,))
             return _over(None)
         if self._closed or self._writing.off:
-            why = "closed" if self._closed else "off, as writing to it has failed"
+            why = "closed" if self._closed else "off, since writing to it has failed"
             return _over(StoreError(f"{self.path} is {why}"))
         room = len(self) + len(self._writes) < self.capacity
         claimed = self._space.claim() if room else None
         if claimed is None:
             have = f"{len(self)} records of {self.capacity}"
-            return _over(StoreFull(f"{self.path} has {have}; forget some, or wait for compaction"))
+            return _over(StoreFull(f"{self.path} has {have}; raise disk_kv_memory, or wait for compaction"))
         segment, slot = claimed
         write = Record((segment,), segment.item(key, slot))
         work = partial(write_record, write, data, ready, journal, self._seal)

@@ -79,7 +79,7 @@ def store_paths(directory: Path) -> list[Path]:
     """Return the paths of all stores under a directory, or of the one that it is. Raises StoreError."""
     if _NAME.fullmatch(directory.resolve().name):
         return [directory]
-    with refused(directory, "cannot be read", "; give the kv_directory of a cache"):
+    with refused(directory, "cannot be read", "give a kv_directory that you may read"):
         # A link is to what is another's, or to the same twice.
         entries = (entry for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
         names = sorted(entry.name for entry in entries if _NAME.fullmatch(entry.name))
@@ -90,7 +90,7 @@ def survey(path: Path) -> StoreInfo:
     """Describe a store. Raises StoreError if it cannot be read."""
     identity, about = _identity(path), _about(path)
     found = _contents(path, about)
-    with refused(path, "cannot be read", ""):
+    with refused(path, "cannot be read", "check its permissions and the disk"):
         files = [entry.path for entry in os.scandir(path)]
         last_used = os.stat(path / JOURNAL if found.replay else path).st_mtime
         real = sum(_real(Path(file)) for file in files)
@@ -135,12 +135,14 @@ def verify(path: Path, secret: bytes, progress: Callable[[int], object] = lambda
             progress(found.record_bytes)
         if len(damaged) == len(found.live) and damaged and "sealed_with" not in about:
             raise StoreError(
-                f"{path} does not say which key sealed it, and no record fits this one; nothing was put "
-                "aside (--cache)"
+                f"{path} does not say which key sealed it, and no record fits the key in this cache "
+                "directory; nothing was changed: name the cache directory that has the key (--cache), or "
+                "remove the store with `penstock cache clear`"
             )
         replay = found.replay if lock is not None else None
         if damaged and lock is not None and replay is not None:
-            with refused(path, "has damaged records that cannot be marked", ""):
+            hint = "make the directory writable, or remove it"
+            with refused(path, "has damaged records that cannot be marked", hint):
                 journal = Journal(path / JOURNAL, seal.seed, replay.record_bytes, 1 << 62, lock)
                 held.enter_context(closing(journal))
                 journal.resume(replay)
@@ -154,7 +156,7 @@ def clear(paths: Sequence[Path]) -> None:
         for path in paths:
             held.enter_context(closing(locked(path, make=False)))
         for path in paths:
-            with refused(path, "cannot be removed", "; see what is in it"):
+            with refused(path, "cannot be removed", "remove it by hand"):
                 names = [name for name in os.listdir(path) if _OURS.fullmatch(name)]
                 # The lock is last: until it is gone, no process takes what is left for a store of its own.
                 for name in sorted(names, key=lambda name: (name == LOCK, name != JOURNAL)):
@@ -165,7 +167,10 @@ def clear(paths: Sequence[Path]) -> None:
 def _identity(path: Path) -> bytes:
     match = _NAME.fullmatch(path.resolve().name)
     if match is None:
-        raise StoreError(f"{path} is no store of KV; their names begin with {PREFIX}")
+        raise StoreError(
+            f"{path} is no store of KV, since its name does not begin with {PREFIX}; name a directory that "
+            "`penstock cache` lists"
+        )
     return bytes.fromhex(match[1])
 
 
@@ -183,12 +188,12 @@ def _contents(path: Path, about: dict[str, object]) -> Contents:
     size = said if isinstance(said, int) and not isinstance(said, bool) and 0 < said < _RECORD_LIMIT else None
     found = contents(path, crc32(_identity(path)), size or 1)
     if found.replay is None and found.segments:
-        with refused(path, "cannot be read", ""):
+        with refused(path, "cannot be read", "check its permissions and the disk"):
             likely = size is not None and all(segment.may_hold_such() for segment in found.segments.values())
         if not likely:
             raise StoreError(
-                f"{path} has lost its journal, and {ABOUT} does not tell its records' size; the model that "
-                "it belongs to restores it, or remove it"
+                f"{path} has lost its journal, and {ABOUT} does not have the size of its records; start the "
+                "model that it belongs to, which restores the journal, or remove the directory"
             )
     return found
 

@@ -42,6 +42,8 @@ FORMAT = 2
 PREFIX, JOURNAL, LOCK, ABOUT = f"kv{FORMAT}-", "journal", "lock", "store.json"
 NOTES = "rates.json"
 """The file in which a process tells the next how long steps and transfers took."""
+_READ_HINT = "change its permissions, or name another kv_directory"
+_WRITE_HINT = "free space or change its permissions, or name another kv_directory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +117,13 @@ def opened(
         if found.record_bytes != record_bytes:
             there = f"{format_size(found.record_bytes)}, not {format_size(record_bytes)}"
             raise StoreError(
-                f"{path} holds KV in records of {there}, although it says it is of the same identity; remove "
-                "it"
+                f"{path} holds KV in records of {there}, although it names the same model and settings; "
+                "remove it"
             )
         if journal is not None:
             sealed_with = key_id(identity.secret)
             about = {"identity": name.hex(), "record_bytes": record_bytes, "sealed_with": sealed_with}
-            with refused(path, "cannot be written"):
+            with refused(path, "cannot be written", _WRITE_HINT):
                 describe(path, about | dict(identity.about))
                 if found.replay:
                     journal.resume(found.replay)
@@ -133,12 +135,12 @@ def opened(
 
 
 @contextmanager
-def refused(path: Path, what: str, hint: str = "; mend that, or name another directory") -> Iterator[None]:
-    """Raise StoreError where the block raises OSError or ReadError: "<path> <what>: <reason><hint>"."""
+def refused(path: Path, what: str, hint: str) -> Iterator[None]:
+    """Raise StoreError where the block raises OSError or ReadError: "<path> <what>: <reason>; <hint>"."""
     try:
         yield
     except (OSError, ReadError) as fault:
-        raise StoreError(f"{path} {what}: {reason(fault)}{hint}") from fault
+        raise StoreError(f"{path} {what}: {reason(fault)}; {hint}") from fault
 
 
 def contents(path: Path, seed: int, record_bytes: int) -> Contents:
@@ -149,7 +151,7 @@ def contents(path: Path, seed: int, record_bytes: int) -> Contents:
 
     Raises StoreError if it cannot be read, which says nothing of what is there.
     """
-    with refused(path, "cannot be read"):
+    with refused(path, "cannot be read", _READ_HINT):
         replay = replayed(path / JOURNAL, seed)
         record_bytes = replay.record_bytes if replay else record_bytes
         segments = {}
@@ -209,7 +211,7 @@ def expect_own(path: Path) -> None:
     What another user puts there would be served. A directory that is not there is no fault.
     """
     for each in (path, path.parent):
-        with refused(each, "cannot be read"):
+        with refused(each, "cannot be read", _READ_HINT):
             try:
                 there = os.stat(each)
             except FileNotFoundError:
@@ -233,7 +235,7 @@ def locked(path: Path, make: bool) -> FileIO:
 
     Raises StoreLocked if another process has it, StoreError if it cannot be had.
     """
-    with refused(path, "cannot be written"):
+    with refused(path, "cannot be written", _WRITE_HINT):
         try:
             while True:
                 if make:
@@ -251,8 +253,7 @@ def locked(path: Path, make: bool) -> FileIO:
                 lock.close()  # The process that had it has removed it.
         except BlockingIOError as fault:
             raise StoreLocked(
-                f"another process writes KV to {path}; wait for it, open it to read only, or name another "
-                "directory"
+                f"another process writes KV to {path}; wait until it ends, or name another kv_directory"
             ) from fault
 
 

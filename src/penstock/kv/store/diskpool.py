@@ -197,10 +197,10 @@ def _opened(directory: Path, size: int) -> tuple[DirectFile, FileIO, FileIO]:
         except (OSError, ReadError) as fault:
             full = isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             hint = (
-                "allow less disk_kv_memory, or another kv_directory" if full else "name another kv_directory"
+                "lower disk_kv_memory, or name another kv_directory" if full else "name another kv_directory"
             )
             raise DeviceError(
-                f"{format_size(size)} for KV cannot be had in {directory}: {reason(fault)}; {hint}"
+                f"{format_size(size)} for KV cannot be reserved in {directory}: {reason(fault)}; {hint}"
             ) from fault
         undo.pop_all()
     return found, out, plain

@@ -185,8 +185,8 @@ def sizes(cap_bytes: int, record_bytes: int) -> Sizes:
     if segments < 2:
         least = format_size(least_cap(record_bytes))
         raise StoreError(
-            f"{format_size(cap_bytes)} is too little for KV in records of {format_size(record_bytes)}; "
-            f"allow {least} or more"
+            f"{format_size(cap_bytes)} is too little for KV in records of {format_size(record_bytes)}; set "
+            f"disk_kv_memory to {least} or more"
         )
     count = segments * slots
     return Sizes(
