@@ -27,7 +27,8 @@ from penstock.engine.team import Place
 from penstock.kv.movement.chosen import sketch_layout
 from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.store.diskpool import record_bytes
-from penstock.kv.store.segments import StoreError, least_cap, sizes
+from penstock.kv.store.segments import StoreError, sizes
+from penstock.kv.store.sizes import least_cap
 from penstock.memory.arena import Arena, PinningError
 from penstock.sched.rules import SchedulerLimits
 from penstock.step.plan import HostBlockId

@@ -31,10 +31,11 @@ import forks
 from penstock.kv.store.blocks import BlockStore, StoreFull
 from penstock.kv.store.directory import ABOUT, JOURNAL, LOCK, NOTES
 from penstock.kv.store.diskpool import LostKV
-from penstock.kv.store.journal import ENTRY_BYTES, Item, Journal, Kind
+from penstock.kv.store.journal import Item, Journal, Kind
 from penstock.kv.store.operations import FAILURES, RETRY_SECONDS, Move
 from penstock.kv.store.seal import Seal
 from penstock.kv.store.segments import SegmentFile, StoreError, StoreLocked, sizes
+from penstock.kv.store.sizes import ENTRY_BYTES
 from penstock.memory.disk import DirectFile
 from penstock.memory.tasks import CalledOff, Task
 from stores import (

@@ -16,7 +16,7 @@ from penstock.kv.movement.carrier import Disk, chosen_bytes, staging_bytes
 from penstock.kv.movement.chosen import Policies, sketch_layout
 from penstock.kv.movement.sizes import carrier_bytes, usual_tile
 from penstock.kv.store.diskpool import record_bytes
-from penstock.kv.store.segments import least_cap
+from penstock.kv.store.sizes import least_cap
 from penstock.memory.probe import copy_rate, matmul_rate
 from penstock.ops.policies import policy_of
 from penstock.sched.rules import SchedulerLimits

@@ -33,7 +33,8 @@ from penstock.kv.store.journal import (
     surviving,
 )
 from penstock.kv.store.seal import Seal, key_id, sealed_identity
-from penstock.kv.store.segments import SegmentFile, Sizes, StoreError, StoreLocked, planned_bytes, sizes
+from penstock.kv.store.segments import SegmentFile, Sizes, StoreError, StoreLocked, sizes
+from penstock.kv.store.sizes import planned_bytes
 from penstock.memory.disk import DiskFile, ReadError, make_private, reason
 from penstock.memory.writing import replace_file
 

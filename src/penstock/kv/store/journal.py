@@ -31,12 +31,10 @@ from numpy.typing import NDArray
 
 from penstock.kv.ledger.keys import KEY_BYTES
 from penstock.kv.store.seal import SEAL_BYTES
+from penstock.kv.store.sizes import ENTRY_BYTES, MOST_SLOTS, SLOT_BITS
 from penstock.memory.disk import DiskFile
 from penstock.memory.writing import replace_file, write_all
 
-ENTRY_BYTES = 64
-SLOT_BITS = 24
-MOST_SLOTS = 1 << SLOT_BITS
 SEGMENT_DIGITS = 12
 """Digits of a segment's number. A store never uses a number twice."""
 _NUMBERS = 10**SEGMENT_DIGITS - 10**9

@@ -19,8 +19,6 @@ import numpy as np
 from penstock.base.errors import PenstockError
 from penstock.base.units import format_size
 from penstock.kv.store.journal import (
-    ENTRY_BYTES,
-    MOST_SLOTS,
     SEGMENT_DIGITS,
     Entries,
     Item,
@@ -29,15 +27,21 @@ from penstock.kv.store.journal import (
     encoded,
     real_bytes,
 )
-from penstock.memory.disk import DIRECT_ALIGNMENT, DirectFile, DiskFile, in_pages
+from penstock.kv.store.sizes import (
+    ENTRY_BYTES,
+    FIXED_BYTES,
+    JOURNAL_BYTES,
+    MOST_SLOTS,
+    least_cap,
+    planned_bytes,
+)
+from penstock.memory.disk import DirectFile, DiskFile, in_pages
 from penstock.memory.writing import open_direct, write_all
 
 SEGMENT_BYTES = 256 << 20
 """Bytes of a segment, at most."""
 SEGMENTS = 16
 """A cap is for at least so many, which are smaller if need be."""
-_FIXED = 64 << 10
-"""Bytes of the cap for all that does not grow with it."""
 
 
 class StoreError(PenstockError):
@@ -136,15 +140,6 @@ class SegmentFile:
                     raise
 
 
-def planned_bytes(slots: int, record_bytes: int) -> int:
-    """Return the bytes that a segment of `slots` slots takes on the disk, at most.
-
-    They include what the file system notes, if it has to note for each page where it is.
-    """
-    size = in_pages(slots * ENTRY_BYTES) + slots * in_pages(record_bytes)
-    return size + in_pages(size // 256) + DIRECT_ALIGNMENT
-
-
 def slots_within(count: int, record_bytes: int) -> int:
     """Return the slots of the largest segment that takes at most `count` bytes."""
     slots = min(count // (in_pages(record_bytes) + ENTRY_BYTES), MOST_SLOTS)
@@ -169,19 +164,10 @@ class Sizes:
     entries: int
 
 
-_JOURNAL = 4 * ENTRY_BYTES
-"""Bytes of the journal for each slot: three entries, and one in a new journal beside it."""
-
-
-def least_cap(record_bytes: int) -> int:
-    """Return the smallest cap in bytes that `sizes` accepts: two segments of one record each."""
-    return _FIXED + 2 * (planned_bytes(1, record_bytes) + _JOURNAL)
-
-
 def sizes(cap_bytes: int, record_bytes: int) -> Sizes:
     """Divide a cap in bytes. Raises StoreError if it is below `least_cap`."""
     slots = min(max(min(SEGMENT_BYTES, cap_bytes // SEGMENTS) // in_pages(record_bytes), 1), MOST_SLOTS)
-    segments = (cap_bytes - _FIXED) // (planned_bytes(slots, record_bytes) + slots * _JOURNAL)
+    segments = (cap_bytes - FIXED_BYTES) // (planned_bytes(slots, record_bytes) + slots * JOURNAL_BYTES)
     if segments < 2:
         least = format_size(least_cap(record_bytes))
         raise StoreError(
@@ -190,5 +176,8 @@ def sizes(cap_bytes: int, record_bytes: int) -> Sizes:
         )
     count = segments * slots
     return Sizes(
-        slots, cap_bytes - _FIXED - count * _JOURNAL, max((segments - 1) * slots * 7 // 8, 1), 3 * count + 512
+        slots,
+        cap_bytes - FIXED_BYTES - count * JOURNAL_BYTES,
+        max((segments - 1) * slots * 7 // 8, 1),
+        3 * count + 512,
     )

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from penstock.kv.store.directory import Contents
-from penstock.kv.store.journal import SLOT_BITS, Item
+from penstock.kv.store.journal import Item
 from penstock.kv.store.seal import SEAL_BYTES
-from penstock.kv.store.segments import SegmentFile, Sizes, planned_bytes, slots_within
+from penstock.kv.store.segments import SegmentFile, Sizes, slots_within
+from penstock.kv.store.sizes import SLOT_BITS, planned_bytes
 
 Place = int
 """A Place is a segment's number, and a slot in the SLOT_BITS below it."""
