@@ -345,7 +345,7 @@ def part_kernels(place: Place) -> Found:
             got = submitted(booted, batch, context, 6 * steps)
             while not all(got.values()):
                 measure.step(engine, got)
-            waits = measure.steady(booted, got, 2 * steps).seconds
+            waits = measure.time_decode(booted, got, 2 * steps).seconds
             taken = by_kernel(
                 lambda engine=engine, steps=steps: [engine.step() for _ in range(steps)], steps, booted.device
             )

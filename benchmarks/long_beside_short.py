@@ -19,7 +19,7 @@ from weight_streaming import GREEDY, say
 
 from penstock.base.config import Config
 from penstock.bench.shapes import SHAPES
-from penstock.bench.speed.measure import steady
+from penstock.bench.speed.measure import time_decode
 from penstock.engine.boot import Booted, boot
 from penstock.weights.checkpoint.shape import Shape
 from penstock.worker.runner import Runner
@@ -37,7 +37,7 @@ def timed(booted: Booted, rows: int, context: int, steps: int) -> tuple[float, i
         for event in engine.step():
             got[event.request] += event.token is not None
     before = list(got.values())[:rows]
-    seconds = steady(booted, got, steps).seconds
+    seconds = time_decode(booted, got, steps).seconds
     tokens = min(after - first for after, first in zip(list(got.values())[:rows], before, strict=True))
     for request in got:
         engine.stop(request)

@@ -38,7 +38,7 @@ from penstock.engine.boot import Booted
 from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.ledger.host import HostLedger
-from penstock.kv.ledger.keys import block_key, root_key
+from penstock.kv.ledger.keys import block_keys, root_key
 from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.movement.pool import KVPool
 from penstock.kv.movement.transfers import Transfers
@@ -46,8 +46,8 @@ from penstock.memory.arena import Arena
 from penstock.memory.device import total_memory
 from penstock.memory.streams import Stream, more_streams, streams_both_ways
 from penstock.sched import arrivals
-from penstock.sched.rates import Rates
-from penstock.sched.rules import Limits, PrefixRule
+from penstock.sched.rates import TransferRates
+from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.scheduler import Scheduler
 from penstock.step.plan import BlockId, HostBlockId, Landed, Outcome, Result, Route, Transfer, TransferId
 from penstock.weights.checkpoint.shape import Shape
@@ -325,8 +325,8 @@ def forget(booted: Booted, *tiers: str) -> None:
 def loaded_anyway() -> Iterator[None]:
     """Meanwhile blocks are brought, and waited for, whatever it costs to compute them."""
     with (
-        patch.object(Rates, "copying_pays", lambda *_: True),
-        patch.object(Rates, "computed_first", lambda *_: 0),
+        patch.object(TransferRates, "copying_pays", lambda *_: True),
+        patch.object(TransferRates, "computed_first", lambda *_: 0),
         patch.object(arrivals, "_LEAST_PATIENCE", 60.0),
     ):
         yield
@@ -505,7 +505,7 @@ def landed(booted: Booted) -> None:
 
 def stepped(booted: Booted, steps: int, requests: int) -> tuple[list[float], list[int]]:
     """Seconds of decode steps, and their tokens. The first EDGE_STEPS are not timed: they were begun before
-    (see measure.steady)."""
+    (see measure.time_decode)."""
     seconds, tokens, laps = [], [], Laps()
     for number in range(steps):
         events = booted.engine.step()
@@ -674,10 +674,7 @@ def random_keys(seed: int) -> Iterator[bytes]:
 
 def keys_of(root: bytes, prompt: Sequence[int], size: int) -> list[bytes]:
     """Of a prompt's full blocks, but for one that holds its last token."""
-    keys: list[bytes] = []
-    for start in range(0, (len(prompt) - 1) // size * size, size):
-        keys.append(block_key(keys[-1] if keys else root, prompt[start : start + size]))
-    return keys
+    return block_keys(root, prompt[:-1], size)
 
 
 def planned(
@@ -728,7 +725,7 @@ def part_ledger(scale: Scale, device: torch.device) -> dict[str, object]:
     host, disk = host_index(total, length, keys["host"]), disk_index(total, length, keys["disk"])
     found["fill_s"] = time.perf_counter() - begin
     pages = BlockLedger(4 * length)
-    limits = Limits(size, 8192, 16, 1 << 20)
+    limits = SchedulerLimits(size, 8192, 16, 1 << 20)
     scheduler = Scheduler(pages, limits, PrefixRule(root), host=host, store="eager", disk=disk)
     # What `planned` says that things take, so that it is decided to bring all.
     rates = scheduler.tiers.rates

@@ -20,6 +20,7 @@ from unittest.mock import patch
 from recording import need_commit, write
 
 from penstock.kv.store.blocks import BlockStore
+from penstock.kv.store.directory import StoreIdentity
 from penstock.kv.store.seal import Seal
 
 RECORD, MEMORIES = 1 << 20, 32
@@ -64,9 +65,8 @@ def main() -> None:
     memories = [memoryview(mmap.mmap(-1, RECORD)) for _ in range(MEMORIES)]
     random_, took = random.Random(1), {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
-        store = BlockStore.open(
-            Path(folder), b"seal cost", RECORD, (2 * args.records + 256) << 20, secret=bytes(32)
-        )
+        identity = StoreIdentity(b"seal cost", RECORD, secret=bytes(32))
+        store = BlockStore.open(Path(folder), identity, (2 * args.records + 256) << 20)
         for key in keys:
             memories[0][:] = random_.randbytes(RECORD)
             store.write(key, memories[0], lambda: None).result()

@@ -168,7 +168,7 @@ def experts(tokens: int, dtype: torch.dtype = BF16) -> None:
 
 def sums(dtype: torch.dtype, dim: int = HIDDEN) -> None:
     shared = triton_sums.Shared(0, 2, empty(3, dtype=torch.int64), empty(64, dtype=torch.int32), 1 << 40)
-    triton_sums.sum_over_ranks(empty(8, dim, dtype=dtype), shared)
+    triton_sums.all_reduce(empty(8, dim, dtype=dtype), shared)
     triton_sums.sum_rms_norm(
         empty(8, dim, dtype=dtype), empty(8, dim, dtype=dtype), empty(dim, dtype=dtype), 1e-5, shared
     )

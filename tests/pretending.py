@@ -37,7 +37,7 @@ from penstock.memory.streams import CallerStream
 from penstock.ops.attention import dense
 from penstock.ops.kernels import noted
 from penstock.ops.triton import experts
-from penstock.sched.rules import Limits, PrefixRule
+from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.scheduler import Scheduler, Storage
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint.shape import Shape
@@ -114,7 +114,7 @@ def pretended() -> Iterator[None]:
 
 def settled(name: str) -> Settled:
     shape = Shape.of(MODELS[name])
-    spec, dtype, limits = shape.spec, "bfloat16", Limits(16, 1152, 64, 2048)
+    spec, dtype, limits = shape.spec, "bfloat16", SchedulerLimits(16, 1152, 64, 2048)
     groups = group_layouts(spec, shape.names, dtype)
     hardware, kv = Hardware(True, 1 << 40, 1 << 40, 0, 0, kernels=True, pdl=True), kv_layout(spec, dtype, 16)
     settings = Config(Path(), block_size=16)

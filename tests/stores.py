@@ -11,11 +11,11 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kv.store import segments
+from penstock.kv.store import directory as store_directory
 from penstock.kv.store.blocks import BlockStore
+from penstock.kv.store.directory import JOURNAL, StoreIdentity
 from penstock.kv.store.diskpool import LostKV
 from penstock.kv.store.seal import sealed_identity
-from penstock.kv.store.segments import JOURNAL
 from streams import LONG, no_thread_left, within
 
 IDENTITY = bytes(range(16))
@@ -38,7 +38,7 @@ def name_of(identity: bytes) -> str:
 
 
 def directory_of(directory: Path, identity: bytes = IDENTITY) -> Path:
-    return segments.directory_of(directory, sealed_identity(identity, SECRET))
+    return store_directory.directory_of(directory, sealed_identity(identity, SECRET))
 
 
 def number_of(key: bytes) -> int:
@@ -62,8 +62,9 @@ def payload(number: int, size: int = PAGE, salt: int = 0) -> NDArray[np.uint8]:
 def open_store(
     directory: Path, cap: int = CAP, size: int = PAGE, identity: bytes = IDENTITY, **more: object
 ) -> BlockStore:
-    threads = {"readers": 2, "writers": 1, "secret": SECRET} | more
-    return BlockStore.open(directory, identity, size, cap, **threads)  # type: ignore[arg-type]
+    secret, about = more.pop("secret", SECRET), more.pop("about", None) or {}
+    named = StoreIdentity(identity, size, secret, about)  # type: ignore[arg-type]
+    return BlockStore.open(directory, named, cap, **{"threads": (2, 1)} | more)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -82,7 +83,7 @@ def finish(store: BlockStore) -> None:
     """Until nothing is under way."""
     late = time.monotonic() + LONG
     store.poll()
-    while store._writes or store._reads or store._chores:
+    while store._writes or store._reads or store._upkeep.chores:
         assert time.monotonic() < late, "something never ends"
         time.sleep(1e-4)
         store.poll()

@@ -28,7 +28,7 @@ from penstock.kv.store.blocks import BlockStore
 from penstock.kv.store.segments import SegmentFile
 from penstock.memory.streams import Stream as Queue
 from penstock.sched import arrivals
-from penstock.sched.rates import Rates
+from penstock.sched.rates import TransferRates
 from penstock.sched.tiers import Tiers
 from penstock.step.plan import Route
 from streams import LONG, OURS_AND_LOCKS, cut_short
@@ -305,7 +305,7 @@ def delayed(
         for called in ("read", "write"):
             patched.enter_context(patch.object(SegmentFile, called, napping(getattr(SegmentFile, called))))
         patched.enter_context(patch.object(arrivals, "_PATIENCE", patience))
-        patched.enter_context(patch.object(Rates, "loading_pays", lambda *_: rng.random() < pays))
+        patched.enter_context(patch.object(TransferRates, "loading_pays", lambda *_: rng.random() < pays))
         yield
 
 
@@ -361,7 +361,7 @@ def agree(llm: LLM) -> None:
     """That the engine knows of all that is on disk, and only of that, and that nobody holds anything."""
     rest(llm)
     store, planner = store_of(llm), llm.booted.engine.scheduler
-    while store._chores or store._writes:
+    while store._upkeep.chores or store._writes:
         store.poll()
     assert planner.tiers.disk is not None
     assert set(planner.tiers.disk._there) == set(store.keys()), (

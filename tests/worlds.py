@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.kv.ledger.blocks import BlockLedger
-from penstock.kv.ledger.keys import block_key, root_key
-from penstock.sched.rules import Limits, PrefixRule
+from penstock.kv.ledger.keys import block_keys, root_key
+from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.scheduler import Scheduler
 from penstock.step.params import Sampling
 from penstock.step.plan import Outcome, Plan, RequestId, Result, Row, Share, ShareKind, TokenLogprob
@@ -201,7 +201,7 @@ class World:
         rope_from: int | None = None,
     ) -> None:
         self.ledger = BlockLedger(blocks)
-        self.limits = Limits(block_size, max_step_tokens, max_sequences, max_length)
+        self.limits = SchedulerLimits(block_size, max_step_tokens, max_sequences, max_length)
         self.rule = PrefixRule(ROOT, share, rope_from)
         self.scheduler = Scheduler(self.ledger, self.limits, self.rule, check=True)
         self.worker = Worker(blocks, block_size, rope_from)
@@ -403,7 +403,7 @@ class World:
         size, tokens = self.limits.block_size, [*known.prompt, *known.output]
         key = self.rule.root_of(len(known.prompt))
         for at in range(0, (index + 1) * size, size):
-            key = block_key(key, tokens[at : at + size])
+            (key,) = block_keys(key, tokens[at : at + size], size)
         return key
 
     def _commit(self, plan: Plan, outcome: Outcome) -> None:

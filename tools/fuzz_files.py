@@ -186,8 +186,9 @@ def _go_on_packing(path: Path) -> None:
 
 def _store(path: Path) -> None:
     from penstock.kv.store.blocks import BlockStore
+    from penstock.kv.store.directory import StoreIdentity
 
-    store = BlockStore.open(path, b"identity", RECORD, 64 << 20, secret=SECRET)
+    store = BlockStore.open(path, StoreIdentity(b"identity", RECORD, SECRET), 64 << 20)
     for number, key in enumerate(KEYS):
         store.write(key, memoryview(bytearray([number]) * RECORD), lambda: None).result()
     store.close()
@@ -199,9 +200,10 @@ def _store(path: Path) -> None:
 def _read_store(path: Path) -> None:
     """What is read must be what was written, whatever the files say."""
     from penstock.kv.store.blocks import BlockStore
+    from penstock.kv.store.directory import StoreIdentity
     from penstock.kv.store.diskpool import LostKV
 
-    store = BlockStore.open(path, b"identity", RECORD, 64 << 20, secret=SECRET, readers=1, writers=1)
+    store = BlockStore.open(path, StoreIdentity(b"identity", RECORD, SECRET), 64 << 20, threads=(1, 1))
     try:
         for number, key in enumerate(KEYS):
             into = bytearray(RECORD)

@@ -38,7 +38,7 @@ from penstock.arch.layout import kv_layout
 from penstock.base.errors import BudgetError, ConfigError, UnsupportedModelError
 from penstock.kv.movement.sizes import record_bytes
 from penstock.sched import arrivals
-from penstock.sched.rates import Rates
+from penstock.sched.rates import TransferRates
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 LONGEST = 200
@@ -376,7 +376,7 @@ def _eager_to_load(seed: int) -> Iterator[None]:
     it would never be tried."""
     rng = random.Random(seed)
     with (
-        patch.object(Rates, "loading_pays", lambda *_: rng.random() < 0.9),
+        patch.object(TransferRates, "loading_pays", lambda *_: rng.random() < 0.9),
         patch.object(arrivals, "_LEAST_PATIENCE", 10.0),
     ):
         yield

@@ -21,7 +21,7 @@ from penstock.memory.device import peak_of
 from penstock.ops.attention import attend
 from penstock.ops.attention.inputs import LayerAttention, Rows
 from penstock.ops.matrix import GroupViews
-from penstock.sched.rules import Limits, PrefixRule
+from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.scheduler import Scheduler, Storage
 from penstock.step.plan import Outcome, Plan, Result
 from penstock.weights.streaming.stream import WeightStream
@@ -171,7 +171,9 @@ def test_nobody_goes_for_blocks_that_are_free_when_the_step_under_way_is_over(
 ) -> None:
     """Two of two blocks each, of four: when one comes to need a third, the other has yielded its last
     token."""
-    scheduler = Scheduler(BlockLedger(4), Limits(4, 16, 2, 100), PrefixRule(ROOT, share=False), check=True)
+    scheduler = Scheduler(
+        BlockLedger(4), SchedulerLimits(4, 16, 2, 100), PrefixRule(ROOT, share=False), check=True
+    )
     for token, most in enumerate((first, 13 - first)):
         scheduler.submit([token] * 4, sampling(), most)
     served(scheduler, ahead)
@@ -185,7 +187,7 @@ def test_a_prompt_that_just_fits_becomes_long_while_there_is_a_place_for_its_new
 ) -> None:
     scheduler = Scheduler(
         BlockLedger(6),
-        Limits(size, 64, 2, 100, recent=1),
+        SchedulerLimits(size, 64, 2, 100, recent=1),
         PrefixRule(ROOT),
         Storage(HostLedger(20)),
         check=True,

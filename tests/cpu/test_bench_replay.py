@@ -22,7 +22,7 @@ from penstock.bench.traces.simulation import requests
 from penstock.cli.main import main
 from penstock.kv.movement.sizes import record_bytes
 from penstock.sched import arrivals
-from penstock.sched.rates import Rates
+from penstock.sched.rates import TransferRates
 from penstock.weights.checkpoint.reader import Checkpoint
 
 TALKS, TURNS, LENGTH = 6, 4, 3
@@ -33,8 +33,8 @@ same two."""
 @pytest.fixture
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is on another tier is waited for, however fast this machine computes just now."""
-    monkeypatch.setattr(Rates, "loading_pays", lambda *_: True)
-    monkeypatch.setattr(Rates, "computed_first", lambda *_: 0)
+    monkeypatch.setattr(TransferRates, "loading_pays", lambda *_: True)
+    monkeypatch.setattr(TransferRates, "computed_first", lambda *_: 0)
     monkeypatch.setattr(arrivals, "_LEAST_PATIENCE", 30.0)
 
 

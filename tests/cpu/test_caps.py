@@ -16,7 +16,7 @@ from members import pass_of
 from penstock.api.llm import LLM
 from penstock.arch.mixers.attention import Attention
 from penstock.arch.spec import ModelSpec
-from penstock.sched.rates import Rates
+from penstock.sched.rates import TransferRates
 from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.reader import Checkpoint
 
@@ -97,8 +97,8 @@ def test_prefixes_that_were_kept_give_the_same(model: Path, tmp_path: Path) -> N
     }
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
     with (
-        patch.object(Rates, "loading_pays", lambda *_: True),
-        patch.object(Rates, "computed_first", lambda *_: 0),
+        patch.object(TransferRates, "loading_pays", lambda *_: True),
+        patch.object(TransferRates, "computed_first", lambda *_: 0),
     ):
         answers = []
         for _ in range(2):

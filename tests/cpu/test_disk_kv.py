@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
+from io import FileIO
 from itertools import pairwise, product
 from pathlib import Path
 from threading import Lock
@@ -32,13 +33,15 @@ from penstock.arch.layout import KVLayout
 from penstock.base.errors import DeviceError, EngineClosedError
 from penstock.engine.engine import Step
 from penstock.kv.movement import staging
-from penstock.kv.movement.carrier import Carrier, Streams
+from penstock.kv.movement.carrier import Carrier, CarrierRoom
 from penstock.kv.movement.hostpool import HostPool
+from penstock.kv.movement.rows import Run
 from penstock.kv.movement.sizes import Disk, record_bytes
-from penstock.kv.movement.staging import ReadAhead, Run, Slots, WriteBehind
-from penstock.kv.movement.tiles import Outbox, Tile, TileRing
+from penstock.kv.movement.staging import ReadAhead, Slots, WriteBehind
+from penstock.kv.movement.tiles import Outbox, Streams, Tile, TileRing
 from penstock.kv.store import diskpool
 from penstock.kv.store.diskpool import READERS, DiskPool, LostKV, Rows
+from penstock.memory import writing
 from penstock.memory.disk import DirectFile
 from penstock.memory.streams import CallerStream, HostTicket, Stream, ThreadStream, Ticket, streams_both_ways
 from penstock.memory.tasks import Task, wait
@@ -130,7 +133,7 @@ def place(layer: int, block: int) -> int:
 
 
 def flip(disk: DiskPool, byte: int, bit: int = 0) -> None:
-    with open(f"/proc/self/fd/{disk._out}", "r+b", buffering=0) as file:
+    with open(f"/proc/self/fd/{disk._out.fileno()}", "r+b", buffering=0) as file:
         (old,) = os.pread(file.fileno(), 1, byte)
         os.pwrite(file.fileno(), bytes([old ^ 1 << bit]), byte)
 
@@ -147,27 +150,26 @@ def descriptors(directory: Path) -> list[str]:
 def broken_writes(disk: DiskPool) -> None:
     """From now on the device is full."""
     full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, disk._out)
+    os.dup2(full, disk._out.fileno())
     os.close(full)
 
 
 @contextmanager
 def slow_disk(gates: Gates) -> Iterator[None]:
     """Reads and writes are places: ("read", byte) and ("write", byte)."""
-    write, read = diskpool._write_all, DirectFile.read_direct
+    write, read = diskpool.write_all, DirectFile.read_direct
 
-    def late_write(out: int, plain: int, data: memoryview, offset: int) -> bool:
+    def late_write(plain: FileIO, data: memoryview, offset: int, direct: FileIO) -> None:
         gates.enter(("write", offset))
-        done = write(out, plain, data, offset)
+        write(plain, data, offset, direct)
         gates.leave(("write", offset))
-        return done
 
     def late_read(file: DirectFile, buffer: memoryview, offset: int) -> None:
         gates.enter(("read", offset))
         read(file, buffer, offset)
         gates.leave(("read", offset))
 
-    with patch.object(diskpool, "_write_all", late_write), patch.object(DirectFile, "read_direct", late_read):
+    with patch.object(diskpool, "write_all", late_write), patch.object(DirectFile, "read_direct", late_read):
         yield
 
 
@@ -232,9 +234,9 @@ def test_what_is_written_comes_back(
             written(disk, layer, start, whole[layer, start:stop])
         for layer, start, stop in runs():
             assert same(disk, got(disk, layer, start, stop - start), whole[layer, start:stop])
-        rests = np.fromfile(f"/proc/self/fd/{disk._out}", np.uint8).reshape(whole.shape)
+        rests = np.fromfile(f"/proc/self/fd/{disk._out.fileno()}", np.uint8).reshape(whole.shape)
         assert np.array_equal(rests[..., : layout.layer_bytes], whole[..., : layout.layer_bytes])
-        assert os.fstat(disk._out).st_blocks * 512 >= whole.size, "room that may be taken by others"
+        assert os.fstat(disk._out.fileno()).st_blocks * 512 >= whole.size, "room that may be taken by others"
 
 
 def test_a_later_write_of_a_record_wins(tmp_path: Path) -> None:
@@ -305,7 +307,7 @@ def test_a_file_that_is_cut_short_loses_what_lay_behind(tmp_path: Path) -> None:
     with opened(tmp_path) as disk:
         rows = memory(disk, 4, 1)
         put(disk, 1, 3, rows)
-        os.ftruncate(disk._out, place(1, 5) + 8)
+        os.ftruncate(disk._out.fileno(), place(1, 5) + 8)
         with pytest.raises(
             LostKV, match=f"layer 1, blocks 3 to 6 on disk: .*at byte {place(1, 5) + 8}: it ends there"
         ):
@@ -319,17 +321,17 @@ def test_what_could_not_be_written_is_lost(tmp_path: Path, how: str) -> None:
     with opened(tmp_path) as disk:
         old, new = memory(disk, 2, 1), memory(disk, 2, 2)
         put(disk, 1, 3, old)
-        out = os.dup(disk._out)
+        out = os.dup(disk._out.fileno())
         if how == "full":
             broken_writes(disk)
         else:
-            os.dup2(disk._file._fd, disk._out)
+            os.dup2(disk._file._fd, disk._out.fileno())
         put(disk, 1, 4, new)
         assert holds(disk, 1, 3, old[:1])
         for block in (4, 5):
             with pytest.raises(LostKV, match=f"layer 1, block {block} on disk, at byte {place(1, block)}"):
                 got(disk, 1, block, 1)
-        os.dup2(out, disk._out)
+        os.dup2(out, disk._out.fileno())
         os.close(out)
         put(disk, 1, 4, new)
         assert holds(disk, 1, 4, new)
@@ -348,14 +350,16 @@ def test_what_cannot_be_written_past_the_page_cache_is_written_through_it(
     with opened(tmp_path) as disk:
 
         def refused(file: int, data: memoryview, offset: int) -> int:
-            if file == disk._out and offset != place(1, 3):
+            if file == disk._out.fileno() and offset != place(1, 3):
                 raise OSError(fault, os.strerror(fault))
             return write(file, data, offset)
 
         monkeypatch.setattr(os, "pwrite", refused)
         monkeypatch.setattr(diskpool, "DIRECT_BYTES", PAGE)
+        monkeypatch.setattr(writing, "DIRECT_BYTES", PAGE)
         rows = memory(disk, 3, 1)
-        assert diskpool._write_all(disk._out, disk._plain, rows.reshape(-1).data, place(1, 3)) == there
+        with nullcontext() if there else pytest.raises(OSError, match=os.strerror(fault)):
+            diskpool.write_all(disk._plain, rows.reshape(-1).data, place(1, 3), disk._out)
         put(disk, 1, 3, rows)
         assert holds(disk, 1, 3, rows) == there
         assert holds(disk, 1, 3, rows[:1])
@@ -373,9 +377,9 @@ def test_who_cannot_have_room_is_told(tmp_path: Path) -> None:
     file.touch()
     with no_thread_left():
         for directory, blocks, message in (
-            (file, BLOCKS, f"288 KiB for KV cannot be had in {file}: .*; name another kv_directory"),
+            (file, BLOCKS, f"288 KiB for KV cannot be reserved in {file}: .*; name another kv_directory"),
             (Path("/proc/nowhere"), BLOCKS, "in /proc/nowhere: .*; name another kv_directory"),
-            (tmp_path, 1 << 40, f"in {tmp_path}: File too large; allow less disk_kv_memory"),
+            (tmp_path, 1 << 40, f"in {tmp_path}: File too large; lower disk_kv_memory"),
         ):
             with pytest.raises(DeviceError, match=message):
                 DiskPool(LAYOUT, blocks, directory)
@@ -792,8 +796,9 @@ class World:
         ring, ahead, behind = self.slots
         reads = ReadAhead(self.disk, Slots(self.disk, ahead, TILE, CPU), self.copies)
         writes = WriteBehind(self.disk, Slots(self.disk, behind, max(TILE, LAYOUT.layers), CPU), self.out)
-        self.ring = TileRing(self.pool, ring, TOKENS, CPU, self.copies, self.compute, None, reads)
-        self.outbox = Outbox(self.pool, ring, TOKENS, CPU, self.out, self.compute, writes)
+        streams = Streams(self.copies, self.out, self.compute)
+        self.ring = TileRing(self.pool, ring, TOKENS, CPU, streams, None, reads)
+        self.outbox = Outbox(self.pool, ring, TOKENS, CPU, streams, writes)
         self.known: dict[tuple[int, int], Found] = {}
         """By layer and block: bytes of K and V."""
         self.seen: list[tuple[Found, Found]] = []
@@ -1424,18 +1429,18 @@ def test_a_write_that_was_interrupted_never_lands_after_a_later_one(
     """The interrupt strikes when the write has been handed to a thread and nobody has been told."""
     layout = kv_of_heads(1, 4, 2, 2, "float16")
     disk, going, slow = DiskPool(layout, 4, tmp_path), threading.Event(), threading.Event()
-    write, hand_out = diskpool._write_all, disk._writers.put
+    write, hand_out = diskpool.write_all, disk._writers.put
 
     landed = threading.Event()
 
-    def late(out: int, plain: int, data: memoryview, offset: int) -> bool:
+    def late(plain: FileIO, data: memoryview, offset: int, direct: FileIO) -> None:
         if going.is_set():
-            return write(out, plain, data, offset)
+            write(plain, data, offset, direct)
+            return
         going.set()
         slow.wait(10)
-        there = write(out, plain, data, offset)
+        write(plain, data, offset, direct)
         landed.set()
-        return there
 
     def struck(task: Task) -> None:
         hand_out(task)
@@ -1443,7 +1448,7 @@ def test_a_write_that_was_interrupted_never_lands_after_a_later_one(
 
     old, new, found = (Slots(disk, 1, 1, CPU).rows[0] for _ in range(3))
     old[:], new[:] = 1, 2
-    monkeypatch.setattr(diskpool, "_write_all", late)
+    monkeypatch.setattr(diskpool, "write_all", late)
     with patch.object(disk._writers, "put", struck), pytest.raises(KeyboardInterrupt):
         written(disk, 0, 3, old)
     assert going.wait(10)
@@ -1508,14 +1513,9 @@ def test_a_carrier_that_cannot_be_made_gives_the_disk_back(
     monkeypatch.setattr("penstock.kv.movement.carrier.Slots", full)
     with pytest.raises(DeviceError, match="no memory"):
         Carrier(
-            kv_of_heads(1, 4, 2, 2, "float16"),
-            2,
-            8,
-            8,
+            CarrierRoom(kv_of_heads(1, 4, 2, 2, "float16"), 2, 8, 8, Disk(4, tmp_path)),
             CPU,
             Streams(*streams_both_ways(CPU)),
-            None,
-            Disk(4, tmp_path),
         )
     links = [
         os.readlink(file)

@@ -26,15 +26,16 @@ from penstock.bench.shapes import SHAPES
 from penstock.cli.main import main
 from penstock.engine.contexts import LongRoom, long_room
 from penstock.engine.hardware import read_hardware
-from penstock.kv.movement.carrier import Carrier, Send, Streams
+from penstock.kv.movement.carrier import Carrier, CarrierRoom, Send
+from penstock.kv.movement.fp8 import from_fp8, to_fp8
 from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.movement.pool import KVPool
 from penstock.kv.movement.sizes import Disk, carrier_bytes, chosen_bytes, sketch_layout
-from penstock.kv.movement.tiles import Outbox, Tile, TileRing, from_fp8, to_fp8
+from penstock.kv.movement.tiles import Outbox, Streams, Tile, TileRing
 from penstock.kv.store.blocks import BlockStore
 from penstock.memory.streams import CallerStream, Pieces, ThreadStream, Ticket
-from penstock.sched.rates import Rates
-from penstock.sched.rules import Limits
+from penstock.sched.rates import TransferRates
+from penstock.sched.rules import SchedulerLimits
 from penstock.step.plan import BlockId, HostBlockId, Order
 from penstock.weights.checkpoint.shape import Shape
 from streams import BRIEF, LONG, Gates, cut_short, no_thread_left, random_delays, within
@@ -200,7 +201,8 @@ def carrying(layout: KVLayout, folder: Path, gates: Gates) -> Iterator[Carrier]:
     with no_thread_left():
         streams = Streams(Late("copies", gates), Late("out", gates), CallerStream())
         size = layout.block_size
-        carrier = Carrier(layout, NEAR, TILE * size, CHUNK * size, CPU, streams, None, Disk(FAR, folder))
+        room = CarrierRoom(layout, NEAR, TILE * size, CHUNK * size, Disk(FAR, folder))
+        carrier = Carrier(room, CPU, streams)
         try:
             yield carrier
         finally:
@@ -290,14 +292,13 @@ def one_slot(gates: Gates) -> Iterator[tuple[Compute, TileRing, Outbox]]:
     compute, copies, out = Compute(), Late("copies", gates), Late("out", gates)
     pool = HostPool(EXACT.in_fp8, NEAR, CPU)
     pool._arena.bytes.zero_()
-    ring, outbox = (
-        kind(pool, 1, EXACT.block_size, CPU, stream, compute, None)
-        for kind, stream in ((TileRing, copies), (Outbox, out))
-    )
-    assert isinstance(ring, TileRing)
-    assert isinstance(outbox, Outbox)
+    streams = Streams(copies, out, compute)
     try:
-        yield compute, ring, outbox
+        yield (
+            compute,
+            TileRing(pool, 1, EXACT.block_size, CPU, streams),
+            Outbox(pool, 1, EXACT.block_size, CPU, streams),
+        )
     finally:
         gates.open()
         copies.close()
@@ -403,7 +404,7 @@ def room(layout: KVLayout = LAYOUT, **settings: object) -> LongRoom:
     found = long_room(
         config,
         SPEC,
-        Limits(layout.block_size, 512, 4, config.max_length or 4096),
+        SchedulerLimits(layout.block_size, 512, 4, config.max_length or 4096),
         layout,
         read_hardware(CPU),
         64 * MIB,
@@ -541,7 +542,7 @@ def test_blocks_in_fp8_outlive_the_process_and_are_no_others(
     """Another process reads them and says what this one says of the same blocks. Where blocks rest in another
     dtype, none are found."""
     monkeypatch.setattr(BlockStore, "noted", lambda _: b"")
-    monkeypatch.setattr(Rates, "computed_first", lambda *_: 0)  # What can be loaded is.
+    monkeypatch.setattr(TransferRates, "computed_first", lambda *_: 0)  # What can be loaded is.
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=-1)
     whole = len(PROMPTS[0]) // 8 * 8
 

@@ -16,8 +16,8 @@ from penstock import LLM, Completion, SamplingParams
 from penstock.base.errors import ConfigError
 from penstock.base.meter import SHARES, MissedStats
 from penstock.kv.movement.chosen import Chosen
+from penstock.kv.movement.fp8 import from_fp8
 from penstock.kv.movement.hostpool import HostPool
-from penstock.kv.movement.tiles import from_fp8
 from penstock.ops.attention.inputs import LayerAttention
 from penstock.ops.policies import Choice
 

@@ -29,7 +29,7 @@ from penstock.kv.movement.sizes import record_bytes, sketch_layout
 from penstock.kv.store.segments import StoreError, sizes
 from penstock.kv.store.sizes import least_cap
 from penstock.memory.arena import Arena, PinningError
-from penstock.sched.rules import Limits
+from penstock.sched.rules import SchedulerLimits
 from penstock.step.plan import HostBlockId
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
@@ -48,7 +48,7 @@ def room(
 ) -> LongRoom | None:
     """On a machine with two budgets, so that host memory is beside the device's."""
     config = Config(Path(), **settings)  # type: ignore[arg-type]
-    limits = Limits(32, tokens, 4, config.max_length or 4096)
+    limits = SchedulerLimits(32, tokens, 4, config.max_length or 4096)
     return long_room(config, SPEC, limits, LAYOUT, read_hardware(CPU), total, resident)
 
 
@@ -178,7 +178,7 @@ def boots(
     """Whether all arithmetic of a start on a CPU finds room: for KV, for the store of blocks, and for weights
     beside them."""
     config = Config(Path(), device="cpu", **settings)  # type: ignore[arg-type]
-    limits = Limits(layout.block_size, config.max_step_tokens or 512, 4, config.max_length or 4096)
+    limits = SchedulerLimits(layout.block_size, config.max_step_tokens or 512, 4, config.max_length or 4096)
     activations = least_activations(spec, "float32", limits.max_step_tokens, limits.max_sequences)
     try:
         far = long_room(

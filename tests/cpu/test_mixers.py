@@ -21,12 +21,13 @@ from penstock.arch import bounds
 from penstock.arch.layout import KVLayout, group_layouts, kv_layout
 from penstock.arch.mixers.mixer import Plane
 from penstock.cli.main import main
-from penstock.kv.movement.carrier import Carrier, Streams
+from penstock.kv.movement.carrier import Carrier, CarrierRoom
+from penstock.kv.movement.fp8 import as_rested
 from penstock.kv.movement.pool import KVPool
 from penstock.kv.movement.sizes import record_bytes
-from penstock.kv.movement.tiles import Tile, as_rested
+from penstock.kv.movement.tiles import Streams, Tile
 from penstock.memory.streams import CallerStream
-from penstock.sched.rates import Rates
+from penstock.sched.rates import TransferRates
 from penstock.step.params import SamplingParams
 from penstock.step.plan import BlockId, HostBlockId
 from penstock.weights.checkpoint.reader import Checkpoint
@@ -79,8 +80,8 @@ def test_prefixes_that_were_kept_give_the_same(model: Path, tmp_path: Path) -> N
     }
     plain = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
     with (
-        patch.object(Rates, "loading_pays", lambda *_: True),
-        patch.object(Rates, "computed_first", lambda *_: 0),
+        patch.object(TransferRates, "loading_pays", lambda *_: True),
+        patch.object(TransferRates, "computed_first", lambda *_: 0),
     ):
         first, again = (kept_by(model, plain, kept) for _ in range(2))
     assert [one.tokens for one in again] == [one.tokens for one in first]
@@ -101,7 +102,8 @@ def test_planes_come_back_from_the_host(rounded: bool) -> None:
     )
     layout, blocks = exact.in_fp8 if rounded else exact, 5
     streams = Streams(CallerStream(), CallerStream(), CallerStream())
-    carrier, pages = Carrier(layout, blocks, 16, 16, CPU, streams, None), KVPool(exact, blocks, CPU)
+    carrier = Carrier(CarrierRoom(layout, blocks, 16, 16), CPU, streams)
+    pages = KVPool(exact, blocks, CPU)
     pages.bytes.random_(0, 120)  # bytes of which no two make a number that is infinite or none
     order = [3, 0, 4, 1, 2]
     sent, demoted = order[:3], order[3:]

@@ -35,7 +35,7 @@ from penstock.kv.store.blocks import BlockStore
 from penstock.kv.store.segments import SegmentFile
 from penstock.memory import arena
 from penstock.sched import arrivals
-from penstock.sched.rates import Rates
+from penstock.sched.rates import TransferRates
 from penstock.step.plan import Route
 from stores import failing, flip
 from streams import LONG, cut_short, no_thread_left
@@ -200,7 +200,7 @@ def patient() -> Iterator[None]:
     """Whatever is on another tier is waited for, however fast this machine computes just now."""
     with (
         patch.object(arrivals, "_LEAST_PATIENCE", LONG),
-        patch.object(Rates, "loading_pays", lambda *_: True),
+        patch.object(TransferRates, "loading_pays", lambda *_: True),
     ):
         yield
 

@@ -22,9 +22,9 @@ from penstock.base.errors import DeviceError
 from penstock.base.meter import TierStats
 from penstock.kv.store.blocks import BlockStore
 from penstock.kv.store.cachedir import survey
-from penstock.kv.store.segments import locked
+from penstock.kv.store.directory import locked
 from penstock.kv.store.sizes import ENTRY_BYTES
-from penstock.sched.rates import Rates
+from penstock.sched.rates import TransferRates
 from penstock.worker.runner import Runner
 
 BLOCK = 8
@@ -36,7 +36,7 @@ def _alike() -> Iterator[None]:
     """What can be loaded is, however fast things went before."""
     with (
         patch.object(BlockStore, "noted", lambda _: b""),
-        patch.object(Rates, "computed_first", lambda *_: 0),
+        patch.object(TransferRates, "computed_first", lambda *_: 0),
     ):
         yield
 

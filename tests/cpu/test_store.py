@@ -29,20 +29,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import forks
 from penstock.kv.store.blocks import BlockStore, StoreFull
+from penstock.kv.store.directory import ABOUT, JOURNAL, LOCK, NOTES
 from penstock.kv.store.diskpool import LostKV
 from penstock.kv.store.journal import Item, Journal, Kind
 from penstock.kv.store.operations import FAILURES, RETRY_SECONDS, Move
 from penstock.kv.store.seal import Seal
-from penstock.kv.store.segments import (
-    ABOUT,
-    JOURNAL,
-    LOCK,
-    NOTES,
-    SegmentFile,
-    StoreError,
-    StoreLocked,
-    sizes,
-)
+from penstock.kv.store.segments import SegmentFile, StoreError, StoreLocked, sizes
 from penstock.kv.store.sizes import ENTRY_BYTES
 from penstock.memory.disk import DirectFile
 from penstock.memory.tasks import CalledOff, Task
@@ -132,7 +124,7 @@ def test_work_waits_for_bytes_and_runs_beside(tmp_path: Path) -> None:
     def broken() -> None:
         raise ZeroDivisionError
 
-    with opened(tmp_path, writers=2) as store:
+    with opened(tmp_path, threads=(2, 2)) as store:
         first = store.write(key_of(1), data, filled_in)
         second = store.write(key_of(2), payload(2), nothing)
         assert within(LONG, second.result)
@@ -258,7 +250,9 @@ def test_the_cap_is_kept_whatever_happens(tmp_path: Path) -> None:
 def test_a_full_store_says_so(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, range(store.capacity))
-        with pytest.raises(StoreFull, match=f"has {store.capacity} records of {store.capacity}; forget some"):
+        with pytest.raises(
+            StoreFull, match=f"has {store.capacity} records of {store.capacity}; raise disk_kv_memory"
+        ):
             put(store, [1000])
         store.forget([key_of(3)])
         finish(store)
@@ -291,11 +285,12 @@ def test_a_smaller_cap_drops_what_was_not_used_for_longest(tmp_path: Path) -> No
 
 def test_a_cap_that_is_too_small_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        StoreError, match=r"100 KiB is too little for KV in records of 64.0 KiB; allow 2\d\d KiB or more"
+        StoreError,
+        match=r"100 KiB is too little for KV in records of 64.0 KiB; set disk_kv_memory to 2\d\d KiB or more",
     ) as caught:
         open_store(tmp_path, 100 << 10, 64 << 10)
     assert not os.listdir(tmp_path)
-    least = int(str(caught.value).split("allow ")[1].split()[0]) + 1 << 10
+    least = int(str(caught.value).split("memory to ")[1].split()[0]) + 1 << 10
     with opened(tmp_path, least, 64 << 10) as store:
         assert store.capacity == 1
         for number in range(5):
@@ -684,7 +679,7 @@ def test_one_process_writes_and_others_read(tmp_path: Path) -> None:
         put(store, range(16))
         with pytest.raises(
             StoreLocked,
-            match=r"another process writes KV to .*; wait for it, open it to read only, or name another",
+            match=r"another process writes KV to .*; wait until it ends, or name another",
         ):
             open_store(tmp_path)
         with opened(tmp_path, read_only=True) as reader:
@@ -840,7 +835,7 @@ def test_a_read_that_hangs_holds_up_nobody_else(tmp_path: Path) -> None:
                 assert np.array_equal(data, payload(number))
             also = store.read(key_of(3), memory(), nothing)
             queued = store.read(key_of(5), unused, nothing)
-            store.give_up([slow, queued])
+            store.call_off([slow, queued])
             assert within(LONG, queued.wait)
             with pytest.raises(CalledOff):
                 queued.result()
@@ -867,7 +862,7 @@ def test_a_segment_goes_only_when_nobody_reads_it(tmp_path: Path) -> None:
         task = store.read(key_of(3), into, gate.wait)
         store.forget(map(key_of, range(8)))
         late = time.monotonic() + LONG
-        while len(store._chores) and time.monotonic() < late:
+        while len(store._upkeep.chores) and time.monotonic() < late:
             store.poll()
         assert len(files(tmp_path)) == 2
         gate.set()
@@ -931,7 +926,7 @@ def test_a_disk_that_fails_to_be_written_is_left_alone_for_a_while(
             assert store.stats.writes_off
             assert "writing KV in" in caplog.text
             before = count[0]
-            with pytest.raises(StoreError, match="off, as writing to it has failed"):
+            with pytest.raises(StoreError, match="off, since writing to it has failed"):
                 put(store, [30])
             assert count[0] == before
         assert held(store, range(4)) == set(range(4))
@@ -959,7 +954,9 @@ def test_directories_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
     """With what to do; nothing of what is there is touched."""
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        StoreError, match="cannot be written: Not a directory; mend that, or name another directory"
+        StoreError,
+        match="cannot be written: Not a directory; free space or change its permissions, or name another "
+        "kv_directory",
     ):
         open_store(tmp_path / "file")
     filled(tmp_path, range(8))
@@ -1038,7 +1035,7 @@ def test_what_is_forgotten_or_damaged_while_it_is_moved(tmp_path: Path) -> None:
         left = sorted(checkered(store))
         with patch.object(SegmentFile, "read", slow):
             number = 1000
-            while not (moves := [chore for chore in store._chores if isinstance(chore, Move)]):
+            while not (moves := [chore for chore in store._upkeep.chores if isinstance(chore, Move)]):
                 store.write(key_of(number), payload(number), nothing).result()
                 store.poll()
                 number += 1
@@ -1127,7 +1124,8 @@ class Life(RuleBasedStateMachine):
         else:
             with failing(*self.fault):
                 yield
-                for operation in (*self.store._writes.values(), *self.store._reads, *self.store._chores):
+                store = self.store
+                for operation in (*store._writes.values(), *store._reads, *store._upkeep.chores):
                     operation.task.wait()
 
     def take_in(self) -> None:
@@ -1354,7 +1352,7 @@ def test_an_interrupt_of_taking_in_leaves_nothing_behind(tmp_path: Path) -> None
                 store.forget(key_of(number) for number in sorted(known(store) - left)[::2])
             for number in (1000 + 2 * place, 1001 + 2 * place):
                 store.write(key_of(number), payload(number), nothing).wait()
-            for chore in store._chores:
+            for chore in store._upkeep.chores:
                 chore.task.wait()
             ends += not cut_short(store.poll, place)
             assert left <= known(store)
@@ -1475,7 +1473,7 @@ def test_a_kill_between_any_two_calls_loses_nothing_that_was_published(tmp_path:
     assert {copy.name.split("-")[1] for copy, _ in recorder.taken} == {*Recorder.CALLS, "half"}
     seen = 0
     for copy, must in recorder.taken:
-        with opened(copy, cap, readers=1) as store:
+        with opened(copy, cap, threads=(1, 1)) as store:
             assert sound(store), copy.name
             assert must <= known(store) <= {*tasks, 999}, copy.name
             assert real(store.path) <= cap
@@ -1517,7 +1515,7 @@ from penstock.kv.store.blocks import StoreFull
 
 def child(folder, seed):
     rng = random.Random(seed)
-    store = ts.open_store(folder, ts.CAP, writers=2)
+    store = ts.open_store(folder, ts.CAP, threads=(2, 2))
     log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     first = int(seed) * 100_000
     under_way, compacted, full = {}, 0, False
@@ -1593,7 +1591,7 @@ def test_killed_at_any_time_it_is_whole(tmp_path: Path) -> None:
                     must.discard(number)
             log.unlink(missing_ok=True)
             assert not path.exists() or real(path) <= CAP
-            with opened(tmp_path, readers=1) as store:
+            with opened(tmp_path, threads=(1, 1)) as store:
                 found = held(store, known(store))
                 assert found == known(store)
                 assert must <= found

@@ -16,7 +16,8 @@ from penstock.base.errors import DeviceError
 from penstock.base.trace import Trace
 from penstock.kv.movement import tiles as tiles_of_kv
 from penstock.kv.movement.hostpool import HostPool
-from penstock.kv.movement.tiles import Outbox, Tile, TileRing
+from penstock.kv.movement.rows import runs
+from penstock.kv.movement.tiles import Outbox, Streams, Tile, TileRing
 from penstock.memory.streams import CallerStream, Stream, ThreadStream, Ticket, _memcpy_2d, joined
 from penstock.ops.attention.dense import dense, dense_reference, merge
 from penstock.ops.attention.inputs import LayerAttention
@@ -84,8 +85,9 @@ class World:
         compute: Stream = CallerStream() if self.at_once else self.computing
         self.pool = HostPool(self.layout, BLOCKS, CPU)
         self.pool._arena.bytes.copy_(random(BLOCKS * self.layout.block_bytes))
-        self.ring = TileRing(self.pool, self.slots, TOKENS, CPU, self.copies, compute, self.waits)
-        self.outbox = Outbox(self.pool, self.slots, TOKENS, CPU, self.out, compute)
+        streams = Streams(self.copies, self.out, compute)
+        self.ring = TileRing(self.pool, self.slots, TOKENS, CPU, streams, self.waits)
+        self.outbox = Outbox(self.pool, self.slots, TOKENS, CPU, streams)
         self.compute = compute
         self.kernels = 0
         self.seen: list[tuple[Seen, Seen]] = []
@@ -468,7 +470,9 @@ def test_what_is_sent_comes_back(slots: int, delay: str | int) -> None:
 
 def test_a_block_larger_than_a_staging_slot_is_demoted_in_parts() -> None:
     with World() as world:
-        outbox = Outbox(world.pool, 2, LAYOUT.block_size, CPU, world.out, world.computing)
+        outbox = Outbox(
+            world.pool, 2, LAYOUT.block_size, CPU, Streams(world.copies, world.out, world.computing)
+        )
         whole, target = random(LAYOUT.block_bytes, seed=1), HostBlockId(3)
         outbox.demote(whole.clone(), target)
         outbox.landed().wait()
@@ -492,7 +496,7 @@ def test_tiles_are_attended_to_as_they_lie() -> None:
         world.pool._arena.bytes.copy_(kv.flatten().view(torch.uint8))
         q = torch.randn(3, 4, 8, generator=generator)
         blocks, last = [5, 6, 7, 2, 9, 10, 1, 0, 20, 19], 3
-        ring = TileRing(world.pool, 2, TOKENS, CPU, world.copies, CallerStream(), None)
+        ring = TileRing(world.pool, 2, TOKENS, CPU, Streams(world.copies, world.out, CallerStream()))
         tiles = [
             tile(*blocks[at : at + TILE], short=1 if at + TILE >= len(blocks) else 0)
             for at in range(0, len(blocks), TILE)
@@ -734,5 +738,5 @@ def test_an_interrupt_anywhere_in_the_outbox_does_no_harm(how: str, at_once: boo
 
 
 def test_no_run_lies_on_both_sides_of_the_border() -> None:
-    assert tiles_of_kv._runs([3, 4, 5, 6, 1, 2], 5) == [(0, 3, 2), (2, 5, 2), (4, 1, 2)]
-    assert tiles_of_kv._runs([4, 5], 4) == [(0, 4, 2)]
+    assert runs([3, 4, 5, 6, 1, 2], 5) == [(0, 3, 2), (2, 5, 2), (4, 1, 2)]
+    assert runs([4, 5], 4) == [(0, 4, 2)]

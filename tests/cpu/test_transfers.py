@@ -35,7 +35,7 @@ from penstock.kv.store.diskpool import LostKV
 from penstock.kv.store.segments import SegmentFile
 from penstock.memory.disk import ReadError
 from penstock.memory.streams import HostTicket, Pieces, ThreadStream, Ticket
-from penstock.sched.rules import Limits, Name, Names, PrefixRule
+from penstock.sched.rules import Name, Names, PrefixRule, SchedulerLimits
 from penstock.sched.scheduler import Scheduler, Storage
 from penstock.sched.tiers import Tiers
 from penstock.step.plan import (
@@ -505,7 +505,7 @@ def test_nothing_must_be_reported_before_it_has_landed(fresh: Fresh, route: Rout
             place = COPIED[route], number
             gates.shut(place)
             with (
-                patch.object(transfers_of_kv._Going, "done", property(lambda going: True))
+                patch.object(transfers_of_kv._InFlight, "done", property(lambda going: True))
                 if mutant
                 else ExitStack()
             ):
@@ -593,7 +593,7 @@ class Harbour:
             MUTANTS[mutant][1](self.world)
         if mutant == "all is reported at once":
             self._stack.enter_context(
-                patch.object(transfers_of_kv._Going, "done", property(lambda going: True))
+                patch.object(transfers_of_kv._InFlight, "done", property(lambda going: True))
             )
         self.seen: list[tuple[list[np.ndarray], int]] = []
         """What was taken down, and which record it should be."""
@@ -1062,7 +1062,10 @@ def test_an_engine_whose_end_is_interrupted_is_closed_all_the_same() -> None:
     ranks = Impatient()
     engine = Engine(
         Scheduler(
-            BlockLedger(8), Limits(4, 16, 4, 100), PrefixRule(ROOT), Storage(HostLedger(8), store="eager")
+            BlockLedger(8),
+            SchedulerLimits(4, 16, 4, 100),
+            PrefixRule(ROOT),
+            Storage(HostLedger(8), store="eager"),
         ),
         ranks,
     )
@@ -1138,7 +1141,10 @@ def test_steps_end_in_the_order_in_which_they_began() -> None:
     ranks = InTurn()
     engine = Engine(
         Scheduler(
-            BlockLedger(8), Limits(4, 16, 4, 100), PrefixRule(ROOT), Storage(HostLedger(8), store="eager")
+            BlockLedger(8),
+            SchedulerLimits(4, 16, 4, 100),
+            PrefixRule(ROOT),
+            Storage(HostLedger(8), store="eager"),
         ),
         ranks,
     )
@@ -1155,7 +1161,9 @@ def test_steps_end_in_the_order_in_which_they_began() -> None:
 
 def test_a_step_that_was_begun_behind_one_that_was_cut_short_is_forgotten() -> None:
     ranks = InTurn()
-    engine = Engine(Scheduler(BlockLedger(8), Limits(4, 16, 4, 100), PrefixRule(ROOT), check=True), ranks)
+    engine = Engine(
+        Scheduler(BlockLedger(8), SchedulerLimits(4, 16, 4, 100), PrefixRule(ROOT), check=True), ranks
+    )
     engine.submit([1] * 9, sampling(), 3)
     engine.step()
     ranks.interrupts = True

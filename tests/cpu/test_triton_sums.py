@@ -30,7 +30,7 @@ from penstock.base.errors import DeviceError
 from penstock.bench.shapes import SHAPES
 from penstock.ops.norm import rms_norm
 from penstock.ops.triton import sums as triton_sums
-from penstock.ops.triton.sums import Shared, sum_over_ranks, sum_rms_norm, window_bytes
+from penstock.ops.triton.sums import Shared, all_reduce, sum_rms_norm, window_bytes
 from penstock.parallel.group import Group
 from penstock.weights.checkpoint.shape import Shape
 from penstock.worker import collectives as summing
@@ -93,7 +93,7 @@ def sums(group: Group) -> None:
                 wide = torch.full((len(every[0]), DIM + 8), 3.0, dtype=dtype)
                 wide[:, :DIM] = every[group.rank]
                 come_late(late)
-                sum_over_ranks(wide[:, :DIM], shared)
+                all_reduce(wide[:, :DIM], shared)
                 assert torch.equal(wide[:, :DIM], torch.stack(every).sum(0))
                 assert (wide[:, DIM:] == 3.0).all(), "written beside a row"
 
@@ -122,7 +122,7 @@ def the_same_bits(group: Group) -> None:
     for dtype in DTYPES:
         with sharing(group, dtype) as shared:
             x = torch.randn(MOST, DIM, generator=torch.Generator().manual_seed(group.rank)).to(dtype)
-            sum_over_ranks(x, shared)
+            all_reduce(x, shared)
             assert len(set(group.exchange(x.view(torch.uint8).numpy().tobytes()))) == 1
 
 
@@ -134,7 +134,7 @@ def nobody_comes(group: Group) -> None:
             timer = threading.Timer(0.1, lambda: group.over.fill_(1))
             timer.start()
             for _ in range(3):
-                sum_over_ranks(torch.zeros(MOST, DIM), shared)
+                all_reduce(torch.zeros(MOST, DIM), shared)
             timer.join()
             group.over.fill_(0)
 
@@ -166,7 +166,7 @@ def without_waiting(group: Group) -> None:
         x = torch.ones(MOST, DIM)
         if group.rank:
             group.barrier()  # Until rank 0 has what it takes for the sum.
-        sum_over_ranks(x, shared)
+        all_reduce(x, shared)
         if not group.rank:
             group.barrier()
         assert group.rank or not torch.equal(x, torch.full_like(x, group.ranks)), (
@@ -186,7 +186,7 @@ def two_in_a_row(group: Group, patience: float) -> bool:
         timer = threading.Timer(patience, lambda: group.over.fill_(1))
         timer.start()
         for x in found:
-            sum_over_ranks(x, shared)
+            all_reduce(x, shared)
         timer.cancel()
         group.over.fill_(0)
         return not last or all(

@@ -19,7 +19,7 @@ from penstock.kv.movement import carrier
 from penstock.memory.streams import CudaStream, Pieces, Stream, ThreadStream
 from penstock.models.decoder import Decoder
 from penstock.sched import arrivals
-from penstock.sched.rates import Rates
+from penstock.sched.rates import TransferRates
 from penstock.step.plan import Route
 
 CYCLES, SECONDS = 400_000, 2e-4
@@ -70,8 +70,8 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are loaded however fast they are to compute, and waited for: models as small as these are faster
     than any disk."""
     monkeypatch.setattr(arrivals, "_LEAST_PATIENCE", 60.0)
-    monkeypatch.setattr(Rates, "loading_pays", lambda *_: True)
-    monkeypatch.setattr(Rates, "computed_first", lambda *_: 0)
+    monkeypatch.setattr(TransferRates, "loading_pays", lambda *_: True)
+    monkeypatch.setattr(TransferRates, "computed_first", lambda *_: 0)
 
 
 def be_late(patched: pytest.MonkeyPatch, device: torch.device, late: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from layouts import heads_of, kv_of_heads
 from penstock.kv.movement import tiles as tiles_of_kv
 from penstock.kv.movement.hostpool import HostPool
-from penstock.kv.movement.tiles import Outbox, Tile, TileRing
+from penstock.kv.movement.tiles import Outbox, Streams, Tile, TileRing
 from penstock.memory.streams import CudaStream, Pieces
 from penstock.step.plan import HostBlockId
 
@@ -88,8 +88,9 @@ def test_what_is_sent_comes_back(slots: int, late: str, few: int, monkeypatch: p
     if late != "nothing":
         streams[late].cycles = LATE
     pool = HostPool(LAYOUT, 32, CUDA)
-    ring = TileRing(pool, slots, TOKENS, CUDA, copies, streams["compute"], None)
-    outbox = Outbox(pool, slots, TOKENS, CUDA, streams["out"], streams["compute"])
+    lines = Streams(copies, streams["out"], streams["compute"])
+    ring = TileRing(pool, slots, TOKENS, CUDA, lines)
+    outbox = Outbox(pool, slots, TOKENS, CUDA, lines)
     truth = torch.randn(
         32,
         LAYOUT.layers,

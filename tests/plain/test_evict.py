@@ -339,7 +339,7 @@ def test_what_is_remembered_is_bounded() -> None:
         if key >= 100:
             policy.victim()
         assert len(policy) <= 100
-        assert policy.remembered == min(max(0, key - 99), 250)
+        assert len(policy._gone) == min(max(0, key - 99), 250)
     state = vars(policy)
     assert len(state["_there"]) == 100
     assert sum(map(len, state["_queues"].values())) == 100

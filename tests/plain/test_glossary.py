@@ -47,16 +47,7 @@ FORBIDDEN = {
 }
 """Names of ours, without leading underscores, and the name to use instead."""
 
-PENDING: set[str] = {
-    "Ready",
-    "choosy",
-    "curious",
-    "give_up",
-    "next_given_up",
-    "steady",
-    "sum_over_ranks",
-    "wishes",
-}
+PENDING: set[str] = set()
 """Names of `FORBIDDEN` that are still in the code. A name is removed from here when it is gone from there."""
 
 

@@ -4,6 +4,7 @@ import os
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.kv.ledger import keys
-from penstock.kv.ledger.keys import KEY_BYTES, block_key, root_key
+from penstock.kv.ledger.keys import KEY_BYTES, block_keys, root_key
 from penstock.sched.rules import PrefixRule
 
 PINNED = (
@@ -22,13 +23,19 @@ PINNED = (
 )
 """Journals on disk name blocks by these: if they change, every stored block is lost."""
 CHAIN = """
-from penstock.kv.ledger.keys import block_key, root_key
+from penstock.kv.ledger.keys import block_keys, root_key
 root = root_key(b"model", "float32", 32)
-first = block_key(root, [0, 1, 2, 3])
-second = block_key(first, [151643, 2**32 - 1])
+(first,) = block_keys(root, [0, 1, 2, 3], 4)
+(second,) = block_keys(first, [151643, 2**32 - 1], 2)
 print(root.hex(), first.hex(), second.hex())
 """
 blocks = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), min_size=1, max_size=4)
+
+
+def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The key of one block of all these tokens."""
+    (key,) = block_keys(parent, tokens, len(tokens))
+    return key
 
 
 def chained(root: bytes, parts: list[list[int]]) -> bytes:

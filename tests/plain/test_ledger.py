@@ -541,7 +541,7 @@ def test_a_disk_has_room_for_what_it_holds_and_no_more() -> None:
     disk.add(C, B)
     assert (len(disk), disk.leaving) == (3, [])
     disk.make_room(2)
-    assert (len(disk), disk.given_up) == (1, 2)
+    assert (len(disk), disk.evicted) == (1, 2)
     assert not any(map(disk.find, disk.leaving))
 
 

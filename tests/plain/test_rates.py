@@ -18,8 +18,8 @@ import pytest
 from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.ledger.host import HostLedger
-from penstock.sched.rates import Curve, Line, Rates
-from penstock.sched.rules import Limits, PrefixRule
+from penstock.sched.rates import Curve, Line, TransferRates
+from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.scheduler import Event, Scheduler, Storage
 from penstock.step.plan import Landed, Outcome, Plan, Result, Route, TransferId
 from worlds import ROOT, sampling
@@ -117,7 +117,7 @@ class Room:
         pages = 3 * LONGEST // SIZE
         self.scheduler = Scheduler(
             BlockLedger(pages),
-            Limits(SIZE, STEP, 4, LONGEST + 1024, None, 1, 0),
+            SchedulerLimits(SIZE, STEP, 4, LONGEST + 1024, None, 1, 0),
             PrefixRule(ROOT),
             Storage(HostLedger(2 * pages), DiskLedger(10000, keys), "eager"),
             doubles_at=DOUBLES_AT,
@@ -414,7 +414,7 @@ def test_a_transfer_that_was_held_up_leaves_its_line() -> None:
 
 def test_a_line_through_few_blocks_says_nothing_about_many() -> None:
     """Eight blocks happened to take little more than four."""
-    rates = Rates(late=0.0)
+    rates = TransferRates(late=0.0)
     rates.moved(Route.IN, 4, 0.026)
     rates.moved(Route.IN, 8, 0.036)
     rates.late = 0.0
@@ -425,7 +425,7 @@ def test_a_line_through_few_blocks_says_nothing_about_many() -> None:
 
 
 def test_newest_tokens_tell_nothing_about_prompts() -> None:
-    rates = Rates(doubles_at=DOUBLES_AT)
+    rates = TransferRates(doubles_at=DOUBLES_AT)
     for _ in range(10):
         rates.stepped(200, 200, 0.05, ended=True)
     assert rates.token is None
@@ -435,7 +435,7 @@ def test_newest_tokens_tell_nothing_about_prompts() -> None:
 
 def test_arithmetic_that_nobody_waits_for_is_not_measured() -> None:
     """A step that yields nothing is told the device and goes on there, while its request waits for blocks."""
-    rates = Rates()
+    rates = TransferRates()
     rates.stepped(20000, 20000, 0.6, ended=True)
     rates.stepped(20000, 20000, 0.02, ended=False)
     rates.waited()
@@ -466,7 +466,7 @@ def test_prompts_that_are_given_up_are_not_measured() -> None:
 
 def test_blocks_that_wait_for_others_do_not_make_a_disk_slow() -> None:
     """Two transfers set out together, and a third while the second comes: each block takes 5 ms."""
-    rates, one, two, three = Rates(), TransferId(1), TransferId(2), TransferId(3)
+    rates, one, two, three = TransferRates(), TransferId(1), TransferId(2), TransferId(3)
     rates.sets_out(one, Route.IN, 20, 10.0)
     rates.sets_out(two, Route.IN, 40, 10.0)
     rates.moved(Route.IN, 20, 0.1)
@@ -480,7 +480,7 @@ def test_blocks_that_wait_for_others_do_not_make_a_disk_slow() -> None:
 
 
 def test_what_comes_already_is_waited_for_first() -> None:
-    rates, one, two = Rates(block={Route.IN: 0.005}, late=0.0), TransferId(1), TransferId(2)
+    rates, one, two = TransferRates(block={Route.IN: 0.005}, late=0.0), TransferId(1), TransferId(2)
     assert rates.queued(Route.IN, 3.0) == 0.0
     rates.sets_out(one, Route.IN, 20, 3.0)
     rates.sets_out(two, Route.IN, 20, 3.0)
@@ -500,13 +500,13 @@ def test_what_comes_already_is_waited_for_first() -> None:
 def test_copies_to_the_device_count_too() -> None:
     """Half of the blocks would come in the time it takes to compute the others, if they need not be copied
     then."""
-    rates = Rates(token=1e-5, block={Route.IN: 6.4e-4, Route.UP: 6.4e-4}, late=0.0)
+    rates = TransferRates(token=1e-5, block={Route.IN: 6.4e-4, Route.UP: 6.4e-4}, late=0.0)
     assert rates.computed_first(100, 64, 0) == 100
     assert rates.computed_first(100, 64, 0, 1, 0.0, False) == 50
 
 
 def test_a_disk_is_looked_at_while_it_is_idle_and_soon_after_it_was_worth_it() -> None:
-    rates = Rates(token=1e-5, block={Route.IN: 6.4e-4})
+    rates = TransferRates(token=1e-5, block={Route.IN: 6.4e-4})
     looks = [rates.look_again() for _ in range(23)]
     assert [number for number, blocks in enumerate(looks, 1) if blocks] == [1, 2, 4, 8, 16]
     rates.sets_out(TransferId(1), Route.IN, 10, 0.0)
@@ -518,7 +518,7 @@ def test_a_disk_is_looked_at_while_it_is_idle_and_soon_after_it_was_worth_it() -
 
 
 def test_copies_wait_for_others() -> None:
-    rates = Rates(token=1e-5, block={Route.UP: 1e-4})
+    rates = TransferRates(token=1e-5, block={Route.UP: 1e-4})
     assert rates.copying_pays(10, 64, 0, 1, 5.0)
     rates.sets_out(TransferId(1), Route.UP, 1000, 5.0)
     assert not rates.copying_pays(10, 64, 0, 1, 5.0)
@@ -526,7 +526,7 @@ def test_copies_wait_for_others() -> None:
 
 def test_copies_are_made_of_more_than_was_ever_computed() -> None:
     """A step of few tokens says that computing is cheap, and nothing about many."""
-    rates = Rates(doubles_at=DOUBLES_AT)
+    rates = TransferRates(doubles_at=DOUBLES_AT)
     rates.stepped(rates.work(0, 24), 24, 0.007, True)
     rates.moved(Route.UP, 512, 0.078)
     assert rates.copying_pays(512, SIZE, 0, 24, 0.0)
@@ -535,7 +535,7 @@ def test_copies_are_made_of_more_than_was_ever_computed() -> None:
 
 
 def test_copies_that_were_slow_are_tried_again_where_that_may_help() -> None:
-    rates = Rates(token=1e-4)
+    rates = TransferRates(token=1e-4)
     rates.moved(Route.UP, 10, 0.5)
     tries = [rates.copying_pays(10, 64, 0, 1, 0.0) for _ in range(20)]
     assert tries == sorted(tries)
@@ -548,8 +548,8 @@ def test_copies_that_were_slow_are_tried_again_where_that_may_help() -> None:
 # ---- what the next process is told
 
 
-def known() -> Rates:
-    rates = Rates(doubles_at=DOUBLES_AT)
+def known() -> TransferRates:
+    rates = TransferRates(doubles_at=DOUBLES_AT)
     for tokens, seconds in ((64, 0.02), (512, 0.021), (2048, 0.05), (8192, 0.21)):
         for _ in range(2):
             rates.stepped(rates.work(0, tokens), tokens, seconds, True)
@@ -559,8 +559,8 @@ def known() -> Rates:
     return rates
 
 
-def again(rates: Rates, steps: bool = True) -> Rates:
-    found = Rates(doubles_at=DOUBLES_AT)
+def again(rates: TransferRates, steps: bool = True) -> TransferRates:
+    found = TransferRates(doubles_at=DOUBLES_AT)
     found.recall(json.loads(json.dumps(rates.told())), steps)
     return found
 
@@ -608,7 +608,7 @@ def test_of_another_device_only_the_disk_is_known() -> None:
     ],
 )
 def test_what_is_told_wrongly_is_nothing(told: object) -> None:
-    rates = Rates()
+    rates = TransferRates()
     rates.recall(told, True)
-    assert (rates.token, rates.block, rates.late) == (None, {}, Rates().late)
-    assert rates.told() == Rates().told()
+    assert (rates.token, rates.block, rates.late) == (None, {}, TransferRates().late)
+    assert rates.told() == TransferRates().told()

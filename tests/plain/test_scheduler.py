@@ -13,7 +13,7 @@ import pytest
 from penstock.base.errors import RequestError
 from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.host import HostLedger
-from penstock.sched.rules import Limits, PrefixRule
+from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.scheduler import Scheduler, Storage
 from penstock.step.plan import Admission, Outcome, Plan, RequestId, Result, Share, ShareKind, TokenLogprob
 from penstock.step.request import FinishReason
@@ -759,7 +759,11 @@ def test_after_an_interrupt_all_start_anew_in_their_turns() -> None:
 def crowd(*, host: int = 0) -> tuple[Scheduler, list[RequestId]]:
     """Four requests, each of which lacks only its newest token."""
     scheduler = Scheduler(
-        BlockLedger(80), Limits(4, 16, 4, 300), PrefixRule(ROOT), Storage(HostLedger(host)), check=True
+        BlockLedger(80),
+        SchedulerLimits(4, 16, 4, 300),
+        PrefixRule(ROOT),
+        Storage(HostLedger(host)),
+        check=True,
     )
     ids = [scheduler.submit([number, 1, 2], sampling(), 70) for number in range(4)]
     yielded(scheduler)
@@ -814,7 +818,7 @@ def test_more_is_tried_again_after_twice_as_many_steps_each_time() -> None:
 
 def test_who_was_about_to_end_in_a_step_cut_short_goes_on() -> None:
     """Its prompt takes several steps again."""
-    scheduler = Scheduler(BlockLedger(8), Limits(4, 4, 2, 100), PrefixRule(ROOT), check=True)
+    scheduler = Scheduler(BlockLedger(8), SchedulerLimits(4, 4, 2, 100), PrefixRule(ROOT), check=True)
     scheduler.submit([0] * 10, sampling(), 2)
     for _ in range(3):
         yielded(scheduler)

@@ -23,7 +23,7 @@ from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.ledger.host import HostLedger
 from penstock.sched.proofs import prove_plan
-from penstock.sched.rules import Limits, PrefixRule
+from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.scheduler import Scheduler, Storage
 from penstock.sched.tiers import Store
 from penstock.step.params import Sampling
@@ -289,7 +289,9 @@ class Hall:
         what they are in pages."""
         self.ahead, self.flight = ahead, cast(tuple[Plan, Outcome] | None, None)
         self.ledger, self.host = BlockLedger(blocks), HostLedger(host_blocks)
-        self.limits = Limits(block_size, max_step_tokens, max_sequences, max_length, long_from, recent, near)
+        self.limits = SchedulerLimits(
+            block_size, max_step_tokens, max_sequences, max_length, long_from, recent, near
+        )
         self.scheduler = Scheduler(
             self.ledger,
             self.limits,

@@ -10,7 +10,7 @@ import pytest
 from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.host import HostLedger
 from penstock.sched.proofs import prove_plan
-from penstock.sched.rules import Limits, PrefixRule
+from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.scheduler import Scheduler, Storage
 from penstock.sched.span import KVSpan, Pools
 from penstock.sched.tiers import Tiers
@@ -23,7 +23,7 @@ NINE = [0, 1, 2, 0, 1, 2, 0, 1, 2]
 
 
 def pools(blocks: int = 5, host: int = 0, recent: int = 1) -> Pools:
-    limits = Limits(SIZE, 16, 4, 1000, recent=recent)
+    limits = SchedulerLimits(SIZE, 16, 4, 1000, recent=recent)
     return Pools(Tiers(BlockLedger(blocks), HostLedger(host)), limits, share=True)
 
 
@@ -179,7 +179,7 @@ def verifying(scheduler: Scheduler, plan: Plan, drafts: Sequence[Sequence[int]])
 
 def one(max_tokens: int = 9, end: Sequence[int] = ()) -> Scheduler:
     """A world of five pages, with a request of five tokens that has got a sixth."""
-    scheduler = Scheduler(BlockLedger(5), Limits(SIZE, 16, 4, 1000), PrefixRule(ROOT), check=True)
+    scheduler = Scheduler(BlockLedger(5), SchedulerLimits(SIZE, 16, 4, 1000), PrefixRule(ROOT), check=True)
     scheduler.submit([0, 1, 2, 0, 1], sampling(end=end), max_tokens)
     scheduler.commit(scheduler.plan(), Outcome((Result((0,)),)))
     return scheduler
@@ -259,7 +259,7 @@ def test_any_drafts_change_no_token(seed: int, host: int) -> None:
     long_from = 20 if host else None
     scheduler = Scheduler(
         BlockLedger(14),
-        Limits(SIZE, 16, 3, 1000, long_from, 1, draw.choice([0, None])),
+        SchedulerLimits(SIZE, 16, 3, 1000, long_from, 1, draw.choice([0, None])),
         PrefixRule(ROOT),
         Storage(HostLedger(host)),
         check=True,

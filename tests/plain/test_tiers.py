@@ -13,7 +13,7 @@ from hypothesis.stateful import initialize, precondition, rule
 from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.ledger.host import HostLedger
-from penstock.sched.rates import Rates
+from penstock.sched.rates import TransferRates
 from penstock.sched.request import Phase
 from penstock.sched.rules import Names
 from penstock.sched.tiers import Tiers
@@ -159,7 +159,7 @@ def test_who_waits_does_so_until_blocks_should_have_come_and_for_as_long_as_comp
     """Three blocks should come in ten seconds, and would be computed in twelve."""
     hall = Quay(disk=9)
     hall.only_on_disk(A)
-    hall.tiers.rates = Rates(token=1.0, block={Route.IN: 3.0})
+    hall.tiers.rates = TransferRates(token=1.0, block={Route.IN: 3.0})
     hall.hold(Route.IN)
     hall.submit(A, 2)
     assert routes(hall.step()) == [(Route.IN, 3)]
@@ -176,7 +176,7 @@ def test_a_long_request_has_no_use_for_copies_to_the_device() -> None:
         hall = Quay(disk=30, host_blocks=60, blocks=30, long_from=long_from, max_step_tokens=64)
         prompt = [*A, *A, *A]
         hall.only_on_disk(prompt)
-        hall.tiers.rates = Rates(token=1.0, block={Route.IN: 1.0, Route.UP: 1000.0})
+        hall.tiers.rates = TransferRates(token=1.0, block={Route.IN: 1.0, Route.UP: 1000.0})
         hall.submit(prompt, 1)
         assert (hall.step().tokens < len(prompt)) == (long_from is not None)
         hall.drain()
@@ -268,7 +268,7 @@ def test_who_computes_up_to_what_is_coming_leaves_the_rest_of_a_step_to_others()
     hall = Quay(disk=30, blocks=30, host_blocks=60, max_step_tokens=64)
     long = [*A, *A, *A, *A]
     hall.only_on_disk(long)
-    hall.tiers.rates = Rates(token=1.0, block={Route.IN: 4.0})
+    hall.tiers.rates = TransferRates(token=1.0, block={Route.IN: 4.0})
     hall.hold(Route.IN)
     hall.submit(long, 1)
     hall.submit(B, 1)
@@ -529,7 +529,7 @@ def test_lazily_what_was_forgotten_goes_to_the_host_again() -> None:
 
 
 def test_waiting_for_a_transfer_does_not_make_tokens_dearer() -> None:
-    rates = Rates()
+    rates = TransferRates()
     for _ in range(50):
         rates.stepped(0, 0, 0.02, ended=False)
     rates.stepped(100, 100, 1.0, ended=True)
@@ -541,7 +541,7 @@ def test_waiting_for_a_transfer_does_not_make_tokens_dearer() -> None:
 def test_what_each_transfer_takes_is_told_from_what_each_block_takes(
     first: float, each: float, counts: list[int]
 ) -> None:
-    rates = Rates()
+    rates = TransferRates()
     for blocks in counts:
         rates.moved(Route.IN, blocks, first + each * blocks)
         seconds = rates.seconds(Route.IN, blocks)
@@ -553,7 +553,7 @@ def test_what_each_transfer_takes_is_told_from_what_each_block_takes(
 
 
 def test_measurements_that_are_no_line_still_say_how_long_it_takes() -> None:
-    rates = Rates()
+    rates = TransferRates()
     for blocks, seconds in ((10, 1.0), (1000, 0.9), (20, 1.1), (500, 0.2)):
         rates.moved(Route.UP, blocks, seconds)
     assert rates.beside[Route.UP] >= 0
@@ -562,7 +562,7 @@ def test_measurements_that_are_no_line_still_say_how_long_it_takes() -> None:
 
 def test_few_blocks_are_computed_where_a_transfer_takes_long_to_begin() -> None:
     """A disk that answers after 30 ms, and a device whose every step takes 12 ms beside 40 us for a token."""
-    rates = Rates()
+    rates = TransferRates()
     for tokens in (512, 8192, 1024, 16384, 4096):
         rates.stepped(tokens, tokens, 0.012 + 40e-6 * tokens, ended=True)
     for blocks in (4, 256, 32, 100):
@@ -578,7 +578,7 @@ def test_few_blocks_are_computed_where_a_transfer_takes_long_to_begin() -> None:
 
 def test_tokens_far_back_are_dearer_to_compute() -> None:
     """What does not pay at the beginning may pay behind a long context."""
-    rates = Rates(token=1e-5, block={Route.UP: 1e-3}, doubles_at=1000)
+    rates = TransferRates(token=1e-5, block={Route.UP: 1e-3}, doubles_at=1000)
     assert not rates.loading_pays(rates.seconds(Route.UP, 10), 0, 640)
     assert rates.loading_pays(rates.seconds(Route.UP, 10), 4000, 640)
     assert rates.work(0, 1000) + rates.work(1000, 500) == pytest.approx(rates.work(0, 1500))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Self
 
-from penstock.sched.rules import Limits
+from penstock.sched.rules import SchedulerLimits
 from penstock.sched.scheduler import Scheduler
 
 
@@ -28,7 +28,7 @@ class ServingLimits:
     prefix_cache: bool
 
     @classmethod
-    def of(cls, limits: Limits, scheduler: Scheduler, blocks: int) -> Self:
+    def of(cls, limits: SchedulerLimits, scheduler: Scheduler, blocks: int) -> Self:
         """Return the limits of an engine. blocks: KV blocks on the device."""
         return cls(
             max_model_len=scheduler.longest,

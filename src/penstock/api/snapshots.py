@@ -69,6 +69,6 @@ class MemoryUse:
                 counts.found_host,
                 counts.found_disk,
                 counts.moved[Route.UP],
-                tiers.pages.given_up,
+                tiers.pages.evicted,
             ),
         )

@@ -37,7 +37,7 @@ from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.store.blocks import BlockStore
 from penstock.memory.device import choose_device, device_name, give_back, left_by, lift_cap
 from penstock.ops.kernels import kernels_of, plain_torch
-from penstock.sched.rules import Limits
+from penstock.sched.rules import SchedulerLimits
 from penstock.step.plan import ModelRole
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
@@ -64,7 +64,7 @@ class Booted:
     device: torch.device
     dtype: str
     budget: Budget
-    limits: Limits
+    limits: SchedulerLimits
     weights: WeightStream
     seconds: float
 

@@ -21,7 +21,7 @@ from penstock.kv.movement.sizes import (
     usual_tile,
 )
 from penstock.kv.store.sizes import least_cap
-from penstock.sched.rules import Limits
+from penstock.sched.rules import SchedulerLimits
 from penstock.worker.sizes import prefix_blocker
 
 _CHUNKS = 1024, 16384
@@ -118,7 +118,7 @@ class LongRoom:
 def long_room(
     config: Config,
     spec: ModelSpec,
-    limits: Limits,
+    limits: SchedulerLimits,
     layout: KVLayout,
     hardware: Hardware,
     total: int,
@@ -217,7 +217,14 @@ def _whole_blocks(wanted: int, block: int, of: str, tokens: int) -> int:
 
 
 def usual_chunk(
-    config: Config, spec: ModelSpec, dtype: str, limits: Limits, total: int, *, link: float, arithmetic: float
+    config: Config,
+    spec: ModelSpec,
+    dtype: str,
+    limits: SchedulerLimits,
+    total: int,
+    *,
+    link: float,
+    arithmetic: float,
 ) -> int:
     """Return the tokens of a chunk whose attention takes twice as long as its tiles take to come from host
     memory, four times where some come from disk. It is a power of two, and no more than the largest step's

@@ -16,7 +16,7 @@ from penstock.engine.budget import GROWTH, goes_to_host, on_heap, usual_activati
 from penstock.engine.contexts import LongRoom, long_room
 from penstock.engine.costs import StepCosts
 from penstock.engine.plan import BootPlan, Hardware, Measured, Outline, host_room, plan_boot
-from penstock.sched.rules import Limits
+from penstock.sched.rules import SchedulerLimits
 from penstock.weights.streaming.residency import padded
 from penstock.weights.streaming.ring import StreamRates
 
@@ -112,7 +112,7 @@ def plan_of(
         cuda, machine.usable, machine.usable, host, host, process=PROCESS - GROWTH, kernels=cuda
     )
     settings = replace(work.settings, host_memory=machine.host or None, max_length=work.context)
-    limits = Limits(BLOCK_SIZE, work.step_tokens, work.batch, work.context)
+    limits = SchedulerLimits(BLOCK_SIZE, work.step_tokens, work.batch, work.context)
     if cuda and goes_to_host(blocks // work.batch * kv.block_bytes, machine.usable, resident):
         far = _far(replace(settings, host_kv_memory=None), spec, limits, kv, hardware, resident, blocks)
     settings = replace(settings, kv_blocks=None if far else blocks)
@@ -126,7 +126,7 @@ def plan_of(
 def _far(
     settings: Config,
     spec: ModelSpec,
-    limits: Limits,
+    limits: SchedulerLimits,
     kv: KVLayout,
     hardware: Hardware,
     resident: int,

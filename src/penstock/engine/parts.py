@@ -16,8 +16,9 @@ from penstock.engine.settling import Settled
 from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.ledger.host import HostLedger
-from penstock.kv.movement.carrier import Carrier, Streams
+from penstock.kv.movement.carrier import Carrier, CarrierRoom
 from penstock.kv.movement.pool import KVPool, StatePool
+from penstock.kv.movement.tiles import Streams
 from penstock.kv.store.blocks import BlockStore
 from penstock.memory.streams import streams_both_ways
 from penstock.models.decoder import Decoder
@@ -146,18 +147,9 @@ def make_carrier(
     """Return what moves KV between the device and the host. It takes over the store; if it cannot be made,
     that is closed. sum_ranks: see `Chosen`; None without other ranks."""
     try:
-        carrier = Carrier(
-            far.layout,
-            far.blocks,
-            far.tile_tokens,
-            far.chunk_tokens,
-            device,
-            Streams(*streams_both_ways(device)),
-            StreamWaits(trace) if trace else None,
-            far.disk,
-            far.policies,
-            store,
-        )
+        room = CarrierRoom(far.layout, far.blocks, far.tile_tokens, far.chunk_tokens, far.disk, far.policies)
+        streams = Streams(*streams_both_ways(device))
+        carrier = Carrier(room, device, streams, StreamWaits(trace) if trace else None, store)
     except BaseException:
         if store is not None:
             store.close()

@@ -21,7 +21,7 @@ from penstock.base.tiers import Tier
 from penstock.base.units import format_size, parse_size
 from penstock.engine.budget import GROWTH, Budget, Demand, cpu_ring, divide, weights_room
 from penstock.engine.draft import DraftModel
-from penstock.sched.rules import Limits
+from penstock.sched.rules import SchedulerLimits
 from penstock.weights.streaming.residency import ExpertRoom, Placement, Use, WeightLimits, padded
 from penstock.weights.streaming.ring import StreamRates
 from penstock.weights.streaming.solver import solve, solve_model
@@ -109,7 +109,7 @@ class Outline(Generic[Far]):
     spec: ModelSpec
     shard: Shard
     dtype: str
-    limits: Limits
+    limits: SchedulerLimits
     one_memory: bool
     total: int
     layouts: Sequence[GroupLayout]
@@ -341,7 +341,7 @@ def dtype_of(config: Config, stored: str, pack: Path | None, hardware: Hardware)
     return stored if pack is not None or hardware.halves else "float32"
 
 
-def limits_of(config: Config, spec: ModelSpec, hardware: Hardware) -> Limits:
+def limits_of(config: Config, spec: ModelSpec, hardware: Hardware) -> SchedulerLimits:
     """Return the limits that were asked for, and the device's usual ones where none were. Raises
     ConfigError."""
     usual = _STEP["cuda" if hardware.cuda else "cpu"]
@@ -367,7 +367,7 @@ def limits_of(config: Config, spec: ModelSpec, hardware: Hardware) -> Limits:
         )
     if config.block_size & (config.block_size - 1) or config.block_size > 256:
         raise ConfigError(f"block_size {config.block_size} must be a power of two, at most 256")
-    return Limits(config.block_size, tokens, sequences, config.max_length or spec.max_length)
+    return SchedulerLimits(config.block_size, tokens, sequences, config.max_length or spec.max_length)
 
 
 def _is_roomy(config: Config, hardware: Hardware) -> bool:

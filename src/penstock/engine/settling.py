@@ -30,7 +30,7 @@ from penstock.memory.device import (
     library_buffers,
 )
 from penstock.memory.probe import copy_rate, matmul_rate
-from penstock.sched.rules import Limits
+from penstock.sched.rules import SchedulerLimits
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.reader import Pack
 from penstock.weights.streaming.residency import padded
@@ -114,7 +114,7 @@ def choose_dtype(config: Config, model: Model, device: torch.device) -> str:
     )
 
 
-def choose_limits(config: Config, spec: ModelSpec, device: torch.device) -> Limits:
+def choose_limits(config: Config, spec: ModelSpec, device: torch.device) -> SchedulerLimits:
     """Return the limits of `limits_of`, by the machine as it is now."""
     return limits_of(config, spec, read_hardware(device))
 

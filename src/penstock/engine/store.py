@@ -14,9 +14,10 @@ from penstock.engine.team import Place
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.ledger.keys import root_key
 from penstock.kv.store.blocks import BlockStore
+from penstock.kv.store.directory import StoreIdentity
 from penstock.kv.store.seal import secret_in
 from penstock.kv.store.segments import StoreLocked
-from penstock.sched.rates import Rates
+from penstock.sched.rates import TransferRates
 from penstock.weights.checkpoint.reader import Checkpoint
 
 
@@ -26,7 +27,7 @@ def open_store(model: Model, settled: Settled, root: bytes, say: Say) -> BlockSt
     config, far = settled.settings, settled.far
     if far is None or not far.store_bytes:
         return None
-    directory, size = config.kv_directory.expanduser(), far.layout.block_bytes
+    directory = config.kv_directory.expanduser()
     about = {
         "model": str(getattr(model, "path", settled.spec.family)),
         "family": settled.spec.family,
@@ -40,11 +41,12 @@ def open_store(model: Model, settled: Settled, root: bytes, say: Say) -> BlockSt
         "policies, rank",
     }
     secret = secret_in(config.cache.expanduser())
+    identity = StoreIdentity(root, far.layout.block_bytes, secret, about)
     try:
-        store = BlockStore.open(directory, root, size, far.store_bytes, secret=secret, about=about)
+        store = BlockStore.open(directory, identity, far.store_bytes)
     except StoreLocked:
         say(f"another process keeps KV in {directory}: what it has is read, and nothing is added")
-        return BlockStore.open(directory, root, size, far.store_bytes, secret=secret, read_only=True)
+        return BlockStore.open(directory, identity, far.store_bytes, read_only=True)
     free = shutil.disk_usage(directory).free
     if store.stats.real_bytes + free < far.store_bytes:
         say(
@@ -69,7 +71,9 @@ def ledger_of(store: BlockStore, where: Place, block_size: int) -> DiskLedger:
     return DiskLedger(capacity, common, block_size)
 
 
-def carry_rates(rates: Rates, store: BlockStore | None, computed_by: str) -> Callable[[], None] | None:
+def carry_rates(
+    rates: TransferRates, store: BlockStore | None, computed_by: str
+) -> Callable[[], None] | None:
     """Let rates begin where those of the process before have ended, if it kept blocks in the same store.
     Return what hands them on to the next process, to be called in the end.
 

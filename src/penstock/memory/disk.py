@@ -27,7 +27,7 @@ DIRECT_BYTES = 16 << 20
 DIRECT_ALIGNMENT = 4096
 """Bytes to which addresses, offsets and lengths past the page cache are aligned. Many disks would do with
 512; none in use wants more than a page."""
-_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT)
+REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT)
 """Errors of file systems that cannot read past the page cache, or not into memory that a driver has
 mapped."""
 
@@ -85,7 +85,7 @@ class DiskFile:
             # does nothing.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (OSError, ValueError) as error:
-            raise ReadError(f"cannot open {path}: {_reason(error)}") from error
+            raise ReadError(f"cannot open {path}: {reason(error)}") from error
         status = os.fstat(self._fd)
         device = devices and stat.S_ISBLK(status.st_mode)
         if not device and not stat.S_ISREG(status.st_mode):
@@ -136,7 +136,7 @@ class DiskFile:
         try:
             return FileStamp.of(os.fstat(self._fd))
         except OSError as error:
-            raise ReadError(f"cannot look at {self.path}: {_reason(error)}") from error
+            raise ReadError(f"cannot look at {self.path}: {reason(error)}") from error
 
     def mount(self) -> str:
         """Return a name of the mount that the file was opened through, unique to it on any boot.
@@ -210,7 +210,7 @@ class DiskFile:
         self.close()
 
     def _failed(self, offset: int, error: OSError) -> ReadError:
-        return ReadError(f"cannot read {self.path} at byte {offset}: {_reason(error)}")
+        return ReadError(f"cannot read {self.path} at byte {offset}: {reason(error)}")
 
 
 class DirectFile(DiskFile):
@@ -261,7 +261,7 @@ class DirectFile(DiskFile):
             try:
                 count = os.preadv(self._direct, [buffer[done : done + DIRECT_BYTES]], offset + done)
             except OSError as error:
-                if error.errno not in _REFUSALS:
+                if error.errno not in REFUSALS:
                     raise self._failed(offset + done, error) from error
                 self.direct = False
                 break
@@ -296,7 +296,8 @@ def run_all(tasks: Sequence[Callable[[], None]], pool: Executor) -> None:
         task.result()
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Return what an error says, without its number."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 

@@ -171,7 +171,7 @@ class Curve:
 
 
 @dataclass(slots=True)
-class _Coming:
+class _TimedTransfer:
     """Blocks under way to someone. `since`, `before`: when this way was idle last, and how many have set out
     since then before these."""
 
@@ -184,7 +184,7 @@ class _Coming:
 
 
 @dataclass(slots=True)
-class Rates:
+class TransferRates:
     """The rates that were measured, in seconds. They are unknown until something has been measured."""
 
     token: float | None = None
@@ -205,7 +205,7 @@ class Rates:
     long it takes."""
     _steps: Curve = field(default_factory=Curve)
     _moves: dict[Route, Line] = field(default_factory=dict)
-    _coming: dict[TransferId, _Coming] = field(default_factory=dict)
+    _coming: dict[TransferId, _TimedTransfer] = field(default_factory=dict)
     _declined: int = 0
     """How often the disk seemed too slow since it did not."""
 
@@ -243,7 +243,7 @@ class Rates:
         last = next((coming for coming in reversed(self._coming.values()) if coming.route is route), None)
         since, before = (now, 0) if last is None else (last.since, last.before + last.blocks)
         due = now + self.queued(route, now) + (self._expected(route, blocks) or 0.0)
-        self._coming[id] = _Coming(route, blocks, now, since, before, due)
+        self._coming[id] = _TimedTransfer(route, blocks, now, since, before, due)
 
     def moved(self, route: Route, blocks: int, seconds: float) -> None:
         """Note that blocks have landed, so many seconds after they set out. From a disk what came at the same

@@ -1,12 +1,12 @@
 """How long a request may be, and which requests are long."""
 
-from penstock.sched.rules import Limits, admit
+from penstock.sched.rules import SchedulerLimits, admit
 
 
 class RequestRoom:
     """The room that there is for one request, in tokens. It never changes."""
 
-    def __init__(self, limits: Limits, pages: int, host_blocks: int, long_pages: int) -> None:
+    def __init__(self, limits: SchedulerLimits, pages: int, host_blocks: int, long_pages: int) -> None:
         """pages, host_blocks: that there are. long_pages: that a long request needs."""
         self._limits, self._pages, self._host, self._long_pages = limits, pages, host_blocks, long_pages
         # The last token of an output is never an input, so it needs no place in a block.

@@ -9,7 +9,7 @@ from penstock.kv.ledger.keys import root_key
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SchedulerLimits:
     """The most that a step and a request may have. Lengths are in tokens, pages and blocks in blocks."""
 
     block_size: int

@@ -25,7 +25,7 @@ from penstock.sched.queue import RequestQueues
 from penstock.sched.request import Phase, Request
 from penstock.sched.reserves import Reserves
 from penstock.sched.room import RequestRoom
-from penstock.sched.rules import Limits, PrefixRule
+from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.span import KVSpan, Pools
 from penstock.sched.tiers import Store, Tiers
 from penstock.sched.width import StepWidth
@@ -108,7 +108,7 @@ class Scheduler:
     def __init__(
         self,
         ledger: BlockLedger,
-        limits: Limits,
+        limits: SchedulerLimits,
         prefixes: PrefixRule,
         storage: Storage | None = None,
         *,

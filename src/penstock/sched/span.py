@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.kv.ledger.keys import block_keys
-from penstock.sched.rules import Limits, Name, Names
+from penstock.sched.rules import Name, Names, SchedulerLimits
 from penstock.sched.tiers import Tiers
 from penstock.step.plan import BlockId, HostBlockId, Order
 
@@ -24,7 +24,7 @@ from penstock.step.plan import BlockId, HostBlockId, Order
 class Pools:
     """The blocks that spans are made of, and the orders of the plan that is being made."""
 
-    def __init__(self, tiers: Tiers, limits: Limits, *, share: bool) -> None:
+    def __init__(self, tiers: Tiers, limits: SchedulerLimits, *, share: bool) -> None:
         """share: whether blocks are known by their content, so that other spans find them."""
         self.tiers, self.pages, self.host, self.share = tiers, tiers.pages, tiers.host, share
         self.size, self.recent, self.most_mirrored = limits.block_size, limits.recent, limits.near

@@ -15,7 +15,7 @@ from typing import Literal
 from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.ledger.host import HostLedger
-from penstock.sched.rates import Rates
+from penstock.sched.rates import TransferRates
 from penstock.sched.rules import Name, Names
 from penstock.step.plan import BlockId, HostBlockId, Landed, Route, Transfer, TransferId
 
@@ -58,7 +58,7 @@ class TierCounts:
 
 
 @dataclass(slots=True)
-class _Going:
+class _PlannedTransfer:
     transfer: Transfer
     names: Names
     """Of its blocks, whatever the route."""
@@ -89,11 +89,11 @@ class Tiers:
         self.has_lower_tier = self.below_device or (host.near > 0 and disk is not None)
         """Whether any blocks may come from another tier."""
         self.store: Store = store if self.below_device else "off"
-        self.rates = Rates()
+        self.rates = TransferRates()
         self.counts = TierCounts()
         self._watermark = _AHEAD * step_blocks
         self._next = 0
-        self._going: dict[TransferId, _Going] = {}
+        self._going: dict[TransferId, _PlannedTransfer] = {}
         self._coming: dict[Route, set[bytes]] = {route: set() for route in Route}
         """What is on its way, or will be: it need not set out again."""
         self._down: deque[tuple[BlockId, Name]] = deque()
@@ -270,7 +270,7 @@ class Tiers:
         """Pages that will be given up next, as many as the next steps may need beyond those that are free."""
         short = self._watermark - self.pages.free - len(self._down)
         if short > 0:
-            for page, key in self.pages.next_given_up(short):
+            for page, key in self.pages.next_evicted(short):
                 if self._lowered.get(page) != key:
                     self._lowered[page] = key
                     self._want_down(page, Name(key, None))
@@ -287,7 +287,7 @@ class Tiers:
             tuple(blocks),
             tuple(names.keys) if route in (Route.IN, Route.OUT) else (),
         )
-        self._going[id] = _Going(transfer, names)
+        self._going[id] = _PlannedTransfer(transfer, names)
         self._coming[route].update(names.keys)
         self._new.append(transfer)
         return id

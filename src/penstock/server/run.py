@@ -35,7 +35,7 @@ def serve(
     *,
     ready: Callable[[str], object] = lambda _: None,
     sinks: Sequence[RecordSink] = (),
-    give_up: Callable[[], object] = lambda: None,
+    cancel_load: Callable[[], object] = lambda: None,
 ) -> None:
     """Serve until a signal says that it is enough: one lets requests end, a second one does not, a third one
     waits for nothing.
@@ -43,7 +43,7 @@ def serve(
     load: loads what computes.
     ready: is called with the address when the model is there.
     sinks: are given the record of each request that is over.
-    give_up: is called at the first signal, to break off loading that can be.
+    cancel_load: is called at the first signal, to break off loading that can be.
 
     Raises ConfigError if the address is not to be had, and whatever has ended the server besides a signal:
     what loading or the engine has raised.
@@ -51,7 +51,7 @@ def serve(
     bound = _bind(listening)
     with bound:
         state = ServerState(settings, sinks=sinks)
-        asyncio.run(_Life(load, state, listening, ready, give_up).run(bound))
+        asyncio.run(_Life(load, state, listening, ready, cancel_load).run(bound))
     note("stopped")
 
 
@@ -62,10 +62,10 @@ class _Life:
         state: ServerState,
         listening: Listening,
         ready: Callable[[str], object],
-        give_up: Callable[[], object],
+        cancel_load: Callable[[], object],
     ) -> None:
         self._load, self._state, self._listening = load, state, listening
-        self._ready, self._give_up = ready, give_up
+        self._ready, self._cancel_load = ready, cancel_load
         self._enough = asyncio.Event()
         self._signals = 0
         config = uvicorn.Config(
@@ -143,7 +143,7 @@ class _Life:
         outputs = self._state.broker.outputs if self._state.broker is not None else 0
         note("stopping", signals=self._signals, outputs=outputs, patience=self._listening.patience)
         self._enough.set()
-        self._give_up()
+        self._cancel_load()
         self._server.force_exit = self._signals > 1
         if self._signals > 1 and self._state.broker is None:
             _LOG.warning("ended while the model was being loaded")

@@ -60,12 +60,12 @@ class RankCollectives:
             self._shared = replace(self._shared, limit=int(group.limit * 1e9))
             self.rows, self.bytes = rows, size
         else:
-            self._give_up("what one GPU wrote did not come to another; is NCCL_P2P_DISABLE=1 missing?")
+            self._use_nccl("what one GPU wrote did not come to another; is NCCL_P2P_DISABLE=1 missing?")
 
     def all_reduce(self, x: Tensor) -> None:
         """Put the sum over all ranks in the place of `x` `[rows, hidden]`, contiguous."""
         if 0 < len(x) <= self.rows:
-            self._kernels.sum_over_ranks(x, self._shared)
+            self._kernels.all_reduce(x, self._shared)
         else:
             self._group.all_reduce(x)
 
@@ -111,7 +111,7 @@ class RankCollectives:
                 why = str(fault)
         if group.least(len(addresses)):
             return addresses
-        self._give_up(why or "another rank cannot")
+        self._use_nccl(why or "another rank cannot")
         return []
 
     def _tried(self, rows: int) -> bool:
@@ -123,13 +123,13 @@ class RankCollectives:
         ) * (group.rank + 1)
         want = x.clone()
         group.all_reduce(want)
-        self._kernels.sum_over_ranks(x, self._shared)
+        self._kernels.all_reduce(x, self._shared)
         right = bool(torch.equal(x, want)) and not int(group.over)
         everywhere = group.least(right) > 0
         group.over.zero_()
         return everywhere
 
-    def _give_up(self, why: str) -> None:
+    def _use_nccl(self, why: str) -> None:
         """Do without windows, on all ranks."""
         _LOG.info("sums over ranks go by NCCL: %s", why)
         window, self._window = self._window, None

@@ -59,7 +59,7 @@ class Sampler:
         self._agree = agree
         self._device = device
         self._rows: dict[Row, _RowState] = {}
-        self._choosy: set[Row] = set()
+        self._non_greedy_rows: set[Row] = set()
         """Of those, whoever wants more than the likeliest token."""
         self._counts_drawn = True
         """Whether what is drawn is counted as output."""
@@ -78,7 +78,7 @@ class Sampler:
         """Remember the settings of a newcomer, and count the tokens that it has where penalties need that."""
         sampling = admission.sampling
         state = self._rows[admission.row] = _RowState(sampling, len(admission.prompt))
-        (self._choosy.discard if is_plain(sampling) else self._choosy.add)(admission.row)
+        (self._non_greedy_rows.discard if is_plain(sampling) else self._non_greedy_rows.add)(admission.row)
         if sampling.penalised:
             output = torch.zeros(self._vocab, dtype=torch.int32, device=self._device)
             output.index_add_(0, self._ids(admission.output), self._one.expand(len(admission.output)))
@@ -99,7 +99,7 @@ class Sampler:
 
     def choose(self, logits: Tensor, likeliest: Tensor, shares: Sequence[Share]) -> "Drawn":
         """Choose tokens as `sample` does, where the likeliest tokens are known and are the rows' newest."""
-        if not self._choosy or self._choosy.isdisjoint([share.row for share in shares]):
+        if not self._non_greedy_rows or self._non_greedy_rows.isdisjoint([share.row for share in shares]):
             return Drawn(likeliest)
         return self.sample(logits.float(), shares)
 
@@ -112,9 +112,9 @@ class Sampler:
             for row, state in enumerate(states)
             if state.sampling.logprobs is not None
         }
-        curious = sorted(wanted, key=wanted.__getitem__)
-        scored = self._ids(curious)
-        raw = logits[scored].log_softmax(-1) if curious else None
+        logprob_rows = sorted(wanted, key=wanted.__getitem__)
+        scored = self._ids(logprob_rows)
+        raw = logits[scored].log_softmax(-1) if logprob_rows else None
         for row, (state, share) in enumerate(zip(states, shares, strict=True)):
             if state.bias is not None or state.counts is not None or state.bans_ends(share):
                 self._adjust(logits[row], state, share)
@@ -142,7 +142,9 @@ class Sampler:
         for row, state in enumerate(states if self._counts_drawn else ()):
             if state.counts is not None:
                 state.counts.output.index_add_(0, known[row : row + 1], self._one)
-        scores = None if raw is None else _Scores(raw, known[scored], {row: wanted[row] for row in curious})
+        scores = (
+            None if raw is None else _Scores(raw, known[scored], {row: wanted[row] for row in logprob_rows})
+        )
         drawn = Drawn(tokens, scores, broken)
         if self._masks is not None:
             self._masks.drawn(held, drawn.tokens)

@@ -280,7 +280,8 @@ def _expert_layer(
             while got[request] <= STREAMED_STEPS:
                 measure.step(booted.engine, got)
             spans = [
-                measure.steady(booted, got, STREAMED_SPAN) for _ in range(STREAMED_STEPS // STREAMED_SPAN)
+                measure.time_decode(booted, got, STREAMED_SPAN)
+                for _ in range(STREAMED_STEPS // STREAMED_SPAN)
             ]
             link = booted.weights.stats().link_rate
             spent = [statistics.fmean(span.seconds) - span.copied / link for span in spans]

@@ -20,7 +20,7 @@ WARM_STEPS = 4
 set up once."""
 EDGE_STEPS = 2
 """The last of these, which stand between anything else that the host does and the first timed step; see
-`steady`."""
+`time_decode`."""
 
 
 def sampling(temperature: float = 0.0, seed: int = 0) -> Sampling:
@@ -86,7 +86,7 @@ class Steady:
     kv_copied: float
 
 
-def steady(booted: Booted, got: dict[RequestId, int], steps: int) -> Steady:
+def time_decode(booted: Booted, got: dict[RequestId, int], steps: int) -> Steady:
     """Time decode steps of requests that have computed their prompts. A step is timed from the moment when
     the tokens of the step before are on the host until its own are. `got` counts the tokens.
 
@@ -122,7 +122,7 @@ def decode(booted: Booted, work: BatchWork) -> Decoded:
             step(engine, got)
         for _ in range(WARM_STEPS - EDGE_STEPS):
             step(engine, got)
-        rounds.append(steady(booted, got, work.output))
+        rounds.append(time_decode(booted, got, work.output))
         lengths = [work.context + count - work.output + work.output // 2 for count in got.values()]
         _end(engine, requests)
     seconds = [each for one in rounds for each in one.seconds]
@@ -194,7 +194,7 @@ def context(booted: Booted, context: int, output: int, rng: random.Random) -> Co
     prefill = time.perf_counter() - begin
     for _ in range(WARM_STEPS - EDGE_STEPS):
         step(engine, got)
-    timed = steady(booted, got, output)
+    timed = time_decode(booted, got, output)
     now = engine.stats()
     blocks = max(blocks, now.kv_blocks - now.kv_blocks_free)
     _end(engine, [request])

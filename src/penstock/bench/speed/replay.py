@@ -27,7 +27,7 @@ from penstock.engine.boot import Booted
 from penstock.engine.placing import Say
 from penstock.kv.movement.sizes import record_bytes
 from penstock.memory.device import give_back
-from penstock.sched.rules import Limits
+from penstock.sched.rules import SchedulerLimits
 from penstock.sched.scheduler import Scheduler
 from penstock.step.plan import RequestId
 
@@ -285,7 +285,7 @@ class _Result:
 
     run: ReplayRun
     outputs: list[list[int]]
-    limits: Limits
+    limits: SchedulerLimits
     without: Config | None
 
 
@@ -399,9 +399,9 @@ def _serve(speed: float | None, booted: Booted, work: Workload, begin: float, sa
 def _given_up(scheduler: Scheduler) -> dict[str, int]:
     disk = scheduler.tiers.disk
     return {
-        "device": scheduler.ledger.given_up,
-        "host": scheduler.host.given_up,
-        "disk": disk.given_up if disk is not None else 0,
+        "device": scheduler.ledger.evicted,
+        "host": scheduler.host.evicted,
+        "disk": disk.evicted if disk is not None else 0,
     }
 
 

@@ -242,7 +242,7 @@ def _agents(rng: Random, tree: _Tree) -> Contents:
 def _fads(rng: Random, tree: _Tree) -> Contents:
     """Yield topics that come up, are asked about a great deal, and fade, each at its own pace, beside a few
     that stay."""
-    steady = [tree.fresh(rng.randint(4, 16)) for _ in range(40)]
+    lasting = [tree.fresh(rng.randint(4, 16)) for _ in range(40)]
     topics: list[tuple[float, float, list[int]]] = []
     now = 0
     while True:
@@ -261,7 +261,7 @@ def _fads(rng: Random, tree: _Tree) -> Contents:
         if topics and rng.random() < 0.8:
             yield [*rng.choices(topics, weights)[0][2][1:], *tree.fresh(1)]
         else:
-            yield [*rng.choice(steady), *tree.fresh(1)]
+            yield [*rng.choice(lasting), *tree.fresh(1)]
 
 
 def _batches(rng: Random, tree: _Tree) -> Contents:

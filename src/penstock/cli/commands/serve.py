@@ -183,7 +183,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
                 listening,
                 ready=tell_ready,
                 sinks=sinks,
-                give_up=crew.give_up,
+                cancel_load=crew.cancel_load,
             )
             return
         load_model = partial(load, config, quiet=quiet or as_json)

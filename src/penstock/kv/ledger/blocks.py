@@ -1,11 +1,15 @@
-"""Which KV block holds what and who uses it: allocation, sharing by content, and giving up of blocks, over
-plain integers.
+"""A ledger says which KV block of a tier holds what, and who uses it: a block manager over plain integers.
 
 A block is in one of three states, by two facts: how many requests hold it, and whether it has a key.
 
     free    no holder, no key: its contents mean nothing
     held    one holder or more; with a key its contents are final and others may come to hold it too
     cached  no holder, a key: kept for later requests until room is needed, in the order of an Eviction
+
+This is where a KV block's walk begins. `allocate` gives a request a page of the device, which its steps fill
+(`movement.pool`). `seal` gives the full page its key (`keys`), and from then on `run_of` finds it for others.
+`release` leaves it cached. While it is, the scheduler may have it copied to the host, which has a ledger
+too (`host`), and from there to the disk (`disk`). A ledger moves no bytes; `movement` does.
 
 Only the scheduler writes here, on one thread.
 """
@@ -22,7 +26,7 @@ Id = TypeVar("Id", bound=int)
 
 
 class Free(Protocol[Id]):
-    """The free blocks of a pool."""
+    """A Free collects the free blocks of a pool."""
 
     def __len__(self) -> int: ...
 
@@ -34,8 +38,10 @@ class Free(Protocol[Id]):
 
 
 class Ledger(Generic[Id]):
-    """The blocks [0, blocks) of one pool. A ledger of a tier decides which free ones are used first, and
-    which cached ones go."""
+    """A Ledger keeps the blocks [0, blocks) of one pool.
+
+    A subclass for a tier decides which free blocks are used first, and which cached ones are evicted.
+    """
 
     _free: Free[Id]
 
@@ -44,26 +50,26 @@ class Ledger(Generic[Id]):
         self.reset()
 
     def reset(self) -> None:
-        """Free all blocks, whoever held them and whatever they held."""
+        """Free all blocks, held ones and cached ones too."""
         self._holders = [0] * self.blocks
         self._keys: list[bytes | None] = [None] * self.blocks
         self._by_key: dict[bytes, Id] = {}
 
-    given_up = 0
-    """Cached blocks, since there is the ledger."""
+    evicted = 0
+    """Cached blocks that were evicted since the ledger was made."""
 
     def _order(self, block: Id) -> Eviction[bytes]:
-        """By which a block that is cached is given up."""
+        """Return the order in which a block is evicted when it is cached."""
         raise NotImplementedError
 
     @property
     def available(self) -> int:
-        """The number of blocks that `allocate` could hand out now: free and cached ones."""
+        """Return the number of blocks that `allocate` could hand out now: free and cached ones."""
         return len(self._free) + self.cached
 
     @property
     def cached(self) -> int:
-        """The number of blocks with a key and without a holder."""
+        """Return the number of blocks with a key and without a holder."""
         raise NotImplementedError
 
     def find(self, key: bytes) -> Id | None:
@@ -95,8 +101,8 @@ class Ledger(Generic[Id]):
         return blocks
 
     def hold_run(self, keys: Iterable[bytes], blocks: Sequence[Id]) -> None:
-        """Add a holder to each of these blocks, which have the first of these keys, and which are given up in
-        one order."""
+        """Add a holder to each of these blocks. They have the first of these keys, and one order of
+        eviction."""
         holders, unused = self._holders, []
         for key, block in zip(keys, blocks, strict=False):
             if not holders[block]:
@@ -109,16 +115,20 @@ class Ledger(Generic[Id]):
         """Tell whether a block may be written: one request holds it and no other can find it."""
         return self._holders[block] == 1 and self._keys[block] is None
 
-    def _give_up(self, order: Eviction[bytes]) -> Id:
-        block = self._by_key.pop(order.victim())
-        self.given_up += 1
-        self._keys[block] = None
-        return block
+    def _evict(self, victims: Sequence[bytes]) -> list[Id]:
+        """Take their keys from the blocks that an order of eviction gave, and return the blocks."""
+        blocks = [self._by_key.pop(key) for key in victims]
+        for block in blocks:
+            self._keys[block] = None
+        self.evicted += len(blocks)
+        return blocks
 
     def seal(self, block: Id, key: bytes, parent: bytes | None = None) -> None:
-        """Give a held block its key: the content is final, and continues that of `parent`. A second block
-        with the same content stays unknown to others."""
-        assert self._holders[block] > 0, f"block {block} is sealed but held by nobody"
+        """Give a held block its key: the content is final, and continues that of `parent`.
+
+        A second block with the same content stays unknown to others.
+        """
+        assert self._holders[block] > 0, f"block {block} is sealed and has no holder"
         assert self._keys[block] is None, f"block {block} is sealed twice"
         if key not in self._by_key:
             self._by_key[key] = block
@@ -126,8 +136,10 @@ class Ledger(Generic[Id]):
             self._order(block).added(key, parent)
 
     def unseal(self, block: Id) -> bool:
-        """Make a held block writable, so that it has no key any more. Return whether it is: False if it has a
-        second holder, who reads it."""
+        """Take the key from a held block, so that it may be written. Return whether it may be.
+
+        It may not if it has a second holder, who reads it.
+        """
         if self._holders[block] > 1:
             return False
         key = self._keys[block]
@@ -136,10 +148,12 @@ class Ledger(Generic[Id]):
         return True
 
     def release(self, blocks: Sequence[Id]) -> None:
-        """Take a holder from each of these blocks, given in the order of the sequence: its end is given up
-        before its beginning."""
+        """Take a holder from each of these blocks, given in the order of the sequence.
+
+        The end of a sequence is evicted before its beginning.
+        """
         for block in reversed(blocks):
-            assert self._holders[block] > 0, f"block {block} is released but held by nobody"
+            assert self._holders[block] > 0, f"block {block} is released and has no holder"
             self._holders[block] -= 1
             if self._holders[block]:
                 continue
@@ -150,20 +164,17 @@ class Ledger(Generic[Id]):
                 self._order(block).idle(key)
 
     def forget(self) -> int:
-        """Drop all cached contents. Held blocks stay, but are no longer found. Return how many blocks were
-        given up."""
+        """Drop all cached contents, and return how many blocks had any.
+
+        Held blocks stay, but are no longer found.
+        """
         dropped = self.cached
-        for key, block in self._by_key.items():
-            assert self._keys[block] == key
-            self._keys[block] = None
-            self._order(block).dropped(key)
-            if not self._holders[block]:
-                self._free.append(block)
-        self._by_key.clear()
+        for key in list(self._by_key):
+            self.forget_one(key)
         return dropped
 
     def forget_one(self, key: bytes) -> None:
-        """Let the block with this content, if there is one, no longer be found. Whoever holds it goes on."""
+        """Let the block with this content, if there is one, no longer be found. Its holders keep it."""
         block = self._by_key.pop(key, None)
         if block is not None:
             self._keys[block] = None
@@ -172,16 +183,17 @@ class Ledger(Generic[Id]):
                 self._free.append(block)
 
     def check(self, held: Iterable[Sequence[Id]]) -> None:
-        """Prove the invariants against what the requests say they hold. Raises AssertionError with what is
-        wrong."""
+        """Prove the invariants against what the requests say they hold.
+
+        Raises AssertionError with what is wrong. It is looked for only where something is, since engines that
+        check do so after every step.
+        """
         counts = Counter(chain.from_iterable(held))
-        if not self._agrees(
-            counts
-        ):  # Engines that check do so after every step: what is wrong is looked for where something is.
+        if not self._agrees(counts):
             self._explain(counts)
 
     def _agrees(self, counts: Counter[Id]) -> bool:
-        """Whether holders, keys and free blocks are as they must be, without a loop over all blocks."""
+        """Tell whether holders, keys and free blocks are right, without a loop over all blocks."""
         holders, keys, free = self._holders, self._keys, set(self._free)
         shared = sum(keys[block] is not None for block in counts)
         bare, keyed = keys.count(None) - (len(counts) - shared), len(self._by_key)
@@ -223,8 +235,11 @@ class Ledger(Generic[Id]):
 
 
 class BlockLedger(Ledger[BlockId]):
-    """The pages of the device. The last freed is the first used again: its memory is warm, and memory never
-    used stays untouched. Of the cached ones the longest unused goes first."""
+    """A BlockLedger keeps the pages of the device.
+
+    The last freed is the first used again: its memory is warm, and memory never used stays untouched. Cached
+    pages are evicted least recently used first.
+    """
 
     _free: list[BlockId]
 
@@ -239,17 +254,17 @@ class BlockLedger(Ledger[BlockId]):
 
     @property
     def cached(self) -> int:
-        """The number of blocks with a key and without a holder."""
+        """Return the number of blocks with a key and without a holder."""
         return len(self._cached)
 
     @property
     def free(self) -> int:
-        """The number of blocks without a holder and without a key."""
+        """Return the number of blocks without a holder and without a key."""
         return len(self._free)
 
     def release_first(self, pages: Iterable[BlockId]) -> None:
-        """Take a holder from each of these. Those that are cached then are given up before all others, in
-        this order."""
+        """Take a holder from each of these. Those that are cached then are the next to be evicted, in this
+        order."""
         pages = list(pages)
         self.release(pages)
         for page in reversed(pages):
@@ -257,23 +272,20 @@ class BlockLedger(Ledger[BlockId]):
             if key is not None and not self._holders[page]:
                 self._cached.first(key)
 
-    def next_given_up(self, count: int) -> list[tuple[BlockId, bytes]]:
-        """Return the cached blocks that will be given up first, and their keys."""
+    def next_evicted(self, count: int) -> list[tuple[BlockId, bytes]]:
+        """Return the cached blocks that will be evicted first, and their keys."""
         return [(self._by_key[key], key) for key in islice(self._cached, count)]
 
     def allocate(self, count: int) -> list[BlockId]:
-        """Return `count` blocks with one holder each and no content. Cached blocks are given up for it.
+        """Return `count` blocks with one holder each and no content. Cached blocks are evicted for it.
 
         The caller has seen that `available` is enough.
         """
         assert 0 <= count <= self.available, f"{count} blocks asked for, {self.available} available"
-        free, keys = self._free, self._keys
+        free = self._free
         taken = [free.pop() for _ in range(min(count, len(free)))]
-        for key in self._cached.victims(count - len(taken)):
-            block = self._by_key.pop(key)
-            keys[block] = None
-            taken.append(block)
-            self.given_up += 1
+        if len(taken) < count:
+            taken += self._evict(self._cached.victims(count - len(taken)))
         for block in taken:
             self._holders[block] = 1
         return taken

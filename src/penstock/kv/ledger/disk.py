@@ -1,22 +1,29 @@
-"""Which blocks are on disk, by their keys."""
+"""The ledger of KV blocks on the disk: their keys alone.
+
+A cached block of the host that is worth it is written to the disk, and noted here when it has landed (`add`).
+It is read back when a request's prefix is found here. The bytes, and the place of each, are in the
+`store.blocks.BlockStore` of every rank.
+"""
 
 from collections.abc import Iterable, Sequence
 
-from penstock.kv.ledger.evict import DEEP
-from penstock.kv.ledger.prospect import Prospect
+from penstock.kv.ledger.prospect import DEEP, Prospect
 
 
 class DiskLedger:
-    """The keys that are on disk, and which of them go when there are too many. Where they are there, the
-    disk's own index knows."""
+    """A DiskLedger has the keys that are on the disk, and evicts some when there are too many."""
 
     def __init__(self, capacity: int, keys: Iterable[bytes] = (), block_size: int = 64) -> None:
-        """capacity: of records. keys: that are there, the longest unused first."""
+        """Make the ledger of a disk that has room for `capacity` blocks.
+
+        keys: those that are there, the longest unused first.
+        block_size: tokens of a block.
+        """
         self.capacity = capacity
-        self.given_up = 0
+        self.evicted = 0
         self.leaving: list[bytes] = []
-        """That are found no more, and that the disk's own index may still have. Whoever has told it takes
-        them away, the first first."""
+        """Keys that are not found here any more, and that the disk's own index may still have. The scheduler
+        sends them to it with a plan, and then takes them away from the front."""
         self._deep = max(DEEP // block_size, 1)
         self._there = dict.fromkeys(keys)
         self.vacate()
@@ -33,12 +40,12 @@ class DiskLedger:
         self._cached.found_all([key for key in keys if key in self._there])
 
     def make_room(self, count: int) -> None:
-        """Give up as many as must go for `count` more."""
+        """Evict as many as must go for `count` more."""
         while len(self._cached) and len(self._there) + count > self.capacity:
             key = self._cached.victim()
             self.leaving.append(key)
             del self._there[key]
-            self.given_up += 1
+            self.evicted += 1
 
     def add(self, key: bytes, parent: bytes | None) -> None:
         """Note that this content is on disk from now on."""
@@ -48,7 +55,7 @@ class DiskLedger:
             self._cached.idle(key)
 
     def hold(self, keys: Iterable[bytes]) -> None:
-        """Note that these are being read: they do not go."""
+        """Note that these are being read, and are not evicted."""
         some = list(keys)
         self._cached.busy_all(some)
         self._held.update(some)
@@ -69,15 +76,18 @@ class DiskLedger:
             self._cached.dropped(key)
 
     def clear(self) -> int:
-        """Give up everything. Return how many there were."""
+        """Evict everything, and return how many blocks there were."""
         gone = list(self._there)
         for key in gone:
             self.drop(key)
         return len(gone)
 
     def vacate(self) -> None:
-        """Note that nothing is being read any more. To be called also when an interrupt has left things half
-        done; what was learned of how blocks return is lost."""
+        """Note that nothing is being read any more.
+
+        It may be called when an interrupt has left things half done. What was learned of how blocks return is
+        lost.
+        """
         for key in self.leaving:
             self._there.pop(key, None)
         self._held = set[bytes]()

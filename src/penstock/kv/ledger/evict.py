@@ -1,5 +1,7 @@
-"""Which cached KV block is given up for another: the least recently used, or the one that gains least by
-staying. Over keys alone.
+"""Eviction: the order in which cached KV blocks make room for others. Over keys alone.
+
+A block that no request holds is idle here, until a request holds it again or it is the victim. `Lru` is the
+order of pages; `prospect.Prospect` that of the host and the disk, where a block has to gain by staying.
 
 Time is counted in uses of blocks, never in seconds: the same calls give the same victims.
 """
@@ -12,15 +14,15 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Eviction(Protocol[Key]):
-    """The order in which one tier gives up blocks. The tier's owner tells what becomes of each block that has
-    a key.
+    """An Eviction is the order in which one tier evicts blocks. Its ledger says what becomes of each block
+    that has a key.
 
     A block is there from `added` until `victim` or `dropped`; meanwhile it is held, as it is at first, or
     idle. `added` and `found` are its uses, one for each request.
     """
 
     def __len__(self) -> int:
-        """Idle blocks."""
+        """Return the number of idle blocks."""
         ...
 
     def added(self, key: Key, parent: Key | None) -> None:
@@ -48,7 +50,7 @@ class Eviction(Protocol[Key]):
         ...
 
     def victim(self) -> Key:
-        """Give up one of the idle blocks, of which there must be one. It is there no longer."""
+        """Evict one of the idle blocks, and return it. There must be one."""
         ...
 
     def dropped(self, key: Key) -> None:
@@ -57,7 +59,7 @@ class Eviction(Protocol[Key]):
 
 
 class Lru(Generic[Key]):
-    """The order of use: what has been idle for longest goes first."""
+    """An Lru is the order of use: what has been idle for longest goes first."""
 
     def __init__(self) -> None:
         self._idle: OrderedDict[Key, None] = OrderedDict()
@@ -66,12 +68,11 @@ class Lru(Generic[Key]):
         return len(self._idle)
 
     def __iter__(self) -> Iterator[Key]:
-        """Idle blocks, the next victim first."""
+        """Yield idle blocks, the next victim first."""
         return iter(self._idle)
 
     def added(self, key: Key, parent: Key | None) -> None:
         """Note that a block is there now, and held: see Eviction."""
-        pass
 
     def found(self, key: Key) -> None:
         """Note that a request asked for a block that is there."""
@@ -101,17 +102,13 @@ class Lru(Generic[Key]):
         self._idle.move_to_end(key, last=False)
 
     def victim(self) -> Key:
-        """Give up one of the idle blocks, and return it."""
-        return self._idle.popitem(last=False)[0]
+        """Evict one of the idle blocks, and return it."""
+        return self.victims(1)[0]
 
     def victims(self, count: int) -> list[Key]:
-        """Give up as many blocks as that, one after the other."""
+        """Evict as many blocks as that, one after the other, and return them."""
         return [self._idle.popitem(last=False)[0] for _ in range(count)]
 
     def dropped(self, key: Key) -> None:
         """Note that a block is gone for another reason."""
         self._idle.pop(key, None)
-
-
-DEEP = 16384
-"""Tokens before a block that stands deep in its prompt (see Prospect)."""

@@ -1,5 +1,10 @@
-"""The blocks of the host and of the file behind it. The free ones that follow one another are taken together,
-since they stream in one copy."""
+"""The ledger of KV blocks in host memory, and in the file that long requests use behind it.
+
+Two kinds of blocks are here. A cached prefix block came down from a page of the device by a transfer, waits
+to be asked for again, and goes on to the disk or is evicted. A block of a long request stays until its end,
+and is read tile by tile (`movement.tiles`). Free blocks that follow one another are taken together, since
+they stream in one copy.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
@@ -7,21 +12,25 @@ from itertools import chain, takewhile
 from typing import cast
 
 from penstock.kv.ledger.blocks import Ledger
-from penstock.kv.ledger.evict import DEEP, Eviction, Lru
-from penstock.kv.ledger.prospect import Prospect
+from penstock.kv.ledger.evict import Eviction, Lru
+from penstock.kv.ledger.prospect import DEEP, Prospect
 from penstock.step.plan import HostBlockId
 
 
 class HostLedger(Ledger[HostBlockId]):
-    """The blocks of host memory, the near ones, and behind them those in a file that long requests use as
-    more of the same. The blocks of a request follow one another wherever they can: what is consecutive
-    streams in one copy. Those in the file are used when the host has no block that is free or cached. What is
-    cached on the host is given up by its prospects."""
+    """A HostLedger keeps the blocks [0, near) of host memory and, behind them, those in a file.
+
+    The blocks of a request follow one another wherever they can. Those in the file are used when the host has
+    none that is free or cached. Cached blocks of the host are evicted by their prospects.
+    """
 
     _free: "_Near"
 
     def __init__(self, blocks: int, on_disk: int = 0, block_size: int = 64) -> None:
-        """blocks: in all. on_disk: how many of them, the last, are on disk. block_size: tokens of each."""
+        """Make a ledger of `blocks` free blocks in all. The last `on_disk` of them are in the file.
+
+        block_size: tokens of each.
+        """
         self.near = blocks - on_disk
         self._deep = max(DEEP // block_size, 1)
         super().__init__(blocks)
@@ -40,12 +49,12 @@ class HostLedger(Ledger[HostBlockId]):
 
     @property
     def cached(self) -> int:
-        """The number of blocks with a key and without a holder, those of the file included."""
+        """Return the number of blocks with a key and without a holder, those of the file included."""
         return len(self._cached) + len(self._cached_far)
 
     @property
     def available_near(self) -> int:
-        """The number of blocks that `allocate_near` could hand out now."""
+        """Return the number of blocks that `allocate_near` could hand out now."""
         return len(self._free.near) + len(self._cached)
 
     def is_near(self, block: HostBlockId) -> bool:
@@ -53,23 +62,26 @@ class HostLedger(Ledger[HostBlockId]):
         return block < self.near
 
     def run_of(self, keys: Iterable[bytes]) -> list[HostBlockId]:
-        """Return the near blocks with the first of these keys, up to one that there is not."""
+        """Return the blocks of host memory with the first of these keys, up to one that there is not."""
         return list(takewhile(self.is_near, super().run_of(keys)))
 
     def worth(self, key: bytes) -> bool:
-        """Tell whether what is cached here will likely enough be asked for again to be written to a disk."""
+        """Tell whether a cached block is likely enough to be asked for again to be written to the disk."""
         return isinstance(self._cached, Prospect) and self._cached.worth(key)
 
     def vacate(self) -> None:
-        """Take all holders from all blocks. What has a key stays, but what is in the file. To be called also
-        when an interrupt has left things half done; what was learned of how blocks return is lost."""
+        """Take all holders from all blocks. Blocks of host memory that have a key stay cached.
+
+        It may be called when an interrupt has left things half done. What was learned of how blocks return is
+        lost.
+        """
         kept = {
             key: block
             for key, block in self._by_key.items()
             if self.is_near(block) and self._keys[block] == key
         }
         self.reset()
-        self._free.remove(kept.values())
+        self._free.keep(set(kept.values()))
         for key, block in kept.items():
             self._keys[block] = key
             self._order(block).added(key, None)
@@ -77,34 +89,19 @@ class HostLedger(Ledger[HostBlockId]):
         self._by_key = kept
 
     def allocate(self, count: int, after: HostBlockId | None = None, expected: int = 0) -> list[HostBlockId]:
-        """Return `count` blocks with one holder each and no content, in few runs. Cached blocks are given up
-        for it.
+        """Return `count` blocks with one holder each and no content, in few runs. Cached ones are evicted for
+        it.
 
-        after: the block that they continue. expected: how many will be asked for before long, these included.
+        after: the block that they continue.
+        expected: how many will be asked for before long, these included.
+
         The caller has seen that `available` is enough. O(count log blocks).
         """
         assert 0 <= count <= self.available, f"{count} blocks asked for, {self.available} available"
-        self._free_near(count)
-        while len(self._free) < count:
-            self._free.append(self._give_up(self._cached_far))
-        return self._take(count, after, expected)
-
-    def allocate_near(self, count: int) -> list[HostBlockId]:
-        """Return near blocks, as `allocate` does. The caller has seen that `available_near` is enough."""
-        assert 0 <= count <= self.available_near, f"{count} blocks asked for, {self.available_near} available"
-        self._free_near(count)
-        return self._take(count, None, 0)
-
-    def _free_near(self, count: int) -> None:
         most = min(count - len(self._free.near), len(self._cached))
-        if most > 0:
-            blocks = [self._by_key.pop(key) for key in self._cached.victims(most)]
-            for block in blocks:
-                self._keys[block] = None
-            self.given_up += most
-            self._free.near.extend(blocks)
-
-    def _take(self, count: int, after: HostBlockId | None, expected: int) -> list[HostBlockId]:
+        self._free.near.extend(self._evict(self._cached.victims(max(most, 0))))
+        for block in self._evict(self._cached_far.victims(max(count - len(self._free), 0))):
+            self._free.append(block)
         taken: list[HostBlockId] = []
         while len(taken) < count:
             start, length = self._free.take(count - len(taken), after, expected - len(taken))
@@ -114,17 +111,22 @@ class HostLedger(Ledger[HostBlockId]):
             self._holders[block] = 1
         return taken
 
+    def allocate_near(self, count: int) -> list[HostBlockId]:
+        """Return blocks of host memory, as `allocate` does. The caller has seen `available_near`."""
+        assert 0 <= count <= self.available_near, f"{count} blocks asked for, {self.available_near} available"
+        return self.allocate(count)
+
 
 class FreeRuns:
-    """The free blocks of a range, as runs of consecutive ones. Whatever lies side by side is one run."""
+    """A FreeRuns keeps free blocks as runs of consecutive ones. Whatever lies side by side is one run."""
 
     def __init__(self, blocks: int, first: int = 0) -> None:
-        """All of [first, first + blocks) are free."""
+        """Let all of [first, first + blocks) be free."""
         self._blocks = 0
         self._lengths: dict[int, int] = {}
-        """Of the run that starts at a block."""
+        """The length of the run that starts at a block."""
         self._starts: dict[int, int] = {}
-        """Of the run that stops before a block."""
+        """The start of the run that stops before a block."""
         self._longest: list[tuple[int, int]] = []
         """A heap of (-length, start): every run, and runs that there were."""
         if blocks:
@@ -138,7 +140,7 @@ class FreeRuns:
         return cast(Iterator[HostBlockId], runs)
 
     def append(self, block: HostBlockId, /, length: int = 1) -> None:
-        """Add a block, or so many from it on."""
+        """Add `length` blocks from this one on."""
         start, stop = int(block), block + length
         if start in self._starts:
             start = self._starts[start]
@@ -155,22 +157,12 @@ class FreeRuns:
                 self.append(ordered[begin], end - begin)
                 begin = end
 
-    def remove(self, blocks: Iterable[HostBlockId]) -> None:
-        """Take these blocks out: they are free no longer."""
-        left = set(self).difference(blocks)
-        self._blocks = 0
-        self._lengths.clear()
-        self._starts.clear()
-        self._longest.clear()
-        for block in sorted(left):
-            self.append(block)
-
     def take(self, most: int, after: HostBlockId | None, expected: int) -> tuple[int, int]:
-        """Take a run of 1 to `most` blocks: the one that follows `after` if that is free, else out of the
-        longest. Return its start and length.
+        """Take a run of 1 to `most` blocks, and return its start and length.
 
-        Out of the longest it takes from the middle, so that the new run can grow as well as the one that ends
-        before; from further to the front where `expected` blocks need the room.
+        It follows `after` if that is free, and else is out of the longest run: from the middle, so that the
+        new run can grow as well as the one that ends before, or from further to the front where `expected`
+        blocks need the room.
         """
         start = -1 if after is None else after + 1
         if start in self._lengths:
@@ -205,7 +197,8 @@ class FreeRuns:
 
 
 class _Near:
-    """Free blocks of two tiers, the first `near` of which are taken first."""
+    """A _Near has the free blocks of host memory, the first `near`, and of the file; it takes the first
+    first."""
 
     def __init__(self, near: int, blocks: int) -> None:
         self._border = near
@@ -220,9 +213,10 @@ class _Near:
     def append(self, block: HostBlockId, /) -> None:
         (self.near if block < self._border else self._far).append(block)
 
-    def remove(self, blocks: Iterable[HostBlockId]) -> None:
-        """These, of the first tier, are free no longer."""
-        self.near.remove(blocks)
+    def keep(self, blocks: set[HostBlockId]) -> None:
+        """Let all blocks of host memory be free but these."""
+        self.near = FreeRuns(0)
+        self.near.extend([block for block in map(HostBlockId, range(self._border)) if block not in blocks])
 
     def take(self, most: int, after: HostBlockId | None, expected: int) -> tuple[int, int]:
         return (self.near if len(self.near) else self._far).take(most, after, expected)

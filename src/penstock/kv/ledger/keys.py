@@ -1,9 +1,9 @@
-"""The name of a full KV block: a hash over everything its contents depend on, the same in every process and
-on every machine.
+"""The key of a full KV block: a hash of everything that its contents depend on.
 
-A block's key chains the key of the block before it with the block's own tokens, so equal keys mean equal
-prefixes. The first link is a root that covers the model, its dtype, the layout of the KV and whatever else
-its contents depend on (`engine.boot`).
+A block gets its key when it is full (`blocks.Ledger.seal`). Its copies have the same one on every tier, in
+every process and on every machine. A key chains the key of the block before with the block's own tokens, so
+equal keys mean equal prefixes. The first link is a root that covers the model, its dtype, the layout of the
+KV and whatever else its contents depend on (`engine.store.root_of`).
 """
 
 import sys
@@ -16,16 +16,13 @@ _BIG_ENDIAN = sys.byteorder == "big"
 
 
 def root_key(fingerprint: bytes, *facts: object) -> bytes:
-    """Return the first link of all chains: a digest of the model's fingerprint and of whatever else KV
-    depends on (dtype, block size, a prompt's length)."""
+    """Return the first link of a chain: a digest of the model's fingerprint and of other facts.
+
+    facts: whatever else KV depends on, such as dtype, block size or a prompt's length.
+    """
     digest = blake2b(fingerprint, digest_size=KEY_BYTES, person=b"penstock-root")
     digest.update(repr(facts).encode())
     return digest.digest()
-
-
-def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Return the key of the block that holds `tokens` and follows the block with key `parent`."""
-    return block_keys(parent, tokens, len(tokens))[0]
 
 
 def block_keys(parent: bytes, tokens: Sequence[int], size: int) -> list[bytes]:

@@ -1,4 +1,9 @@
-"""The eviction of blocks that gain least by staying, as their kind and age have returned so far."""
+"""Prospect evicts the cached KV blocks that gain least by staying, as their kind and age have returned so
+far.
+
+It orders the cached blocks of the host and of the disk. What it knows of returns is in `returns`; whether a
+simpler order does better is tried in `shadows`.
+"""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -9,8 +14,10 @@ from penstock.kv.ledger.evict import Key
 from penstock.kv.ledger.returns import AFTER, CODES, KNOWN, Returns
 from penstock.kv.ledger.shadows import Expert, Shadows, scatter
 
+DEEP = 16384
+"""Tokens before a block that stands deep in its prompt."""
 _EPOCHS = 32
-"""In an epoch, one in so many of the tier's blocks is used."""
+"""An epoch is so long that one in so many of the tier's blocks is used."""
 _SHORTEST = 32
 """Uses of an epoch, at least."""
 _LONG_GONE = 1 << 20
@@ -20,8 +27,12 @@ _FIRST_USE = 0.75
 
 
 class _Block(Generic[Key]):
-    """What is known of a block that is there. `kind`: how often it was used, and whether it stands deep in
-    its prompt. `born`: how many came before it. `noted`: whether the shadows know of its last use."""
+    """A _Block is what is known of a block that is there.
+
+    kind: how often it was used, and whether it stands deep in its prompt.
+    born: how many came before it.
+    noted: whether the shadows know of its last use.
+    """
 
     __slots__ = ("born", "depth", "idle", "idle_children", "key", "kind", "noted", "parent", "since")
 
@@ -38,17 +49,17 @@ class _Block(Generic[Key]):
 
 
 class Prospect(Generic[Key]):
-    """The order of prospects: the block goes that gains least by staying, that is of its kind and age, the
-    fewest returns for the time that they take to come.
+    """A Prospect is the order of prospects: the block goes that gains least by staying.
 
-    A block's kind is how many requests used it (1, 2, ... 8 or more) and whether it stands `deep` in its
-    prompt; `Returns` learns from the traffic how blocks of each kind return. So blocks seen once make way for
-    those of a conversation in progress where room is scarce, no block is given up at the age at which people
-    answer, and where nothing is known, or age alone matters, this is LRU. A block that others continue is
-    given up after them, for without it they are worth nothing.
+    Its gain is that of its kind and age: returns, for the time that they take to come. A block's kind is how
+    many requests used it (1, 2, ... 8 or more) and whether it stands `deep` in its prompt; `Returns` learns
+    from the traffic how blocks of each kind return. So blocks seen once make way for those of a conversation
+    in progress where room is scarce, no block is evicted at the age at which people answer, and where nothing
+    is known, or age alone matters, this is LRU. A block that others continue is evicted after them, for
+    without it they are worth nothing.
 
     Where LRU, FIFO or the admission of what is used twice finds so many more that a change pays, blocks are
-    given up as it would have it, until another does (see Shadows).
+    evicted as it would have it, until another does (see Shadows).
 
     Blocks that are gone are remembered, as many as the tier has and some, so that a return is known as one.
 
@@ -65,39 +76,37 @@ class Prospect(Generic[Key]):
         worthwhile: float = 0.125,
         mixed: bool = True,
     ) -> None:
-        """blocks: what the tier holds. deep: blocks before one that stands deep, of some 16,384 tokens.
-        remembered: of those that are gone. worthwhile: the chance of a return from which on a block is worth
-        a write. mixed: whether a simple policy that finds more on a sample of the keys takes the lead."""
+        """Order the cached blocks of a tier that has room for `blocks`.
+
+        deep: blocks before one that stands deep in its prompt.
+        remembered: blocks that are gone and not forgotten, at most.
+        worthwhile: the chance of a return from which on a block is worth a write.
+        mixed: whether a simple order that finds more on a sample of the keys takes the lead.
+        """
         assert blocks > 0, f"a tier of {blocks} blocks"
         self._deep, self._worthwhile = deep, worthwhile
         self._remembered = blocks + 16384 if remembered is None else remembered
         self._uses_left = self._uses = max(_SHORTEST, blocks // _EPOCHS)
-        """Of this epoch; of each."""
+        """Uses that are left of this epoch; uses of each epoch."""
         self._returns = Returns()
-        self._shadows = Shadows[Key](blocks, blocks / self._uses, self._returns_gain) if mixed else None
+        self._shadows = Shadows[Key](blocks, blocks / self._uses, self._returns.gain) if mixed else None
         self._leader = Expert.PROSPECT
         self._eldest: list[tuple[int, _Block[Key]]] | None = None
-        """A heap of all that is queued, and of what was, by birth; only while the first to come is the first
-        to go."""
+        """A heap of blocks that are queued, or were, by birth. It is there only while the order is FIFO."""
         self._births = 0
         self._long_gone = bytearray(1 << (8 * blocks + _LONG_GONE).bit_length() - 1)
-        """Of blocks that are forgotten, 8 bits of the key's hash, at the place that others of it name. Later
+        """8 bits of the hash of each forgotten block's key, at the place that other bits of it name. Later
         ones overwrite earlier."""
         self._there: dict[Key, _Block[Key]] = {}
         self._gone: OrderedDict[Key, int] = OrderedDict()
-        """Kind and epoch of last use as one number, the first gone first."""
+        """Kind and epoch of last use as one number, by key, the first gone first."""
         self._idle = 0
         self._queues: dict[tuple[int, int], dict[_Block[Key], None]] = {}
         self._heap: list[tuple[float, int, int]] | None = None
-        """Gain, epoch, kind: of every queue, and of queues that there were. None: it is to be made anew."""
+        """Gain, epoch and kind of every queue, and of queues that there were. None: it is to be made anew."""
 
     def __len__(self) -> int:
         return self._idle
-
-    @property
-    def remembered(self) -> int:
-        """The number of blocks that are gone but not forgotten."""
-        return len(self._gone)
 
     def added(self, key: Key, parent: Key | None) -> None:
         """Note that a block is there now, and held: see Eviction."""
@@ -132,8 +141,11 @@ class Prospect(Generic[Key]):
             self._queue(block)
 
     def found_all(self, keys: Sequence[Key]) -> None:
-        """Note that these were asked for. Those of a prompt are mostly of one kind and epoch, and are counted
-        together. Shadows are given the last first."""
+        """Note that these were asked for.
+
+        Those of a prompt are mostly of one kind and epoch, and are counted together. Shadows are given the
+        last first.
+        """
         blocks = list(map(self._there.__getitem__, keys))
         at = 0
         while at < len(blocks):
@@ -164,11 +176,7 @@ class Prospect(Generic[Key]):
 
     def busy(self, key: Key) -> None:
         """Note that an idle block is held from now on."""
-        block = self._there[key]
-        assert block.idle, f"{key!r} is held but was not idle"
-        if not block.idle_children:
-            self._unqueue(block)
-        self._rouse(block)
+        self.busy_all((key,))
 
     def busy_all(self, keys: Sequence[Key]) -> None:
         """Do as `busy` for each, in less time."""
@@ -203,11 +211,11 @@ class Prospect(Generic[Key]):
             parent.idle_children += 1
 
     def victim(self) -> Key:
-        """Give up one of the idle blocks, and return it."""
+        """Evict one of the idle blocks, and return it."""
         return self.victims(1)[0]
 
     def victims(self, count: int) -> list[Key]:
-        """Give up as many blocks as that, one after the other."""
+        """Evict as many blocks as that, one after the other, and return them."""
         assert count <= self._idle, "a victim is wanted where no block is idle"
         keys = self._first_come(count) if self._eldest is not None else []
         while len(keys) < count:
@@ -239,13 +247,13 @@ class Prospect(Generic[Key]):
         return keys
 
     def _first_come(self, count: int) -> list[Key]:
+        """Evict as many blocks as that, those first that came first."""
         keys: list[Key] = []
         assert self._eldest is not None
         while len(keys) < count:
             _, block = heappop(self._eldest)
             if block.idle and not block.idle_children and self._there.get(block.key) is block:
-                self._unqueue(block)
-                self._rouse(block)
+                self.busy_all((block.key,))
                 self._leave(block)
                 keys.append(block.key)
         return keys
@@ -258,8 +266,10 @@ class Prospect(Generic[Key]):
         self._leave(block)
 
     def worth(self, key: Key) -> bool:
-        """Tell whether a block that is there will likely enough be asked for again to be written where writes
-        are dear. What was used once has to be likelier to return."""
+        """Tell whether a block is likely enough to be asked for again to be written where writes are dear.
+
+        A block that was used once has to be likelier to return.
+        """
         block = self._there[key]
         least = self._worthwhile if block.kind > 1 else max(_FIRST_USE, self._worthwhile)
         return self._returns.chance(block.kind, block.since) >= least
@@ -275,13 +285,13 @@ class Prospect(Generic[Key]):
                 self._heap = None
 
     def _place(self, key: Key) -> tuple[int, int]:
-        """Where in `_long_gone` a key is noted, and how."""
+        """Return where in `_long_gone` a key is noted, and how."""
         number = scatter(key)
         return number >> 16 & len(self._long_gone) - 1, number >> 56 | 1
 
     def _note(self, block: _Block[Key]) -> None:
-        """Tells the shadows of a block's last use. The end of a request comes first, as it does when the
-        request lets go."""
+        """Note a block's last use in the shadows. The end of a request comes first, as when it is
+        released."""
         block.noted = True
         if self._shadows is not None:
             self._shadows.use(block.key, block.kind, block.since)
@@ -296,11 +306,8 @@ class Prospect(Generic[Key]):
             ]
             heapify(self._eldest)
 
-    def _returns_gain(self, kind: int, since: int) -> float:
-        return self._returns.gain(kind, since)
-
     def _rank(self, kind: int, since: int) -> float:
-        """Blocks of least rank are given up first."""
+        """Return the rank of blocks of a kind and epoch. Those of least rank are evicted first."""
         if self._leader is Expert.PROSPECT:
             return self._returns.gain(kind, since)
         if self._leader is Expert.SECOND_USE and kind < 2:
@@ -313,19 +320,9 @@ class Prospect(Generic[Key]):
         block.kind, block.since = AFTER[block.kind], self._returns.epoch
 
     def _used(self, kind: int, since: int, blocks: int) -> None:
-        """So many blocks of one kind and epoch are used, in this epoch."""
+        """Note that so many blocks of one kind and epoch are used, in this epoch."""
         self._returns.again(kind, since, blocks)
         self._returns.use(AFTER[kind], blocks)
-
-    def _rouse(self, block: _Block[Key]) -> None:
-        """Of an idle block that is in no queue."""
-        block.idle = False
-        self._idle -= 1
-        parent = block.parent
-        if parent is not None:
-            parent.idle_children -= 1
-            if parent.idle and not parent.idle_children:
-                self._queue(parent)
 
     def _leave(self, block: _Block[Key]) -> None:
         del self._there[block.key]

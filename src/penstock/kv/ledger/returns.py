@@ -1,22 +1,25 @@
-"""How blocks return that were used: counted by kind and age, from which follows what it gains to keep one."""
+"""Returns: counts of how cached KV blocks come to be used again, by kind and age. What keeping one gains
+follows from them.
+"""
 
 from itertools import pairwise
 
 _MANY = 8
-"""Uses from which on it does not matter how many there were."""
+"""Uses from which on more do not matter."""
 _KINDS = 2 * _MANY
 KNOWN = _KINDS
 """Added to the kind of a block that was seen before, longer ago than is remembered in detail. It is learned
 of as of a new one."""
 CODES = 2 * _KINDS
 AFTER = tuple(min(kind % _KINDS + 2, _KINDS - 2 + kind % 2) for kind in range(_KINDS + 2))
-"""What a block of a kind is after one more use."""
+"""The kind of a block after one more use, by its kind before."""
 _AGES = (0, 1, 2, 3, *(width << power for power in range(1, 11) for width in (2, 3)), 4096)
-"""In epochs: where the spans of age begin, each half as long again as it is old. The last has no end."""
+"""Ages in epochs at which spans of age begin. Each is half as long again as it is old; the last has no
+end."""
 _SPANS = len(_AGES)
 _WIDTHS = (0.5, *(stop - start for start, stop in pairwise(_AGES[1:])), _AGES[-1])
 _SPAN = tuple(span for span in range(_SPANS - 1) for _ in range(_AGES[span + 1] - _AGES[span]))
-"""Of an age before the last span."""
+"""The span of an age, for ages before the last span."""
 _LEARN = 32
 """Epochs from one estimate to the next."""
 _FADE = 8192
@@ -29,14 +32,13 @@ LRU has it."""
 
 
 class Returns:
-    """The returns of blocks of each kind by their age, that is epochs since their last use: counted as they
-    happen.
+    """Returns counts how blocks of each kind return by their age, that is epochs since their last use.
 
     Of each kind and span of age are counted the blocks that came to it unused and those of them that were
     used in it; their ratio is the chance of a return within the span (the product-limit estimate of survival:
     Kaplan and Meier, 1958). A block that is still in a span counts by the part of it that has passed (as a
-    withdrawal does in an actuary's life table). Blocks that were given up are counted like others for as long
-    as they are remembered, so what is learned does not depend on what was given up. The fewer blocks came to
+    withdrawal does in an actuary's life table). Blocks that were evicted are counted like others for as long
+    as they are remembered, so what is learned does not depend on what was evicted. The fewer blocks came to
     an age, the more is assumed that the kind behaves there as all kinds together do, in proportion to the
     span before.
     """
@@ -44,13 +46,13 @@ class Returns:
     def __init__(self) -> None:
         self.epoch = 0
         self._unused: dict[int, list[int]] = {0: [0] * _KINDS}
-        """By epoch and kind: blocks last used then."""
+        """The number of blocks last used in an epoch, by epoch and kind."""
         self._came = [[0.0] * _SPANS for _ in range(_KINDS)]
         self._used = [[0.0] * _SPANS for _ in range(_KINDS)]
         self._inside = [[0] * _SPANS for _ in range(_KINDS)]
-        """Blocks whose age is in a span now."""
+        """The number of blocks with an age in a span now, by kind and span."""
         self._entered = [[0] * _SPANS for _ in range(_KINDS)]
-        """Sum of the epochs in which they came to it."""
+        """The sum of the epochs in which they came to it."""
         self._estimate()
 
     def use(self, kind: int, blocks: int = 1) -> None:
@@ -95,13 +97,14 @@ class Returns:
             self._estimate()
 
     def gain(self, kind: int, since: int) -> float:
-        """Return the returns for each epoch of staying, if such a block stays for as long as that is worth
-        most (its Gittins index)."""
+        """Return the Gittins index of such a block: its returns for each epoch of staying, if it stays for as
+        long as that is worth most.
+        """
         return self._gains[kind % _KINDS][self._span(since)]
 
     def chance(self, kind: int, since: int) -> float:
-        """Return the chance that such a block returns at an age of which enough was seen; 1 where too little
-        was."""
+        """Return the chance that such a block returns, counted over ages that are well known; 1 for
+        others."""
         return self._chances[kind % _KINDS][self._span(since)]
 
     def _span(self, since: int) -> int:
@@ -109,9 +112,11 @@ class Returns:
         return _SPAN[age] if age < _AGES[-1] else _SPANS - 1
 
     def _seen(self, kind: int) -> list[float]:
-        """Blocks that came to each span, less what is still ahead of those that are in it now. Were these
-        counted whole, ages that only few have passed would look as if nothing returned at them, and what is
-        large would be learned last."""
+        """Return the blocks that came to each span, less what is still ahead of those that are in it now.
+
+        If these were counted whole, ages that only few have passed would look as if nothing returned at them,
+        and what is large would be learned last.
+        """
         seen = list(self._came[kind])
         for span, (inside, entered, used) in enumerate(
             zip(self._inside[kind], self._entered[kind], self._used[kind], strict=True)
@@ -145,7 +150,7 @@ class Returns:
 
 
 def _most(chances: list[float], span: int) -> float:
-    """The most returns for an epoch of staying from this span on, over all times to stop at."""
+    """Return the most returns for an epoch of staying from this span on, over all times to stop at."""
     there, returns, stayed, most = 1.0, 0.0, 0.0, 0.0
     for chance, width in zip(chances[span:], _WIDTHS[span:], strict=True):
         returns += there * chance

@@ -1,5 +1,4 @@
-"""What four ways of giving up blocks would have found, each tried on the keys alone; the best of them leads
-the real cache.
+"""Shadows try four orders of eviction on a sample of the keys; the best of them leads the real cache.
 
 A shadow holds keys alone. Those of a large tier are sampled by their hash, and a shadow has room for as large
 a part of the blocks as is sampled of them, so that its hit rate is near that of a whole cache (spatial
@@ -17,13 +16,15 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Expert(IntEnum):
-    """A way to choose what is given up."""
+    """An Expert is an order of eviction.
+
+    PROSPECT evicts what gains least by staying, as learned. SECOND_USE evicts what was used once, and else
+    the least recently used.
+    """
 
     PROSPECT = 0
-    """What gains least by staying, as learned."""
     LRU = 1
     SECOND_USE = 2
-    """What was used once; else the least recently used."""
     FIFO = 3
 
 
@@ -32,8 +33,8 @@ _SAMPLE = 8192
 _ROOMS, _USES = 8, 4096
 """Uses after which one counts half: as many as this many rooms have blocks, and at least so many."""
 _MARGIN = 0.3
-"""What another expert must find beyond the leader to take over, for each block of its room: the real cache
-does not hold what the other holds, so a change costs up to one miss for each."""
+"""Blocks that another expert must find beyond the leader to take over, for each block of its room: the real
+cache does not hold what the other holds, so a change costs up to one miss for each."""
 _SURE = 1.0
 """Standard deviations of the difference that it must be ahead by as well."""
 _MIX = 0x9E3779B97F4A7C15
@@ -48,15 +49,17 @@ def scatter(key: Hashable) -> int:
 
 
 class _Lru(Generic[Key]):
-    """Gives up what was used longest ago."""
+    """Evicts what was used longest ago."""
 
     def __init__(self, room: int) -> None:
         self._room = room
         self._there: OrderedDict[Key, None] = OrderedDict()
 
     def use(self, key: Key, again: bool) -> bool:
-        """Returns whether the key was there; `again`: whether it was ever used before. From now on it is
-        there if it is admitted."""
+        """Return whether the key was there. From now on it is, if it is admitted.
+
+        again: whether it was ever used before.
+        """
         there = self._there
         if key in there:
             there.move_to_end(key)
@@ -75,14 +78,14 @@ class _SecondUse(_Lru[Key]):
 
 
 class _Fifo(_Lru[Key]):
-    """Gives up what came first."""
+    """Evicts what came first."""
 
     def use(self, key: Key, again: bool) -> bool:
         return key in self._there or super().use(key, again)
 
 
 class _Ranked(Generic[Key]):
-    """Gives up what has the least `gain` of a kind and an epoch."""
+    """Evicts what has the least `gain` of a kind and an epoch."""
 
     def __init__(self, room: int, gain: Callable[[int, int], float]) -> None:
         self._room, self._gain = room, gain
@@ -91,7 +94,7 @@ class _Ranked(Generic[Key]):
         self._heap: list[tuple[float, int, int]] = []
 
     def use(self, key: Key, kind: int, since: int) -> bool:
-        """Returns whether the key was there. It is now, and of this kind and epoch."""
+        """Return whether the key was there. It is now, and of this kind and epoch."""
         at, before = (since, kind), self._there.get(key)
         if before == at:
             return True
@@ -109,10 +112,10 @@ class _Ranked(Generic[Key]):
         if before is not None:
             return True
         if len(self._there) > self._room:
-            self._give_up()
+            self._evict()
         return False
 
-    def _give_up(self) -> None:
+    def _evict(self) -> None:
         heap = self._heap
         while True:
             gain, since, kind = heap[0]
@@ -130,13 +133,13 @@ class _Ranked(Generic[Key]):
             return
 
     def renew(self) -> None:
-        """Takes note of gains that fell."""
+        """Take note of gains that fell."""
         self._heap = [(self._gain(kind, since), since, kind) for since, kind in self._queues]
         heapify(self._heap)
 
 
 class Shadows(Generic[Key]):
-    """All experts on one sample of the uses of a tier's blocks; which of them leads.
+    """Shadows have all experts on one sample of the uses of a tier's blocks, and say which of them leads.
 
     Counted is how many more blocks than the leader each expert found of the same uses, epoch by epoch, older
     ones less. Another takes the lead when it is ahead by more than chance explains and by a good part of what
@@ -145,25 +148,29 @@ class Shadows(Generic[Key]):
     """
 
     def __init__(self, blocks: int, epochs: float, gain: Callable[[int, int], float]) -> None:
-        """blocks: what the tier holds. epochs: in which as many blocks are used. gain: by which
-        `Expert.PROSPECT` goes, of a kind and an epoch."""
+        """Begin with `Expert.PROSPECT` in the lead.
+
+        blocks: those that the tier has room for.
+        epochs: the time in which as many blocks are used.
+        gain: returns what a block of a kind and an epoch gains by staying, by which `Expert.PROSPECT` goes.
+        """
         halvings = max(0, (blocks // _SAMPLE).bit_length() - 1)
         self._mask = (1 << halvings) - 1
         room = max(1, blocks >> halvings)
         self._ranked = _Ranked[Key](room, gain)
         self._lru, self._second, self._fifo = _Lru[Key](room), _SecondUse[Key](room), _Fifo[Key](room)
         self._counts = [0] * (1 << len(Expert))
-        """Uses of this epoch by the set of experts that found the block, as bits."""
+        """Numbers of uses in this epoch, by the set of experts that found the block, as bits."""
         self._margin = _MARGIN * room
         self._fade = 0.5 ** (blocks / epochs / max(_ROOMS * blocks, _USES))
         self._forget()
         self.leader = Expert.PROSPECT
-        self.switches = 0
-        """Of the leader, since there are shadows."""
 
     def use(self, key: Key, kind: int, since: int) -> None:
-        """Note that a block is used, and by that is of this kind and epoch. Blocks of a request come from its
-        last to its first. A kind below 2 was never used before."""
+        """Note that a block is used, and by that is of this kind and epoch.
+
+        Blocks of a request come from its last to its first. A block of a kind below 2 was never used before.
+        """
         if self._mask and scatter(key) >> 32 & self._mask:
             return
         again = kind > 1
@@ -190,14 +197,13 @@ class Shadows(Generic[Key]):
                 self.leader, best = expert, beyond
         if self.leader is before:
             return False
-        self.switches += 1
         self._forget()
         return True
 
     def _forget(self) -> None:
-        """All experts are even. Another takes over only by what it finds from now on."""
+        """Let all experts be even. Another takes over only by what it finds from now on."""
         self._ahead = [0.0] * len(Expert)
-        """Blocks that each found beyond the leader, less for longer ago."""
+        """The number of blocks that each found beyond the leader; older ones count less."""
         self._squares = [0.0] * len(Expert)
-        """Of what it was ahead in each epoch: hits come by the request, so epochs are what is independent,
-        not uses."""
+        """The sum of squares of what each was ahead by in an epoch. Hits come by the request, so epochs are
+        independent of each other and uses are not."""

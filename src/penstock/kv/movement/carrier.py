@@ -1,8 +1,12 @@
-"""A worker's KV in host memory and on disk: blocks, and the ring and outbox by which a step reads and writes
-them."""
+"""A Carrier has a worker's KV below the device, and all that moves it.
+
+A plan's orders and transfers come in here, and go to the part that carries them out: blocks of short requests
+to `transfers`, which moves them whole between pages, host memory and the store; those of long requests to the
+outbox and the ring (`tiles`), by way of the disk's slots (`staging`) where host memory is too small.
+"""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import torch
@@ -14,93 +18,92 @@ from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.movement.pool import KVPool
 from penstock.kv.movement.sizes import AHEAD, BEHIND, RING, STAGING, Disk, Policies, behind_rows
 from penstock.kv.movement.staging import ReadAhead, Slots, WriteBehind
-from penstock.kv.movement.tiles import Outbox, Tile, TileRing, Waits
+from penstock.kv.movement.tiles import Outbox, StallMeter, Streams, Tile, TileRing
 from penstock.kv.movement.transfers import Transfers
 from penstock.kv.store.blocks import BlockStore
 from penstock.kv.store.diskpool import DiskPool
-from penstock.memory.streams import Stream, Ticket, more_streams
+from penstock.memory.streams import Ticket, more_streams
 from penstock.ops.attention.inputs import LayerAttention
 from penstock.step.plan import HostBlockId, Order
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
-    """Host to device, device to host, and what computes."""
+class CarrierRoom:
+    """A CarrierRoom says how much KV a carrier holds below the device, and moves at a time.
 
-    copies: Stream
-    out: Stream
-    compute: Stream
+    blocks: blocks of `layout` in host memory.
+    tile_tokens, chunk_tokens: tokens of a tile, and of a step, at most; whole blocks.
+    disk: room for more blocks of long requests.
+    policies: choose what is read of far KV; None reads everything.
+    """
+
+    layout: KVLayout
+    blocks: int
+    tile_tokens: int
+    chunk_tokens: int
+    disk: Disk | None = None
+    policies: Policies | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Whole blocks among a step's tokens, from token `first` on, that go to these blocks of the host."""
+    """A Send is whole blocks among a step's tokens, from token `first` on, and the host's blocks for them."""
 
     first: int
     blocks: tuple[HostBlockId, ...]
 
 
 class Carrier:
-    """Carries out a plan's orders, lends a step its tiles and sends its new KV to the host. What it does when
-    is told in `kv.tiles`."""
+    """A Carrier carries out a plan's orders, lends a step its tiles and sends its new KV to the host.
+
+    `tiles` says in which order copies and arithmetic wait for each other.
+    """
 
     def __init__(
         self,
-        layout: KVLayout,
-        blocks: int,
-        tile_tokens: int,
-        chunk_tokens: int,
+        room: CarrierRoom,
         device: torch.device,
         streams: Streams,
-        waits: Waits | None,
-        disk: Disk | None = None,
-        policies: Policies | None = None,
+        waits: StallMeter | None = None,
         store: BlockStore | None = None,
     ) -> None:
-        """blocks: of the host. tile_tokens, chunk_tokens: at most in a tile, and in a step; whole blocks.
+        """Make the room, and take over streams and store.
 
-        policies: for what is chosen instead of all being read. store: taken over.
+        waits: notes the copies and uses of tiles.
+
         Raises DeviceError if host, device or disk have not as much room.
         """
+        layout, disk = room.layout, room.disk
         self._sends: Sequence[Send] = ()
         self._layer = -1
         self.disk: DiskPool | None = None
-        """Of long contexts, behind the pool."""
+        """The blocks of long requests behind the pool."""
         self.chosen: Chosen | None = None
         self.transfers: Transfers | None = None
-        """Of whole blocks; none where those on the host, in fp8, go neither to the device nor to a store."""
+        """Moves whole blocks; none where those on the host are in fp8 and there is no store."""
         self._closing = ExitStack()
+        own = self._closing.enter_context
         try:
-            self.pool = HostPool(layout, blocks, device)
-            self._closing.callback(self.pool.close)
+            self.pool = own(closing(HostPool(layout, room.blocks, device)))
             if waits is not None:
                 self._closing.callback(waits.stalled)  # notes what was still on its way
             ahead = behind = None
             if disk is not None:
-                rests = self.disk = DiskPool(layout, disk.blocks, disk.directory)
-                self._closing.callback(rests.close)
-                read = Slots(rests, AHEAD, tile_tokens // layout.block_size, device)
-                self._closing.callback(read.close)
-                written = Slots(rests, BEHIND, behind_rows(layout, chunk_tokens), device)
-                self._closing.callback(written.close)
-                ahead, behind = (
-                    ReadAhead(rests, read, streams.copies),
-                    WriteBehind(rests, written, streams.out),
-                )
-            if policies is not None:
-                self.chosen = self._choosing(layout, blocks, tile_tokens, device, streams, disk, policies)
+                rests = self.disk = own(closing(DiskPool(layout, disk.blocks, disk.directory)))
+                ahead = self._read_ahead(room, rests, device, streams)
+                rows = behind_rows(layout, room.chunk_tokens)
+                written = own(closing(Slots(rests, BEHIND, rows, device)))
+                behind = WriteBehind(rests, written, streams.out)
+            if room.policies is not None:
+                self.chosen = self._choosing(room, room.policies, device, streams)
             # Last in, first out: tasks on threads end before the streams that they wait for, and copies
             # before their memory goes.
             self._closing.callback(streams.out.close)
             self._closing.callback(streams.copies.close)
             if self.disk is not None:
                 self._closing.callback(self.disk.close)
-            self.ring = TileRing(
-                self.pool, RING, tile_tokens, device, streams.copies, streams.compute, waits, ahead
-            )
-            self.outbox = Outbox(
-                self.pool, STAGING, chunk_tokens, device, streams.out, streams.compute, behind
-            )
+            self.ring = TileRing(self.pool, RING, room.tile_tokens, device, streams, waits, ahead)
+            self.outbox = Outbox(self.pool, STAGING, room.chunk_tokens, device, streams, behind)
             if layout.rounded_from is None or store is not None:
                 self.transfers = Transfers(
                     self.pool, *more_streams(device, streams.copies), streams.compute, store
@@ -112,28 +115,23 @@ class Carrier:
             streams.copies.close()
             raise
 
+    def _read_ahead(
+        self, room: CarrierRoom, rests: DiskPool, device: torch.device, streams: Streams
+    ) -> ReadAhead:
+        slots = Slots(rests, AHEAD, room.tile_tokens // room.layout.block_size, device)
+        return ReadAhead(rests, self._closing.enter_context(closing(slots)), streams.copies)
+
     def _choosing(
-        self,
-        layout: KVLayout,
-        blocks: int,
-        tile_tokens: int,
-        device: torch.device,
-        streams: Streams,
-        disk: Disk | None,
-        policies: Policies,
+        self, room: CarrierRoom, policies: Policies, device: torch.device, streams: Streams
     ) -> Chosen:
-        tile, ahead = tile_tokens // layout.block_size, None
-        if disk is not None and self.disk is not None:
-            read = Slots(self.disk, AHEAD, tile, device)
-            self._closing.callback(read.close)
-            ahead = ReadAhead(self.disk, read, streams.copies)
-            blocks += disk.blocks
-        ring = TileRing(self.pool, RING, tile_tokens, device, streams.copies, streams.compute, None, ahead)
-        chosen = Chosen(
-            layout, blocks, tile, policies, ring, device, streams.copies, streams.out, streams.compute
-        )
-        self._closing.callback(chosen.close)
-        return chosen
+        blocks, ahead = room.blocks, None
+        if self.disk is not None:
+            ahead = self._read_ahead(room, self.disk, device, streams)
+            blocks += self.disk.blocks
+        ring = TileRing(self.pool, RING, room.tile_tokens, device, streams, disk=ahead)
+        tile = room.tile_tokens // room.layout.block_size
+        chosen = Chosen(room.layout, blocks, tile, policies, ring, device, streams)
+        return self._closing.enter_context(closing(chosen))
 
     def begin(
         self,
@@ -145,7 +143,7 @@ class Carrier:
         seen: Sequence[Sequence[int]],
         readers: Sequence[Reader] = (),
     ) -> None:
-        """A step begins: its orders first, and then the tiles that each of `layers` sees set out."""
+        """Begin a step: carry out its orders, and let the tiles set out that each of `layers` sees."""
         for order in orders:
             block = pages.block(order.source)
             self.outbox.demote(block, order.target)
@@ -158,8 +156,10 @@ class Carrier:
             self.chosen.begin(readers, landed)
 
     def send(self, layer: int, planes: Sequence[Tensor]) -> None:
-        """Take the step's planes of a layer, `[tokens, heads, width]`, of which each token is one run: what
-        goes to the host sets out."""
+        """Let what goes to the host of a layer set out.
+
+        planes: the step's, `[tokens, heads, width]` each; a token is one run of bytes.
+        """
         for send in self._sends:
             part = slice(send.first, send.first + len(send.blocks) * self.pool.layout.block_size)
             parts = [plane[part] for plane in planes]
@@ -173,18 +173,19 @@ class Carrier:
         return self.ring.take()
 
     def release(self) -> None:
+        """Give the tile back that was taken last."""
         self.ring.release()
 
     def choose(
         self, reader: int, q: Tensor, lse: Tensor, layer: LayerAttention
     ) -> Iterator[tuple[Tensor, ...]]:
-        """What a policy chooses for a reader of the layer that was sent last, tile after tile."""
+        """Lend what a policy chooses for a reader of the layer that was sent last, tile after tile."""
         assert self.chosen is not None, "a reader, and no policy"
         return self.chosen.choose(self._layer, reader, q, lse, layer)
 
     @property
     def copied_bytes(self) -> int:
-        """Of tiles, to the device."""
+        """Return the bytes of tiles and sketches that have come to the device."""
         return self.ring.copied_bytes + (self.chosen.copied_bytes if self.chosen is not None else 0)
 
     def close(self) -> None:

@@ -1,5 +1,8 @@
-"""Far KV of which a policy chooses what is read: a sketch of every block's keys, and the tiles of the blocks
-that were chosen.
+"""Chosen lends the far KV that an attention policy chooses to read.
+
+Every KV block that goes to the host leaves a sketch of its keys here (`Chosen.note`). Later queries are
+scored against the sketches, and only the blocks that the policy chooses come back, as tiles
+(`Chosen.choose`).
 
 Sketches rest in host memory: with 4 bits a seventh of the KV, with 0 a sixty-fourth for blocks of 64 tokens.
 They pass through the device piece by piece, layer by layer, as a layer's queries ask for them. What is chosen
@@ -27,11 +30,13 @@ from torch import Tensor
 
 from penstock.arch.layout import KVLayout
 from penstock.base.meter import SHARES, MissedStats
+from penstock.kv.movement.fp8 import as_rested
 from penstock.kv.movement.pool import plane_views
+from penstock.kv.movement.rows import runs
 from penstock.kv.movement.sizes import SAMPLE, Policies, piece_blocks, scored_plane, sketch_layout
-from penstock.kv.movement.tiles import Tile, TileRing, as_rested
+from penstock.kv.movement.tiles import Streams, Tile, TileRing
 from penstock.memory.arena import Arena, pinned_if_possible
-from penstock.memory.streams import Stream, Ticket
+from penstock.memory.streams import Ticket
 from penstock.ops.attention.inputs import LayerAttention
 from penstock.ops.policies import Past, policy_of
 from penstock.ops.sketch import Scores, scores, sketch
@@ -40,8 +45,11 @@ from penstock.step.plan import HostBlockId
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Queries that a policy looks for: those of a row, or of a run, whose first `len(blocks)` blocks are far;
-    `start` is the first's position."""
+    """A Reader has queries that a policy chooses for: those of a row, or of a run.
+
+    blocks: the far blocks, which are the first of its sequence.
+    start: the position of the first query.
+    """
 
     blocks: NDArray[np.int32]
     start: int
@@ -49,7 +57,8 @@ class Reader:
 
 
 class Chosen:
-    """Owned by the Carrier. One thread."""
+    """A Chosen has the sketches of far blocks, and lends the tiles that policies choose. One thread calls
+    all."""
 
     def __init__(
         self,
@@ -59,14 +68,16 @@ class Chosen:
         policies: Policies,
         ring: TileRing,
         device: torch.device,
-        copies: Stream,
-        out: Stream,
-        compute: Stream,
+        streams: Streams,
     ) -> None:
-        """blocks: that there are, near and far. Raises DeviceError if host or device have not as much
-        memory."""
+        """Make room for the sketches of `blocks` blocks, in host memory and on disk.
+
+        ring: brings the tiles that are chosen.
+
+        Raises DeviceError if host or device have not as much memory.
+        """
         self._layout, self._limit, self._ring, self._tile = layout, policies.limit, ring, tile_blocks
-        self._copies, self._out, self._compute = copies, out, compute
+        self._copies, self._out, self._compute = streams.copies, streams.out, streams.compute
         self._rows, self._runs = policy_of(policies.rows or "full"), policy_of(policies.runs or "full")
         self._sketch = sketch_layout(layout, policies.bits)
         self._scored = scored_plane(layout)
@@ -75,7 +86,7 @@ class Chosen:
         self._store = self._arena.bytes.view(layout.layers, blocks, size)
         self._buffer = Arena(2 * self._piece * size, device).bytes.view(2, self._piece, size)
         self._read: list[Ticket | None] = [None, None]
-        """By half of the buffer: behind its last use; none while it is used."""
+        """A ticket behind the last use of each half of the buffer; none while it is used."""
         self._kept: deque[tuple[Ticket, Tensor]] = deque()
         """Sketches on their way to the host."""
         self._readers: Sequence[Reader] = ()
@@ -84,10 +95,10 @@ class Chosen:
         blocks, and read the rest where one of them misses too much."""
         self.missed = Missed()
         self.sketched_bytes = 0
-        """That have come to the device of sketches."""
+        """Bytes of sketches that have come to the device."""
 
     def begin(self, readers: Sequence[Reader], after: Ticket) -> None:
-        """A step with these readers, whose bounds and blocks have landed behind `after`."""
+        """Begin a step with these readers. Their sketches and blocks have landed behind `after`."""
         self._readers = readers
         self._copies.wait(after)
 
@@ -96,14 +107,12 @@ class Chosen:
         k = planes[self._scored]
         sketches = self._sketches(k.view(len(blocks), self._layout.block_size, *k.shape[1:]))
         self._out.wait(self._compute.mark())
-        start = 0
-        for first, count in _runs(blocks):
-            self._out.copy_rows(self._store[layer, first : first + count], sketches[start : start + count])
-            start += count
+        for at, first, count in runs(blocks):
+            self._out.copy_rows(self._store[layer, first : first + count], sketches[at : at + count])
         self._keep(sketches)
 
     def note_block(self, block: Tensor, target: HostBlockId) -> None:
-        """All layers of a block of the device, uint8 `[block_bytes]`, that is demoted."""
+        """Keep sketches of all layers of a block of the device, uint8 `[block_bytes]`, that is demoted."""
         exact = self._layout.exact
         rows = block.view(exact.layers, -1)
         keys = next(islice(plane_views(rows, exact.placed[0], exact.block_size), self._scored, None))
@@ -115,7 +124,7 @@ class Chosen:
     def choose(
         self, layer: int, reader: int, q: Tensor, lse: Tensor, attention: LayerAttention
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Lends tile after tile, K and V `[keys, kv_heads, head_dim]`, each until the next is asked for.
+        """Lend tile after tile, K and V `[keys, kv_heads, head_dim]`, each until the next is asked for.
 
         q: the reader's queries `[queries, heads, dim]`. lse: of all that they have seen, `[queries, heads]`,
         kept up to date by the caller. attention: the scale and the cap of scores.
@@ -162,7 +171,7 @@ class Chosen:
 
     @property
     def copied_bytes(self) -> int:
-        """Of tiles and sketches, to the device."""
+        """Return the bytes of tiles and sketches that have come to the device."""
         return self._ring.copied_bytes + self.sketched_bytes
 
     def close(self) -> None:
@@ -188,19 +197,21 @@ class Chosen:
             self._ring.release()
 
     def _sketches(self, keys: Tensor) -> Tensor:
-        """Of keys `[blocks, block_size, kv_heads, head_dim]`: uint8 `[blocks, bytes]`."""
+        """Return sketches, uint8 `[blocks, bytes]`, of keys `[blocks, block_size, kv_heads, head_dim]`."""
         return sketch(as_rested(keys) if self._layout.rounded_from else keys, self._sketch)
 
     def _scores(self, layer: int, blocks: NDArray[np.int32], q: Tensor, cap: float | None) -> Scores:
-        """Of scaled queries, float32 `[queries, heads, dim]`, with all blocks."""
+        """Return the scores of scaled queries, float32 `[queries, heads, dim]`, with all blocks."""
         found = [scores(q, sketches, self._sketch, cap) for _, sketches in self._pieces(layer, blocks)]
         return Scores(torch.cat([one.upper for one in found], 2), torch.cat([one.likely for one in found], 2))
 
     def _skipped(
         self, layer: int, blocks: NDArray[np.int32], q: Tensor, attention: LayerAttention, keep: Tensor
     ) -> Tensor:
-        """What `Choice.skipped` is, of all queries of a run: piece by piece, since their scores with all
-        blocks are too many to be held."""
+        """Return what `Choice.skipped` is, of all queries of a run.
+
+        It is computed piece by piece, since their scores with all blocks are too many to be held.
+        """
         skipped = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
         for part, sketches in self._pieces(layer, blocks):
             for first in range(0, len(q), SAMPLE):
@@ -212,21 +223,19 @@ class Chosen:
         return skipped
 
     def _pieces(self, layer: int, blocks: NDArray[np.int32]) -> Iterator[tuple[slice, Tensor]]:
-        """The sketches of blocks, uint8 `[blocks, bytes]`, and which of them; each lent until the next is
-        asked for."""
+        """Yield which of the blocks, and their sketches, uint8 `[blocks, bytes]`, lent until the next are."""
         for number, start in enumerate(range(0, len(blocks), self._piece)):
             half, part = number % 2, slice(start, start + self._piece)
             self._copies.wait(self._read[half] or self._compute.mark())
             self._read[half] = None
-            at = 0
-            for first, count in _runs(blocks[part]):
+            some = blocks[part].tolist()
+            for at, first, count in runs(some):
                 self._copies.copy_rows(
                     self._buffer[half, at : at + count], self._store[layer, first : first + count]
                 )
-                at += count
             self._compute.wait(self._copies.mark())
-            self.sketched_bytes += at * self._sketch.bytes
-            yield part, self._buffer[half, :at]
+            self.sketched_bytes += len(some) * self._sketch.bytes
+            yield part, self._buffer[half, : len(some)]
             self._read[half] = self._compute.mark()
 
     def _keep(self, sketches: Tensor) -> None:
@@ -236,7 +245,7 @@ class Chosen:
 
 
 class Missed:
-    """What choices have left out, counted up for MissedStats."""
+    """A Missed counts what choices have left out, for MissedStats."""
 
     def __init__(self) -> None:
         self.choices = self.fallbacks = self.blocks = self.blocks_read = 0
@@ -244,7 +253,7 @@ class Missed:
         self._worst_buckets, self._mean_buckets = ([0] * (len(SHARES) + 1) for _ in range(2))
 
     def note(self, most: float, mean: float) -> None:
-        """Of a choice: the bounds' largest over queries and heads, and their mean."""
+        """Note a choice: the largest of the bounds over queries and heads, and their mean."""
         self.most = max(self.most, most)
         self._worst += most
         self._mean += mean
@@ -253,6 +262,7 @@ class Missed:
 
     @property
     def stats(self) -> MissedStats:
+        """Return the counts now."""
         return MissedStats(
             self.choices,
             self.fallbacks,
@@ -264,10 +274,3 @@ class Missed:
             tuple(self._worst_buckets),
             tuple(self._mean_buckets),
         )
-
-
-def _runs(blocks: Sequence[int] | NDArray[np.int32]) -> Iterator[tuple[int, int]]:
-    """Consecutive blocks: the first, and how many."""
-    ids = np.asarray(blocks)
-    starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 2) != 1)
-    yield from zip(ids[starts].tolist(), np.diff(starts, append=len(ids)).tolist(), strict=True)

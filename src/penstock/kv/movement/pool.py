@@ -1,4 +1,8 @@
-"""The device's KV blocks, and its rows of state: an allocation of each, and every layer's views of them."""
+"""KVPool: the bytes of the device's KV blocks, its pages, one allocation; and StatePool, its rows of state.
+
+A KV block is computed here: each layer of a step writes its planes into the pages that the plan names. Which
+page holds what is in `ledger.blocks.BlockLedger`.
+"""
 
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -11,8 +15,7 @@ from penstock.step.plan import BlockId
 
 
 class KVPool:
-    """`blocks` blocks of KVLayout's shape. Contents mean only what the ledger says; nothing here is cleared
-    or checked."""
+    """A KVPool has `blocks` blocks of KVLayout's shape. Nothing is cleared or checked."""
 
     def __init__(
         self, layout: KVLayout, blocks: int, device: torch.device, state: "StatePool | None" = None
@@ -22,7 +25,7 @@ class KVPool:
         self.blocks = blocks
         # On a CPU untouched pages take no memory; they are filled as blocks are first used.
         self.bytes = torch.empty(blocks * layout.block_bytes, dtype=torch.uint8, device=device)
-        """All of it, uint8 `[blocks * block_bytes]`."""
+        """The bytes of all blocks, uint8 `[blocks * block_bytes]`."""
         self._blocks = self.bytes.view(blocks, layout.block_bytes)
         self.layers: list[tuple[Tensor, ...]] = [
             tuple(plane_views(self._blocks[:, offset : offset + size], placed, layout.block_size))
@@ -36,7 +39,7 @@ class KVPool:
             self.layers = [planes + arrays for planes, arrays in zip(self.layers, state.layers, strict=True)]
 
     def block(self, id: BlockId) -> Tensor:
-        """All layers of a block: uint8 `[block_bytes]`."""
+        """Return all layers of a block, uint8 `[block_bytes]`."""
         return self._blocks[id]
 
 
@@ -67,8 +70,10 @@ class StatePool:
 
 
 def plane_views(rows: Tensor, placed: Sequence[PlaneLayout], block_size: int) -> Iterator[Tensor]:
-    """Yield the planes, `[rows, block_size, heads, width]`, of one layer of blocks in the dtype of the
-    arithmetic, uint8 `[rows, bytes]`."""
+    """Yield the planes, `[rows, block_size, heads, width]`, of one layer of blocks.
+
+    rows: uint8 `[rows, bytes]`, in the dtype of the arithmetic.
+    """
     for one in placed:
         part = rows[:, one.offset : one.offset + one.size].view(getattr(torch, one.dtype))
         yield part.view(len(rows), block_size, one.plane.heads, one.plane.width)

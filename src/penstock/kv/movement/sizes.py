@@ -1,5 +1,5 @@
-"""How much memory and disk the ways of far KV take, and what of it may be left unread: plain values, for
-those who build them and for those who plan."""
+"""Sizes say how much memory and disk the ways of far KV take, and what of it may be left unread: plain
+values, to build them by and to plan by."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +19,10 @@ TILE = 64 << 20
 """Bytes of a tile: a copy of about a millisecond, in which the host has time to queue the next, and keys
 enough for a kernel's rate."""
 TILE_TOKENS = {"cuda": 32768, "cpu": 2048}
-"""At most. A CPU copies at the rate at which it reads, so there what is copied had better be still in its
-caches when it is read."""
+"""Tokens of a tile, at most. A CPU copies at the rate at which it reads, so there a tile should still be in
+its caches when it is read."""
 _RING_PART = 16
-"""Of the device's memory, at most one part in so many is for tiles."""
+"""Tiles take at most one part in so many of the device's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +51,27 @@ class Policies:
 
 
 def ring_bytes(layout: KVLayout, slots: int, tokens: int) -> int:
-    """Device memory of the slots of a ring, or of an outbox."""
+    """Return the device memory of the slots of a ring, or of an outbox."""
     return slots * (tokens // layout.block_size) * layout.layer_bytes
 
 
 def scratch_bytes(layout: KVLayout, tile_tokens: int) -> int:
-    """Device memory that a ring has beside its slots."""
+    """Return the device memory that a ring has beside its slots."""
     return ring_bytes(layout.exact, 1, tile_tokens) if layout.rounded_from else 0
 
 
 def carrier_bytes(layout: KVLayout, tile_tokens: int, chunk_tokens: int) -> int:
-    """Device memory of a carrier."""
+    """Return the device memory of a carrier."""
     slots = ring_bytes(layout, RING, tile_tokens) + ring_bytes(layout, STAGING, chunk_tokens)
     return slots + scratch_bytes(layout, tile_tokens)
 
 
 def usual_tile(layout: KVLayout, total: int, most_tokens: int, kind: str) -> int:
-    """Tokens of a tile, on a device of this kind with `total` bytes, for sequences of at most so many."""
+    """Return the tokens of a tile on a device of this kind.
+
+    total: bytes of the device.
+    most_tokens: tokens of the longest sequence.
+    """
     tile = min(TILE_TOKENS[kind], most_tokens)
     while tile > layout.block_size and (
         tile // layout.block_size * layout.layer_bytes > TILE

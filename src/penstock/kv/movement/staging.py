@@ -1,5 +1,7 @@
-"""Pinned slots between the device's streams and a DiskPool: tiles are read ahead of use, and what was
-computed is written behind.
+"""Staging: pinned slots between the device's streams and a DiskPool.
+
+KV of a long request that does not fit into host memory goes to the disk by way of a slot (`WriteBehind`), and
+comes back by way of one before the tile that needs it (`ReadAhead`).
 
 Why this is safe. All is called by the thread that computes; tasks on the pool's threads touch nothing but
 their slot.
@@ -12,7 +14,7 @@ their slot.
    disk holds a prompt back.
 
 Tasks are noted before they are put, and a slot is marked as used before it is: an interrupt leaves nothing
-under way that nobody waits for. What it has kept from being put is called off before anybody waits for it: a
+under way that is not waited for. What it has kept from being put is called off before it is waited for: a
 step's reads by the next `begin`, a write by the next `claim`. Thus what a task waits for has been put before
 it, as `memory.tasks` demands.
 """
@@ -23,32 +25,35 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from penstock.kv.movement.rows import Run
 from penstock.kv.store.diskpool import DiskPool, Rows
 from penstock.memory.arena import pinned_if_possible
 from penstock.memory.streams import Stream, Ticket
 from penstock.memory.tasks import Task, wait
 
-Run = tuple[int, int, int]
-"""Consecutive blocks: the first's place in a slot, the first's index on disk, how many."""
-
 
 class Slots:
-    """Pinned memory for records: `slots` of `rows` each."""
+    """Slots are pinned memory for records."""
 
     def __init__(self, disk: DiskPool, slots: int, rows: int, device: torch.device) -> None:
-        """Raises DeviceError if the host has not as much memory."""
+        """Make `slots` of `rows` records each. Raises DeviceError if the host has not as much memory."""
         self._arena = pinned_if_possible(slots * rows * disk.record, device)
         self.bytes: list[Tensor] = list(self._arena.bytes.view(slots, rows, disk.record))
         """Each uint8 `[rows, record]`."""
         self.rows: list[Rows] = [slot.numpy() for slot in self.bytes]
 
     def close(self) -> None:
+        """Unpin. No copy may be in flight. A second call does nothing."""
         self._arena.close()
 
 
 @dataclass(slots=True)
 class _Reading:
-    """What a step wants of the disk, in order. `first`: the slot of the first."""
+    """A _Reading is what a step wants of the disk, in order: layers, and runs of blocks.
+
+    first: the slot of the first.
+    asked, copied: how many have their reads put, and the copies out of their slots queued.
+    """
 
     first: int
     wanted: Sequence[tuple[int, Sequence[Run]]]
@@ -58,32 +63,34 @@ class _Reading:
 
 
 class ReadAhead:
-    """Reads what a step's tiles have on disk into slots, in the order of use, as far ahead as there are
+    """A ReadAhead reads what a step's tiles have on disk, in the order of use, as far ahead as it has
     slots."""
 
     def __init__(self, disk: DiskPool, slots: Slots, copies: Stream) -> None:
         self._disk, self._slots, self._copies = disk, slots, copies
         self._tasks: list[list[Task]] = [[] for _ in slots.rows]
-        """By slot: those that may still read into it."""
+        """The tasks that may still read into each slot."""
         self._emptied: list[Ticket | None] = [None] * len(slots.rows)
-        """By slot: behind the last copy out of it; none while one is being queued."""
+        """A ticket behind the last copy out of each slot; none while one is being queued."""
         self._step = _Reading(0, ())
 
     def begin(self, wanted: Sequence[tuple[int, Sequence[Run]]]) -> None:
-        """A step: of each visit with blocks on disk its layer and their runs. What an earlier step has not
-        used is dropped."""
+        """Begin a step, and drop what an earlier one has not used.
+
+        wanted: the layer and the runs of each visit with blocks on disk.
+        """
         for tasks in self._tasks:
             self._disk.readers.call_off(tasks)
         self._step = _Reading((self._step.first + self._step.asked) % len(self._tasks), wanted)
         self._ask()
 
     def there(self, number: int) -> bool:
-        """Whether the visit has been read, or has failed to be."""
+        """Tell whether the visit has been read, or has failed to be."""
         step = self._step
         return number < step.asked and all(task.done for task in step.tasks[number])
 
     def wait(self, number: int) -> Tensor:
-        """The slot of the next visit, uint8 `[rows, record]`, when it has been read. Raises LostKV."""
+        """Wait for the next visit, and return its slot, uint8 `[rows, record]`. Raises LostKV."""
         step = self._step
         assert number == step.copied < step.asked, f"wait for {number} after {step.copied} of {step.asked}"
         for task in step.tasks[number]:
@@ -93,7 +100,7 @@ class ReadAhead:
         return self._slots.bytes[slot]
 
     def copied(self, number: int, ready: Ticket) -> None:
-        """The copies out of the slot are queued before `ready`."""
+        """Note that the copies out of the visit's slot are queued before `ready`."""
         self._emptied[self._slot_of(number)] = ready
         self._step.copied = number + 1
         self._ask()
@@ -106,10 +113,8 @@ class ReadAhead:
         while step.asked < min(step.copied + len(self._tasks), len(step.wanted)):
             slot = self._slot_of(step.asked)
             layer, runs = step.wanted[step.asked]
-            emptied, earlier = (
-                self._emptied[slot] or self._copies.mark(),
-                [task for task in self._tasks[slot] if not task.done],
-            )
+            emptied = self._emptied[slot] or self._copies.mark()
+            earlier = [task for task in self._tasks[slot] if not task.done]
             tasks = list(earlier)
             self._tasks[slot] = tasks
 
@@ -124,7 +129,7 @@ class ReadAhead:
 
 
 class WriteBehind:
-    """Slots that go to disk when they are full, one after another."""
+    """A WriteBehind writes slots to disk when they are full, one after another."""
 
     def __init__(self, disk: DiskPool, slots: Slots, out: Stream) -> None:
         self._disk, self._slots, self._out = disk, slots, out
@@ -132,14 +137,14 @@ class WriteBehind:
         self._next = 0
 
     def claim(self) -> Tensor:
-        """The next slot, uint8 `[rows, record]`, for copies on `out`."""
+        """Wait for the next slot, and return it, uint8 `[rows, record]`, for copies on `out`."""
         self._disk.settle()
         wait(self._tasks[self._next])
         return self._slots.bytes[self._next]
 
     def write(self, parts: Sequence[tuple[int, Run]]) -> None:
-        """Of the slot that was claimed last: each layer's run goes to the disk when what `out` has been given
-        is done."""
+        """Write runs of the slot that was claimed last, each of a layer, when what `out` was given is
+        done."""
         full, slot = self._out.mark(), self._next
         self._tasks[slot] = []
         for layer, (at, first, count) in parts:

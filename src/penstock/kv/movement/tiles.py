@@ -1,5 +1,9 @@
-"""KV of long contexts on the move: tiles come from HOST through a ring of slots, and what was computed goes
-there through staging slots.
+"""Tiles are how KV of long contexts moves between the device and the host.
+
+A long request's KV block is computed in a chunk of its prompt, layer by layer. The outbox sends each layer of
+it to a block of the host (`Outbox.send`), or all layers from a page (`Outbox.demote`). From then on the block
+is read there: a run of blocks is a tile, and the ring brings one layer of a tile after the other to the
+device (`TileRing.take`) whenever queries attend to it. Blocks of short requests move whole (`transfers`).
 
 A slot holds one plane of all its blocks behind the other, `[tokens, heads, width]`, though in a block on HOST
 they alternate: so each is one dense tensor, which any attention kernel reads as it is. A run of consecutive
@@ -16,73 +20,97 @@ and fills staging, `out` empties staging.
    and demoted blocks may be written over by whatever compute does next.
 5. A block is read on HOST when it has landed: `begin` is given the ticket behind all that was sent, and
    copies waits for it.
-6. A block on HOST is written over when nobody reads it: what is sent in a step is behind all that compute has
-   waited for, thus behind the copies of all tiles that earlier steps took, and no step sends what its own
-   tiles read. Tiles that nobody took are not looked at.
-Each waits only for what was queued before it, so nobody waits in a circle.
+6. A block on HOST is written over when nothing reads it: what is sent in a step is behind all that compute
+has waited for, thus behind the copies of all tiles that earlier steps took, and no step sends what its own
+tiles read. Tiles that were not taken are not looked at. Each waits only for what was queued before it, so
+there is no circle of waits.
 
-Blocks whose ids lie beyond the host's pool rest on disk. They come and go by way of slots of their own
+Blocks with ids beyond the host's pool rest on disk. They come and go by way of slots of their own
 (`kv.staging`): a tile with such blocks is copied when they have been read, for which `take` waits, and with
 it the host, if they are late. What is read is what was sent last (`kv.diskpool`), without a ticket.
 
-Blocks may rest in fp8, e4m3 with a scale for each head of a block's plane: a power of two, so that scaling
-is exact and only rounding loses anything, a sixteenth of a number at most, or 2^-17 of its head's largest.
-Blocks are rounded on compute, into staging (3, 4), and tiles expanded on compute, behind the wait for their
-copy (1), from the slot into a scratch, one for all, which is what `take` lends. Only compute touches the
+Blocks may rest in fp8 (`fp8`). They are rounded on compute, into staging (3, 4), and tiles expanded on
+compute, behind the wait for their copy (1), from the slot into a scratch, one for all, which is what `take`
+lends. Only compute touches the
 scratch, so what reads a tile is done before the next is expanded over it; and the mark of `release` is behind
 both that expansion and the arithmetic (2). Compute must then be the stream that the calling thread gives work
 to.
 
 An interrupt can strike between any two instructions. Progress is committed by single assignments, after all
 that they promise (`queued`, `taken`, `released`, `_step`, `_slot`). That a slot is in use is noted before it
-is (no ticket in `_read`, `_empty`); whoever finds it so makes a mark, which is behind all that was queued. A
+is (no ticket in `_read`, `_empty`); the next use that finds it so makes a
+mark, which is behind all that was queued. A
 step that is broken off is simply left: its successor starts at the slot behind the last that was filled, and
 what was copied in part is copied over, on the same stream.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import frexp, ldexp
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.arch.layout import KVLayout, PlaneLayout
 from penstock.base.trace import Trace
+from penstock.kv.movement.fp8 import expand, round_into, to_fp8
 from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.movement.pool import plane_views
-from penstock.kv.movement.sizes import ring_bytes, scratch_bytes
+from penstock.kv.movement.rows import (
+    Run,
+    alike,
+    beyond,
+    each_layer,
+    halves,
+    pieces,
+    rows_in_slot,
+    runs,
+    slot_memory,
+)
+from penstock.kv.movement.sizes import scratch_bytes
 from penstock.kv.movement.staging import ReadAhead, WriteBehind
 from penstock.memory.arena import Arena
-from penstock.memory.streams import Pieces, Stream, Ticket, joined
+from penstock.memory.streams import Stream, Ticket
 from penstock.step.plan import HostBlockId
 
 _FEW = 4
 """Runs of a tile that are copied one by one: a strided copy of a run is faster than its blocks as pieces."""
-_Run = tuple[int, int, int]
-"""Consecutive blocks of one tier: the first's place in a slot, the first's id, how many."""
 
 
-class Waits(Protocol):
-    """Who is told of each copy and each use."""
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Streams are those that far KV needs: copies from the host, copies to it, and what computes."""
+
+    copies: Stream
+    out: Stream
+    compute: Stream
+
+
+class StallMeter(Protocol):
+    """A StallMeter is given each copy and each use of a tile, and adds up how long uses waited for copies."""
 
     trace: Trace | None
 
-    def begin(self, name: str, taken: Ticket, begun: Ticket) -> None: ...
+    def begin(self, name: str, taken: Ticket, begun: Ticket) -> None:
+        """Note a use: it was asked for at `taken`, and could begin at `begun`."""
+        ...
 
-    def end(self, done: Ticket) -> None: ...
+    def end(self, done: Ticket) -> None:
+        """Note that the use that began last ends at `done`."""
+        ...
 
-    def copied(self, name: str, size: int, first: Ticket, last: Ticket) -> None: ...
+    def copied(self, name: str, size: int, first: Ticket, last: Ticket) -> None:
+        """Note a copy of `size` bytes between two tickets."""
+        ...
 
-    def stalled(self) -> float: ...
+    def stalled(self) -> float:
+        """Return the seconds for which uses have waited."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The KV of a sequence's next `keys` tokens, which rest in these blocks and may end within the last of
-    them."""
+    """A Tile is the KV of a sequence's next `keys` tokens. They rest in these blocks, and may end within the
+    last of them."""
 
     blocks: tuple[HostBlockId, ...]
     keys: int
@@ -90,25 +118,27 @@ class Tile:
 
 @dataclass(slots=True)
 class _Step:
-    """The visits of a step, in order: a layer, and the index of a tile. `first`: the slot of visit 0."""
+    """A _Step has the visits of a step, in order: a layer, and the index of a tile.
+
+    first: the slot of visit 0.
+    on_disk: visits with blocks on disk, and the number of each among those.
+    queued, taken, released: how many visits have their copies queued, and were taken and released.
+    """
 
     first: int
     tiles: Sequence[Tile]
-    runs: Sequence[Sequence[_Run]]
+    runs: Sequence[Sequence[Run]]
     visits: Sequence[tuple[int, int]]
     on_disk: Mapping[int, int]
-    """Visits with blocks on disk, and their number among those."""
     queued: int = 0
-    """Visits whose copies are queued."""
     taken: int = 0
     released: int = 0
 
 
 class TileRing:
-    """`slots` slots of `tile_tokens` tokens each on DEVICE, filled ahead of the arithmetic. One slot is
-    enough, but then nothing is ahead.
+    """A TileRing has slots on the device that are filled ahead of the arithmetic.
 
-    waits: its own, which no other ring tells of its copies.
+    One slot is enough, but then nothing is ahead.
     """
 
     def __init__(
@@ -117,27 +147,30 @@ class TileRing:
         slots: int,
         tile_tokens: int,
         device: torch.device,
-        copies: Stream,
-        compute: Stream,
-        waits: Waits | None,
+        streams: Streams,
+        waits: StallMeter | None = None,
         disk: ReadAhead | None = None,
     ) -> None:
-        """disk: where blocks beyond the pool come from. Raises DeviceError if the device has not as much
-        memory."""
-        self._pool, self._copies, self._compute, self._waits, self._disk = pool, copies, compute, waits, disk
-        self._slots = _slots(pool, slots, tile_tokens, device)
+        """Make `slots` slots of `tile_tokens` tokens each. Raises DeviceError if there is no memory for them.
+
+        waits: notes the copies and uses of this ring alone.
+        disk: gives blocks beyond the pool.
+        """
+        self._pool, self._copies, self._compute = pool, streams.copies, streams.compute
+        self._waits, self._disk = waits, disk
+        self._slots = slot_memory(pool, slots, tile_tokens, device)
         layout = pool.layout
         scratch = Arena(scratch_bytes(layout, tile_tokens), device).bytes if layout.rounded_from else None
         self._capacity = tile_tokens // layout.block_size
         self._views = [
-            _each_layer(layout.exact, slot if scratch is None else scratch, self._capacity)
+            each_layer(layout.exact, slot if scratch is None else scratch, self._capacity)
             for slot in self._slots
         ]
-        """By slot and by layer: the planes, `[tile_tokens, heads, width]`."""
+        """The planes by slot and layer, `[tile_tokens, heads, width]`."""
         self._ready: list[Ticket | None] = [None] * slots
-        """By slot: behind the last copy to it."""
+        """A ticket behind the last copy to each slot."""
         self._read: list[Ticket | None] = [None] * slots
-        """By slot: behind the last use of it; none while it is used."""
+        """A ticket behind the last use of each slot; none while it is used."""
         self._step = _Step(0, (), (), (), {})
         self.copied_bytes = 0
 
@@ -148,9 +181,13 @@ class TileRing:
         after: Ticket | None = None,
         seen: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Announce a step: for each layer, each tile is taken, in this order, or those whose indices `seen`
-        lists for it. Copies start at once, behind `after`. Whatever is left of the step before is dropped;
-        copies of it that are queued are still made."""
+        """Announce a step: the tiles that will be taken, for each layer in this order.
+
+        seen: indices of tiles for each layer; None for all of them.
+        after: a ticket that copies wait for; they start at once.
+
+        Whatever is left of the step before is dropped. Copies of it that are queued are still made.
+        """
         block_size = self._pool.layout.block_size
         for tile in tiles:
             count = len(tile.blocks)
@@ -162,20 +199,13 @@ class TileRing:
         visits = [
             (layer, tile) for at, layer in enumerate(layers) for tile in (every if seen is None else seen[at])
         ]
-        runs = [_runs(tile.blocks, self._pool.blocks) for tile in tiles]
-        far = [
-            [
-                (at, first - self._pool.blocks, count)
-                for at, first, count in some
-                if first >= self._pool.blocks
-            ]
-            for some in runs
-        ]
+        each = [runs(tile.blocks, self._pool.blocks) for tile in tiles]
+        far = [beyond(some, self._pool.blocks) for some in each]
         on_disk = {
             visit: number
             for number, visit in enumerate(at for at, (_, tile) in enumerate(visits) if far[tile])
         }
-        step = _Step((self._step.first + self._step.queued) % len(self._slots), tiles, runs, visits, on_disk)
+        step = _Step((self._step.first + self._step.queued) % len(self._slots), tiles, each, visits, on_disk)
         if after is not None:
             self._copies.wait(after)
         self._step = step
@@ -184,9 +214,11 @@ class TileRing:
         self._fill()
 
     def take(self) -> tuple[Tensor, ...]:
-        """Lend the planes of the next tile, dense `[keys, heads, width]`: what the compute stream does from
-        now on finds them, until the release. One tile is in use at a time. Raises LostKV if the disk does not
-        give back what it got."""
+        """Lend the planes of the next tile, dense `[keys, heads, width]`, until the release.
+
+        What the compute stream is given from now on finds them. One tile is in use at a time. Raises LostKV
+        if the disk does not give back what it got.
+        """
         step, visit = self._step, self._step.taken
         assert visit == step.released, "take of a tile before the last one was released"
         self._fill(visit + 1)
@@ -203,7 +235,7 @@ class TileRing:
         layout, planes = self._pool.layout, self._views[slot][layer]
         if layout.rounded_from:
             count, placed = len(tile.blocks), layout.placed[layer]
-            rests = _rows_in_slot(self._slots[slot], placed, self._capacity)
+            rests = rows_in_slot(self._slots[slot], placed, self._capacity)
             for one, rows, plane in zip(placed, rests, planes, strict=True):
                 blocks = plane.view(-1, layout.block_size, *plane.shape[1:])
                 expand(rows[:count], one, blocks[:count])
@@ -211,7 +243,7 @@ class TileRing:
         return tuple(plane[: tile.keys] for plane in planes)
 
     def release(self) -> None:
-        """The arithmetic that was queued until now was the last to need the tile."""
+        """Give the tile back: the arithmetic that was queued until now was the last to need it."""
         step = self._step
         assert step.taken == step.released + 1, "release of a tile that is not in use"
         mark = self._compute.mark()
@@ -244,12 +276,12 @@ class TileRing:
             self._copies.wait(self._read[slot] or self._compute.mark())
             began = self._copies.mark() if waits and waits.trace else None
             if staged is None and len(step.runs[tile]) > _FEW:
-                pieces = _pieces(pool, layer, step.tiles[tile].blocks, self._capacity)
-                self._copies.copy_pieces(self._slots[slot], pool.bytes, pieces)
+                found = pieces(pool, layer, step.tiles[tile].blocks, self._capacity)
+                self._copies.copy_pieces(self._slots[slot], pool.bytes, found)
             else:
-                planes = _rows_in_slot(self._slots[slot], pool.layout.placed[layer], self._capacity)
+                planes = rows_in_slot(self._slots[slot], pool.layout.placed[layer], self._capacity)
                 for run in step.runs[tile]:
-                    for host, device in _halves(pool, layer, run, staged, planes):
+                    for host, device in halves(pool, layer, run, staged, planes):
                         self._copies.copy_rows(device, host)
             ready = self._copies.mark()
             if number is not None and self._disk is not None:
@@ -263,8 +295,7 @@ class TileRing:
 
 
 class Outbox:
-    """KV on its way to the host, through `slots` staging slots of `max_tokens` tokens of one layer each on
-    DEVICE."""
+    """An Outbox sends KV to the host through staging slots on the device."""
 
     def __init__(
         self,
@@ -272,22 +303,26 @@ class Outbox:
         slots: int,
         max_tokens: int,
         device: torch.device,
-        out: Stream,
-        compute: Stream,
+        streams: Streams,
         disk: WriteBehind | None = None,
     ) -> None:
-        """disk: where blocks beyond the pool go. Raises DeviceError if the device has not as much memory."""
-        self._pool, self._out, self._compute, self._disk = pool, out, compute, disk
-        self._slots = _slots(pool, slots, max_tokens, device)
+        """Make `slots` slots of `max_tokens` tokens of a layer. Raises DeviceError if there is no memory.
+
+        disk: takes blocks beyond the pool.
+        """
+        self._pool, self._out, self._compute, self._disk = pool, streams.out, streams.compute, disk
+        self._slots = slot_memory(pool, slots, max_tokens, device)
         self._capacity = max_tokens // pool.layout.block_size
         self._empty: list[Ticket | None] = [None] * slots
-        """By slot: behind the last copies out of it; none while they are being queued."""
+        """A ticket behind the last copies out of each slot; none while they are being queued."""
         self._slot = 0
-        """The one to use next."""
+        """The slot to use next."""
 
     def send(self, layer: int, planes: Sequence[Tensor], blocks: Sequence[HostBlockId]) -> None:
-        """Send the layer's planes of whole `blocks` of tokens, `[tokens, heads, width]`, of which each token
-        is one run, to these blocks of the host."""
+        """Send a layer's planes of whole blocks of tokens to these blocks of the host.
+
+        planes: `[tokens, heads, width]` each; a token is one run of bytes.
+        """
         layout = self._pool.layout
         tokens, slot = len(blocks) * layout.block_size, self._slots[self._slot]
         lengths = [len(plane) for plane in planes]
@@ -296,7 +331,7 @@ class Outbox:
         if not blocks:
             return
         self._claim()
-        staged = _rows_in_slot(slot, layout.placed[layer], self._capacity)
+        staged = rows_in_slot(slot, layout.placed[layer], self._capacity)
         for one, rows, plane in zip(layout.placed[layer], staged, planes, strict=True):
             if one.rounded:
                 to_fp8(plane.view(len(blocks), -1, *plane.shape[1:]), rows[: len(blocks)])
@@ -304,26 +339,28 @@ class Outbox:
                 into = rows[: len(blocks)].reshape(tokens, -1)
                 self._compute.copy_rows(into, plane.view(tokens, -1).view(torch.uint8))
         self._out.wait(self._compute.mark())
-        runs = _runs(blocks, self._pool.blocks)
-        far = [run for run in runs if run[1] >= self._pool.blocks]
+        each = runs(blocks, self._pool.blocks)
+        far = beyond(each, self._pool.blocks)
         staging = self._disk.claim() if far and self._disk else None
-        for run in runs:
-            for host, device in _halves(self._pool, layer, run, staging, staged):
+        for run in each:
+            for host, device in halves(self._pool, layer, run, staging, staged):
                 self._out.copy_rows(host, device)
         if far and self._disk:
-            self._disk.write([(layer, (at, first - self._pool.blocks, count)) for at, first, count in far])
+            self._disk.write([(layer, run) for run in far])
         self._pass_on()
 
     def demote(self, block: Tensor, target: HostBlockId) -> None:
-        """Send all layers of a block of the device, uint8 `[bytes of a block there]`, to one of the host.
-        What compute does next may write it over."""
+        """Send all layers of a block of the device to one of the host. Compute may write it over next.
+
+        block: uint8 `[bytes of a block on the device]`.
+        """
         layout, far = self._pool.layout, target - self._pool.blocks
         exact = layout.exact
         assert len(block) == exact.block_bytes, f"{len(block)} bytes for a block of {exact.block_bytes}"
         if far >= 0:
             assert self._disk is not None, "a block beyond the host's pool, and no disk"
             claimed = self._disk.claim()
-        for layers in _alike(layout, self._slots[0].numel()):
+        for layers in alike(layout, self._slots[0].numel()):
             first, count = layers.start, len(layers)
             size, wide = layout.layer_sizes[first], exact.layer_sizes[first]
             begin, at = exact.layer_offsets[first], layout.layer_offsets[first]
@@ -347,7 +384,7 @@ class Outbox:
             self._disk.write([(layer, (layer, far, 1)) for layer in range(layout.layers)])
 
     def landed(self) -> Ticket:
-        """Done when all that has been sent and demoted is on the host."""
+        """Return a ticket that is done when all that has been sent and demoted is on the host."""
         return self._out.mark()
 
     def _claim(self) -> None:
@@ -357,151 +394,3 @@ class Outbox:
     def _pass_on(self) -> None:
         self._empty[self._slot] = self._out.mark()
         self._slot = (self._slot + 1) % len(self._slots)
-
-
-def round_into(plane: Tensor, placed: PlaneLayout, rows: Tensor) -> None:
-    """Put a plane of blocks, `[blocks, block_size, heads, width]`, into rows as it rests, uint8 `[blocks,
-    bytes]`."""
-    if placed.rounded:
-        to_fp8(plane, rows)
-    else:
-        rows.copy_(plane.flatten(1).view(torch.uint8))
-
-
-def expand(rows: Tensor, placed: PlaneLayout, plane: Tensor) -> None:
-    """Do the reverse of `round_into`."""
-    if placed.rounded:
-        from_fp8(rows, plane)
-    else:
-        plane.flatten(1).view(torch.uint8).copy_(rows)
-
-
-def to_fp8(blocks: Tensor, rows: Tensor) -> None:
-    """Round a plane of blocks, `[..., block_size, heads, width]` of any strides, into rows, uint8 `[...,
-    bytes of a block's plane]`.
-
-    A head's scale is the least power of two by which its numbers come to e4m3's largest, 448, or below: found
-    in the bits of a float32, as logarithms are not exact. What would be rounded up to infinity is rounded
-    down.
-    """
-    values, scales = _fp8_parts(rows, blocks.shape[-3:])
-    most = ldexp(15 / 16, frexp(torch.finfo(blocks.dtype).max)[1])  # of four significant bits
-    largest = torch.linalg.vector_norm(blocks, torch.inf, (-3, -1), keepdim=True, dtype=torch.float32).clamp_(
-        max=most
-    )
-    # Of 448, or 1.75 * 2^8, a fraction above 1.75 carries into the exponent. No float32 is scaled by less
-    # than the least normal one.
-    exponent = ((largest.view(torch.int32) + 0x1FFFFF) >> 23).sub_(8).clamp_(min=1)
-    scale = torch.where(largest > 0, (exponent << 23).view(torch.float32), 1.0)
-    values.copy_((blocks / scale).clamp_(-most / scale, most / scale))
-    scales.copy_(scale)
-
-
-def from_fp8(rows: Tensor, blocks: Tensor) -> None:
-    """Expand what `to_fp8` has made into blocks of any floating dtype."""
-    values, scales = _fp8_parts(rows, blocks.shape[-3:])
-    blocks.copy_(values)
-    blocks.mul_(scales)
-
-
-def as_rested(blocks: Tensor) -> Tensor:
-    """Return a plane of blocks, `[blocks, block_size, heads, width]`, as it comes back from fp8."""
-    shape = blocks.shape[-3:]
-    rows = torch.empty(len(blocks), shape.numel() + shape[1] * 4, dtype=torch.uint8, device=blocks.device)
-    to_fp8(blocks, rows)
-    back = torch.empty(blocks.shape, dtype=blocks.dtype, device=blocks.device)
-    from_fp8(rows, back)
-    return back
-
-
-def _fp8_parts(rows: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Return of each row the numbers, e4m3 of this shape `[block_size, heads, width]`, and their scales,
-    float32 `[1, heads, 1]`."""
-    values, scales = rows.tensor_split([shape.numel()], -1)
-    return values.view(torch.float8_e4m3fn).view(*rows.shape[:-1], *shape), scales.view(torch.float32)[
-        ..., None, :, None
-    ]
-
-
-def _slots(pool: HostPool, slots: int, tokens: int, device: torch.device) -> list[Tensor]:
-    """Return slots for so many tokens of any layer, flat uint8."""
-    layout = pool.layout
-    blocks = tokens // layout.block_size
-    assert slots * blocks > 0, f"{slots} slots of {tokens} tokens"
-    assert tokens == blocks * layout.block_size, (
-        f"{tokens} tokens are not whole blocks of {layout.block_size}"
-    )
-    return list(Arena(ring_bytes(layout, slots, tokens), device).bytes.view(slots, -1))
-
-
-def _rows_in_slot(slot: Tensor, placed: Sequence[PlaneLayout], capacity: int) -> list[Tensor]:
-    """Return where the planes of `capacity` blocks lie in a slot: each uint8 `[capacity, bytes of a block's
-    plane]`."""
-    return [
-        slot[capacity * one.offset : capacity * (one.offset + one.size)].view(capacity, one.size)
-        for one in placed
-    ]
-
-
-def _each_layer(layout: KVLayout, slot: Tensor, capacity: int) -> list[tuple[Tensor, ...]]:
-    """Return where the planes of each layer lie in a slot, `[tokens, heads, width]`, in the arithmetic's
-    dtype."""
-    kinds = {}
-    for placed in set(layout.placed):
-        rows = _rows_in_slot(slot, placed, capacity)
-        kinds[placed] = tuple(
-            part.view(getattr(torch, one.dtype)).view(-1, one.plane.heads, one.plane.width)
-            for one, part in zip(placed, rows, strict=True)
-        )
-    return [kinds[placed] for placed in layout.placed]
-
-
-def _alike(layout: KVLayout, room: int) -> Iterator[range]:
-    """Cut the layers of a block that keep something into runs of equal ones, each of at most `room` bytes."""
-    first = 0
-    while first < layout.layers:
-        size = layout.layer_sizes[first]
-        stop, most = first + 1, max(room // size, 1) if size else 1
-        while stop < min(layout.layers, first + most) and layout.planes[stop] == layout.planes[first]:
-            stop += 1
-        if size:
-            yield range(first, stop)
-        first = stop
-
-
-def _pieces(pool: HostPool, layer: int, blocks: Sequence[HostBlockId], capacity: int) -> Pieces:
-    """Return the copies of one layer of blocks on the host to a slot for `capacity` of them."""
-    layout, count = pool.layout, len(blocks)
-    order = np.arange(count)
-    rests = np.fromiter(blocks, np.int64, count) * layout.block_bytes + layout.layer_offsets[layer]
-    parts = [
-        np.stack((capacity * one.offset + order * one.size, rests + one.offset, np.full(count, one.size)), 1)
-        for one in layout.placed[layer]
-    ]
-    return joined(np.concatenate(parts))
-
-
-def _runs(blocks: Sequence[int], near: int) -> list[_Run]:
-    """near: how many blocks the host's pool has; a run lies on one side of that."""
-    runs: list[_Run] = []
-    for at, block in enumerate(blocks):
-        if runs and block == runs[-1][1] + runs[-1][2] and block != near:
-            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
-        else:
-            runs.append((at, block, 1))
-    return runs
-
-
-def _halves(
-    pool: HostPool, layer: int, run: _Run, staging: Tensor | None, planes: Sequence[Tensor]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each plane of a run's blocks in host memory, and in a slot: uint8 `[blocks, bytes of a block's
-    plane]`, rows of any stride. staging: where blocks beyond the host's pool lie."""
-    at, first, count = run
-    if first < pool.blocks:
-        rows = pool.layer_rows(layer, first, count)
-    else:
-        assert staging is not None, "a block beyond the host's pool, and no disk"
-        rows = staging[at : at + count]
-    for one, plane in zip(pool.layout.placed[layer], planes, strict=True):
-        yield rows[:, one.offset : one.offset + one.size], plane[at : at + count]

@@ -1,34 +1,33 @@
-"""The stores of KV under a directory, for people: what there is, whether it is sound, and away with it.
+"""The stores of KV under a directory, for people: list them, verify their records, remove them.
 
-Whoever only looks takes no lock. What is damaged is marked as such, and what is removed goes, only while no
-other process writes there.
+To look takes no lock. Damaged records are marked, and stores are removed, only while no other process writes
+there.
 """
 
 import json
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
-from penstock.kv.store.journal import Item, Journal, Kind, Replay, real_bytes
-from penstock.kv.store.seal import Seal, key_id
-from penstock.kv.store.segments import (
+from penstock.kv.store.directory import (
     ABOUT,
     JOURNAL,
     LOCK,
     NOTES,
     PREFIX,
     Contents,
-    StoreError,
-    StoreLocked,
     contents,
     locked,
-    reason,
+    refused,
 )
+from penstock.kv.store.journal import Item, Journal, Kind, real_bytes
+from penstock.kv.store.seal import Seal, key_id
+from penstock.kv.store.segments import StoreError, StoreLocked
 from penstock.memory.disk import DiskFile, ReadError
 
 _NAME = re.compile(rf"{PREFIX}((?:[0-9a-f]{{2}})+)")
@@ -41,8 +40,13 @@ _RECORD_LIMIT = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class StoreInfo:
-    """`about`: what store.json says, if it can be read. `real_bytes`: of the disk. `last_used`: seconds since
-    1970. `sound`: whether the journal is there."""
+    """A StoreInfo describes a store.
+
+    about: what store.json says, if it can be read.
+    live_bytes, real_bytes: bytes of its records, and of the disk that it takes.
+    last_used: seconds since 1970.
+    sound: whether the journal is there.
+    """
 
     path: Path
     identity: bytes
@@ -58,8 +62,11 @@ class StoreInfo:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Of a store's records. `marked`: whether those that are damaged are in quarantine now. `busy`: whether
-    another process writes there."""
+    """Findings are what `verify` found: numbers of records.
+
+    marked: whether those that are damaged are in quarantine now.
+    busy: whether another process writes there.
+    """
 
     records: int
     damaged: int
@@ -69,30 +76,24 @@ class Findings:
 
 
 def store_paths(directory: Path) -> list[Path]:
-    """Of all stores under a directory, or of the one that it is. Raises StoreError."""
+    """Return the paths of all stores under a directory, or of the one that it is. Raises StoreError."""
     if _NAME.fullmatch(directory.resolve().name):
         return [directory]
-    try:
+    with refused(directory, "cannot be read", "give a kv_directory that you may read"):
         # A link is to what is another's, or to the same twice.
         entries = (entry for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
         names = sorted(entry.name for entry in entries if _NAME.fullmatch(entry.name))
-    except OSError as fault:
-        raise StoreError(
-            f"{directory} cannot be read: {reason(fault)}; give the kv_directory of a cache"
-        ) from fault
     return [directory / name for name in names]
 
 
 def survey(path: Path) -> StoreInfo:
-    """Raises StoreError if it cannot be read."""
+    """Describe a store. Raises StoreError if it cannot be read."""
     identity, about = _identity(path), _about(path)
     found = _contents(path, about)
-    try:
+    with refused(path, "cannot be read", "check its permissions and the disk"):
         files = [entry.path for entry in os.scandir(path)]
-        last_used = os.stat(path / JOURNAL).st_mtime if found.replay else os.stat(path).st_mtime
+        last_used = os.stat(path / JOURNAL if found.replay else path).st_mtime
         real = sum(_real(Path(file)) for file in files)
-    except OSError as fault:
-        raise StoreError(f"{path} cannot be read: {reason(fault)}") from fault
     records = len(found.live)
     sizes = records * found.record_bytes, real, len(found.segments)
     return StoreInfo(
@@ -101,27 +102,30 @@ def survey(path: Path) -> StoreInfo:
 
 
 def verify(path: Path, secret: bytes, progress: Callable[[int], object] = lambda count: None) -> Findings:
-    """Read every record, telling `progress` of each one's bytes, and put into quarantine what is not as it
-    was written, unless another process writes there or the journal is lost: what a record is like is then
-    known by hearsay. What cannot be read is left as it is. secret: with which they were sealed. Raises
-    StoreError."""
+    """Read every record, and put into quarantine what is not as it was written. Raises StoreError.
+
+    Nothing is marked while another process writes there, or where the journal is lost: what a record should
+    be is then known by hearsay. What cannot be read is left as it is.
+
+    secret: the key that they were sealed with.
+    progress: is called with the bytes of each record.
+    """
     seal, about = Seal(_identity(path), secret), _about(path)
     if about.get("sealed_with") not in (None, key_id(secret)):
         raise StoreError(
             f"{path} was sealed with another key; name the cache directory that has it (--cache)"
         )
     with ExitStack() as held:
-        try:
-            held.enter_context(closing(locked(path, make=False)))
-            writing = True
-        except StoreLocked:
-            writing = False
+        lock = None
+        with suppress(StoreLocked):
+            lock = held.enter_context(closing(locked(path, make=False)))
         found = _contents(path, about)
         damaged: list[Item] = []
         unreadable = 0
         memory = held.enter_context(closing(mmap.mmap(-1, found.record_bytes)))
         data = held.enter_context(memoryview(memory))
-        for item in _items(found):
+        fields = (found.live[name].tolist() for name in ("key", "segment", "slot", "seal"))
+        for item in map(Item, *fields):
             try:
                 found.segments[item.segment].read(item.slot, data)
                 if not seal.fits(item.seal, item.key, data):
@@ -131,13 +135,19 @@ def verify(path: Path, secret: bytes, progress: Callable[[int], object] = lambda
             progress(found.record_bytes)
         if len(damaged) == len(found.live) and damaged and "sealed_with" not in about:
             raise StoreError(
-                f"{path} does not say which key sealed it, and no record fits this one; nothing was put "
-                "aside (--cache)"
+                f"{path} does not say which key sealed it, and no record fits the key in this cache "
+                "directory; nothing was changed: name the cache directory that has the key (--cache), or "
+                "remove the store with `penstock cache clear`"
             )
-        replay = found.replay if writing else None
-        if damaged and replay is not None:
-            _quarantine(path, seal.seed, replay, damaged)
-    return Findings(len(found.live), len(damaged), unreadable, replay is not None, not writing)
+        replay = found.replay if lock is not None else None
+        if damaged and lock is not None and replay is not None:
+            hint = "make the directory writable, or remove it"
+            with refused(path, "has damaged records that cannot be marked", hint):
+                journal = Journal(path / JOURNAL, seal.seed, replay.record_bytes, 1 << 62, lock)
+                held.enter_context(closing(journal))
+                journal.resume(replay)
+                journal.append(Kind.QUARANTINED, damaged)
+    return Findings(len(found.live), len(damaged), unreadable, replay is not None, lock is None)
 
 
 def clear(paths: Sequence[Path]) -> None:
@@ -146,39 +156,26 @@ def clear(paths: Sequence[Path]) -> None:
         for path in paths:
             held.enter_context(closing(locked(path, make=False)))
         for path in paths:
-            try:
+            with refused(path, "cannot be removed", "remove it by hand"):
                 names = [name for name in os.listdir(path) if _OURS.fullmatch(name)]
-                # The lock is last: until it is gone, nobody else takes what is left for a store of his.
+                # The lock is last: until it is gone, no process takes what is left for a store of its own.
                 for name in sorted(names, key=lambda name: (name == LOCK, name != JOURNAL)):
                     os.unlink(path / name)
                 path.rmdir()
-            except OSError as fault:
-                raise StoreError(f"{path} cannot be removed: {reason(fault)}; see what is in it") from fault
-
-
-def _quarantine(path: Path, seed: int, replay: Replay, damaged: Sequence[Item]) -> None:
-    try:
-        with closing(Journal(path / JOURNAL, seed, replay.record_bytes, 1 << 62)) as journal:
-            journal.resume(replay)
-            journal.append(Kind.QUARANTINED, damaged)
-    except OSError as fault:
-        raise StoreError(f"{path}: what is damaged there cannot be marked: {reason(fault)}") from fault
-
-
-def _items(found: Contents) -> Iterator[Item]:
-    fields = (found.live[name].tolist() for name in ("key", "segment", "slot", "seal"))
-    return map(Item, *fields)
 
 
 def _identity(path: Path) -> bytes:
     match = _NAME.fullmatch(path.resolve().name)
     if match is None:
-        raise StoreError(f"{path} is no store of KV; their names begin with {PREFIX}")
+        raise StoreError(
+            f"{path} is no store of KV, since its name does not begin with {PREFIX}; name a directory that "
+            "`penstock cache` lists"
+        )
     return bytes.fromhex(match[1])
 
 
 def _about(path: Path) -> dict[str, object]:
-    """Empty if it cannot be read: it is only for people."""
+    """Return what store.json says; nothing if it cannot be read, since it is only for people."""
     with suppress(ReadError, ValueError, RecursionError), DiskFile(path / ABOUT) as file:
         value = json.loads(file.read(0, min(file.size, _ABOUT_LIMIT)))
         if isinstance(value, dict):
@@ -191,15 +188,12 @@ def _contents(path: Path, about: dict[str, object]) -> Contents:
     size = said if isinstance(said, int) and not isinstance(said, bool) and 0 < said < _RECORD_LIMIT else None
     found = contents(path, crc32(_identity(path)), size or 1)
     if found.replay is None and found.segments:
-        try:
+        with refused(path, "cannot be read", "check its permissions and the disk"):
             likely = size is not None and all(segment.may_hold_such() for segment in found.segments.values())
-        except OSError as fault:
-            raise StoreError(f"{path} cannot be read: {reason(fault)}") from fault
         if not likely:
             raise StoreError(
-                f"{path} has lost its journal, and {ABOUT} does not tell its records' size; the model that "
-                "it belongs to restores it, "
-                "or remove it"
+                f"{path} has lost its journal, and {ABOUT} does not have the size of its records; start the "
+                "model that it belongs to, which restores the journal, or remove the directory"
             )
     return found
 
@@ -207,5 +201,5 @@ def _contents(path: Path, about: dict[str, object]) -> Contents:
 def _real(path: Path) -> int:
     try:
         return real_bytes(path)
-    except FileNotFoundError:  # Whoever writes here has removed it.
+    except FileNotFoundError:  # The process that writes here has removed it.
         return 0

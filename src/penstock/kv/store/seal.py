@@ -1,5 +1,7 @@
-"""What tells a record that this user's engines have written from every other: a code that nobody can make
-without the key.
+"""The seal of a KV block on the disk: a code that no one can make without the user's key.
+
+It tells a record that this user's engines have written from every other. A block is sealed before it is
+written, and a read that does not fit its seal is a miss (`operations`).
 
 The code is that of AES in Galois/counter mode (NIST SP 800-38D), which reads memory faster than a plain
 checksum: over the record's bytes and its block's key, by a key that is derived from the user's own and the
@@ -30,25 +32,25 @@ SEAL_BYTES = _SALT + _CODE
 
 
 class SecretError(PenstockError):
-    """The user's key cannot be had, or others may read it."""
+    """SecretError is raised where the user's key cannot be had, or others may read it."""
 
 
 class Seal:
-    """Of the store with this identity. Threads may share it."""
+    """A Seal makes and checks the codes of one store's records. Threads may share it."""
 
     def __init__(self, identity: bytes, secret: bytes) -> None:
         self.seed = crc32(identity)
-        """By which entries of journals are told from others'. These are no more than a guide: what they name
-        is held against its code."""
+        """The checksum that tells entries of this store's journal from others. They are no more than a guide:
+        what they name is held against its code."""
         self._cipher = AESGCM(blake2b(identity, key=secret, digest_size=32, person=b"penstock-seal").digest())
 
     def of(self, key: bytes, data: memoryview) -> bytes:
-        """A new one for a block's record: SEAL_BYTES."""
+        """Return a new seal for a block's record: SEAL_BYTES."""
         salt = os.urandom(_SALT)
         return salt + self._code(salt, key, data)
 
     def fits(self, seal: bytes, key: bytes, data: memoryview) -> bool:
-        """Whether it was made for this record."""
+        """Tell whether a seal was made for this record."""
         return hmac.compare_digest(self._code(seal[:_SALT], key, data), seal[_SALT:])
 
     def _code(self, salt: bytes, key: bytes, data: memoryview) -> bytes:
@@ -57,12 +59,13 @@ class Seal:
 
 
 def key_id(secret: bytes) -> str:
-    """By which a store says with which key its records are sealed."""
+    """Return a name of the key, by which a store says what its records are sealed with."""
     return blake2b(secret, digest_size=8, person=b"penstock-key").hexdigest()
 
 
 def secret_in(cache: Path) -> bytes:
-    """The user's key, in the cache directory; it is made if there is none. Raises SecretError."""
+    """Return the user's key, which is in the cache directory. Make it if there is none. Raises
+    SecretError."""
     path = cache / SECRET
     try:
         if not path.exists():
@@ -73,19 +76,22 @@ def secret_in(cache: Path) -> bytes:
         finally:
             os.close(file)
     except OSError as fault:
-        raise SecretError(f"{path} cannot be had: {fault.strerror}; name another --cache") from fault
+        raise SecretError(f"{path} cannot be read or made: {fault.strerror}; name another --cache") from fault
     if there.st_uid != os.geteuid() or there.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise SecretError(
-            f"{path} must be yours alone (mode 0600), or others could put KV in your cache; remove it, and "
-            "KV is kept anew"
+            f"{path} must belong to you alone (mode 0600), or others could put KV in your cache; remove it: "
+            "a new key is made, and KV on disk is computed again"
         )
     if len(secret) != SECRET_BYTES or not stat.S_ISREG(there.st_mode):
-        raise SecretError(f"{path} is no key of {SECRET_BYTES} bytes; remove it, and KV is kept anew")
+        raise SecretError(
+            f"{path} is damaged, since a key has {SECRET_BYTES} bytes; remove it: a new key is made, and KV "
+            "on disk is computed again"
+        )
     return secret
 
 
 def _make(path: Path) -> None:
-    """At once, or not at all: of several processes the first one's key stays. Raises OSError."""
+    """Make a key, at once or not at all: of several processes the first one's key stays. Raises OSError."""
     make_private(path.parent)
     beside = path.with_name(f".{SECRET}-{secrets.token_hex(8)}")
     file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -100,6 +106,6 @@ def _make(path: Path) -> None:
 
 
 def sealed_identity(identity: bytes, secret: bytes) -> bytes:
-    """The identity of a store whose records this key seals: with another key they are another store's, and
-    not damaged."""
+    """Return the identity of a store and a key. With another key, records are another store's, not
+    damaged."""
     return blake2b(identity, key=secret, digest_size=16, person=b"penstock-store").digest()

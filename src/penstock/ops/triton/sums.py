@@ -196,7 +196,7 @@ def _sum(  # type: ignore[no-untyped-def]
     tl.store(turns + row, turn)
 
 
-def sum_over_ranks(x: Tensor, shared: Shared) -> None:
+def all_reduce(x: Tensor, shared: Shared) -> None:
     """Put the sum over all ranks in the place of x `[rows, dim]` (rows strided).
 
     It is added up in float32 in the order of ranks.
@@ -207,7 +207,7 @@ def sum_over_ranks(x: Tensor, shared: Shared) -> None:
 def sum_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, shared: Shared) -> Tensor:
     """Add the sum of x over all ranks to `residual`, in place, and return the norm of that, contiguous.
 
-    That is what `sum_over_ranks` and `add_rms_norm` make of it, each rounded, but that squares are added up
+    That is what `all_reduce` and `add_rms_norm` make of it, each rounded, but that squares are added up
     in another order. x is left as it was.
 
     x, residual: `[rows, dim]` (rows strided).

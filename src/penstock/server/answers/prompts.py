@@ -173,7 +173,7 @@ def _asked_for(asked: ChatRequest | TokenizeRequest, reads: frozenset[str]) -> d
     """Return how much to reason and to say, as far as the template can tell the model."""
     if not isinstance(asked, ChatRequest):
         return {}
-    wishes: dict[str, object] = {"reasoning_effort": asked.reasoning_effort, "verbosity": asked.verbosity}
+    variables: dict[str, object] = {"reasoning_effort": asked.reasoning_effort, "verbosity": asked.verbosity}
     if asked.reasoning_effort == "none" and "reasoning_effort" not in reads:
-        wishes["enable_thinking"] = False
-    return {name: wish for name, wish in wishes.items() if wish is not None and name in reads}
+        variables["enable_thinking"] = False
+    return {name: wish for name, wish in variables.items() if wish is not None and name in reads}

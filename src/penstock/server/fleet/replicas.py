@@ -185,7 +185,7 @@ class Replicas:
         reader = RemoteReader(self._config.model, info, replicas=self._scale.most)
         return RemoteBackend(reader, self, self._affinity, patience=self._patience)
 
-    def give_up(self) -> None:
+    def cancel_load(self) -> None:
         """Stop waiting for a replica."""
         self._enough.set()
 
