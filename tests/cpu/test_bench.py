@@ -440,7 +440,10 @@ def test_threads_are_those_asked_for(bare: Path, capsys: pytest.CaptureFixture[s
         (["prefill", "--out", "no/such/place.json"], "directory does not exist"),
         (["prefill", "no/such/model"], "no/such/model"),
         (["context", ".", "--shape", "8B"], "exclude each other"),
-        (["context", "--lengths", "4K,x"], "'4K,x' is not a list of token counts, like 4096,32K,1M"),
+        (
+            ["context", "--lengths", "4K,x"],
+            "'4K,x' is not a list of token counts; write one like 4096,32K,1M",
+        ),
         (["context", "--lengths", "0"], "is not a list of token counts"),
         (["context", "--host-kv-memory", "much"], "much"),
         (["context", "--out", "no/such/place.json"], "directory does not exist"),
@@ -876,7 +879,7 @@ def test_a_sliding_window_reads_everything_in_every_pass(tmp_path: Path) -> None
 
 @pytest.mark.usefixtures("by_shape")
 def test_random_weights_that_do_not_fit_need_a_scratch_directory() -> None:
-    with pytest.raises(BudgetError, match="there is no disk for the rest"):
+    with pytest.raises(BudgetError, match="without a pack the rest cannot stream from disk"):
         run(streaming_job())
 
 

@@ -100,7 +100,7 @@ def test_where_there_is_nothing_nothing_is_said_to_be(
     assert "\n" + name_of(IDENTITY)[:12] in run(capsys, "ls")[1]
     code, _, err = run(capsys, "ls", tmp_path / "nowhere")
     assert code == 2
-    assert "cannot be read: No such file or directory; give the kv_directory of a cache" in err
+    assert "cannot be read: No such file or directory; give a kv_directory that you may read" in err
 
 
 def test_stat_adds_up(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,7 +214,7 @@ def test_a_lost_journal_is_not_made_from_hearsay(
         code, _, err = run(capsys, command, stores)
         if not sizes_alike:
             assert code == 2
-            assert "does not tell its records' size; the model that it belongs to restores it" in err
+            assert "does not have the size of its records; start the model that it belongs to" in err
     assert not journal(stores).exists()
     with opened(stores) as store:
         assert len(held(store, range(20))) == 20
@@ -233,7 +233,7 @@ def test_clear_removes_stores_and_nothing_else(
 ) -> None:
     code, _, err = run(capsys, "clear", stores)
     assert code == 2
-    assert "nobody to ask whether to remove 2 stores of KV" in err
+    assert "cannot ask whether to remove 2 stores of KV" in err
     ours, theirs = pty.openpty()
     with open(theirs) as terminal:
         monkeypatch.setattr(sys, "stdin", terminal)
@@ -249,7 +249,7 @@ def test_clear_removes_stores_and_nothing_else(
     strange.write_text("kept")
     code, _, err = run(capsys, "clear", "--yes", stores)
     assert code == 2
-    assert "cannot be removed: Directory not empty; see what is in it" in err
+    assert "cannot be removed: Directory not empty; remove it by hand" in err
     assert os.listdir(strange.parent) == ["mine.txt"]
     strange.unlink()
     code, out, _ = run(capsys, "clear", "--yes", stores)
@@ -261,7 +261,7 @@ def test_clear_removes_stores_and_nothing_else(
     ("arguments", "message"),
     [
         (["rm"], "'rm' is not one of 'ls', 'stat', 'verify', 'clear'"),
-        (["ls", "--yes"], "--yes goes with clear and nothing else"),
+        (["ls", "--yes"], "--yes goes only with `penstock cache clear`"),
         ([], "missing argument '{ls|stat|verify|clear}'"),
     ],
 )
@@ -298,6 +298,6 @@ def test_another_key_does_not_put_all_aside(
     for identity in (IDENTITY, OTHER):
         (directory_of(stores, identity) / ABOUT).unlink()
     assert main(["cache", "verify", str(stores), "--cache", str(tmp_path_factory.mktemp("third"))]) == 2
-    assert "nothing was put aside" in capsys.readouterr().err
+    assert "nothing was changed" in capsys.readouterr().err
     with opened(stores) as store:
         assert held(store, range(20)) == set(range(20))

@@ -372,9 +372,9 @@ def test_who_cannot_have_room_is_told(tmp_path: Path) -> None:
     file.touch()
     with no_thread_left():
         for directory, blocks, message in (
-            (file, BLOCKS, f"288 KiB for KV cannot be had in {file}: .*; name another kv_directory"),
+            (file, BLOCKS, f"288 KiB for KV cannot be reserved in {file}: .*; name another kv_directory"),
             (Path("/proc/nowhere"), BLOCKS, "in /proc/nowhere: .*; name another kv_directory"),
-            (tmp_path, 1 << 40, f"in {tmp_path}: File too large; allow less disk_kv_memory"),
+            (tmp_path, 1 << 40, f"in {tmp_path}: File too large; lower disk_kv_memory"),
         ):
             with pytest.raises(DeviceError, match=message):
                 DiskPool(LAYOUT, blocks, directory)
@@ -1335,7 +1335,7 @@ def test_what_the_disk_loses_is_computed_again(
 
         found, _ = answers(llm, damage)
     check(name, found)
-    lost = [record.getMessage() for record in caplog.records if "computed anew" in record.getMessage()]
+    lost = [record.getMessage() for record in caplog.records if "is computed again" in record.getMessage()]
     assert len(lost) == len(damaged) == 2
     assert all(one.startswith(other) for one, other in zip(lost, damaged, strict=True))
 
@@ -1351,7 +1351,7 @@ def test_a_disk_that_goes_on_losing_ends_with_an_error(
             llm.generate(prompts(), PARAMS)
         with pytest.raises(EngineClosedError, match="a step failed with LostKV: KV of layer 0"):
             llm.generate(prompts(), PARAMS)
-    assert 0 < len([record for record in caplog.records if "computed anew" in record.getMessage()]) < 20
+    assert 0 < len([record for record in caplog.records if "is computed again" in record.getMessage()]) < 20
 
 
 @pytest.mark.timeout(60)

@@ -257,7 +257,9 @@ def test_the_cap_is_kept_whatever_happens(tmp_path: Path) -> None:
 def test_a_full_store_says_so(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, range(store.capacity))
-        with pytest.raises(StoreFull, match=f"has {store.capacity} records of {store.capacity}; forget some"):
+        with pytest.raises(
+            StoreFull, match=f"has {store.capacity} records of {store.capacity}; raise disk_kv_memory"
+        ):
             put(store, [1000])
         store.forget([key_of(3)])
         finish(store)
@@ -290,11 +292,12 @@ def test_a_smaller_cap_drops_what_was_not_used_for_longest(tmp_path: Path) -> No
 
 def test_a_cap_that_is_too_small_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        StoreError, match=r"100 KiB is too little for KV in records of 64.0 KiB; allow 2\d\d KiB or more"
+        StoreError,
+        match=r"100 KiB is too little for KV in records of 64.0 KiB; set disk_kv_memory to 2\d\d KiB or more",
     ) as caught:
         open_store(tmp_path, 100 << 10, 64 << 10)
     assert not os.listdir(tmp_path)
-    least = int(str(caught.value).split("allow ")[1].split()[0]) + 1 << 10
+    least = int(str(caught.value).split("memory to ")[1].split()[0]) + 1 << 10
     with opened(tmp_path, least, 64 << 10) as store:
         assert store.capacity == 1
         for number in range(5):
@@ -683,7 +686,7 @@ def test_one_process_writes_and_others_read(tmp_path: Path) -> None:
         put(store, range(16))
         with pytest.raises(
             StoreLocked,
-            match=r"another process writes KV to .*; wait for it, open it to read only, or name another",
+            match=r"another process writes KV to .*; wait until it ends, or name another",
         ):
             open_store(tmp_path)
         with opened(tmp_path, read_only=True) as reader:
@@ -958,7 +961,9 @@ def test_directories_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
     """With what to do; nothing of what is there is touched."""
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        StoreError, match="cannot be written: Not a directory; mend that, or name another directory"
+        StoreError,
+        match="cannot be written: Not a directory; free space or change its permissions, or name another "
+        "kv_directory",
     ):
         open_store(tmp_path / "file")
     filled(tmp_path, range(8))

@@ -85,7 +85,7 @@ def test_of_many_that_make_it_at_once_all_have_the_same(tmp_path: Path) -> None:
 def test_a_key_that_others_may_see_is_refused(tmp_path: Path, mode: int) -> None:
     secret_in(tmp_path)
     (tmp_path / SECRET).chmod(mode)
-    with pytest.raises(SecretError, match="must be yours alone"):
+    with pytest.raises(SecretError, match="must belong to you alone"):
         secret_in(tmp_path)
 
 
@@ -93,7 +93,7 @@ def test_a_key_that_others_may_see_is_refused(tmp_path: Path, mode: int) -> None
 def test_what_is_no_key_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / SECRET).write_bytes(content)
     (tmp_path / SECRET).chmod(0o600)
-    with pytest.raises(SecretError, match="is no key of 32 bytes"):
+    with pytest.raises(SecretError, match="is damaged, since a key has 32 bytes"):
         secret_in(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""What ran when, on every link and stream, as a file that Perfetto (ui.perfetto.dev) and chrome://tracing
+"""Record what ran when, on every link and stream, as a file that Perfetto (ui.perfetto.dev) and chrome://tracing
 open.
 
 Why this is safe from any thread: an event is a tuple of values that never change, and recording it is one
@@ -20,7 +20,7 @@ from time import perf_counter
 from penstock.base.errors import ConfigError
 
 TRACKS = ("compute", "stalls", "host to device", "disk read")
-"""From top to bottom; others follow by name."""
+"""Tracks stand in this order, from top to bottom; others follow by name."""
 MOST = 1_000_000
 """Events kept, of about 400 bytes each."""
 
@@ -34,7 +34,7 @@ _Placed = tuple[int, int, str, dict[str, _Argument]]
 
 
 class Trace:
-    """A record of spans and counters from any thread, in seconds of perf_counter.
+    """Records spans and counters from any thread, in seconds of perf_counter.
 
     Of more than `most` events the later ones are only counted.
     """
@@ -191,6 +191,6 @@ def _json(entry: Mapping[str, object]) -> str:
 
 def _refusal(path: Path, reason: str) -> ConfigError:
     return ConfigError(
-        f"the trace cannot be written to {path}: {reason}; name a file in a directory that exists and may "
-        "be written to"
+        f"the trace cannot be written to {path}: {reason}; name a file in a directory that exists and that "
+        "you may write to"
     )

@@ -24,23 +24,23 @@ if TYPE_CHECKING:  # torch takes 1.2 s
 
 @dataclass(slots=True)
 class TimedOutput:
-    """One continuation of a prompt."""
+    """Holds one continuation of a prompt."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason = FinishReason.ABORT
-    """Until it ends otherwise."""
+    """ABORT stands here until the output ends by itself."""
     error: str = ""
-    """Why it was broken off, where that is known."""
+    """The reason for which it ended early, where that is known."""
 
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """All continuations of a prompt of `prompt_tokens`, and when they came, in seconds after the request.
+    """Holds all continuations of a prompt, and when they came, in seconds after the request.
 
-    weights: where they are, and what was streamed of them for the answer. kv: the same of long contexts, if
-    there is room for any.
+    weights: where they rest, and what was streamed of them for the answer.
+    kv: the same of the KV of long contexts; None where there is no room for any.
     """
 
     prompt_tokens: int

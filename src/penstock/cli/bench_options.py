@@ -93,7 +93,7 @@ def _lengths(ctx: click.Context, parameter: click.Parameter, value: str | None) 
         return None if value is None else tuple(parse_size(part) for part in value.split(","))
     except ConfigError as error:
         raise click.BadParameter(
-            f"{value!r} is not a list of token counts, like 4096,32K,1M", ctx, parameter
+            f"{value!r} is not a list of token counts; write one like 4096,32K,1M", ctx, parameter
         ) from error
 
 
@@ -101,10 +101,15 @@ def _span(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[i
     try:
         least, most = (parse_size(part) for part in value.split(","))
     except (ConfigError, ValueError) as error:
-        raise click.BadParameter(f"{value!r} is not two token counts, like 100,1K", ctx, parameter) from error
+        raise click.BadParameter(
+            f"{value!r} is not two token counts; write them like 100,1K", ctx, parameter
+        ) from error
     if not 1 <= least <= most:
         raise click.BadParameter(
-            f"{value!r} is not a least and a most from 1 on; give them like 100,1K", ctx, parameter
+            f"{value!r} must be a least count of 1 or more, then a most that is not below it; write them "
+            "like 100,1K",
+            ctx,
+            parameter,
         )
     return least, most
 
@@ -114,13 +119,13 @@ def _rooms(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[
         return tuple(parse_size(part) for part in value.split(","))
     except ConfigError as error:
         raise click.BadParameter(
-            f"{value!r} is not a list of sizes, like 128GiB,1TiB", ctx, parameter
+            f"{value!r} is not a list of sizes; write one like 128GiB,1TiB", ctx, parameter
         ) from error
 
 
 def _policies(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
     if unknown := [name for name in value.split(",") if name not in _POLICIES.split(",")]:
-        raise click.BadParameter(f"{unknown[0]!r} is not one of {_POLICIES}", ctx, parameter)
+        raise click.BadParameter(f"{unknown[0]!r} is no policy; give some of {_POLICIES}", ctx, parameter)
     return tuple(value.split(","))
 
 

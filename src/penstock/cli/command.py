@@ -1,5 +1,5 @@
-"""What all commands share: help that is sorted into sections and ends in examples, settings from a file, and
-the wish for tracebacks."""
+"""Give all commands what they share: help in sections that ends in examples, settings from a file, and
+--debug."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ OTHER = "Other options"
 
 @dataclass(slots=True)
 class Session:
-    """The options of the command line as a whole."""
+    """Holds the options of the command line as a whole."""
 
     debug: bool = False
     config: Path | None = None
@@ -37,7 +37,7 @@ class Session:
 
 
 class Option(click.Option):
-    """A click option that knows its section of the help."""
+    """Knows its section of the help, besides what a click option knows."""
 
     def __init__(self, *arguments: object, section: str = OTHER, **attributes: object) -> None:
         super().__init__(*arguments, **attributes)  # type: ignore[arg-type]  # click's own, which are many

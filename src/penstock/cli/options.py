@@ -106,7 +106,7 @@ def _biases(ctx: click.Context, parameter: click.Parameter, values: tuple[str, .
             biases[int(token)] = float(bias)
         except ValueError as error:
             raise click.BadParameter(
-                f"{value!r} is not a token id and a number, like 42=-1.5", ctx, parameter
+                f"{value!r} is not a token id and a number; write them like 42=-1.5", ctx, parameter
             ) from error
     return biases
 
@@ -298,7 +298,7 @@ def sampling_params(ctx: click.Context) -> SamplingParams:
         raise click.UsageError("--quiet and --verbose exclude each other; give one of them")
     reported = [name for name in ("logprobs", "prompt_logprobs") if ctx.params.get(name) is not None]
     if reported and not ctx.params["json"]:
-        raise click.UsageError(f"--{reported[0].replace('_', '-')} are only written with --json; add it")
+        raise click.UsageError(f"--{reported[0].replace('_', '-')} is only written with --json; add --json")
     return SamplingParams(**values, structure=_structure(ctx))
 
 
@@ -322,7 +322,8 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(
-            f"{file} cannot be read: {error.strerror if isinstance(error, OSError) else 'not UTF-8'}"
+            f"{file} cannot be read: {error.strerror if isinstance(error, OSError) else 'not UTF-8'}; give "
+            "a text file in UTF-8"
         ) from error
 
 

@@ -33,8 +33,10 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A machine's figures by the flag that gives each, without dashes. `machine`: which it is, if it is one
-    known by name."""
+    """Holds a machine's figures by the flag that gives each, without dashes.
+
+    machine: its name, if it is one that is known by name.
+    """
 
     machine: str | None
     figures: Mapping[str, Figure]

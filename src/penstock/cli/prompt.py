@@ -1,5 +1,5 @@
-"""Where a prompt comes from: the command line, a file or stdin; and which model it is for. Nothing here needs
-the model."""
+"""Find the prompt, on the command line, in a file or on stdin, and its model. Nothing here needs the
+model."""
 
 import sys
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class PromptText:
 
     text: str
     typed: bool
-    """On the command line, and not read from a file or from stdin."""
+    """The text stands on the command line, and was not read from a file or from stdin."""
 
 
 def model_and_prompt(arguments: tuple[str, ...], file: str | None) -> tuple[Path, PromptText]:
@@ -66,7 +66,7 @@ def model_path(argument: str | None) -> Path:
     if not there:
         hint = "; put the prompt in quotes" if " " not in argument and "/" not in argument else ""
         raise CheckpointError(
-            f"model {argument[:200]!r} does not exist; name a directory with config.json in it{hint}"
+            f"model {argument[:200]!r} does not exist; give a directory with a config.json{hint}"
         )
     return path
 
@@ -82,8 +82,8 @@ def _doubt(argument: str) -> None:
     """Note that a lone argument looks like a path, and is probably meant as one."""
     if "/" in argument.strip("/") and not any(character.isspace() for character in argument):
         say(
-            f"penstock: note: {argument!r} is no model directory (it has no config.json), so it is taken as "
-            "the prompt"
+            f"penstock: note: {argument!r} has no config.json, so it is used as the prompt; to load a "
+            "model, give its directory before the prompt"
         )
 
 
@@ -91,9 +91,7 @@ def _prompt(argument: str) -> PromptText:
     if argument != "-":
         return _checked(argument, typed=True)
     if sys.stdin is None:
-        raise RequestError(
-            "the prompt was to come from stdin, which is closed; give it in quotes or with --file"
-        )
+        raise RequestError("the prompt is missing, and stdin is closed; give it in quotes, or with --file")
     if is_terminal(sys.stdin):
         say("penstock: reading the prompt from the terminal; end it with Ctrl-D on an empty line")
     return _checked(_text(sys.stdin.buffer.read(), "the prompt on stdin"), typed=False)
@@ -117,7 +115,7 @@ def decode(data: bytes, what: str) -> str:
     except UnicodeDecodeError as error:
         bad = f"byte 0x{data[error.start]:02x} at offset {error.start}"
         raise RequestError(
-            f"{what} is not valid UTF-8: {bad}; convert it, as with iconv -f latin1 -t utf-8"
+            f"{what} is not valid UTF-8: {bad}; convert it, for example with iconv -f latin1 -t utf-8"
         ) from error
 
 

@@ -115,10 +115,9 @@ def weights_room(total: int, layouts: Sequence[GroupLayout], demand: Demand, *, 
         way = f" and {format_size(ring)} on its way from disk" if ring else ""
         raise BudgetError(
             f"the budget of {format_size(total)} is too small for one group of weights, "
-            f"{format_size(largest)}{way}, beside "
-            f"{format_size(choices[-1] * demand.block_bytes)} of KV and {format_size(demand.activations)} "
-            "for the largest step; "
-            f"allow more memory, fewer KV blocks, or fewer tokens a step"
+            f"{format_size(largest)}{way}, beside {format_size(choices[-1] * demand.block_bytes)} of KV and "
+            f"{format_size(demand.activations)} for the largest step; raise device_memory, or lower "
+            "kv_blocks or max_step_tokens"
         )
     return room
 
@@ -186,14 +185,12 @@ def divide(total: int, weights: int, demand: Demand) -> Budget:
     if fixed is not None and fixed > fitting:
         raise BudgetError(
             f"{fixed} KV blocks of {format_size(block_bytes)} were asked for, but of {format_size(total)} "
-            f"{taken}, "
-            f"which leaves room for {fitting}; allow more device memory or fewer blocks"
+            f"{taken}, which leaves room for {fitting}; raise device_memory, or lower kv_blocks"
         )
     if fitting < 1:
         raise BudgetError(
             f"the budget of {format_size(total)} leaves no room for KV: {taken}, and one block needs "
-            f"{format_size(block_bytes)}; "
-            f"allow more device memory, or fewer tokens a step"
+            f"{format_size(block_bytes)}; raise device_memory, or lower max_step_tokens"
         )
     blocks = min(fitting, demand.useful_blocks) if fixed is None else fixed
     return Budget(total, weights, demand.activations, block_bytes, blocks, demand.block_size)

@@ -122,8 +122,7 @@ def _words(rng: random.Random, length: int, depth: float, material: Material) ->
         turn += 1
         if turn == 1 and len(listed) > count:
             raise RequestError(
-                f"a list of {count:,} tokens is too short for words to be frequent in it; give longer "
-                "--lengths"
+                f"a list of {count:,} tokens is too short for its words to repeat; give longer --lengths"
             )
     return Sample([*before, *listed[:count], *after], tuple(frequent), tuple(others))
 

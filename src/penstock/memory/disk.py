@@ -80,7 +80,9 @@ class DiskFile:
             # does nothing.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (OSError, ValueError) as error:
-            raise ReadError(f"cannot open {path}: {_reason(error)}") from error
+            raise ReadError(
+                f"cannot open {path}: {_reason(error)}; check that the file exists and that you may read it"
+            ) from error
         status = os.fstat(self._fd)
         device = devices and stat.S_ISBLK(status.st_mode)
         if not device and not stat.S_ISREG(status.st_mode):
@@ -108,7 +110,7 @@ class DiskFile:
             if count == 0:
                 raise ReadError(
                     f"cannot read {self.path} at byte {offset + done}: it ends there, {len(buffer) - done} "
-                    "bytes too early"
+                    "bytes too early; copy or fetch it again"
                 )
             done += count
 
@@ -131,7 +133,9 @@ class DiskFile:
         try:
             return FileStamp.of(os.fstat(self._fd))
         except OSError as error:
-            raise ReadError(f"cannot look at {self.path}: {_reason(error)}") from error
+            raise ReadError(
+                f"cannot look at {self.path}: {_reason(error)}; check that the file still exists"
+            ) from error
 
     def mount(self) -> str:
         """Return a name of the mount that the file was opened through, unique to it on any boot.
@@ -205,7 +209,10 @@ class DiskFile:
         self.close()
 
     def _failed(self, offset: int, error: OSError) -> ReadError:
-        return ReadError(f"cannot read {self.path} at byte {offset}: {_reason(error)}")
+        return ReadError(
+            f"cannot read {self.path} at byte {offset}: {_reason(error)}; check the disk, or copy the file "
+            "to another one"
+        )
 
 
 class DirectFile(DiskFile):

@@ -42,7 +42,7 @@ class RequestRoom:
             what, more = (
                 ("the context holds", "more length")
                 if context
-                else ("the KV blocks hold", "more memory, or KV in host memory")
+                else ("the KV blocks hold", "more device_memory, or KV in host memory (host_kv_memory)")
             )
             return f"{what} {self.longest} in all; shorten it, or allow {more}"
         needed = []

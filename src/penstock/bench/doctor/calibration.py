@@ -113,8 +113,8 @@ def calibrate(
         say(f"measured steps of {name}")
     if len({sample.shape for sample in samples}) < 2:
         raise DeviceError(
-            f"{device_name(device)} has no room for the models that steps are measured with; free some of "
-            "its memory"
+            f"{device_name(device)} has too little free memory for the models that steps are measured with; "
+            "close what uses it, and run again"
         )
     ceilings = _ceilings(device, dtype)
     costs = fit(samples, ceilings, device_name(device), dtype, _when())
@@ -187,7 +187,7 @@ def _probe(
     )
     with _engine(least, shape) as booted:
         if not booted.weights.all_stay:
-            raise BudgetError(f"{name} does not fit")
+            raise BudgetError(f"{name} does not fit into the device memory that is free; free some of it")
         for context in contexts:
             for count in rows:
                 work = measure.BatchWork(count, context, OUTPUT, REPEAT)

@@ -361,7 +361,7 @@ def generate(name: str, seed: int = 0, requests: int = 6000) -> list[TraceReques
     """Generate a workload's first `requests` requests. Raises ConfigError for an unknown name."""
     make = _WORKLOADS.get(name)
     if make is None:
-        raise ConfigError(f"there is no workload {name!r}; give one of {', '.join(WORKLOADS)}")
+        raise ConfigError(f"the workload {name!r} does not exist; give one of {', '.join(WORKLOADS)}")
     rng, tree, now = Random(f"{name} {seed}"), _Tree(), 0.0
     made = []
     for contents in islice(make(rng, tree), requests):

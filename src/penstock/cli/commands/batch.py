@@ -84,7 +84,9 @@ def _expect_files(requests: Path, answers: Path) -> None:
     """Check both files before a model is loaded, which may take minutes. Raises ConfigError."""
     if not requests.exists() or requests.is_dir():
         what = "is a directory" if requests.is_dir() else "does not exist"
-        raise ConfigError(f"{requests} cannot be read: it {what}; give a file of requests, one a line")
+        raise ConfigError(
+            f"{requests} cannot be read: it {what}; give a file with one JSON request on each line"
+        )
     if answers.is_dir() or not answers.parent.is_dir() or not os.access(answers.parent, os.W_OK):
         what = (
             "it is a directory"

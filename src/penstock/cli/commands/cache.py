@@ -47,7 +47,7 @@ def command(action: str, directory: Path | None, yes: bool, cache: Path) -> int:
     in use.
     """
     if yes and action != "clear":
-        raise click.UsageError("--yes goes with clear and nothing else")
+        raise click.UsageError("--yes goes only with `penstock cache clear`; leave it out")
     from penstock.kv.store.cachedir import store_paths  # numpy: 0.1 s
 
     where = directory or CACHE.expanduser()
@@ -137,7 +137,9 @@ def _clear(where: Path, paths: list[Path], yes: bool) -> int:
     what = f"{len(paths)} {'store' if len(paths) == 1 else 'stores'} of KV in {where}"
     if not yes:
         if not is_terminal(sys.stdin):
-            raise click.UsageError(f"there is nobody to ask whether to remove {what}; say --yes")
+            raise click.UsageError(
+                f"cannot ask whether to remove {what}, since stdin is no terminal; add --yes to remove it"
+            )
         if not click.confirm(f"Remove {what}?", err=True):
             say("nothing was removed")
             return 0

@@ -84,14 +84,14 @@ class Leave(Exception):
 
 @dataclass(slots=True)
 class ChatSession:
-    """The loop of a chat: a line in, an answer out."""
+    """Runs a chat: a line in, an answer out."""
 
     llm: "LLM"
     config: Config
     params: SamplingParams
     conversation: Conversation
     typed: bool
-    """Whether a person types the lines. Mistakes then end nothing; from a pipe they end the chat."""
+    """A person types the lines if this is set. Mistakes then end nothing; from a pipe they end the chat."""
     json: bool = False
     quiet: bool = False
     verbose: bool = False
@@ -156,14 +156,17 @@ class ChatSession:
                 say(self.conversation.system or "there is no system message", faint=True)
             case "/system":
                 if not self.conversation.template:
-                    raise RequestError("a system message needs the chat template, which --raw leaves out")
+                    raise RequestError(
+                        "a system message needs the chat template, which --raw leaves out; start penstock "
+                        "chat without --raw"
+                    )
                 Conversation(self.llm, True, text).check()
                 self.conversation.system = text
                 say("the system message is set", faint=True)
             case _:
                 raise RequestError(
-                    f"there is no command {command}; /help lists them, and // at the start of a line sends "
-                    "one slash"
+                    f"{command} is no command of the chat; /help lists them, and // at the start of a line "
+                    "sends one slash"
                 )
 
     def _answer(self, line: str) -> None:
@@ -189,7 +192,7 @@ class ChatSession:
         stopped = output.finish is FinishReason.ABORT
         self.leaving = stopped
         if stopped and not output.text.strip():
-            say("stopped; the message is forgotten", faint=True)
+            say("stopped; the message and its answer are left out of the conversation", faint=True)
         else:
             self.conversation.turns.append((line, output.text))
         self._remark(answer, full=not stopped and answer.tokens >= room)

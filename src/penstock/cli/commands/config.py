@@ -46,7 +46,7 @@ def command(ctx: click.Context, /, action: str, file: Path | None, shown: str) -
     assert isinstance(root.command, click.Group)
     commands = all_commands(root.command, root)
     if shown not in commands:
-        raise click.UsageError(f"there is no command {shown!r}; give one of {', '.join(commands)}")
+        raise click.UsageError(f"{shown!r} is no command of penstock; give one of {', '.join(commands)}")
     given = read(file or session.config or USUAL_CONFIG)
     if faults := list(dict.fromkeys(_faults(given, root, commands))):
         for fault in faults:

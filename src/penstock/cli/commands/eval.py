@@ -46,7 +46,9 @@ def _lengths(ctx: click.Context, parameter: click.Parameter, value: str | None) 
         return None
     parts = [part.strip().replace("_", "") for part in value.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise click.BadParameter(f"{value!r} is not a list of token counts, like 512,4096", ctx, parameter)
+        raise click.BadParameter(
+            f"{value!r} is not a list of token counts; write one like 512,4096", ctx, parameter
+        )
     return tuple(map(int, parts))
 
 
@@ -54,9 +56,7 @@ def _tasks(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[
     names = tuple(dict.fromkeys(part.strip() for part in value.split(",")))
     unknown = [name for name in names if name not in TASKS]
     if unknown:
-        raise click.BadParameter(
-            f"there is no task {unknown[0]!r}; give some of {','.join(TASKS)}", ctx, parameter
-        )
+        raise click.BadParameter(f"{unknown[0]!r} is no task; give some of {','.join(TASKS)}", ctx, parameter)
     return names
 
 
@@ -134,7 +134,7 @@ def needle(**asked: Any) -> None:
 )
 @_shared
 def ruler(**asked: Any) -> None:
-    """Four tasks over a long text. single: find one fact; keys: find one fact among many of its kind;
+    """Run four tasks over a long text. single: find one fact; keys: find one fact among many of its kind;
     variables: name all that have one value, directly or through others; words: name the most frequent words
     of a list. MODEL is a checkpoint directory; left out, it is the small model that comes with penstock,
     which was trained for the first two. Answers are greedy."""
@@ -146,7 +146,9 @@ def _evaluate(name: str, tasks: tuple[str, ...], asked: Mapping[str, Any]) -> No
     config = settings_from(Config, asked, model=asked["model"], max_length=max(lengths) if lengths else None)
     for file in (out, picture):
         if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(f"cannot write {file}: its directory does not exist")
+            raise ConfigError(
+                f"cannot write {file}: its directory does not exist; create it, or name another file"
+            )
 
     compute_with(asked["threads"])
     from penstock.api.llm import LLM
@@ -171,7 +173,7 @@ def _evaluate(name: str, tasks: tuple[str, ...], asked: Mapping[str, Any]) -> No
         try:
             out.write_text(line + "\n")
         except OSError as error:
-            raise ConfigError(f"cannot write {out}: {error.strerror}") from error
+            raise ConfigError(f"cannot write {out}: {error.strerror}; name another file") from error
     if picture is not None:
         from penstock.evals.picture import draw  # Pillow: 60 ms
 

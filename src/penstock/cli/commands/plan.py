@@ -42,8 +42,13 @@ _OPERATIONS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A machine by name. `about`: what it is, of which the figures are what an engine may take and what is
-    reached, not what is printed on the box. `step_tokens`: the usual step of its device."""
+    """Describes a machine that is known by name.
+
+    Its figures are what an engine may take and what is reached, not what is printed on the box.
+
+    about: what the machine is.
+    step_tokens: tokens of the usual step of its device.
+    """
 
     about: str
     device_memory: int
@@ -182,7 +187,9 @@ def command(
     the device's time is a bound. Any flag replaces the figure it names.
     """
     if picture is not None and not picture.absolute().parent.is_dir():
-        raise ConfigError(f"cannot write {picture}: its directory does not exist")
+        raise ConfigError(
+            f"cannot write {picture}: its directory does not exist; create it, or name another file"
+        )
     batch, context, step_tokens = (given.pop(name) for name in ("batch", "context", "step_tokens"))
     asked = {name: PARSERS[name](text) for name, text in given.items() if text is not None}
     name, spec, names = open_model(model)
@@ -232,8 +239,12 @@ def kept_costs(machine: str | None, cache: Path, dtype: str) -> Path | None:
 
 
 def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None = None) -> tuple[Setting, int]:
-    """All figures of a machine, by default this one, with those that were asked for in their place; and its
-    usual step. `costs`: the file that has its costs of steps. Raises ConfigError."""
+    """Return all figures of a machine, and the tokens of its usual step. Raises ConfigError.
+
+    machine: its name; None is this machine.
+    asked: figures that take the place of the machine's own.
+    costs: the file that has its costs of steps.
+    """
     known = MACHINES[machine or USUAL]
     steps = read_costs(costs) if costs else None
     figures = {name: Figure(getattr(known, name), machine or ASSUMED) for name in PARSERS}
@@ -248,8 +259,8 @@ def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None =
         figures |= {name: Figure(size, "this machine") for name, size in found.items()}
     if "host_memory" in asked and not known.host_memory:
         raise ConfigError(
-            "host memory was given for a CPU, whose device memory it is; "
-            "leave --host-memory out, or give --device-memory or a --machine with a GPU"
+            "--host-memory is for machines with a GPU, and on a CPU host memory is the device memory; give "
+            "--device-memory instead, or a --machine with a GPU"
         )
     if steps and machine is None:
         figures |= {
@@ -305,7 +316,7 @@ def parse_rate(text: str) -> float:
     except ConfigError as error:
         raise ConfigError(f"cannot read {text!r} as a rate; write it like 3GB/s") from error
     if rate < 10**6:
-        raise ConfigError(f"rate {text!r} is less than a megabyte a second; write it like 3GB/s")
+        raise ConfigError(f"rate {text!r} is less than 1 MB/s; write it like 3GB/s")
     return float(rate)
 
 

@@ -158,9 +158,12 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         if asked["verbose"] or (is_terminal(sys.stderr) and not asked["quiet"] and not asked["json"]):
             remark(answer)
     if any(output.finish is FinishReason.ERROR for output in answer.outputs):
-        why = "its form could not be kept to any further, or the model's logits were not numbers"
+        why = (
+            "it could not follow its schema or grammar any further, or the model's logits were not numbers "
+            "(NaN)"
+        )
         raise RequestError(
-            "an answer is broken off: "
+            "the answer ended early: "
             f"{next((output.error for output in answer.outputs if output.error), why)}"
         )
 

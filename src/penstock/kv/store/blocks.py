@@ -213,7 +213,8 @@ class BlockStore:
                 trim(found, size)
             except (OSError, ReadError) as fault:
                 raise StoreError(
-                    f"{path} cannot be written: {reason(fault)}; mend that, or name another directory"
+                    f"{path} cannot be written: {reason(fault)}; free space or change its permissions, or "
+                    "name another kv_directory"
                 ) from fault
             return cls(path, seal, found, size, (journal, lock), (readers, writers), clock)
         except BaseException:
@@ -298,7 +299,7 @@ class BlockStore:
         if self._closed or self._writing.off:
             return _over(
                 StoreError(
-                    f"{self.path} is {'closed' if self._closed else 'off, as writing to it has failed'}"
+                    f"{self.path} is {'closed' if self._closed else 'off, since writing to it has failed'}"
                 )
             )
         room = len(self) + len(self._writes) < self.capacity
@@ -306,8 +307,8 @@ class BlockStore:
         if claimed is None:
             return _over(
                 StoreFull(
-                    f"{self.path} has {len(self)} records of {self.capacity}; forget some, or wait for "
-                    "compaction"
+                    f"{self.path} has {len(self)} records of {self.capacity}; raise disk_kv_memory, or wait "
+                    "for compaction"
                 )
             )
         segment, slot = claimed

@@ -78,7 +78,7 @@ def store_paths(directory: Path) -> list[Path]:
         names = sorted(entry.name for entry in entries if _NAME.fullmatch(entry.name))
     except OSError as fault:
         raise StoreError(
-            f"{directory} cannot be read: {reason(fault)}; give the kv_directory of a cache"
+            f"{directory} cannot be read: {reason(fault)}; give a kv_directory that you may read"
         ) from fault
     return [directory / name for name in names]
 
@@ -131,8 +131,9 @@ def verify(path: Path, secret: bytes, progress: Callable[[int], object] = lambda
             progress(found.record_bytes)
         if len(damaged) == len(found.live) and damaged and "sealed_with" not in about:
             raise StoreError(
-                f"{path} does not say which key sealed it, and no record fits this one; nothing was put "
-                "aside (--cache)"
+                f"{path} does not say which key sealed it, and no record fits the key in this cache "
+                "directory; nothing was changed: name the cache directory that has the key (--cache), or "
+                "remove the store with `penstock cache clear`"
             )
         replay = found.replay if writing else None
         if damaged and replay is not None:
@@ -153,7 +154,7 @@ def clear(paths: Sequence[Path]) -> None:
                     os.unlink(path / name)
                 path.rmdir()
             except OSError as fault:
-                raise StoreError(f"{path} cannot be removed: {reason(fault)}; see what is in it") from fault
+                raise StoreError(f"{path} cannot be removed: {reason(fault)}; remove it by hand") from fault
 
 
 def _quarantine(path: Path, seed: int, replay: Replay, damaged: Sequence[Item]) -> None:
@@ -162,7 +163,10 @@ def _quarantine(path: Path, seed: int, replay: Replay, damaged: Sequence[Item]) 
             journal.resume(replay)
             journal.append(Kind.QUARANTINED, damaged)
     except OSError as fault:
-        raise StoreError(f"{path}: what is damaged there cannot be marked: {reason(fault)}") from fault
+        raise StoreError(
+            f"damaged records in {path} cannot be marked: {reason(fault)}; make the directory writable, or "
+            "remove it"
+        ) from fault
 
 
 def _items(found: Contents) -> Iterator[Item]:
@@ -173,7 +177,10 @@ def _items(found: Contents) -> Iterator[Item]:
 def _identity(path: Path) -> bytes:
     match = _NAME.fullmatch(path.resolve().name)
     if match is None:
-        raise StoreError(f"{path} is no store of KV; their names begin with {PREFIX}")
+        raise StoreError(
+            f"{path} is no store of KV, since its name does not begin with {PREFIX}; name a directory that "
+            "`penstock cache` lists"
+        )
     return bytes.fromhex(match[1])
 
 
@@ -197,9 +204,8 @@ def _contents(path: Path, about: dict[str, object]) -> Contents:
             raise StoreError(f"{path} cannot be read: {reason(fault)}") from fault
         if not likely:
             raise StoreError(
-                f"{path} has lost its journal, and {ABOUT} does not tell its records' size; the model that "
-                "it belongs to restores it, "
-                "or remove it"
+                f"{path} has lost its journal, and {ABOUT} does not have the size of its records; start the "
+                "model that it belongs to, which restores the journal, or remove the directory"
             )
     return found
 

@@ -193,9 +193,9 @@ def _opened(directory: Path, size: int) -> tuple[DirectFile, int, int]:
             os.close(plain)
         full = isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         reason = (fault.strerror if isinstance(fault, OSError) else None) or str(fault)
-        hint = "allow less disk_kv_memory, or another kv_directory" if full else "name another kv_directory"
+        hint = "lower disk_kv_memory, or name another kv_directory" if full else "name another kv_directory"
         raise DeviceError(
-            f"{format_size(size)} for KV cannot be had in {directory}: {reason}; {hint}"
+            f"{format_size(size)} for KV cannot be reserved in {directory}: {reason}; {hint}"
         ) from fault
 
 

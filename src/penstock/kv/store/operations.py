@@ -103,7 +103,7 @@ class Health:
             if not self.off:
                 line = (
                     "%s KV in %s has failed %d times in a row (%s); it is off for %.0f s, and such KV is "
-                    "computed anew: see to that disk"
+                    "computed again: check that disk"
                 )
                 _log.warning(line, self.what, self.path, self.failures, fault, RETRY_SECONDS)
             self.until = self.clock() + RETRY_SECONDS
@@ -114,7 +114,9 @@ def attempt(operation: Operation, work: Callable[[], object]) -> None:
         work()
     except (OSError, ReadError) as fault:
         operation.outcome = Outcome.FAILED
-        raise StoreError(f"KV cannot be kept on disk: {reason(fault)}") from fault
+        raise StoreError(
+            f"KV cannot be kept on disk: {reason(fault)}; free space there, or name another kv_directory"
+        ) from fault
     operation.outcome = Outcome.RIGHT
 
 

@@ -73,14 +73,17 @@ def secret_in(cache: Path) -> bytes:
         finally:
             os.close(file)
     except OSError as fault:
-        raise SecretError(f"{path} cannot be had: {fault.strerror}; name another --cache") from fault
+        raise SecretError(f"{path} cannot be read or made: {fault.strerror}; name another --cache") from fault
     if there.st_uid != os.geteuid() or there.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise SecretError(
-            f"{path} must be yours alone (mode 0600), or others could put KV in your cache; remove it, and "
-            "KV is kept anew"
+            f"{path} must belong to you alone (mode 0600), or others could put KV in your cache; remove it: "
+            "a new key is made, and KV on disk is computed again"
         )
     if len(secret) != SECRET_BYTES or not stat.S_ISREG(there.st_mode):
-        raise SecretError(f"{path} is no key of {SECRET_BYTES} bytes; remove it, and KV is kept anew")
+        raise SecretError(
+            f"{path} is damaged, since a key has {SECRET_BYTES} bytes; remove it: a new key is made, and KV "
+            "on disk is computed again"
+        )
     return secret
 
 

@@ -212,8 +212,8 @@ def sizes(cap_bytes: int, record_bytes: int) -> Sizes:
     if segments < 2:
         least = format_size(least_cap(record_bytes))
         raise StoreError(
-            f"{format_size(cap_bytes)} is too little for KV in records of {format_size(record_bytes)}; "
-            f"allow {least} or more"
+            f"{format_size(cap_bytes)} is too little for KV in records of {format_size(record_bytes)}; set "
+            f"disk_kv_memory to {least} or more"
         )
     count = segments * slots
     return Sizes(
@@ -252,7 +252,7 @@ def contents(path: Path, seed: int, record_bytes: int) -> Contents:
             )
     except (OSError, ReadError) as fault:
         raise StoreError(
-            f"{path} cannot be read: {reason(fault)}; mend that, or name another directory"
+            f"{path} cannot be read: {reason(fault)}; change its permissions, or name another kv_directory"
         ) from fault
     live, bad = surviving(entries, segments)
     numbers = np.array(sorted(segments), np.uint64)
@@ -275,7 +275,7 @@ def expect_size(path: Path, found: Contents, record_bytes: int) -> None:
     if found.record_bytes != record_bytes:
         sizes = f"{format_size(found.record_bytes)}, not {format_size(record_bytes)}"
         raise StoreError(
-            f"{path} holds KV in records of {sizes}, although it says it is of the same identity; remove it"
+            f"{path} holds KV in records of {sizes}, although it names the same model and settings; remove it"
         )
 
 
@@ -326,7 +326,8 @@ def expect_own(path: Path) -> None:
             continue
         except OSError as fault:
             raise StoreError(
-                f"{each} cannot be read: {reason(fault)}; mend that, or name another directory"
+                f"{each} cannot be read: {reason(fault)}; change its permissions, or name another "
+                "kv_directory"
             ) from fault
         if there.st_uid != os.geteuid():
             raise StoreError(
@@ -360,12 +361,12 @@ def locked(path: Path, make: bool) -> FileIO:
             lock.close()  # Whoever had it has removed it.
     except BlockingIOError as fault:
         raise StoreLocked(
-            f"another process writes KV to {path}; wait for it, open it to read only, or name another "
-            "directory"
+            f"another process writes KV to {path}; wait until it ends, or name another kv_directory"
         ) from fault
     except OSError as fault:
         raise StoreError(
-            f"{path} cannot be written: {reason(fault)}; mend that, or name another directory"
+            f"{path} cannot be written: {reason(fault)}; free space or change its permissions, or name "
+            "another kv_directory"
         ) from fault
 
 

@@ -33,9 +33,8 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 """Of what an item's content is, by its type. Calls have none."""
 _BROKEN = (
-    "the answer could not be held to its form any further: ask for a simpler one; or, where it had none, "
-    "the model's logits were not"
-    " numbers, which the server's log tells of"
+    "the output could not follow its schema or grammar any further, so send a simpler one; if the request "
+    "had none, the model's logits were not numbers (NaN): see the server's log"
 )
 
 

@@ -93,7 +93,7 @@ class RemoteBackend:
         own."""
         states = await self._pool.broadcast("state")
         if not states:
-            raise EngineClosedError("no replica tells its state; ask /ready until there is one")
+            raise EngineClosedError("no replica is ready; wait until GET /ready answers 200")
         found = summed(states)
         return found | {
             "open": broker.open and found["open"],
@@ -148,12 +148,16 @@ class RemoteBackend:
             for _ in range(_TRIES):
                 if await self._ends_at_one(call, group, prompt, mailbox):
                     return
-                _LOG.warning("a replica was lost in the midst of a request, which is sent to another one")
+                _LOG.warning(
+                    "a replica was lost during a request, which is sent to another one; see the replica's log"
+                )
             fault = EngineClosedError(f"{_TRIES} replicas were lost with this request; send it again later")
         except PenstockError as error:
             fault = error
         except Exception as error:
-            _LOG.error("a request has failed", exc_info=error)
+            _LOG.error(
+                "a request has failed; the traceback shows a bug of penstock, so report it", exc_info=error
+            )
             fault = error
         finally:
             self._at.pop(call, None)
@@ -212,7 +216,7 @@ class RemoteBackend:
                         if group.done:
                             self._remember(name, group, prompt)
         if not group.done:
-            raise LostError("the answer has ended before its outputs have")
+            raise LostError("the answer of a replica ended too early; send the request again")
 
     def _remember(self, name: str, group: SequenceGroup, prompt: RoutedPrompt) -> None:
         """Note that a replica holds what it has computed, outputs too."""
@@ -224,8 +228,8 @@ async def _begin_anew(call: Call, mailbox: Mailbox) -> None:
     """Raise EngineClosedError if the call's client has some of it."""
     if not await mailbox.withdraw(call):
         raise EngineClosedError(
-            "the replica that answered was lost, and another one goes on with other tokens; send the "
-            "request again for a whole answer"
+            "the replica that answered was lost, and another one does not continue with the same tokens; "
+            "send the request again for a whole answer"
         )
 
 

@@ -112,7 +112,7 @@ def _route(
         ):  # The end of the server has not waited for this, such as for a body that does not come.
             return error_response(
                 EngineClosedError(
-                    "the server is shutting down; send the request again, to another one or later"
+                    "the server is shutting down; send the request to another server, or again later"
                 )
             )
         except ClientDisconnect:
@@ -151,8 +151,7 @@ def _check_priority(request: Request, asked: int) -> None:
     least = record_of(request).least_priority
     if least is not None and asked < least:
         raise FieldError(
-            f"priority {asked} was asked for, but this key may ask for {least} at the least; raise it or "
-            "leave it out",
+            f"priority {asked} is not allowed for this key; send {least} or more, or leave priority out",
             "priority",
         )
 
@@ -311,9 +310,7 @@ async def _respond(server: ServerState, request: Request) -> Response:
 
 async def _response(server: ServerState, request: Request) -> Response:
     if request.query_params.get("stream", "false") != "false":
-        raise FieldError(
-            "a stream was asked for, but a response that is kept is whole; leave stream out", "stream"
-        )
+        raise FieldError("a stored response cannot be streamed; leave stream out", "stream")
     return Response(
         server.responses.answer(request.path_params["name"], record_of(request).owner),
         media_type="application/json",

@@ -43,7 +43,10 @@ def said(fault: Exception) -> str:
     return (
         str(fault)
         if isinstance(fault, PenstockError)
-        else f"the server has failed with {type(fault).__name__}; its log says more"
+        else (
+            f"the server has failed with {type(fault).__name__}, a bug of penstock; report it with the "
+            "traceback in the server's log"
+        )
     )
 
 

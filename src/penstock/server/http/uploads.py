@@ -67,8 +67,8 @@ class Uploads:
                     size += len(part)
                     if size > self._most:
                         message = (
-                            f"the request has more than {self._most} bytes, which is all this server reads "
-                            "of one; send less"
+                            f"the request has more than {self._most} bytes, the most that this server "
+                            "takes; send less, or start it with a larger --max-body"
                         )
                         raise HTTPException(413, message)
                     self._hold(request, size)
@@ -132,8 +132,8 @@ class Uploads:
         ):
             if many * parts > _MOST or much * parts > _LARGEST * self._most:
                 raise BusyError(
-                    f"{many} requests of {much} bytes from {whose} wait to be read; there is no room for "
-                    "more, try later",
+                    f"{many} request bodies of {much} bytes from {whose} are being received, more than the "
+                    "server takes at once; send the request again in a few seconds",
                     1.0,
                 )
         self._held[request], self._by[owner] = size, (count, bytes_)

@@ -198,15 +198,15 @@ def _expect_store(out: Path, whole: Path) -> None:
     """Raises PackError for a store in no directory, or where a file of the pack belongs."""
     if not os.path.isdir(whole.parent):
         raise PackError(
-            f"the store {whole} cannot be made: there is no directory {whole.parent}; make it or choose "
-            "another store"
+            f"the store {whole} cannot be made: there is no directory {whole.parent}; make it, or give "
+            "another --store"
         )
     for path in (whole, whole.with_name(whole.name + PARTIAL)):
         name = os.path.relpath(os.path.realpath(path), os.path.realpath(out))
         if any(fnmatchcase(name.removesuffix(_BESIDE), taken) for taken in _TAKEN):
             raise PackError(
-                f"the store {whole} cannot have that name in {out}, where {name} is the name of another "
-                "file; choose another"
+                f"the store {whole} cannot have that name, since {out} has another file {name}; give "
+                "another --store"
             )
 
 
@@ -278,7 +278,8 @@ class _Packing:
             with DirectFile(target) as there:
                 if there.size < needed:
                     raise PackError(
-                        f"{target} has {format_size(there.size)}; the pack takes {format_size(needed)}"
+                        f"{target} has {format_size(there.size)}, but the pack takes {format_size(needed)}; "
+                        "give another --store"
                     )
             return
         with suppress(FileNotFoundError):
@@ -289,7 +290,7 @@ class _Packing:
         if needed > free:
             raise PackError(
                 f"the disk of {target.parent} has {format_size(free)} free; the pack takes "
-                f"{format_size(needed)} more; make room"
+                f"{format_size(needed)} more; free some space, or give another --out or --store"
             )
 
     def _recheck(self, target: Path, digests: list[bytes]) -> list[bytes]:
@@ -385,15 +386,15 @@ def _resume(out: Path, plan: Manifest, whole: Path, target: Path) -> list[bytes]
         lines = None
         if strangers := sorted({entry.name for entry in out.iterdir()} - {"lost+found"}):
             raise PackError(
-                f"{out} holds other files ({strangers[0]}) and no pack; choose a new directory"
+                f"{out} holds other files ({strangers[0]}) and no pack; name a new directory with --out"
             ) from None
     if not lines or not lines[0].endswith(
         b"\n"
     ):  # killed before the first line was whole: nothing was written yet
         if whole != target and os.path.lexists(whole):
             raise PackError(
-                f"{whole} is there already, and {out} has no pack that it belongs to; remove it or choose "
-                "another store"
+                f"{whole} exists already, and {out} has no pack that it belongs to; remove it, or give "
+                "another --store"
             )
         return []
     if lines[0] != _head(plan):
@@ -414,7 +415,8 @@ def _resume(out: Path, plan: Manifest, whole: Path, target: Path) -> list[bytes]
             os.rename(whole, target)
         elif os.path.lexists(whole):
             raise PackError(
-                f"{whole} is there, and the unfinished pack in {out} has not come to it; remove one of them"
+                f"{whole} exists already, but the unfinished pack in {out} has not written to it yet; "
+                "remove one of them"
             )
         else:
             return []
@@ -490,16 +492,18 @@ def _explain(error: OSError, out: Path) -> str:
     kept = "what is packed is kept: " if groups > 0 else ""
     where = error.filename or out
     fault = (
-        "it is there and no directory" if isinstance(error, FileExistsError) else error.strerror or str(error)
+        "it exists and is no directory"
+        if isinstance(error, FileExistsError)
+        else error.strerror or str(error)
     )
     if error.errno in _FULL:
         return (
-            f"no room for {where}: {fault}; {kept}make room and run the same command "
+            f"no room for {where}: {fault}; {kept}free some space and run the same command "
             f"again{f', or remove {out}' if begun else ''}"
         )
     hint = (
         f"{kept}the same command goes on with it"
         if kept
-        else f"choose another place{f' and remove {out}' if begun else ''}"
+        else f"give another --out or --store{f' and remove {out}' if begun else ''}"
     )
     return f"cannot write {where}: {fault}; {hint}"
