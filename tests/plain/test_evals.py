@@ -356,7 +356,7 @@ def test_the_picture_has_a_cell_for_every_score_in_its_colour(tmp_path: Path) ->
     [
         (
             ["needle", "--lengths", "512,many"],
-            "'512,many' is not a list of token counts; write one like 512,4096",
+            "'512,many' is not a list of token counts; write one like 4096,32K,1M",
         ),
         (["needle", "--lengths", "0"], "'0' is not a list of token counts"),
         (["needle", "--depths", "0"], "'--depths'"),

@@ -251,8 +251,7 @@ class _Vocabulary:
             matcher = _deep(lambda: self._matcher(self.tokenizer, grammar, log_level=0, limits=self._limits))
         except RuntimeError as fault:
             raise StructureError(
-                f"llguidance has failed on it: {fault}; simplify it, or report it to the maintainers of "
-                "llguidance"
+                f"llguidance has failed on it: {fault}; simplify it, or report this to its maintainers"
             ) from fault
         if matcher.is_error():
             raise StructureError(said(matcher.get_error()))

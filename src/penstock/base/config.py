@@ -130,7 +130,7 @@ class Config(Declared):
     )
     sketch_bits: int = setting(
         4,
-        help="Bits a number in the sketch, the copy of keys by which policies choose blocks.",
+        help="Bits of each number in the sketch, the copy of keys by which policies choose blocks.",
         details="The sketch bounds the attention that a policy misses. 4 bits take a seventh of the KV's "
         "bytes. 8 take a quarter, and bound more closely. 0 take a sixty-fourth: blocks are chosen by the "
         "extremes of their keys, and the bound says little.",

@@ -61,7 +61,11 @@ class Trace:
             if not os.access(path if path.exists() else folder, os.W_OK):
                 raise _refusal(path, "writing there is not permitted")
             if not path.exists():
-                _make_and_remove(Path(os.path.realpath(path)))  # where a symbolic link to nothing leads
+                # Made and removed, for what permissions do not show: names that are too long, read-only file
+                # systems. A symbolic link to nothing is followed.
+                new = os.path.realpath(path)
+                os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
+                os.unlink(new)
         except OSError as error:
             raise _refusal(path, error.strerror or str(error)) from error
 
@@ -142,14 +146,6 @@ class Trace:
                     }
         for at, _, name, values in sorted(counters, key=_begin_and_end):
             yield {"ph": "C", "pid": _PROCESS, "tid": 0, "name": name, "ts": at / 1000, "args": values}
-
-
-def _make_and_remove(path: Path) -> None:
-    """Make a new file and remove it, for what permissions do not show: names that are too long, read-only
-    file systems. Raises OSError.
-    """
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
-    path.unlink()
 
 
 def _lanes(spans: list[_Placed]) -> list[list[_Placed]]:

@@ -8,7 +8,17 @@ from penstock.base.errors import ConfigError
 from penstock.base.units import parse_size
 from penstock.bench.shapes import SHAPES
 from penstock.cli.command import debug_option, option
-from penstock.cli.options import DEVICE, ENGINE, MAX_STEP_TOKENS, OUTPUT, THREADS, far_kv, size
+from penstock.cli.options import (
+    DEVICE,
+    ENGINE,
+    MAX_STEP_TOKENS,
+    OUTPUT,
+    THREADS,
+    far_kv,
+    size,
+    sizes,
+    token_counts,
+)
 
 WORK = "Work"
 COUNT = click.IntRange(min=1)
@@ -23,7 +33,9 @@ MODEL = (
     ),
 )
 BATCH = (
-    option(WORK, "--batch", type=COUNT, default=1, metavar="N", help="Sequences at once. [1]"),
+    option(
+        WORK, "--batch", type=COUNT, default=1, metavar="N", help="Sequences that are computed at once. [1]"
+    ),
     option(
         WORK,
         "--context",
@@ -40,7 +52,10 @@ BATCH = (
         help="Do it all N times, with fresh prompts. [3]",
     ),
     option(
-        WORK, "--baseline", type=click.Choice(["transformers"]), help="Measure this too, if it is installed."
+        WORK,
+        "--baseline",
+        type=click.Choice(["transformers"]),
+        help="Measure transformers too, if it is installed.",
     ),
 )
 BENCH_ENGINE = (
@@ -58,7 +73,7 @@ BENCH_ENGINE = (
         callback=size,
         default="16GiB",
         metavar="SIZE",
-        help="Most to write there; layers share it. [16GiB]",
+        help="Most bytes of that file; layers share them. [16GiB]",
     ),
 )
 WINDOW = (
@@ -67,7 +82,7 @@ WINDOW = (
         "--window",
         callback=size,
         metavar="SIZE",
-        help="Compare: a window, through which all weights pass each time.",
+        help="Size of a sliding window through which all weights pass, for comparison. [none]",
     ),
 )
 KV_BELOW = far_kv(
@@ -82,19 +97,10 @@ REST = (
         "--out",
         type=click.Path(dir_okay=False, path_type=Path),
         metavar="FILE",
-        help="Write that line to FILE too.",
+        help="Write the line of JSON to FILE, too.",
     ),
     debug_option,
 )
-
-
-def _lengths(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    try:
-        return None if value is None else tuple(parse_size(part) for part in value.split(","))
-    except ConfigError as error:
-        raise click.BadParameter(
-            f"{value!r} is not a list of token counts; write one like 4096,32K,1M", ctx, parameter
-        ) from error
 
 
 def _span(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int]:
@@ -114,15 +120,6 @@ def _span(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[i
     return least, most
 
 
-def _rooms(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    try:
-        return tuple(parse_size(part) for part in value.split(","))
-    except ConfigError as error:
-        raise click.BadParameter(
-            f"{value!r} is not a list of sizes; write one like 128GiB,1TiB", ctx, parameter
-        ) from error
-
-
 def _policies(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
     if unknown := [name for name in value.split(",") if name not in _POLICIES.split(",")]:
         raise click.BadParameter(f"{unknown[0]!r} is no policy; give some of {_POLICIES}", ctx, parameter)
@@ -133,7 +130,7 @@ CONTEXTS = (
     option(
         WORK,
         "--lengths",
-        callback=_lengths,
+        callback=token_counts,
         metavar="N,N,...",
         help="Prompt tokens: 4096,32K,1M. [4K, 8K, 16K and so on, as there is room]",
     ),
@@ -154,7 +151,7 @@ REQUESTS = (
         type=click.IntRange(1, 1_000_000),
         default=256,
         metavar="N",
-        help="All there from the start. [256]",
+        help="Requests, all there from the start. [256]",
     ),
     option(
         WORK,
@@ -179,12 +176,15 @@ REQUESTS = (
         type=click.FloatRange(min=0),
         default=0.0,
         metavar="T",
-        help="0: the likeliest tokens. [0]",
+        help="Sampling temperature; 0 takes the likeliest tokens. [0]",
     ),
-    option(WORK, "--seed", type=int, default=0, metavar="N", help="Of lengths and prompts. [0]"),
-    option(WORK, "--repeat", type=COUNT, default=1, metavar="N", help="Do it all N times. [1]"),
+    option(WORK, "--seed", type=int, default=0, metavar="N", help="Seed of lengths and prompts. [0]"),
+    option(WORK, "--repeat", type=COUNT, default=1, metavar="N", help="Serve all requests N times. [1]"),
     option(
-        WORK, "--baseline", type=click.Choice(["transformers"]), help="Measure this too, if it is installed."
+        WORK,
+        "--baseline",
+        type=click.Choice(["transformers"]),
+        help="Measure transformers too, if it is installed.",
     ),
     option(
         ENGINE, "--max-sequences", type=COUNT, metavar="N", help="Most requests at once. [the device's usual]"
@@ -209,10 +209,10 @@ CACHES = (
     option(
         HASHES,
         "--rooms",
-        callback=_rooms,
+        callback=sizes,
         default="128GiB,256GiB,512GiB,1TiB,2TiB,4TiB",
         metavar="SIZE,...",
-        help="Caches. [128GiB to 4TiB]",
+        help="Sizes of the caches. [128GiB to 4TiB]",
     ),
     option(
         HASHES,
@@ -220,7 +220,7 @@ CACHES = (
         callback=size,
         default="64MiB",
         metavar="SIZE",
-        help="Of a block. [64MiB: 512 tokens of an 8B model]",
+        help="Size of a KV block. [64MiB: 512 tokens of an 8B model]",
     ),
     option(
         HASHES,
@@ -228,7 +228,7 @@ CACHES = (
         callback=_policies,
         default=_POLICIES,
         metavar="NAME,...",
-        help=f"What to compare. [{_POLICIES}]",
+        help=f"Eviction policies to compare. [{_POLICIES}]",
     ),
     option(
         HASHES,
@@ -243,9 +243,9 @@ CACHES = (
         type=click.IntRange(min=0),
         default=1_000_000,
         metavar="N",
-        help="Blocks to cost `adaptive` with. [1000000]",
+        help="Blocks to measure the cost of `adaptive` with; 0 leaves it out. [1000000]",
     ),
-    option(HASHES, "--seed", type=int, default=0, metavar="N", help="Of a generated workload. [0]"),
+    option(HASHES, "--seed", type=int, default=0, metavar="N", help="Seed of a generated workload. [0]"),
 )
 REPLAY = (
     option(
@@ -257,14 +257,19 @@ REPLAY = (
     ),
     option(SERVED, "--shape", type=click.Choice(list(SHAPES)), help="Random weights in this shape instead."),
     option(
-        SERVED, "--requests", type=COUNT, default=100, metavar="N", help="The first N of the trace. [100]"
+        SERVED,
+        "--requests",
+        type=COUNT,
+        default=100,
+        metavar="N",
+        help="Requests to serve, from the first of the trace on. [100]",
     ),
     option(
         SERVED,
         "--block-tokens",
         type=COUNT,
         metavar="N",
-        help="For 512 of the trace. [512, or what the model has room for]",
+        help="Tokens for each block of 512 in the trace. [512, or what the model has room for]",
     ),
     option(
         SERVED,
@@ -281,8 +286,13 @@ REPLAY = (
         help="Requests come X times as fast as recorded. [as they are served]",
     ),
     option(SERVED, "--max-sequences", type=COUNT, metavar="N", help=f"Most requests at once. [{AT_ONCE}]"),
-    option(SERVED, "--compare/--no-compare", default=True, help="Again with --kv-store off. [yes]"),
-    option(SERVED, "--check-output", is_flag=True, help="Exit with 1 if any answer differs in that."),
+    option(
+        SERVED,
+        "--compare/--no-compare",
+        default=True,
+        help="Serve the requests again with --kv-store off. [yes]",
+    ),
+    option(SERVED, "--check-output", is_flag=True, help="Exit with 1 if any answer differs between the two."),
     option(SERVED, "--keep", is_flag=True, help="Start from what --kv-directory has, and leave it there."),
 )
 REPLAY_KV = far_kv("what the longest request needs", _HOST_KV)

@@ -104,9 +104,7 @@ def option(section: str, *names: str, **attributes: object) -> Decorator:
 
 
 def _note_debug(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
-    session = ctx.find_object(Session)
-    if value and session is not None:
-        session.debug = True
+    ctx.ensure_object(Session).debug |= value
 
 
 def debug_option(function: Callable[..., object]) -> Callable[..., object]:
@@ -143,9 +141,7 @@ def _configure(ctx: click.Context, parameter: click.Parameter, value: Path | Non
 
 
 def _note_config(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> None:
-    session = ctx.find_object(Session)
-    if session is not None:
-        session.config = value
+    ctx.ensure_object(Session).config = value
 
 
 _CONFIG: dict[str, Any] = {

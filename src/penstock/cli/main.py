@@ -119,20 +119,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PenstockError as error:
         return _report(session, f"error: {error}", 2)
     except MemoryError:
-        what = "the machine refused more memory; lower --device-memory, or close what uses memory"
-        return _report(session, f"error: {what}", 2)
+        return _report(
+            session,
+            "error: the machine refused more memory; lower --device-memory, or close what uses memory",
+            2,
+        )
     except Exception as error:
         if not isinstance(error, OSError) or error.errno not in OUTPUT_FAULTS or error.filename is not None:
             return _internal(session, error)
         _silence()
-        what = f"cannot be written: {error.strerror}; free some space, or redirect it to another disk"
-        return _report(session, f"error: the output {what}", 2)
+        return _report(
+            session,
+            f"error: the output cannot be written: {error.strerror}; free some space, or redirect it to "
+            "another disk",
+            2,
+        )
 
 
 def _internal(session: Session, error: Exception) -> int:
     """Report an error that is a bug of penstock, while it is handled, and return the exit code."""
-    what = f"{type(error).__name__}: {error}; run with --debug, and report the traceback"
-    return _report(session, f"internal error: {what}", 1)
+    return _report(
+        session,
+        f"internal error: {type(error).__name__}: {error}; run with --debug, and report the traceback",
+        1,
+    )
 
 
 def _usage(error: click.ClickException) -> str:

@@ -41,6 +41,21 @@ size = partial(_checked, lambda text: parse_size(text, whole=UNKNOWN_WHOLE))
 """The callback of a flag that takes a size, and is no setting of the engine."""
 
 
+def _numbers(
+    what: str, ctx: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[int, ...] | None:
+    """Return the numbers of a flag that takes several, with commas between. Raises click.BadParameter."""
+    try:
+        return None if value is None else tuple(map(parse_size, value.split(",")))
+    except ConfigError as error:
+        raise click.BadParameter(f"{value!r} is not a list of {what}", ctx, parameter) from error
+
+
+token_counts = partial(_numbers, "token counts; write one like 4096,32K,1M")
+sizes = partial(_numbers, "sizes; write one like 128GiB,1TiB")
+"""The callbacks of flags that take several token counts, or several sizes."""
+
+
 def flag(one: SettingField, section: str = ENGINE, **instead: object) -> Decorator:
     """Return the flag of a declared setting.
 
@@ -215,7 +230,7 @@ _SAMPLING = (
         "--choice",
         multiple=True,
         metavar="TEXT",
-        help="Hold the output to this text, or to one of several; may be repeated.",
+        help="Hold the output to one of these texts; may be repeated.",
     ),
     option(
         SAMPLING,
@@ -238,7 +253,7 @@ _REPORT = (
         "--trace",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="Write what streamed when: a Chrome trace for ui.perfetto.dev.",
+        help="Write a Chrome trace of reads, copies and waits, for ui.perfetto.dev.",
     ),
     option(OUTPUT, "--quiet", "-q", is_flag=True, help="Do not print device, memory sizing and statistics."),
     option(

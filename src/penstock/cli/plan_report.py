@@ -1,7 +1,5 @@
 """A forecast for those who asked for it: as a table, and as one line of JSON with the same numbers."""
 
-import dataclasses
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +9,7 @@ from penstock.arch import bounds
 from penstock.arch.families import TensorNames
 from penstock.arch.layout import GroupKind, group_layouts
 from penstock.arch.spec import ModelSpec
+from penstock.base.report import JsonLine
 from penstock.base.tiers import Tier
 from penstock.base.units import format_rate, format_size
 from penstock.engine.costs import StepCosts
@@ -99,7 +98,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(JsonLine):
     """`kinds`: how many groups there are of each kind. `order`: of a pass, without experts."""
 
     model: str
@@ -147,10 +146,6 @@ class Report:
             kinds=dict(Counter(layout.id.kind.value for layout in layouts)),
             order=tuple(Cell(str(use.id), placement.homes[use.id], use.size) for use in placement.uses),
         )
-
-    def line(self) -> str:
-        """Return everything, as one line of JSON."""
-        return json.dumps(dataclasses.asdict(self))
 
     def __str__(self) -> str:
         blocks = (

@@ -1,6 +1,7 @@
 """Find the prompt, on the command line, in a file or on stdin, and its model. Nothing here needs the
 model."""
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ def model_and_prompt(arguments: tuple[str, ...], file: str | None) -> tuple[Path
         return model_path(arguments[0] if arguments else None), _checked(_read_file(file), typed=False)
     if len(arguments) == 2:
         return model_path(arguments[0]), _prompt(arguments[1])
-    if arguments and not _is_checkpoint(arguments[0]):
+    if arguments and not os.path.exists(os.path.join(arguments[0], "config.json")):
         _doubt(arguments[0])
         return SHIPPED_MODEL, _prompt(arguments[0])
     model = Path(arguments[0]) if arguments else SHIPPED_MODEL
@@ -58,24 +59,12 @@ def model_path(argument: str | None) -> Path:
     """
     if argument is None:
         return SHIPPED_MODEL
-    path = Path(argument)
-    try:
-        there = path.exists()
-    except (OSError, ValueError):  # a name that no file can have, perhaps a prompt
-        there = False
-    if not there:
+    if not os.path.exists(argument):  # Also for a name that no file can have, perhaps a prompt.
         hint = "; put the prompt in quotes" if " " not in argument and "/" not in argument else ""
         raise CheckpointError(
             f"model {argument[:200]!r} does not exist; give a directory with a config.json{hint}"
         )
-    return path
-
-
-def _is_checkpoint(argument: str) -> bool:
-    try:
-        return (Path(argument) / "config.json").exists()
-    except (OSError, ValueError):
-        return False
+    return Path(argument)
 
 
 def _doubt(argument: str) -> None:

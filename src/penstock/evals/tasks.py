@@ -68,15 +68,11 @@ def share(answer: str, sample: Sample) -> float:
     return found / (len(sample.expected) + wrong)
 
 
-def _single(rng: random.Random, length: int, depth: float, material: Material) -> Sample:
-    return _find(rng, length, depth, material, 0)
-
-
 def _keys(rng: random.Random, length: int, depth: float, material: Material) -> Sample:
     return _find(rng, length, depth, material, min(max(length // 128, 3), 64))
 
 
-def _find(rng: random.Random, length: int, depth: float, material: Material, others: int) -> Sample:
+def _find(rng: random.Random, length: int, depth: float, material: Material, others: int = 0) -> Sample:
     asked, *more = islice(facts(rng), 1 + others)
     question = Question(rng.choice(INSTRUCTIONS), asked.question, asked.answer_head)
     hidden = [(depth, asked.statement), *((rng.random(), other.statement) for other in more)]
@@ -128,7 +124,7 @@ def _words(rng: random.Random, length: int, depth: float, material: Material) ->
 
 
 TASKS: Mapping[str, EvalTask] = {
-    "single": EvalTask("one fact in a text", _single, exact),
+    "single": EvalTask("one fact in a text", _find, exact),
     "keys": EvalTask("one fact among many of the same kind", _keys, exact),
     "variables": EvalTask("all names that got one value, through each other", _variables, share),
     "words": EvalTask("the most frequent words of a list", _words, share, deep=False),

@@ -304,7 +304,8 @@ def fit(
     decode = []
     for rows in sorted({sample.rows for sample in samples} - {0}):
         those = [sample for sample in samples if sample.rows == rows]
-        table = [_decode_row(sample.work) for sample in those]
+        works = [sample.work for sample in those]
+        table = [[1.0, it.layers, it.moe_layers, it.weights, it.experts, it.kv] for it in works]
         step, layer, moe_layer, *slow = _least_squares(table, [sample.seconds for sample in those])
         decode.append(
             DecodeCosts(rows, step, layer, moe_layer, *(_rate(each, ceilings.copy) for each in slow))
@@ -392,10 +393,6 @@ _UNKNOWN = 1e18
 
 def _rate(seconds: float, fallback: float) -> float:
     return 1 / seconds if seconds > 0 else fallback
-
-
-def _decode_row(work: UseWork) -> list[float]:
-    return [1.0, work.layers, work.moe_layers, work.weights, work.experts, work.kv]
 
 
 def _least_squares(

@@ -293,18 +293,16 @@ def measure(bench: CacheBench, say: Callable[[str], None] = lambda _: None) -> C
         hits = {name: replay(trace, POLICIES[name](trace, blocks), blocks, first) for name in bench.policies}
         rows.append(CacheRow(capacity, blocks, hits))
         say(f"{blocks:,} blocks: " + ", ".join(f"{name} {rate:.1%}" for name, rate in hits.items()))
-    asked = sum(map(len, trace))
-    cost = _cost(bench.cost) if bench.cost else None
     return CacheReport(
-        "trace",
-        str(bench.path),
-        len(trace),
-        asked,
-        distinct,
-        bench.part,
-        bench.block_bytes,
-        tuple(rows),
-        cost,
+        bench="trace",
+        trace=str(bench.path),
+        requests=len(trace),
+        asked=sum(map(len, trace)),
+        distinct=distinct,
+        part=bench.part,
+        block_bytes=bench.block_bytes,
+        rows=tuple(rows),
+        cost=_cost(bench.cost) if bench.cost else None,
     )
 
 

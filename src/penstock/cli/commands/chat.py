@@ -45,7 +45,7 @@ EXAMPLES = r"""
     PROMPT,
     "--chat/--raw",
     default=True,
-    help="Use the model's chat template, or write one text by turns. [--chat]",
+    help="Use the model's chat template; --raw continues one plain text instead. [--chat]",
 )
 @option(
     SAMPLING,

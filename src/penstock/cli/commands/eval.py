@@ -21,6 +21,7 @@ from penstock.cli.options import (
     THREADS,
     far_kv,
     settings_from,
+    token_counts,
     with_options,
 )
 from penstock.cli.summaries import kv_summary
@@ -41,17 +42,6 @@ _RULER = """
 """
 
 
-def _lengths(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    parts = [part.strip().replace("_", "") for part in value.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise click.BadParameter(
-            f"{value!r} is not a list of token counts; write one like 512,4096", ctx, parameter
-        )
-    return tuple(map(int, parts))
-
-
 def _tasks(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(part.strip() for part in value.split(",")))
     unknown = [name for name in names if name not in TASKS]
@@ -65,7 +55,7 @@ _shared = with_options(
     option(
         WORK,
         "--lengths",
-        callback=_lengths,
+        callback=token_counts,
         metavar="N,N,...",
         help="Tokens of prompt and answer. [512 to 32768, as there is room]",
     ),
@@ -81,7 +71,7 @@ _shared = with_options(
         WORK, "--samples", type=_COUNT, default=8, metavar="N", help="Prompts for each length and depth. [8]"
     ),
     option(WORK, "--text", type=click.Path(exists=True, path_type=Path), metavar="PATH", help=_TEXT),
-    option(WORK, "--seed", type=int, default=1, metavar="N", help="The same seed asks the same. [1]"),
+    option(WORK, "--seed", type=int, default=1, metavar="N", help="Seed of texts and questions. [1]"),
     option(
         WORK,
         "--raw",
@@ -89,7 +79,7 @@ _shared = with_options(
         help="Leave the model's chat template out; the prompt ends in the beginning of the answer.",
     ),
     option(OUTPUT, "--json", is_flag=True, help="Print nothing but one line of JSON."),
-    option(OUTPUT, "--out", type=_FILE, metavar="FILE", help="Write that line to FILE."),
+    option(OUTPUT, "--out", type=_FILE, metavar="FILE", help="Write the line of JSON to FILE, too."),
     option(
         OUTPUT, "--picture", type=_FILE, metavar="FILE", help="Draw a heat map by depth and length, as a PNG."
     ),

@@ -122,18 +122,48 @@ USUAL = "desktop-24"
     type=click.Choice(list(MACHINES)),
     help="A usual machine, or the H200 of the results. [this one]",
 )
-@option(MACHINE, "--device-memory", metavar="SIZE", help="What the engine may take on the device: 16GiB.")
-@option(MACHINE, "--host-memory", metavar="SIZE", help="What it may take in host memory: 100GiB.")
-@option(MACHINE, "--link-rate", metavar="RATE", help="From host memory to the device: 54GB/s.")
-@option(MACHINE, "--disk-rate", metavar="RATE", help="From disk to host memory: 3GB/s; none or 0: no disk.")
-@option(MACHINE, "--device-read", metavar="RATE", help="Of the device's own memory: 4TB/s.")
-@option(MACHINE, "--compute", metavar="RATE", help="Matrix products in the dtype: 700TFLOPS.")
+@option(
+    MACHINE,
+    "--device-memory",
+    metavar="SIZE",
+    help="Memory that the engine may take on the device: 16GiB. [the machine's]",
+)
+@option(
+    MACHINE,
+    "--host-memory",
+    metavar="SIZE",
+    help="Host memory that the engine may take: 100GiB. [the machine's]",
+)
+@option(
+    MACHINE,
+    "--link-rate",
+    metavar="RATE",
+    help="Rate of copies from host memory to the device: 54GB/s. [the machine's]",
+)
+@option(
+    MACHINE,
+    "--disk-rate",
+    metavar="RATE",
+    help="Rate of reads from disk: 3GB/s; none or 0 for no disk. [the machine's]",
+)
+@option(
+    MACHINE,
+    "--device-read",
+    metavar="RATE",
+    help="Rate of reads from the device's own memory: 4TB/s. [the machine's]",
+)
+@option(
+    MACHINE,
+    "--compute",
+    metavar="RATE",
+    help="Rate of matrix products in the dtype: 700TFLOPS. [the machine's]",
+)
 @option(
     MACHINE,
     "--costs",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="What `penstock doctor` measured of its steps. [the machine's]",
+    help="File of step costs that `penstock doctor` measured. [the machine's]",
 )
 @option(
     MACHINE,
@@ -141,11 +171,16 @@ USUAL = "desktop-24"
     type=click.Path(path_type=Path),
     default=CACHE,
     metavar="DIR",
-    help=f"Where it keeps that. [{CACHE}]",
+    help=f"Directory in which `penstock doctor` keeps step costs. [{CACHE}]",
 )
-@option(WORK, "--batch", type=_COUNT, default=1, metavar="N", help="Sequences at once. [1]")
+@option(WORK, "--batch", type=_COUNT, default=1, metavar="N", help="Sequences that are computed at once. [1]")
 @option(
-    WORK, "--context", type=_COUNT, default=4096, metavar="N", help="Tokens that each of them reaches. [4096]"
+    WORK,
+    "--context",
+    type=_COUNT,
+    default=4096,
+    metavar="N",
+    help="Tokens of each sequence, prompt and output. [4096]",
 )
 @option(
     WORK, "--step-tokens", type=_COUNT, metavar="N", help="Most tokens computed in one step. [8192; cpu: 512]"
@@ -156,7 +191,7 @@ USUAL = "desktop-24"
     type=click.Choice(DTYPES),
     default="auto",
     metavar="TYPE",
-    help="auto, float32, float16 or bfloat16. [auto: the model's]",
+    help="Data type of weights and KV: auto, float32, float16 or bfloat16. [auto: the model's]",
 )
 @option(OUTPUT, "--json", is_flag=True, help="Print one line of JSON instead.")
 @option(
@@ -164,7 +199,7 @@ USUAL = "desktop-24"
     "--picture",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Draw it, too, as a PNG.",
+    help="Draw the forecast as a PNG, too.",
 )
 @debug_option
 def command(

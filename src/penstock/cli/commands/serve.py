@@ -83,7 +83,7 @@ def _flags(section: str, *names: str) -> Decorator:
     SERVER,
     "--without-keys",
     is_flag=True,
-    help="Serve all who reach --host, though there are no keys.",
+    help="Let anybody who can reach --host use the server, without keys.",
 )
 @_flags(SERVER, "share_prefixes")
 @_flags(LIMITS, "queue", "max_body", "request_timeout", "patience", "max_kept")
