@@ -130,8 +130,8 @@ def _spec(
     kv_heads = config.whole("num_key_value_heads", heads)
     if heads % kv_heads:
         raise UnsupportedModelError(
-            f"{config.where}: key 'num_attention_heads' is {heads}; it must be a multiple of "
-            f"num_key_value_heads, {kv_heads}; correct config.json, or fetch it again"
+            f"{config.where}: key 'num_attention_heads' is {heads}; it must be a multiple of key "
+            f"'num_key_value_heads', {kv_heads}; correct config.json, or fetch it again"
         )
     if config.get("head_dim") is None and hidden % heads:
         raise UnsupportedModelError(
