@@ -4,7 +4,8 @@ back."""
 import codecs
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -23,10 +24,18 @@ _SEPARATE = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip
 known at once."""
 
 
-def has_failed(error: BaseException) -> bool:
-    """Tell whether the tokenizers library has raised this of its own: where it panics, that is no
-    Exception."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+@contextmanager
+def failures_as(fault: Callable[[str], Exception]) -> Iterator[None]:
+    """Raise `fault` of the reason, in one line, where the tokenizers library fails within this block.
+
+    Where the library panics it raises what is no Exception.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise fault(" ".join(str(error).split())) from error
 
 
 def growth_of(part: "tokenizers.normalizers.Normalizer | tokenizers.decoders.Decoder | None") -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tokenizers
 
-from penstock.api.text.detokenize import Detokenizer, Pieces, growth_of, has_failed, longest_share
+from penstock.api.text.detokenize import Detokenizer, Pieces, failures_as, growth_of, longest_share
 from penstock.api.text.messages import conversation
 from penstock.api.text.processes import Pool, Process, serve
 from penstock.api.text.rendering import Template
@@ -66,14 +66,10 @@ class Tokenizer:
         expect_inside(path)
         file = path / "tokenizer.json"
         source = _read(file)
-        try:
+        with failures_as(
+            lambda why: CheckpointError(f"{file} is not a tokenizer: {why}; fetch the file again")
+        ):
             tokenizer = tokenizers.Tokenizer.from_str(source)
-        except BaseException as error:
-            if not has_failed(error):
-                raise
-            raise CheckpointError(
-                f"{file} is not a tokenizer: {' '.join(str(error).split())}; fetch the file again"
-            ) from error
         growth = max(growth_of(tokenizer.normalizer), growth_of(tokenizer.decoder))
         if growth > MOST_GROWTH:
             raise CheckpointError(
@@ -172,15 +168,12 @@ class Tokenizer:
             _check_unicode(text)
         # Without offsets it takes half the time, and unlike `encode` it lets other Python threads run
         # meanwhile.
-        try:
+        with failures_as(
+            lambda why: RequestError(
+                f"the model's tokenizer has no tokens for this text: {why}; try another, or send token ids"
+            )
+        ):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
-        except BaseException as error:
-            if not has_failed(error):
-                raise
-            reason = " ".join(str(error).split())
-            raise RequestError(
-                f"the model's tokenizer has no tokens for this text: {reason}; try another, or send token ids"
-            ) from error
         return [encoding.ids for encoding in encodings]
 
     def _done_aside(self, what: bytes, text: str) -> bytes | None:
@@ -217,15 +210,12 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """Return the text of tokens; those that the tokenizer does not know are left out. Raises RequestError
         where it fails."""
-        try:
+        with failures_as(
+            lambda why: RequestError(
+                f"the model's tokenizer cannot turn these tokens into text: {why}; give ids of its vocabulary"
+            )
+        ):
             return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
-        except BaseException as error:
-            if not has_failed(error):
-                raise
-            raise RequestError(
-                f"the model's tokenizer cannot turn these tokens into text: {' '.join(str(error).split())}; "
-                "give ids of its vocabulary"
-            ) from error
 
     def detokenizer(self, stop: Sequence[str] = (), include_stop: bool = False, *, skip_special: bool = True,
                     continues: bool = False, kept: Collection[int] = ()) -> Detokenizer:  # fmt: skip
