@@ -92,7 +92,9 @@ def survey(path: Path) -> StoreInfo:
         last_used = os.stat(path / JOURNAL).st_mtime if found.replay else os.stat(path).st_mtime
         real = sum(_real(Path(file)) for file in files)
     except OSError as fault:
-        raise StoreError(f"{path} cannot be read: {reason(fault)}") from fault
+        raise StoreError(
+            f"{path} cannot be read: {reason(fault)}; check its permissions and the disk"
+        ) from fault
     records = len(found.live)
     sizes = records * found.record_bytes, real, len(found.segments)
     return StoreInfo(
@@ -201,7 +203,9 @@ def _contents(path: Path, about: dict[str, object]) -> Contents:
         try:
             likely = size is not None and all(segment.may_hold_such() for segment in found.segments.values())
         except OSError as fault:
-            raise StoreError(f"{path} cannot be read: {reason(fault)}") from fault
+            raise StoreError(
+                f"{path} cannot be read: {reason(fault)}; check its permissions and the disk"
+            ) from fault
         if not likely:
             raise StoreError(
                 f"{path} has lost its journal, and {ABOUT} does not have the size of its records; start the "

@@ -107,7 +107,9 @@ async def _to_the_end(events: AsyncGenerator[bytes], stream: ResponseStream) -> 
                 yield event
     except Exception as fault:
         if not isinstance(fault, PenstockError):
-            _LOG.error("a stream has failed", exc_info=fault)
+            _LOG.error(
+                "a stream has failed; the traceback shows a bug of penstock, so report it", exc_info=fault
+            )
         yield stream.failure(said(fault))
 
 
@@ -148,7 +150,9 @@ async def _chunk_events(
     except Exception as fault:
         # The status has been sent: that is all that can still be said.
         if not isinstance(fault, PenstockError):
-            _LOG.error("a stream has failed", exc_info=fault)
+            _LOG.error(
+                "a stream has failed; the traceback shows a bug of penstock, so report it", exc_info=fault
+            )
         yield _event(error(said(fault), "server_error"))
         return
     yield b"data: [DONE]\n\n"

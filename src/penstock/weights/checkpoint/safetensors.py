@@ -120,7 +120,7 @@ def _entry(value: object, start: int, where: str) -> TensorEntry:
     if (end - begin) * 8 != bits:  # As for a range that is reversed.
         raise CheckpointError(
             f"{where} has data_offsets {shown(offsets)}, but {shown(shape)} of {dtype} takes {bits / 8:g} "
-            "bytes"
+            "bytes; fetch the file again"
         )
     return TensorEntry(dtype, tuple(shape), start + begin, end - begin)
 

@@ -272,7 +272,9 @@ def _manifest(body: Mapping[str, object], where: str) -> Manifest:
                 if run.offset < end
                 else f"leaves {run.offset - end} bytes before it unused"
             )
-            raise CheckpointError(f"{name} at byte {run.offset} {fault}")
+            raise CheckpointError(
+                f"{name} at byte {run.offset} {fault}; remove the pack, and pack the model again"
+            )
         seen.add(run.id)
         runs.append(run)
         end = run.end
