@@ -231,7 +231,7 @@ def test_who_may_take_no_longer_is_told_so_and_holds_nothing(llm: LLM) -> None:
         whole = broker.submit([free], 1000.0)[0]
         for call in calls:
             with pytest.raises(
-                DeadlineError, match=r"has taken 0\.3 seconds, which is all it may \(timeout\)"
+                DeadlineError, match=r"has taken 0\.3 seconds, the most that it may \(timeout\)"
             ):
                 await call.completion()
         assert (await whole.completion()).tokens == alone.tokens

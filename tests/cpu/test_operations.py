@@ -457,7 +457,7 @@ def test_without_a_place_for_traces_nothing_is_imported(caplog: pytest.LogCaptur
         {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
     ) as sinks:
         assert sinks == []
-    assert "only sent by http/protobuf" in caplog.text
+    assert "only http/protobuf is supported" in caplog.text
 
 
 # ---- metrics

@@ -184,12 +184,12 @@ class ChatSession:
             put = (lambda text: None) if self.json else live.write
             live.compute(length)
             answer = follow(self.llm, request, params, lambda delta: put(delta.text), lambda: interrupt.asked)
-            output = answer.outputs[0]
+            output = answer.completion.outputs[0]
             if not output.text.endswith("\n"):
                 put("\n")
         if self.json:
             write(json_line(record(self.llm, self.config, line, params, answer)))
-        stopped = output.finish is FinishReason.ABORT
+        stopped = output.finish_reason is FinishReason.ABORT
         self.leaving = stopped
         if stopped and not output.text.strip():
             say("stopped; the message and its answer are left out of the conversation", faint=True)
@@ -200,12 +200,9 @@ class ChatSession:
     def _remark(self, answer: TimedAnswer, *, full: bool) -> None:
         if self.verbose:
             remark(answer)
-        if full and answer.outputs[0].finish is FinishReason.LENGTH:
-            say(
-                f"the context is full with {answer.prompt_tokens + answer.tokens} tokens; /reset begins a "
-                "new conversation",
-                faint=True,
-            )
+        if full and answer.completion.finish_reason is FinishReason.LENGTH:
+            held = len(answer.completion.prompt_tokens) + answer.tokens
+            say(f"the context is full with {held} tokens; /reset begins a new conversation", faint=True)
 
 
 def _ask() -> str:
