@@ -1,5 +1,6 @@
 """Lists the options of `penstock bench`, and reads their values."""
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -15,6 +16,7 @@ from penstock.cli.options import (
     OUTPUT,
     THREADS,
     far_kv,
+    names_of,
     size,
     sizes,
     token_counts,
@@ -22,7 +24,7 @@ from penstock.cli.options import (
 
 WORK = "Work"
 COUNT = click.IntRange(min=1)
-_POLICIES = "fifo,lru,second-use,prospect,adaptive,clairvoyant"
+_POLICIES = ["fifo", "lru", "second-use", "prospect", "adaptive", "clairvoyant"]
 _SCRATCH = "Random weights beyond device and host memory are read from a file in DIR."
 MODEL = (
     option(
@@ -118,12 +120,6 @@ def _span(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[i
             parameter,
         )
     return least, most
-
-
-def _policies(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    if unknown := [name for name in value.split(",") if name not in _POLICIES.split(",")]:
-        raise click.BadParameter(f"{unknown[0]!r} is no policy; give some of {_POLICIES}", ctx, parameter)
-    return tuple(value.split(","))
 
 
 CONTEXTS = (
@@ -225,10 +221,10 @@ CACHES = (
     option(
         HASHES,
         "--policies",
-        callback=_policies,
-        default=_POLICIES,
+        callback=partial(names_of, "policy", _POLICIES),
+        default=",".join(_POLICIES),
         metavar="NAME,...",
-        help=f"Eviction policies to compare. [{_POLICIES}]",
+        help=f"Eviction policies to compare. [{','.join(_POLICIES)}]",
     ),
     option(
         HASHES,

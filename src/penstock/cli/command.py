@@ -107,17 +107,16 @@ def _note_debug(ctx: click.Context, parameter: click.Parameter, value: bool) -> 
     ctx.ensure_object(Session).debug |= value
 
 
-def debug_option(function: Callable[..., object]) -> Callable[..., object]:
-    """Add --debug, which may stand before a command or after it."""
-    return option(
-        OTHER,
-        "--debug",
-        is_flag=True,
-        is_eager=True,
-        expose_value=False,
-        callback=_note_debug,
-        help="Show tracebacks of errors, as PENSTOCK_DEBUG=1 does.",
-    )(function)
+debug_option = option(
+    OTHER,
+    "--debug",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_note_debug,
+    help="Show tracebacks of errors, as PENSTOCK_DEBUG=1 does.",
+)
+"""Adds --debug, which may stand before a command or after it."""
 
 
 def _configure(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> None:
@@ -152,6 +151,5 @@ _CONFIG: dict[str, Any] = {
 }
 
 
-def config_option(function: Callable[..., object]) -> Callable[..., object]:
-    """Add --config before a command; every command has its own, too."""
-    return option(OTHER, "--config", callback=_note_config, **_CONFIG)(function)
+config_option = option(OTHER, "--config", callback=_note_config, **_CONFIG)
+"""Adds --config before a command; every command has its own, too."""

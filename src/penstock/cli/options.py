@@ -5,7 +5,7 @@ imported, which takes 1.2 s.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial, reduce
 from pathlib import Path
@@ -54,6 +54,20 @@ def _numbers(
 token_counts = partial(_numbers, "token counts; write one like 4096,32K,1M")
 sizes = partial(_numbers, "sizes; write one like 128GiB,1TiB")
 """The callbacks of flags that take several token counts, or several sizes."""
+
+
+def names_of(
+    what: str, known: Sequence[str], ctx: click.Context, parameter: click.Parameter, value: str
+) -> tuple[str, ...]:
+    """Return the names of a flag that takes several of the known ones, with commas between.
+
+    Raises click.BadParameter.
+    """
+    names = tuple(dict.fromkeys(part.strip() for part in value.split(",")))
+    if unknown := [name for name in names if name not in known]:
+        said = f"{unknown[0]!r} is no {what}; give some of {','.join(known)}"
+        raise click.BadParameter(said, ctx, parameter)
+    return names
 
 
 def flag(one: SettingField, section: str = ENGINE, **instead: object) -> Decorator:
@@ -287,11 +301,6 @@ def far_kv(usual: str, host: str = ENGINE_SETTINGS["host_kv_memory"].help) -> tu
 _ENGINE = engine_flags(*ENGINE_SETTINGS)
 
 
-def engine_options(function: Callable[..., object]) -> Callable[..., object]:
-    """Add the flags of a command that keeps a model for a while, and has no sampling of its own."""
-    return with_options(*_ENGINE, debug_option)(function)
-
-
 def with_options(*options: Decorator) -> Decorator:
     """Return a decorator that adds options, in this order in the help."""
     return lambda function: reduce(
@@ -299,9 +308,10 @@ def with_options(*options: Decorator) -> Decorator:
     )  # click lists the last applied first
 
 
-def common_options(function: Callable[..., object]) -> Callable[..., object]:
-    """Add everything that `run` and `chat` take alike; it stands below their own options."""
-    return with_options(*_SAMPLING, *_REPORT, *_ENGINE, debug_option)(function)
+engine_options = with_options(*_ENGINE, debug_option)
+"""Adds the flags of a command that keeps a model for a while, and has no sampling of its own."""
+common_options = with_options(*_SAMPLING, *_REPORT, *_ENGINE, debug_option)
+"""Adds everything that `run` and `chat` take alike; it stands below their own options."""
 
 
 def sampling_params(ctx: click.Context) -> SamplingParams:

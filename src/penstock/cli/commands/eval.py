@@ -3,6 +3,7 @@ it is right."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from penstock.cli.options import (
     OUTPUT,
     THREADS,
     far_kv,
+    names_of,
     settings_from,
     token_counts,
     with_options,
@@ -40,14 +42,6 @@ _RULER = """
   penstock eval ruler ./my-model --picture ruler.png
   penstock eval ruler ./my-model --tasks variables,words --lengths 8192 --samples 16
 """
-
-
-def _tasks(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(part.strip() for part in value.split(",")))
-    unknown = [name for name in names if name not in TASKS]
-    if unknown:
-        raise click.BadParameter(f"{unknown[0]!r} is no task; give some of {','.join(TASKS)}", ctx, parameter)
-    return names
 
 
 _TEXT = "Hide things in this text file, or a folder's .txt files. [generated text]"
@@ -117,7 +111,7 @@ def needle(**asked: Any) -> None:
 @option(
     WORK,
     "--tasks",
-    callback=_tasks,
+    callback=partial(names_of, "task", TASKS),
     default=",".join(TASKS),
     metavar="NAMES",
     help=f"Tasks to run, with commas between. [{','.join(TASKS)}]",
