@@ -838,8 +838,8 @@ def test_a_disk_that_fails(pieces: Pack) -> None:
         message = refusal(lambda into=into: pieces.read_piece(group, start, into, check=True))
         assert (
             message
-            == f"cannot read {pieces.store.path} at byte {at}: Input/output error, in group {group} at byte "
-            f"{at - start}"
+            == f"group {group} at byte {at - start}: cannot read {pieces.store.path} at byte {at}: Input/output "
+            "error; check the disk"
         )
 
 

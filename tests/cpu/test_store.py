@@ -933,7 +933,7 @@ def test_a_disk_that_fails_to_be_written_is_left_alone_for_a_while(
             assert store.stats.writes_off
             assert "writing KV in" in caplog.text
             before = count[0]
-            with pytest.raises(StoreError, match="off, as writing to it has failed"):
+            with pytest.raises(StoreError, match="off, since writing to it has failed"):
                 put(store, [30])
             assert count[0] == before
         assert held(store, range(4)) == set(range(4))

@@ -209,10 +209,7 @@ class DiskFile:
         self.close()
 
     def _failed(self, offset: int, error: OSError) -> ReadError:
-        return ReadError(
-            f"cannot read {self.path} at byte {offset}: {_reason(error)}; check the disk, or copy the file "
-            "to another one"
-        )
+        return ReadError(f"cannot read {self.path} at byte {offset}: {_reason(error)}; check the disk")
 
 
 class DirectFile(DiskFile):

@@ -62,7 +62,9 @@ def cached_pack(
                 size = format_size(
                     place(group_layouts(checkpoint.spec, checkpoint.names, dtype, shard))[-1].end
                 )
-                packing = "packing goes on" if os.path.lexists(path / JOURNAL) else "packing them once"
+                packing = (
+                    "going on with packing them" if os.path.lexists(path / JOURNAL) else "packing them once"
+                )
                 say(
                     f"weights of {size} in {dtype} do not fit into device and host memory; {packing} into "
                     f"{path}"

@@ -209,7 +209,7 @@ class Pack:
         try:
             read(buffer, run.offset + start)
         except ReadError as error:
-            raise CheckpointError(f"{error}, in group {run.id} at byte {run.offset}") from error
+            raise CheckpointError(f"group {run.id} at byte {run.offset}: {error}") from error
 
     def _compare(self, run: Run, start: int, digest: bytes) -> None:
         if digest != run.digest(start):
