@@ -837,9 +837,8 @@ def test_a_disk_that_fails(pieces: Pack) -> None:
         into = aligned(length, shift)
         message = refusal(lambda into=into: pieces.read_piece(group, start, into, check=True))
         assert (
-            message
-            == f"group {group} at byte {at - start}: cannot read {pieces.store.path} at byte {at}: Input/output "
-            "error; check the disk"
+            message == f"group {group} at byte {at - start}: cannot read {pieces.store.path} at byte {at}: "
+            "Input/output error; check the disk"
         )
 
 
