@@ -175,7 +175,7 @@ def settings_of(declared: Any) -> tuple[SettingField, ...]:
 
 
 class Declared:
-    """Is the base of dataclasses that declare settings. Raises ConfigError for values that are not
+    """Checks the settings of a dataclass that derives from it. Raises ConfigError for values that are not
     allowed."""
 
     __slots__ = ()
