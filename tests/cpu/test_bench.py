@@ -879,7 +879,7 @@ def test_a_sliding_window_reads_everything_in_every_pass(tmp_path: Path) -> None
 
 @pytest.mark.usefixtures("by_shape")
 def test_random_weights_that_do_not_fit_need_a_scratch_directory() -> None:
-    with pytest.raises(BudgetError, match="without a pack the rest cannot stream from disk"):
+    with pytest.raises(BudgetError, match="there is no disk for the rest"):
         run(streaming_job())
 
 

@@ -351,7 +351,7 @@ def test_what_more_would_buy() -> None:
             machine(DENSE, 0.3, host=PROCESS, rates=replace(FAST, disk_to_host=0)),
             WORK,
             BudgetError,
-            "without a pack the rest cannot stream",
+            "no disk for the rest",
         ),
         (machine(DENSE, 0.3, host=PROCESS), WORK, BudgetError, "too small for a ring"),
         (machine(DENSE, 0.3), replace(WORK, batch=500), BudgetError, "of KV and"),

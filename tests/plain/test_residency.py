@@ -433,7 +433,7 @@ def test_a_ring_that_cannot_be_is_refused(ring: int) -> None:
 
 def test_no_disk_and_too_little_host_memory_is_refused() -> None:
     with pytest.raises(
-        BudgetError, match=r"do not fit into 3\.00 KiB .* 7\.50 KiB on the host, and without a pack the rest"
+        BudgetError, match=r"do not fit into 3\.00 KiB .* 7\.50 KiB on the host, and there is no disk"
     ):
         solved(world(*[10] * 6), device=12, host=30, disk=0)
 
@@ -456,7 +456,7 @@ def test_host_memory_below_one_piece_is_refused_only_where_a_disk_is_needed() ->
 def test_without_a_disk_its_rate_does_not_matter() -> None:
     rates = replace(RATES, disk_to_host=0.0)
     assert solve(world(*[10] * 6), Limits(12 * UNIT, 60 * UNIT, disk=0), rates, piece=PIECE).read == 0
-    with pytest.raises(BudgetError, match="without a pack the rest"):
+    with pytest.raises(BudgetError, match="there is no disk"):
         solve(world(*[10] * 6), Limits(12 * UNIT, 30 * UNIT, disk=0), rates, piece=PIECE)
 
 
@@ -532,8 +532,8 @@ def test_experts_without_a_home_are_refused() -> None:
         mixture(world(5, 5), 2, 24, device=4, host=100)
     with pytest.raises(
         BudgetError,
-        match=r"24 experts of 512 B do not fit into .* on the device and .* on the host, and without a "
-        r"pack the rest cannot stream from disk",
+        match=r"24 experts of 512 B do not fit into .* on the device and .* on the host, and there is no "
+        r"disk",
     ):
         mixture(world(5, 5), 2, 24, device=20, host=20, disk=0)
     with pytest.raises(

@@ -227,7 +227,7 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
     if work.batch > work.step_tokens:
         raise ConfigError(
             f"a batch of {work.batch:,} is more than {work.step_tokens:,} tokens a step; each sequence "
-            "needs a token in every step; lower --batch, or raise --max-step-tokens"
+            "needs a token in every step; lower --batch, or raise --step-tokens"
         )
     layouts = group_layouts(spec, names, work.dtype)
     every = pass_order(layouts, spec.tied_embeddings)
@@ -318,8 +318,8 @@ def _far_kv(machine: Machine, work: Work, far: int) -> int:
     if far > there:
         raise BudgetError(
             f"KV of {work.batch:,} x {work.context:,} tokens takes {format_size(far)}, which neither the "
-            f"device holds nor the {format_size(there)} that host memory has for it; raise "
-            "--host-kv-memory, or lower --context"
+            f"device holds nor the {format_size(there)} that host memory has for it; raise --host-memory, "
+            "or lower --context"
         )
     return far
 

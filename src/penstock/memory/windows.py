@@ -75,6 +75,5 @@ class Window:
             # A call that failed is noted by the runtime, and would be taken for a fault of the next one.
             cuda_function("cudaGetLastError")()
             raise DeviceError(
-                f"GPU memory cannot be shared between the ranks: {name} failed with CUDA error {error}; "
-                "restart penstock, or set tensor_parallel to 1"
+                f"GPU memory cannot be shared between the ranks: {name} failed with CUDA error {error}"
             )

@@ -261,8 +261,9 @@ def solve_mixture(
         if limits.disk == 0:
             raise BudgetError(
                 f"{experts} experts of {format_size(size)} do not fit into {format_size(limits.device)} on "
-                f"the device and {format_size(limits.host)} on the host, and without a pack the rest cannot "
-                "stream from disk; raise host_memory, or run `penstock pack` and load the pack"
+                f"the device and {format_size(limits.host)} on the host, and there is no disk for the rest; "
+                "raise host_memory, or give a disk: `penstock bench` has --scratch for that, `penstock "
+                "plan` --disk-rate"
             )
         host_ring = min(HOST_EXPERT_RING, free // size)
         if host_ring < 1:
@@ -391,8 +392,9 @@ class _World:
         )
         if limits.disk == 0:
             return BudgetError(
-                f"{what} with its ring and {format_size(self.kept)} on the host, and without a pack the "
-                "rest cannot stream from disk; raise host_memory, or run `penstock pack` and load the pack"
+                f"{what} with its ring and {format_size(self.kept)} on the host, and there is no disk for "
+                "the rest; raise host_memory, or give a disk: `penstock bench` has --scratch for that, "
+                "`penstock plan` --disk-rate"
             )
         if limits.host < self.piece:
             return BudgetError(
