@@ -219,7 +219,7 @@ def test_policies_for_what_has_none() -> None:
     """Whether a context is beyond the device or none can be."""
     refused(
         ConfigError,
-        "without sliding windows",
+        "which has sliding windows",
         call=open_model(tiny.checkpoint("mistral"), attention_policy="topk:3"),
     )
 
@@ -231,7 +231,7 @@ def test_a_budget_too_small_for_a_layer(settings: dict[str, object]) -> None:
 
 def test_budgets_too_small(tmp_path: Path) -> None:
     model = tiny.checkpoint("llama")
-    refused(BudgetError, "KV blocks", call=open_model(model, kv_blocks=10**9))
+    refused(BudgetError, "kv_blocks", call=open_model(model, kv_blocks=10**9))
     refused(BudgetError, "free", call=open_model(model, device_memory="900TiB"))
     wide = tiny.write(tiny.CASES["llama"], tmp_path / "wide", hidden_size=256, intermediate_size=1024)
     refused(BudgetError, "group", call=open_model(wide, device_memory="1MB"))
@@ -553,13 +553,12 @@ def test_a_model_of_which_nothing_is_a_number(spelt: Path, capsys: pytest.Captur
         assert main(["bench", *asked]) == 2, asked[0]
         streams = capsys.readouterr()
         assert (
-            "the model's logits are not numbers (NaN), so that nothing is measured"
-            in streams.err.splitlines()[-1]
+            "the model's logits are not numbers (NaN), so nothing is measured" in streams.err.splitlines()[-1]
         )
         assert streams.out == ""
     for form in ([], ["--json"]):
         assert main(["run", str(spelt), "a b", "--device", "cpu", *form]) == 2
-        assert capsys.readouterr().err.splitlines()[-1].startswith("penstock: error: an answer is broken off")
+        assert capsys.readouterr().err.splitlines()[-1].startswith("penstock: error: the answer ended early")
 
 
 @pytest.mark.parametrize("chunk", [48, 8])

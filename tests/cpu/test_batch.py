@@ -149,7 +149,7 @@ def test_a_structure_for_which_there_is_no_time_is_not_said_to_be_wrong(
     Batch(llm, source, target, NAMES).run()
     response = answers(target)["a"]
     assert response["status_code"] == 429
-    assert "try again later" in str(response["body"])
+    assert "send the request again in a few seconds" in str(response["body"])
 
 
 def test_a_run_that_was_ended_goes_on_where_it_was(llm: LLM, tmp_path: Path) -> None:
@@ -241,11 +241,11 @@ def test_files_are_looked_at_before_a_model_is(
 def test_files_that_cannot_be_used_are_refused(llm: LLM, tmp_path: Path, what: str) -> None:
     source, target = tmp_path / "in", tmp_path / "out"
     if what == "nothing to read":
-        message = "in cannot be read: .*; give a file of requests"
+        message = "in cannot be read: .*; give a file with one JSON request on each line"
     elif what == "no answers":
         source.write_text(line("a", prompt="Hello"))
         target.write_text('{"precious": "data"}\n')
-        message = "out has a line that is no answer; name another file"
+        message = "out has a line that is no answer of a batch; name another file"
     else:
         target.mkdir()
         message = "out cannot be written: .*; name another file"

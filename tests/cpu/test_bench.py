@@ -440,7 +440,10 @@ def test_threads_are_those_asked_for(bare: Path, capsys: pytest.CaptureFixture[s
         (["prefill", "--out", "no/such/place.json"], "directory does not exist"),
         (["prefill", "no/such/model"], "no/such/model"),
         (["context", ".", "--shape", "8B"], "exclude each other"),
-        (["context", "--lengths", "4K,x"], "'4K,x' is not a list of token counts, like 4096,32K,1M"),
+        (
+            ["context", "--lengths", "4K,x"],
+            "'4K,x' is not a list of token counts; write one like 4096,32K,1M",
+        ),
         (["context", "--lengths", "0"], "is not a list of token counts"),
         (["context", "--host-kv-memory", "much"], "much"),
         (["context", "--out", "no/such/place.json"], "directory does not exist"),

@@ -225,7 +225,7 @@ def test_the_command(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     alone = json.loads(capsys.readouterr().out)
     assert (alone["output_tokens"], alone["without"], alone["run"]["kv_store"]) == (18, None, "off")
     assert main([*asked, "--kv-store", "off", "--output", "2", "--check-output"]) == 2
-    assert "there is nothing to compare answers with" in capsys.readouterr().err
+    assert "none is kept there; raise --host-kv-memory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ def test_clear_removes_stores_and_nothing_else(
 ) -> None:
     code, _, err = run(capsys, "clear", stores)
     assert code == 2
-    assert "nobody to ask whether to remove 2 stores of KV" in err
+    assert "cannot ask whether to remove 2 stores of KV" in err
     ours, theirs = pty.openpty()
     with open(theirs) as terminal:
         monkeypatch.setattr(sys, "stdin", terminal)
@@ -261,7 +261,7 @@ def test_clear_removes_stores_and_nothing_else(
     ("arguments", "message"),
     [
         (["rm"], "'rm' is not one of 'ls', 'stat', 'verify', 'clear'"),
-        (["ls", "--yes"], "--yes goes with clear and nothing else"),
+        (["ls", "--yes"], "--yes goes only with `penstock cache clear`"),
         ([], "missing argument '{ls|stat|verify|clear}'"),
     ],
 )

@@ -167,7 +167,9 @@ def test_a_reader_that_hangs_is_noticed() -> None:
     writer = Writer(2, PARTS, BYTES, patience=5 * BRIEF)
     with reading(writer) as readers:
         readers[0].send_signal(signal.SIGSTOP)
-        with pytest.raises(DeviceError, match=r"reader 0 of a channel has taken nothing for 0\.1 s"):
+        with pytest.raises(
+            DeviceError, match=r"reader 0 of a channel between ranks has taken nothing for 0\.1 s"
+        ):
             writer.send(bytes(20 * BYTES))
     writer.close()
 

@@ -648,17 +648,20 @@ def test_loading_that_is_quick_or_not_looked_at_has_no_bar(monkeypatch: pytest.M
         (["abc", "--temperature", "hot"], "'hot' is not a valid float; see penstock run --help"),
         (["abc", "--top-p", "nan"], "top_p nan must be above 0"),
         (["abc", "--stop", ""], "at least one character"),
-        (["abc", "--logit-bias", "a=1"], "'a=1' is not a token id and a number, like 42=-1.5"),
-        (["abc", "--stop-token", "1000"], "stop_token_ids has token 1000, but token ids end at 259"),
+        (["abc", "--logit-bias", "a=1"], "'a=1' is not a token id and a number; write them like 42=-1.5"),
+        (
+            ["abc", "--stop-token", "1000"],
+            "stop_token_ids has token 1000, but the model has only tokens 0 to 259",
+        ),
         (["abc", "--device-memory", "16Gx"], "cannot read '16Gx' as a size; write it like 16GiB"),
         (["abc", "--device-memory", "20KB"], "is too small for one group of weights"),
         (["abc", "--kv-blocks", "1", "--max-tokens", "100"], "the KV blocks hold 65"),
         (["abc", "--device", "tpu"], "device 'tpu' is not known; choose auto, cpu, cuda or cuda:N"),
         (["abc", "--dtype", "int3"], "dtype 'int3' is not known; choose one of auto"),
-        (["abc", "--block-size", "48"], "block_size 48 must be a power of two"),
+        (["abc", "--block-size", "48"], "block_size is 48; give a power of two"),
         (["abc", "--max-length", "9999"], "max_length 9999 is more than the 4096 positions"),
-        (["abc", "--logprobs", "2"], "--logprobs are only written with --json; add it"),
-        (["abc", "--prompt-logprobs", "2"], "--prompt-logprobs are only written with --json; add it"),
+        (["abc", "--logprobs", "2"], "--logprobs is only written with --json; add --json"),
+        (["abc", "--prompt-logprobs", "2"], "--prompt-logprobs is only written with --json; add --json"),
         (["abc", "--quiet", "--verbose"], "--quiet and --verbose exclude each other"),
         (["abc", "--system", "x", "--raw"], "--system needs the chat template"),
         (
@@ -703,7 +706,7 @@ def test_stdin_and_files_that_are_not_utf8_or_empty(penstock: Penstock, model: P
 
 def test_models_that_are_not_there_or_damaged(penstock: Penstock, tmp_path: Path) -> None:
     assert (
-        "model 'Once' does not exist; name a directory with config.json in it; put the prompt in quotes"
+        "model 'Once' does not exist; give a directory with a config.json; put the prompt in quotes"
         in penstock("run", "Once", "upon").error()
     )
     assert "cannot open" in penstock("run", tmp_path, "abc").error()
@@ -737,7 +740,7 @@ def test_a_fault_of_our_own_is_one_line_too(penstock: Penstock, monkeypatch: pyt
     assert (result.code, result.out) == (1, "")
     assert result.err == (
         "penstock: internal error: ModuleNotFoundError: No module named 'penstock.cli.commands.ghost'; run "
-        "with --debug for the traceback\n"
+        "with --debug, and report the traceback\n"
     )
 
 
@@ -751,7 +754,7 @@ def test_a_module_that_is_cut_short_is_no_ctrl_c(
     result = penstock("run", "hi")
     assert (result.code, result.out) == (1, "")
     assert re.fullmatch(
-        r"penstock: internal error: EOFError: .*; run with --debug for the traceback\n", result.err
+        r"penstock: internal error: EOFError: .*; run with --debug, and report the traceback\n", result.err
     )
 
 
@@ -818,7 +821,7 @@ def test_a_conversation_longer_than_the_context(penstock: Penstock, model: Path)
     ("stdin", "message"),
     [
         (b"a\xff\n", "line 1 of stdin is not valid UTF-8: byte 0xff at offset 1"),
-        (b"/nope\n", "there is no command /nope; /help lists them"),
+        (b"/nope\n", "/nope is no command of the chat; /help lists them"),
         (b"/system forbidden\n", "does not take these messages: not that"),
     ],
 )
@@ -969,7 +972,7 @@ def test_ctrl_c_stops_an_answer_and_then_the_chat(
     terminal.process.send_signal(signal.SIGINT)
     terminal.until("> ")
     terminal.type("/nope\n")
-    terminal.until("penstock: error: there is no command /nope")
+    terminal.until("penstock: error: /nope is no command of the chat")
     terminal.until("> ")
     terminal.type("abc\n")
     terminal.until(REST)
@@ -1027,7 +1030,7 @@ def test_ctrl_c_stops_a_long_prompt_and_what_was_computed_of_it_is_free(
             terminal.until(" of 3,800 tokens, ")
             terminal.process.send_signal(signal.SIGINT)
             shown = terminal.until("; no token in ")
-        assert "stopped; the message is forgotten" in shown
+        assert "stopped; the message and its answer are left out of the conversation" in shown
     terminal.until("> ")
     terminal.type("w\n")
     terminal.until("xyz")

@@ -114,10 +114,12 @@ def test_there_is_room_for_so_many_and_no_more(llm: LLM) -> None:
     async def work(broker: RequestBroker) -> None:
         ready = llm.reader.read(SHORT_ONE, SamplingParams(max_tokens=400, ignore_eos=True, n=4))
         calls = broker.submit([ready, ready])
-        with pytest.raises(BusyError, match="8 outputs are under way or waiting, and 9 can at most") as busy:
+        with pytest.raises(BusyError, match="8 outputs are running or waiting, and at most 9 may be") as busy:
             broker.submit([ready])
         assert busy.value.seconds >= 1
-        with pytest.raises(BusyError, match="12 outputs were asked for, but there is room for 9") as never:
+        with pytest.raises(
+            BusyError, match="12 outputs were asked for, but the server computes at most 9"
+        ) as never:
             broker.submit([ready] * 3)
         assert never.value.seconds == 0
         calls[0].leave()
@@ -229,7 +231,7 @@ def test_who_may_take_no_longer_is_told_so_and_holds_nothing(llm: LLM) -> None:
         whole = broker.submit([free], 1000.0)[0]
         for call in calls:
             with pytest.raises(
-                DeadlineError, match=r"has taken 0\.3 seconds, which is all it may \(timeout\)"
+                DeadlineError, match=r"has taken 0\.3 seconds, the most that it may \(timeout\)"
             ):
                 await call.completion()
         assert (await whole.completion()).tokens == alone.tokens

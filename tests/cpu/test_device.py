@@ -100,5 +100,5 @@ def test_what_torch_cannot_give_back_is_not_counted_on(monkeypatch: pytest.Monke
 def test_a_cap_that_leaves_nothing_says_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settling, "cap_memory", lambda device, size, pinned: size - (3 << 30))
     assert settling.capped(_CPU, 4 << 30, 0) == 1 << 30
-    with pytest.raises(BudgetError, match=r"2\.00 GiB .* 3\.00 GiB of it already"):
+    with pytest.raises(BudgetError, match=r"2\.00 GiB .* already uses 3\.00 GiB"):
         settling.capped(_CPU, 2 << 30, 0)

@@ -230,7 +230,9 @@ def test_a_whole_answer_begins_anew_if_another_replica_has_other_tokens(llm: LLM
 def test_a_stream_ends_with_an_error_rather_than_with_other_tokens(llm: LLM, another: int) -> None:
     async def work(reader: RemoteReader, broker: RequestBroker, crew: Crew) -> None:
         [call] = broker.submit([reader.read(STORY, DRAWN)])
-        with pytest.raises(EngineClosedError, match="goes on with other tokens; send the request again"):
+        with pytest.raises(
+            EngineClosedError, match="does not continue with the same tokens; send the request again"
+        ):
             await streamed(call)
         assert call.reasons == ["error", "error"]
 
@@ -246,7 +248,9 @@ def test_what_was_taken_at_once_was_given_too(llm: LLM, another: int) -> None:
 
     async def work(reader: RemoteReader, broker: RequestBroker, crew: Crew) -> None:
         [call] = broker.submit([reader.read(STORY, DRAWN)])
-        with pytest.raises(EngineClosedError, match="goes on with other tokens; send the request again"):
+        with pytest.raises(
+            EngineClosedError, match="does not continue with the same tokens; send the request again"
+        ):
             assert [deltas async for deltas in call.pieces(at_once)] == []
         assert told
 
@@ -305,7 +309,7 @@ def test_who_leaves_takes_its_errand_along_and_there_is_room_again(llm: LLM) -> 
     async def work(reader: RemoteReader, broker: RequestBroker, crew: Crew) -> None:
         endless = reader.read(STORY, SamplingParams(max_tokens=5000, ignore_eos=True, n=4))
         calls = broker.submit([endless] * 4)
-        with pytest.raises(BusyError, match="16 outputs are under way or waiting, and 16 can at most"):
+        with pytest.raises(BusyError, match="16 outputs are running or waiting, and at most 16 may be"):
             broker.submit([reader.read("The sea", GREEDY)])
         await anext(calls[0].pieces())
         for call in calls:
@@ -383,14 +387,12 @@ def test_without_ray_it_is_said_what_to_install(
 
 def test_what_is_for_replicas_needs_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--ray-address", "auto", "--port", "0", "--quiet"]) == 2
-    assert "are for replicas; say how many with --replicas" in capsys.readouterr().err
+    assert "are only for replicas; add --replicas" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["0", "2:1", "1:2:3", "-1", "", ":", "1:", "two", "1.5"])
 def test_numbers_of_replicas_that_cannot_be(text: str) -> None:
-    with pytest.raises(
-        ConfigError, match="are not a number, or the least and the most of them; write 2, or 1:4"
-    ):
+    with pytest.raises(ConfigError, match="is neither a number nor a least and a most; write 2, or 1:4"):
         bounds(text)
 
 

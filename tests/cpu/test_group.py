@@ -193,7 +193,7 @@ def test_what_does_not_end_is_left_to_itself(
     group, recorded = alone()
     group.close()
     assert recorded.asked == ["shutdown"]
-    assert "left to themselves" in caplog.text
+    assert "ends without them" in caplog.text
     recorded.gone.set()
 
 

@@ -101,7 +101,7 @@ def test_a_stop_string_far_longer_than_the_text() -> None:
     ("where", "code", "words"),
     [
         ("> /dev/full", 2, "output cannot be written"),
-        (">&-", 2, "stdout, which is closed"),
+        (">&-", 2, "stdout is closed"),
         ("2> /dev/full", 0, ""),
     ],
 )

@@ -226,5 +226,5 @@ def test_policies_nobody_knows(text: str) -> None:
 
 
 def test_windows_have_a_policy_of_their_own() -> None:
-    with pytest.raises(ConfigError, match="without sliding windows"):
+    with pytest.raises(ConfigError, match="which has sliding windows"):
         answer("mistral", **FAR, attention_policy="topk:3")

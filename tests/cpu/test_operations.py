@@ -457,7 +457,7 @@ def test_without_a_place_for_traces_nothing_is_imported(caplog: pytest.LogCaptur
         {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
     ) as sinks:
         assert sinks == []
-    assert "only sent by http/protobuf" in caplog.text
+    assert "only http/protobuf is supported" in caplog.text
 
 
 # ---- metrics
@@ -639,7 +639,7 @@ def test_what_ends_a_server_is_an_event_too(debug: bool, capsys: pytest.CaptureF
         )
     [event] = map(json.loads, capsys.readouterr().err.splitlines())
     assert (event["event"], event["level"]) == ("ended", "error")
-    assert "cannot be listened at" in event["message"]
+    assert "cannot be listened on" in event["message"]
     assert ("ConfigError" in event.get("traceback", "")) == debug
 
 
@@ -662,7 +662,7 @@ def test_a_collector_that_does_not_answer_does_not_hold_up_the_end(
         for thread in threading.enumerate():
             if thread.name == "penstock last spans":
                 thread.join()  # Which gives up by itself, after this process has gone on.
-    assert "the last traces have not been taken" in caplog.text
+    assert "the collector did not take the last traces" in caplog.text
 
 
 def test_what_was_found_is_counted_once_by_where_it_was() -> None:

@@ -116,8 +116,8 @@ def test_a_request_that_fits_into_no_step_ends_alone(caplog: pytest.LogCaptureFi
         assert len(output.tokens) == 10
         for sign in (
             "cpu has too little memory for a step",
-            "allow more device memory",
-            "does not fit alone",
+            "raise device_memory",
+            "does not fit even alone",
         ):
             assert sign in output.error
             assert sign in caplog.text
@@ -158,7 +158,7 @@ def test_a_largest_step_that_does_not_fit_is_refused_at_the_start() -> None:
     def fed(*_: object) -> Tensor:
         return torch.empty(MORE_THAN_THERE_IS, dtype=torch.uint8)
 
-    match = "the largest step does not fit: cpu has too little memory"
+    match = "the largest step does not fit into device memory: cpu has too little memory"
     with patch.object(Decoder, "_feed_forward", fed), pytest.raises(BudgetError, match=match):
         LLM(tiny.checkpoint("llama"), **SETTINGS)  # type: ignore[arg-type]
 

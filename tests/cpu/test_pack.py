@@ -184,7 +184,7 @@ def test_weights_in_a_file_elsewhere(tmp_path: Path) -> None:
     assert f"another store ({tmp_path / 'store'})" in refusal(
         lambda: pack(model, tmp_path / "pack"), PackError
     )
-    assert f"{tmp_path / 'store'} is there already" in refusal(
+    assert f"{tmp_path / 'store'} exists already" in refusal(
         lambda: pack(model, tmp_path / "b", store=tmp_path / "store"), PackError
     )
     assert not (tmp_path / "b").exists()
@@ -222,7 +222,7 @@ def test_weights_on_a_block_device(tmp_path: Path, block_device: Path) -> None:
         assert found.store.direct
     assert not pack(model, tmp_path / "pack", store=block_device)
     large = tiny.write(tiny.CASES["llama"], tmp_path / "large", vocab_size=20_000)
-    assert "has 4.00 MiB; the pack takes" in refusal(
+    assert "has 4.00 MiB, but the pack takes" in refusal(
         lambda: pack(large, tmp_path / "other", store=block_device), PackError
     )
 
@@ -456,7 +456,7 @@ def test_disk_that_fills_while_packing(tmp_path: Path, limit: int) -> None:
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("penstock: error: no room for ")
     assert "is kept" not in result.stderr  # as no group is
-    assert result.stderr.endswith(f"make room and run the same command again, or remove {out}\n")
+    assert result.stderr.endswith(f"free some space and run the same command again, or remove {out}\n")
     assert result.stderr.count("\n") == 1
     if limit == 300_000:
         assert f"no room for {out / UNFINISHED}, group " in result.stderr
@@ -487,9 +487,9 @@ def test_directories_that_are_not_to_be_taken(tmp_path: Path, llama: Path) -> No
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("file", "file: it is there and no directory"),
-        ("file/x", "file: it is there and no directory"),
-        ("link", "link: it is there and no directory"),
+        ("file", "file: it exists and is no directory"),
+        ("file/x", "file: it exists and is no directory"),
+        ("link", "link: it exists and is no directory"),
         ("new/proc/x", "new/proc/x: No such file or directory"),
         ("n" * 300, f"{'n' * 300}: File name too long"),
         (f"new/a/{'n' * 300}", f"new/a/{'n' * 300}: File name too long"),
@@ -505,7 +505,9 @@ def test_where_no_directory_can_be(
         (tmp_path / "new").symlink_to("/")
     before = sorted(os.listdir())
     assert main(["pack", str(tiny.checkpoint("llama")), "--out", name]) == 2
-    assert capsys.readouterr().err == f"penstock: error: cannot write {fault}; choose another place\n"
+    assert (
+        capsys.readouterr().err == f"penstock: error: cannot write {fault}; give another --out or --store\n"
+    )
     assert sorted(os.listdir()) == before
 
 
@@ -554,7 +556,7 @@ def test_a_store_in_the_place_of_another_file(tmp_path: Path, store: str, name: 
         ),
         PackError,
     )
-    assert f"cannot have that name in {out}, where {name} is the name of another file; " in message
+    assert f"cannot have that name, since {out} has another file {name}; " in message
     assert not out.parent.exists()
 
 
@@ -575,7 +577,8 @@ def test_what_is_kept_is_said_where_it_is(tmp_path: Path, monkeypatch: pytest.Mo
     fault = "Is a directory"
     message = refusal(lambda: pack(model, out), PackError)
     assert (
-        message == f"cannot write {out / 'config.json.tmp'}: {fault}; choose another place and remove {out}"
+        message
+        == f"cannot write {out / 'config.json.tmp'}: {fault}; give another --out or --store and remove {out}"
     )
     (out / "config.json.tmp").rmdir()
     monkeypatch.setattr(packing, "COMMIT_BYTES", 1)
@@ -700,7 +703,7 @@ def test_parts_of_another_model(llama: Path, tmp_path: Path) -> None:
 
 
 def test_no_pack(tmp_path: Path) -> None:
-    assert f"{tmp_path} is no pack: it has no {MANIFEST}" in refusal(lambda: Pack.open(tmp_path))
+    assert f"{tmp_path} is no pack, since it has no {MANIFEST}" in refusal(lambda: Pack.open(tmp_path))
     (tmp_path / MANIFEST).symlink_to("nowhere")
     assert f"cannot open {tmp_path / MANIFEST}" in refusal(lambda: Pack.open(tmp_path))
     (tmp_path / MANIFEST).unlink()
@@ -836,9 +839,8 @@ def test_a_disk_that_fails(pieces: Pack) -> None:
         into = aligned(length, shift)
         message = refusal(lambda into=into: pieces.read_piece(group, start, into, check=True))
         assert (
-            message
-            == f"cannot read {pieces.store.path} at byte {at}: Input/output error, in group {group} at byte "
-            f"{at - start}"
+            message == f"group {group} at byte {at - start}: cannot read {pieces.store.path} at byte {at}: "
+            "Input/output error; check the disk"
         )
 
 
@@ -964,7 +966,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     )
     assert capsys.readouterr().err == f"penstock: error: {message}\n"
     assert main(["pack", "--verify", str(out), "--dtype", "float16"]) == 2
-    assert "--verify goes with" in capsys.readouterr().err
+    assert "--verify takes only the directory of a pack" in capsys.readouterr().err
 
 
 def test_links_of_a_pack_are_looked_at_before_its_manifest_is_read(tmp_path: Path) -> None:

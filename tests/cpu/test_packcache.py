@@ -264,7 +264,9 @@ def test_a_damaged_pack_is_refused_and_left(tmp_path: Path, damage: str) -> None
     before = state(path)
     message = refusal(lambda: cached(model, tmp_path), CheckpointError)
     assert str(path / {"manifest": MANIFEST, "config": "config.json"}.get(damage, STORE)) in message
-    assert message.endswith(f"it is a pack that penstock made: remove {path}, and the next run makes it anew")
+    assert message.endswith(
+        f"penstock made this pack by itself: remove {path}, and the next run makes it again"
+    )
     assert state(path) == before
     shutil.rmtree(path)
     assert len(cached(model, tmp_path)[1]) == 1
@@ -289,7 +291,7 @@ def test_no_place_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     real = os.statvfs(tmp_path)
     full = os.statvfs_result((real.f_bsize, 1, *real[2:4], 4096, *real[5:]))
     monkeypatch.setattr(os, "statvfs", lambda path: full)
-    assert "make room" in refusal(lambda: cached(model, tmp_path / "cache"), PackError)
+    assert "free some space" in refusal(lambda: cached(model, tmp_path / "cache"), PackError)
     assert not (tmp_path / "cache").exists()
 
 

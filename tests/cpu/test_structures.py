@@ -327,7 +327,7 @@ def test_an_output_that_cannot_be_followed_ends_and_says_so(
     assert broken.finish_reason == "error"
     assert re.fullmatch("[ab]+", broken.text)
     assert len(broken.tokens) < 100
-    assert "its structure cannot be followed any further" in caplog.text
+    assert "llguidance cannot follow its schema or grammar any further" in caplog.text
     assert tokens([other]) == tokens(alone)
 
 
@@ -348,7 +348,7 @@ def test_an_output_that_cannot_be_followed_ends_and_says_so(
             r'Unimplemented keys: \["not"\]; at /\$defs/a',
         ),
         ("json_schema", {"type": "integer", "minimum": 3, "maximum": 2}, "is greater than maximum"),
-        ("json_schema", {"$ref": "#"}, "it allows no text at all"),
+        ("json_schema", {"$ref": "#"}, "no text matches it"),
         ("json_schema", {"items": {"multipleOf": 9999999}}, "multipleOf comes to 9999999"),
         ("json_schema", '{"multipleOf": 1' + "0" * 400 + "}", "multipleOf comes to more than can be shown"),
         (
@@ -381,9 +381,9 @@ def test_an_output_that_cannot_be_followed_ends_and_says_so(
         ("regex", "(" * 5000 + ")" * 5000, "exceed the maximum number of nested"),
         ("regex", 3, "must be text; got int"),
         ("choice", [], "at least one"),
-        ("choice", "yes", "must be a list of strings"),
+        ("choice", "yes", "must be a list with at least one string"),
         ("lark", 'start: x\ny: "y"', 'line 1, column 8: unknown name: "x"'),
-        ("lark", "start: start", "it allows no text at all"),
+        ("lark", "start: start", "no text matches it"),
         ("lark", "start: " + "(" * 9000 + '"a"' + ")" * 9000, "too deeply nested"),
         ("lark", "start: " + "a{" * 9000 + '"a"' + "}" * 9000, "not supported"),
         ("lark", r'start: %json {"multiple\u004ff": 9999999}', "multipleOf comes to 9999999"),
@@ -392,7 +392,7 @@ def test_an_output_that_cannot_be_followed_ends_and_says_so(
             "start: " + '%json {"type": "integer", "multipleOf": 9001} ' * 20,
             "multipleOf comes to 180020",
         ),
-        ("lark", "start: %json {", "behind a %json in it is not JSON"),
+        ("lark", "start: %json {", "what follows %json is not JSON"),
         (
             "lark",
             '{"grammars": [{"json_schema": {"multipleOf": 9999999}}]}',
@@ -498,13 +498,13 @@ def test_what_takes_the_library_too_long_is_refused_and_holds_up_nobody(llm: LLM
                 with pytest.raises(StructureError, match=r"more than 0\.01 seconds") as slow:
                     structures.check(Structure.json_schema({"items": {"minLength": at}}), {1})
                 assert not isinstance(slow.value, compiled.CrowdedError)
-        with pytest.raises(compiled.CrowdedError, match="try again later"):
+        with pytest.raises(compiled.CrowdedError, match="send the request again in a few seconds"):
             structures.check(Structure.regex("b"), {1})
         structures.check(easy, {1})
         busy: Any = SimpleNamespace(
             read=lambda *_: structures.check(Structure.regex("b"), {1}), tokenizer=llm.tokenizer
         )
-        with pytest.raises(BusyError, match="try again later") as refused:
+        with pytest.raises(BusyError, match="send the request again in a few seconds") as refused:
             read(busy, decoded(b'{"model": "a", "prompt": "b"}', CompletionRequest))
         assert refused.value.seconds > 0
     finally:
@@ -526,7 +526,7 @@ def test_a_structure_is_sent_without_what_was_compiled(llm: LLM) -> None:
 def test_settings_that_are_against_its_end_are_refused(llm: LLM) -> None:
     form = Structure.regex("a")
     for more in ({"ignore_eos": True}, {"min_tokens": 2}):
-        with pytest.raises(RequestError, match=f"{next(iter(more))} .* cannot be had with a structure"):
+        with pytest.raises(RequestError, match=f"{next(iter(more))} .* does not work with structured output"):
             SamplingParams(structure=form, **more)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="must be a Structure"):
         SamplingParams(structure="[a-z]")  # type: ignore[arg-type]
@@ -537,7 +537,7 @@ def test_settings_that_are_against_its_end_are_refused(llm: LLM) -> None:
         Structures(lambda: llm.tokenizer, llm.spec.vocab_size, ()).check(form, {1})
     with pytest.raises(StructureError, match=r"needs a tokenizer.*tokenizer\.json"):
         Structures(lambda: None, 97, ()).check(form, {1})
-    with pytest.raises(StructureError, match="the model names none; give stop_token_ids"):
+    with pytest.raises(StructureError, match="the model's files name none; give stop_token_ids"):
         Structures(lambda: llm.tokenizer, llm.spec.vocab_size, ()).check(form, ())
 
 
@@ -788,8 +788,12 @@ def test_the_official_client_gets_answers_of_a_form(client: Any) -> None:
     ("fields", "param", "why"),
     [
         ({"response_format": {"type": "xml"}}, "response_format", "xml"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "has a json_schema"),
-        ({"response_format": FORMAT | {"type": "json_object"}}, "response_format", "has a json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "must have json_schema.schema"),
+        (
+            {"response_format": FORMAT | {"type": "json_object"}},
+            "response_format",
+            "must have json_schema.schema",
+        ),
         ({"response_format": FORMAT | {"more": 1}}, "more", "unknown field"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "text"}}}},
@@ -810,7 +814,7 @@ def test_the_official_client_gets_answers_of_a_form(client: Any) -> None:
         (
             {"structured_outputs": {"choice": ["a"]}, "ignore_eos": True},
             "ignore_eos",
-            "cannot be had with a structure",
+            "does not work with structured output",
         ),
     ],
     ids=lambda value: str(value)[:40],

@@ -191,7 +191,7 @@ def test_one_key_cannot_have_all_there_is(server: Server) -> None:
             assert (status, found["choices"][0]["text"]) == (200, right)
     status, found = asked(server, ONE, "/v1/completions", model="shipped", prompt="a", max_tokens=1, n=4)
     assert (status, found["error"]["param"]) == (400, "n")
-    assert "room for 3" in found["error"]["message"]
+    assert "at most 3 at a time" in found["error"]["message"]
 
 
 def test_keys_come_in_turns() -> None:

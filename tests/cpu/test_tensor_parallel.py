@@ -260,11 +260,11 @@ def test_a_sum_that_failed_at_the_start_is_an_error_there_and_nobody_waits_for_o
     [
         (
             {"tensor_parallel": 2, "host_kv_memory": 0, "disk_kv_memory": "1MiB"},
-            "allow host_kv_memory beside disk_kv_memory",
+            "disk_kv_memory needs host_kv_memory",
         ),
         ({"tensor_parallel": 2, "host_kv_memory": 2000}, "less than a block"),
         ({"tensor_parallel": 0}, "tensor_parallel 0 must be a whole number above zero"),
-        ({"tensor_parallel": 64}, "64 ranks"),
+        ({"tensor_parallel": 64}, "tensor_parallel=64 is more than"),
     ],
 )
 def test_what_several_ranks_cannot_do_is_refused(settings: dict[str, object], message: str) -> None:

@@ -127,12 +127,18 @@ def test_a_key_has_its_share_of_what_is_on_its_way(
     there, size = Uploads(100, keys=keys), 1 if bound == "requests" else 100
     for _ in range(share):
         there._hold(asking(b"one", ()), size)
-    with pytest.raises(BusyError, match="from this key wait" if keys > 1 else "no room for more"):
+    with pytest.raises(
+        BusyError,
+        match="from this key are being received" if keys > 1 else "more than the server takes at once",
+    ):
         there._hold(asking(b"one", ()), size)
     held = [asking(b"two", ()) for _ in range(4 - share)]
     for request in held:
         there._hold(request, size)
-    with pytest.raises(BusyError, match="from all clients wait" if keys > 1 else "no room for more"):
+    with pytest.raises(
+        BusyError,
+        match="from all clients are being received" if keys > 1 else "more than the server takes at once",
+    ):
         there._hold(asking(b"three", ()), size)
     if held:
         there.release(held[0])

@@ -107,9 +107,7 @@ def test_one_that_was_killed_is_told_of_and_replaced() -> None:
     os.kill(process._process.pid, signal.SIGSTOP)
     killer = threading.Timer(0.2, os.kill, (process._process.pid, signal.SIGKILL))
     killer.start()
-    with pytest.raises(
-        PenstockError, match="the process that cuts long texts into tokens has ended"
-    ) as raised:
+    with pytest.raises(PenstockError, match="the process that tokenizes long texts has ended") as raised:
         read.encode(LONG_TEXT)
     assert not isinstance(raised.value, RequestError), "the request is not to blame"
     assert read.encode(LONG_TEXT) == right

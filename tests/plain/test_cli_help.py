@@ -213,7 +213,7 @@ def test_a_prompt_from_a_file_is_for_the_model_in_the_argument(model: Path, tmp_
 @pytest.mark.parametrize("text", ["x" * 5000, "a\0b", "./models/llama", "one/two three"])
 def test_a_prompt_is_never_mistaken_for_a_path(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert model_and_prompt((text,), None)[1].text == text
-    noted = "is no model directory" in capsys.readouterr().err
+    noted = "has no config.json" in capsys.readouterr().err
     assert noted == (text == "./models/llama")
     with pytest.raises(PenstockError, match="does not exist"):
         model_and_prompt((text, "prompt"), None)

@@ -161,15 +161,15 @@ WRONG = [
     ("port = 70000", "port: invalid value for '--port': 70000 is not in the range 0<=x<=65535"),
     ("[serve]\nport = 'x'", "port in [serve]: invalid value for '--port': 'x' is not a valid integer range"),
     ("port = 80.5", "port: invalid value for '--port': '80.5' is not a valid integer range"),
-    ("port = true", "port: invalid value for '--port': it takes text or a number, and not true or false"),
-    ("port = [1]", "port: invalid value for '--port': it takes text or a number, and not a list"),
+    ("port = true", "port: invalid value for '--port': write a text or a number, not true or false"),
+    ("port = [1]", "port: invalid value for '--port': write a text or a number, not a list"),
     (
         "host = 2026-01-01",
-        "host: invalid value for '--host': it takes text or a number, and not a date or a time",
+        "host: invalid value for '--host': write a text or a number, not a date or a time",
     ),
-    ("name = [1, [2]]", "name: invalid value for '--name': it takes text or a number, and not a list"),
-    ("quiet = 'yes'", "quiet: invalid value for '--quiet' / '-q': it is true or false"),
-    ("quiet = 1", "quiet: invalid value for '--quiet' / '-q': it is true or false"),
+    ("name = [1, [2]]", "name: invalid value for '--name': write a text or a number, not a list"),
+    ("quiet = 'yes'", "quiet: invalid value for '--quiet' / '-q': write true or false"),
+    ("quiet = 1", "quiet: invalid value for '--quiet' / '-q': write true or false"),
     ("device-memory = 'much'", "invalid value for '--device-memory': cannot read 'much' as a size"),
     ("log-format = 'xml'", "invalid value for '--log-format': 'xml' is not one of 'text', 'json'"),
     ("= 1", "cannot be read: Invalid statement (at line 1, column 1)"),
@@ -219,7 +219,7 @@ def test_a_file_that_cannot_be_read_is_told(elsewhere: Path, capsys: pytest.Capt
             assert (code, message in err) == (2, True), err
     assert "penstock.toml cannot be read: No such file" in said(capsys, "config", "check")[2]
     assert said(capsys, "config", "check", "--command", "srv")[2].startswith(
-        "penstock: error: there is no command 'srv'"
+        "penstock: error: 'srv' is no command of penstock"
     )
 
 

@@ -65,7 +65,9 @@ def test_what_are_no_costs_is_refused(damage: object, tmp_path: Path) -> None:
     body = json.loads(COSTS.line())
     damage(body)  # type: ignore[operator]
     (tmp_path / "costs.json").write_text(json.dumps(body))
-    with pytest.raises(ConfigError, match=r"costs\.json does not hold costs of steps.*run `penstock doctor`"):
+    with pytest.raises(
+        ConfigError, match=r"costs\.json is no file of measured step costs.*run `penstock doctor`"
+    ):
         read_costs(tmp_path / "costs.json")
 
 

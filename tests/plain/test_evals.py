@@ -354,13 +354,16 @@ def test_the_picture_has_a_cell_for_every_score_in_its_colour(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["needle", "--lengths", "512,many"], "'512,many' is not a list of token counts, like 512,4096"),
+        (
+            ["needle", "--lengths", "512,many"],
+            "'512,many' is not a list of token counts; write one like 4096,32K,1M",
+        ),
         (["needle", "--lengths", "0"], "'0' is not a list of token counts"),
         (["needle", "--depths", "0"], "'--depths'"),
         (["needle", "--tasks", "keys"], "no such option"),
         (
             ["ruler", "--tasks", "keys,singing"],
-            "there is no task 'singing'; give some of single,keys,variables,words",
+            "'singing' is no task; give some of single,keys,variables,words",
         ),
         (["ruler", "--text", "/nowhere"], "'/nowhere' does not exist"),
         (["ruler", "--out", "/nowhere/a.json"], "cannot write /nowhere/a.json: its directory does not exist"),

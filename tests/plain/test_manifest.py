@@ -295,7 +295,7 @@ def test_any_value_anywhere_is_refused_or_right(way: tuple[str | int, ...], valu
 
 def test_groups_of_another_model() -> None:
     found = manifest()
-    assert "is not group attention.0 as config.json calls for it" in refusal(
+    assert "is not group attention.0 that config.json calls for" in refusal(
         lambda: found.check(layouts(num_key_value_heads=3), "m")
     )
     assert "has 11 groups" not in refusal(lambda: found.check(layouts(num_hidden_layers=1), "m"))

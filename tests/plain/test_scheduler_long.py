@@ -818,10 +818,11 @@ def test_the_longest_request_is_served_and_no_longer_one(settings: dict[str, Any
             "KV has room for 84 in all; shorten it, or allow host memory or disk for 96 tokens of KV (80 "
             "now)",
         ),
-        ({"max_length": 60}, "the context holds 60 in all; shorten it, or allow more length"),
+        ({"max_length": 60}, "the context holds 60 in all; shorten it, or allow a larger max_length"),
         (
             {"host_blocks": 0},
-            "the KV blocks hold 33 in all; shorten it, or allow more memory, or KV in host memory",
+            "the KV blocks hold 33 in all; shorten it, or allow more device_memory, or KV in host "
+            "memory (host_kv_memory)",
         ),
         (
             {"recent": 7, "max_length": 90},

@@ -155,23 +155,25 @@ def test_by_hand() -> None:
 
 
 def test_ranks_that_would_have_nothing() -> None:
-    assert "7 ranks were asked for, but the model has 6 query heads" in refusal(
+    assert "tensor_parallel=7 is more than the model's 6 query heads" in refusal(
         lambda: held(spec(), Shard(0, 7))
     )
     assert "4 rows in a feed-forward" in refusal(lambda: held(spec(intermediate_size=4), Shard(4, 5)))
     few = spec("qwen3_moe", moe_intermediate_size=2)
-    assert "2 rows in an expert to share; ask for at most 2" in refusal(lambda: held(few, Shard(0, 3)))
+    assert "2 rows in an expert; give a tensor_parallel of at most 2" in refusal(
+        lambda: held(few, Shard(0, 3))
+    )
     assert "3 tokens in its vocabulary" in refusal(lambda: held(spec(vocab_size=3), Shard(0, 4)))
     # What no layer has need not be enough.
     assert held(spec("mixtral", intermediate_size=6), Shard(5, 6)).expert_inner == range(5, 6)
     assert not held(spec("qwen3_moe", intermediate_size=1, mlp_only_layers=[]), Shard(0, 2)).inner
     for call in (lambda: layouts("llama", Shard(0, 7)), lambda: kv_layout(spec(), "float16", 4, Shard(0, 7))):
-        assert "7 ranks" in refusal(call)
+        assert "tensor_parallel=7 is" in refusal(call)
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 0), (1, 1), (-1, 2), (2, 2), (0, -1)])
 def test_no_such_rank(rank: int, ranks: int) -> None:
-    assert f"there is no rank {rank} of {ranks}" in refusal(lambda: Shard(rank, ranks))
+    assert f"rank {rank} of {ranks} does not exist" in refusal(lambda: Shard(rank, ranks))
 
 
 # ---- layouts -----------------------------------------------------------------------------------------------

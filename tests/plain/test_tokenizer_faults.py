@@ -181,6 +181,6 @@ def test_tokens_over_which_it_panics_are_refused(tmp_path: Path, monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr(ours, "_tokenizer", Panicking())
-        with pytest.raises(RequestError, match="has no text for these tokens"):
+        with pytest.raises(RequestError, match="cannot turn these tokens into text"):
             ours.decode([0])
     assert ours.decode([2]) == "ab"

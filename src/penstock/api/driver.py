@@ -175,6 +175,6 @@ class EngineDriver:
     def _check_process(self) -> None:
         if self.forked:
             raise EngineClosedError(
-                "this process was forked from the one that has opened the model, and what computes for it "
-                "is there; open it here"
+                "this process was forked after the model was opened, and has no engine of its own; create "
+                "the LLM in this process"
             )

@@ -11,12 +11,14 @@ from penstock.base.errors import StructureError
 from penstock.step.structure import Structure, StructureKind
 
 _MOST_MULTIPLE = 20_000
-"""Of all `multipleOf` of a schema together, written without a point: the library takes a state for each."""
+"""The most that all `multipleOf` of a schema may come to, written without a point: the library takes a state
+for each."""
 _MOST_COMMON = 100_000
 """The least number that all of these divide: where several hold for one number, the library takes a state for
 each up to that."""
 _SPACE = r" {1,2}|\r?\n[ \t]{0,32}"
-"""Between the parts of JSON: enough to write it in lines, and an end for models that like spaces."""
+"""The space that may stand between parts of JSON: enough to write it in lines, and an end for models that
+like spaces."""
 _PATIENCE = 0.5
 """Seconds in which the part of a schema is looked for that is at fault."""
 _LONGEST_SAID = 300
@@ -54,7 +56,7 @@ def _of_schema(schema: dict[str, object]) -> str:
 
 
 def _with_schemas(text: str) -> str:
-    """A grammar, the schemas in it made safe. Raises StructureError."""
+    """Return a grammar, with the schemas in it made safe. Raises StructureError."""
     parts, schemas = list[str](), list[object]()
     at = 0
     for found in re.finditer(r"%json\s*", text):
@@ -64,7 +66,7 @@ def _with_schemas(text: str) -> str:
             schema, end = json.JSONDecoder().raw_decode(text, found.end())
             parts += text[at : found.end()], json.dumps(_safe(schema) if isinstance(schema, dict) else schema)
         except (ValueError, RecursionError) as error:
-            raise StructureError(f"what is behind a %json in it is not JSON: {error}") from error
+            raise StructureError(f"what follows %json is not JSON: {error}") from error
         schemas.append(schema)
         at = end
     _check_multiples(schemas)
@@ -72,7 +74,7 @@ def _with_schemas(text: str) -> str:
 
 
 def _safe(schema: dict[str, object]) -> dict[str, object]:
-    """With an end to spaces, unless it has rules of its own for the library."""
+    """Return a schema with an end to spaces, unless it has rules of its own for the library."""
     own = schema.get("x-guidance", {})
     if not isinstance(own, dict) or "whitespace_flexible" in own:
         return schema
@@ -80,7 +82,8 @@ def _safe(schema: dict[str, object]) -> dict[str, object]:
 
 
 def _check_multiples(schema: object) -> None:
-    """Of one, or of several in a list. Raises StructureError if they take too much."""
+    """Check the `multipleOf` of one schema, or of several in a list. Raises StructureError if they take too
+    much."""
     numbers = [number for number in _multiples(schema) if number]
     for what, came, most in (
         ("comes to", sum(numbers), _MOST_MULTIPLE),
@@ -88,11 +91,14 @@ def _check_multiples(schema: object) -> None:
     ):
         if came > most:
             shown = came if came < _MOST_SHOWN else "more than can be shown"
-            raise StructureError(f"multipleOf {what} {shown}, written without points; {most} are allowed")
+            raise StructureError(
+                f"multipleOf {what} {shown}, written without points; {most} are allowed, so use fewer or "
+                "smaller ones"
+            )
 
 
 def _multiples(schema: object) -> Iterator[int]:
-    """All that may be a `multipleOf`."""
+    """Yield every number that may be a `multipleOf`, without its point."""
     waiting = [schema]
     while waiting:
         match waiting.pop():
@@ -127,8 +133,12 @@ def said(error: str) -> str:
 
 
 def placed(structure: Structure, error: str, error_of: Callable[[dict[str, object]], str | None]) -> str:
-    """The error with the part of a schema that it comes from, if that is found: the smallest that has the
-    same by itself. error_of: what is wrong with a schema; it is asked for a while."""
+    """Return the error with the part of a schema that it comes from, if that is found.
+
+    The part is the smallest that has the same error by itself.
+
+    error_of: returns what is wrong with a schema; it is asked for a while.
+    """
     if structure.kind is not StructureKind.JSON_SCHEMA:
         return error
     schema = json.loads(structure.text)
@@ -146,7 +156,7 @@ def placed(structure: Structure, error: str, error_of: Callable[[dict[str, objec
 
 
 def _parts(schema: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Schemas within a schema, and the way to each."""
+    """Yield the schemas within a schema, and the way to each."""
     for key in (*_WITHIN, *_OF):
         match schema.get(key):
             case dict() as entries if key in _WITHIN:

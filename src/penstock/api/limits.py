@@ -1,4 +1,4 @@
-"""What a loaded model takes."""
+"""Hold the limits of a loaded model: its largest requests and steps."""
 
 from dataclasses import dataclass
 from typing import Self

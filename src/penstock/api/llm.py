@@ -1,4 +1,4 @@
-"""The Python interface: a model in, text out."""
+"""Load a model, and complete prompts with it: the Python interface."""
 
 import logging
 import sys
@@ -39,7 +39,7 @@ log = logging.getLogger("penstock")
 
 
 class LLM:
-    """A loaded model.
+    """Loads a model, and completes prompts with it.
 
     The arguments are those of `LLMArguments`: a model, the settings of `Config`, and how progress is shown.
     What boot decides (device, dtype, how memory is divided) is logged to the logger "penstock" at level INFO.
@@ -105,43 +105,44 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raise CheckpointError if it has none."""
+        """Return the model's tokenizer. Raise CheckpointError if it has none."""
         return self.reader.tokenizer
 
     @property
     def booted(self) -> Booted:
-        """The engine and its parts, for tests and benchmarks. Everything else reads the snapshots below."""
+        """Return the engine and its parts, for tests and benchmarks. Everything else reads the snapshots
+        below."""
         return self._booted
 
     @property
     def spec(self) -> ModelSpec:
-        """The shape of the model: layers, heads, widths, vocabulary."""
+        """Return the shape of the model: layers, heads, widths, vocabulary."""
         return self._booted.spec
 
     @property
     def device(self) -> str:
-        """The device that computes, as torch names it."""
+        """Return the device that computes, as torch names it."""
         return str(self._booted.device)
 
     @property
     def dtype(self) -> str:
-        """The number format of weights and activations, such as "bfloat16"."""
+        """Return the number format of weights and activations, such as "bfloat16"."""
         return self._booted.dtype
 
     @property
     def boot_seconds(self) -> float:
-        """The seconds that it took to start the engine."""
+        """Return the seconds that it took to start the engine."""
         return self._booted.seconds
 
     @property
     def memory(self) -> MemoryUse:
-        """The memory of weights and KV at this moment. May be read from any thread, also while a step
+        """Return the memory of weights and KV at this moment. May be read from any thread, also while a step
         runs."""
         return MemoryUse.of(self._booted)
 
     @property
     def progress(self) -> Progress:
-        """How far the last step came. May be read from any thread, also while a step runs."""
+        """Return how far the last step came. May be read from any thread, also while a step runs."""
         return self._booted.engine.progress
 
     def stats(self) -> Stats:
@@ -210,7 +211,7 @@ class LLM:
         return CompletionStream(self.driver, self.driver.begin(self.reader.read(prompt, params)), until)
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """The model's answer to a conversation: messages with a "role" and a "content"."""
+        """Return the model's answer to a conversation: messages with a "role" and a "content"."""
         return self.generate([messages], params)[0]
 
     def clear_prefix_cache(self) -> int:
@@ -264,7 +265,7 @@ class LLM:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, of what may be a single one."""
+    """Return a list of prompts, of what may be a single one."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
@@ -280,6 +281,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _as_settings(params: object) -> list[SamplingParams | None]:
     if not isinstance(params, Sequence) or isinstance(params, str | bytes | bytearray):
         raise RequestError(
-            f"params are SamplingParams, one for all prompts or a list of them; got {type(params).__name__}"
+            f"params is of type {type(params).__name__}; give one SamplingParams for all prompts, or a list "
+            "with one for each"
         )
     return list(params)

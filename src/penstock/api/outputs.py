@@ -1,4 +1,4 @@
-"""What a caller gets back: completions, and the pieces of one that is still being made."""
+"""Give a caller what was generated: completions, and the pieces of one that is still being made."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,11 @@ from penstock.step.request import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One continuation of a prompt. `tokens` includes the token that ended it; `text` has neither that nor
-    special tokens."""
+    """Holds one continuation of a prompt.
+
+    tokens: includes the token that ended it.
+    text: has neither that token nor special tokens.
+    """
 
     index: int
     text: str
@@ -19,15 +22,16 @@ class Output:
     logprobs: tuple[TokenLogprob, ...] | None = None
     """One for each token, where they were asked for."""
     error: str = ""
-    """Why it was broken off, where the finish reason is `error` and that is known."""
+    """The reason for which it ended early, where the finish reason is `error` and that is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A prompt and its continuations, as many as `SamplingParams.n`. The shortcuts are those of the first."""
+    """Holds a prompt and its continuations, as many as `SamplingParams.n`. The shortcuts are those of the
+    first."""
 
     prompt: str | None
-    """As it was given, or rendered from a chat; None for a prompt of tokens."""
+    """The text that was given, or rendered from a chat; None for a prompt of tokens."""
     prompt_tokens: tuple[int, ...]
     outputs: tuple[Output, ...]
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
@@ -40,29 +44,29 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """The text of the first output."""
+        """Return the text of the first output."""
         return self.outputs[0].text
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens of the first output."""
+        """Return the tokens of the first output."""
         return self.outputs[0].tokens
 
     @property
     def finish_reason(self) -> FinishReason:
-        """The reason for which the first output ended."""
+        """Return the reason for which the first output ended."""
         return self.outputs[0].finish_reason
 
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...] | None:
-        """The log-probabilities of the first output's tokens, where they were asked for."""
+        """Return the log-probabilities of the first output's tokens, where they were asked for."""
         return self.outputs[0].logprobs
 
 
 @record(frozen=True, slots=True)
 class Delta:
-    """A piece that a step has added to output `index`: tokens, the text that became certain, and in the last
-    piece the reason for which the output ended."""
+    """Holds a piece that a step has added to output `index`: tokens, the text that became certain, and in the
+    last piece the reason for which the output ended."""
 
     text: str
     tokens: tuple[int, ...]

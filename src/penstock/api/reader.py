@@ -1,5 +1,5 @@
-"""From a request's text to token ids and sampling settings: everything that is known of a prompt before the
-engine sees it."""
+"""Read a request: its text becomes token ids, and its settings are filled in and checked, before the engine
+sees it."""
 
 import math
 import secrets
@@ -58,7 +58,7 @@ class PromptReader:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raise CheckpointError if it has none."""
+        """Return the model's tokenizer. Raise CheckpointError if it has none."""
         if self._tokenizer is None:
             raise CheckpointError(
                 "the model directory has no tokenizer.json; give prompts as token ids, or add the file"
@@ -93,8 +93,8 @@ class PromptReader:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise RequestError(
-                "params are SamplingParams, one for all prompts or a list of them; got "
-                f"{type(params).__name__}"
+                f"params is of type {type(params).__name__}; give one SamplingParams for all prompts, or a "
+                "list with one for each"
             )
         text, tokens = self._read(prompt)
         sampling = self._sampling(params)
@@ -128,8 +128,8 @@ class PromptReader:
         return None, self._tokens(prompt)
 
     def _known(self, tokens: list[int]) -> list[int]:
-        """The same. A tokenizer may have tokens that the model has no embedding for, such as one that was
-        added to its file alone."""
+        """Return the tokens, checked: a tokenizer may have some that the model has no embedding for, such as
+        one that was added to its file alone. Raise RequestError for these."""
         if (most := max(tokens, default=0)) >= (vocab := self.vocab_size):
             raise RequestError(
                 f"the prompt has {shown(self.tokenizer.token_text(most))}, token {most} of the tokenizer, "
@@ -140,7 +140,7 @@ class PromptReader:
         return tokens
 
     def _tokens(self, given: Sequence[object]) -> list[int]:
-        """The same, known to be token ids."""
+        """Return the same values, known to be token ids. Raise RequestError for what is none."""
         vocab, tokens = self.vocab_size, []
         for token in given:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
@@ -152,11 +152,15 @@ class PromptReader:
         return tokens
 
     def _sampling(self, params: SamplingParams) -> Callable[[int], Sampling]:
-        """The settings of output `index`, with the model's defaults filled in."""
+        """Return the function that makes the settings of output `index`, with the model's defaults filled
+        in."""
         defaults, vocab = self.defaults, self.vocab_size
         for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if (worst := max(tokens, default=0)) >= vocab:
-                raise RequestError(f"{name} has token {worst}, but token ids end at {vocab - 1}")
+                raise RequestError(
+                    f"{name} has token {worst}, but the model has only tokens 0 to {vocab - 1}; give ids in "
+                    "this range"
+                )
         if params.stop_strings and self._tokenizer is None:
             raise RequestError(
                 "stop strings need a tokenizer, which the model directory does not have; use stop_token_ids"
@@ -209,5 +213,5 @@ def load_tokenizer(model: Path) -> Tokenizer | None:
 def not_a_prompt(given: object) -> RequestError:
     """Return the error for a value that is no prompt."""
     return RequestError(
-        f"a prompt is text, a list of token ids or a list of messages; got {type(given).__name__}"
+        f"the prompt is of type {type(given).__name__}; give text, a list of token ids, or a list of messages"
     )

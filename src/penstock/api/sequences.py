@@ -1,4 +1,5 @@
-"""The outputs of a prompt in the making: what the engine is asked for, and what has come of it so far."""
+"""Hold the outputs of a prompt while they are made: what the engine is asked for, and what has come so
+far."""
 
 from collections import deque
 from collections.abc import Callable
@@ -41,7 +42,7 @@ class PreparedPrompt:
 
 @dataclass(slots=True)
 class OutputSequence:
-    """One output in the making (vLLM: a Sequence).
+    """Holds one output while it is made (vLLM: a Sequence).
 
     deltas: what steps have added and was not taken yet.
     cached: prompt tokens whose KV was found; those that came from host memory, and from disk.
@@ -113,9 +114,10 @@ class OutputSequence:
 
 @dataclass(slots=True)
 class SequenceGroup:
-    """A prompt and its outputs in the making (vLLM: a SequenceGroup).
+    """Holds a prompt and its outputs while they are made (vLLM: a SequenceGroup).
 
-    prompt: its text; None for a prompt of token ids. tokens: token ids of the prompt.
+    prompt: its text; None for a prompt of token ids.
+    tokens: token ids of the prompt.
     """
 
     prompt: str | None

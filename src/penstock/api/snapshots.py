@@ -1,4 +1,4 @@
-"""Frozen values that say where the bytes of a loaded model rest at a moment."""
+"""Say, in frozen values, where the bytes of a loaded model rest at a moment."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -11,7 +11,7 @@ from penstock.step.plan import Route
 
 @dataclass(frozen=True, slots=True)
 class PrefixCounts:
-    """The work of the prefix cache since the engine started.
+    """Counts the work of the prefix cache since the engine started.
 
     prompt_tokens: tokens of all prompts.
     device, host, disk: those of them whose KV was found on a tier.
@@ -29,7 +29,7 @@ class PrefixCounts:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """The memory of a loaded model at a moment: its budget, and where weights and KV rest.
+    """Describes the memory of a loaded model at a moment: its budget, and where weights and KV rest.
 
     budget: bytes of the device.
     weights: bytes of weights on each tier, and those that have moved.

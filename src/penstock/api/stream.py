@@ -1,4 +1,4 @@
-"""The pieces of one prompt's outputs, as an iterator."""
+"""Iterate over the pieces of one prompt's outputs."""
 
 import weakref
 from collections.abc import Callable
@@ -37,13 +37,13 @@ class CompletionStream:
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
-        """The token ids of the prompt."""
+        """Return the token ids of the prompt."""
         return self._group.tokens
 
     @property
     def completion(self) -> Completion:
-        """The outputs up to now, as `generate` would return them. Those that have not ended by themselves
-        count as aborted."""
+        """Return the outputs up to now, as `generate` would return them. Those that have not ended by
+        themselves count as aborted."""
         return self._group.completion()
 
     def close(self) -> None:

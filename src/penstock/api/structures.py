@@ -42,8 +42,8 @@ _WEIGHT = 8 << 10
 """Characters that a structure counts for beside its own: most compiled ones take a few hundred kilobytes,
 those of long texts up to some hundred megabytes."""
 _KEPT, _HELD = 128 * _WEIGHT, 256 * _WEIGHT
-"""Of all compiled structures that are kept for later requests; and of all that there are, up to which
-requests hold theirs."""
+"""Weights up to which compiled structures are kept for later requests, and up to which requests hold
+theirs."""
 _PATIENCE = 10.0
 """Seconds for which a reader waits for its structure, and before that for its turn: most take milliseconds,
 hard ones a second."""
@@ -65,10 +65,10 @@ _LIMITS = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 100_000,
 }
-"""Of the library, below its own: a mask takes some milliseconds at most, a structure some tens of
+"""Limits of the library, below its own: a mask takes some milliseconds at most, a structure some tens of
 megabytes."""
 _MARK = b"\xff"
-"""Before the name of a special token, which no text has."""
+"""This byte, which no text has, stands before the name of a special token."""
 _STARTING = threading.Lock()
 _LATE: list[threading.Thread] = []
 """Threads that compile what is not waited for any more; some may have ended."""
@@ -112,7 +112,8 @@ class Structures:
         output. Raise StructureError."""
         if not end_tokens:
             raise StructureError(
-                "a structure's end is an end token, and the model names none; give stop_token_ids"
+                "structured output ends with an end token, and the model's files name none; give "
+                "stop_token_ids"
             )
         compiled, held, name = self._compiled(structure), self._held, id(structure)
         with self._noting:
@@ -161,7 +162,7 @@ class Structures:
         return masks, frozenset(place for place, matcher in enumerate(matchers) if matcher.broken)
 
     def _fill(self, matchers: Sequence["_Matcher"], masks: NDArray[np.int32]) -> None:
-        """What the library says, for those that have not ended."""
+        """Fill the masks as the library says, for those that have not ended."""
         going = [
             (matcher.inner, place) for place, matcher in enumerate(matchers) if matcher.inner is not None
         ]
@@ -179,7 +180,7 @@ class Structures:
     # -- compiling
 
     def _compiled(self, structure: Structure) -> "_Compiled":
-        """Raises StructureError."""
+        """Return the compiled structure, known or new. Raises StructureError."""
         if (known := self._found(structure)) is not None:
             return known
         with self._turn():
@@ -197,13 +198,13 @@ class Structures:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """To compile. Raises CrowdedError if it does not come."""
+        """Wait for the turn to compile. Raises CrowdedError if it does not come."""
         with _STARTING:
             _LATE[:] = [thread for thread in _LATE if thread.is_alive()]
         if len(_LATE) >= _MOST_LATE or not self._compiling.acquire(timeout=_PATIENCE):
             raise CrowdedError(
-                "the structures of other requests take long to be compiled, so this one has to wait; try "
-                "again later"
+                "the server is busy compiling the schemas and grammars of other requests; send the request "
+                "again in a few seconds"
             )
         try:
             yield
@@ -223,13 +224,13 @@ def _weight(structures: Iterable[Structure]) -> int:
 
 
 class _Vocabulary:
-    """The model's tokens as the library has them: with one more, beyond the last, that stands for the end."""
+    """Gives the model's tokens to the library: with one more, beyond the last, that stands for the end."""
 
     def __init__(self, tokenizer: Tokenizer | None, size: int, ends: frozenset[int]) -> None:
         if tokenizer is None:
             raise StructureError(
-                "a structure needs a tokenizer, which the model directory does not have; add its "
-                "tokenizer.json"
+                "structured output needs a tokenizer, and the model's directory has no tokenizer.json; add "
+                "the file"
             )
         try:
             import llguidance
@@ -245,11 +246,13 @@ class _Vocabulary:
         self._matcher = llguidance.LLMatcher
 
     def compile(self, grammar: str) -> "LLMatcher":
-        """Of a grammar as the library writes them. Raises StructureError with what the library says."""
+        """Compile a grammar as the library writes them. Raises StructureError with what the library says."""
         try:
             matcher = _deep(lambda: self._matcher(self.tokenizer, grammar, log_level=0, limits=self._limits))
         except RuntimeError as fault:
-            raise StructureError(f"the library has failed: {fault}") from fault
+            raise StructureError(
+                f"llguidance has failed on it: {fault}; simplify it, or report this to its maintainers"
+            ) from fault
         if matcher.is_error():
             raise StructureError(said(matcher.get_error()))
         return matcher
@@ -269,10 +272,12 @@ class _Vocabulary:
                 break
         if matcher.is_error():
             why = said(matcher.get_error())
-            raise StructureError("it allows no text at all" if why == "NoExtensionBias" else why)
+            raise StructureError(
+                "no text matches it; make it less strict" if why == "NoExtensionBias" else why
+            )
 
     def error_of(self, schema: dict[str, object]) -> str | None:
-        """What is wrong with a JSON schema, if anything is."""
+        """Return what is wrong with a JSON schema; None if nothing is."""
         try:
             self.try_out(self.compile(grammar_of(Structure.json_schema(schema))))
         except StructureError as error:
@@ -281,7 +286,7 @@ class _Vocabulary:
 
 
 class _Words:
-    """What the library asks a tokenizer."""
+    """Answers what the library asks a tokenizer."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -299,8 +304,8 @@ class _Words:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens of a text that a structure leaves no choice of: those that the model knows it by, as far as
-        they are just its bytes.
+        """Return the tokens of a text that a structure leaves no choice of: those that the model knows it by,
+        as far as they are just its bytes.
 
         Some tokenizers put a space before a text, but none within a line; and it is long work for a long
         text.
@@ -317,7 +322,7 @@ class _Words:
         return tokens + self.trie.greedy_tokenize(rest) if rest else tokens
 
     def _last(self, tokens: list[int], text: bytes) -> list[int] | None:
-        """Of the tokens the last, which are this text; None if it begins within one."""
+        """Return the last of the tokens, which are this text; None if it begins within one."""
         pieces = [self.tokens[token] if token < self.eos_token_id else _MARK for token in tokens]
         at, left = len(pieces), len(text)
         while left > 0 and at:
@@ -327,10 +332,10 @@ class _Words:
 
 
 class _Compiled:
-    """A structure, ready to be followed by any number of outputs."""
+    """Keeps a compiled structure, ready to be followed by any number of outputs."""
 
     def __init__(self, structure: Structure, vocabulary: _Vocabulary) -> None:
-        """Raises StructureError."""
+        """Compile a structure and try it out. Raises StructureError."""
         self._vocabulary = vocabulary
         try:
             self._grammar = grammar_of(structure)
@@ -342,7 +347,7 @@ class _Compiled:
             raise StructureError(f"the {structure.kind.value} cannot be followed: {why}") from error
 
     def copy(self, since: "LLMatcher | None" = None) -> "tuple[LLMatcher, LLMatcher]":
-        """For one more output, and what it is a copy of. since: this was, and its room is full."""
+        """Return a copy for one more output, and its original. since: the last original, which is full."""
         first = self._first
         if first is since:
             first = self._first = self._vocabulary.compile(self._grammar)
@@ -350,8 +355,8 @@ class _Compiled:
 
 
 class _Matcher:
-    """One output's way through its structure. Where that cannot be followed any further, the output may only
-    end, and is broken."""
+    """Follows one output through its structure. Where that cannot be followed any further, the output may
+    only end, and is broken."""
 
     def __init__(self, ends: frozenset[int]) -> None:
         self.inner: LLMatcher | None = None
@@ -366,14 +371,15 @@ class _Matcher:
 
     def break_off(self, why: str) -> None:
         _LOG.warning(
-            "an output ends after %d tokens, its structure cannot be followed any further: %s",
+            "an output ends early, after %d tokens: llguidance cannot follow its schema or grammar any "
+            "further (%s); simplify it if this comes again",
             len(self._taken),
             why,
         )
         self.inner, self.broken = None, True
 
     def take(self, token: int) -> None:
-        """What was said. An end token is the end, wherever the structure is: the request's own may come
+        """Follow one token. An end token is the end, wherever the structure is: the request's own may come
         before its end."""
         if self.inner is None:
             return
@@ -385,7 +391,7 @@ class _Matcher:
             self._renew()
 
     def finish(self, mask: NDArray[np.int32], end: int) -> None:
-        """After the library has filled the mask: what it calls the end are the end tokens."""
+        """Complete a mask that the library has filled: what it calls the end are the end tokens."""
         if self.inner is not None and self.inner.is_error():
             self._renew()
             if self.inner is not None:

@@ -51,10 +51,13 @@ class _Reader:
         value = self.config.get(key)
         value = default if value is None else value
         if value is None:
-            raise UnsupportedModelError(f"{self.where}: key '{key}' is missing; it must be a whole number")
+            raise UnsupportedModelError(
+                f"{self.where}: key '{key}' is missing, which must be a whole number; fetch config.json again"
+            )
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise UnsupportedModelError(
-                f"{self.where}: key '{key}' is {value!r}; it must be a whole number from {low} to {high}"
+                f"{self.where}: key '{key}' is {value!r}; it must be a whole number from {low} to {high}; "
+                "correct config.json, or fetch it again"
             )
         return value
 
@@ -64,7 +67,8 @@ class _Reader:
         # Within these bounds no formula of a model, rope's powers included, leaves the range of a double.
         if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 <= value <= 1e30:
             raise UnsupportedModelError(
-                f"{self.where}: key '{key}' is {value!r}; it must be a number from 1e-30 to 1e30"
+                f"{self.where}: key '{key}' is {value!r}; it must be a number from 1e-30 to 1e30; correct "
+                "config.json, or fetch it again"
             )
         return float(value)
 
@@ -72,7 +76,10 @@ class _Reader:
         value = self.config.get(key)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise UnsupportedModelError(f"{self.where}: key '{key}' is {value!r}; it must be true or false")
+            raise UnsupportedModelError(
+                f"{self.where}: key '{key}' is {value!r}; it must be true or false; correct config.json, or "
+                "fetch it again"
+            )
         return value
 
     def only(self, key: str, *supported: object) -> None:
@@ -80,7 +87,8 @@ class _Reader:
         value = self.config.get(key, supported[0])
         if value not in supported:
             raise UnsupportedModelError(
-                f"{self.where}: key '{key}' is {value!r}; supported: {', '.join(map(repr, supported))}"
+                f"{self.where}: key '{key}' is {value!r}; supported: {', '.join(map(repr, supported))}; use "
+                "another checkpoint"
             )
 
 
@@ -99,7 +107,8 @@ def family_of(config: Mapping[str, object], where: str = "config.json") -> Famil
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         raise UnsupportedModelError(
-            f"{where}: key 'model_type' is {name!r}; supported: {', '.join(sorted(FAMILIES))}"
+            f"{where}: key 'model_type' is {name!r}; supported: {', '.join(sorted(FAMILIES))}; use a "
+            "checkpoint of one of these, or see docs/adding-a-model.md"
         )
     return family
 
@@ -121,18 +130,19 @@ def _spec(
     kv_heads = config.whole("num_key_value_heads", heads)
     if heads % kv_heads:
         raise UnsupportedModelError(
-            f"{config.where}: key 'num_attention_heads' is {heads}, no multiple of key "
-            f"'num_key_value_heads', {kv_heads}"
+            f"{config.where}: key 'num_attention_heads' is {heads}; it must be a multiple of key "
+            f"'num_key_value_heads', {kv_heads}; correct config.json, or fetch it again"
         )
     if config.get("head_dim") is None and hidden % heads:
         raise UnsupportedModelError(
-            f"{config.where}: key 'head_dim' is missing, and hidden_size {hidden} no multiple of {heads} "
-            "heads"
+            f"{config.where}: key 'head_dim' is missing, and hidden_size {hidden} is no multiple of {heads} "
+            "heads; add head_dim, or fetch config.json again"
         )
     head_dim = config.whole("head_dim", hidden // heads)
     if head_dim % 2:
         raise UnsupportedModelError(
-            f"{config.where}: key 'head_dim' is {head_dim}; rotary embeddings need an even one"
+            f"{config.where}: key 'head_dim' is {head_dim}; rotary embeddings need an even number; correct "
+            "config.json, or fetch it again"
         )
     positions = config.whole("max_position_embeddings", 2048)
     rope = _rope(config, head_dim, positions)
@@ -175,7 +185,8 @@ def _dtype(config: _Reader) -> str:
     value = config.get(key) or "float32"
     if not isinstance(value, str) or value not in DTYPE_BYTES:
         raise UnsupportedModelError(
-            f"{config.where}: key '{key}' is {value!r}; supported: {', '.join(DTYPE_BYTES)}"
+            f"{config.where}: key '{key}' is {value!r}; supported: {', '.join(DTYPE_BYTES)}; use a "
+            "checkpoint in one of these"
         )
     return value
 
@@ -186,26 +197,35 @@ def _rope(config: _Reader, head_dim: int, max_length: int) -> RopeSpec:
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get(key) or {}
     if not isinstance(scaling, Mapping):
-        raise UnsupportedModelError(f"{config.where}: key '{key}' is {scaling!r}; it must be an object")
+        raise UnsupportedModelError(
+            f"{config.where}: key '{key}' is {scaling!r}; it must be an object; correct config.json, or "
+            "fetch it again"
+        )
     if any(isinstance(value, Mapping) for value in scaling.values()):
         raise UnsupportedModelError(
-            f"{config.where}: key '{key}' differs by layer; supported: one set for all layers"
+            f"{config.where}: key '{key}' differs by layer; supported: one set for all layers; use another "
+            "checkpoint"
         )
     reader = _Reader(scaling, f"{config.where}, {key}")
     name = scaling.get("rope_type", scaling.get("type", "default"))
     if name not in list(RopeKind):
         raise UnsupportedModelError(
-            f"{config.where}: key 'rope_type' is {name!r}; supported: {', '.join(RopeKind)}"
+            f"{config.where}: key 'rope_type' is {name!r}; supported: {', '.join(RopeKind)}; use another "
+            "checkpoint"
         )
     kind = RopeKind(str(name))
     for partial in (config.get("partial_rotary_factor"), scaling.get("partial_rotary_factor")):
         if partial not in (None, 1, 1.0):
             raise UnsupportedModelError(
-                f"{config.where}: key 'partial_rotary_factor' is {partial!r}; supported: 1.0"
+                f"{config.where}: key 'partial_rotary_factor' is {partial!r}; supported: 1.0; use another "
+                "checkpoint"
             )
     theta = reader.number("rope_theta", config.number("rope_theta", 10000.0))
     if theta <= 1:
-        raise UnsupportedModelError(f"{config.where}: key 'rope_theta' is {theta}; it must be above 1")
+        raise UnsupportedModelError(
+            f"{config.where}: key 'rope_theta' is {theta}; it must be above 1; correct config.json, or "
+            "fetch it again"
+        )
     if kind is RopeKind.DEFAULT:
         return RopeSpec(theta=theta, dim=head_dim)
     original = config.whole(
@@ -224,7 +244,8 @@ def _rope(config: _Reader, head_dim: int, max_length: int) -> RopeSpec:
     }
     if kind is RopeKind.DYNAMIC and head_dim < 4:
         raise UnsupportedModelError(
-            f"{config.where}: key 'head_dim' is {head_dim}; dynamic rope needs at least 4"
+            f"{config.where}: key 'head_dim' is {head_dim}; dynamic rope needs at least 4; correct "
+            "config.json, or fetch it again"
         )
     rope = RopeSpec(
         theta=theta,
@@ -244,11 +265,12 @@ def _rope(config: _Reader, head_dim: int, max_length: int) -> RopeSpec:
     if kind is RopeKind.LLAMA3 and rope.high_freq_factor <= rope.low_freq_factor:
         raise UnsupportedModelError(
             f"{reader.where}: key 'high_freq_factor' is {rope.high_freq_factor}; it must be above "
-            "low_freq_factor"
+            "low_freq_factor; correct config.json, or fetch it again"
         )
     if kind is RopeKind.YARN and rope.beta_fast < rope.beta_slow:
         raise UnsupportedModelError(
-            f"{reader.where}: key 'beta_fast' is {rope.beta_fast}; it must be at least beta_slow"
+            f"{reader.where}: key 'beta_fast' is {rope.beta_fast}; it must be at least beta_slow; correct "
+            "config.json, or fetch it again"
         )
     return rope
 
@@ -273,7 +295,8 @@ def _windows(config: _Reader) -> tuple[int | None, ...]:
     supported = ["full_attention"] if window is None else ["full_attention", "sliding_attention"]
     if not isinstance(types, list) or len(types) != layers or any(kind not in supported for kind in types):
         raise UnsupportedModelError(
-            f"{config.where}: key 'layer_types' is {types!r}; supported: {layers} of {supported}"
+            f"{config.where}: key 'layer_types' is {types!r}; supported: a list of {layers} of {supported}; "
+            "use another checkpoint"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
@@ -315,7 +338,8 @@ def _qwen3_moe(config: _Reader) -> ModelSpec:
     step, dense = config.whole("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise UnsupportedModelError(
-            f"{config.where}: key 'mlp_only_layers' is {dense!r}; it must be a list of layer numbers"
+            f"{config.where}: key 'mlp_only_layers' is {dense!r}; it must be a list of layer numbers; "
+            "correct config.json, or fetch it again"
         )
     return _spec(
         config,
@@ -331,7 +355,8 @@ def _qwen3_moe(config: _Reader) -> ModelSpec:
 def _moe(config: _Reader, moe: MoeSpec) -> MoeSpec:
     if moe.top_k > moe.experts:
         raise UnsupportedModelError(
-            f"{config.where}: key 'num_experts_per_tok' is {moe.top_k}, but there are {moe.experts} experts"
+            f"{config.where}: key 'num_experts_per_tok' is {moe.top_k}, but there are only {moe.experts} "
+            "experts; correct config.json, or fetch it again"
         )
     return moe
 

@@ -301,7 +301,10 @@ class _Layer:
         formats = {self.spec.format.of(source.tensor) for source in sources}
         if len(formats) > 1:
             names = " and ".join(source.tensor for source in sources)
-            raise UnsupportedModelError(f"{names} are read by one product, but rest in several formats")
+            raise UnsupportedModelError(
+                f"{names} are multiplied together, but are stored in several formats; use a checkpoint that "
+                "stores them in one"
+            )
         return formats.pop()
 
     def mixer(self, layer: int) -> GroupLayout:

@@ -36,8 +36,8 @@ def held(spec: ModelSpec, shard: Shard) -> Held:
     ):
         if count < shard.ranks:
             raise ConfigError(
-                f"{shard.ranks} ranks were asked for, but the model has {count} {what} to share; ask for at "
-                f"most {count}"
+                f"tensor_parallel={shard.ranks} is more than the model's {count} {what}; give a "
+                f"tensor_parallel of at most {count}"
             )
     return Held(cut(spec.intermediate_size, shard), cut(expert_inner, shard), cut(spec.vocab_size, shard))
 

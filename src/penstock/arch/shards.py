@@ -15,7 +15,10 @@ class Shard:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks:
-            raise ConfigError(f"there is no rank {self.rank} of {self.ranks}; ranks are counted from 0")
+            raise ConfigError(
+                f"rank {self.rank} of {self.ranks} does not exist: ranks are 0 to {self.ranks - 1}; check "
+                "RANK and WORLD_SIZE"
+            )
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.ranks}" if self.ranks > 1 else "the whole model"

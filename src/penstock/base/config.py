@@ -1,4 +1,4 @@
-"""Every setting of an engine: declared once, checked, frozen. What follows from them is computed at boot."""
+"""Declare every setting of an engine: once, checked, frozen. What follows from them is computed at boot."""
 
 import os
 import re
@@ -45,7 +45,8 @@ def policy_numbers(text: str) -> tuple[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Config(Declared):
-    """The settings of an engine. Each field declares one; penstock.base.setting says what comes of that.
+    """Holds the settings of an engine. Each field declares one; penstock.base.setting says what follows from
+    it.
 
     Sizes are text (16GiB, 80%) or bytes; a share is of the memory that is named. What depends on the model or
     the machine is checked at boot. Raises ConfigError for a value that is not allowed.
@@ -129,7 +130,7 @@ class Config(Declared):
     )
     sketch_bits: int = setting(
         4,
-        help="Bits a number in the sketch, the copy of keys by which policies choose blocks.",
+        help="Bits of each number in the sketch, the copy of keys by which policies choose blocks.",
         details="The sketch bounds the attention that a policy misses. 4 bits take a seventh of the KV's "
         "bytes. 8 take a quarter, and bound more closely. 0 take a sixty-fourth: blocks are chosen by the "
         "extremes of their keys, and the bound says little.",
@@ -224,8 +225,8 @@ def source_commit() -> str | None:
     said = os.environ.get("PENSTOCK_COMMIT", "").strip()
     if said and not re.fullmatch(r"[0-9a-f]{7,40}\+?", said):
         raise ConfigError(
-            f"PENSTOCK_COMMIT={said} is no commit; give what `git rev-parse HEAD` prints, with a + behind "
-            "it if files differ"
+            f"PENSTOCK_COMMIT={said} is no commit; give what `git rev-parse HEAD` prints, followed by + if "
+            "files were changed"
         )
     return said or None
 
@@ -234,15 +235,15 @@ def source_commit() -> str | None:
 class Launched:
     """A process that torchrun has started knows its place among the others.
 
-    rank: its number, of `ranks` in all. local: its number on its machine. one_machine: whether all of
-    them are known to be on this machine.
+    rank: its number, of `ranks` in all.
+    local: its number on its machine.
+    one_machine: whether all of them are known to be on this machine.
     """
 
     rank: int
     ranks: int
     local: int
     one_machine: bool
-    """Whether all of them are known to be on this machine."""
 
 
 def launched() -> Launched | None:
@@ -258,12 +259,12 @@ def launched() -> Launched | None:
     except ValueError as error:
         said = ", ".join(f"{name}={os.environ[name]}" for name in names)
         raise ConfigError(
-            f"the environment is that of torchrun, but for numbers in {said}; start with torchrun, or unset "
-            "them"
+            f"torchrun's variables are set, but not all of them are numbers: {said}; start with torchrun, "
+            "or unset them"
         ) from error
     if not 0 <= rank < ranks:
         raise ConfigError(
-            f"the environment is that of torchrun, but RANK={rank} is none of WORLD_SIZE={ranks}; start "
-            "with torchrun, or unset them"
+            f"torchrun's variables are set, but RANK={rank} is not below WORLD_SIZE={ranks}; start with "
+            "torchrun, or unset them"
         )
     return Launched(rank, ranks, local, os.environ.get("LOCAL_WORLD_SIZE") == str(ranks))

@@ -34,7 +34,7 @@ of these, or into an HTTP status, before anybody sees them.
 
 
 class PenstockError(Exception):
-    """The root of all errors raised on purpose. The message is one line, fit to be shown to a person."""
+    """Stands at the root of all errors raised on purpose. The message is one line, fit for a person."""
 
 
 class ConfigError(PenstockError):

@@ -75,7 +75,7 @@ class WeightStats:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """The rates of streaming over an interval."""
+    """Holds the rates of streaming over an interval."""
 
     copied: float
     read: float
@@ -98,14 +98,14 @@ class KVStats:
     disk: int
     """Bytes of the requests of the last step, on each tier; what is kept for later ones is not counted."""
     room: int
-    """In host memory."""
+    """Bytes of KV that host memory has room for."""
     copied: int
-    """To DEVICE."""
+    """Bytes that were copied to DEVICE."""
     sent: int
-    """From DEVICE."""
+    """Bytes that were copied from DEVICE."""
     read: int = 0
     written: int = 0
-    """DISK to HOST, and HOST to DISK."""
+    """Bytes from DISK to HOST, and from HOST to DISK."""
 
     def since(self, before: "KVStats") -> "KVStats":
         """Return the same, counting only what came after `before`."""
@@ -150,7 +150,7 @@ class MissedStats:
     """Sums over choices: of each one's largest bound, and of its mean over heads and queries."""
     worst_buckets: tuple[int, ...] = (0,) * (len(SHARES) + 1)
     mean_buckets: tuple[int, ...] = (0,) * (len(SHARES) + 1)
-    """How many choices' lie at or below each of SHARES and above the one before, and above all."""
+    """Choices whose mean lies at or below each of SHARES and above the one before; the last lie above all."""
 
     @property
     def worst(self) -> float:
@@ -186,7 +186,7 @@ class MissedStats:
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """The traffic one way between two tiers."""
+    """Counts the traffic one way between two tiers."""
 
     bytes: int
     seconds: float
@@ -230,7 +230,7 @@ class TierStats:
     io_failures: int
     quarantined: int
     disk_off: bool
-    """Whether the disk is left alone for a while, since it kept failing."""
+    """The disk is left alone for a while if this is set, since it kept failing."""
 
     @property
     def moved(self) -> bool:
@@ -240,7 +240,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The steps of the engine since it started, and their seconds. Each step is a pass over the model.
+    """Counts the steps of the engine since it started, and their seconds. Each step is a pass over the model.
 
     In a decode step every request adds a token; `WeightStats.predicted` is of these alone. The others compute
     some of a prompt: prefill.
@@ -270,9 +270,10 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class MeterSample:
-    """The counts at one moment.
+    """Holds the counts at one moment.
 
-    when: seconds of perf_counter. kv: of long contexts; None if there is no room for any.
+    when: seconds of perf_counter.
+    kv: of long contexts; None if there is no room for any.
     """
 
     when: float
@@ -281,7 +282,7 @@ class MeterSample:
 
 
 class PromptProgress:
-    """The progress of a prompt of `length` tokens, by the time."""
+    """Follows the progress of a prompt of `length` tokens, by the time."""
 
     def __init__(self, length: int, begin: float, computed: int) -> None:
         """computed: tokens by the engine until now, when the prompt begins."""

@@ -10,7 +10,7 @@ from penstock.base.wanted import expect_wanted
 T = TypeVar("T")
 _FEW = 256
 _MOST_PAUSES = 128
-"""In one piece of work, however much there is: 0.4 s."""
+"""Pauses that one piece of work takes at most, however large it is: 0.4 s."""
 _PAUSE = 0.003
 """Seconds. A thread that is busy in Python keeps the lock for 5 ms each time that it gets it, and a step of a
 model gives it away hundreds of times."""

@@ -1,4 +1,4 @@
-"""Settings that are declared once: a field of a dataclass that knows its help, its limits and its default.
+"""Declare settings once: each is a field of a dataclass that knows its help, its limits and its default.
 
 From `setting(...)` come the checks of a value (`checked`), the flags of the command line and the keys of
 penstock.toml (cli/options), the keyword arguments of a constructor (`keywords_of`) with their help, and
@@ -60,16 +60,18 @@ WORDS: Mapping[object, str] = {
 
 @dataclass(frozen=True, slots=True)
 class SettingField:
-    """One declared setting.
+    """Describes one declared setting.
 
     name: of the field, and with dashes of the flag.
     kind: the one of WORDS that the annotation names; object for what only a program can give.
     optional: whether None is allowed, which means the default.
-    help: one sentence for --help and the docs. details: more sentences for the docs and help(LLM).
+    help: one sentence for --help and the docs.
+    details: more sentences for the docs and help(LLM).
     usual: what the default does, in words, where it does not say so itself.
     choices: the values that are allowed, if they can be listed.
     limits: the least and the largest number that is allowed; from 0 on also a size of 0.
-    unit: what a number counts. check: raises ConfigError for text that is not allowed.
+    unit: what a number counts.
+    check: raises ConfigError for text that is not allowed.
     """
 
     name: str
@@ -173,7 +175,8 @@ def settings_of(declared: Any) -> tuple[SettingField, ...]:
 
 
 class Declared:
-    """The base of dataclasses that declare settings. Raises ConfigError for values that are not allowed."""
+    """Checks the settings of a dataclass that derives from it. Raises ConfigError for values that are not
+    allowed."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""What ran when, on every link and stream, as a file that Perfetto (ui.perfetto.dev) and chrome://tracing
+"""Record what ran when, on every link and stream, as a file that Perfetto (ui.perfetto.dev) and chrome://tracing
 open.
 
 Why this is safe from any thread: an event is a tuple of values that never change, and recording it is one
@@ -20,7 +20,7 @@ from time import perf_counter
 from penstock.base.errors import ConfigError
 
 TRACKS = ("compute", "stalls", "host to device", "disk read")
-"""From top to bottom; others follow by name."""
+"""Tracks stand in this order, from top to bottom; others follow by name."""
 MOST = 1_000_000
 """Events kept, of about 400 bytes each."""
 
@@ -34,7 +34,7 @@ _Placed = tuple[int, int, str, dict[str, _Argument]]
 
 
 class Trace:
-    """A record of spans and counters from any thread, in seconds of perf_counter.
+    """Records spans and counters from any thread, in seconds of perf_counter.
 
     Of more than `most` events the later ones are only counted.
     """
@@ -61,7 +61,11 @@ class Trace:
             if not os.access(path if path.exists() else folder, os.W_OK):
                 raise _refusal(path, "writing there is not permitted")
             if not path.exists():
-                _make_and_remove(Path(os.path.realpath(path)))  # where a symbolic link to nothing leads
+                # Made and removed, for what permissions do not show: names that are too long, read-only file
+                # systems. A symbolic link to nothing is followed.
+                new = os.path.realpath(path)
+                os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
+                os.unlink(new)
         except OSError as error:
             raise _refusal(path, error.strerror or str(error)) from error
 
@@ -144,14 +148,6 @@ class Trace:
             yield {"ph": "C", "pid": _PROCESS, "tid": 0, "name": name, "ts": at / 1000, "args": values}
 
 
-def _make_and_remove(path: Path) -> None:
-    """Make a new file and remove it, for what permissions do not show: names that are too long, read-only
-    file systems. Raises OSError.
-    """
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
-    path.unlink()
-
-
 def _lanes(spans: list[_Placed]) -> list[list[_Placed]]:
     """Return the spans in as few rows as possible, so that none overlap in a row.
 
@@ -191,6 +187,6 @@ def _json(entry: Mapping[str, object]) -> str:
 
 def _refusal(path: Path, reason: str) -> ConfigError:
     return ConfigError(
-        f"the trace cannot be written to {path}: {reason}; name a file in a directory that exists and may "
-        "be written to"
+        f"the trace cannot be written to {path}: {reason}; name a file in a directory that exists and that "
+        "you may write to"
     )

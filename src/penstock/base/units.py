@@ -27,10 +27,10 @@ def parse_size(text: str | int, *, whole: int | None = None) -> int:
     elif share := _SHARE.fullmatch(text):
         percent = float(share[1])
         if percent > 100:
-            raise ConfigError(f"size {text!r} is more than the whole; write at most 100%")
+            raise ConfigError(f"size {text!r} is more than all there is; write at most 100%")
         if whole is None:
             raise ConfigError(
-                f"size {text!r} is a share of something unknown here; write an amount such as 16GiB"
+                f"size {text!r} is a percentage, which cannot be used here; write an amount such as 16GiB"
             )
         size = int(whole * percent / 100)
     else:

@@ -14,7 +14,7 @@ class UnwantedError(Exception):
 
 @dataclass(slots=True)
 class Waiter:
-    """The one that waits for a piece of work. `gone` is set once, on any thread, and read by the work."""
+    """Waits for a piece of work. `gone` is set once, on any thread, and read by the work."""
 
     gone: bool = False
 

@@ -60,7 +60,8 @@ def machine() -> MachineInfo:
     return MachineInfo(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         processor=_processor(),
-        cores=_cores(),
+        # The cores that this process may run on, where the system knows them.
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1,
         threads=torch.get_num_threads(),
         memory=total_memory(cpu),
         free=free_memory(cpu),
@@ -78,11 +79,6 @@ def machine() -> MachineInfo:
 def _cuda_device(index: int) -> Device:
     device = torch.device("cuda", index)
     return Device(str(device), torch.cuda.get_device_name(device), total_memory(device), free_memory(device))
-
-
-def _cores() -> int:
-    """Return the cores that this process may run on, where the system knows them."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
 
 
 def _processor() -> str:

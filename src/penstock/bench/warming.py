@@ -91,12 +91,11 @@ class Timed:
         }
 
     def __str__(self) -> str:
-        text = (
+        warm, falls = "" if self.warm else ", NOT WARM", ", STILL FALLING" if self.falling else ""
+        return (
             f"{self.median:.4g} s ({min(self.seconds):.4g} to {max(self.seconds):.4g}, {len(self.seconds)} "
-            "runs"
+            f"runs after {len(self.warming)} to warm up){warm}{falls}"
         )
-        text += f" after {len(self.warming)} to warm up)"
-        return text + ("" if self.warm else ", NOT WARM") + (", STILL FALLING" if self.falling else "")
 
 
 def warmed(work: Callable[[], float], rule: Rule = RULE) -> tuple[tuple[float, ...], bool]:

@@ -4,7 +4,7 @@ statistics."""
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -14,66 +14,47 @@ from penstock.cli.summaries import kv_summary, missed_summary, summary, tier_sum
 from penstock.cli.terminal import say
 from penstock.step.params import SamplingParams
 from penstock.step.plan import TokenLogprob
-from penstock.step.request import FinishReason
 
 if TYPE_CHECKING:  # torch takes 1.2 s
     from penstock.api.llm import LLM
-    from penstock.api.outputs import Delta
+    from penstock.api.outputs import Completion, Delta, Output
     from penstock.api.reader import Prompt
 
 
-@dataclass(slots=True)
-class TimedOutput:
-    """One continuation of a prompt."""
-
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish: FinishReason = FinishReason.ABORT
-    """Until it ends otherwise."""
-    error: str = ""
-    """Why it was broken off, where that is known."""
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """All continuations of a prompt of `prompt_tokens`, and when they came, in seconds after the request.
+    """Holds all continuations of a prompt, and when they came, in seconds after the request.
 
-    weights: where they are, and what was streamed of them for the answer. kv: the same of long contexts, if
-    there is room for any.
+    first, end: when the first token came, and the last.
+    weights: where they rest, and what was streamed of them for the answer.
+    kv: the same of the KV of long contexts; None where there is no room for any.
+    tiers: the tiers of prefixes, since the engine started.
+    missed: the attention that policies missed, for this answer.
     """
 
-    prompt_tokens: int
-    outputs: list[TimedOutput]
+    completion: "Completion"
+    first: float
+    end: float
     weights: WeightStats
-    kv: KVStats | None = None
-    tiers: TierStats | None = None
-    """The tiers of prefixes, since the engine started."""
-    missed: MissedStats = field(default_factory=MissedStats)
-    """The attention that policies missed, for this answer."""
-    cached_tokens: int = 0
-    cached_host: int = 0
-    cached_disk: int = 0
-    """Prompt tokens whose KV was found; those of them that came from host memory, and from disk."""
-    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
-    first: float = 0.0
-    end: float = 0.0
+    kv: KVStats | None
+    tiers: TierStats | None
+    missed: MissedStats
 
     @property
     def tokens(self) -> int:
         """Return the tokens of all outputs."""
-        return sum(len(output.tokens) for output in self.outputs)
+        return sum(len(output.tokens) for output in self.completion.outputs)
 
     @property
     def prefill_rate(self) -> float | None:
         """Return the prompt tokens computed in a second, up to the first token."""
-        computed = self.prompt_tokens - self.cached_tokens
+        computed = len(self.completion.prompt_tokens) - self.completion.cached_tokens
         return computed / self.first if self.first > 0 else None
 
     @property
     def decode_rate(self) -> float | None:
         """Return tokens a second after the first of each output; None if there were no more."""
-        more = self.tokens - len(self.outputs)
+        more = self.tokens - len(self.completion.outputs)
         return more / (self.end - self.first) if more > 0 and self.end > self.first else None
 
     def statistics(self) -> str:
@@ -82,12 +63,13 @@ class TimedAnswer:
             f", {rate:,.0f} tokens/s" if rate else "" for rate in (self.prefill_rate, self.decode_rate)
         )
         first = f"first token after {self.first:.3f} s" if self.tokens else f"no token in {self.end:.3f} s"
-        ways = ((self.cached_host, "host memory"), (self.cached_disk, "disk"))
+        made, prompt = self.completion, f"prompt {len(self.completion.prompt_tokens):,} tokens"
+        ways = ((made.cached_host, "host memory"), (made.cached_disk, "disk"))
         came = "".join(f", {tokens:,} from {tier}" for tokens, tier in ways if tokens)
         return (
-            f"prompt {self.prompt_tokens:,} tokens ({self.cached_tokens:,} cached{came}){prefill}; {first}; "
+            f"{prompt} ({made.cached_tokens:,} cached{came}){prefill}; {first}; "
             f"output {self.tokens:,} tokens{decode}; ended by "
-            f"{'/'.join(dict.fromkeys(output.finish for output in self.outputs))}"
+            f"{'/'.join(dict.fromkeys(output.finish_reason for output in made.outputs))}"
         )
 
 
@@ -104,30 +86,23 @@ def follow(
     under way.
     """
     before, missed_before, begin = llm.memory, llm.stats().missed, perf_counter()
+    first = end = 0.0
     with llm.stream(prompt, params, until=interrupted) as stream:
-        answer = TimedAnswer(
-            len(stream.prompt_tokens), [TimedOutput() for _ in range(params.n)], before.weights
-        )
         for delta in stream:
-            answer.end = perf_counter() - begin
-            answer.first = answer.first or answer.end
-            output = answer.outputs[delta.index]
-            output.text += delta.text
-            output.tokens.extend(delta.tokens)
-            output.logprobs.extend(delta.logprobs)
-            output.finish = delta.finish_reason or output.finish
+            end = perf_counter() - begin
+            first = first or end
             show(delta)
-        answer.end = answer.end or perf_counter() - begin
-    completion = stream.completion
-    for output, ended in zip(answer.outputs, completion.outputs, strict=True):
-        output.error = ended.error
+        end = end or perf_counter() - begin
     memory, stats = llm.memory, llm.stats()
-    answer.weights = memory.weights.since(before.weights)
-    answer.kv = memory.kv.since(before.kv) if memory.kv and before.kv else None
-    answer.cached_tokens, answer.prompt_logprobs = completion.cached_tokens, completion.prompt_logprobs
-    answer.cached_host, answer.cached_disk = completion.cached_host, completion.cached_disk
-    answer.tiers, answer.missed = stats.tiers, stats.missed.since(missed_before)
-    return answer
+    return TimedAnswer(
+        stream.completion,
+        first,
+        end,
+        memory.weights.since(before.weights),
+        memory.kv.since(before.kv) if memory.kv and before.kv else None,
+        stats.tiers,
+        stats.missed.since(missed_before),
+    )
 
 
 def remark(answer: TimedAnswer) -> None:
@@ -147,17 +122,18 @@ def record(
     llm: "LLM", config: Config, prompt: str, params: SamplingParams, answer: TimedAnswer
 ) -> dict[str, object]:
     """Return what --json writes of an answer to `prompt`, which is as the user gave it."""
-    budget, outputs = llm.memory.budget, [_output(llm, output, params) for output in answer.outputs]
+    budget, made = llm.memory.budget, answer.completion
+    outputs = [_output(llm, output, params) for output in made.outputs]
     return {
         "model": str(config.model),
         "prompt": prompt,
         **outputs[0],
         **({"outputs": outputs} if params.n > 1 else {}),
         "usage": {
-            "prompt_tokens": answer.prompt_tokens,
-            "cached_tokens": answer.cached_tokens,
-            "cached_host_tokens": answer.cached_host,
-            "cached_disk_tokens": answer.cached_disk,
+            "prompt_tokens": len(made.prompt_tokens),
+            "cached_tokens": made.cached_tokens,
+            "cached_host_tokens": made.cached_host,
+            "cached_disk_tokens": made.cached_disk,
             "output_tokens": answer.tokens,
         },
         "timings": {
@@ -195,14 +171,14 @@ def json_line(entries: dict[str, object]) -> str:
     return json.dumps(entries, allow_nan=False) + "\n"
 
 
-def _output(llm: "LLM", output: TimedOutput, params: SamplingParams) -> dict[str, object]:
+def _output(llm: "LLM", output: "Output", params: SamplingParams) -> dict[str, object]:
     entries: dict[str, object] = {
         "text": output.text,
         "tokens": output.tokens,
-        "finish_reason": str(output.finish),
+        "finish_reason": str(output.finish_reason),
     }
     if params.logprobs is not None:
-        entries["logprobs"] = logprob_entries(llm, output.logprobs)
+        entries["logprobs"] = logprob_entries(llm, output.logprobs or ())
     return entries
 
 

@@ -1,5 +1,6 @@
 """Lists the options of `penstock bench`, and reads their values."""
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -8,11 +9,22 @@ from penstock.base.errors import ConfigError
 from penstock.base.units import parse_size
 from penstock.bench.shapes import SHAPES
 from penstock.cli.command import debug_option, option
-from penstock.cli.options import DEVICE, ENGINE, MAX_STEP_TOKENS, OUTPUT, THREADS, far_kv, size
+from penstock.cli.options import (
+    DEVICE,
+    ENGINE,
+    MAX_STEP_TOKENS,
+    OUTPUT,
+    THREADS,
+    far_kv,
+    names_of,
+    size,
+    sizes,
+    token_counts,
+)
 
 WORK = "Work"
 COUNT = click.IntRange(min=1)
-_POLICIES = "fifo,lru,second-use,prospect,adaptive,clairvoyant"
+_POLICIES = ["fifo", "lru", "second-use", "prospect", "adaptive", "clairvoyant"]
 _SCRATCH = "Random weights beyond device and host memory are read from a file in DIR."
 MODEL = (
     option(
@@ -23,7 +35,9 @@ MODEL = (
     ),
 )
 BATCH = (
-    option(WORK, "--batch", type=COUNT, default=1, metavar="N", help="Sequences at once. [1]"),
+    option(
+        WORK, "--batch", type=COUNT, default=1, metavar="N", help="Sequences that are computed at once. [1]"
+    ),
     option(
         WORK,
         "--context",
@@ -40,7 +54,10 @@ BATCH = (
         help="Do it all N times, with fresh prompts. [3]",
     ),
     option(
-        WORK, "--baseline", type=click.Choice(["transformers"]), help="Measure this too, if it is installed."
+        WORK,
+        "--baseline",
+        type=click.Choice(["transformers"]),
+        help="Measure transformers too, if it is installed.",
     ),
 )
 BENCH_ENGINE = (
@@ -58,7 +75,7 @@ BENCH_ENGINE = (
         callback=size,
         default="16GiB",
         metavar="SIZE",
-        help="Most to write there; layers share it. [16GiB]",
+        help="Most bytes of that file; layers share them. [16GiB]",
     ),
 )
 WINDOW = (
@@ -67,7 +84,7 @@ WINDOW = (
         "--window",
         callback=size,
         metavar="SIZE",
-        help="Compare: a window, through which all weights pass each time.",
+        help="Size of a sliding window through which all weights pass, for comparison. [none]",
     ),
 )
 KV_BELOW = far_kv(
@@ -82,53 +99,34 @@ REST = (
         "--out",
         type=click.Path(dir_okay=False, path_type=Path),
         metavar="FILE",
-        help="Write that line to FILE too.",
+        help="Write the line of JSON to FILE, too.",
     ),
     debug_option,
 )
-
-
-def _lengths(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    try:
-        return None if value is None else tuple(parse_size(part) for part in value.split(","))
-    except ConfigError as error:
-        raise click.BadParameter(
-            f"{value!r} is not a list of token counts, like 4096,32K,1M", ctx, parameter
-        ) from error
 
 
 def _span(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int]:
     try:
         least, most = (parse_size(part) for part in value.split(","))
     except (ConfigError, ValueError) as error:
-        raise click.BadParameter(f"{value!r} is not two token counts, like 100,1K", ctx, parameter) from error
+        raise click.BadParameter(
+            f"{value!r} is not two token counts; write them like 100,1K", ctx, parameter
+        ) from error
     if not 1 <= least <= most:
         raise click.BadParameter(
-            f"{value!r} is not a least and a most from 1 on; give them like 100,1K", ctx, parameter
+            f"{value!r} must be a least count of 1 or more, then a most that is not below it; write them "
+            "like 100,1K",
+            ctx,
+            parameter,
         )
     return least, most
-
-
-def _rooms(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    try:
-        return tuple(parse_size(part) for part in value.split(","))
-    except ConfigError as error:
-        raise click.BadParameter(
-            f"{value!r} is not a list of sizes, like 128GiB,1TiB", ctx, parameter
-        ) from error
-
-
-def _policies(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    if unknown := [name for name in value.split(",") if name not in _POLICIES.split(",")]:
-        raise click.BadParameter(f"{unknown[0]!r} is not one of {_POLICIES}", ctx, parameter)
-    return tuple(value.split(","))
 
 
 CONTEXTS = (
     option(
         WORK,
         "--lengths",
-        callback=_lengths,
+        callback=token_counts,
         metavar="N,N,...",
         help="Prompt tokens: 4096,32K,1M. [4K, 8K, 16K and so on, as there is room]",
     ),
@@ -149,7 +147,7 @@ REQUESTS = (
         type=click.IntRange(1, 1_000_000),
         default=256,
         metavar="N",
-        help="All there from the start. [256]",
+        help="Requests, all there from the start. [256]",
     ),
     option(
         WORK,
@@ -174,12 +172,15 @@ REQUESTS = (
         type=click.FloatRange(min=0),
         default=0.0,
         metavar="T",
-        help="0: the likeliest tokens. [0]",
+        help="Sampling temperature; 0 takes the likeliest tokens. [0]",
     ),
-    option(WORK, "--seed", type=int, default=0, metavar="N", help="Of lengths and prompts. [0]"),
-    option(WORK, "--repeat", type=COUNT, default=1, metavar="N", help="Do it all N times. [1]"),
+    option(WORK, "--seed", type=int, default=0, metavar="N", help="Seed of lengths and prompts. [0]"),
+    option(WORK, "--repeat", type=COUNT, default=1, metavar="N", help="Serve all requests N times. [1]"),
     option(
-        WORK, "--baseline", type=click.Choice(["transformers"]), help="Measure this too, if it is installed."
+        WORK,
+        "--baseline",
+        type=click.Choice(["transformers"]),
+        help="Measure transformers too, if it is installed.",
     ),
     option(
         ENGINE, "--max-sequences", type=COUNT, metavar="N", help="Most requests at once. [the device's usual]"
@@ -204,10 +205,10 @@ CACHES = (
     option(
         HASHES,
         "--rooms",
-        callback=_rooms,
+        callback=sizes,
         default="128GiB,256GiB,512GiB,1TiB,2TiB,4TiB",
         metavar="SIZE,...",
-        help="Caches. [128GiB to 4TiB]",
+        help="Sizes of the caches. [128GiB to 4TiB]",
     ),
     option(
         HASHES,
@@ -215,15 +216,15 @@ CACHES = (
         callback=size,
         default="64MiB",
         metavar="SIZE",
-        help="Of a block. [64MiB: 512 tokens of an 8B model]",
+        help="Size of a KV block. [64MiB: 512 tokens of an 8B model]",
     ),
     option(
         HASHES,
         "--policies",
-        callback=_policies,
-        default=_POLICIES,
+        callback=partial(names_of, "policy", _POLICIES),
+        default=",".join(_POLICIES),
         metavar="NAME,...",
-        help=f"What to compare. [{_POLICIES}]",
+        help=f"Eviction policies to compare. [{','.join(_POLICIES)}]",
     ),
     option(
         HASHES,
@@ -238,9 +239,9 @@ CACHES = (
         type=click.IntRange(min=0),
         default=1_000_000,
         metavar="N",
-        help="Blocks to cost `adaptive` with. [1000000]",
+        help="Blocks to measure the cost of `adaptive` with; 0 leaves it out. [1000000]",
     ),
-    option(HASHES, "--seed", type=int, default=0, metavar="N", help="Of a generated workload. [0]"),
+    option(HASHES, "--seed", type=int, default=0, metavar="N", help="Seed of a generated workload. [0]"),
 )
 REPLAY = (
     option(
@@ -252,14 +253,19 @@ REPLAY = (
     ),
     option(SERVED, "--shape", type=click.Choice(list(SHAPES)), help="Random weights in this shape instead."),
     option(
-        SERVED, "--requests", type=COUNT, default=100, metavar="N", help="The first N of the trace. [100]"
+        SERVED,
+        "--requests",
+        type=COUNT,
+        default=100,
+        metavar="N",
+        help="Requests to serve, from the first of the trace on. [100]",
     ),
     option(
         SERVED,
         "--block-tokens",
         type=COUNT,
         metavar="N",
-        help="For 512 of the trace. [512, or what the model has room for]",
+        help="Tokens for each block of 512 in the trace. [512, or what the model has room for]",
     ),
     option(
         SERVED,
@@ -276,8 +282,13 @@ REPLAY = (
         help="Requests come X times as fast as recorded. [as they are served]",
     ),
     option(SERVED, "--max-sequences", type=COUNT, metavar="N", help=f"Most requests at once. [{AT_ONCE}]"),
-    option(SERVED, "--compare/--no-compare", default=True, help="Again with --kv-store off. [yes]"),
-    option(SERVED, "--check-output", is_flag=True, help="Exit with 1 if any answer differs in that."),
+    option(
+        SERVED,
+        "--compare/--no-compare",
+        default=True,
+        help="Serve the requests again with --kv-store off. [yes]",
+    ),
+    option(SERVED, "--check-output", is_flag=True, help="Exit with 1 if any answer differs between the two."),
     option(SERVED, "--keep", is_flag=True, help="Start from what --kv-directory has, and leave it there."),
 )
 REPLAY_KV = far_kv("what the longest request needs", _HOST_KV)

@@ -1,5 +1,5 @@
-"""What all commands share: help that is sorted into sections and ends in examples, settings from a file, and
-the wish for tracebacks."""
+"""Give all commands what they share: help in sections that ends in examples, settings from a file, and
+--debug."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ OTHER = "Other options"
 
 @dataclass(slots=True)
 class Session:
-    """The options of the command line as a whole."""
+    """Holds the options of the command line as a whole."""
 
     debug: bool = False
     config: Path | None = None
@@ -37,7 +37,7 @@ class Session:
 
 
 class Option(click.Option):
-    """A click option that knows its section of the help."""
+    """Knows its section of the help, besides what a click option knows."""
 
     def __init__(self, *arguments: object, section: str = OTHER, **attributes: object) -> None:
         super().__init__(*arguments, **attributes)  # type: ignore[arg-type]  # click's own, which are many
@@ -104,22 +104,19 @@ def option(section: str, *names: str, **attributes: object) -> Decorator:
 
 
 def _note_debug(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
-    session = ctx.find_object(Session)
-    if value and session is not None:
-        session.debug = True
+    ctx.ensure_object(Session).debug |= value
 
 
-def debug_option(function: Callable[..., object]) -> Callable[..., object]:
-    """Add --debug, which may stand before a command or after it."""
-    return option(
-        OTHER,
-        "--debug",
-        is_flag=True,
-        is_eager=True,
-        expose_value=False,
-        callback=_note_debug,
-        help="Show tracebacks of errors, as PENSTOCK_DEBUG=1 does.",
-    )(function)
+debug_option = option(
+    OTHER,
+    "--debug",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_note_debug,
+    help="Show tracebacks of errors, as PENSTOCK_DEBUG=1 does.",
+)
+"""Adds --debug, which may stand before a command or after it."""
 
 
 def _configure(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> None:
@@ -143,9 +140,7 @@ def _configure(ctx: click.Context, parameter: click.Parameter, value: Path | Non
 
 
 def _note_config(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> None:
-    session = ctx.find_object(Session)
-    if session is not None:
-        session.config = value
+    ctx.ensure_object(Session).config = value
 
 
 _CONFIG: dict[str, Any] = {
@@ -156,6 +151,5 @@ _CONFIG: dict[str, Any] = {
 }
 
 
-def config_option(function: Callable[..., object]) -> Callable[..., object]:
-    """Add --config before a command; every command has its own, too."""
-    return option(OTHER, "--config", callback=_note_config, **_CONFIG)(function)
+config_option = option(OTHER, "--config", callback=_note_config, **_CONFIG)
+"""Adds --config before a command; every command has its own, too."""

@@ -1,4 +1,4 @@
-"""Settings from a file: the flags of commands, by their names.
+"""Read settings from a file: the flags of commands, by their names.
 
 At the top of the file they are for every command that has such a flag, in a table named after a command for
 that one. A value is taken as if it were typed behind its flag, so it is checked and refused as that is.
@@ -110,7 +110,10 @@ def read(path: Path) -> ConfigFile:
         with path.open("rb") as file:
             data = file.read(_MOST + 1)
         if len(data) > _MOST:
-            raise ConfigError(f"{path} has more than {_MOST} bytes, which are no settings; name another file")
+            raise ConfigError(
+                f"{path} has more than {_MOST} bytes, too many for a file of settings; name the right one "
+                "with --config"
+            )
         content = tomllib.loads(data.decode())
     except (
         OSError,
@@ -186,7 +189,7 @@ def _typed(parameter: click.Parameter, value: object) -> object:
     """
     if isinstance(parameter, click.Option) and parameter.is_flag:
         if not isinstance(value, bool):
-            raise click.BadParameter("it is true or false, without quotes")
+            raise click.BadParameter("write true or false, without quotes")
         return value
     if getattr(parameter, "multiple", False):
         return [_text(parameter, one) for one in (value if isinstance(value, list) else [value])]
@@ -198,7 +201,7 @@ def _text(parameter: click.Parameter, value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         kinds = {bool: "true or false", list: "a list", dict: "a table"}
         raise click.BadParameter(
-            f"it takes text or a number, and not {kinds.get(type(value), 'a date or a time')}"
+            f"write a text or a number, not {kinds.get(type(value), 'a date or a time')}"
         )
     if (
         isinstance(value, str)

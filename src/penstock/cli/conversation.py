@@ -1,4 +1,4 @@
-"""What was said so far, as the prompt that a model goes on from: by its chat template, or as one text."""
+"""Keep what was said so far, and make the prompt of it: by the model's chat template, or as one text."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING

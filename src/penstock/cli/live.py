@@ -1,5 +1,5 @@
-"""What happens while text is generated: a line at the bottom of the terminal shows how far a long prompt is
-computed and how weights and KV stream, and a line for each of these what it came to at the end of a run.
+"""Show what happens while text is generated: a line at the bottom of the terminal shows how far a long prompt
+is computed and how weights and KV stream, and a line for each of these what it came to at the end of a run.
 
 Why the text above stays whole. The bottom row is taken out of the region that scrolls, so text never reaches
 it. A thread redraws it: it saves the cursor, draws and restores the cursor in one write, so that no text

@@ -83,9 +83,7 @@ class Root(click.Group):
         except EOFError as error:
             # click would take it for Ctrl-C; compiled modules that a full disk has cut short raise it, too
             session = ctx.find_object(Session) or Session()
-            return _report(
-                session, f"internal error: EOFError: {error}; run with --debug for the traceback", 1
-            )
+            return _internal(session, error)
         return result
 
 
@@ -122,25 +120,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _report(session, f"error: {error}", 2)
     except MemoryError:
         return _report(
-            session, "error: the machine refused more memory; give a smaller --device-memory, or free some", 2
-        )
-    except OSError as error:
-        if error.errno not in OUTPUT_FAULTS or error.filename is not None:
-            return _report(
-                session,
-                f"internal error: {type(error).__name__}: {error}; run with --debug for the traceback",
-                1,
-            )
-        _silence()
-        return _report(
             session,
-            f"error: the output cannot be written: {error.strerror}; make room, or send it elsewhere",
+            "error: the machine refused more memory; lower --device-memory, or close what uses memory",
             2,
         )
     except Exception as error:
+        if not isinstance(error, OSError) or error.errno not in OUTPUT_FAULTS or error.filename is not None:
+            return _internal(session, error)
+        _silence()
         return _report(
-            session, f"internal error: {type(error).__name__}: {error}; run with --debug for the traceback", 1
+            session,
+            f"error: the output cannot be written: {error.strerror}; free some space, or redirect it to "
+            "another disk",
+            2,
         )
+
+
+def _internal(session: Session, error: Exception) -> int:
+    """Report an error that is a bug of penstock, while it is handled, and return the exit code."""
+    return _report(
+        session,
+        f"internal error: {type(error).__name__}: {error}; run with --debug, and report the traceback",
+        1,
+    )
 
 
 def _usage(error: click.ClickException) -> str:

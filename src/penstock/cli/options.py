@@ -5,7 +5,7 @@ imported, which takes 1.2 s.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial, reduce
 from pathlib import Path
@@ -39,6 +39,35 @@ def _checked(check: Callable[[Any], object], ctx: click.Context, parameter: clic
 
 size = partial(_checked, lambda text: parse_size(text, whole=UNKNOWN_WHOLE))
 """The callback of a flag that takes a size, and is no setting of the engine."""
+
+
+def _numbers(
+    what: str, ctx: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[int, ...] | None:
+    """Return the numbers of a flag that takes several, with commas between. Raises click.BadParameter."""
+    try:
+        return None if value is None else tuple(map(parse_size, value.split(",")))
+    except ConfigError as error:
+        raise click.BadParameter(f"{value!r} is not a list of {what}", ctx, parameter) from error
+
+
+token_counts = partial(_numbers, "token counts; write one like 4096,32K,1M")
+sizes = partial(_numbers, "sizes; write one like 128GiB,1TiB")
+"""The callbacks of flags that take several token counts, or several sizes."""
+
+
+def names_of(
+    what: str, known: Sequence[str], ctx: click.Context, parameter: click.Parameter, value: str
+) -> tuple[str, ...]:
+    """Return the names of a flag that takes several of the known ones, with commas between.
+
+    Raises click.BadParameter.
+    """
+    names = tuple(dict.fromkeys(part.strip() for part in value.split(",")))
+    if unknown := [name for name in names if name not in known]:
+        said = f"{unknown[0]!r} is no {what}; give some of {','.join(known)}"
+        raise click.BadParameter(said, ctx, parameter)
+    return names
 
 
 def flag(one: SettingField, section: str = ENGINE, **instead: object) -> Decorator:
@@ -106,7 +135,7 @@ def _biases(ctx: click.Context, parameter: click.Parameter, values: tuple[str, .
             biases[int(token)] = float(bias)
         except ValueError as error:
             raise click.BadParameter(
-                f"{value!r} is not a token id and a number, like 42=-1.5", ctx, parameter
+                f"{value!r} is not a token id and a number; write them like 42=-1.5", ctx, parameter
             ) from error
     return biases
 
@@ -215,7 +244,7 @@ _SAMPLING = (
         "--choice",
         multiple=True,
         metavar="TEXT",
-        help="Hold the output to this text, or to one of several; may be repeated.",
+        help="Hold the output to one of these texts; may be repeated.",
     ),
     option(
         SAMPLING,
@@ -238,7 +267,7 @@ _REPORT = (
         "--trace",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="Write what streamed when: a Chrome trace for ui.perfetto.dev.",
+        help="Write a Chrome trace of reads, copies and waits, for ui.perfetto.dev.",
     ),
     option(OUTPUT, "--quiet", "-q", is_flag=True, help="Do not print device, memory sizing and statistics."),
     option(
@@ -272,11 +301,6 @@ def far_kv(usual: str, host: str = ENGINE_SETTINGS["host_kv_memory"].help) -> tu
 _ENGINE = engine_flags(*ENGINE_SETTINGS)
 
 
-def engine_options(function: Callable[..., object]) -> Callable[..., object]:
-    """Add the flags of a command that keeps a model for a while, and has no sampling of its own."""
-    return with_options(*_ENGINE, debug_option)(function)
-
-
 def with_options(*options: Decorator) -> Decorator:
     """Return a decorator that adds options, in this order in the help."""
     return lambda function: reduce(
@@ -284,9 +308,10 @@ def with_options(*options: Decorator) -> Decorator:
     )  # click lists the last applied first
 
 
-def common_options(function: Callable[..., object]) -> Callable[..., object]:
-    """Add everything that `run` and `chat` take alike; it stands below their own options."""
-    return with_options(*_SAMPLING, *_REPORT, *_ENGINE, debug_option)(function)
+engine_options = with_options(*_ENGINE, debug_option)
+"""Adds the flags of a command that keeps a model for a while, and has no sampling of its own."""
+common_options = with_options(*_SAMPLING, *_REPORT, *_ENGINE, debug_option)
+"""Adds everything that `run` and `chat` take alike; it stands below their own options."""
 
 
 def sampling_params(ctx: click.Context) -> SamplingParams:
@@ -298,7 +323,7 @@ def sampling_params(ctx: click.Context) -> SamplingParams:
         raise click.UsageError("--quiet and --verbose exclude each other; give one of them")
     reported = [name for name in ("logprobs", "prompt_logprobs") if ctx.params.get(name) is not None]
     if reported and not ctx.params["json"]:
-        raise click.UsageError(f"--{reported[0].replace('_', '-')} are only written with --json; add it")
+        raise click.UsageError(f"--{reported[0].replace('_', '-')} is only written with --json; add --json")
     return SamplingParams(**values, structure=_structure(ctx))
 
 
@@ -322,7 +347,8 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(
-            f"{file} cannot be read: {error.strerror if isinstance(error, OSError) else 'not UTF-8'}"
+            f"{file} cannot be read: {error.strerror if isinstance(error, OSError) else 'not UTF-8'}; give "
+            "a text file in UTF-8"
         ) from error
 
 

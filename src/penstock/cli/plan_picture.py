@@ -43,11 +43,11 @@ def draw(report: Report, file: Path) -> None:
     try:
         canvas.image().save(file, format="PNG")
     except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot write {file}: {error.strerror or error}; name another file") from error
 
 
 class _Canvas:
-    """What is drawn on, in points of the finished picture."""
+    """Draws, in points of the finished picture."""
 
     def __init__(self) -> None:
         self._large = Image.new("RGB", (WIDTH * _SCALE, HEIGHT * _SCALE), _PAPER)
@@ -203,7 +203,7 @@ def _pass(canvas: _Canvas, it: Report) -> None:
 
 
 def _every(layers: int) -> int:
-    """Layers between two numbers under the strip."""
+    """Return the number of layers from one number under the strip to the next."""
     return next(step for step in (1, 2, 5, 10, 20, 50, 100, layers) if layers <= 16 * step)
 
 

@@ -1,7 +1,5 @@
 """A forecast for those who asked for it: as a table, and as one line of JSON with the same numbers."""
 
-import dataclasses
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +10,7 @@ from penstock.arch.families import TensorNames
 from penstock.arch.layout import GroupKind, group_layouts
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
+from penstock.base.report import JsonLine
 from penstock.base.tiers import Tier
 from penstock.base.units import format_rate, format_size
 from penstock.engine.contexts import LongRoom
@@ -37,8 +36,10 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A machine's figures by the flag that gives each, without dashes. `machine`: which it is, if it is one
-    known by name."""
+    """Holds a machine's figures by the flag that gives each, without dashes.
+
+    machine: its name, if it is one that is known by name.
+    """
 
     machine: str | None
     figures: Mapping[str, Figure]
@@ -137,7 +138,7 @@ class LongShown:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(JsonLine):
     """`kinds`: how many groups there are of each kind. `order`: of a pass, without experts.
 
     ranks: how many compute together; weights, tiers and `far` are then those of the last.
@@ -195,10 +196,6 @@ class Report:
             kinds=dict(Counter(layout.id.kind.value for layout in layouts)),
             order=tuple(Cell(str(use.id), placement.homes[use.id], use.size) for use in placement.uses),
         )
-
-    def line(self) -> str:
-        """Return everything, as one line of JSON."""
-        return json.dumps(dataclasses.asdict(self))
 
     def __str__(self) -> str:
         blocks = (

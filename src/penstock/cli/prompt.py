@@ -1,6 +1,7 @@
-"""Where a prompt comes from: the command line, a file or stdin; and which model it is for. Nothing here needs
-the model."""
+"""Find the prompt, on the command line, in a file or on stdin, and its model. Nothing here needs the
+model."""
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ class PromptText:
 
     text: str
     typed: bool
-    """On the command line, and not read from a file or from stdin."""
+    """The text stands on the command line, and was not read from a file or from stdin."""
 
 
 def model_and_prompt(arguments: tuple[str, ...], file: str | None) -> tuple[Path, PromptText]:
@@ -39,7 +40,7 @@ def model_and_prompt(arguments: tuple[str, ...], file: str | None) -> tuple[Path
         return model_path(arguments[0] if arguments else None), _checked(_read_file(file), typed=False)
     if len(arguments) == 2:
         return model_path(arguments[0]), _prompt(arguments[1])
-    if arguments and not _is_checkpoint(arguments[0]):
+    if arguments and not os.path.exists(os.path.join(arguments[0], "config.json")):
         _doubt(arguments[0])
         return SHIPPED_MODEL, _prompt(arguments[0])
     model = Path(arguments[0]) if arguments else SHIPPED_MODEL
@@ -58,32 +59,20 @@ def model_path(argument: str | None) -> Path:
     """
     if argument is None:
         return SHIPPED_MODEL
-    path = Path(argument)
-    try:
-        there = path.exists()
-    except (OSError, ValueError):  # a name that no file can have, perhaps a prompt
-        there = False
-    if not there:
+    if not os.path.exists(argument):  # Also for a name that no file can have, perhaps a prompt.
         hint = "; put the prompt in quotes" if " " not in argument and "/" not in argument else ""
         raise CheckpointError(
-            f"model {argument[:200]!r} does not exist; name a directory with config.json in it{hint}"
+            f"model {argument[:200]!r} does not exist; give a directory with a config.json{hint}"
         )
-    return path
-
-
-def _is_checkpoint(argument: str) -> bool:
-    try:
-        return (Path(argument) / "config.json").exists()
-    except (OSError, ValueError):
-        return False
+    return Path(argument)
 
 
 def _doubt(argument: str) -> None:
     """Note that a lone argument looks like a path, and is probably meant as one."""
     if "/" in argument.strip("/") and not any(character.isspace() for character in argument):
         say(
-            f"penstock: note: {argument!r} is no model directory (it has no config.json), so it is taken as "
-            "the prompt"
+            f"penstock: note: {argument!r} has no config.json, so it is used as the prompt; to load a "
+            "model, give its directory before the prompt"
         )
 
 
@@ -91,9 +80,7 @@ def _prompt(argument: str) -> PromptText:
     if argument != "-":
         return _checked(argument, typed=True)
     if sys.stdin is None:
-        raise RequestError(
-            "the prompt was to come from stdin, which is closed; give it in quotes or with --file"
-        )
+        raise RequestError("the prompt is missing, and stdin is closed; give it in quotes, or with --file")
     if is_terminal(sys.stdin):
         say("penstock: reading the prompt from the terminal; end it with Ctrl-D on an empty line")
     return _checked(_text(sys.stdin.buffer.read(), "the prompt on stdin"), typed=False)
@@ -117,7 +104,7 @@ def decode(data: bytes, what: str) -> str:
     except UnicodeDecodeError as error:
         bad = f"byte 0x{data[error.start]:02x} at offset {error.start}"
         raise RequestError(
-            f"{what} is not valid UTF-8: {bad}; convert it, as with iconv -f latin1 -t utf-8"
+            f"{what} is not valid UTF-8: {bad}; convert it, for example with iconv -f latin1 -t utf-8"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""What streams, in words: in the live line while it runs, and in a line for each part of it at the end."""
+"""Say what streams, in words: in the live line while it runs, and in a line for each part at the end."""
 
 from collections.abc import Sequence
 

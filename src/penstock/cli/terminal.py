@@ -1,5 +1,4 @@
-"""What may go to a terminal: text without control characters, remarks on stderr, and Ctrl-C as a wish rather
-than an exception."""
+"""Write to a terminal: text without control characters, remarks on stderr; and take Ctrl-C as a wish."""
 
 import signal
 import sys
@@ -47,7 +46,7 @@ def write(text: str, *, bold: bool = False) -> None:
     if text:
         if sys.stdout is None:
             raise RequestError(
-                "the output was to go to stdout, which is closed; leave it open, or send it to /dev/null"
+                "stdout is closed, so there is nowhere to write; leave it open, or add > /dev/null"
             )
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -111,8 +111,8 @@ def boot(
     longest, length = engine.scheduler.longest, outline.limits.max_length
     if longest < length:
         say(
-            f"the longest request is {longest:,} tokens, less than the context of {length:,}: KV has no "
-            "room for more"
+            f"requests are limited to {longest:,} tokens of the context's {length:,}, since KV has no room "
+            "for more; raise host_kv_memory for longer ones"
         )
     return Booted(
         engine,
@@ -207,12 +207,12 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
         prepare(device)
         if device.type == "cuda" and not kernels_of(device):
             why = "since there is no Triton" if config.kernels else "as asked"
-            say(f"kernels: none of our own, {why}; plain torch computes")
+            say(f"kernels: plain torch computes, {why}")
         outline = where.agree(settle(config, model, device, say, where.shard, context.draft))
         sums = [where.collectives(one.spec, one.dtype) for one in outline.models]
         if (collectives := sums[0]) is not None and device.type == "cuda":
             few = f"of up to {collectives.rows} rows in one launch, " if collectives.rows else ""
-            say(f"sums over ranks: {few}by NCCL")
+            say(f"all-reduce: {few}by NCCL")
         agree = where.group.follow if where.group else None
         runner = make_runner(outline, device, *sums, agree=agree, guide=context.guide)
         opened.callback(runner.detach)
@@ -283,7 +283,7 @@ def _record(plan: BootPlan[LongRoom], runner: Runner, say: Say, role: ModelRole)
     outline, whose = plan.outline, "draft model's " if role is ModelRole.DRAFT else ""
     if not plan.recorded:
         if outline.hardware.cuda and outline.settings.graphs:
-            say(f"{whose}graphs: none; every kernel is launched by itself, since {plan.graph_blocker}")
+            say(f"{whose}CUDA graphs: off, since {plan.graph_blocker}; every kernel is launched by itself")
         return
     limits = outline.limits
     graphs = runner.record(
@@ -298,7 +298,6 @@ def _record(plan: BootPlan[LongRoom], runner: Runner, say: Say, role: ModelRole)
         f", and prompts of up to {runs[0]} tokens, {len(runs)} of them" if runs and plan.record_runs else ""
     )
     say(
-        f"{whose}graphs: decode steps of 1 to {counts[0]} rows, {len(counts)} of them{prompts}, recorded in "
-        f"{graphs.seconds:.2f} s, "
-        f"{format_size(graphs.bytes)}"
+        f"{whose}CUDA graphs: decode steps of 1 to {counts[0]} rows, {len(counts)} of them{prompts}, "
+        f"recorded in {graphs.seconds:.2f} s, {format_size(graphs.bytes)}"
     )

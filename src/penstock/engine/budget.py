@@ -128,10 +128,9 @@ def weights_room(total: int, layouts: Sequence[GroupLayout], demand: Demand, *, 
         drafts, or_none = _of_draft(demand)
         raise BudgetError(
             f"the budget of {format_size(total)} is too small for one group of weights, "
-            f"{format_size(largest)}{way}, beside "
-            f"{format_size(choices[-1] * demand.block_bytes)} of KV and {format_size(demand.beside)} "
-            f"for {_beside(demand)}{drafts}; "
-            f"allow more memory, fewer KV blocks, or fewer {_fewer(demand)} a step{or_none}"
+            f"{format_size(largest)}{way}, beside {format_size(choices[-1] * demand.block_bytes)} of KV and "
+            f"{format_size(demand.beside)} for {_beside(demand)}{drafts}; raise device_memory, or lower "
+            f"kv_blocks or {_fewer(demand)}{or_none}"
         )
     return room
 
@@ -208,14 +207,12 @@ def divide(total: int, weights: int, demand: Demand) -> Budget:
     if fixed is not None and fixed > fitting:
         raise BudgetError(
             f"{fixed} KV blocks of {format_size(block_bytes)} were asked for, but of {format_size(total)} "
-            f"{taken}, "
-            f"which leaves room for {fitting}; allow more device memory or fewer blocks{or_none}"
+            f"{taken}, which leaves room for {fitting}; raise device_memory, or lower kv_blocks{or_none}"
         )
     if fitting < 1:
         raise BudgetError(
             f"the budget of {format_size(total)} leaves no room for KV: {taken}, and one block needs "
-            f"{format_size(block_bytes)}; "
-            f"allow more device memory, or fewer {_fewer(demand)} a step{or_none}"
+            f"{format_size(block_bytes)}; raise device_memory, or lower {_fewer(demand)}{or_none}"
         )
     blocks = min(fitting, demand.useful_blocks) if fixed is None else fixed
     return Budget(total, weights, demand.activations, block_bytes, blocks, demand.block_size, demand.state)
@@ -226,4 +223,4 @@ def _beside(demand: Demand) -> str:
 
 
 def _fewer(demand: Demand) -> str:
-    return "tokens or sequences" if demand.state else "tokens"
+    return "max_step_tokens or max_sequences" if demand.state else "max_step_tokens"

@@ -136,7 +136,8 @@ def long_room(
     if asked in (0, "0"):
         if config.disk_kv_memory is not None:
             raise ConfigError(
-                "KV comes from disk by way of host memory: allow host_kv_memory beside disk_kv_memory"
+                "disk_kv_memory needs host_kv_memory, since KV comes from disk by way of host memory; give "
+                "host_kv_memory a size above 0"
             )
         return None
     needed = -(-limits.max_length // size)
@@ -156,7 +157,8 @@ def long_room(
     if limits.max_step_tokens < max(2, size):
         least = f"a block, {size} tokens" if size > 1 else "2 tokens"
         raise ConfigError(
-            f"max_step_tokens {limits.max_step_tokens} must be at least {least}, for contexts in host memory"
+            f"max_step_tokens {limits.max_step_tokens} must be at least {least}, for contexts in host "
+            "memory; raise it, or set host_kv_memory to 0"
         )
     there, of = _host_memory(config, hardware, total)
     if asked is None:
@@ -169,7 +171,7 @@ def long_room(
         if wanted > there:
             raise BudgetError(
                 f"{format_size(wanted)} of host memory were asked for KV, but {of} {format_size(there)}; "
-                "ask for less"
+                "lower host_kv_memory"
             )
     asked_tile = min(max(config.kv_tile // size, 1), needed) * size if config.kv_tile else 0
     tile = asked_tile or usual_tile(layout, total, needed * size, "cuda" if hardware.cuda else "cpu")
@@ -195,8 +197,8 @@ def long_room(
     if room.blocks < 1:
         raise BudgetError(
             "what KV needs of host memory beside its blocks, "
-            f"{format_size(room.host_bytes - room.blocks * layout.block_bytes)}, leaves "
-            f"none for them, since {of} {format_size(there)}; allow more, or smaller tiles and steps"
+            f"{format_size(room.host_bytes - room.blocks * layout.block_bytes)}, leaves none for them, "
+            f"since {of} {format_size(there)}; raise host_kv_memory, or lower kv_tile or max_step_tokens"
         )
     return room
 
@@ -210,8 +212,7 @@ def _whole_blocks(wanted: int, block: int, of: str, tokens: int) -> int:
     if wanted < block:
         raise BudgetError(
             f"{format_size(wanted)} of {of} for KV are less than a block of {tokens} tokens, "
-            f"{format_size(block)}; "
-            f"allow more, or smaller blocks"
+            f"{format_size(block)}; allow more, or lower block_size"
         )
     return wanted // block
 
@@ -254,13 +255,13 @@ def _policies(config: Config, spec: ModelSpec) -> Policies | None:
         return None
     if any(window is not None for window in spec.windows):
         raise ConfigError(
-            "attention policies are for models without sliding windows; leave attention_policy and "
-            "prefill_policy full"
+            "attention policies do not work with this model, which has sliding windows; set "
+            "attention_policy and prefill_policy to full"
         )
     if len({layer.mixer.planes for layer in spec.stack}) > 1:
         raise ConfigError(
-            "attention policies are for models whose layers all keep the same KV; leave attention_policy and "
-            "prefill_policy full"
+            "attention policies do not work with this model, whose layers do not all keep the same KV; set "
+            "attention_policy and prefill_policy to full"
         )
     return Policies(rows, runs, config.missed_limit, config.sketch_bits, spec.heads)
 

@@ -124,7 +124,8 @@ class StepCosts:
             return cls(device, dtype, measured, link, read, compute, decode, prompt, wait)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(
-                f"{where} does not hold costs of steps ({error}); run `penstock doctor` again, or remove it"
+                f"{where} is no file of measured step costs ({error}); remove it, and run `penstock doctor` "
+                "to measure again"
             ) from error
 
     # ---- seconds
@@ -177,7 +178,7 @@ def keep_costs(costs: StepCosts, file: Path) -> None:
         os.replace(beside.name, file)
     except OSError as error:
         raise ConfigError(
-            f"cannot keep costs of steps in {file}: {error.strerror or error}; name another --cache"
+            f"cannot write the measured step costs to {file}: {error.strerror or error}; name another --cache"
         ) from error
 
 
@@ -186,12 +187,12 @@ def read_costs(file: Path) -> StepCosts:
     try:
         if file.stat().st_size > MAX_BYTES:
             raise ConfigError(
-                f"{file} is larger than any file of costs; name one that `penstock doctor` wrote"
+                f"{file} is too large for a file of step costs; name one that `penstock doctor` wrote"
             )
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"cannot read costs of steps from {file}: {error}; run `penstock doctor` to measure them"
+            f"cannot read the measured step costs from {file}: {error}; run `penstock doctor` to measure them"
         ) from error
     return StepCosts.parse(text, str(file))
 

@@ -160,7 +160,7 @@ class Engine:
             if self._lost > _MOST_LOST:
                 self._fail(lost)
                 raise
-            _LOG.warning("%s; all requests are computed anew", lost)
+            _LOG.warning("%s; the KV of all requests is computed again", lost)
             self._recover(ranks)
             return []
         except StepMemoryError as short:
@@ -201,10 +201,9 @@ class Engine:
         events = self.scheduler.commit(plan, outcome)
         if self.scheduler.wrong > wrong:
             _LOG.error(
-                "the model's logits are not numbers (NaN) for %d of %d requests of a step, whose answers "
-                "end here: in float16 activations"
-                " may have grown beyond its range, and then bfloat16 or float32 helps; or the weights are "
-                "damaged",
+                "the model's logits are not numbers (NaN) for %d of %d requests of a step, and their "
+                "answers end here: with float16, try bfloat16 or float32, whose range is larger; otherwise "
+                "the weights are damaged, so fetch the checkpoint again",
                 self.scheduler.wrong - wrong,
                 len(plan.shares),
             )
@@ -273,7 +272,7 @@ class Engine:
         self.scheduler.stop(request, FinishReason.ERROR)
         fault = (
             f"{short}; a request ends here, since its step of {plan.tokens} tokens at position "
-            f"{plan.shares[0].start} does not fit alone"
+            f"{plan.shares[0].start} does not fit even alone"
         )
         _LOG.error("%s", fault)
         return [Event(request, finish=FinishReason.ERROR, fault=fault)]
@@ -385,5 +384,7 @@ class Engine:
 
     def _open(self) -> Ranks:
         if self._ranks is None:
-            raise EngineClosedError(f"the engine is closed{self._failure}; make a new one")
+            raise EngineClosedError(
+                f"the engine is closed{self._failure}; create a new LLM, or restart the server"
+            )
         return self._ranks

@@ -159,12 +159,12 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
     if work.context > spec.max_length and spec.rope.kind is not RopeKind.DYNAMIC:
         raise ConfigError(
             f"a context of {work.context:,} is more than the {spec.max_length:,} positions the model was "
-            "trained for; lower it"
+            "trained for; lower --context"
         )
     if work.batch > work.step_tokens:
         raise ConfigError(
-            f"a batch of {work.batch:,} is more than {work.step_tokens:,} tokens a step; every sequence "
-            "needs a token a step"
+            f"a batch of {work.batch:,} is more than {work.step_tokens:,} tokens a step; each sequence "
+            "needs a token in every step; lower --batch, or raise --step-tokens"
         )
     layouts = group_layouts(spec, names, work.dtype, work.shard)
     every = pass_order(layouts, spec.tied_embeddings)

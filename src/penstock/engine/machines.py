@@ -150,6 +150,6 @@ def _far(
     behind = ", nor the disk (kv_store off leaves it more)" if disk is not None else ""
     raise BudgetError(
         f"KV of {limits.max_sequences:,} x {limits.max_length:,} tokens takes {format_size(wanted)}, which "
-        f"neither the device holds nor the {format_size(there)} that host memory has for it{behind}; allow "
-        "more, or a shorter context"
+        f"neither the device holds nor the {format_size(there)} that host memory has for it{behind}; raise "
+        "--host-memory, or lower --context"
     )

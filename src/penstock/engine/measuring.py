@@ -66,4 +66,4 @@ def _peak(device: torch.device, work: Callable[[], object]) -> int:
     except Exception as fault:
         if not (short := shortage(fault, device)):
             raise
-    raise BudgetError(f"the largest step does not fit: {short}")
+    raise BudgetError(f"the largest step does not fit into device memory: {short}")

@@ -112,7 +112,11 @@ def place(
             source = disk = PackSource(cached_pack(model, outline.dtype, cache, progress, say, outline.shard))
         assert isinstance(source, PackSource)
         store = source.pack.store.path
-    say("measuring what links and disk can do" if found.needs_disk else "measuring what the link can do")
+    say(
+        "measuring the rates of the link to the device and of the disk"
+        if found.needs_disk
+        else ("measuring the rate of the link to the device")
+    )
     # What is small is as fast as it is: measuring must not take longer than it can be worth.
     longest, most = total / _MEASURED, max(found.limits.device // 2, _LEAST_READ)
     rates = StreamRates(

@@ -334,7 +334,8 @@ def dtype_of(config: Config, stored: str, pack: Path | None, hardware: Hardware)
     halves in software, many times slower; a pack has one. Raises ConfigError if another was asked for."""
     if pack is not None and config.dtype not in ("auto", stored):
         raise ConfigError(
-            f"dtype {config.dtype} was asked for, but {pack} is packed in {stored}; pack the model again"
+            f"dtype is {config.dtype}, but {pack} is packed in {stored}; leave dtype out, or pack the model "
+            f"again in {config.dtype}"
         )
     if config.dtype != "auto":
         return config.dtype
@@ -362,11 +363,13 @@ def limits_of(config: Config, spec: ModelSpec, hardware: Hardware) -> SchedulerL
     sequences = config.max_sequences or min(usual.sequences, tokens)
     if sequences > tokens:
         raise ConfigError(
-            f"max_sequences {sequences} is more than max_step_tokens {tokens}; every sequence needs a token "
-            "a step"
+            f"max_sequences {sequences} is more than max_step_tokens {tokens}; each sequence needs a token "
+            f"in every step; raise max_step_tokens to {sequences}, or lower max_sequences"
         )
     if config.block_size & (config.block_size - 1) or config.block_size > 256:
-        raise ConfigError(f"block_size {config.block_size} must be a power of two, at most 256")
+        raise ConfigError(
+            f"block_size is {config.block_size}; give a power of two of at most 256, such as 16"
+        )
     return SchedulerLimits(config.block_size, tokens, sequences, config.max_length or spec.max_length)
 
 
@@ -393,7 +396,7 @@ def device_room(config: Config, hardware: Hardware) -> int:
     if total > free:
         raise BudgetError(
             f"{format_size(total)} of device memory were asked for, but only {format_size(free)} are free; "
-            "ask for less"
+            "lower device_memory, or close what uses it"
         )
     return total
 
@@ -413,6 +416,6 @@ def host_room(config: Config, hardware: Hardware) -> int:
     if asked_for - hardware.process > free:
         raise BudgetError(
             f"{format_size(asked_for)} of host memory were asked for, but only {format_size(free)} are "
-            "free; ask for less"
+            "free; lower host_memory, or close what uses it"
         )
     return max(asked_for - hardware.process - GROWTH, 0)

@@ -130,8 +130,7 @@ def capped(device: torch.device, size: int, pinned: int) -> int:
     left = cap_memory(device, size, pinned)
     if left <= 0:
         raise BudgetError(
-            f"{format_size(size)} of device memory were asked for, but this process has "
-            f"{format_size(size - left)} of it already, its "
-            f"driver's part included; ask for more, or close what takes it"
+            f"{format_size(size)} of device memory were asked for, but this process already uses "
+            f"{format_size(size - left)}, with what the CUDA driver takes; raise device_memory"
         )
     return left

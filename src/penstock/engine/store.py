@@ -45,13 +45,16 @@ def open_store(model: Model, settled: Settled, root: bytes, say: Say) -> BlockSt
     try:
         store = BlockStore.open(directory, identity, far.store_bytes)
     except StoreLocked:
-        say(f"another process keeps KV in {directory}: what it has is read, and nothing is added")
+        say(
+            f"another process writes to {directory}: its KV is read, and nothing is added; give each "
+            "process its own kv_directory to keep the KV of both"
+        )
         return BlockStore.open(directory, identity, far.store_bytes, read_only=True)
     free = shutil.disk_usage(directory).free
     if store.stats.real_bytes + free < far.store_bytes:
         say(
-            f"{directory} has {format_size(free)} free, less than blocks may take there: what does not fit "
-            "is not kept"
+            f"{directory} has {format_size(free)} free, less than disk_kv_memory allows: KV beyond that is "
+            "not kept; free some space, or lower disk_kv_memory"
         )
     return store
 

@@ -87,15 +87,14 @@ def device_of(config: Config, local: int) -> torch.device:
         return device
     if ":" in config.device:
         raise ConfigError(
-            f"device {config.device} was asked for, but tensor_parallel={config.tensor_parallel} takes one "
-            "device for each rank, from "
-            "cuda:0 on; give device cuda, and choose devices by CUDA_VISIBLE_DEVICES"
+            f"device is {config.device}, but tensor_parallel={config.tensor_parallel} takes one device for "
+            "each rank, from cuda:0 on; set device to cuda, and choose GPUs with CUDA_VISIBLE_DEVICES"
         )
     there = torch.cuda.device_count()
     if local >= there:
         raise DeviceError(
-            f"tensor_parallel={config.tensor_parallel} was asked for, but {there} CUDA devices are there; "
-            "ask for as many, or for the CPU"
+            f"tensor_parallel is {config.tensor_parallel}, but this machine has {there} CUDA devices; lower "
+            "tensor_parallel, or set device to cpu"
         )
     return torch.device("cuda", local)
 

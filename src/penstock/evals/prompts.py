@@ -82,8 +82,8 @@ class Haystack:
         tokens = [token for part in dress.tokenizer.encode_batch(parts, special=False) for token in part]
         if not tokens:
             raise ConfigError(
-                "the text to hide things in is empty; give --text a file or a folder with words in it, or "
-                "leave it out"
+                "the text that hides the needles is empty; give --text a file or a folder with words in it, "
+                "or leave it out"
             )
         tokens *= -(-2 * longest // len(tokens)) if len(tokens) < 2 * longest else 1
         shown = {token: dress.tokenizer.token_bytes(token) for token in set(tokens)}

@@ -68,15 +68,11 @@ def share(answer: str, sample: Sample) -> float:
     return found / (len(sample.expected) + wrong)
 
 
-def _single(rng: random.Random, length: int, depth: float, material: Material) -> Sample:
-    return _find(rng, length, depth, material, 0)
-
-
 def _keys(rng: random.Random, length: int, depth: float, material: Material) -> Sample:
     return _find(rng, length, depth, material, min(max(length // 128, 3), 64))
 
 
-def _find(rng: random.Random, length: int, depth: float, material: Material, others: int) -> Sample:
+def _find(rng: random.Random, length: int, depth: float, material: Material, others: int = 0) -> Sample:
     asked, *more = islice(facts(rng), 1 + others)
     question = Question(rng.choice(INSTRUCTIONS), asked.question, asked.answer_head)
     hidden = [(depth, asked.statement), *((rng.random(), other.statement) for other in more)]
@@ -122,14 +118,13 @@ def _words(rng: random.Random, length: int, depth: float, material: Material) ->
         turn += 1
         if turn == 1 and len(listed) > count:
             raise RequestError(
-                f"a list of {count:,} tokens is too short for words to be frequent in it; give longer "
-                "--lengths"
+                f"a list of {count:,} tokens is too short for its words to repeat; give longer --lengths"
             )
     return Sample([*before, *listed[:count], *after], tuple(frequent), tuple(others))
 
 
 TASKS: Mapping[str, EvalTask] = {
-    "single": EvalTask("one fact in a text", _single, exact),
+    "single": EvalTask("one fact in a text", _find, exact),
     "keys": EvalTask("one fact among many of the same kind", _keys, exact),
     "variables": EvalTask("all names that got one value, through each other", _variables, share),
     "words": EvalTask("the most frequent words of a list", _words, share, deep=False),

@@ -49,7 +49,8 @@ class Arena:
                 self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
         except (OSError, torch.OutOfMemoryError) as error:
             raise DeviceError(
-                f"{format_size(size)} of {device} memory were asked for and are not there; ask for less"
+                f"{format_size(size)} of {device} memory were asked for, but are not free; lower "
+                "device_memory or host_memory, or close what uses the memory"
             ) from error
         if isinstance(self._mapping, _Mapping) and pinned_for is not None:
             self._register(self._mapping, pinned_for)
@@ -114,7 +115,7 @@ def pinned_if_possible(size: int, device: torch.device) -> Arena:
     try:
         return Arena(size, torch.device("cpu"), pinned_for=device)
     except PinningError as error:
-        _LOG.warning("%s; copies of it will be several times slower", error)
+        _LOG.warning("%s; copies will be several times slower until then", error)
         return Arena(size, torch.device("cpu"))
 
 

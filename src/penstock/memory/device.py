@@ -218,8 +218,8 @@ def shortage(fault: BaseException, device: torch.device) -> str:
     )
     return (
         f"{device} has too little memory for a "
-        f"step{f', which asked for {asked[1]} more' if asked else ''}{there}; "
-        f"allow more device memory, or fewer tokens or sequences a step"
+        f"step{f', which asked for {asked[1]} more' if asked else ''}{there}; raise device_memory, or lower "
+        "max_step_tokens or max_sequences"
     )
 
 

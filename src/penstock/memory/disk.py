@@ -85,7 +85,9 @@ class DiskFile:
             # does nothing.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (OSError, ValueError) as error:
-            raise ReadError(f"cannot open {path}: {reason(error)}") from error
+            raise ReadError(
+                f"cannot open {path}: {reason(error)}; check that the file exists and that you may read it"
+            ) from error
         status = os.fstat(self._fd)
         device = devices and stat.S_ISBLK(status.st_mode)
         if not device and not stat.S_ISREG(status.st_mode):
@@ -113,7 +115,7 @@ class DiskFile:
             if count == 0:
                 raise ReadError(
                     f"cannot read {self.path} at byte {offset + done}: it ends there, {len(buffer) - done} "
-                    "bytes too early"
+                    "bytes too early; copy or fetch it again"
                 )
             done += count
 
@@ -136,7 +138,9 @@ class DiskFile:
         try:
             return FileStamp.of(os.fstat(self._fd))
         except OSError as error:
-            raise ReadError(f"cannot look at {self.path}: {reason(error)}") from error
+            raise ReadError(
+                f"cannot look at {self.path}: {reason(error)}; check that the file still exists"
+            ) from error
 
     def mount(self) -> str:
         """Return a name of the mount that the file was opened through, unique to it on any boot.
@@ -210,7 +214,7 @@ class DiskFile:
         self.close()
 
     def _failed(self, offset: int, error: OSError) -> ReadError:
-        return ReadError(f"cannot read {self.path} at byte {offset}: {reason(error)}")
+        return ReadError(f"cannot read {self.path} at byte {offset}: {reason(error)}; check the disk")
 
 
 class DirectFile(DiskFile):

@@ -143,7 +143,10 @@ def file_read(file: Path, seconds: float = 2 * _SECONDS) -> DiskRate:
     try:
         return _read_file(file, temporary=False, seconds=seconds)
     except OSError as error:
-        raise DeviceError(f"cannot measure {file}: {error.strerror or error}") from error
+        raise DeviceError(
+            f"cannot measure the disk by {file}: {error.strerror or error}; name a file that can be read, "
+            "or leave the disk out"
+        ) from error
 
 
 def disk_read(directory: Path) -> DiskRate:
@@ -232,7 +235,7 @@ def _buffer(wanted: int, device: torch.device) -> torch.Tensor:
     size = min(wanted, free_memory(device) // 8) >> 20 << 20
     if size == 0:
         raise DeviceError(
-            f"there is no memory left on {device} to measure it with; stop what else runs there"
+            f"{device} has too little free memory to measure it; close what uses it, and run again"
         )
     return torch.ones(size, dtype=torch.uint8, device=device)
 

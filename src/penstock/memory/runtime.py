@@ -22,6 +22,6 @@ def cuda_function(name: str, *arguments: type) -> Callable[..., int]:
         function.argtypes, function.restype = list(arguments), ctypes.c_int  # type: ignore[attr-defined]
         return function
     raise DeviceError(
-        f"{name} of the CUDA runtime is needed, which torch {torch.__version__} does not lend; install a "
-        "torch from pypi.org or pytorch.org"
+        f"torch {torch.__version__} does not provide {name} of the CUDA runtime; install a torch from "
+        "pypi.org or pytorch.org"
     )

@@ -261,8 +261,7 @@ class CudaStream:
         if fault:
             raise DeviceError(
                 f"cannot copy {rows} rows of {width} bytes to {target.device} from {source.device} (CUDA "
-                f"error {fault}); "
-                f"start anew, and look at the device with nvidia-smi if it fails again"
+                f"error {fault}); restart penstock, and look at the device with nvidia-smi if it fails again"
             )
 
     def copy_pieces(self, target: Tensor, source: Tensor, pieces: Pieces) -> None:
@@ -276,8 +275,7 @@ class CudaStream:
             if fault:
                 raise DeviceError(
                     f"cannot copy {len(pieces)} pieces to {target.device} from {source.device} (CUDA error "
-                    f"{fault}); "
-                    f"start anew, and look at the device with nvidia-smi if it fails again"
+                    f"{fault}); restart penstock, and look at the device with nvidia-smi if it fails again"
                 )
 
     def wait(self, ticket: Ticket) -> None:

@@ -75,5 +75,5 @@ class Window:
             # A call that failed is noted by the runtime, and would be taken for a fault of the next one.
             cuda_function("cudaGetLastError")()
             raise DeviceError(
-                f"memory that other processes see was asked for, and {name} failed with error {error}"
+                f"GPU memory cannot be shared between the ranks: {name} failed with CUDA error {error}"
             )

@@ -98,7 +98,8 @@ class ChannelWriter:
                     answer = line.recv(_ANSWER.size)
                 except TimeoutError:
                     raise DeviceError(
-                        f"reader {reader} of a channel has taken nothing for {self._patience:g} s"
+                        f"reader {reader} of a channel between ranks has taken nothing for "
+                        f"{self._patience:g} s; look at the logs of the ranks, and restart all of them"
                     ) from None
                 except OSError as fault:
                     raise Closed(f"reader {reader} of a channel is gone: {fault}") from fault
@@ -167,4 +168,7 @@ class ChannelReader:
 
 def _check(number: int, expected: int) -> None:
     if number != expected:
-        raise DeviceError(f"a channel brought part {number} where part {expected} comes next")
+        raise DeviceError(
+            f"a channel between ranks brought part {number} where part {expected} comes next, which is a "
+            "bug of penstock; restart all ranks, and report it with this line"
+        )

@@ -75,7 +75,9 @@ class Codec(Generic[T]):
 
 
 def _refuse(why: str) -> NoReturn:
-    raise DeviceError(f"a message between ranks {why}")
+    raise DeviceError(
+        f"a message between ranks {why}; restart all ranks, and report this line if it comes again"
+    )
 
 
 class _Source:

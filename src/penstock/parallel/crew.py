@@ -155,7 +155,8 @@ class StartedCrew:
             time.sleep(1e-3)
         if self._fault is not None:
             raise DeviceError(
-                f"{self.ranks - 1} more processes were asked for, and one cannot be started: {self._fault}"
+                f"one of the {self.ranks - 1} processes of the other ranks cannot be started: "
+                f"{self._fault}; check free memory and the limit of processes (ulimit -u)"
             ) from self._fault
 
     def group(self, device: torch.device) -> Group:
@@ -169,7 +170,8 @@ class StartedCrew:
             if late is not None and time.monotonic() > late:
                 missing = [child.rank for child in self._children if not child.joined]
                 raise DeviceError(
-                    f"ranks {missing} have not come within {_BOOT:g} s of the first; see what they wait for"
+                    f"ranks {missing} did not start within {_BOOT:g} s of the first; look at their logs, "
+                    "and restart all ranks"
                 )
             time.sleep(5e-3)
         meeting = Future[Group]()
@@ -183,7 +185,9 @@ class StartedCrew:
         try:
             self._group = meeting.result(_VERDICT)
         except TimeoutError:
-            raise self.verdict(DeviceError("ranks do not meet")) from None
+            raise self.verdict(
+                DeviceError("the ranks cannot connect to each other; check MASTER_ADDR and MASTER_PORT")
+            ) from None
         except DeviceError as fault:
             raise self.verdict(fault) from fault
         return self._group
@@ -243,7 +247,8 @@ class StartedCrew:
         except BaseException as fault:
             self._fault = fault
             self.failure = self.failure or DeviceError(
-                f"the watcher of {self.ranks - 1} processes failed: {fault!r}"
+                f"the thread that watches {self.ranks - 1} processes failed: {fault!r}; restart all ranks, "
+                "and report this line"
             )
             self._kill()
         finally:
@@ -356,7 +361,7 @@ class StartedCrew:
         self._kill()
         for child in self._children:
             if self._grace and child.process.returncode:
-                _LOG.warning("rank %d did not close: it %s", child.rank, child.ending())
+                _LOG.warning("rank %d did not end by itself: it %s", child.rank, child.ending())
 
     def _kill(self) -> None:
         for child in self._children:

@@ -186,15 +186,16 @@ class Group:
         meaning."""
         if self.over.numpy()[0]:
             raise DeviceError(
-                f"a sum of rank {self.rank} is incomplete: one of {self.ranks - 1} others is gone, or has "
-                f"not come within {self.limit:g} s"
+                f"an all-reduce of rank {self.rank} is incomplete: one of {self.ranks - 1} others is gone, "
+                f"or has not come within {self.limit:g} s; look at the logs of the other ranks, and restart "
+                "all"
             )
         if self.device.type == "cuda":
             error = cast(c10d.Backend, _open(self._tensors)).get_error()
             if error.name != "SUCCESS":
                 raise DeviceError(
                     f"a collective of rank {self.rank} with {self.ranks - 1} others failed: {error.name}; "
-                    "see NCCL_DEBUG=INFO"
+                    "restart all ranks with NCCL_DEBUG=INFO to see why"
                 )
 
     def abort(self) -> None:
@@ -210,7 +211,7 @@ class Group:
         if ending is not None:
             ending.join(_ENDING)
             if ending.is_alive():
-                _LOG.warning("collectives of rank %d do not end, and are left to themselves", self.rank)
+                _LOG.warning("collectives of rank %d do not end; the process ends without them", self.rank)
                 return
         if self._shared is not None:
             self._shared.asking = False
@@ -250,7 +251,9 @@ class _LibraryErrors:
 
 def _open(backend: ProcessGroup | None) -> ProcessGroup:
     if backend is None:
-        raise DeviceError("a collective was asked of a group that is closed")
+        raise DeviceError(
+            "the ranks are closed, so they compute no more; create a new LLM, or restart the server"
+        )
     return backend
 
 

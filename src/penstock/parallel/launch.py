@@ -119,8 +119,8 @@ def _launched(place: Launched, ranks: int, target: Target, args: tuple[object, .
     crew = _Launched(place, timeout)
     if crew.ranks != ranks:
         raise ConfigError(
-            f"{ranks} ranks were asked for, but torchrun has started {crew.ranks} processes; start as many "
-            "as there are ranks"
+            f"tensor_parallel={ranks}, but torchrun has started {crew.ranks} processes; start it with "
+            f"--nproc-per-node {ranks}"
         )
     if crew.rank == 0:
         return crew

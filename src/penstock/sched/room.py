@@ -40,9 +40,9 @@ class RequestRoom:
         if self.longest == limits.max_length or not self._host:
             context = self.longest == limits.max_length
             what, more = (
-                ("the context holds", "more length")
+                ("the context holds", "a larger max_length")
                 if context
-                else ("the KV blocks hold", "more memory, or KV in host memory")
+                else ("the KV blocks hold", "more device_memory, or KV in host memory (host_kv_memory)")
             )
             return f"{what} {self.longest} in all; shorten it, or allow {more}"
         needed = []

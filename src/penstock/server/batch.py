@@ -133,8 +133,8 @@ class Batch:
                         break
                     if not isinstance(found, dict) or not isinstance(found.get("custom_id"), str):
                         raise ConfigError(
-                            f"{self._target} has a line that is no answer; name another file, or one to go "
-                            "on with"
+                            f"{self._target} has a line that is no answer of a batch; name another file, or "
+                            "the unfinished answers of this batch"
                         )
                     seen[found["custom_id"]] += 1
                     self.answered += 1
@@ -158,7 +158,7 @@ class Batch:
                 name = asked.custom_id
                 if name in ids:
                     raise FieldError(
-                        f"custom_id {name!r} is that of another line too; give each its own", "custom_id"
+                        f"custom_id {name!r} is used by another line too; give each line its own", "custom_id"
                     )
                 ids.add(name)
                 if met[name] >= self._seen[name]:
@@ -177,7 +177,8 @@ class Batch:
         kind = KINDS.get(asked.url)
         if asked.method != "POST" or kind is None:
             raise FieldError(
-                f"{asked.method} {asked.url} was asked for, but a batch may POST to {' and '.join(KINDS)}",
+                f"{asked.method} {asked.url} is not supported in a batch; POST to one of "
+                f"{' and '.join(KINDS)}",
                 "url",
             )
         request = decoded(msgspec.json.encode({"model": self._names[0], **asked.body}), kind)
@@ -199,7 +200,7 @@ class Batch:
                         yield number, line
         except OSError as fault:
             raise ConfigError(
-                f"{self._source} cannot be read: {fault}; give a file of requests, one a line"
+                f"{self._source} cannot be read: {fault}; give a file with one JSON request on each line"
             ) from fault
 
 

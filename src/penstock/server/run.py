@@ -146,10 +146,10 @@ class _Life:
         self._cancel_load()
         self._server.force_exit = self._signals > 1
         if self._signals > 1 and self._state.broker is None:
-            _LOG.warning("ended while the model was being loaded")
+            _LOG.warning("stopped by a signal while the model was loading")
             os._exit(1)  # Weights that are being loaded cannot be broken off, and there is nothing to save.
         if self._signals > 2:
-            _LOG.warning("ended in the midst of a step")
+            _LOG.warning("stopped by a signal during a step")
             os._exit(1)  # It may be one that never ends.
 
 
@@ -173,6 +173,6 @@ def _bind(listening: Listening) -> socket.socket:
     except (OSError, OverflowError, UnicodeError) as fault:
         bound.close()
         raise ConfigError(
-            f"{listening.host}:{listening.port} cannot be listened at: {fault}; choose another host or port"
+            f"{listening.host}:{listening.port} cannot be listened on: {fault}; give another --host or --port"
         ) from fault
     return bound

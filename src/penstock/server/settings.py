@@ -13,8 +13,8 @@ LEAST_SECONDS = 0.001
 class Listening(Declared):
     """Sets the address of a server, and how long requests may wait and take. Raises ConfigError."""
 
-    host: str = setting("127.0.0.1", help="Address to listen at; 0.0.0.0 is every one of this machine.")
-    port: int = setting(8000, help="Port to listen at; 0 is any that is free.", limits=(0, 65535))
+    host: str = setting("127.0.0.1", help="Address to listen on; 0.0.0.0 is every address of this machine.")
+    port: int = setting(8000, help="Port to listen on; 0 is any free port.", limits=(0, 65535))
     queue: int = setting(
         256,
         help="Outputs that may wait; a request beyond them gets status 429.",

@@ -81,7 +81,10 @@ class SamplingParams:
         _whole("prompt_logprobs", self.prompt_logprobs, -1, "None is none, -1 the whole vocabulary")
         _whole("seed", self.seed, -(2**128), "None is a new one each time", 2**128)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+            raise RequestError(
+                f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; lower min_tokens, or "
+                "raise max_tokens"
+            )
         if not isinstance(self.stop, Iterable) or any(
             not isinstance(text, str) or not text for text in self.stop_strings
         ):
@@ -117,8 +120,8 @@ class SamplingParams:
             for name, asked in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens)):
                 if asked:
                     raise RequestError(
-                        f"{name} {asked} cannot be had with a structure, whose end is an end token; leave "
-                        "one of them out"
+                        f"{name} {asked} does not work with structured output, which ends with an end "
+                        "token; leave one of them out"
                     )
 
     @property

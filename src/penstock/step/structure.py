@@ -62,7 +62,7 @@ class Structure:
             or not texts
             or not all(isinstance(text, str) for text in texts)
         ):
-            raise StructureError("the choice must be a list of strings, at least one")
+            raise StructureError("choice must be a list with at least one string")
         for text in texts:
             _bounded(StructureKind.CHOICE, text)
         return Structure(

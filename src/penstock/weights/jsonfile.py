@@ -57,9 +57,11 @@ def parse_object(data: bytes | bytearray, where: str) -> dict[str, object]:
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=lambda pairs: _unique(pairs, where))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} is not JSON in UTF-8: {str(error)[:160]}") from error
+        raise CheckpointError(
+            f"{where} is not JSON in UTF-8: {str(error)[:160]}; fetch the file again"
+        ) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where} is not a JSON object but {shown(value)}")
+        raise CheckpointError(f"{where} is not a JSON object but {shown(value)}; fetch the file again")
     return value
 
 
@@ -67,6 +69,8 @@ def _unique(pairs: list[tuple[str, object]], where: str) -> dict[str, object]:
     unique: dict[str, object] = {}
     for key, value in pairs:
         if key in unique:
-            raise CheckpointError(f"{where}: key {shown(key)} is there twice")
+            raise CheckpointError(
+                f"{where}: key {shown(key)} is there twice; correct the file, or fetch it again"
+            )
         unique[key] = value
     return unique

@@ -60,7 +60,7 @@ class RankCollectives:
             self._shared = replace(self._shared, limit=int(group.limit * 1e9))
             self.rows, self.bytes = rows, size
         else:
-            self._use_nccl("what one GPU wrote did not come to another; is NCCL_P2P_DISABLE=1 missing?")
+            self._use_nccl("what one GPU wrote did not come to another; set NCCL_P2P_DISABLE=1")
 
     def all_reduce(self, x: Tensor) -> None:
         """Put the sum over all ranks in the place of `x` `[rows, hidden]`, contiguous."""
@@ -131,7 +131,7 @@ class RankCollectives:
 
     def _use_nccl(self, why: str) -> None:
         """Do without windows, on all ranks."""
-        _LOG.info("sums over ranks go by NCCL: %s", why)
+        _LOG.info("all-reduces go by NCCL: %s", why)
         window, self._window = self._window, None
         if window is not None:
             window.look_away()

@@ -107,7 +107,8 @@ def serve(receive: Callable[[], bytes], part: RankPart, group: Group) -> None:
         message = _MESSAGES.decode(receive())
         if message.number != number:
             raise DeviceError(
-                f"rank {group.rank} was sent message {message.number} where message {number} comes next"
+                f"rank {group.rank} was sent message {message.number} where message {number} comes next, "
+                "which is a bug of penstock; restart all ranks, and report this line"
             )
         number += 1
         if message.kind is _Kind.CLOSE:
@@ -310,8 +311,8 @@ class Leader:
             error = self._crew.verdict(fault)
             if not isinstance(error, DeviceError):
                 error = DeviceError(
-                    f"rank 0 of {self._group.ranks} failed with {type(fault).__name__}: {fault}; the others "
-                    "cannot go on"
+                    f"rank 0 of {self._group.ranks} failed with {type(fault).__name__}: {fault}; all ranks "
+                    "end: restart them"
                 )
             self._broken = error
             if error is fault:

@@ -1,1 +1,1 @@
-"""Between texts and token ids: the tokenizer, chat templates in a process of their own, and detokenizing."""
+"""Turn texts into token ids and back: the tokenizer, chat templates in their own process, detokenizing."""

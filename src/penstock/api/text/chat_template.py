@@ -20,14 +20,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from penstock.base.errors import RequestError
 
 MOST_CHARACTERS = 1 << 26
-"""Of a rendered conversation: far beyond any context, far below memory."""
+"""Characters that a rendered conversation may have: far beyond any context, far below memory."""
 MOST_STEPS = 500_000
 """Rounds of loops and calls: about two seconds."""
 
 
 class ChatTemplate:
-    """A compiled template. Threads may share it: the count of steps belongs to one rendering, which a lock
-    makes the only one."""
+    """Renders a compiled template. Threads may share it: the count of steps belongs to one rendering, which a
+    lock makes the only one."""
 
     def __init__(self, source: str) -> None:
         self._lock = threading.Lock()
@@ -51,8 +51,8 @@ class ChatTemplate:
                 else ""
             )
             raise RequestError(
-                f"the model's chat template has an error{line}: {_reason(error)}; repair it or use plain "
-                "prompts"
+                f"the model's chat template has an error{line}: {_reason(error)}; repair the template, or "
+                "send plain prompts instead of messages"
             ) from error
 
     def render(self, variables: Mapping[str, object]) -> str:
@@ -61,7 +61,7 @@ class ChatTemplate:
             plain = json.loads(json.dumps(variables))
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(
-                f"messages, tools and template variables must be what JSON can hold: {_reason(error)}"
+                f"messages, tools and template variables must be JSON values: {_reason(error)}"
             ) from error
         parts, size = [], 0
         with self._lock:
@@ -74,7 +74,8 @@ class ChatTemplate:
                         raise SecurityError(f"it wrote more than {MOST_CHARACTERS} characters")
             except Exception as error:  # a foreign program fails in any way it likes
                 raise RequestError(
-                    f"the model's chat template does not take these messages: {_reason(error)}"
+                    f"the model's chat template does not take these messages: {_reason(error)}; change the "
+                    "messages, or send a plain prompt"
                 ) from error
         return "".join(parts)
 
@@ -105,7 +106,7 @@ class _Fence(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def next_round(self) -> None:
-        """Called at the head of every loop's body, through `call`, which counts it."""
+        """Do nothing; templates call it at the head of every loop's body, through `call`, which counts it."""
 
     def call(self, context: Context, function: object, /, *args: object, **kwargs: object) -> object:
         self.steps += 1

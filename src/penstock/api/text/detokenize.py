@@ -4,7 +4,8 @@ back."""
 import codecs
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -23,15 +24,23 @@ _SEPARATE = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip
 known at once."""
 
 
-def has_failed(error: BaseException) -> bool:
-    """Tell whether the tokenizers library has raised this of its own: where it panics, that is no
-    Exception."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+@contextmanager
+def failures_as(fault: Callable[[str], Exception]) -> Iterator[None]:
+    """Raise `fault` of the reason, in one line, where the tokenizers library fails within this block.
+
+    Where the library panics it raises what is no Exception.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise fault(" ".join(str(error).split())) from error
 
 
 def growth_of(part: "tokenizers.normalizers.Normalizer | tokenizers.decoders.Decoder | None") -> int:
-    """How many times as long a text may become by this part of a tokenizer: replacements one after another
-    multiply."""
+    """Return how many times as long a text may become by this part of a tokenizer. Replacements one after
+    another multiply."""
     if part is None:
         return 1
     return _grown(json.loads(part.__getstate__()))
@@ -53,8 +62,8 @@ _WHOLE = {"ByteLevel", "Sequence", "Split", "Digits", "Metaspace", "Punctuation"
 
 
 def longest_share(tokenizer: tokenizers.Tokenizer) -> int:
-    """Bytes of a text without its blanks that one token stands for at most; 0 where that cannot be said: part
-    of the text may be left out, or any number of characters become one token."""
+    """Return the bytes of a text without its blanks that one token stands for at most; 0 where that cannot be
+    said: part of the text may be left out, or any number of characters become one token."""
     model, vocabulary = tokenizer.model, tokenizer.get_vocab()
     before = tokenizer.pre_tokenizer.__getstate__().decode() if tokenizer.pre_tokenizer else ""
     if (
@@ -73,7 +82,7 @@ def longest_share(tokenizer: tokenizers.Tokenizer) -> int:
 
 
 def _shrunk(step: dict[str, Any]) -> int:
-    """How many bytes of a text may become one by this part of a normalizer; 0 if any number."""
+    """Return how many bytes of a text may become one by this part of a normalizer; 0 if any number."""
     if step["type"] == "Sequence":
         return prod(map(_shrunk, step["normalizers"]))
     if step["type"] == "Replace":
@@ -85,7 +94,7 @@ def _shrunk(step: dict[str, Any]) -> int:
 
 
 class Pieces:
-    """The bytes that each token adds to a text, learnt from the tokenizer's own decoder and kept.
+    """Learns the bytes that each token adds to a text from the tokenizer's own decoder, and keeps them.
 
     Several threads may ask at once: at worst both compute the same entry. Raises UnsupportedModelError for a
     decoder by which a token's text depends on its neighbours.
@@ -98,7 +107,8 @@ class Pieces:
         odd = kinds - _SEPARATE or re.findall(r'"start":[2-9]|"stop":[1-9]', state)
         if odd or ("ByteLevel" in kinds and kinds & {"Metaspace", "Replace", "Strip"}):
             raise UnsupportedModelError(
-                f"tokenizer.json: decoder {state} is not supported; supported are {sorted(_SEPARATE)}"
+                f"tokenizer.json has the decoder {state}, which is not supported; use a checkpoint with one "
+                f"of these: {', '.join(sorted(_SEPARATE))}"
             )
         self._tokenizer = tokenizer
         self._decode = decoder.decode if decoder else " ".join
@@ -134,7 +144,7 @@ class Pieces:
 
 
 class Detokenizer:
-    """The text of one output, given out as it becomes certain.
+    """Gives out the text of one output as it becomes certain.
 
     All of it together is `Tokenizer.decode` of all tokens, if no stop string was met, with one exception:
     tokenizers with byte fallback show every byte of an ill-formed run of byte tokens as U+FFFD, also its
@@ -154,8 +164,12 @@ class Detokenizer:
         continues: bool,
         kept: Collection[int] = (),
     ) -> None:
-        """`stop`: no empty strings. `continues`: the output goes on from text before it, so a space at its
-        start counts. `kept`: special tokens that are not skipped with the others."""
+        """Begin a text.
+
+        stop: no empty strings.
+        continues: whether the output goes on from text before it, so that a space at its start counts.
+        kept: special tokens that are not skipped with the others.
+        """
         self._pieces = pieces
         self._skipped = pieces.special.difference(kept) if skip_special else frozenset[int]()
         self._stop = tuple(stop)
@@ -169,12 +183,12 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """The text that was given out so far."""
+        """Return the text that was given out so far."""
         return "".join(self._given)
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that is now certain: empty while a character or a stop string may be incomplete, and after
-        a stop."""
+        """Return the text that is now certain: empty while a character or a stop string may be incomplete,
+        and after a stop."""
         if self.stopped:
             return ""
         added = bytearray()

@@ -34,7 +34,8 @@ def _message(where: str, message: object) -> dict[str, object]:
         content = "".join(_part(where, part) for part in content)
     if not isinstance(content, str):
         raise RequestError(
-            f"{where} needs content, a text or a list of parts of type text, not {type(content).__name__}"
+            f"{where} has content of type {type(content).__name__}; give a text, or a list of parts of type "
+            '"text"'
         )
     kept["content"] = content
     reasoning = next((kept[key] for key in _REASONING if key in kept), None)
@@ -49,6 +50,7 @@ def _part(where: str, part: object) -> str:
     )
     if kind != "text" or not isinstance(text, str):
         raise RequestError(
-            f"{where} has a part of type {kind!r}; only parts of type 'text' with a text are understood"
+            f"{where} has a part of type {kind!r}; only text is supported, so give parts such as "
+            '{"type": "text", "text": "..."}'
         )
     return text

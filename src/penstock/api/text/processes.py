@@ -34,11 +34,14 @@ getattr(import_module(module), function)(*rest[: int(count)])
 
 
 class Process:
-    """One that answers requests, one after the other."""
+    """Answers requests, one after the other, in a process of its own."""
 
     def __init__(self, module: str, function: str, given: Sequence[str], *, yields: bool = False) -> None:
-        """function: is called there with what is given, and calls `serve`. yields: whether it leaves the
-        processor to whatever else wants it."""
+        """Start the process.
+
+        function: is called there with what is given, and calls `serve`.
+        yields: whether it leaves the processor to whatever else wants it.
+        """
         self.yields, self._started = yields, False
         self._process = subprocess.Popen(
             [sys.executable, "-c", _CHILD, module, function, str(len(given)), *given, *sys.path],
@@ -127,12 +130,16 @@ def _comes(pipe: int, event: int, seconds: float) -> bool:
 
 
 class Pool:
-    """A few processes that do the same, started when they are wanted. Threads may share it."""
+    """Keeps a few processes that do the same, started when they are wanted. Threads may share it."""
 
     def __init__(self, most: int, start: Callable[[], Process], briefly: float | None = None) -> None:
-        """most: at a time; others wait. briefly: seconds after which one that still works leaves
-        the processor to whatever else wants it, and ends with its answer; None is never. Only root can take
-        that back."""
+        """Start none yet.
+
+        most: processes at a time; others wait.
+        start: starts a process.
+        briefly: seconds after which one that still works leaves the processor to whatever else wants it, and
+            ends with its answer; None is never. Only root can take that back.
+        """
         self._most, self._start, self._briefly = most, start, briefly
         self._idle: list[Process] = []
         self._room = threading.BoundedSemaphore(most)
@@ -183,7 +190,7 @@ _pools: "weakref.WeakSet[Pool]" = weakref.WeakSet()
 
 
 def _forget() -> None:
-    """In a forked process, which shares its parent's pipes."""
+    """Forget all processes, in a forked process, which shares its parent's pipes."""
     for pool in _pools:
         pool._forget()
 

@@ -17,9 +17,9 @@ from penstock.base.errors import RequestError
 from penstock.base.pacing import paced
 
 PROCESSES = 4
-"""At a time: one that takes long does not hold up the others."""
+"""Processes that render at a time: one that takes long does not hold up the others."""
 SECONDS = 5.0
-"""Of a processor, for one rendering."""
+"""Seconds of a processor that one rendering may take."""
 MEMORY = 1 << 30
 """Bytes of addresses that a process may have: its own, some 60 MiB, included."""
 _PATIENCE = 60.0
@@ -31,7 +31,7 @@ _LARGE = 64 << 10
 
 
 class Template:
-    """A chat template by its source. Threads may share it."""
+    """Renders a chat template, given by its source. Threads may share it."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -56,16 +56,13 @@ def _answer(asked: Mapping[str, object]) -> Any:
         sent = _written(asked).encode()
     except (TypeError, ValueError, RecursionError) as error:
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise RequestError(
-            f"messages, tools and template variables must be what JSON can hold: {what}"
-        ) from error
+        raise RequestError(f"messages, tools and template variables must be JSON values: {what}") from error
     try:
         answer = json.loads((RENDERERS if len(sent) < _LARGE else LARGE).ask(sent, _PATIENCE))
     except (EOFError, OSError) as error:
         raise RequestError(
-            f"the model's chat template does not take these messages: it took more than {SECONDS:g} seconds "
-            f"or {MEMORY >> 20} MiB; "
-            f"repair it or use plain prompts"
+            f"the model's chat template needs more than the {SECONDS:g} seconds or {MEMORY >> 20} MiB "
+            "allowed for these messages; send fewer or shorter ones, or a plain prompt"
         ) from error
     if "fault" in answer:
         raise RequestError(answer["fault"])
@@ -73,7 +70,7 @@ def _answer(asked: Mapping[str, object]) -> Any:
 
 
 def _written(what: object) -> str:
-    """As json.dumps has it, which holds the interpreter's lock until all is written."""
+    """Return what json.dumps returns, which holds the interpreter's lock until all is written."""
     if isinstance(what, dict):
         return "{" + ", ".join(f"{_name(name)}: {_written(value)}" for name, value in what.items()) + "}"
     if isinstance(what, list):
@@ -94,7 +91,11 @@ LARGE = Pool(PROCESSES, lambda: _renderer(yields=True))
 
 
 def render(seconds: str, memory: str) -> None:
-    """All that such a process does. seconds: of each rendering. memory: bytes."""
+    """Render templates until the pipe is closed: all that such a process does.
+
+    seconds: seconds of a processor for each rendering.
+    memory: bytes that the process may have.
+    """
     from penstock.api.text.chat_template import ChatTemplate
 
     _limit(int(memory))
@@ -124,7 +125,7 @@ def render(seconds: str, memory: str) -> None:
 
 
 def _limit(memory: int) -> None:
-    """Memory, and what it leaves where it is ended."""
+    """Limit the memory of this process to so many bytes, and let it leave no core dump."""
     import resource
 
     for which, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):

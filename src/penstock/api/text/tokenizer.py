@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tokenizers
 
-from penstock.api.text.detokenize import Detokenizer, Pieces, growth_of, has_failed, longest_share
+from penstock.api.text.detokenize import Detokenizer, Pieces, failures_as, growth_of, longest_share
 from penstock.api.text.messages import conversation
 from penstock.api.text.processes import Pool, Process, serve
 from penstock.api.text.rendering import Template
@@ -17,7 +17,7 @@ from penstock.base.errors import CheckpointError, PenstockError, RequestError
 from penstock.weights.checkpoint.links import expect_inside
 
 MOST_BYTES = 256 << 20
-"""Of a tokenizer's file; the largest in use have some 35 MiB."""
+"""Bytes that a tokenizer's file may have; the largest in use have some 35 MiB."""
 MOST_GROWTH = 64
 """Times as long as a text may become before it is cut into tokens, or a token's name when it becomes text."""
 LONG = 64 << 10
@@ -26,16 +26,16 @@ _PATIENCE, _SLOWEST = 60.0, 16 << 10
 """Seconds that a text may take aside, and as many more as it takes at this rate, bytes/s."""
 _LOG = logging.getLogger("penstock")
 _LEAST, _PLAIN, _SPECIAL = b"l", b"p", b"s"
-"""What is wanted of a text aside: the number of tokens that it has at least, or its tokens, without special
-ones or with."""
+"""The wishes that are sent with a text: for the number of tokens that it has at least, or for its tokens,
+without special ones or with."""
 _DONE, _REFUSED, _OTHER = b"d", b"r", b"o"
-"""What comes back first: an answer follows, or why there is none, or that the file is not the one that it
-was."""
+"""The byte that comes back first: an answer follows, or the reason why there is none, or the file has
+changed."""
 
 
 class Tokenizer:
-    """A model's tokenizer.json with its chat templates. After loading nothing in it changes but caches:
-    threads may share it."""
+    """Turns text into tokens and back, by a model's tokenizer.json and its chat templates. After loading
+    nothing in it changes but caches: threads may share it."""
 
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, names: Mapping[str, str], templates: Mapping[str, str]
@@ -57,7 +57,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: Path) -> "Tokenizer":
-        """Reads tokenizer.json and, where present, tokenizer_config.json, special_tokens_map.json and chat
+        """Read tokenizer.json and, where present, tokenizer_config.json, special_tokens_map.json and chat
         template files.
 
         Raises CheckpointError naming the file that is missing or damaged. Parsing a large vocabulary holds
@@ -66,19 +66,15 @@ class Tokenizer:
         expect_inside(path)
         file = path / "tokenizer.json"
         source = _read(file)
-        try:
+        with failures_as(
+            lambda why: CheckpointError(f"{file} is not a tokenizer: {why}; fetch the file again")
+        ):
             tokenizer = tokenizers.Tokenizer.from_str(source)
-        except BaseException as error:
-            if not has_failed(error):
-                raise
-            raise CheckpointError(
-                f"{file} is not a tokenizer: {' '.join(str(error).split())}; fetch the file again"
-            ) from error
         growth = max(growth_of(tokenizer.normalizer), growth_of(tokenizer.decoder))
         if growth > MOST_GROWTH:
             raise CheckpointError(
-                f"{file} makes texts {growth:,} times as long, and {MOST_GROWTH} are allowed; use another "
-                "tokenizer"
+                f"{file} makes texts {growth:,} times as long, and {MOST_GROWTH} times is the most that is "
+                "allowed; use another tokenizer"
             )
         config = _table(path / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # an older config: the map overrules it
@@ -106,22 +102,22 @@ class Tokenizer:
 
     @property
     def bos_token(self) -> str | None:
-        """The token that begins a text; None if there is none."""
+        """Return the token that begins a text; None if there is none."""
         return self._names.get("bos_token")
 
     @property
     def eos_token(self) -> str | None:
-        """The token that ends a text; None if there is none."""
+        """Return the token that ends a text; None if there is none."""
         return self._names.get("eos_token")
 
     @property
     def vocabulary_size(self) -> int:
-        """Tokens the tokenizer knows; a model's embedding often has a few more rows."""
+        """Return the number of tokens that the tokenizer knows; an embedding often has a few more rows."""
         return self._tokenizer.get_vocab_size()
 
     @property
     def templates(self) -> Mapping[str, str]:
-        """The sources of the chat templates, by name."""
+        """Return the sources of the chat templates, by name."""
         return self._templates
 
     def token_to_id(self, token: str) -> int | None:
@@ -141,8 +137,8 @@ class Tokenizer:
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def least_tokens(self, text: str) -> int:
-        """How many tokens a text has at least, by its length alone; 0 where a tokenizer may leave out some of
-        it."""
+        """Return how many tokens a text has at least, by its length alone; 0 where a tokenizer may leave out
+        some of it."""
         if (found := self._done_aside(_LEAST, text)) is not None:
             return int.from_bytes(found, "little")
         if self._longest is None:
@@ -172,20 +168,17 @@ class Tokenizer:
             _check_unicode(text)
         # Without offsets it takes half the time, and unlike `encode` it lets other Python threads run
         # meanwhile.
-        try:
+        with failures_as(
+            lambda why: RequestError(
+                f"the model's tokenizer has no tokens for this text: {why}; try another, or send token ids"
+            )
+        ):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
-        except BaseException as error:
-            if not has_failed(error):
-                raise
-            reason = " ".join(str(error).split())
-            raise RequestError(
-                f"the model's tokenizer has no tokens for this text: {reason}; try another, or send token ids"
-            ) from error
         return [encoding.ids for encoding in encodings]
 
     def _done_aside(self, what: bytes, text: str) -> bytes | None:
-        """The answer of the process beside, if there is one and the text is long. Raises RequestError as
-        `encode` does."""
+        """Return the answer of the process beside, if there is one and the text is long. Raises RequestError
+        as `encode` does."""
         aside = self._aside
         if aside is None or len(text) < LONG:
             return None
@@ -197,15 +190,15 @@ class Tokenizer:
             why = (
                 "took too long"
                 if isinstance(error, TimeoutError)
-                else "has ended, for want of memory or since somebody ended it"
+                else "has ended, for want of memory or since it was killed"
             )
             raise PenstockError(
-                f"the process that cuts long texts into tokens {why}; try again, or send a shorter text"
+                f"the process that tokenizes long texts {why}; try again, or send a shorter text"
             ) from error
         if found.startswith(_OTHER):
             _LOG.warning(
-                "tokenizer.json has changed since it was read: long texts are cut into tokens beside "
-                "requests; start again"
+                "tokenizer.json has changed on disk: long prompts are tokenized in this process, which "
+                "slows other requests; restart penstock to read the new file"
             )
             aside.end()
             self._aside = None
@@ -215,15 +208,14 @@ class Tokenizer:
         return found[1:]
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        """Tokens the tokenizer does not know are left out. Raises RequestError where it fails."""
-        try:
+        """Return the text of tokens; those that the tokenizer does not know are left out. Raises RequestError
+        where it fails."""
+        with failures_as(
+            lambda why: RequestError(
+                f"the model's tokenizer cannot turn these tokens into text: {why}; give ids of its vocabulary"
+            )
+        ):
             return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
-        except BaseException as error:
-            if not has_failed(error):
-                raise
-            raise RequestError(
-                f"the model's tokenizer has no text for these tokens: {' '.join(str(error).split())}"
-            ) from error
 
     def detokenizer(self, stop: Sequence[str] = (), include_stop: bool = False, *, skip_special: bool = True,
                     continues: bool = False, kept: Collection[int] = ()) -> Detokenizer:  # fmt: skip
@@ -238,8 +230,9 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True,
                     tools: Sequence[Mapping[str, object]] | None = None,
                     **variables: object) -> str:  # fmt: skip
-        """The prompt for a conversation. variables: what the model's template reads besides, such as
-        enable_thinking.
+        """Return the prompt for a conversation.
+
+        variables: more that the model's template reads, such as enable_thinking.
 
         Raises RequestError for messages of another form, for a model without a template, and for what the
         template refuses.
@@ -279,7 +272,7 @@ class Tokenizer:
 
 
 def cut(directory: str, digest: str) -> None:
-    """All that a process aside does: a Tokenizer's work on one text after the other."""
+    """Do all that a process aside does: a Tokenizer's work on one text after the other."""
     try:
         tokenizer = Tokenizer.from_directory(Path(directory))
     except CheckpointError:
@@ -327,12 +320,12 @@ def _read(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise CheckpointError(
-            f"{path} cannot be read: {reason}; a model's directory needs it whole"
+            f"{path} cannot be read: {reason}; check its permissions, or fetch the file again"
         ) from error
 
 
 def _table(path: Path) -> dict[str, object]:
-    """A JSON object, empty if there is no such file."""
+    """Return the JSON object in a file, empty if there is no such file."""
     try:
         table = json.loads(_read(path)) if path.exists() else {}
     except (ValueError, RecursionError) as error:
@@ -343,13 +336,13 @@ def _table(path: Path) -> dict[str, object]:
 
 
 def _content(value: object) -> str | None:
-    """A special token is written as its text, or as an object with it."""
+    """Return a special token, which is written as its text, or as an object with it."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
 
 
 def _templates(path: Path, config: Mapping[str, object]) -> dict[str, str]:
-    """Chat templates by name: files of their own come before the config, that before the older
+    """Return chat templates by name: files of their own come before the config, that before the older
     chat_template.json."""
     found = {file.stem: _read(file) for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
     if (path / "chat_template.jinja").exists():

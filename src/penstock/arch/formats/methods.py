@@ -22,5 +22,8 @@ def read_format(config: Mapping[str, object], where: str) -> Format:
     method = asked.get("quant_method") if isinstance(asked, dict) else None
     if not isinstance(asked, dict) or not isinstance(method, str) or method not in FORMATS:
         known = ", ".join(("unquantised float32, float16, bfloat16", *FORMATS))
-        raise UnsupportedModelError(f"{where}: key 'quantization_config' is set; supported: {known}")
+        raise UnsupportedModelError(
+            f"{where}: key 'quantization_config' asks for a quantisation that is not supported; use a "
+            f"checkpoint in {known}"
+        )
     return FORMATS[method](asked, where)

@@ -113,8 +113,8 @@ def calibrate(
         say(f"measured steps of {name}")
     if len({sample.shape for sample in samples}) < 2:
         raise DeviceError(
-            f"{device_name(device)} has no room for the models that steps are measured with; free some of "
-            "its memory"
+            f"{device_name(device)} has too little free memory for the models that steps are measured with; "
+            "close what uses it, and run again"
         )
     ceilings = _ceilings(device, dtype)
     costs = fit(samples, ceilings, device_name(device), dtype, _when())
@@ -187,7 +187,7 @@ def _probe(
     )
     with _engine(least, shape) as booted:
         if not booted.weights.all_stay:
-            raise BudgetError(f"{name} does not fit")
+            raise BudgetError(f"{name} does not fit into the device memory that is free; free some of it")
         for context in contexts:
             for count in rows:
                 work = measure.BatchWork(count, context, OUTPUT, REPEAT)
@@ -305,7 +305,8 @@ def fit(
     decode = []
     for rows in sorted({sample.rows for sample in samples} - {0}):
         those = [sample for sample in samples if sample.rows == rows]
-        table = [_decode_row(sample.work) for sample in those]
+        works = [sample.work for sample in those]
+        table = [[1.0, it.layers, it.moe_layers, it.weights, it.experts, it.kv] for it in works]
         step, layer, moe_layer, *slow = _least_squares(table, [sample.seconds for sample in those])
         decode.append(
             DecodeCosts(rows, step, layer, moe_layer, *(_rate(each, ceilings.copy) for each in slow))
@@ -393,10 +394,6 @@ _UNKNOWN = 1e18
 
 def _rate(seconds: float, fallback: float) -> float:
     return 1 / seconds if seconds > 0 else fallback
-
-
-def _decode_row(work: UseWork) -> list[float]:
-    return [1.0, work.layers, work.moe_layers, work.weights, work.experts, work.kv]
 
 
 def _least_squares(

@@ -225,34 +225,21 @@ def _machine_rows(found: Checkup) -> list[tuple[str, str]]:
 
 def _link_rows(found: Checkup) -> list[tuple[str, str]]:
     links, gpu = found.links, found.links.link
-    rows = [("host memory", f"{format_rate(links.host_read)} read")]
+    host, disk = f"{format_rate(links.host_read)} read", "not measured"
+    copied = f"{format_rate(links.device_copy)} copied (read and written)"
+    if (read := links.disk) is not None:
+        how = "past the page cache" if read.direct else "through the page cache, which may have helped"
+        which = "a temporary file" if read.temporary else read.file.name
+        disk = f"{format_rate(read.read)} read, {how}, from {which}"
+    rows = [("host memory", host if gpu else f"{host}, {copied}")]
     if gpu:
+        there, back = format_rate(gpu.to_device), format_rate(gpu.from_device)
         rows += [
-            (
-                "device memory",
-                f"{format_rate(links.device_read)} read, {format_rate(links.device_copy)} copied (read and "
-                "written)",
-            ),
-            (
-                "host to device",
-                f"{format_rate(gpu.to_device)}, back {format_rate(gpu.from_device)}, each "
-                f"{format_rate(gpu.both)} at once",
-            ),
+            ("device memory", f"{format_rate(links.device_read)} read, {copied}"),
+            ("host to device", f"{there}, back {back}, each {format_rate(gpu.both)} at once"),
         ]
-    else:
-        rows[0] = (
-            "host memory",
-            f"{format_rate(links.host_read)} read, {format_rate(links.device_copy)} copied (read and "
-            "written)",
-        )
-    if disk := links.disk:
-        how = "past the page cache" if disk.direct else "through the page cache, which may have helped"
-        which = "a temporary file" if disk.temporary else disk.file.name
-        rows.append(("disk", f"{format_rate(disk.read)} read, {how}, from {which}"))
-    else:
-        rows.append(("disk", "not measured"))
-    rows.append(("arithmetic", f"{links.matmul / 1e12:.3g} TFLOP/s in {found.model.dtype}"))
-    return rows
+    arithmetic = f"{links.matmul / 1e12:.3g} TFLOP/s in {found.model.dtype}"
+    return [*rows, ("disk", disk), ("arithmetic", arithmetic)]
 
 
 def _step_rows(steps: StepCosts) -> list[tuple[str, str]]:

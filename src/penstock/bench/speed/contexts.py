@@ -160,8 +160,7 @@ def sweep(bench: ContextBench, say: Say = lambda _: None) -> ContextReport:
             raise RequestError(
                 f"measuring {bench.output} tokens after {lacking:,} takes "
                 f"{measure.context_room(lacking, bench.output):,} positions, but KV has room for "
-                f"{longest:,}; lower --lengths or --output, or allow more memory, on the host by "
-                "--host-kv-memory"
+                f"{longest:,}; lower --lengths or --output, or raise --device-memory or --host-kv-memory"
             )
         measure.context(booted, min(fitting[0], 2 * booted.limits.max_step_tokens), 1, random.Random(0))
         rows = []

@@ -238,8 +238,8 @@ def check_sound(event: Event) -> None:
     then does nothing."""
     if event.finish is FinishReason.ERROR:
         raise CheckpointError(
-            "the model's logits are not numbers (NaN), so that nothing is measured; try another --dtype, or "
-            "fetch it again"
+            "the model's logits are not numbers (NaN), so nothing is measured; try another --dtype, or "
+            "fetch the model again"
         )
 
 
@@ -253,5 +253,5 @@ def _check_room(booted: Booted, work: BatchWork) -> None:
     if booted.budget.blocks < needed:
         raise BudgetError(
             f"{work.batch} sequences of {length:,} tokens need {needed:,} KV blocks, but there is room for "
-            f"{booted.budget.blocks:,}; allow more device memory, or lower --batch or --context"
+            f"{booted.budget.blocks:,}; raise --device-memory, or lower --batch or --context"
         )

@@ -96,8 +96,8 @@ class Workload:
         else:
             raise RequestError(
                 f"with {block} tokens for a block of the trace the longest of {len(asks):,} requests has "
-                f"{needed:,} tokens of prompt and output, but {name} has {longest:,} positions; take "
-                "fewer requests, shorter outputs, or fewer tokens a block"
+                f"{needed:,} tokens of prompt and output, but {name} has {longest:,} positions; lower "
+                "--requests, --output or --block-tokens"
             )
         ordinals = {
             key: number for number, key in enumerate(dict.fromkeys(key for ask in asks for key in ask.keys))
@@ -108,7 +108,7 @@ class Workload:
         if digits > block:
             raise ConfigError(
                 f"{len(ordinals):,} blocks cannot all differ with {block} tokens of a vocabulary of "
-                f"{vocab:,} each; take more tokens a block, or fewer requests"
+                f"{vocab:,} each; raise --block-tokens, or lower --requests"
             )
         return cls(asks, block, vocab, ordinals, digits)
 
@@ -151,7 +151,7 @@ def _complete(scale: ReplayScale, request: TraceRequest, number: int) -> None:
     if length is not None and not 0 <= blocks * TRACE_BLOCK - length < TRACE_BLOCK:
         raise ConfigError(
             f"{where} has {length:,} tokens of prompt in {blocks:,} blocks, which are not blocks of "
-            f"{TRACE_BLOCK}; give a trace with blocks of so many tokens"
+            f"{TRACE_BLOCK} tokens; give a trace with blocks of this size"
         )
     if scale.output is None and request.output_length is None:
         raise ConfigError(f"{where} has no output_length; give --output, the tokens of each answer")

@@ -305,8 +305,8 @@ def _run(bench: ReplayBench, config: Config, booted: Booted, work: Workload, say
     if work.longest > scheduler.longest:
         raise RequestError(
             f"the longest of {len(work.requests):,} requests has {work.longest:,} tokens of prompt and "
-            f"output, but KV has room for {scheduler.longest:,}; take fewer tokens a block, fewer requests, "
-            "or allow more memory"
+            f"output, but KV has room for {scheduler.longest:,}; lower --block-tokens or --requests, or "
+            "raise --host-kv-memory"
         )
     at_first = engine.tier_stats()
     _warm(booted, work, keep=bench.keep)

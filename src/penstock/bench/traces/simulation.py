@@ -293,18 +293,16 @@ def measure(bench: CacheBench, say: Callable[[str], None] = lambda _: None) -> C
         hits = {name: replay(trace, POLICIES[name](trace, blocks), blocks, first) for name in bench.policies}
         rows.append(CacheRow(capacity, blocks, hits))
         say(f"{blocks:,} blocks: " + ", ".join(f"{name} {rate:.1%}" for name, rate in hits.items()))
-    asked = sum(map(len, trace))
-    cost = _cost(bench.cost) if bench.cost else None
     return CacheReport(
-        "trace",
-        str(bench.path),
-        len(trace),
-        asked,
-        distinct,
-        bench.part,
-        bench.block_bytes,
-        tuple(rows),
-        cost,
+        bench="trace",
+        trace=str(bench.path),
+        requests=len(trace),
+        asked=sum(map(len, trace)),
+        distinct=distinct,
+        part=bench.part,
+        block_bytes=bench.block_bytes,
+        rows=tuple(rows),
+        cost=_cost(bench.cost) if bench.cost else None,
     )
 
 
@@ -334,16 +332,18 @@ def _request(line: str, where: str) -> TraceRequest:
     try:
         request = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON; a trace has a request on each") from error
+        raise ConfigError(
+            f"{where} is not JSON; give a trace with one request, a JSON object, on each line"
+        ) from error
     keys = request.get("hash_ids") if isinstance(request, dict) else None
     if not isinstance(keys, list) or not all(type(key) is int for key in keys):
         raise ConfigError(
-            f"{where} has no hash_ids that are a list of whole numbers; a trace has them on each"
+            f"{where} has no hash_ids, a list of whole numbers; give a trace that has them on each line"
         )
     if len(set(keys)) < len(keys):
         raise ConfigError(
-            f"{where} names a block twice, but the hash of a block covers those before it; give a trace of "
-            "chained hashes"
+            f"{where} names a block twice, which hashes that cover all earlier blocks never do; give a "
+            "trace with such chained hash_ids"
         )
     came, tokens = request.get("timestamp"), (request.get("input_length"), request.get("output_length"))
     read, answered = (count if type(count) is int else None for count in tokens)

@@ -1,6 +1,7 @@
 """Drives the scheduler's tiers with a workload: host blocks, a disk behind them, and what goes there. No
 bytes are moved."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -51,7 +52,7 @@ class _WriteAll(HostLedger):
 class _Foreseeing(Tiers):
     """Writes blocks that are asked for again."""
 
-    uses_left: dict[bytes, int]
+    uses_left: Counter[bytes]
 
     def _want_out(self, block: HostBlockId, name: Name) -> None:
         if self.uses_left[name.key]:
@@ -78,19 +79,14 @@ def serve(
     kind = _Foreseeing if admission is DiskAdmission.FORESEEN else Tiers
     tiers = kind(pages, host, store="eager", disk=disk)
     if isinstance(tiers, _Foreseeing):
-        tiers.uses_left = {}
-        for blocks in trace:
-            for key in blocks:
-                name = key.to_bytes(16, "little", signed=True)
-                tiers.uses_left[name] = tiers.uses_left.get(name, 0) + 1
+        tiers.uses_left = Counter(key.to_bytes(16, "little", signed=True) for keys in trace for key in keys)
     asked = found_host = found_disk = written_before = 0
     for at, numbers in enumerate(trace):
         if at == first:
             written_before = tiers.counts.moved[Route.OUT]
         keys = [key.to_bytes(16, "little", signed=True) for key in numbers]
         if isinstance(tiers, _Foreseeing):
-            for name in keys:
-                tiers.uses_left[name] -= 1
+            tiers.uses_left.subtract(keys)
         on_host, on_disk = _request(tiers, keys)
         if at >= first:
             asked, found_host, found_disk = asked + len(keys), found_host + on_host, found_disk + on_disk

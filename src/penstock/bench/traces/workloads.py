@@ -8,7 +8,7 @@ The eviction policy is tuned on the recorded trace and on `TUNED`; what is said 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate, count, islice
 from pathlib import Path
 from random import Random
 
@@ -120,9 +120,7 @@ def _sessions(rng: Random, tree: _Tree) -> Contents:
     many turns and when varies widely."""
     systems = [tree.fresh(rng.randint(2, 8)) for _ in range(6)]
     due: dict[int, list[list[int]]] = {}
-    now = 0
-    while True:
-        now += 1
+    for now in count(1):
         for talk in due.pop(now, []):
             talk += tree.fresh(rng.randint(1, 4))
             yield list(talk)
@@ -137,9 +135,7 @@ def _sessions(rng: Random, tree: _Tree) -> Contents:
 def _bursts(rng: Random, tree: _Tree) -> Contents:
     """Yield documents that are asked about while they are new, at random moments, and then never again."""
     alive: list[tuple[int, list[int]]] = []
-    now = 0
-    while True:
-        now += 1
+    for now in count(1):
         if rng.random() < 0.2:
             alive.append((now + 500, tree.fresh(rng.randint(4, 20))))
             while alive[0][0] < now:
@@ -209,9 +205,7 @@ def _lirs(rng: Random, tree: _Tree) -> Contents:
 def _pairs(rng: Random, tree: _Tree) -> Contents:
     """Work against admission on a second use: each prompt is asked exactly twice, the second time soon."""
     due: dict[int, list[list[int]]] = {}
-    now = 0
-    while True:
-        now += 1
+    for now in count(1):
         yield from due.pop(now, [])
         prompt = tree.fresh(rng.randint(4, 20))
         yield prompt
@@ -244,9 +238,7 @@ def _fads(rng: Random, tree: _Tree) -> Contents:
     that stay."""
     lasting = [tree.fresh(rng.randint(4, 16)) for _ in range(40)]
     topics: list[tuple[float, float, list[int]]] = []
-    now = 0
-    while True:
-        now += 1
+    for now in count(1):
         if rng.random() < 0.08:
             topics.append(
                 (
@@ -312,9 +304,7 @@ def _retries(rng: Random, tree: _Tree) -> Contents:
     instructions = [tree.fresh(rng.randint(2, 10)) for _ in range(30)]
     popular = _Popular(len(instructions), 1.0)
     due: dict[int, list[list[int]]] = {}
-    now = 0
-    while True:
-        now += 1
+    for now in count(1):
         prompts = due.pop(now, [])
         prompts.append([*instructions[popular.draw(rng)], *tree.fresh(rng.randint(2, 20))])
         for prompt in prompts:
@@ -361,7 +351,7 @@ def generate(name: str, seed: int = 0, requests: int = 6000) -> list[TraceReques
     """Generate a workload's first `requests` requests. Raises ConfigError for an unknown name."""
     make = _WORKLOADS.get(name)
     if make is None:
-        raise ConfigError(f"there is no workload {name!r}; give one of {', '.join(WORKLOADS)}")
+        raise ConfigError(f"the workload {name!r} does not exist; give one of {', '.join(WORKLOADS)}")
     rng, tree, now = Random(f"{name} {seed}"), _Tree(), 0.0
     made = []
     for contents in islice(make(rng, tree), requests):

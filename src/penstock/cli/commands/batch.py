@@ -48,12 +48,12 @@ EXAMPLES = """
 @engine_options
 @click.pass_context
 def command(ctx: click.Context, /, **settings: object) -> None:
-    """Answer all REQUESTS, a file in OpenAI's batch format with a JSON object a line, in ANSWERS, a line each
-    as it is done.
+    """Answer the requests in the file REQUESTS, and write the answers to the file ANSWERS.
 
-    They are taken in the order in which they share most of their prompts, not in that of the file. What
-    ANSWERS has already is not asked again. The exit code is 3 if some of them could not be served; their
-    lines say why.
+    REQUESTS is in OpenAI's batch format: a JSON object on each line. Each answer becomes a line of ANSWERS as
+    soon as it is done. Requests are taken in the order in which they share most of their prompts, not in that
+    of the file. What ANSWERS has already is not asked again. The exit code is 3 if some requests could not be
+    served; their lines say why.
     """
     asked = ctx.params
     _expect_files(asked["requests"], asked["answers"])
@@ -84,7 +84,9 @@ def _expect_files(requests: Path, answers: Path) -> None:
     """Check both files before a model is loaded, which may take minutes. Raises ConfigError."""
     if not requests.exists() or requests.is_dir():
         what = "is a directory" if requests.is_dir() else "does not exist"
-        raise ConfigError(f"{requests} cannot be read: it {what}; give a file of requests, one a line")
+        raise ConfigError(
+            f"{requests} cannot be read: it {what}; give a file with one JSON request on each line"
+        )
     if answers.is_dir() or not answers.parent.is_dir() or not os.access(answers.parent, os.W_OK):
         what = (
             "it is a directory"

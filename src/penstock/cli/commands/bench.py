@@ -272,7 +272,7 @@ def _replay(
     to.write(report)
     if check_output and report.equal_outputs is None:
         raise ConfigError(
-            "there is nothing to compare answers with, since nothing is kept beyond the device; allow "
-            "--host-kv-memory"
+            "--check-output compares answers with and without KV kept below the device, but none is kept "
+            "there; raise --host-kv-memory"
         )
     return int(check_output and report.equal_outputs != report.requests)

@@ -47,8 +47,8 @@ def command(action: str, directory: Path | None, yes: bool, cache: Path) -> int:
     in use.
     """
     if yes and action != "clear":
-        raise click.UsageError("--yes goes with clear and nothing else")
-    from penstock.kv.store.cachedir import store_paths  # numpy: 0.1 s
+        raise click.UsageError("--yes goes only with `penstock cache clear`; leave it out")
+    from penstock.kv.store.cachedir import store_paths, survey  # numpy: 0.1 s
 
     where = directory or CACHE.expanduser()
     paths = store_paths(where) if directory or where.is_dir() else []
@@ -63,16 +63,13 @@ def command(action: str, directory: Path | None, yes: bool, cache: Path) -> int:
         secret = secret_in(cache.expanduser())
         wrong = [_verify(path, secret) for path in paths]
         return int(any(wrong))
-    (_ls if action == "ls" else _stat)(paths)
+    (_ls if action == "ls" else _stat)([survey(path) for path in paths])
     return 0
 
 
-def _ls(paths: list[Path]) -> None:
-    from penstock.kv.store.cachedir import survey
-
+def _ls(stores: list["StoreInfo"]) -> None:
     rows = [("STORE", "MODEL", "DTYPE", "BLOCK", "RECORDS", "SIZE", "LAST USED")]
-    for path in paths:
-        found = survey(path)
+    for found in stores:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.last_used))
         facts = _fact(found, "model"), _fact(found, "dtype"), _fact(found, "block_size")
         rows.append(
@@ -83,11 +80,8 @@ def _ls(paths: list[Path]) -> None:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _stat(paths: list[Path]) -> None:
-    from penstock.kv.store.cachedir import survey
-
-    found = [survey(path) for path in paths]
-    for one in found:
+def _stat(stores: list["StoreInfo"]) -> None:
+    for one in stores:
         garbage = max(one.real_bytes - one.live_bytes, 0)
         kept = f"{one.records:,} records, {format_size(one.live_bytes)}"
         spent = (
@@ -96,22 +90,18 @@ def _stat(paths: list[Path]) -> None:
         )
         lost = "" if one.sound else "; its journal is lost, and this is from its segments"
         click.echo(f"{one.path}: {_fact(one, 'model')}, {kept}; {spent}; {one.quarantined} quarantined{lost}")
-    total = format_size(sum(one.real_bytes for one in found))
-    click.echo(f"{len(found)} stores, {sum(one.records for one in found):,} records, {total} of the disk")
+    total = format_size(sum(one.real_bytes for one in stores))
+    click.echo(f"{len(stores)} stores, {sum(one.records for one in stores):,} records, {total} of the disk")
 
 
 def _verify(path: Path, secret: bytes) -> bool:
     """Check a store, print what is wrong, and return whether anything is."""
     from penstock.kv.store.cachedir import survey, verify
 
-    done, began = [0], time.perf_counter()
+    read, began = list[int](), time.perf_counter()
     bad = survey(path).quarantined
-
-    def progress(count: int) -> None:
-        done[0] += count
-
-    found = verify(path, secret, progress)
-    rate = format_rate(done[0] / max(time.perf_counter() - began, 1e-9))
+    found = verify(path, secret, read.append)
+    rate = format_rate(sum(read) / max(time.perf_counter() - began, 1e-9))
     click.echo(
         f"{path}: {found.records - found.damaged - found.unreadable:,} of {found.records:,} records are as "
         f"they were written ({rate})"
@@ -137,7 +127,9 @@ def _clear(where: Path, paths: list[Path], yes: bool) -> int:
     what = f"{len(paths)} {'store' if len(paths) == 1 else 'stores'} of KV in {where}"
     if not yes:
         if not is_terminal(sys.stdin):
-            raise click.UsageError(f"there is nobody to ask whether to remove {what}; say --yes")
+            raise click.UsageError(
+                f"cannot ask whether to remove {what}, since stdin is no terminal; add --yes to remove it"
+            )
         if not click.confirm(f"Remove {what}?", err=True):
             say("nothing was removed")
             return 0

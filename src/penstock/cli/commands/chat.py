@@ -45,7 +45,7 @@ EXAMPLES = r"""
     PROMPT,
     "--chat/--raw",
     default=True,
-    help="Use the model's chat template, or write one text by turns. [--chat]",
+    help="Use the model's chat template; --raw continues one plain text instead. [--chat]",
 )
 @option(
     SAMPLING,
@@ -84,14 +84,14 @@ class Leave(Exception):
 
 @dataclass(slots=True)
 class ChatSession:
-    """The loop of a chat: a line in, an answer out."""
+    """Runs a chat: a line in, an answer out."""
 
     llm: "LLM"
     config: Config
     params: SamplingParams
     conversation: Conversation
     typed: bool
-    """Whether a person types the lines. Mistakes then end nothing; from a pipe they end the chat."""
+    """A person types the lines if this is set. Mistakes then end nothing; from a pipe they end the chat."""
     json: bool = False
     quiet: bool = False
     verbose: bool = False
@@ -156,14 +156,17 @@ class ChatSession:
                 say(self.conversation.system or "there is no system message", faint=True)
             case "/system":
                 if not self.conversation.template:
-                    raise RequestError("a system message needs the chat template, which --raw leaves out")
+                    raise RequestError(
+                        "a system message needs the chat template, which --raw leaves out; start penstock "
+                        "chat without --raw"
+                    )
                 Conversation(self.llm, True, text).check()
                 self.conversation.system = text
                 say("the system message is set", faint=True)
             case _:
                 raise RequestError(
-                    f"there is no command {command}; /help lists them, and // at the start of a line sends "
-                    "one slash"
+                    f"{command} is no command of the chat; /help lists them, and // at the start of a line "
+                    "sends one slash"
                 )
 
     def _answer(self, line: str) -> None:
@@ -181,15 +184,15 @@ class ChatSession:
             put = (lambda text: None) if self.json else live.write
             live.compute(length)
             answer = follow(self.llm, request, params, lambda delta: put(delta.text), lambda: interrupt.asked)
-            output = answer.outputs[0]
+            output = answer.completion.outputs[0]
             if not output.text.endswith("\n"):
                 put("\n")
         if self.json:
             write(json_line(record(self.llm, self.config, line, params, answer)))
-        stopped = output.finish is FinishReason.ABORT
+        stopped = output.finish_reason is FinishReason.ABORT
         self.leaving = stopped
         if stopped and not output.text.strip():
-            say("stopped; the message is forgotten", faint=True)
+            say("stopped; the message and its answer are left out of the conversation", faint=True)
         else:
             self.conversation.turns.append((line, output.text))
         self._remark(answer, full=not stopped and answer.tokens >= room)
@@ -197,12 +200,9 @@ class ChatSession:
     def _remark(self, answer: TimedAnswer, *, full: bool) -> None:
         if self.verbose:
             remark(answer)
-        if full and answer.outputs[0].finish is FinishReason.LENGTH:
-            say(
-                f"the context is full with {answer.prompt_tokens + answer.tokens} tokens; /reset begins a "
-                "new conversation",
-                faint=True,
-            )
+        if full and answer.completion.finish_reason is FinishReason.LENGTH:
+            held = len(answer.completion.prompt_tokens) + answer.tokens
+            say(f"the context is full with {held} tokens; /reset begins a new conversation", faint=True)
 
 
 def _ask() -> str:

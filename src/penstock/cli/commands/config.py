@@ -46,23 +46,16 @@ def command(ctx: click.Context, /, action: str, file: Path | None, shown: str) -
     assert isinstance(root.command, click.Group)
     commands = all_commands(root.command, root)
     if shown not in commands:
-        raise click.UsageError(f"there is no command {shown!r}; give one of {', '.join(commands)}")
+        raise click.UsageError(f"{shown!r} is no command of penstock; give one of {', '.join(commands)}")
     given = read(file or session.config or USUAL_CONFIG)
-    if faults := list(dict.fromkeys(_faults(given, root, commands))):
-        for fault in faults:
-            say(f"penstock: error: {one_line(fault)}")
-        return _WRONG
-    session.config = given.path
-    made = {name: [_made(name, one, root) for one in some] for name, some in commands.items()}
-    if wrong := list(
-        dict.fromkeys(
-            f"{given.path}: {fault}"
-            for name, some in made.items()
-            for one in some
-            for fault in _joint(name, one)
-        )
-    ):
-        for fault in wrong:
+    faults, made = list(_faults(given, root, commands)), dict[str, list[click.Context]]()
+    if not faults:
+        session.config = given.path
+        made = {name: [_made(name, one, root) for one in some] for name, some in commands.items()}
+        for name, some in made.items():
+            faults += [f"{given.path}: {fault}" for one in some for fault in _joint(name, one)]
+    if faults:
+        for fault in dict.fromkeys(faults):
             say(f"penstock: error: {one_line(fault)}")
         return _WRONG
     for one in made[shown]:

@@ -32,7 +32,9 @@ def command(**asked: Any) -> None:
     On a GPU it also measures, once, what a step costs beyond the bytes that it moves. `penstock plan` then
     forecasts with that."""
     if asked["quick"] and asked["again"]:
-        raise click.UsageError("--quick leaves out what --again asks for; give one of them")
+        raise click.UsageError(
+            "--again measures the cost of steps, which --quick leaves out; give one of them"
+        )
     config = settings_from(Config, asked, model=asked["model"])
 
     from penstock.bench.doctor.checkup import (  # torch: 1.2 s, after what could be checked before

@@ -3,6 +3,7 @@ it is right."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from penstock.cli.options import (
     OUTPUT,
     THREADS,
     far_kv,
+    names_of,
     settings_from,
+    token_counts,
     with_options,
 )
 from penstock.cli.summaries import kv_summary
@@ -41,31 +44,12 @@ _RULER = """
 """
 
 
-def _lengths(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    parts = [part.strip().replace("_", "") for part in value.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise click.BadParameter(f"{value!r} is not a list of token counts, like 512,4096", ctx, parameter)
-    return tuple(map(int, parts))
-
-
-def _tasks(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(part.strip() for part in value.split(",")))
-    unknown = [name for name in names if name not in TASKS]
-    if unknown:
-        raise click.BadParameter(
-            f"there is no task {unknown[0]!r}; give some of {','.join(TASKS)}", ctx, parameter
-        )
-    return names
-
-
 _TEXT = "Hide things in this text file, or a folder's .txt files. [generated text]"
 _shared = with_options(
     option(
         WORK,
         "--lengths",
-        callback=_lengths,
+        callback=token_counts,
         metavar="N,N,...",
         help="Tokens of prompt and answer. [512 to 32768, as there is room]",
     ),
@@ -81,7 +65,7 @@ _shared = with_options(
         WORK, "--samples", type=_COUNT, default=8, metavar="N", help="Prompts for each length and depth. [8]"
     ),
     option(WORK, "--text", type=click.Path(exists=True, path_type=Path), metavar="PATH", help=_TEXT),
-    option(WORK, "--seed", type=int, default=1, metavar="N", help="The same seed asks the same. [1]"),
+    option(WORK, "--seed", type=int, default=1, metavar="N", help="Seed of texts and questions. [1]"),
     option(
         WORK,
         "--raw",
@@ -89,7 +73,7 @@ _shared = with_options(
         help="Leave the model's chat template out; the prompt ends in the beginning of the answer.",
     ),
     option(OUTPUT, "--json", is_flag=True, help="Print nothing but one line of JSON."),
-    option(OUTPUT, "--out", type=_FILE, metavar="FILE", help="Write that line to FILE."),
+    option(OUTPUT, "--out", type=_FILE, metavar="FILE", help="Write the line of JSON to FILE, too."),
     option(
         OUTPUT, "--picture", type=_FILE, metavar="FILE", help="Draw a heat map by depth and length, as a PNG."
     ),
@@ -127,14 +111,14 @@ def needle(**asked: Any) -> None:
 @option(
     WORK,
     "--tasks",
-    callback=_tasks,
+    callback=partial(names_of, "task", TASKS),
     default=",".join(TASKS),
     metavar="NAMES",
     help=f"Tasks to run, with commas between. [{','.join(TASKS)}]",
 )
 @_shared
 def ruler(**asked: Any) -> None:
-    """Four tasks over a long text. single: find one fact; keys: find one fact among many of its kind;
+    """Run four tasks over a long text. single: find one fact; keys: find one fact among many of its kind;
     variables: name all that have one value, directly or through others; words: name the most frequent words
     of a list. MODEL is a checkpoint directory; left out, it is the small model that comes with penstock,
     which was trained for the first two. Answers are greedy."""
@@ -146,7 +130,9 @@ def _evaluate(name: str, tasks: tuple[str, ...], asked: Mapping[str, Any]) -> No
     config = settings_from(Config, asked, model=asked["model"], max_length=max(lengths) if lengths else None)
     for file in (out, picture):
         if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(f"cannot write {file}: its directory does not exist")
+            raise ConfigError(
+                f"cannot write {file}: its directory does not exist; create it, or name another file"
+            )
 
     compute_with(asked["threads"])
     from penstock.api.llm import LLM
@@ -171,7 +157,7 @@ def _evaluate(name: str, tasks: tuple[str, ...], asked: Mapping[str, Any]) -> No
         try:
             out.write_text(line + "\n")
         except OSError as error:
-            raise ConfigError(f"cannot write {out}: {error.strerror}") from error
+            raise ConfigError(f"cannot write {out}: {error.strerror}; name another file") from error
     if picture is not None:
         from penstock.evals.picture import draw  # Pillow: 60 ms
 

@@ -54,7 +54,7 @@ def command(model: Path, out: Path | None, dtype: str | None, store: Path | None
     """
     if verify:
         if out or dtype or store:
-            raise click.UsageError("--verify goes with a pack's directory and nothing else")
+            raise click.UsageError("--verify takes only the directory of a pack; leave the other options out")
         _verify(model)
         return
     if os.path.exists(model / "manifest.json"):

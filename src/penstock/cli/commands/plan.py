@@ -56,8 +56,13 @@ _OPERATIONS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A machine by name. `about`: what it is, of which the figures are what an engine may take and what is
-    reached, not what is printed on the box. `step_tokens`: the usual step of its device."""
+    """Describes a machine that is known by name.
+
+    Its figures are what an engine may take and what is reached, not what is printed on the box.
+
+    about: what the machine is.
+    step_tokens: tokens of the usual step of its device.
+    """
 
     about: str
     device_memory: int
@@ -131,18 +136,48 @@ USUAL = "desktop-24"
     type=click.Choice(list(MACHINES)),
     help="A usual machine, or the H200 of the results. [this one]",
 )
-@option(MACHINE, "--device-memory", metavar="SIZE", help="What the engine may take on the device: 16GiB.")
-@option(MACHINE, "--host-memory", metavar="SIZE", help="What it may take in host memory: 100GiB.")
-@option(MACHINE, "--link-rate", metavar="RATE", help="From host memory to the device: 54GB/s.")
-@option(MACHINE, "--disk-rate", metavar="RATE", help="From disk to host memory: 3GB/s; none or 0: no disk.")
-@option(MACHINE, "--device-read", metavar="RATE", help="Of the device's own memory: 4TB/s.")
-@option(MACHINE, "--compute", metavar="RATE", help="Matrix products in the dtype: 700TFLOPS.")
+@option(
+    MACHINE,
+    "--device-memory",
+    metavar="SIZE",
+    help="Memory that the engine may take on the device: 16GiB. [the machine's]",
+)
+@option(
+    MACHINE,
+    "--host-memory",
+    metavar="SIZE",
+    help="Host memory that the engine may take: 100GiB. [the machine's]",
+)
+@option(
+    MACHINE,
+    "--link-rate",
+    metavar="RATE",
+    help="Rate of copies from host memory to the device: 54GB/s. [the machine's]",
+)
+@option(
+    MACHINE,
+    "--disk-rate",
+    metavar="RATE",
+    help="Rate of reads from disk: 3GB/s; none or 0 for no disk. [the machine's]",
+)
+@option(
+    MACHINE,
+    "--device-read",
+    metavar="RATE",
+    help="Rate of reads from the device's own memory: 4TB/s. [the machine's]",
+)
+@option(
+    MACHINE,
+    "--compute",
+    metavar="RATE",
+    help="Rate of matrix products in the dtype: 700TFLOPS. [the machine's]",
+)
 @option(
     MACHINE,
     "--costs",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="What `penstock doctor` measured of its steps. [the machine's]",
+    help="File of step costs that `penstock doctor` measured. [the machine's]",
 )
 @option(
     MACHINE,
@@ -150,11 +185,16 @@ USUAL = "desktop-24"
     type=click.Path(path_type=Path),
     default=CACHE,
     metavar="DIR",
-    help=f"Where it keeps that. [{CACHE}]",
+    help=f"Directory in which `penstock doctor` keeps step costs. [{CACHE}]",
 )
-@option(WORK, "--batch", type=_COUNT, default=1, metavar="N", help="Sequences at once. [1]")
+@option(WORK, "--batch", type=_COUNT, default=1, metavar="N", help="Sequences that are computed at once. [1]")
 @option(
-    WORK, "--context", type=_COUNT, default=4096, metavar="N", help="Tokens that each of them reaches. [4096]"
+    WORK,
+    "--context",
+    type=_COUNT,
+    default=4096,
+    metavar="N",
+    help="Tokens of each sequence, prompt and output. [4096]",
 )
 @option(
     WORK, "--step-tokens", type=_COUNT, metavar="N", help="Most tokens computed in one step. [8192; cpu: 512]"
@@ -165,7 +205,7 @@ USUAL = "desktop-24"
     type=click.Choice(DTYPES),
     default="auto",
     metavar="TYPE",
-    help="auto, float32, float16 or bfloat16. [auto: the model's]",
+    help="Data type of weights and KV: auto, float32, float16 or bfloat16. [auto: the model's]",
 )
 @with_options(*engine_flags(*SETTINGS))
 @option(OUTPUT, "--json", is_flag=True, help="Print one line of JSON instead.")
@@ -174,7 +214,7 @@ USUAL = "desktop-24"
     "--picture",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Draw it, too, as a PNG.",
+    help="Draw the forecast as a PNG, too.",
 )
 @debug_option
 def command(
@@ -197,7 +237,9 @@ def command(
     the device's time is a bound. Any flag replaces the figure it names.
     """
     if picture is not None and not picture.absolute().parent.is_dir():
-        raise ConfigError(f"cannot write {picture}: its directory does not exist")
+        raise ConfigError(
+            f"cannot write {picture}: its directory does not exist; create it, or name another file"
+        )
     batch, context, step_tokens = (given.pop(name) for name in ("batch", "context", "step_tokens"))
     settings = Config(Path(), **{name: given.pop(name) for name in SETTINGS})
     asked = {name: PARSERS[name](text) for name, text in given.items() if text is not None}
@@ -248,8 +290,12 @@ def kept_costs(machine: str | None, cache: Path, dtype: str) -> Path | None:
 
 
 def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None = None) -> tuple[Setting, int]:
-    """All figures of a machine, by default this one, with those that were asked for in their place; and its
-    usual step. `costs`: the file that has its costs of steps. Raises ConfigError."""
+    """Return all figures of a machine, and the tokens of its usual step. Raises ConfigError.
+
+    machine: its name; None is this machine.
+    asked: figures that take the place of the machine's own.
+    costs: the file that has its costs of steps.
+    """
     known = MACHINES[machine or USUAL]
     steps = read_costs(costs) if costs else None
     figures = {name: Figure(getattr(known, name), machine or ASSUMED) for name in PARSERS}
@@ -264,8 +310,8 @@ def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None =
         figures |= {name: Figure(size, "this machine") for name, size in found.items()}
     if "host_memory" in asked and not known.host_memory:
         raise ConfigError(
-            "host memory was given for a CPU, whose device memory it is; "
-            "leave --host-memory out, or give --device-memory or a --machine with a GPU"
+            "--host-memory is for machines with a GPU, and on a CPU host memory is the device memory; give "
+            "--device-memory instead, or a --machine with a GPU"
         )
     if steps and machine is None:
         figures |= {
@@ -321,7 +367,7 @@ def parse_rate(text: str) -> float:
     except ConfigError as error:
         raise ConfigError(f"cannot read {text!r} as a rate; write it like 3GB/s") from error
     if rate < 10**6:
-        raise ConfigError(f"rate {text!r} is less than a megabyte a second; write it like 3GB/s")
+        raise ConfigError(f"rate {text!r} is less than 1 MB/s; write it like 3GB/s")
     return float(rate)
 
 

@@ -144,8 +144,8 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         if asked["json"]:
             answer = follow(llm, request, params, lambda _: None)
             entries = record(llm, config, prompt.text, params, answer)
-            if answer.prompt_logprobs is not None:
-                entries["prompt_logprobs"] = logprob_entries(llm, answer.prompt_logprobs)
+            if (reported := answer.completion.prompt_logprobs) is not None:
+                entries["prompt_logprobs"] = logprob_entries(llm, reported)
             write(json_line(entries))
         else:
             usual = prompt.typed and not chat and is_terminal(sys.stdout)
@@ -157,11 +157,14 @@ def command(ctx: click.Context, /, **settings: object) -> None:
                 screen.end()
         if asked["verbose"] or (is_terminal(sys.stderr) and not asked["quiet"] and not asked["json"]):
             remark(answer)
-    if any(output.finish is FinishReason.ERROR for output in answer.outputs):
-        why = "its form could not be kept to any further, or the model's logits were not numbers"
+    if any(output.finish_reason is FinishReason.ERROR for output in answer.completion.outputs):
+        why = (
+            "it could not follow its schema or grammar any further, or the model's logits were not numbers "
+            "(NaN)"
+        )
         raise RequestError(
-            "an answer is broken off: "
-            f"{next((output.error for output in answer.outputs if output.error), why)}"
+            "the answer ended early: "
+            f"{next((output.error for output in answer.completion.outputs if output.error), why)}"
         )
 
 

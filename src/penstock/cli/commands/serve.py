@@ -83,7 +83,7 @@ def _flags(section: str, *names: str) -> Decorator:
     SERVER,
     "--without-keys",
     is_flag=True,
-    help="Serve all who reach --host, though there are no keys.",
+    help="Let anybody who can reach --host use the server, without keys.",
 )
 @_flags(SERVER, "share_prefixes")
 @_flags(LIMITS, "queue", "max_body", "request_timeout", "patience", "max_kept")
@@ -144,9 +144,8 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     )
     if not (there.keys or asked["without_keys"] or asked["host"] in LOOPBACK):
         raise ConfigError(
-            f"{asked['host']} can be reached from other machines, and there are no keys; name a file of "
-            "them with --api-keys, or say "
-            "--without-keys if anybody may use this server"
+            f"{asked['host']} can be reached from other machines, and no API keys are set; name a file of "
+            "keys with --api-keys, or add --without-keys to let anybody use this server"
         )
     listening = settings_from(Listening, asked)
     quiet, as_json = asked["quiet"], asked["log_format"] == "json"
@@ -166,14 +165,14 @@ def command(ctx: click.Context, /, **settings: object) -> None:
             note("settings", file=str(session.read))
         if not there.keys and asked["host"] not in LOOPBACK:
             _LOG.warning(
-                "whoever reaches %s may use this server; --api-keys would ask for a key", asked["host"]
+                "anybody who can reach %s may use this server; give --api-keys to ask for a key",
+                asked["host"],
             )
         if asked["replicas"] is None and (
             asked["ray_address"] is not None or asked["replica_cpus"] is not None
         ):
             raise ConfigError(
-                "--ray-address and --replica-cpus are for replicas; say how many with --replicas, or leave "
-                "them out"
+                "--ray-address and --replica-cpus are only for replicas; add --replicas N, or leave them out"
             )
         if asked["replicas"] is not None:
             crew = _crew(asked, config, names[0])
@@ -197,7 +196,7 @@ def _crew(asked: Mapping[str, Any], config: Config, name: str) -> "Replicas":
     """Return the replicas that were asked for. Raises ConfigError."""
     if launched() is not None:
         raise ConfigError(
-            "replicas are started by Ray, and this process was by torchrun; start one penstock serve, "
+            "--replicas does not work under torchrun, since Ray starts the replicas; start penstock serve "
             "without torchrun"
         )
     try:
@@ -233,10 +232,10 @@ def api_keys(ctx: click.Context) -> tuple[ApiKey, ...]:
         ]
     except (OSError, UnicodeDecodeError) as fault:
         raise ConfigError(
-            f"the API keys in {file} cannot be read: {fault}; give a file of keys, one a line"
+            f"the API keys in {file} cannot be read: {fault}; give a text file with one key on each line"
         ) from fault
     if not lines:
-        raise ConfigError(f"{file} has no API key in it; write one a line, or leave --api-keys out")
+        raise ConfigError(f"{file} has no API key in it; write one key on each line, or leave --api-keys out")
     return tuple({key.secret: key for key in (_key(line, number, file) for number, line in lines)}.values())
 
 
@@ -248,12 +247,12 @@ def _key(line: str, number: int, file: Path) -> ApiKey:
     text, tab, granted = line.partition("\t")
     if not text.strip():
         raise ConfigError(
-            f"line {number} of {file} has no key before the tab; write one there, or drop the line"
+            f"line {number} of {file} has no key before the tab; write one there, or remove the line"
         )
     name, _, least = granted.strip().partition("=")
     if tab and (name != "priority" or not re.fullmatch(r"-?\d{1,9}", least)):
         raise ConfigError(
-            f"behind a key in {file} stands {granted.strip()[:40]!r}; write priority=NUMBER behind a tab, "
+            f"a key in {file} is followed by {granted.strip()[:40]!r}; write priority=NUMBER after a tab, "
             "or nothing"
         )
     return ApiKey(text.strip().encode(), int(least) if tab else 0)

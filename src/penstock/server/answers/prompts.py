@@ -66,8 +66,7 @@ def read_chat(
         params = _held(params, tools)
     elif tools and params.structure is not None and params.structure.kind is not StructureKind.LARK:
         raise FieldError(
-            "response_format and tools were both sent, but an answer that is held to a form cannot call; set "
-            "tool_choice to none",
+            "response_format does not work with tools; set tool_choice to none, or leave response_format out",
             "response_format",
         )
     text = _chat_text(reader, asked, dialect, tools)
@@ -115,7 +114,7 @@ def _held(params: SamplingParams, tools: Tools) -> SamplingParams:
     try:
         return replace(params, structure=Structure.json_schema(tools.schema()))
     except StructureError as error:
-        raise FieldError(f"the tools cannot be asked for: {error}", "tools") from error
+        raise FieldError(f"the tools cannot be used: {error}", "tools") from error
 
 
 def chat_tokens(reader: PromptReader, asked: TokenizeRequest, dialect: Dialect | None = None) -> list[int]:

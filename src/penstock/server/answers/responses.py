@@ -32,9 +32,8 @@ _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 """The type of an item's content, by the item's type. Calls have no content."""
 _BROKEN = (
-    "the answer could not be held to its form any further: ask for a simpler one; or, where it had none, "
-    "the model's logits were not"
-    " numbers, which the server's log tells of"
+    "the output could not follow its schema or grammar any further, so send a simpler one; if the request "
+    "had none, the model's logits were not numbers (NaN): see the server's log"
 )
 
 

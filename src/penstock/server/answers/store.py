@@ -19,8 +19,8 @@ class NotKeptError(PenstockError):
 
     def __init__(self, name: str, param: str | None = None) -> None:
         super().__init__(
-            f"there is no response {name[:80]!r}: only the newest are kept, in memory, and none of a "
-            "request with store false"
+            f"the response {name[:80]!r} is not stored: only the newest are kept, in memory, and none of a "
+            "request with store false; send the whole conversation as input"
         )
         self.param = param
 

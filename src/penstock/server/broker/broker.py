@@ -78,12 +78,14 @@ class RequestBroker:
         if not self.open:
             why = f"it has failed: {self._fault}" if self._fault else "the server is shutting down"
             raise EngineClosedError(
-                f"the model takes no more requests, as {why}; try another server, or this one later"
+                f"the server takes no more requests, since {why}; send the request to another server, or "
+                "again later"
             )
         quotas, largest = self._quotas, self._quotas.largest_request
         if asked > largest:
             raise BusyError(
-                f"{asked} outputs were asked for, but there is room for {largest} at a time; ask for fewer",
+                f"{asked} outputs were asked for, but the server computes at most {largest} at a time; "
+                "lower n, or send fewer prompts",
                 0.0,
             )
         for whose, there, most in (
@@ -93,8 +95,8 @@ class RequestBroker:
             if there + asked > most:
                 wait = self._output_seconds_ema * (there + asked - most) / quotas.running
                 raise BusyError(
-                    f"{there} outputs{whose} are under way or waiting, and {most} can at most; try again "
-                    "later",
+                    f"{there} outputs{whose} are running or waiting, and at most {most} may be; send the "
+                    "request again later",
                     min(max(1.0, wait), _LONGEST_WAIT),
                 )
 
@@ -204,7 +206,11 @@ class RequestBroker:
             self._backend.drive(self._mailbox, self._quotas)
         except BaseException as error:
             fault = error
-            _LOG.error("the engine has failed: %s", error, exc_info=not isinstance(error, PenstockError))
+            _LOG.error(
+                "the engine has failed, and the server stops: %s; restart it",
+                error,
+                exc_info=not isinstance(error, PenstockError),
+            )
         finally:
             self._mailbox.run_on_loop(self._end, fault)
 

@@ -23,7 +23,7 @@ class DeadlineError(PenstockError):
 
 def overdue(seconds: float) -> DeadlineError:
     """Return the error for a request that has taken so many seconds."""
-    what = f"the request has taken {seconds:g} seconds, which is all it may (timeout)"
+    what = f"the request has taken {seconds:g} seconds, the most that it may (timeout)"
     return DeadlineError(f"{what}; ask for fewer tokens, allow more time, or try when there is less to do")
 
 

@@ -97,7 +97,7 @@ class RemoteBackend:
         own."""
         states = await self._pool.broadcast("state")
         if not states:
-            raise EngineClosedError("no replica tells its state; ask /ready until there is one")
+            raise EngineClosedError("no replica is ready; wait until GET /ready answers 200")
         found = summed(states)
         return found | {
             "open": broker.open and found["open"],
@@ -151,11 +151,16 @@ class RemoteBackend:
             for _ in range(_TRIES):
                 if await self._ends_at_one(call, group, prompt, mailbox):
                     return
-                _LOG.warning("a replica was lost in the midst of a request, which is sent to another one")
+                _LOG.warning(
+                    "a replica was lost during a request, which is sent to another one; see the replica's log"
+                )
             raise EngineClosedError(f"{_TRIES} replicas were lost with this request; send it again later")
         except Exception as fault:
             if not isinstance(fault, PenstockError):
-                _LOG.error("a request has failed", exc_info=fault)
+                _LOG.error(
+                    "a request has failed; the traceback shows a bug of penstock, so report it",
+                    exc_info=fault,
+                )
             mailbox.report([(call, (), True, fault)])
         finally:
             self._at.pop(call, None)
@@ -207,8 +212,8 @@ class RemoteBackend:
                         if fresh is None:
                             if not await mailbox.withdraw(call):
                                 raise EngineClosedError(
-                                    "the replica that answered was lost, and another one goes on with other "
-                                    "tokens; send the request again for a whole answer"
+                                    "the replica that answered was lost, and another one does not continue "
+                                    "with the same tokens; send the request again for a whole answer"
                                 )
                             fresh = replay.anew()
                         if fresh or group.done:
@@ -217,7 +222,7 @@ class RemoteBackend:
                             for sequence in group.sequences:
                                 self._affinity.note(name, prompt.keys_with(sequence.tokens))
         if not group.done:
-            raise LostError("the answer has ended before its outputs have")
+            raise LostError("the answer of a replica ended too early; send the request again")
 
 
 class _Replay:

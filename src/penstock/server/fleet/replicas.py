@@ -119,12 +119,12 @@ class Replica:
     async def check_health(self) -> None:
         """Raise EngineClosedError if the engine has ended. Ray calls it every few seconds."""
         if not self._broker.open:
-            raise EngineClosedError("the engine has ended")
+            raise EngineClosedError("the engine of this replica has ended; send the request again")
 
     async def _end_with_engine(self) -> None:
         """End this process with its engine, so that no request waits for it."""
         if (fault := await self._broker.failure()) is not None:
-            _LOG.error("this replica ends, for its engine has failed: %s", fault)
+            _LOG.error("this replica ends, since its engine has failed: %s", fault)
             os._exit(1)
 
     async def __del__(self) -> None:
@@ -294,23 +294,21 @@ class Replicas:
         ranks, device = self._config.tensor_parallel, self._config.device
         if ":" in device:
             raise ConfigError(
-                f"device {device} was asked for, but a replica has the GPUs that Ray gives it; ask for "
+                f"device is {device}, but Ray chooses the GPUs of each replica; set device to "
                 f"{device.partition(':')[0]}"
             )
         if device != "cpu" and any(node.get("GPU", 0) for node in nodes):
             return {"GPU": ranks, "CPU": self._scale.replica_cpus or 1}
         if device not in ("auto", "cpu"):
             raise DeviceError(
-                f"device {device} was asked for, but Ray knows of no GPUs; ask for the CPU, or start Ray "
-                "where they are"
+                f"device is {device}, but Ray knows of no GPUs; set device to cpu, or start Ray on machines "
+                "with GPUs"
             )
         if self._scale.replica_cpus:
             return {"CPU": self._scale.replica_cpus}
         cpus = [node["CPU"] for node in nodes if node.get("CPU", 0)]
         if not cpus:
-            raise ConfigError(
-                "Ray knows of no CPUs; start it with --num-cpus on machines that are to compute"
-            )
+            raise ConfigError("Ray knows of no CPUs; start Ray with --num-cpus on the machines that compute")
         each = min(cpus) / ceil(self._scale.most / len(cpus))
         return {"CPU": floor(each) if each >= 1 else floor(each * 1000) / 1000}
 
@@ -328,12 +326,13 @@ class Replicas:
                 return info
             _raise_what(found.message)
             if application is not None and application.status == "DEPLOY_FAILED":
-                raise EngineClosedError(f"the replicas do not start: {_line(found.message)}")
+                raise EngineClosedError(f"the replicas do not start: {_line(found.message)}; see their logs")
             if waited - _LOOK < _SILENCE <= waited:
                 _LOG.warning(
-                    "there is no replica yet; Ray says: %s", _line(found.message) or "they are being started"
+                    "no replica has started yet; Ray says: %s",
+                    _line(found.message) or "they are being started",
                 )
-        raise EngineClosedError("ended before a replica was there")
+        raise EngineClosedError("the server was stopped before a replica was ready")
 
     # ---- their answers
 
@@ -371,7 +370,7 @@ class Replicas:
 def _knock(address: str) -> None:
     """Raise OSError or ValueError if there is no cluster: Ray would wait for minutes."""
     if "://" in address:
-        raise ValueError("an address is auto, or HOST:PORT as `ray start` has told it")
+        raise ValueError("an address is auto, or HOST:PORT as `ray start` prints it")
     found = ray._private.services.canonicalize_bootstrap_address(address)
     if found is not None:  # Else Ray itself says that there is none.
         host, _, port = found.rpartition(":")

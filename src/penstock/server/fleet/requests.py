@@ -139,7 +139,7 @@ class RemoteReader(PromptReader):
         tokenizer, longest = load_tokenizer(model), info.limits.max_model_len
 
         def why(_: int) -> str:
-            return f"a replica holds {longest} in all; shorten it, or allow more length or memory"
+            return f"a replica holds {longest} in all; shorten it, or raise max_length or the memory for KV"
 
         def admitted(prompt: int, max_tokens: int | None, *, or_more: bool = False) -> int:
             return admit(prompt, max_tokens, longest, why, or_more=or_more)

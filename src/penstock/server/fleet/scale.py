@@ -52,7 +52,5 @@ def bounds(text: str) -> tuple[int, int]:
     if not all(number.isascii() and number.isdigit() and int(number[:9]) > 0 for number in numbers) or int(
         numbers[0]
     ) > int(numbers[1]):
-        raise ConfigError(
-            f"replicas {text!r} are not a number, or the least and the most of them; write 2, or 1:4"
-        )
+        raise ConfigError(f"replicas {text!r} is neither a number nor a least and a most; write 2, or 1:4")
     return int(numbers[0]), int(numbers[1])

@@ -114,7 +114,7 @@ def _route(
             return await handlers["GET" if request.method == "HEAD" else request.method](server, request)
         except asyncio.CancelledError:
             # The end of the server has not waited for this, such as for a body that does not come.
-            closed = "the server is shutting down; send the request again, to another one or later"
+            closed = "the server is shutting down; send the request to another server, or again later"
             return error_response(EngineClosedError(closed))
         except ClientDisconnect:
             return Response(status_code=GONE)
@@ -270,8 +270,8 @@ async def _asked(server: ServerState, request: Request, kind: type[G]) -> G:
     least = record.least_priority
     if least is not None and asked.priority < least:
         raise FieldError(
-            f"priority {asked.priority} was asked for, but this key may ask for {least} at the least; raise "
-            "it or leave it out",
+            f"priority {asked.priority} is not allowed for this key; send {least} or more, or leave priority "
+            "out",
             "priority",
         )
     broker.check_room(asked.outputs, record.owner)
@@ -297,9 +297,7 @@ async def _prepared(
 
 async def _response(server: ServerState, request: Request) -> Response:
     if request.query_params.get("stream", "false") != "false":
-        raise FieldError(
-            "a stream was asked for, but a response that is kept is whole; leave stream out", "stream"
-        )
+        raise FieldError("a stored response cannot be streamed; leave stream out", "stream")
     return Response(
         server.responses.answer(request.path_params["name"], record_of(request).owner),
         media_type="application/json",

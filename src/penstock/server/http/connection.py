@@ -47,12 +47,13 @@ _ENOUGH, _OTHERS = 1 << 16, 128
 """Open files: as many as are ever needed, and those that are no connections."""
 _REFUSALS = {
     400: (
-        "what came is not HTTP; is it meant for this port, and is there TLS where none is spoken?",
+        "the request is not HTTP; check the port, and use http:// instead of https://, since this server "
+        "has no TLS",
         "invalid_request_error",
     ),
     408: (
-        f"the request did not come to its end; its head may take {_LONGEST_HEAD:g} s, its body {_SLOWEST:,} "
-        "bytes a second",
+        f"the request did not come to its end in time: its headers may take {_LONGEST_HEAD:g} s, and its "
+        f"body must come at {_SLOWEST:,} bytes a second; send it faster",
         "timeout_error",
     ),
     431: (
@@ -60,7 +61,8 @@ _REFUSALS = {
         "invalid_request_error",
     ),
     503: (
-        "there are as many connections as this server may have; try again later, or let it open more files",
+        "the server has as many connections as it may have; try again later, or raise its limit of open "
+        "files (ulimit -n)",
         "server_error",
     ),
 }

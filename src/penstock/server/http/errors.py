@@ -59,7 +59,7 @@ def error_response(fault: Exception) -> Response:
             )
         case PenstockError():
             return json_response(error(str(fault), "server_error"), 500)
-    _LOG.error("a request has failed", exc_info=fault)
+    _LOG.error("a request has failed; the traceback shows a bug of penstock, so report it", exc_info=fault)
     return json_response(error(said(fault), "server_error"), 500)
 
 

@@ -42,7 +42,10 @@ def said(fault: Exception) -> str:
     return (
         str(fault)
         if isinstance(fault, PenstockError)
-        else f"the server has failed with {type(fault).__name__}; its log says more"
+        else (
+            f"the server has failed with {type(fault).__name__}, a bug of penstock; report it with the "
+            "traceback in the server's log"
+        )
     )
 
 
@@ -117,7 +120,9 @@ async def _to_the_end(events: AsyncGenerator[bytes], stream: ResponseStream) -> 
                 yield event
     except Exception as fault:
         if not isinstance(fault, PenstockError):
-            _LOG.error("a stream has failed", exc_info=fault)
+            _LOG.error(
+                "a stream has failed; the traceback shows a bug of penstock, so report it", exc_info=fault
+            )
         yield stream.failure(said(fault))
 
 
@@ -154,7 +159,9 @@ async def _chunk_events(
     except Exception as fault:
         # The status has been sent: that is all that can still be said.
         if not isinstance(fault, PenstockError):
-            _LOG.error("a stream has failed", exc_info=fault)
+            _LOG.error(
+                "a stream has failed; the traceback shows a bug of penstock, so report it", exc_info=fault
+            )
         yield _event(error(said(fault), "server_error"))
         return
     yield b"data: [DONE]\n\n"

@@ -77,8 +77,8 @@ class ServerState:
                 and any("tools" in source for source in templates.values())
             ):
                 _LOG.warning(
-                    "the model takes tools, but how it calls them is not known: calls will be text; "
-                    "--tool-parser may say more"
+                    "the model takes tools, but the form of its tool calls is unknown: calls stay in the "
+                    "text; name the form with --tool-parser"
                 )
         if isinstance(backend, RemoteBackend):
             self.fleet = backend
@@ -90,5 +90,5 @@ class ServerState:
         """Return what reads prompts and what takes calls. Raise EngineClosedError while the model is
         loaded."""
         if self.reader is None or self.broker is None:
-            raise EngineClosedError("the model is being loaded; ask /ready until it is there")
+            raise EngineClosedError("the model is still loading; wait until GET /ready answers 200")
         return self.reader, self.broker

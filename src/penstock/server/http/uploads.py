@@ -71,8 +71,8 @@ class Uploads:
                     if size > self._most:
                         raise HTTPException(
                             413,
-                            f"the request has more than {self._most} bytes, which is all this server reads "
-                            "of one; send less",
+                            f"the request has more than {self._most} bytes, the most that this server "
+                            "takes; send less, or start it with a larger --max-body",
                         )
                     self._hold(request, size)
                     parts.append(part)
@@ -135,8 +135,8 @@ class Uploads:
         ):
             if many * parts > _MOST or much * parts > _LARGEST * self._most:
                 raise BusyError(
-                    f"{many} requests of {much} bytes from {whose} wait to be read; there is no room for "
-                    "more, try later",
+                    f"{many} request bodies of {much} bytes from {whose} are being received, more than the "
+                    "server takes at once; send the request again in a few seconds",
                     1.0,
                 )
         self._held[request], self._by[owner] = size, (count, bytes_)

@@ -47,7 +47,10 @@ def traced(environment: Mapping[str, str]) -> Iterator[list[RecordSink]]:
         protocol := next((environment[name] for name in _PROTOCOLS if environment.get(name)), _HTTP)
     ) != _HTTP:
         _LOG.warning(
-            "traces were asked for by %s, but they are only sent by %s: there are none", protocol, _HTTP
+            "the protocol for traces is %s, but only %s is supported: none are sent; set "
+            "OTEL_EXPORTER_OTLP_PROTOCOL to it",
+            protocol,
+            _HTTP,
         )
         yield []
         return
@@ -58,7 +61,7 @@ def traced(environment: Mapping[str, str]) -> Iterator[list[RecordSink]]:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as missing:
         _LOG.warning(
-            "traces were asked for, but %s is not installed: there are none; pip install 'penstock[otel]'",
+            "traces are set up, but %s is not installed: none are sent; pip install 'penstock[otel]'",
             missing.name,
         )
         yield []
@@ -77,7 +80,11 @@ def traced(environment: Mapping[str, str]) -> Iterator[list[RecordSink]]:
         end.start()
         end.join(_LAST)
         if end.is_alive():
-            _LOG.warning("the last traces have not been taken in %g seconds, and are lost", _LAST)
+            _LOG.warning(
+                "the collector did not take the last traces within %g seconds, and they are lost; check "
+                "OTEL_EXPORTER_OTLP_ENDPOINT",
+                _LAST,
+            )
 
 
 def span_sink(tracer: "Tracer") -> RecordSink:

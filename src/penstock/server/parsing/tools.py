@@ -101,7 +101,9 @@ class Tools:
             }
             return json.dumps(calls | {"$defs": own, "x-guidance": _PLAIN})
         except RecursionError as error:
-            raise FieldError("the parameters of a tool are too deep; send flatter ones", "tools") from error
+            raise FieldError(
+                "the parameters of a tool are nested too deeply; send a flatter schema", "tools"
+            ) from error
 
 
 def tools_of(tools: Sequence[object] | None, choice: object, parallel: bool | None) -> Tools:
@@ -115,8 +117,8 @@ def tools_of(tools: Sequence[object] | None, choice: object, parallel: bool | No
         return Tools()
     if not 1 <= len(tools) <= MOST_TOOLS:
         raise FieldError(
-            f"there are {len(tools)} tools, but there may be from 1 to {MOST_TOOLS}; leave them out if "
-            "there are none",
+            f"there are {len(tools)} tools, but a request may have 1 to {MOST_TOOLS}; send fewer, or leave "
+            "tools out if there are none",
             "tools",
         )
     functions = [converted(tool, _Tool, f"tools[{at}]", "tools").function for at, tool in enumerate(tools)]
@@ -130,7 +132,7 @@ def tools_of(tools: Sequence[object] | None, choice: object, parallel: bool | No
             )
         if function.name in schemas:
             raise FieldError(
-                f"tools[{at}] is called {function.name!r}, as one before it; give each a name of its own",
+                f"tools[{at}] has the name {function.name!r} of an earlier tool; give each tool its own name",
                 "tools",
             )
         schema = function.parameters or {"type": "object", "properties": {}}

@@ -72,7 +72,7 @@ def messages_of(
                     turn = _turn(messages)
                     turn.reasoning_content = _both(turn.reasoning_content, text)
             case kind:
-                raise FieldError(f"{where} is of type {str(kind)[:80]!r}, but there may be {_KINDS}", "input")
+                raise FieldError(f"{where} is of type {str(kind)[:80]!r}; send one of {_KINDS}", "input")
     return messages
 
 
@@ -103,7 +103,8 @@ def _text(parts: str | Sequence[Mapping[str, Any]], where: str) -> str:
         )
         if not isinstance(text, str):
             raise FieldError(
-                f"{where} has a part of type {str(part.get('type'))[:80]!r}, but only texts are understood",
+                f"{where} has a part of type {str(part.get('type'))[:80]!r}; only text is supported, so "
+                "leave it out",
                 "input",
             )
         texts.append(text)

@@ -131,7 +131,8 @@ class _Asked(TokenRequest, forbid_unknown_fields=True, kw_only=True):
         """Return the settings of outputs. Raise FieldError."""
         if self.stream_options is not None and not self.stream:
             raise FieldError(
-                "stream_options are for a stream; set stream, or leave them out", "stream_options"
+                "stream_options need stream; set stream to true, or leave stream_options out",
+                "stream_options",
             )
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
@@ -298,20 +299,20 @@ class CompletionRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
         """Raise FieldError for what the fields do not allow together, or this server at all."""
         if self.suffix:
             raise FieldError(
-                "a suffix was given, but text is only continued at its end; leave it out", "suffix"
+                "suffix is not supported, since text is only continued at its end; leave suffix out", "suffix"
             )
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise FieldError(
-                "best_of was asked for, but outputs are not chosen from; ask for n of them", "best_of"
+                "best_of is not supported; leave it out, ask for n outputs, and choose among them", "best_of"
             )
         if self.echo and self.logprobs is not None:
             raise FieldError(
-                "echo and logprobs were both asked for, but a prompt's own are not told; leave one of them "
-                "out",
+                "echo with logprobs is not supported, since the logprobs of the prompt are not returned; "
+                "leave one of them out",
                 "echo",
             )
         if not self.prompts:
-            raise FieldError("the prompt is an empty list; give at least one", "prompt")
+            raise FieldError("the prompt is an empty list; send at least one prompt", "prompt")
         if len(self.prompts) > MOST_PROMPTS:
             raise FieldError(
                 f"{len(self.prompts)} prompts are more than {MOST_PROMPTS}; send several requests", "prompt"
@@ -321,8 +322,7 @@ class CompletionRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
                 isinstance(prompt, list) and all(type(token) is int for token in prompt)
             ):
                 raise FieldError(
-                    "a prompt is text or a list of token ids, and there may be a list of prompts of both "
-                    "kinds",
+                    "prompt must be a text, a list of token ids, or a list of these",
                     "prompt",
                 )
 
@@ -353,7 +353,9 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         """Raise FieldError for what the fields do not allow together."""
         if (self.prompt is None) == (self.messages is None):
-            raise FieldError("give either a prompt or messages", "prompt")
+            raise FieldError(
+                "the request has both prompt and messages, or neither; send one of them", "prompt"
+            )
         _check_variables(self.chat_template_kwargs)
 
 
@@ -395,7 +397,7 @@ def decoded(body: bytes, kind: type[T]) -> T:
             name = missing[1]
         raise FieldError(f"the request is not valid: {_invalid(error)}", name) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FieldError(f"the request's body is not JSON: {error}") from error
+        raise FieldError(f"the request's body is not JSON: {error}; send a JSON object") from error
 
 
 def converted(value: object, kind: type[T], where: str, param: str) -> T:
@@ -416,7 +418,7 @@ def _invalid(error: msgspec.ValidationError) -> str:
 def _check_variables(variables: dict[str, Any] | None) -> None:
     if taken := [name for name in _OWN if name in (variables or ())]:
         raise FieldError(
-            f"chat_template_kwargs have {taken[0]!r}, which a template has from elsewhere; leave it out",
+            f"chat_template_kwargs has {taken[0]!r}, which the server sets itself; leave it out",
             "chat_template_kwargs",
         )
 
@@ -429,5 +431,7 @@ def _logprobs(count: int, name: str) -> int:
 
 def _token(key: str) -> int:
     if not (key.isascii() and key.isdigit() and len(key) < 20):
-        raise FieldError(f"logit_bias has key {key[:40]!r}, but its keys are token ids", "logit_bias")
+        raise FieldError(
+            f'logit_bias has key {key[:40]!r}; its keys must be token ids, such as "42"', "logit_bias"
+        )
     return int(key)

@@ -99,22 +99,22 @@ class ResponsesRequest(TokenRequest, forbid_unknown_fields=True, kw_only=True):
         """Raise FieldError for what the fields do not allow together, or this server at all."""
         if self.truncation not in (None, "disabled"):
             raise FieldError(
-                f"truncation {self.truncation[:40]!r} was asked for, but nothing is left out of a "
+                f"truncation {self.truncation[:40]!r} is not supported, since nothing is left out of a "
                 "conversation; set it to disabled",
                 "truncation",
             )
         if self.background:
             raise FieldError(
-                "a response in the background was asked for, but they are computed while clients wait",
+                "background is not supported, since responses are computed while clients wait; leave it out",
                 "background",
             )
         if unknown := [name for name in self.include or () if name not in _INCLUDABLE]:
             raise FieldError(
-                f"include has {unknown[0][:80]!r}; there may be {', '.join(sorted(_INCLUDABLE))}", "include"
+                f"include has {unknown[0][:80]!r}; supported: {', '.join(sorted(_INCLUDABLE))}", "include"
             )
         if self.metadata is not None and len(self.metadata) > MOST_METADATA:
             raise FieldError(
-                f"metadata have {len(self.metadata)} keys; {MOST_METADATA} are allowed", "metadata"
+                f"metadata has {len(self.metadata)} keys; send at most {MOST_METADATA}", "metadata"
             )
         if self.top_logprobs and LOGPROBS not in (self.include or ()):
             raise FieldError(
@@ -153,7 +153,8 @@ def _tool(at: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         kind = str(tool.get("type"))[:80]
         raise FieldError(
-            f"tools[{at}] is of type {kind!r}, but a model here can only be given functions of its client's",
+            f"tools[{at}] is of type {kind!r}; only tools of type function are supported, which the client "
+            "runs itself",
             "tools",
         )
     return {

@@ -29,7 +29,8 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
         """Return the structure that it asks for; None for plain text. Raise StructureError."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise StructureError(
-                "response_format of type json_schema, and no other, has a json_schema with a schema in it"
+                "response_format of type json_schema must have json_schema.schema, and other types must "
+                "not; correct response_format"
             )
         if self.json_schema is not None:
             return Structure.json_schema(self.json_schema.schema)
@@ -56,4 +57,7 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
                 return Structure.choice(texts)
             case (None, None, None, str(grammar)):
                 return Structure.lark(grammar)
-        raise StructureError("structured_outputs have exactly one of json, regex, choice and grammar")
+        raise StructureError(
+            "structured_outputs must have exactly one of json, regex, choice and grammar; leave the others "
+            "out"
+        )

@@ -82,6 +82,7 @@ def _tokens(source: Mapping[str, object], key: str, vocab_size: int, where: str)
     ids = [token for token in tokens if isinstance(token, int) and not isinstance(token, bool)]
     if len(ids) < len(tokens):
         raise CheckpointError(
-            f"{where}: key '{key}' is {shown(value)}; it must be a token id or a list of them"
+            f"{where}: key '{key}' is {shown(value)}; it must be a token id or a list of them; correct the "
+            "file, or fetch it again"
         )
     return [token for token in ids if 0 <= token < vocab_size]

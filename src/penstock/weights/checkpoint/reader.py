@@ -113,7 +113,8 @@ class Checkpoint:
         }
         missing = [name for name in sources if name not in self._shards.tensors]
         if missing:
-            hint = "; does the model share its embedding (tie_word_embeddings)?" if missing == [_HEAD] else ""
+            tied = ", or set tie_word_embeddings to true if its embedding is its head"
+            hint = f"; fetch the file that has it{tied if missing == [_HEAD] else ''}"
             raise CheckpointError(
                 f"{self.path} lacks tensor {missing[0]}{_and_more(missing)} that config.json calls for{hint}"
             )
@@ -123,8 +124,8 @@ class Checkpoint:
         if extra:
             file = self._shards.tensors[extra[0]].file.path
             raise CheckpointError(
-                f"{file} holds tensor {shown(extra[0])}{_and_more(extra)} that a model as in config.json "
-                "does not have"
+                f"{file} holds tensor {shown(extra[0])}{_and_more(extra)} that the model in config.json "
+                "does not have; fetch config.json and the weights of the same model"
             )
 
     def read_piece(self, layout: GroupLayout, start: int, into: torch.Tensor) -> None:
@@ -241,12 +242,15 @@ class Checkpoint:
         """Return the stored tensor of a field's source, if it is there as promised."""
         stored = self._shards.tensors.get(source.tensor)
         if stored is None:
-            raise CheckpointError(f"{self.path} lacks tensor {source.tensor} that config.json calls for")
+            raise CheckpointError(
+                f"{self.path} lacks tensor {source.tensor} that config.json calls for; fetch the checkpoint "
+                "again"
+            )
         where = f"{stored.file.path}: tensor {source.tensor}"
         if stored.entry.shape != source.shape:
             raise CheckpointError(
                 f"{where} has shape {shown(list(stored.entry.shape))}; config.json calls for "
-                f"{list(source.shape)}"
+                f"{list(source.shape)}; fetch config.json and the weights of the same model"
             )
         if field.repack is not None:
             read = [*ROUNDED, *EXACT]
@@ -256,7 +260,10 @@ class Checkpoint:
                 list(ROUNDED) if floating else [name for name, kind in EXACT.items() if kind == field.dtype]
             )
         if stored.entry.dtype not in read:
-            raise CheckpointError(f"{where} has dtype {stored.entry.dtype}; {', '.join(read)} are read")
+            raise CheckpointError(
+                f"{where} has dtype {stored.entry.dtype}; supported: {', '.join(read)}; convert the "
+                "checkpoint to one of these"
+            )
         return stored
 
     def _ignorable(self, name: str) -> bool:
@@ -288,7 +295,8 @@ def _check_count(path: Path, spec: ModelSpec, there: int) -> None:
     least = spec.layers + sum(spec.moe_layers) * (spec.moe.experts if spec.moe else 0)
     if least > there:
         raise CheckpointError(
-            f"{path} holds {there} tensors; {spec.layers} layers as in config.json need at least {least}"
+            f"{path} holds {there} tensors; {spec.layers} layers as in config.json need at least {least}; "
+            "fetch the files that are missing"
         )
 
 

@@ -42,20 +42,20 @@ def read_header(file: DiskFile) -> dict[str, TensorEntry]:
     breaks the format."""
     if file.size < 8:
         raise CheckpointError(
-            f"{file.path} is no safetensors file: it has {file.size} bytes, and its header's length alone "
-            "takes 8"
+            f"{file.path} is no safetensors file: it has {file.size} bytes, and the length of its header "
+            "alone takes 8; fetch the file again"
         )
     with readable():
         length = int.from_bytes(file.read(0, 8), "little")
         if length > MAX_HEADER_BYTES:
             raise CheckpointError(
-                f"{file.path} is no safetensors file: its header would have {length} of {MAX_HEADER_BYTES} "
-                "bytes allowed"
+                f"{file.path} is no safetensors file: its header would have {length} bytes, and "
+                f"{MAX_HEADER_BYTES} are allowed; fetch the file again"
             )
         if 8 + length > file.size:
             raise CheckpointError(
                 f"{file.path} is cut short: it has {file.size} bytes, and its header alone should end at "
-                f"{8 + length}"
+                f"{8 + length}; fetch the file again"
             )
         header = file.read(8, length)
     return parse_header(header, file.size, str(file.path))
@@ -65,7 +65,9 @@ def parse_header(header: bytes | bytearray, file_size: int, where: str) -> dict[
     """Return the tensors that the bytes of a header describe, in a file of `file_size` bytes that `where`
     names. Raises CheckpointError."""
     if not header.startswith(b"{"):
-        raise CheckpointError(f"{where} is no safetensors file: its header does not start with '{{'")
+        raise CheckpointError(
+            f"{where} is no safetensors file: its header does not start with '{{'; fetch the file again"
+        )
     entries = parse_object(header, f"{where}: the header")
     metadata = entries.pop("__metadata__", None)
     if metadata is not None and not isinstance(metadata, dict):
@@ -83,14 +85,16 @@ def _entry(value: object, start: int, where: str) -> TensorEntry:
     `start`."""
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"{where} is {shown(value)}; it must be an object of dtype, shape and data_offsets"
+            f"{where} is {shown(value)}; it must be an object of dtype, shape and data_offsets; fetch the "
+            "file again"
         )
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _DTYPE_BITS:
         raise CheckpointError(f"{where} has dtype {shown(dtype)}, which the format does not know")
     if not isinstance(shape, list) or not all(is_size(extent) for extent in shape):
         raise CheckpointError(
-            f"{where} has shape {shown(shape)}; it must be a list of whole numbers from 0 to 2**62"
+            f"{where} has shape {shown(shape)}; it must be a list of whole numbers from 0 to 2**62; fetch "
+            "the file again"
         )
     elements = 1
     for extent in shape:
@@ -98,17 +102,20 @@ def _entry(value: object, start: int, where: str) -> TensorEntry:
         if (
             elements > MAX_SIZE
         ):  # Here, not after the loop: a long list would make a number that takes for ever to multiply.
-            raise CheckpointError(f"{where} has shape {shown(shape)}, more elements than any file holds")
+            raise CheckpointError(
+                f"{where} has shape {shown(shape)}, more elements than any file holds; fetch the file again"
+            )
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(is_size(offset) for offset in offsets):
         raise CheckpointError(
-            f"{where} has data_offsets {shown(offsets)}; they must be two whole numbers from 0 to 2**62"
+            f"{where} has data_offsets {shown(offsets)}; they must be two whole numbers from 0 to 2**62; "
+            "fetch the file again"
         )
     begin, end = offsets
     bits = elements * _DTYPE_BITS[dtype]
     if (end - begin) * 8 != bits:  # As for a range that is reversed.
         raise CheckpointError(
             f"{where} has data_offsets {shown(offsets)}, but {shown(shape)} of {dtype} takes {bits / 8:g} "
-            "bytes"
+            "bytes; fetch the file again"
         )
     return TensorEntry(dtype, tuple(shape), start + begin, end - begin)
 
@@ -122,7 +129,7 @@ def _check_cover(tensors: dict[str, TensorEntry], start: int, file_size: int, wh
         last = max(tensors, key=lambda name: tensors[name].offset + tensors[name].size)
         raise CheckpointError(
             f"{where} is cut short or damaged: it has {file_size} bytes, but tensor {shown(last)} ends at "
-            f"{promised}; copy it again"
+            f"{promised}; fetch the file again"
         )
     at = start
     for name, entry in placed:
@@ -132,10 +139,12 @@ def _check_cover(tensors: dict[str, TensorEntry], start: int, file_size: int, wh
                 if entry.offset < at
                 else f"leaves {entry.offset - at} bytes before it unused"
             )
-            raise CheckpointError(f"{where}: tensor {shown(name)} {fault}; the format forbids that")
+            raise CheckpointError(
+                f"{where}: tensor {shown(name)} {fault}, which safetensors forbids; fetch the file again"
+            )
         at += entry.size
     if at != file_size:
         raise CheckpointError(
-            f"{where} has {file_size} bytes, but its tensors end at {at}; the format forbids bytes that are "
-            "no tensor's"
+            f"{where} has {file_size} bytes, but its tensors end at {at}; safetensors forbids bytes that "
+            "are no tensor's, so fetch the file again"
         )

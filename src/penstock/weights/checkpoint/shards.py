@@ -54,7 +54,7 @@ class Shards:
                 if tensor not in self.tensors or self.tensors[tensor].file.path.name != name:
                     raise CheckpointError(
                         f"{path / INDEX} says that tensor {shown(tensor)} is in {name}, which does not hold "
-                        "it"
+                        "it; fetch both files again"
                     )
             self._opened = opened.pop_all()
 
@@ -62,14 +62,14 @@ class Shards:
         found = read_header(file)
         if len(self.tensors) + len(found) > MAX_TENSORS:
             raise CheckpointError(
-                f"{file.path} and the files before it have more than {MAX_TENSORS:,} tensors; no model has "
-                "as many"
+                f"{file.path} and the files before it have more than {MAX_TENSORS:,} tensors, more than any "
+                "model has; leave only the model's own .safetensors files in its directory"
             )
         for name, entry in found.items():
             if name in self.tensors:
                 raise CheckpointError(
                     f"tensor {shown(name)} is in both {self.tensors[name].file.path} and {file.path.name}; "
-                    "one must go"
+                    "remove the file that is not of this model"
                 )
             self.tensors[name] = ShardTensor(name, file, entry)
 
@@ -94,13 +94,13 @@ def _weight_map(path: Path) -> Mapping[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
             f"{path / INDEX}: key 'weight_map' is {shown(weight_map)}; it must be an object from tensors to "
-            "files"
+            "files; fetch the file again"
         )
     for name in weight_map.values():
         if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
             raise CheckpointError(
                 f"{path / INDEX} names the file {shown(name)}; it must be a .safetensors file of the same "
-                "directory"
+                "directory; fetch the file again"
             )
     return weight_map
 

@@ -48,7 +48,7 @@ def cached_pack(
     be written.
     """
     if (unknown := checkpoint.identify()) >= _SLOW:
-        say(f"reading {format_size(unknown)} of weights, once, to know which pack is theirs")
+        say(f"reading {format_size(unknown)} of weights, once, to find the pack that belongs to them")
     fingerprint = checkpoint.fingerprint()
     path = directory / f"{_UNFIT.sub('_', checkpoint.path.resolve().name)[:80]}-{fingerprint.hex()}-{dtype}"
     if shard.ranks > 1:
@@ -75,11 +75,14 @@ def cached_pack(
         pack = Pack.open(path, shard)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error}; it is a pack that penstock made: remove {path}, and the next run makes it anew"
+            f"{error}; penstock made this pack by itself: remove {path}, and the next run makes it again"
         ) from error
     if (pack.manifest.fingerprint, pack.dtype) != (fingerprint.hex(), dtype):
         pack.close()
-        raise CheckpointError(f"{path} holds a pack of another model or dtype than its name says; remove it")
+        raise CheckpointError(
+            f"{path} holds a pack of another model or dtype than its name says; remove it, and the next run "
+            "makes it again"
+        )
     pack.config, pack.generation = checkpoint.config, checkpoint.generation
     return pack
 

@@ -145,16 +145,18 @@ def _explain(error: OSError, out: Path) -> str:
     kept = "what is packed is kept: " if groups > 0 else ""
     where = error.filename or out
     fault = (
-        "it is there and no directory" if isinstance(error, FileExistsError) else error.strerror or str(error)
+        "it exists and is no directory"
+        if isinstance(error, FileExistsError)
+        else error.strerror or str(error)
     )
     if error.errno in _FULL:
         return (
-            f"no room for {where}: {fault}; {kept}make room and run the same command "
+            f"no room for {where}: {fault}; {kept}free some space and run the same command "
             f"again{f', or remove {out}' if begun else ''}"
         )
     hint = (
         f"{kept}the same command goes on with it"
         if kept
-        else f"choose another place{f' and remove {out}' if begun else ''}"
+        else f"give another --out or --store{f' and remove {out}' if begun else ''}"
     )
     return f"cannot write {where}: {fault}; {hint}"

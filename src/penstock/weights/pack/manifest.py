@@ -153,8 +153,8 @@ class Manifest:
                 wanted.fields,
             ):
                 raise CheckpointError(
-                    f"{where}: group {shown(run.id)} is not group {wanted.id} as config.json calls for it; "
-                    "pack the model again"
+                    f"{where}: group {shown(run.id)} is not group {wanted.id} that config.json calls for; "
+                    "remove the pack, and pack the model again"
                 )
         if len(self.runs) != len(layouts):
             raise CheckpointError(
@@ -211,14 +211,16 @@ def parse(data: bytes | bytearray, where: str) -> Manifest:
     body = parse_object(data, where)
     if body.get("format") != _FORMAT:
         raise CheckpointError(
-            f"{where} is no pack's manifest: its format is {shown(body.get('format'))}, not {_FORMAT!r}"
+            f"{where} is no pack's manifest: its format is {shown(body.get('format'))}, not {_FORMAT!r}; "
+            "remove the pack, and pack the model again"
         )
     if body.get("version") != VERSION or isinstance(body["version"], bool):
         fault = f"has version {shown(body.get('version'))}; this penstock reads {VERSION}"
         raise CheckpointError(f"{where} {fault}; remove the pack, and pack the model again")
     if tuple(body) not in ((*_KEYS, "checksum"), (*_KEYS[:-1], _SHARD, _KEYS[-1], "checksum")):
         raise CheckpointError(
-            f"{where} is damaged: it has the keys {shown(list(body))}, not {', '.join(_KEYS)} and checksum"
+            f"{where} is damaged: it has the keys {shown(list(body))}, not {', '.join(_KEYS)} and checksum; "
+            "remove the pack, and pack the model again"
         )
     del body["checksum"]
     try:
@@ -235,19 +237,25 @@ def parse(data: bytes | bytearray, where: str) -> Manifest:
 def _manifest(body: Mapping[str, object], where: str) -> Manifest:
     dtype, store, files, groups = body["dtype"], body["store"], body["files"], body["groups"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise CheckpointError(f"{where} has dtype {shown(dtype)}; {', '.join(DTYPE_BYTES)} are read")
+        raise CheckpointError(
+            f"{where} has dtype {shown(dtype)}; supported: {', '.join(DTYPE_BYTES)}; remove the pack, and "
+            "pack the model again"
+        )
     if not isinstance(store, str) or not (store == STORE or store.startswith("/")) or "\0" in store:
         raise CheckpointError(
-            f"{where} names the store {shown(store)}; it must be {STORE} or an absolute path"
+            f"{where} names the store {shown(store)}; it must be {STORE} or an absolute path; remove the "
+            "pack, and pack the model again"
         )
     if not isinstance(files, dict) or not all(_FILE.fullmatch(name) for name in files):
         raise CheckpointError(
-            f"{where} names the files {shown(files)}; they must be plain names with checksums"
+            f"{where} names the files {shown(files)}; they must be plain names with checksums; remove the "
+            "pack, and pack the model again"
         )
     checked = {name: _hex(value, 64, f"{where}: the checksum of {name}") for name, value in files.items()}
     if not isinstance(groups, list) or not groups:
         raise CheckpointError(
-            f"{where} has the groups {shown(groups)}; they must be a list that is not empty"
+            f"{where} has the groups {shown(groups)}; they must be a list that is not empty; remove the "
+            "pack, and pack the model again"
         )
     fingerprint, config = (
         _hex(body["fingerprint"], 32, f"{where}: the fingerprint"),
@@ -259,16 +267,21 @@ def _manifest(body: Mapping[str, object], where: str) -> Manifest:
         run = _run(value, f"{where}: group {number}")
         name = f"{where}: group {shown(run.id)}"
         if run.id in seen:
-            raise CheckpointError(f"{name} is there twice")
+            raise CheckpointError(f"{name} is there twice; remove the pack, and pack the model again")
         if run.offset % PAGE:
-            raise CheckpointError(f"{name} starts at byte {run.offset}, which is no multiple of {PAGE}")
+            raise CheckpointError(
+                f"{name} starts at byte {run.offset}, which is no multiple of {PAGE}; remove the pack, and "
+                "pack the model again"
+            )
         if run.offset != end:
             fault = (
                 "overlaps the group before it"
                 if run.offset < end
                 else f"leaves {run.offset - end} bytes before it unused"
             )
-            raise CheckpointError(f"{name} at byte {run.offset} {fault}")
+            raise CheckpointError(
+                f"{name} at byte {run.offset} {fault}; remove the pack, and pack the model again"
+            )
         seen.add(run.id)
         runs.append(run)
         end = run.end
@@ -280,7 +293,7 @@ def _parse_shard(value: object, where: str) -> Shard:
     if not is_size(rank) or not is_size(ranks) or not rank < ranks or ranks < 2:
         raise CheckpointError(
             f"{where} is of the shard {shown(value)}; it must be a rank and a larger number of ranks, at "
-            "least 2"
+            "least 2; remove the pack, and pack the model again"
         )
     return Shard(rank, ranks)
 
@@ -289,39 +302,51 @@ def _run(value: object, where: str) -> PackedRun:
     """Return one group, itself sound; whether it lies where it may is not yet checked."""
     if not isinstance(value, dict) or tuple(value) != ("id", "offset", "size", "digests", "fields"):
         raise CheckpointError(
-            f"{where} is {shown(value)}; it must be an object of id, offset, size, digests and fields"
+            f"{where} is {shown(value)}; it must be an object of id, offset, size, digests and fields; "
+            "remove the pack, and pack the model again"
         )
     id, offset, size, text, fields = value.values()
     if not isinstance(id, str) or not 0 < len(id) <= 64:
-        raise CheckpointError(f"{where} has id {shown(id)}; it must be a short text")
+        raise CheckpointError(
+            f"{where} has id {shown(id)}; it must be a short text; remove the pack, and pack the model again"
+        )
     where = f"{where} ({shown(id)})"
     if not is_size(offset):
         raise CheckpointError(
-            f"{where} has offset {shown(offset)}; it must be a whole number from 0 to 2**62"
+            f"{where} has offset {shown(offset)}; it must be a whole number from 0 to 2**62; remove the "
+            "pack, and pack the model again"
         )
     if not is_size(size) or size == 0 or size % ALIGNMENT:
         raise CheckpointError(
-            f"{where} has size {shown(size)}; it must be a multiple of {ALIGNMENT} up to 2**62"
+            f"{where} has size {shown(size)}; it must be a multiple of {ALIGNMENT} up to 2**62; remove the "
+            "pack, and pack the model again"
         )
     if not isinstance(fields, list) or not fields:
-        raise CheckpointError(f"{where} has fields {shown(fields)}; they must be a list that is not empty")
+        raise CheckpointError(
+            f"{where} has fields {shown(fields)}; they must be a list that is not empty; remove the pack, "
+            "and pack the model again"
+        )
     places, end = [], 0
     for one in fields:
         field = _parse_field(one, where)
         if field.offset % ALIGNMENT or field.offset < end:
             raise CheckpointError(
                 f"{where}: field {shown(field.name)} at byte {field.offset} overlaps the one before it or "
-                "is not aligned"
+                "is not aligned; remove the pack, and pack the model again"
             )
         end = field.offset + prod(field.shape) * STORED_BYTES[field.dtype]
         places.append(field)
     if end > size:
-        raise CheckpointError(f"{where}: field {shown(places[-1].name)} ends at byte {end} of {size}")
+        raise CheckpointError(
+            f"{where}: field {shown(places[-1].name)} ends at byte {end} of {size}; remove the pack, and "
+            "pack the model again"
+        )
     run = PackedRun(id, offset, size, tuple(places))
     digests = decoded(text, len(run.pieces)) if isinstance(text, str) else None
     if digests is None:
         raise CheckpointError(
-            f"{where} has digests {shown(text)}; it must be those of {len(run.pieces)} pieces in base64"
+            f"{where} has digests {shown(text)}; it must be those of {len(run.pieces)} pieces in base64; "
+            "remove the pack, and pack the model again"
         )
     return replace(run, digests=digests)
 
@@ -329,12 +354,16 @@ def _run(value: object, where: str) -> PackedRun:
 def _parse_field(value: object, where: str) -> FieldPlace:
     if not isinstance(value, dict) or tuple(value) != ("name", "dtype", "shape", "offset"):
         raise CheckpointError(
-            f"{where} has the field {shown(value)}; it must be an object of name, dtype, shape and offset"
+            f"{where} has the field {shown(value)}; it must be an object of name, dtype, shape and offset; "
+            "remove the pack, and pack the model again"
         )
     name, dtype, shape, offset = value["name"], value["dtype"], value["shape"], value["offset"]
     if not isinstance(dtype, str) or dtype not in STORED_BYTES:
         known = ", ".join(STORED_BYTES)
-        raise CheckpointError(f"{where}: field {shown(name)} has dtype {shown(dtype)}; {known} are read")
+        raise CheckpointError(
+            f"{where}: field {shown(name)} has dtype {shown(dtype)}; supported: {known}; remove the pack, "
+            "and pack the model again"
+        )
     if (
         not isinstance(name, str)
         or not is_size(offset)
@@ -343,11 +372,12 @@ def _parse_field(value: object, where: str) -> FieldPlace:
     ):
         raise CheckpointError(
             f"{where} has the field {shown(value)}; it must have a name, a shape of 1 to 4 extents and an "
-            "offset"
+            "offset; remove the pack, and pack the model again"
         )
     if not all(is_size(extent) for extent in shape) or prod(shape) > MAX_SIZE:
         raise CheckpointError(
-            f"{where}: field {shown(name)} has shape {shown(shape)}, more elements than any file holds"
+            f"{where}: field {shown(name)} has shape {shown(shape)}, more elements than any file holds; "
+            "remove the pack, and pack the model again"
         )
     return FieldPlace(name, dtype, tuple(shape), offset)
 
@@ -364,5 +394,8 @@ def _lines(value: object) -> str:
 
 def _hex(value: object, digits: int, where: str) -> str:
     if not isinstance(value, str) or len(value) != digits or not _HEX.fullmatch(value):
-        raise CheckpointError(f"{where} is {shown(value)}; it must be {digits} hexadecimal digits")
+        raise CheckpointError(
+            f"{where} is {shown(value)}; it must be {digits} hexadecimal digits; remove the pack, and pack "
+            "the model again"
+        )
     return value

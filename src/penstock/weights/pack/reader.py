@@ -64,7 +64,8 @@ class Pack:
             )
             self.store.close()
             raise CheckpointError(
-                f"{self.store.path} has {self.store.size} bytes instead of {manifest.size}: {fault}"
+                f"{self.store.path} has {self.store.size} bytes instead of {manifest.size}: {fault}; remove "
+                "the pack, and pack the model again"
             )
 
     @classmethod
@@ -129,7 +130,7 @@ class Pack:
         for name, checksum in self.manifest.files.items():
             if file_checksum(self.path / name) != checksum:
                 raise CheckpointError(
-                    f"{self.path / name} is not as it was packed; copy it again from the model"
+                    f"{self.path / name} has changed since the model was packed; copy it again from the model"
                 )
         self.store.forget()
         pieces = [(run, start) for run in self.manifest.runs for start in run.pieces]
@@ -175,7 +176,7 @@ class Pack:
         try:
             read(buffer, run.offset + start)
         except ReadError as error:
-            raise CheckpointError(f"{error}, in group {run.id} at byte {run.offset}") from error
+            raise CheckpointError(f"group {run.id} at byte {run.offset}: {error}") from error
 
     def _compare(self, run: PackedRun, start: int, digest: bytes) -> None:
         if digest != run.digest(start):
@@ -188,7 +189,7 @@ class Pack:
 
     def _fault(self, size: int) -> str:
         first = next(run for run in self.manifest.runs if run.end > size)
-        return f"it is cut short within group {first.id} at byte {first.offset}; pack the model again"
+        return f"it is cut short within group {first.id} at byte {first.offset}"
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -199,11 +200,15 @@ def read_manifest(path: Path) -> Manifest:
             raise CheckpointError(
                 f"{path} is an unfinished pack; `penstock pack MODEL --out {path}` goes on with it"
             )
-        raise CheckpointError(f"{path} is no pack: it has no {MANIFEST}")
+        raise CheckpointError(
+            f"{path} is no pack, since it has no {MANIFEST}; name the directory given to `penstock pack` "
+            "with --out"
+        )
     with readable(), DiskFile(path / MANIFEST) as file:
         if file.size > MAX_MANIFEST_BYTES:
             raise CheckpointError(
-                f"{file.path} has {file.size} bytes; a manifest has at most {MAX_MANIFEST_BYTES}"
+                f"{file.path} has {file.size} bytes; a manifest has at most {MAX_MANIFEST_BYTES}; remove "
+                "the pack, and pack the model again"
             )
         return parse(file.read(0, file.size), str(file.path))
 

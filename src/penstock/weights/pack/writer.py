@@ -124,15 +124,15 @@ def _expect_store(out: Path, whole: Path) -> None:
     """Raise PackError for a store in no directory, or where a file of the pack belongs."""
     if not os.path.isdir(whole.parent):
         raise PackError(
-            f"the store {whole} cannot be made: there is no directory {whole.parent}; make it or choose "
-            "another store"
+            f"the store {whole} cannot be made: there is no directory {whole.parent}; make it, or give "
+            "another --store"
         )
     for path in (whole, whole.with_name(whole.name + PARTIAL)):
         name = os.path.relpath(os.path.realpath(path), os.path.realpath(out))
         if any(fnmatchcase(name.removesuffix(BESIDE), taken) for taken in _TAKEN):
             raise PackError(
-                f"the store {whole} cannot have that name in {out}, where {name} is the name of another "
-                "file; choose another"
+                f"the store {whole} cannot have that name, since {out} has another file {name}; give "
+                "another --store"
             )
 
 
@@ -207,7 +207,8 @@ class _Packing:
             with DirectFile(target) as there:
                 if there.size < needed:
                     raise PackError(
-                        f"{target} has {format_size(there.size)}; the pack takes {format_size(needed)}"
+                        f"{target} has {format_size(there.size)}, but the pack takes {format_size(needed)}; "
+                        "give another --store"
                     )
             return
         with suppress(FileNotFoundError):
@@ -218,7 +219,7 @@ class _Packing:
         if needed > free:
             raise PackError(
                 f"the disk of {target.parent} has {format_size(free)} free; the pack takes "
-                f"{format_size(needed)} more; make room"
+                f"{format_size(needed)} more; free some space, or give another --out or --store"
             )
 
     def _recheck(self, target: Path, digests: list[bytes]) -> list[bytes]:
@@ -311,15 +312,15 @@ def _resume(out: Path, plan: Manifest, whole: Path, target: Path) -> list[bytes]
         lines = None
         if strangers := sorted({entry.name for entry in out.iterdir()} - {"lost+found"}):
             raise PackError(
-                f"{out} holds other files ({strangers[0]}) and no pack; choose a new directory"
+                f"{out} holds other files ({strangers[0]}) and no pack; name a new directory with --out"
             ) from None
     if not lines or not lines[0].endswith(
         b"\n"
     ):  # killed before the first line was whole: nothing was written yet
         if whole != target and os.path.lexists(whole):
             raise PackError(
-                f"{whole} is there already, and {out} has no pack that it belongs to; remove it or choose "
-                "another store"
+                f"{whole} exists already, and {out} has no pack that it belongs to; remove it, or give "
+                "another --store"
             )
         return []
     if lines[0] != _head(plan):
@@ -340,7 +341,8 @@ def _resume(out: Path, plan: Manifest, whole: Path, target: Path) -> list[bytes]
             os.rename(whole, target)
         elif os.path.lexists(whole):
             raise PackError(
-                f"{whole} is there, and the unfinished pack in {out} has not come to it; remove one of them"
+                f"{whole} exists already, but the unfinished pack in {out} has not written to it yet; "
+                "remove one of them"
             )
         else:
             return []

@@ -133,8 +133,7 @@ def solve_mixture(
     if limits.device - ring * size <= 0:
         raise BudgetError(
             f"{format_size(limits.device)} of device memory for weights is too small for {ring} experts of "
-            f"{format_size(size)} at a time; "
-            f"allow more device memory"
+            f"{format_size(size)} at a time; raise device_memory"
         )
     # Where experts need the disk, some slots on HOST are theirs whatever else wants them.
     beside = limits.host - (2 * size if dense + experts * size > limits.device + limits.host else 0)
@@ -150,16 +149,15 @@ def solve_mixture(
         if limits.disk == 0:
             raise BudgetError(
                 f"{experts} experts of {format_size(size)} do not fit into {format_size(limits.device)} on "
-                "the device and "
-                f"{format_size(limits.host)} on the host, and there is no disk for the rest; allow more "
-                "host memory or a disk"
+                f"the device and {format_size(limits.host)} on the host, and there is no disk for the rest; "
+                "raise host_memory, or give a disk: `penstock bench` has --scratch for that, `penstock "
+                "plan` --disk-rate"
             )
         host_ring = min(HOST_EXPERT_RING, free // size)
         if host_ring < 1:
             raise BudgetError(
                 f"{format_size(limits.host)} of host memory is too small for one expert of "
-                f"{format_size(size)}, "
-                f"through which the others would stream from disk; allow more host memory"
+                f"{format_size(size)}, through which the others would stream from disk; raise host_memory"
             )
         on_host = free // size - host_ring
     return placement, ExpertRoom(size, experts, on_device, on_host, ring, host_ring)
@@ -261,14 +259,13 @@ class _PlacementSearch:
         if self.largest > self.limits.device:
             raise BudgetError(
                 f"{asked} of device memory for weights is too small for the largest group, {largest.id} of "
-                f"{format_size(self.largest)}; "
-                f"allow more device memory"
+                f"{format_size(self.largest)}; raise device_memory"
             )
         if ring is not None and not self.largest <= ring <= self.limits.device:
             raise BudgetError(
                 f"a ring of {format_size(ring)} must hold the largest group, {largest.id} of "
-                f"{format_size(self.largest)}, "
-                f"and fit into {asked} of device memory; allow a ring between the two"
+                f"{format_size(self.largest)}, and fit into {asked} of device memory; give a --window "
+                "between the two"
             )
 
     def refusal(self) -> BudgetError:
@@ -281,19 +278,18 @@ class _PlacementSearch:
         if limits.disk == 0:
             return BudgetError(
                 f"{what} with its ring and {format_size(self.kept)} on the host, and there is no disk for "
-                "the rest; "
-                f"allow more host memory or a disk"
+                "the rest; raise host_memory, or give a disk: `penstock bench` has --scratch for that, "
+                "`penstock plan` --disk-rate"
             )
         if limits.host < self.piece:
             return BudgetError(
                 f"{what}, and {format_size(limits.host)} of host memory is too small for a ring of one "
-                f"piece of {format_size(self.piece)}, "
-                f"through which the rest would stream from disk; allow more host memory"
+                f"piece of {format_size(self.piece)}, through which the rest would stream from disk; raise "
+                "host_memory"
             )
         return BudgetError(
             f"{what}, {format_size(self.kept)} on the host and {format_size(limits.disk or 0)} on disk with "
-            "their rings; "
-            f"allow more memory or disk"
+            "their rings; raise device_memory or host_memory"
         )
 
     # ---- the resident set
