@@ -28,7 +28,7 @@ import torch
 from recording import environment, need_commit
 from torch import Tensor
 
-from penstock.arch.formats.format import Format
+from penstock.arch.formats.format import WeightFormat
 from penstock.arch.layout import GroupKind, group_layouts
 from penstock.arch.spec import MoeSpec
 from penstock.base.config import Config
@@ -240,7 +240,9 @@ def _step(booted: Booted, case: Case, plan: Plan, name: str | None, rng: torch.G
     scores = KINDS[name](case, rng) if name in KINDS else None
     kinds, first = list(KINDS.values()), int(torch.randint(len(KINDS), (1,), generator=rng))
 
-    def routed(x: Tensor, own: Tensor, moe: MoeSpec, layer: int, weights: Weights, format: Format) -> Tensor:
+    def routed(
+        x: Tensor, own: Tensor, moe: MoeSpec, layer: int, weights: Weights, format: WeightFormat
+    ) -> Tensor:
         if name is not None:
             forced = kinds[(first + layer) % len(kinds)](case, rng) if scores is None else scores
             own.copy_(

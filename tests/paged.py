@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows, Run
+from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
 from penstock.ops.triton.attention import paged_decode, paged_run, placed_run
 from penstock.ops.triton.tuning import DecodeTuning
 
@@ -139,7 +139,7 @@ def check_run(
     scale = 1.3 / math.sqrt(dim)
     blocks = table[0, : -(-(start + tokens) // block_size)].to(torch.int64)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    run, layer = Run(0, tokens, start, blocks), LayerAttention(scale, window)
+    run, layer = QueryRun(0, tokens, start, blocks), LayerAttention(scale, window)
     got = paged_run(q, (k_cache, v_cache), run, layer, out=out[:-1], lse=lse, tuning=tuning)
     for token in range(tokens):
         seen = start + token + 1

@@ -24,9 +24,9 @@ from penstock.ops.attention.inputs import (
     ColdInputs,
     ColdTile,
     LayerAttention,
+    QueryRun,
     RowGroup,
     Rows,
-    Run,
     Scratch,
 )
 from penstock.ops.kernels import attention_kernels, tile_kernels
@@ -149,7 +149,9 @@ def check(
     first, runs = len(rows), []
     for one in step[len(rows) :]:
         runs.append(
-            Run(first, one.count, one.first, torch.tensor(one.blocks, dtype=torch.int64), paged=not one.long)
+            QueryRun(
+                first, one.count, one.first, torch.tensor(one.blocks, dtype=torch.int64), paged=not one.long
+            )
         )
         first += one.count
     tiles, contents = [], []
@@ -284,7 +286,12 @@ def test_a_long_prompts_first_chunk_sees_itself_and_touches_no_page() -> None:
     q, k, v = torch.randn(9, HEADS + 2 * KV_HEADS, DIM, generator=rng).split((HEADS, KV_HEADS, KV_HEADS), 1)
     none = torch.empty(0, dtype=torch.int64)
     inputs = AttentionInputs(
-        none, none, torch.full((9,), -1), None, (Run(0, 9, 0, none, paged=False),), ColdInputs((), (), none)
+        none,
+        none,
+        torch.full((9,), -1),
+        None,
+        (QueryRun(0, 9, 0, none, paged=False),),
+        ColdInputs((), (), none),
     )
     for window in (None, 4):
         write(k, v, (k_cache, v_cache), inputs)

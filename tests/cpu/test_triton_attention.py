@@ -31,7 +31,7 @@ from paged import (
     pool_views,
 )
 from penstock.ops.attention.dense import dense_reference
-from penstock.ops.attention.inputs import LayerAttention, Run
+from penstock.ops.attention.inputs import LayerAttention, QueryRun
 from penstock.ops.runs import run_tokens
 from penstock.ops.triton.attention import paged_run, scratch_bytes, write_kv
 from penstock.ops.triton.decode import _divided
@@ -347,7 +347,7 @@ class TestRun:
 
     def test_nothing(self) -> None:
         k_cache, v_cache = pool_views(2, 16, 2, 16, torch.float32)
-        run, lse = Run(0, 0, 3, torch.tensor([0])), torch.empty(0, 4)
+        run, lse = QueryRun(0, 0, 3, torch.tensor([0])), torch.empty(0, 4)
         out = paged_run(torch.empty(0, 4, 16), (k_cache, v_cache), run, LayerAttention(1.0), lse=lse)
         assert out.shape == (0, 4, 16)
 

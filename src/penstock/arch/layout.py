@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.arch.families import TensorNames
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import STORED_BYTES, Format, Source, matrix, stacked, vector
+from penstock.arch.formats.format import STORED_BYTES, TensorSlice, WeightFormat, matrix, stacked, vector
 from penstock.arch.mixers.mixer import Plane
 from penstock.arch.parts import Held, held, local_spec
 from penstock.arch.shards import WHOLE, Shard
@@ -26,7 +26,7 @@ ALIGNMENT = 256
 """Bytes at which every field of a group starts: a multiple of any vector load and of what matrix kernels
 want."""
 _FP8, _SCALE_BYTES = "float8_e4m3fn", 4
-Tensors = dict[str, Sequence[Source]]
+Tensors = dict[str, Sequence[TensorSlice]]
 """The tensors of a group by their names: the sources of each, one below the other."""
 
 
@@ -59,7 +59,7 @@ class Field:
     shape: tuple[int, ...]
     offset: int
     """Bytes from the group's start."""
-    sources: tuple[Source, ...]
+    sources: tuple[TensorSlice, ...]
     dtype: str
     repack: Callable[[Sequence[Any]], Any] | None = None
 
@@ -76,7 +76,7 @@ class MatrixLayout:
     name: str
     shape: tuple[int, int]
     """`[out, in]`, whatever is stored of it."""
-    format: Format
+    format: WeightFormat
     parts: tuple[tuple[str, Field], ...]
     """What the format calls each tensor of it, and where that is."""
 
@@ -246,7 +246,7 @@ class _Layer:
                 matrices.append(MatrixLayout(name, (outer, inner), format, tuple(parts)))
         return GroupLayout(id, tuple(fields), offset, tuple(matrices))
 
-    def _format(self, id: GroupId, sources: Sequence[Source]) -> Format:
+    def _format(self, id: GroupId, sources: Sequence[TensorSlice]) -> WeightFormat:
         """Return the one format of matrices that are fused."""
         if id.kind in (GroupKind.EMBEDDING, GroupKind.ROUTER, GroupKind.HEAD):
             return DENSE

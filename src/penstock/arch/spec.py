@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import STORED_BYTES, Format
+from penstock.arch.formats.format import STORED_BYTES, WeightFormat
 from penstock.arch.mixers.mixer import Mixer
 
 _Kind = TypeVar("_Kind", "Mlp", "MoeSpec")
@@ -97,7 +97,7 @@ class ModelSpec:
     dtype: str
     """Of the checkpoint: float32, float16 or bfloat16."""
     tied_embeddings: bool
-    format: Format = DENSE
+    format: WeightFormat = DENSE
     """Of the matrices of mixers, feed-forwards and experts; embedding, routers and head are dense."""
 
     @property

@@ -25,7 +25,7 @@ from penstock.base.tiers import Tier
 from penstock.base.units import format_size
 from penstock.engine.budget import GROWTH, Budget, goes_to_host, on_heap, usual_activations
 from penstock.engine.costs import RECORDED_TOKENS, StepCosts, prompt_seconds
-from penstock.engine.passes import Step, UseWork, decode_step, pass_work, prompt_step
+from penstock.engine.passes import StepShape, UseWork, decode_step, pass_work, prompt_step
 from penstock.engine.plan import BootPlan, Hardware, Measured, Outline, plan_boot
 from penstock.kv.movement.sizes import carrier_bytes, usual_tile
 from penstock.sched.rules import Limits
@@ -239,7 +239,7 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
             layouts, spec.tied_embeddings, plan.limits, machine.rates, disk=False
         )
 
-    def pace(step: Step) -> Pace:
+    def pace(step: StepShape) -> Pace:
         arithmetic = _arithmetic(spec, machine, pass_work(spec, work.dtype, every, expert, step), step)
         return _pace(
             spec,
@@ -333,7 +333,7 @@ def _ways(layout: KVLayout, machine: Machine, work: Work) -> int:
 # ---- what a pass does
 
 
-def _arithmetic(spec: ModelSpec, machine: Machine, work: Sequence[UseWork], step: Step) -> list[float]:
+def _arithmetic(spec: ModelSpec, machine: Machine, work: Sequence[UseWork], step: StepShape) -> list[float]:
     """Seconds for each use on the device: by the costs of a step where they are known, else the larger of
     reading and computing."""
     costs = machine.costs
@@ -355,7 +355,7 @@ def _pace(
     machine: Machine,
     placement: Placement,
     experts: ExpertRoom | None,
-    step: Step,
+    step: StepShape,
     arithmetic: Sequence[float],
     far: bool,
     fetched: float | None,

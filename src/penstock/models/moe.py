@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import Format
+from penstock.arch.formats.format import WeightFormat
 from penstock.arch.layout import GroupId, GroupKind
 from penstock.arch.spec import MoeSpec
 from penstock.models.inputs import Weights
@@ -21,7 +21,7 @@ _ROWS = 2048
 
 
 def mixture(
-    x: Tensor, scores: Tensor, moe: MoeSpec, layer: int, weights: Weights, format: Format = DENSE
+    x: Tensor, scores: Tensor, moe: MoeSpec, layer: int, weights: Weights, format: WeightFormat = DENSE
 ) -> Tensor:
     """The weighted sum of the chosen experts' outputs: x and result `[tokens, hidden]`, router scores
     `[tokens, experts]`.

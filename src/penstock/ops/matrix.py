@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import Format
+from penstock.arch.formats.format import WeightFormat
 
 
 class Matrix:
@@ -14,7 +14,7 @@ class Matrix:
 
     __slots__ = ("dense", "format", "parts", "shape")
 
-    def __init__(self, format: Format, shape: tuple[int, int], parts: Mapping[str, Tensor]) -> None:
+    def __init__(self, format: WeightFormat, shape: tuple[int, int], parts: Mapping[str, Tensor]) -> None:
         self.format, self.shape, self.parts = format, shape, parts
         self.dense = parts.get("")
 

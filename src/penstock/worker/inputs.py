@@ -22,9 +22,9 @@ from penstock.ops.attention.inputs import (
     AttentionInputs,
     ColdInputs,
     ColdTile,
+    QueryRun,
     RowGroup,
     Rows,
-    Run,
     Scratch,
 )
 from penstock.ops.rope import RotaryAngles
@@ -343,7 +343,7 @@ class InputBuilder:
             cold,
         )
 
-    def _runs(self, shares: Sequence[Share], first: Ints) -> tuple[Run, ...]:
+    def _runs(self, shares: Sequence[Share], first: Ints) -> tuple[QueryRun, ...]:
         runs = []
         for at, share in zip(first, shares, strict=True):
             if share.kind is not ShareKind.DECODE:
@@ -351,7 +351,7 @@ class InputBuilder:
                 begin, end = (0, share.stop) if paged else (share.cold_start, share.start)
                 table = self._table[share.row, begin // self._block_size : -(-end // self._block_size)]
                 runs.append(
-                    Run(
+                    QueryRun(
                         int(at),
                         len(share.tokens),
                         share.start,

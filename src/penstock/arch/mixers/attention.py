@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock.arch.formats.format import Source, matrix, vector
+from penstock.arch.formats.format import TensorSlice, matrix, vector
 from penstock.arch.mixers.mixer import Mixer, Plane
 from penstock.arch.shards import Shard, share_heads
 
@@ -29,14 +29,14 @@ class Attention(Mixer):
         """Keys and values."""
         return Plane("k", self.kv_heads, self.head_dim, scored=True), Plane("v", self.kv_heads, self.head_dim)
 
-    def weights(self, at: str, hidden: int, shard: Shard) -> dict[str, Sequence[Source]]:
+    def weights(self, at: str, hidden: int, shard: Shard) -> dict[str, Sequence[TensorSlice]]:
         """Return `qkv`, fused, and `out`, with biases and head norms where there are any."""
         at, dim = f"{at}.self_attn", self.head_dim
         heads, kv_heads = share_heads(self.heads // self.kv_heads, self.kv_heads, shard)
         queries, keys = (range(part.start * dim, part.stop * dim) for part in (heads, kv_heads))
         kept = (self.kv_heads * dim, keys)
         parts = {"q": (self.query_size, queries), "k": kept, "v": kept}
-        tensors: dict[str, Sequence[Source]] = {
+        tensors: dict[str, Sequence[TensorSlice]] = {
             "qkv": [
                 matrix(f"{at}.{name}_proj.weight", size, hidden, rows=rows)
                 for name, (size, rows) in parts.items()

@@ -7,7 +7,7 @@ A mixer is a frozen value without torch. What it computes is in `penstock.models
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.arch.formats.format import Source
+from penstock.arch.formats.format import TensorSlice
 from penstock.arch.shards import Shard
 
 
@@ -74,7 +74,7 @@ class Mixer:
         """Return how many tokens the last one of a sequence of `length` sees, itself included."""
         return length if self.window is None else min(length, self.window)
 
-    def weights(self, at: str, hidden: int, shard: Shard) -> dict[str, Sequence[Source]]:
+    def weights(self, at: str, hidden: int, shard: Shard) -> dict[str, Sequence[TensorSlice]]:
         """Return the tensors of a rank's part by their names in the group, in the order in which they lie.
 
         at: what the names of the layer's tensors in a checkpoint begin with. What is added to a sum over

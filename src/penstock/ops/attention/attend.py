@@ -27,8 +27,8 @@ from penstock.ops.attention.inputs import (
     ColdTile,
     LayerAttention,
     PlacedRun,
+    QueryRun,
     Rows,
-    Run,
     Tiles,
 )
 from penstock.ops.kernels import attention_kernels
@@ -169,7 +169,7 @@ def _attend_rows(
 
 
 def _attend_paged(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, run: Run, layer: LayerAttention
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, run: QueryRun, layer: LayerAttention
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with a run whose past is in pages; the output is perhaps float32.
 
@@ -189,7 +189,7 @@ def _attend_paged(
 
 
 def _attend_chunk(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, run: Run, layer: LayerAttention, *, more: bool
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, run: QueryRun, layer: LayerAttention, *, more: bool
 ) -> Part:
     """Attend with a run to itself and to its past in pages. `more`: return a state, into which to fold."""
     own, lse = attend_itself(q, k, v, layer.scale, layer.window)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.ops.attention import dense
 from penstock.ops.attention.dense import Part, masked, merge
-from penstock.ops.attention.inputs import RowGroup, Rows, Run, Scratch
+from penstock.ops.attention.inputs import QueryRun, RowGroup, Rows, Scratch
 
 PAST_TILE = 8192
 """Keys of the past that a run attends to at a time; gathered from pages into scratch."""
@@ -74,7 +74,7 @@ def _attend_long_row(
     )
 
 
-def past_in_pages(cache: Cache, run: Run, window: int | None) -> Iterator[tuple[int, Tensor, Tensor]]:
+def past_in_pages(cache: Cache, run: QueryRun, window: int | None) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield what is in pages of a run's past, PAST_TILE keys at a time, but for tiles out of its window.
 
     Each is the first key's position, and K and V `[keys, kv_heads, dim]`.
@@ -89,7 +89,7 @@ def past_in_pages(cache: Cache, run: Run, window: int | None) -> Iterator[tuple[
             yield position, past_k, past_v
 
 
-def attend_window(q: Tensor, cache: Cache, run: Run, scale: float, window: int) -> Tensor:
+def attend_window(q: Tensor, cache: Cache, run: QueryRun, scale: float, window: int) -> Tensor:
     """Attend with a run, its own KV in pages as well, in a layer where a query sees `window` tokens.
 
     It takes pieces of the run, each against the keys that any of its queries sees, and returns the output

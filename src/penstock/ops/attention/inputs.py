@@ -97,8 +97,8 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A Run is a chunk: queries [first, first + count) of a step, at consecutive positions of one sequence.
+class QueryRun:
+    """A QueryRun is a prefill chunk: queries [first, first + count) of a step, consecutive in one sequence.
 
     start: position of the first query.
     blocks: int64, the sequence's blocks.
@@ -217,6 +217,6 @@ class AttentionInputs:
     offsets: Tensor
     slots: Tensor
     rows: Rows | None
-    runs: tuple[Run, ...]
+    runs: tuple[QueryRun, ...]
     cold: ColdInputs | None = None
     placed: PlacedRun | None = None

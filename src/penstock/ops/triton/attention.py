@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows, Run
+from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.runs import run_tokens
 from penstock.ops.triton.decode import LOG2_E, decode, join
@@ -88,7 +88,7 @@ def paged_decode(
 
 
 def paged_run(
-    q: Tensor, cache: tuple[Tensor, Tensor], run: Run, layer: LayerAttention, *,
+    q: Tensor, cache: tuple[Tensor, Tensor], run: QueryRun, layer: LayerAttention, *,
     out: Tensor | None = None, lse: Tensor | None = None, tuning: DecodeTuning | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend with a run, q `[tokens, heads, dim]`, each token to all that comes up to itself.

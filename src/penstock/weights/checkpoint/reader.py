@@ -18,7 +18,7 @@ from typing import Self
 import torch
 
 from penstock.arch.families import TensorNames, family_of, read_spec
-from penstock.arch.formats.format import STORED_BYTES, Source
+from penstock.arch.formats.format import STORED_BYTES, TensorSlice
 from penstock.arch.layout import ALIGNMENT, Field, GroupLayout
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.errors import CheckpointError
@@ -278,7 +278,7 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    def _check(self, source: Source, field: Field) -> Stored:
+    def _check(self, source: TensorSlice, field: Field) -> Stored:
         """Return the stored tensor of a field's source, if it is there as promised."""
         stored = self._shards.tensors.get(source.tensor)
         if stored is None:
@@ -333,7 +333,7 @@ class _Lines:
     pitch: int
 
     @classmethod
-    def of(cls, source: Source) -> Self:
+    def of(cls, source: TensorSlice) -> Self:
         row, above = prod(source.shape[1:]), source.rows.start if source.rows else 0
         if source.columns is not None:
             return cls(above * row + source.columns.start, len(source.columns), row)
