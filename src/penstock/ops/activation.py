@@ -1,4 +1,4 @@
-"""The gate of a feed-forward: SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
+"""Applies the gate of a feed-forward, SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from penstock.ops.kernels import pointwise_kernels
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return `silu(gate) * up`, `[tokens, inner]`, of a fused `[tokens, 2 * inner]`, gate first."""
+    """Return `silu(gate) * up`, `[tokens, inner]`, of a fused `[tokens, 2 * inner]` with the gate first."""
     if gate_up.is_cuda and (kernels := pointwise_kernels()):
         result: Tensor = kernels.silu_mul(gate_up)
         return result
@@ -17,6 +17,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def silu_mul_into(gate_up: Tensor, out: Tensor) -> Tensor:
-    """Write `silu_mul` of gate_up to `out` `[tokens, inner]`, and return that; gate_up is overwritten."""
+    """Write `silu_mul(gate_up)` to `out` `[tokens, inner]` and return it. `gate_up` is overwritten."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.mul(F.silu(gate, inplace=True), up, out=out)

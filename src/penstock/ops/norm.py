@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+"""Normalises by the root mean square (RMSNorm; Zhang and Sennrich 2019, arXiv 1910.07467)."""
 
 import torch
 from torch import Tensor

@@ -63,15 +63,16 @@ class Choice:
         """
         room = _ROUNDING * (64 + 8 * (self.skipped.abs() + lse.abs()))
         share = torch.sigmoid(self.skipped - lse + room) * (1 + 4 * _ROUNDING)
-        share = share.nan_to_num_(1.0)  # nothing is known
-        share.clamp_(torch.finfo(torch.float32).tiny, 1.0)  # too little for a float32 is not none
+        share = share.nan_to_num_(1.0)  # NaN: nothing is known.
+        share.clamp_(torch.finfo(torch.float32).tiny, 1.0)  # A share too small for float32 is not 0.
         return share.masked_fill(self.skipped == -torch.inf, 0.0)
 
 
 class Policy(Protocol):
-    """A Policy is called for each layer and returns the blocks to read; None reads everything."""
+    """A policy is called for each layer and chooses the blocks to read."""
 
-    def __call__(self, layer: int, past: Past) -> Choice | None: ...
+    def __call__(self, layer: int, past: Past) -> Choice | None:
+        """Choose blocks of the past for a layer's queries. None reads everything."""
 
 
 def full(layer: int, past: Past) -> None:
@@ -141,12 +142,12 @@ def policy_of(text: str) -> Policy | None:
 
 
 def _best(scores: Scores, count: int) -> Tensor:
-    """The blocks with the largest likely shares of attention, summed over queries and heads: bool
-    `[blocks]`."""
+    """Return the blocks with the largest likely attention, summed over queries and heads: bool `[blocks]`."""
     keep = torch.zeros(scores.likely.shape[2], dtype=torch.bool, device=scores.likely.device)
     keep[scores.likely.softmax(2).sum((0, 1)).topk(min(count, len(keep))).indices] = True
     return keep
 
 
 def _choice(keep: Tensor, scores: Scores) -> Choice:
+    """Return the choice of the blocks in `keep`, with the bound of what is skipped."""
     return Choice(keep, scores.upper.masked_fill(keep, -torch.inf).logsumexp(2))

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (RoPE; Su et al. 2021, arXiv 2104.09864), half-split as in checkpoints."""
+"""Rotates heads by their positions (RoPE; Su et al. 2021, arXiv 2104.09864), half-split as in checkpoints."""
 
 import torch
 from torch import Tensor
@@ -9,9 +9,9 @@ from penstock.ops.kernels import pointwise_kernels
 
 
 class RotaryAngles:
-    """RotaryAngles makes cosines and sines for any positions.
+    """Computes cosines and sines for any positions.
 
-    Angles are taken in float64, so that no position in use is rounded into its neighbour.
+    Angles are taken in float64, so that no position in use is rounded to its neighbour.
     """
 
     def __init__(self, rope: RopeSpec, device: torch.device) -> None:
@@ -36,8 +36,7 @@ class RotaryAngles:
     def tables(self, positions: Tensor, lengths: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Return (cos, sin), float32 `[tokens, dim / 2]`, for int64 positions `[tokens]`.
 
-        lengths: for dynamic scaling alone, the sequence length of each token for which its frequencies are
-            made.
+        lengths: for dynamic scaling, the length of each token's sequence. Its frequencies depend on it.
         """
         frequencies = self._frequencies
         if self._rope.kind is RopeKind.DYNAMIC and lengths is not None:

@@ -1,14 +1,14 @@
-"""A small copy of each block's keys, from which scores with any query follow to within a known error.
+"""Keeps a small low-bit copy of each block's keys, from which scores follow to within a known error.
 
-A sketch has each channel's least and greatest number in a block (a box; after Tang et al. 2024, arXiv
-2406.10774), and, with `bits` of 4 or 8, every key as so many bits a number, in equal steps between those two,
-with the length of what rounding left of it. Two things bound how far a query's score with a rounded key can
-be from its score with the key itself: half a step in every channel, and by Cauchy's inequality the query's
-length times that remainder's. The lesser one is taken, key by key.
+A sketch has the least and the greatest number of each channel in a block (a box; after Tang et al. 2024,
+arXiv 2406.10774). With `bits` of 4 or 8 it also has every key, rounded to so many bits a number in equal
+steps between those two, and the length of what rounding left of it. Two things bound how far a query's score
+with a rounded key can be from its score with the key itself: half a step in every channel, and by Cauchy's
+inequality the query's length times that remainder's. The smaller one is taken, key by key.
 
-A box alone says next to nothing of real keys: its corners are far from all of them. Of 64 keys of 64 channels
-the score of the best corner is often ten above the best key's, and what counts is the exponential. Four bits
-leave about two, eight bits an eighth.
+A box alone says next to nothing about real keys: its corners are far from all of them. Of 64 keys of 64
+channels the score of the best corner is often ten above the best key's, and what counts is the exponential.
+Four bits leave about two, eight bits an eighth.
 """
 
 import math
@@ -18,28 +18,30 @@ import torch
 from torch import Tensor
 
 _ROUNDING = {"highest": 2.0**-23, "high": 2.0**-10, "medium": 2.0**-7}
-"""Relative rounding step of float32 products, by torch's setting: bounds are widened by what the arithmetic
-may have lost."""
+"""Relative rounding step of float32 products, by torch's setting.
+
+Bounds are widened by the rounding error.
+"""
 _ALIGNMENT = 16
-"""Bytes of a sketch are a multiple of it, so that its parts can be read as numbers of any size."""
+"""Bytes that a sketch is a multiple of, so that its parts can be read as numbers of any size."""
 _QUERIES = 8
-"""Queries scored at a time: meanwhile some times so many numbers are held for each key and head."""
+"""Queries scored at a time. For each, several numbers are held for each key and head."""
 
 
 _BLOCKS = 64
-"""Blocks sketched at a time, for the same reason."""
+"""Blocks sketched at a time, which bounds the memory that it takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SketchLayout:
     """SketchLayout says how a block's sketch lies in bytes.
 
-    In this order: least and greatest number of each channel, `[kv_heads, dim]` of the keys' dtype; lengths of
-    remainders, float16 `[kv_heads, block_size]`; numbers, `[kv_heads, block_size, columns]`, with 4 bits
-    those of two channels in a byte.
+    First come the least and greatest number of each channel, `[kv_heads, dim]` of the keys' dtype; then the
+    lengths of remainders, float16 `[kv_heads, block_size]`; then the numbers, `[kv_heads, block_size,
+    columns]`. With 4 bits a byte holds those of two channels.
 
     block_size: tokens of a block.
-    bits: of a number: 4, 8, or 0 for boxes alone.
+    bits: bits of a number: 4, 8, or 0 for boxes alone.
     """
 
     block_size: int
@@ -95,7 +97,7 @@ def sketch(keys: Tensor, layout: SketchLayout) -> Tensor:
 
 def _sketch(keys: Tensor, layout: SketchLayout) -> Tensor:
     blocks, box = len(keys), layout.box_bytes
-    # Exact: they are some of the keys' numbers.
+    # Both are exact: they are numbers of the keys.
     low, high = keys.aminmax(dim=1) if keys.is_cuda else (keys.amin(1), keys.amax(1))
     found = torch.zeros(blocks, layout.bytes, dtype=torch.uint8, device=keys.device)
     found[:, :box] = torch.stack((low, high), dim=1).flatten(1).view(torch.uint8)
@@ -110,7 +112,7 @@ def _sketch(keys: Tensor, layout: SketchLayout) -> Tensor:
         .clamp_(0, 2**layout.bits - 1)
     )
     length = (exact - codes * step - low).norm(dim=3)
-    # Rounded up, to a float16 or to infinity, behind which there is no claim either.
+    # Rounded up to a float16, or to infinity, which bounds nothing.
     lengths = (length * (1 + 2.0**-9) + 2.0**-23).half()
     numbers = codes.to(torch.uint8)
     if layout.bits == 4:
@@ -134,8 +136,12 @@ def scores(q: Tensor, sketches: Tensor, layout: SketchLayout) -> Scores:
 
 
 class _Unpacked:
-    """The numbers of sketches in float32. low, high: `[kv_heads, dim, blocks]`. lengths: float16 `[blocks,
-    kv_heads, 1, size]`. codes: of channels one after the other `[blocks, kv_heads, channels, size]`."""
+    """Holds the numbers of sketches in float32.
+
+    low, high: `[kv_heads, dim, blocks]`.
+    lengths: float16 `[blocks, kv_heads, 1, size]`.
+    codes: one tensor for each part of the channels, `[blocks, kv_heads, channels, size]`.
+    """
 
     def __init__(self, sketches: Tensor, layout: SketchLayout) -> None:
         blocks, kv_heads, size, box = len(sketches), layout.kv_heads, layout.block_size, layout.box_bytes
@@ -174,9 +180,8 @@ def _scores(q: Tensor, keys: _Unpacked, layout: SketchLayout) -> Scores:
     likely = upper
     if keys.codes:
         levels = 2**layout.bits - 1
-        steps = (q[..., None] * ((high - low) / levels)[:, None]).permute(
-            3, 0, 1, 2
-        )  # [blocks, kv_heads, queries * group, dim]
+        # [blocks, kv_heads, queries * group, dim]
+        steps = (q[..., None] * ((high - low) / levels)[:, None]).permute(3, 0, 1, 2)
         known = (q @ low).permute(2, 0, 1)[..., None]  # [blocks, kv_heads, queries * group, size]
         for part, codes in zip(
             steps.split([codes.shape[2] for codes in keys.codes], dim=3), keys.codes, strict=True
@@ -184,7 +189,7 @@ def _scores(q: Tensor, keys: _Unpacked, layout: SketchLayout) -> Scores:
             known = known + part @ codes
         half_steps = (swing / levels).permute(2, 0, 1)[..., None]
         length = q.norm(dim=2)[None, :, :, None] * (1 + (dim + 4) * rounding)
-        apart = torch.fmin(length * keys.lengths.float(), half_steps)  # 0 times infinity is no number
+        apart = torch.fmin(length * keys.lengths.float(), half_steps)  # fmin ignores the NaN of 0 * infinity.
         likely = known.logsumexp(3).permute(1, 2, 0)
         upper = torch.minimum(upper, known.add_(apart).logsumexp(3).permute(1, 2, 0) + slack)
 

@@ -1,15 +1,15 @@
-"""Attention of one step over paged KV: exact, merged from parts, the same for every device.
+"""Computes attention of one step over paged KV: exact, merged from parts, the same on every device.
 
-A step's queries are of two sorts. *Rows* add one token to a sequence and attend to everything in its blocks,
-themselves included. *Runs* are chunks, longer pieces of one sequence. Each attends causally to itself and
+A step has two sorts of queries. *Rows* add one token to a sequence and attend to everything in its blocks,
+themselves included. *Runs* are chunks, longer pieces of one sequence. A run attends causally to itself and
 then, tile by tile, to everything before it. The parts are merged by their log-sum-exp in float32, which is
 exact. The memory that a run takes does not depend on the context's length. A short run behind a past in
-pages, such as the rest of a prompt that was found, is attended to straight in pages, where a kernel for that
-is at hand.
+pages, such as the rest of a prompt with a cached prefix, is attended to straight in pages, if there is a
+kernel for it.
 
-The KV of a sequence too long for the device's pages rests elsewhere but for its newest tokens, the tail. It
-passes by in *tiles*, in an order fixed before the step. Each tile is borrowed once a layer and serves every
-query that it names. What pages hold is merged with it.
+A sequence too long for the device's pages keeps only its newest tokens there, the tail. Its other KV streams
+by in *tiles*, in an order fixed before the step. Each tile is lent once a layer and serves every query that
+it names. What pages hold is merged with it.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ from penstock.ops.runs import suits_run
 
 
 class Attended(NamedTuple):
-    """Attended is what attention answers, by whatever path.
+    """Attended is the output of attention, by whatever path.
 
     out: `[tokens, heads, dim_v]` of q's dtype.
     lse: natural log-sum-exp of the scaled scores, float32 `[tokens, heads]`, -inf where nothing was seen.
@@ -48,7 +48,7 @@ class Attended(NamedTuple):
 
 
 def reads_pages(device: torch.device) -> bool:
-    """Tell whether rows are attended to straight in pages; else they need RowGroups."""
+    """Tell whether a kernel reads pages directly for rows. Otherwise they need RowGroups."""
     return device.type == "cuda" and attention_kernels() is not None
 
 
@@ -226,8 +226,11 @@ def _fold_into_rows(
     positions: tuple[int, ...],
     layer: LayerAttention,
 ) -> None:
-    """Fold a tile into the rows that it names, stacked so that its keys are read once for all; one by one
-    where a window cuts it."""
+    """Fold a tile into the rows that it names.
+
+    The rows are stacked, so that the tile is read once for all. Where a window cuts the tile, they go one by
+    one.
+    """
     out, lse = state
     distances = [positions[row] - tile.start for row in tile.rows]
     if layer.window is not None and max(distances) >= layer.window:

@@ -1,8 +1,8 @@
-"""Attention over keys that lie one after the other, and the exact merge of its parts by log-sum-exp.
+"""Attends over contiguous keys, and merges parts of attention exactly by log-sum-exp.
 
 Attention over disjoint sets of keys merges exactly: outputs are weighed by the exponentials of their
 log-sum-exp (flash-decoding; Dao et al. 2023). So every function here returns both, or folds both into a
-state. V may be wider or narrower than K, but for our own kernels.
+state. V may be wider or narrower than K, except in our own kernels.
 """
 
 from functools import lru_cache
@@ -18,12 +18,19 @@ WINDOW_TILE = 512
 """Queries of a run that share one mask, or one triangle, in layers with a sliding window."""
 
 _CUDNN_QUERIES = (1024, 2048, 4096, 8192, 16384)
-"""cuDNN plans once a shape, which takes 45 ms: it gets few shapes, and the ones where it is fastest."""
+"""Numbers of queries for which cuDNN is used: those where it is fastest.
+
+It plans once a shape, which takes 45 ms.
+"""
 _CUDNN_KEYS = (8192, 16384, 32768)
+"""Numbers of keys for which cuDNN is used, beside as many as there are queries."""
 
 Part = tuple[Tensor, Tensor]
-"""Attention over some of the keys: output `[queries, heads, dim_v]`, and log-sum-exp of the scaled scores,
-natural, float32 `[queries, heads]`. As a state, into which more is folded, the output is float32."""
+"""Attention over some of the keys: an output and a log-sum-exp.
+
+The output is `[queries, heads, dim_v]`, the natural log-sum-exp of the scaled scores is float32 `[queries,
+heads]`. As a state, into which more is folded, the output is float32.
+"""
 
 
 def _tile_kernels(x: Tensor) -> ModuleType | None:
@@ -58,11 +65,12 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> Par
 
 @lru_cache(maxsize=256)
 def _ends(length: int, device: torch.device) -> Tensor:
-    """Return where a lone sequence of this length, not 0, begins and ends; kept for the layers that
-    follow."""
-    return torch.arange(
-        0, length + 1, length, dtype=torch.int32, device=device
-    )  # Made there: what is sent is waited for.
+    """Return the cumulative lengths `[0, length]` of a lone sequence, int32; length is not 0.
+
+    They are cached.
+    """
+    # Made on the device, since a copy to it would be waited for.
+    return torch.arange(0, length + 1, length, dtype=torch.int32, device=device)
 
 
 def dense_reference(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> Part:
@@ -114,7 +122,7 @@ def _on_cpu(
     """Call torch's flash attention for CPUs; shapes are those of `masked`."""
     bias = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
     dim, dim_v = q.shape[3], v.shape[3]
-    if dim != dim_v:  # It wants one width. Zeros add nothing to a score, nor to the part of V that is kept.
+    if dim != dim_v:  # Both need one width. Zeros add nothing to scores, nor to the part of V that is kept.
         wide = max(dim, dim_v)
         q, k, v = (F.pad(x, (0, wide - x.shape[3])) for x in (q, k, v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -124,8 +132,10 @@ def _on_cpu(
 
 
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """Fold attention over other keys into `out` (float32) and `lse`, in place and exactly; shapes as in
-    Part."""
+    """Fold attention over other keys into `out` (float32) and `lse`, in place and exactly.
+
+    Shapes are those of `Part`.
+    """
     if kernels := _tile_kernels(out):
         kernels.merge_states(out, lse, other_out, other_lse)
         return
@@ -155,11 +165,10 @@ def fold(state: Part, q: Tensor, k: Tensor, v: Tensor, scale: float, index: Tens
 def fold_past(
     state: Part, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, distance: int
 ) -> None:
-    """Fold into `state` what consecutive queries see of keys that all come before them.
+    """Fold into `state` the attention of consecutive queries over keys that all come before them.
 
-    A window makes of the keys that query i sees those from i + shift on: a triangle that is causal when
-    queries and keys are turned round, and a rectangle behind it. So no mask is needed, and each part has its
-    log-sum-exp.
+    With a window, query i sees the keys from i + shift on. That is a triangle, which is causal when queries
+    and keys are reversed, and a rectangle behind it. So no mask is needed, and each part has its log-sum-exp.
 
     distance: position of the first query less that of the first key.
     """
@@ -194,7 +203,7 @@ def fold_past(
 
 
 def attend_itself(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Part:
-    """Attend with a run to itself alone, causally; shapes are those of `dense`, with a key for each query."""
+    """Attend causally from a run to itself; shapes are those of `dense`, with a key for each query."""
     if window is None or len(q) <= window:
         return dense(q, k, v, scale, causal=True)
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=torch.float32, device=q.device)

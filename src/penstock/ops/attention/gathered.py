@@ -1,4 +1,4 @@
-"""Attention to pages without a kernel that reads them: K and V are gathered first, a part at a time."""
+"""Attends to pages without a kernel that reads them: K and V are gathered first, a part at a time."""
 
 from collections.abc import Iterator
 
@@ -32,12 +32,11 @@ def attend_rows(
         if group.keys <= PAST_TILE and not group.cold:
             k, v = (x[:, : group.keys] for x in _gathered(cache, group.blocks, rows.scratch))
             if group.beyond is not None:
-                # Memory never written, or another request's: not even a mask makes a NaN harmless.
+                # These keys were never written, or are another request's. A mask does not stop a NaN.
                 for gathered in (k, v):
                     gathered[:, group.shortest :].masked_fill_(group.beyond, 0)
             k, v = k.transpose(1, 2), v.transpose(1, 2)
-            # The query heads that share a key head stand where queries stand, so that keys are read once for
-            # all of them.
+            # Query heads that share a KV head stand where queries stand, so that keys are read once for all.
             part = q[group.rows].view(-1, kv_heads, heads // kv_heads, q.shape[2])
             seen, level = masked(part, k, v, scale=scale, mask=group.masks[window], lse=lse is not None)
         else:
@@ -50,8 +49,10 @@ def attend_rows(
 def _attend_long_row(
     q: Tensor, cache: Cache, group: RowGroup, scratch: Scratch, scale: float, window: int | None
 ) -> Part:
-    """Attend with a group of one row, q `[1, heads, dim]`, to PAST_TILE keys at a time; the output is
-    float32. No keys answer 0 and -inf."""
+    """Attend with a group of one row, q `[1, heads, dim]`, to PAST_TILE keys at a time.
+
+    The output is float32. Without keys it is 0, and the log-sum-exp -inf.
+    """
     assert len(group.rows) == 1, (
         "rows longer than a tile, and rows with cold tiles, are alone in their groups"
     )
@@ -75,9 +76,10 @@ def _attend_long_row(
 
 
 def past_in_pages(cache: Cache, run: QueryRun, window: int | None) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield what is in pages of a run's past, PAST_TILE keys at a time, but for tiles out of its window.
+    """Yield the part of a run's past that is in pages, PAST_TILE keys at a time.
 
-    Each is the first key's position, and K and V `[keys, kv_heads, dim]`.
+    Each item is the first key's position, and K and V `[keys, kv_heads, dim]`. Tiles outside the window are
+    left out.
     """
     block_size = cache[0].shape[1]
     tile = max(PAST_TILE // block_size, 1)
@@ -113,7 +115,7 @@ def attend_window(q: Tensor, cache: Cache, run: QueryRun, scale: float, window: 
 
 def _gathered(cache: Cache, blocks: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
     """Copy K and V of the tokens of blocks `[..., blocks]` into scratch: `[..., keys, kv_heads, dim]`."""
-    if blocks.is_cuda:  # Its allocator keeps memory itself.
+    if blocks.is_cuda:  # The CUDA allocator keeps memory itself.
         return _of_blocks(cache[0], blocks), _of_blocks(cache[1], blocks)
     k_place, v_place = (
         scratch.of(name, (blocks.numel(), *x.shape[1:]), x) for name, x in zip("kv", cache, strict=True)
@@ -122,8 +124,10 @@ def _gathered(cache: Cache, blocks: Tensor, scratch: Scratch) -> tuple[Tensor, T
 
 
 def _of_blocks(cache: Tensor, blocks: Tensor, place: Tensor | None = None) -> Tensor:
-    """Return `cache[blocks]`, with the tokens of a sequence's blocks one after the other. On a CPU that takes
-    five times as long as this."""
+    """Return `cache[blocks]`, with the tokens of a sequence's blocks one after the other.
+
+    On a CPU `index_select` is five times as fast as indexing.
+    """
     if cache.is_cuda:
         return cache[blocks].flatten(blocks.dim() - 1, blocks.dim())
     return torch.index_select(cache, 0, blocks.flatten(), out=place).view(
