@@ -1,21 +1,19 @@
-"""Steps recorded once as CUDA graphs: a step is then one copy of a few numbers and one launch, or one for
-each group that streams.
+"""Records steps as CUDA graphs: a step is then one copy of a few numbers, and one launch.
 
-What a recorded step reads of a plan lies at fixed addresses: for each row of it the row's number, its
-position and its token, where the plan knows that, and the page that it has got new. All else is on the device
-already: block tables, newest tokens, weights, KV. Steps are recorded for a few numbers of rows; a plan takes
-the smallest that it fits, and the rest is padding: of a row that is nobody's, at no position, so that it
-writes to no page and attends to nothing.
+Where weights stream, it is one launch for each group that streams. A recorded step reads its inputs at fixed
+addresses. For each row they are its number, its position, its token if the plan knows it, and its new page.
+All else is on the device already: block tables, newest tokens, weights, KV. Steps are recorded for a few
+numbers of rows. A plan takes the smallest that it fits. The other rows are padding: they belong to no request
+and have no position, so they write to no page and attend to nothing.
 
-So are steps of one run, a short prompt or what is left of one that was found, which launched one by one would
-take the host longer than the device: its tokens stand where rows do, and attend together, to what comes up to
-each. Where weights stream, the same kernels over the same inputs are launched one by one, since bits must not
-depend on where weights rest, and the host has the time.
+Steps of one run are recorded too: a short prompt, or the rest of one with a cached prefix. Launched one by
+one its kernels would take the host longer than the device. Its tokens stand where rows do and attend
+together, each up to its own position. Where weights stream, the same kernels are launched one by one over the
+same inputs, since bits must not depend on where weights rest, and the host has the time.
 
-A pass over weights that stream is recorded in pieces, between what is taken and what is released; a group
-lies at the same address in every pass. Whatever a pass must wait for on the host, such as which experts a
-router has chosen where these stream, cannot be recorded: `graph_blocker`. Experts that all rest on the device
-are found by a table, which lies where it lay when the step was recorded.
+A pass over weights that stream is recorded in pieces, between `take` and `release`. A group lies at the same
+address in every pass. Waits on the host cannot be recorded, such as for a router's choice of experts that
+stream: see `graph_blocker`. Experts that all rest on the device are found by a table at a fixed address.
 """
 
 import gc
@@ -53,17 +51,18 @@ if TYPE_CHECKING:
 
 _IDLE: list[torch.cuda.Stream] = []
 _COUNTERS = 256
-"""So many tiles of a product may be shared by programs."""
+"""Most tiles of a product that programs may share."""
 _IN_FLIGHT = 2
 """Steps that may be under way at once."""
 _WHERE = 4
-"""Numbers of a step's inputs before its rows': of a run where it begins, and its tokens; so many that what
-follows is aligned."""
+"""Numbers of a step's inputs before those of its rows: a run's first position and its tokens, and padding."""
 
 
 class DecodeStep:
-    """The pass of a step over inputs at fixed addresses: a decode step of at most `rows` rows, or a run of at
-    most `tokens` tokens."""
+    """Computes a step over inputs at fixed addresses: decode rows, or the tokens of a run.
+
+    rows, tokens: the most that there may be.
+    """
 
     def __init__(
         self,
@@ -77,8 +76,12 @@ class DecodeStep:
         tokens: int,
         max_length: int,
     ) -> None:
-        """Allocate the inputs and outputs. table: int32 `[rows + 1, blocks]`, the pages of each row, the last
-        nobody's; newest: int64 `[rows + 1]`, its newest token."""
+        """Allocate inputs and outputs.
+
+        table: int32 `[rows + 1, blocks]`, the pages of each row. The last row is for padding.
+        newest: int64 `[rows + 1]`, each row's newest token.
+        rows, tokens: the most that a step may have.
+        """
         self._decoder, self._angles, self._pool, self._table, self._newest = (
             decoder,
             angles,
@@ -109,7 +112,7 @@ class DecodeStep:
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def give(self, shares: Sequence[Share], count: int) -> None:
-        """Send what the step of `count` rows needs of its shares, which get one new page each at most."""
+        """Send the inputs of a step of `count` rows. Each share may have one new page at most."""
         staging, fields = self._next(count)
         used = len(shares)
         fields[0, :used] = [share.row for share in shares]
@@ -123,8 +126,10 @@ class DecodeStep:
         self._given[: len(staging)].copy_(staging, non_blocking=True)
 
     def give_run(self, share: Share | None, count: int) -> None:
-        """Send what the run of `count` tokens needs of its share, whose new pages are in the table already;
-        without one it is nobody's."""
+        """Send the inputs of a run of `count` tokens.
+
+        Its new pages must be in the table. None is all padding.
+        """
         staging, fields = self._next(count)
         used = len(share.tokens) if share else 0
         staging.numpy()[:_WHERE] = share.start if share else 0, used, 0, 0
@@ -137,20 +142,22 @@ class DecodeStep:
         self._given[: len(staging)].copy_(staging, non_blocking=True)
 
     def suits(self, share: Share) -> bool:
-        """Tell whether such a run is attended to in pages: the same on all ranks, which replay alike."""
+        """Tell whether a run is attended to in pages. The answer is the same on all ranks."""
         spec = self.spec
         head_bytes = spec.head_dim * DTYPE_BYTES[self._pool.layout.dtype]
         return suits_run(len(share.tokens), share.stop, spec.heads // spec.kv_heads, head_bytes)
 
     def _next(self, count: int) -> tuple[Tensor, NDArray[np.int32]]:
-        """Staging for so many rows, and in it their fields; who has been given it before has used it."""
+        """Return a staging buffer for so many rows, and a view of its fields.
+
+        The last step that used it has ended.
+        """
         self._turn = (self._turn + 1) % _IN_FLIGHT
         staging = self._staging[self._turn][: _WHERE + FIELDS * count]
         return staging, staging.numpy()[_WHERE:].reshape(FIELDS, count)
 
     def compute(self, count: int, weights: Weights) -> None:
-        """Compute the step of `count` rows: their logits, and the likeliest token of each, also as their
-        newest."""
+        """Compute the step of `count` rows: their logits and likeliest tokens, which become their newest."""
         given, placed = self._place(count)
         rows = Rows(count, placed.table, placed.lengths, self._max_length, (), self._arrivals)
         attention = AttentionInputs(placed.blocks, placed.offsets, placed.slots, rows, ())
@@ -158,7 +165,7 @@ class DecodeStep:
         self._finish(self._decoder.forward(weights, self._pool.layers, inputs), given[0], weights)
 
     def compute_run(self, count: int, weights: Weights) -> None:
-        """Compute the run of `count` tokens: logits and likeliest token of its last, as of a first row."""
+        """Compute the run of `count` tokens: its last one's logits and likeliest token, in the first row."""
         given, placed = self._place(count)
         where, pages = (
             self._given[:2],
@@ -191,11 +198,10 @@ class DecodeStep:
 
 
 class DecodeGraphs:
-    """Recorded steps for several numbers of rows, and of runs for several numbers of tokens, in memory that
-    they share."""
+    """Holds recorded steps for several numbers of rows, and of tokens of a run, in shared memory."""
 
     def __init__(self, step: DecodeStep, weights: WeightStream, rows: int, tokens: int) -> None:
-        """Record nothing yet. rows, tokens: as of the step."""
+        """Record nothing yet. rows, tokens: as for the step."""
         self._step, self._weights = step, weights
         self._counts, self._runs = row_counts(rows), run_counts(step.spec, tokens)
         self._programs: dict[int, _Program] = {}
@@ -215,8 +221,11 @@ class DecodeGraphs:
         return self._runs
 
     def record(self, *, record_runs: bool, early: bool) -> None:
-        """Record all, if wanted runs too. Nothing else may compute meanwhile; no group moves, and what is
-        computed is rubbish that nobody reads. early: kernels begin before the one before has ended."""
+        """Record all steps. Nothing else may compute meanwhile; no group moves, and results are meaningless.
+
+        record_runs: whether runs are recorded too.
+        early: whether kernels begin before the one before has ended.
+        """
         begin, device = perf_counter(), self._step.tokens.device
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_reserved(device)
@@ -256,7 +265,7 @@ class DecodeGraphs:
         return program
 
     def close(self) -> None:
-        """Let go of what was recorded, whoever still has this: NCCL does not end before."""
+        """Release the recorded graphs, even if this object is still referenced: NCCL ends only after them."""
         self._programs.clear()
         self._run_programs.clear()
         for program in self._every:
@@ -266,8 +275,11 @@ class DecodeGraphs:
             _IDLE.append(stream)
 
     def fits(self, plan: Plan) -> bool:
-        """Tell whether there is such a step for this plan: each share is a token of a row whose KV is in
-        pages, and yields another; or it is one run, likewise, which does not read too much for that."""
+        """Tell whether a recorded step serves this plan.
+
+        Each share must be one token of a row with KV in pages, and yield another token; or the plan is one
+        such run, which does not read too much.
+        """
         shares = plan.shares
         if plan.runs:
             return len(shares) == 1 and self._fits_run(shares[0])
@@ -287,8 +299,10 @@ class DecodeGraphs:
         return not beyond_pages and not share.next_prompt_tokens and self._step.suits(share)
 
     def run(self, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Logits `[shares, vocab]` and the likeliest tokens `[shares]`, at addresses that the next step uses
-        again."""
+        """Compute a plan.
+
+        Return logits `[shares, vocab]` and likeliest tokens `[shares]`, until the next step.
+        """
         used = len(plan.shares)
         self._weights.begin_pass()
         if plan.runs:

@@ -1,5 +1,7 @@
-"""Carries out a Plan: inputs, forward pass, sampling. It decides nothing and allocates no blocks; its memory
-is the rows' tables."""
+"""Carries out a plan (the model runner): inputs, forward pass, sampling.
+
+It decides nothing and allocates no blocks. It keeps only the rows' tables.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -48,8 +50,10 @@ class Runner:
         *,
         kernels: bool = True,
     ) -> None:
-        """kernels: whether to launch those of our own, where there are any; plain torch computes
-        otherwise."""
+        """Begin without weights and KV; see `attach`.
+
+        kernels: whether to launch our kernels, where there are any. Otherwise plain torch computes.
+        """
         self._decoder = decoder
         self._device = device
         self._weights: Weights | None = None
@@ -64,28 +68,29 @@ class Runner:
         self._graphs: DecodeGraphs | None = None
         self._heap: Heap | None = None
         self._ended = 0.0
-        """When the last plan did."""
+        """Time at which the last plan ended, by perf_counter."""
 
     def attach(
         self, weights: Weights, pool: KVPool, carrier: Carrier | None = None, *, early: bool = False
     ) -> None:
-        """Borrow these weights from now on, write KV to this pool and read it from there, and use what the
-        carrier carries.
+        """Use these weights, this pool of KV and this carrier from now on.
 
-        early: whether kernels may begin before the one before has ended, and read weights: all of these stay,
-        on a device that can wait.
+        early: whether kernels may begin, and read weights, before the one before has ended. All weights must
+            stay, and the device must be able to wait (programmatic dependent launch).
         """
         self._weights, self._pool, self._carrier, self._early = weights, pool, carrier, early
 
     def bound_heap(self, kept: int) -> None:
-        """Keep at most so many bytes of a CPU's heap for reuse between steps from now on, beside what is in
-        use now."""
+        """Keep at most so many bytes of a CPU's heap for reuse between steps, beside those in use now."""
         self._heap = Heap(kept) if self._device.type == "cpu" else None
 
     def record(self, rows: int, tokens: int, max_length: int, *, record_runs: bool) -> DecodeGraphs:
-        """Record decode steps of up to `rows` rows, which are replayed from now on, and short runs in steps
-        of up to `tokens` tokens, or compute these as if they were. To be called after `attach`, of a model
-        and on a device that allow it."""
+        """Record decode steps of up to `rows` rows, and short runs in steps of up to `tokens` tokens.
+
+        They are replayed from now on. Call it after `attach`, for a model and a device that allow it.
+
+        record_runs: whether runs are recorded. Otherwise they compute the same kernels without a graph.
+        """
         weights, pool = self._weights, self._pool
         assert isinstance(weights, WeightStream), "record before attach"
         assert pool is not None
@@ -96,7 +101,7 @@ class Runner:
         return self._graphs
 
     def rehearse(self, sizes: StepSizes, *, recorded: bool) -> Iterator[Callable[[], object]]:
-        """Yield calls that launch every kernel of ours that steps need, once or more often. After `attach`.
+        """Yield calls that launch every kernel of ours that steps need, at least once. It follows `attach`.
 
         recorded: whether decode steps and short runs will be recorded.
         """
@@ -123,23 +128,23 @@ class Runner:
 
     @contextmanager
     def _here(self) -> Iterator[None]:
-        """Work on this device, by the kernels that are wanted."""
+        """Work on this device, with or without our kernels as configured."""
         with self._current, plain_torch(not self._kernels):
             yield
 
     @property
     def carrier(self) -> Carrier | None:
-        """Return what moves KV beyond the device, if there is any."""
+        """Return the carrier of KV beyond the device, if there is any."""
         return self._carrier
 
     def detach(self) -> None:
-        """Let go of weights and KV, and of what was recorded of them."""
+        """Release weights, KV and recorded steps."""
         if self._graphs is not None:
             self._graphs.close()
         self._weights = self._pool = self._carrier = self._graphs = None
 
     def close(self) -> None:
-        """Let go of them for good; whatever moves weights or KV ends."""
+        """Release everything for good, and end all that moves weights or KV."""
         weights, carrier = self._weights, self._carrier
         self.detach()
         if carrier is not None:
@@ -150,12 +155,14 @@ class Runner:
 
     @property
     def ahead(self) -> bool:
-        """Tell whether plans are begun before the one before is over: where a device computes by itself."""
+        """Tell whether plans are begun before the one before is over, since the device computes by itself."""
         return self._device.type == "cuda"
 
     def begin(self, plan: Plan) -> "Begun":
-        """Do what the plan says, or have it done. Raises StepMemoryError if the device has too little memory
-        for it; see `settle`."""
+        """Begin a plan, or carry it out.
+
+        Raises StepMemoryError if the device has too little memory; see `settle`.
+        """
         try:
             return self._begin(plan, None)
         except Exception as fault:
@@ -165,7 +172,7 @@ class Runner:
         raise StepMemoryError(short)
 
     def run(self, plan: Plan, layers: tuple[int, ...] | None = None) -> Outcome:
-        """Do what the plan says and report it. `layers`: run only these, to measure."""
+        """Carry out a plan and return its outcome. layers: run only these, to measure."""
         return self._begin(plan, layers).outcome()
 
     @torch.inference_mode()
@@ -181,7 +188,7 @@ class Runner:
 
     @torch.inference_mode()
     def end(self, begun: "Begun") -> Outcome:
-        """Wait for a plan that was begun, the first of those that have not ended."""
+        """Wait for a plan, the oldest of those that have begun and not ended, and return its outcome."""
         plan, transfers = begun.plan, self._carrier.transfers if self._carrier else None
         with self._here():
             results = begun.results()
@@ -194,7 +201,10 @@ class Runner:
         return Outcome(results, landed, self._ended - since)
 
     def settle(self) -> tuple[Landed, ...]:
-        """Wait for all that is under way, after a step that was broken off. Return what came of transfers."""
+        """Wait for all that is under way, after an interrupted step.
+
+        Return the transfers that have landed.
+        """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         give_back(self._device)
@@ -203,10 +213,10 @@ class Runner:
         return self._carrier.transfers.settle()
 
     def check(self) -> None:
-        """Do nothing: nothing ends a runner while it has nothing to do."""
+        """Do nothing: a single runner does not fail between steps."""
 
     def _transfer(self, plan: Plan) -> None:
-        """Begin what goes between tiers, behind what has been computed so far."""
+        """Begin the plan's transfers, behind all work so far."""
         carrier, pool = self._carrier, self._pool
         transfers = carrier.transfers if carrier is not None else None
         if carrier is None or transfers is None:
@@ -219,7 +229,7 @@ class Runner:
     def _compute(
         self, plan: Plan, layers: tuple[int, ...] | None
     ) -> "tuple[Drawn | None, Sequence[Sequence[TokenLogprob]]]":
-        """Return what the step draws, if anything, and the log-probabilities of prompts, share by share."""
+        """Return the tokens that the step draws, if any, and log-probabilities of prompts by share."""
         if self._graphs is not None and self._graphs.fits(plan):
             self._inputs.note(plan)
             if plan.runs:
@@ -254,7 +264,7 @@ class Runner:
         ), prompts
 
     def _tell(self, plan: Plan, step: StepTensors, pool: KVPool, layers: tuple[int, ...] | None) -> None:
-        """Tell the carrier what the step moves."""
+        """Give the carrier the KV that the step moves."""
         if self._carrier is None:
             beyond = plan.orders or step.tiles or step.sends or step.readers
             assert not beyond, "a plan with host blocks needs a carrier"
@@ -269,7 +279,7 @@ class Runner:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A plan that a runner carries out. `at`: when it was begun, by perf_counter."""
+    """Holds a plan that a runner has begun, at time `at` by perf_counter."""
 
     runner: Runner
     plan: Plan
@@ -278,12 +288,14 @@ class Begun:
     prompts: Sequence[Sequence[TokenLogprob]] = ()
 
     def outcome(self) -> Outcome:
-        """Wait until it has been done, and return what came of it. To be called once, in the order in which
-        plans were begun."""
+        """Wait for the plan's end and return its outcome.
+
+        Call it once, in the order in which plans were begun.
+        """
         return self.runner.end(self)
 
     def results(self) -> tuple[Result, ...]:
-        """Return its shares' results, when they are known."""
+        """Return the results of its shares, when they are known."""
         tokens, logprobs = self.drawn.read() if self.drawn is not None else ([], [])
         broken, wrong = (
             (self.drawn.broken, self.drawn.tokens.wrong)
