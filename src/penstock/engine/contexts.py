@@ -1,5 +1,4 @@
-"""Contexts longer than the device holds: how much host memory their KV gets, and in which pieces it passes
-through the device."""
+"""Sizes the room for contexts longer than the device holds: host memory, disk, tiles and chunks."""
 
 from dataclasses import dataclass, replace
 
@@ -77,7 +76,7 @@ class LongRoom:
 
     @property
     def on_disk(self) -> int:
-        """So many blocks are on disk."""
+        """Return the number of blocks on disk."""
         return self.disk.blocks if self.disk else 0
 
     @property

@@ -1,11 +1,9 @@
-"""Forecast how a model would run on a machine, from its shape and the machine's figures alone: where weights
-rest, and how fast a pass is.
+"""Forecasts how a model would run on a machine, from its shape and the machine's figures.
 
 Its plan is a BootPlan, as a boot there would build it (`engine.plan`). A pass then takes as long as disk,
-link and arithmetic hold each other up (`residency.predict`). What each use of a group takes on the device
-follows from the costs of a step that `penstock doctor` measured there (`engine.costs`); where nobody
-measured, it is the slower of reading and computing, which is a bound, not a forecast: small resident models
-are slower.
+link and arithmetic hold each other up (`residency.predict`). The time of each use of a group on the device
+follows from the costs of a step that `penstock doctor` measured there (`engine.costs`). Without them it is
+the slower of reading and computing, which is a bound, not a forecast: small resident models are slower.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,32 +39,33 @@ from penstock.weights.streaming.ring import Link, Rates
 
 BLOCK_SIZE = 32
 PROCESS = GROWTH + (1200 << 20)
-"""Host memory that a process takes beside weights: what a boot sets aside, and what Python, torch and CUDA
-took on an H200."""
+"""Host memory of a process beside weights: a boot's reserve, and Python, torch and CUDA (on an H200)."""
 TABLES = 512
-"""The GPU's page tables take one byte for so many bytes of pinned host memory."""
+"""Bytes of pinned host memory for each byte of the GPU's page tables."""
 CONTEXT = 1000 << 20
-"""Memory of a GPU that its driver takes, and what a boot sets aside for kernels: as it was on an H100 and an
-H200."""
+"""GPU memory of the driver, and a boot's reserve for kernels, measured on an H100 and an H200."""
 FIXED = 384 << 20
-"""Memory of a GPU for recorded steps, partial results and what libraries keep, whatever the step: as it was
-on an H100 and an H200."""
+"""GPU memory of recorded steps, partial results and libraries, whatever the step, on an H100 and an H200."""
 BUFFERS = 40 << 20
-"""Memory that a CPU's library of products keeps: that of eight threads."""
+"""Memory that a CPU's library of products keeps for eight threads."""
 GB = 10**9
 _TAIL = 4
-"""Pages of a long sequence that hold what is nowhere else."""
+"""Pages of a long sequence with KV that is only there."""
 MORE = 1.1
-"""Links are tried this many times as fast."""
+"""Factor by which faster links are tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bytes that an engine may take on DEVICE and on HOST, rates in bytes/s, and what DEVICE computes in
-    operations/s.
+    """Describes a machine: memory that an engine may take, and rates.
 
-    A disk is there, and large enough, if its rate is above zero. On a CPU `host` is None: DEVICE is in host
-    memory itself, and gives some of its room to the ring through which weights stream from disk.
+    The disk is used if its rate is above zero, and is large enough. On a CPU `host` is None: DEVICE is in
+    host memory itself, and gives some of its room to the ring through which weights stream from disk.
+
+    device, host: bytes.
+    rates: bytes/s.
+    operations: operations/s of the device.
+    costs: costs of steps. Without them a forecast is a bound.
     """
 
     device: int
@@ -74,17 +73,16 @@ class Machine:
     rates: Rates
     operations: float
     costs: StepCosts | None = None
-    """Steps cost this beyond bytes; without it a forecast is a bound of the device."""
 
     @property
     def usable(self) -> int:
-        """Weights, KV and activations have so many bytes of DEVICE."""
+        """Return the bytes of DEVICE for weights, KV and activations."""
         return self.device if self.host is None else max(self.device - CONTEXT - self.host // TABLES, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class FarBytes:
-    """KV beyond the device, by the bytes that it takes of the device and of the host."""
+    """Says how many bytes of the device and of the host KV beyond the device takes."""
 
     device_bytes: int
     host_bytes: int
@@ -92,11 +90,12 @@ class FarBytes:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`batch` sequences at once, each of up to `context` tokens, computed at most `step_tokens` in a pass;
-    weights and KV in `dtype`.
+    """Describes a workload: `batch` sequences at once, each of up to `context` tokens.
 
-    experts_fetched: how many experts a decode step brings to the device, if that was counted; None takes
-    tokens to choose evenly.
+    dtype: of weights and KV.
+    step_tokens: most tokens of a pass.
+    experts_fetched: experts that a decode step brings to the device, if that was counted. None takes tokens
+        to choose evenly.
     """
 
     dtype: str
@@ -108,11 +107,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Describes passes of one kind in the steady state.
+    """Describes passes of one kind in the steady state. For long prompts it is the mean of their passes.
 
-    tokens: in a pass, of all sequences together. copied, read: bytes of weights, and of KV, that come to
-    DEVICE and from DISK in a pass. busy: of its seconds, for how many each link is; of prompts longer than
-    one pass everything is the mean of their passes.
+    tokens: of all sequences together, in a pass.
+    seconds: of a pass.
+    copied, read: bytes of weights and KV that come to DEVICE, and from DISK, in a pass.
+    busy: seconds of a pass in which each link is busy.
     """
 
     tokens: float
@@ -123,12 +123,12 @@ class Pace:
 
     @property
     def tokens_per_second(self) -> float:
-        """All sequences together get so many tokens a second."""
+        """Return the tokens a second of all sequences together."""
         return self.tokens / self.seconds
 
     @property
     def binding(self) -> Link:
-        """The link that everything else waits for."""
+        """Return the link that everything else waits for."""
         return max(Link, key=lambda link: self.busy[link])
 
     def share(self, link: Link) -> float:
@@ -138,9 +138,10 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The plan that a boot would build on a machine, and the pace that follows.
+    """Holds the plan that a boot would build on a machine, and the pace that follows.
 
-    placement: of the groups that every pass needs. experts: of the others, where the model has any.
+    placement: of the groups that every pass needs.
+    experts: of the others, if the model has any.
     """
 
     machine: Machine
@@ -153,12 +154,12 @@ class Forecast:
 
     @property
     def budget(self) -> Budget:
-        """The device's memory is divided so."""
+        """Return how the device's memory is divided."""
         return self.plan.budget
 
     @property
     def far(self) -> int:
-        """Bytes of KV that rest in host memory, because the device has no room for a context's."""
+        """Return the bytes of KV that rest in host memory because the device has no room for a context's."""
         far = self.plan.outline.far
         return far.host_bytes if far else 0
 
@@ -186,7 +187,7 @@ class Forecast:
         )
 
     def ring(self, tier: Tier) -> int:
-        """Return the bytes through which the other weights pass."""
+        """Return the bytes of a tier's ring, through which the other weights stream."""
         if tier is Tier.DISK:
             return 0
         device = tier is Tier.DEVICE
@@ -209,7 +210,7 @@ class More(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Tokens/s that more of something would add; none where it would not help, since it need not be used."""
+    """Says how many tokens/s more of something would add: 0 where it would not help."""
 
     more: More
     decode: float
@@ -217,8 +218,11 @@ class Gain:
 
 
 def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) -> Forecast:
-    """Raises BudgetError as a boot would, where KV for all sequences, the largest step and the ring do not
-    fit; and ConfigError."""
+    """Forecast a workload on a machine.
+
+    Raises BudgetError as a boot would, if KV for all sequences, the largest step and the ring do not fit; and
+    ConfigError.
+    """
     if work.context > spec.max_length and spec.rope.kind is not RopeKind.DYNAMIC:
         raise ConfigError(
             f"a context of {work.context:,} is more than the {spec.max_length:,} positions the model was "
@@ -259,7 +263,7 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
 
 
 def gains(spec: ModelSpec, names: TensorNames, now: Forecast) -> tuple[Gain, ...]:
-    """Return what more of each tier and link would buy."""
+    """Return how much more of each tier and link would help."""
     machine, rates = now.machine, now.machine.rates
     others = {
         More.DEVICE: replace(machine, device=machine.device + GB),
@@ -287,7 +291,7 @@ def gains(spec: ModelSpec, names: TensorNames, now: Forecast) -> tuple[Gain, ...
 def _plan(
     spec: ModelSpec, layouts: Sequence[GroupLayout], machine: Machine, work: Work
 ) -> BootPlan[FarBytes]:
-    """Return the plan of a boot with KV for all sequences at their longest, no more and no less."""
+    """Return the plan of a boot with exactly the KV of all sequences at their longest."""
     cuda, kv = machine.host is not None, kv_layout(spec, work.dtype, BLOCK_SIZE)
     blocks = work.batch * -(-work.context // BLOCK_SIZE)
     tokens = min(work.step_tokens, max(work.batch * work.context, BLOCK_SIZE))
@@ -325,7 +329,7 @@ def _far_kv(machine: Machine, work: Work, far: int) -> int:
 
 
 def _ways(layout: KVLayout, machine: Machine, work: Work) -> int:
-    """Bytes of the device through which KV goes to host memory and back."""
+    """Return the bytes of the device through which KV goes to host memory and back."""
     tile = usual_tile(layout, machine.usable, work.context, "cuda")
     return carrier_bytes(layout, tile, max(work.step_tokens // BLOCK_SIZE, 1) * BLOCK_SIZE)
 
@@ -334,8 +338,7 @@ def _ways(layout: KVLayout, machine: Machine, work: Work) -> int:
 
 
 def _arithmetic(spec: ModelSpec, machine: Machine, work: Sequence[UseWork], step: StepShape) -> list[float]:
-    """Seconds for each use on the device: by the costs of a step where they are known, else the larger of
-    reading and computing."""
+    """Return the device's seconds for each use: by costs where they are known, else the bound."""
     costs = machine.costs
     if costs is None:
         return [
@@ -360,9 +363,13 @@ def _pace(
     far: bool,
     fetched: float | None,
 ) -> Pace:
-    """Return how long passes take. Experts are known only once their router has run, so nothing hides their
-    coming; KV that is far comes while everything else goes on, over the same link as weights. fetched: see
-    Work.experts_fetched."""
+    """Return how long passes take.
+
+    Experts are known only when their router has run, so nothing overlaps their copies. Far KV is copied
+    beside everything else, over the same link as weights.
+
+    fetched: as Work.experts_fetched.
+    """
     dense = predict(placement, machine.rates, arithmetic, placement.piece)
     seconds, copied, read, busy = (
         dense.seconds,
@@ -402,10 +409,9 @@ def _pace(
 
 
 def _fetch(experts: ExpertRoom, chosen: float, rates: Rates) -> float:
-    """Seconds until all experts of a layer that were chosen, at even chance, are on DEVICE, on average over
-    how many of them are on DISK.
+    """Return the mean seconds until all chosen experts of a layer are on DEVICE, as if chosen evenly.
 
-    Those are read while others are copied; then the last of them is copied.
+    Those on DISK are read while others are copied. Then the last of them is copied.
     """
     count = max(round(chosen), 1)
     on_disk = experts.on_disk / experts.experts

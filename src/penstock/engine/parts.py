@@ -1,4 +1,4 @@
-"""Construct the parts of an engine from what was decided. Nothing is decided here."""
+"""Constructs the parts of an engine from what was decided. It decides nothing."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,8 +42,7 @@ def make_runner(
     agree: Callable[[torch.Tensor], None] | None = None,
     guide: Guide | None = None,
 ) -> Runner:
-    """Return a runner without weights and KV, which are attached when there are any. agree, guide: as of
-    `Sampler`."""
+    """Return a runner without weights and KV, which are attached later. agree, guide: as for `Sampler`."""
     spec, limits, far = settled.spec, settled.limits, settled.far
     policies = far.policies if far else None
     inputs = InputBuilder(
@@ -63,8 +62,10 @@ def make_runner(
 def blank_runner(
     settled: Settled, device: torch.device, collectives: RankCollectives | None, *, early: bool
 ) -> Runner:
-    """Return a runner over blank weights and one block of KV, which waits for no other rank. Its model ends a
-    layer behind the first of the last kind: a last layer computes less than others."""
+    """Return a runner over blank weights and one block of KV, which waits for no other rank.
+
+    Its model ends one layer behind the first of the last kind, since a last layer computes less than others.
+    """
     spec = settled.spec
     layers = min(layer_kinds(spec)[-1] + 2, spec.layers)
     short = replace(spec, stack=spec.stack[:layers])
@@ -75,7 +76,7 @@ def blank_runner(
 
 
 def layer_kinds(spec: ModelSpec, each: int = 1) -> tuple[int, ...]:
-    """Return the first layers of each kind, as many as there are up to `each`."""
+    """Return the first layers of each kind, up to `each` of them."""
     kinds = dict[LayerSpec, list[int]]()
     for layer, kind in enumerate(spec.stack):
         kinds.setdefault(kind, []).append(layer)
@@ -83,8 +84,10 @@ def layer_kinds(spec: ModelSpec, each: int = 1) -> tuple[int, ...]:
 
 
 def make_weights(placed: PlacedWeights, device: torch.device, trace: Trace | None) -> WeightStream:
-    """Return the weights that were placed, not loaded yet. It takes over their sources; if it cannot be made,
-    these are closed."""
+    """Return the placed weights, not loaded yet.
+
+    It takes over their sources, and closes them if it fails.
+    """
     plan = placed.plan
     try:
         return WeightStream(
@@ -105,8 +108,10 @@ def make_weights(placed: PlacedWeights, device: torch.device, trace: Trace | Non
 def make_carrier(
     far: LongRoom, device: torch.device, trace: Trace | None = None, store: BlockStore | None = None
 ) -> Carrier:
-    """Return what moves KV between the device and the host. It takes over the store; if it cannot be made,
-    that is closed."""
+    """Return the carrier of KV between device and host.
+
+    It takes over the store, and closes it if it fails.
+    """
     try:
         return Carrier(
             far.layout,
@@ -127,7 +132,7 @@ def make_carrier(
 
 
 def make_scheduler(plan: BootPlan[LongRoom], root: bytes, store: BlockStore | None) -> Scheduler:
-    """Return a scheduler over the plan's KV blocks. root: the key that all KV keys begin with."""
+    """Return a scheduler over the plan's KV blocks. root: root of all KV keys."""
     outline, config = plan.outline, plan.outline.settings
     rope, far, size = outline.spec.rope, outline.far, config.block_size
     prefixes = PrefixRule(

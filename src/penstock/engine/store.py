@@ -1,5 +1,4 @@
-"""KV that outlives the process: the key that names a model's KV, the store of its blocks on disk, and the
-rates that the next process begins with."""
+"""Keeps KV beyond the process: its key, the block store on disk, and rates for the next process."""
 
 import json
 import shutil
@@ -19,8 +18,10 @@ from penstock.weights.checkpoint.reader import Checkpoint
 
 
 def open_store(model: Model, settled: Settled, root: bytes, say: Say) -> BlockStore | None:
-    """Open the store of blocks that outlive the process, if there is room for any. Where another process
-    writes it, it is only read."""
+    """Open the block store that outlives the process, if there is room for one.
+
+    It is read-only if another process writes to it.
+    """
     config, far = settled.settings, settled.far
     if far is None or not far.store_bytes:
         return None
@@ -52,10 +53,9 @@ def open_store(model: Model, settled: Settled, root: bytes, say: Say) -> BlockSt
 
 
 def carry_rates(rates: Rates, store: BlockStore | None, computed_by: str) -> Callable[[], None] | None:
-    """Let rates begin where those of the process before have ended, if it kept blocks in the same store.
-    Return what hands them on to the next process, to be called in the end.
+    """Load the rates of the previous process from the store. Return a function that saves them at the end.
 
-    computed_by: the devices, and what of the weights they hold: steps take as long only where that is alike.
+    computed_by: the devices and which weights they hold. Times of steps hold only where that is equal.
     """
     if store is None:
         return None
@@ -67,20 +67,23 @@ def carry_rates(rates: Rates, store: BlockStore | None, computed_by: str) -> Cal
 
 
 def outlives(settled: Settled) -> bool:
-    """Tell whether KV is kept where another process may find it, so that its name must tell the model from
-    every other."""
+    """Tell whether KV outlives the process, so that its keys must distinguish the model from every other."""
     return settled.far is not None and settled.far.store_bytes > 0
 
 
 def root_of(
     config: Config, model: Model, settled: Settled, say: Say = lambda _: None, *, blocks: int = 0
 ) -> bytes:
-    """Return the key that all KV keys begin with: a digest of all that the meaning of KV depends on but
-    tokens. The weights are part of it only where KV outlives the process, since to know them every byte of a
-    checkpoint is hashed. Raises CheckpointError.
+    """Return the root of all KV keys: a digest of everything but tokens that KV depends on.
 
-    blocks: KV blocks of the device. Under a policy KV also depends on what is there, and not on the host, and
-    on how it is cut."""
+    The weights are included only if KV outlives the process, since every byte of a checkpoint is hashed for
+    that.
+
+    blocks: KV blocks of the device. Under an attention policy KV depends on what is on the device, and on how
+        it is cut.
+
+    Raises CheckpointError.
+    """
     fingerprint = b""
     if outlives(settled):
         fingerprint = model.fingerprint()

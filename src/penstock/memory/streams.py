@@ -350,8 +350,7 @@ _IN_STREAM_ORDER = 1
 
 @lru_cache(maxsize=1)
 def _memcpy_batch() -> Callable[[int, int, Pieces, int], int]:
-    """Copies pieces between two addresses on a stream, by cudaMemcpyBatchAsync, or one by one where the
-    runtime is older than 12.8."""
+    """Return a function that copies pieces: cudaMemcpyBatchAsync, or single copies before runtime 12.8."""
     version = ctypes.c_int()
     cuda_function("cudaRuntimeGetVersion", ctypes.c_void_p)(ctypes.byref(version))
     if version.value < 12080:
@@ -365,16 +364,15 @@ def _memcpy_batch() -> Callable[[int, int, Pieces, int], int]:
         )
 
         def one_by_one(target: int, source: int, pieces: Pieces, stream: int) -> int:
-            # 4: which way is for the runtime to find out.
+            # 4 is cudaMemcpyDefault: the runtime finds out which way to copy.
             faults = (
                 single(target + at, source + start, size, 4, stream) for at, start, size in pieces.tolist()
             )
             return next((fault for fault in faults if fault), 0)
 
         return one_by_one
-    failed = (
-        [ctypes.c_void_p] if version.value < 13000 else []
-    )  # Until 13, where to say which of them failed.
+    # Before 13 one more argument takes the index of the copy that failed.
+    failed = [ctypes.c_void_p] if version.value < 13000 else []
     pointers = [ctypes.c_void_p] * 3
     batch = cuda_function(
         "cudaMemcpyBatchAsync",
@@ -408,7 +406,7 @@ def _memcpy_batch() -> Callable[[int, int, Pieces, int], int]:
 
 @lru_cache(maxsize=1)
 def _memcpy_2d() -> Callable[..., int]:
-    """cudaMemcpy2DAsync: target, its pitch, source, its pitch, width, rows, kind, stream."""
+    """Return cudaMemcpy2DAsync: target, its pitch, source, its pitch, width, rows, kind, stream."""
     size = ctypes.c_size_t
     return cuda_function(
         "cudaMemcpy2DAsync",

@@ -20,13 +20,13 @@ from penstock.memory.streams import HostTicket
 
 
 class CalledOff(Exception):
-    """Raised by the result of a task that was called off before it began."""
+    """The result of a task raises CalledOff if it was called off before it began."""
 
 
 class Task(HostTicket):
     """A Task is reached when its work is over, or was called off before it began.
 
-    fault: what the work has raised, once it is done.
+    fault: the error that the work has raised, once it is done.
     """
 
     __slots__ = ("_work", "called_off", "fault")
@@ -75,6 +75,7 @@ class Workers:
     """Workers are `count` threads that do tasks, first come, first begun. One thread calls everything."""
 
     def __init__(self, count: int, name: str) -> None:
+        """Start the threads."""
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         """None: there is nothing more to do, for any of them."""
         self._closing = False

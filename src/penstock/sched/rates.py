@@ -202,7 +202,7 @@ class Rates:
     _tokens: int = 0
     _seconds: float = 0.0
     _hidden: bool = False
-    """Whether arithmetic under way overlaps its request's wait, so that its time cannot be measured."""
+    """True if arithmetic under way overlaps its request's wait, so that its time cannot be measured."""
     _steps: Curve = field(default_factory=Curve)
     _moves: dict[Route, Line] = field(default_factory=dict)
     _coming: dict[TransferId, _Coming] = field(default_factory=dict)

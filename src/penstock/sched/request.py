@@ -34,13 +34,13 @@ class Request:
     share_prefix: bool = True
     """False if every prompt position must be computed, because its log-probabilities were asked for."""
     priority: int = 0
-    """Of waiting requests, the one with the smallest number is served first."""
+    """The queue's first criterion: the smallest number is served first."""
     phase: Phase = Phase.WAITING
     row: Row | None = None
     unknown: int = 0
     """Number of its last tokens that are UNKNOWN: steps under way yield them."""
     ending: bool = False
-    """Whether the next plan leaves it out.
+    """True if the next plan leaves it out.
 
     A step under way yields its last token, by its length, or verifies a draft, which yields any number of
     tokens.
@@ -59,11 +59,11 @@ class Request:
     meeting: TransferId | None = None
     """The transfer that brings that block."""
     patient: bool = True
-    """Whether it still asks the disk. It does not if blocks were lost, or computing is faster."""
+    """True while it still asks the disk. It does not if blocks were lost, or computing is faster."""
     weighed: int = 0
     """Blocks up to this index were found on another tier and not loaded, since computing them is faster."""
     punctual: bool = True
-    """Whether its transfers have come in time so far. If not, it asks for no more."""
+    """True while its transfers have come in time. If not, it asks for no more."""
     from_host: int = 0
     """Cached tokens that were copied up from the host."""
     from_disk: int = 0

@@ -23,9 +23,9 @@ Store = Literal["eager", "lazy", "off"]
 _AHEAD = 2
 """Lazily, blocks go down before this many steps' worth of new ones are needed."""
 _HELD_PART = 4
-"""At most one in so many host blocks is held for writes to the disk."""
+"""The disk's writes hold at most one in so many host blocks."""
 _COMING_PART = 2
-"""At most one in so many host blocks is held for reads from the disk."""
+"""Reads from the disk hold at most one in so many host blocks."""
 _AT_ONCE = 256
 """Most blocks of a transfer to the host or to the disk. More would land late, and be held so long."""
 

@@ -48,10 +48,8 @@ def _prepare() -> None:
         from triton.runtime import driver
         from triton.runtime.cache import triton_key
 
-        _ = driver.active  # The first time on a machine, a C compiler makes a part of it.
-        # A digest of all of Triton, which every name in its cache begins with; kept by Triton once it is
-        # known.
-        triton_key()
+        _ = driver.active  # The first time on a machine, a C compiler builds a part of it.
+        triton_key()  # A digest of all of Triton, part of every key of its cache. Triton keeps it.
 
 
 def compile_ahead(
@@ -69,7 +67,7 @@ def compile_ahead(
 
     def ready(compile: Callable[[], Any]) -> None:
         with torch.cuda.device(device), suppress(Exception):
-            _ = compile().run  # By which it is loaded.
+            _ = compile().run  # This loads it.
 
     with torch.cuda.device(device), suppress(Exception):
         with ZeroFilled():

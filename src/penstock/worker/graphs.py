@@ -167,10 +167,8 @@ class DecodeStep:
     def compute_run(self, count: int, weights: Weights) -> None:
         """Compute the run of `count` tokens: its last one's logits and likeliest token, in the first row."""
         given, placed = self._place(count)
-        where, pages = (
-            self._given[:2],
-            self._table.index_select(0, given[0, :1])[0],
-        )  # Those of `placed` end where each token does.
+        # The tables of `placed` end where each token does, so the run's is taken from the whole table.
+        where, pages = self._given[:2], self._table.index_select(0, given[0, :1])[0]
         run = PlacedRun(pages, where, self._max_length)
         attention = AttentionInputs(placed.blocks, placed.offsets, placed.slots, None, (), placed=run)
         last = (where[1:] - 1).clamp(min=0).long()
@@ -229,7 +227,7 @@ class DecodeGraphs:
         begin, device = perf_counter(), self._step.tokens.device
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_reserved(device)
-        gc.collect()  # What is collected in the midst of a recording may free what it must not.
+        gc.collect()  # A collection during a recording could free what it must not.
         pool, stream = torch.cuda.graph_pool_handle(), _idle_stream(device)
         with torch.cuda.stream(stream), no_collection(), pdl_launches(early), counting(self._step.counters):
             for count in self._counts:
@@ -245,17 +243,15 @@ class DecodeGraphs:
                     stream.synchronize()
                     self._run_programs[count] = partial(compute, self._weights)
         torch.cuda.synchronize(device)
-        self._stream = stream  # Not one whose recording was broken off.
-        give_back(
-            device
-        )  # What was computed once before its recording was computed on that stream, which nothing else is.
+        self._stream = stream  # Only after all recordings have succeeded.
+        give_back(device)  # Steps ran once on that stream before they were recorded. Nothing else uses it.
         self.bytes = torch.cuda.memory_reserved(device) - before
         self.seconds = perf_counter() - begin
 
     def _recorded(
         self, compute: Callable[[Weights], None], pool: "_POOL_HANDLE", stream: torch.cuda.Stream
     ) -> "_Program":
-        # What is compiled, planned and allocated once is so before the recording.
+        # The first run compiles kernels, plans and allocates, which a recording must not do.
         compute(self._weights.standing())
         stream.synchronize()
         program = _Program(pool, self._weights)
@@ -346,7 +342,7 @@ class _Program:
 
     def _begin(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        # Other threads read weights and KV meanwhile, and look at events.
+        # Other threads may copy weights and KV and query events meanwhile.
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         return graph
 
@@ -357,9 +353,7 @@ class _Program:
 
     def take(self, group: GroupId) -> GroupViews:
         views, moves = self._standing.take(group), self._weights.moves(group)
-        if (
-            moves or self._released
-        ):  # What was released makes room for what comes next: it does not wait until that is taken.
+        if moves or self._released:  # A release makes room for the next copy, so it is not delayed further.
             self._cut()
             self._note_released()
             if moves:

@@ -76,8 +76,8 @@ class InputBuilder:
         self._angles = RotaryAngles(spec.rope, device)
         self._dynamic = spec.rope.kind is RopeKind.DYNAMIC
         self._windows = tuple(dict.fromkeys(spec.windows))
-        # Host pages that no row has reached yet are never touched, so a table for the longest context costs
-        # what is used.
+        # The system allocates pages of a table when they are first written, so a table for the longest
+        # context costs only as much as is used.
         self._table = np.zeros((rows, blocks_per_row), dtype=np.int32)
         self._cold = np.zeros((rows, blocks_per_row), dtype=np.int32)
         self._tile_blocks = max(tile_tokens // block_size, 1)
@@ -116,7 +116,7 @@ class InputBuilder:
         samples = len(wanted)
         for at, share in zip(first, shares, strict=True):
             wanted.extend(range(int(at), int(at) + len(share.next_prompt_tokens)))
-        # What goes to host blocks alone has no place in pages.
+        # Tokens that go only to host blocks have no place in pages.
         is_cold = positions < np.repeat([share.near for share in shares], counts)
         slots = np.where(is_cold, -1, blocks * self._block_size + offsets)
         sends = tuple(self._sends(shares, first))
@@ -303,7 +303,7 @@ class InputBuilder:
         cold = np.array([share.cold_start for share in shares], dtype=np.int32)
         lengths = np.array([share.stop for share in shares], dtype=np.int32) - cold
         longest = int(lengths.max())
-        # Of a long request the table begins where its tail does.
+        # A long request's table begins where its tail does.
         columns = np.minimum(
             cold[:, None] // self._block_size + np.arange(-(-longest // self._block_size)),
             self._table.shape[1] - 1,
@@ -332,7 +332,7 @@ class InputBuilder:
     ) -> RowGroup:
         keys = int(lengths[rows[0]])
         used = -(-keys // self._block_size)
-        # Beyond a row's end its table holds blocks of other rows; what is read there is cleared and masked.
+        # Beyond a row's end its table holds blocks of other rows. Keys that are read there are masked.
         blocks = self._send(table[rows, :used].astype(np.int64))
         lengths_here = torch.from_numpy(lengths[rows].astype(np.int64)).to(self._device)[:, None]
         masks: dict[int | None, Tensor | None] = {}

@@ -159,7 +159,7 @@ class Leader:
         """The last job that a caller waits for."""
         self._woken: SimpleQueue[None] = SimpleQueue()
         self._closed = self._ended = False
-        # The other thread's, as long as it has a job:
+        # The other thread owns these while it has a job:
         self._number = 0
         self._broken: DeviceError | None = None
         self._going: dict[TransferId, list[Landed]] = {}
@@ -216,10 +216,10 @@ class Leader:
         if self._closed:
             return
         if not (self._ended and self._job is not None and self._job.done):
-            with suppress(DeviceError):  # It has been raised before, where somebody could be told of it.
+            with suppress(DeviceError):  # An earlier call has raised it.
                 self._do(self._end)
         self._crew.close()
-        if self._job is None or self._job.done:  # Else it hangs in a device that cannot be had back.
+        if self._job is None or self._job.done:  # Otherwise its thread hangs in the device for ever.
             self._workers.close()
             self._alone()
         self._closed = True
@@ -238,7 +238,7 @@ class Leader:
         while not job.done:
             with suppress(Empty):
                 self._woken.get(timeout=_GLANCE)
-            failure = self._crew.failure or self._broken  # Others may be well, and wait to be told.
+            failure = self._crew.failure or self._broken  # Other followers may still wait for messages.
             if failure is None or job.done:
                 continue
             late = late or monotonic() + _LET_GO

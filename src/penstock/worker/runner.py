@@ -59,7 +59,7 @@ class Runner:
         self._weights: Weights | None = None
         self._inputs = inputs
         self._sampler = sampler
-        # Kernels of our own are launched on the thread's current device, which need not be this one.
+        # Our kernels are launched on the thread's current device, which need not be this one.
         self._current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         self._kernels = kernels
         self._pool: KVPool | None = None
@@ -168,7 +168,7 @@ class Runner:
         except Exception as fault:
             if not (short := shortage(fault, self._device)):
                 raise
-        # Raised out here: whatever the step has allocated would live as long as what was raised within it.
+        # Raised out here, since an error raised within the step would keep its allocations alive.
         raise StepMemoryError(short)
 
     def run(self, plan: Plan, layers: tuple[int, ...] | None = None) -> Outcome:

@@ -130,8 +130,8 @@ class Sampler:
             )
             draw(logits, send(asked, self._device), tokens)
             tokens.masked_fill_(wrong, NO_TOKEN)
-        # Logits are the same on all ranks; likelihoods, where devices are not alike, are not to the last bit,
-        # and masks are rank 0's.
+        # Logits have the same bits on all ranks. Likelihoods need not where devices differ, and only rank 0
+        # has masks.
         if self._agree is not None and (random or held):
             self._agree(tokens)
         known = tokens.clamp(min=0)

@@ -133,8 +133,6 @@ class Masks:
 
 def _bits(masks: Tensor, count: int) -> Tensor:
     """Return the first `count` bits of each row of words, bool `[rows, count]`."""
-    parts = masks.view(
-        torch.uint8
-    )  # The first of a word's bytes has its first bits, on all machines that this runs on.
+    parts = masks.view(torch.uint8)  # Little-endian: the first byte of a word has its first bits.
     shifts = torch.arange(8, dtype=torch.uint8, device=masks.device)
     return ((parts[..., None] >> shifts) & 1).view(torch.bool).flatten(1)[:, :count]
