@@ -224,8 +224,7 @@ def _rope(config: _Reader, head_dim: int, max_length: int) -> RopeSpec:
     original = config.whole(
         "original_max_position_embeddings", reader.whole("original_max_position_embeddings", max_length)
     )
-    # Where yarn's optional numbers are zero, transformers takes them for not given. An attention factor of
-    # zero it takes literally.
+    # transformers ignores yarn's optional numbers where they are zero, except for the attention factor.
     zero_is_absent = {
         key: None for key in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow") if scaling.get(key) == 0
     }
@@ -244,13 +243,13 @@ def _rope(config: _Reader, head_dim: int, max_length: int) -> RopeSpec:
         dim=head_dim,
         kind=kind,
         factor=reader.number("factor", max_length / original if kind is RopeKind.YARN else None),
-        # Dynamic scaling starts where the configured positions end; there the key means nothing.
+        # Dynamic scaling starts at the end of the configured positions, whatever the key says.
         original_length=max_length if kind is RopeKind.DYNAMIC else original,
         low_freq_factor=reader.number("low_freq_factor", 1.0),
         high_freq_factor=reader.number("high_freq_factor", 4.0),
         beta_fast=reader.number("beta_fast", 32.0),
         beta_slow=reader.number("beta_slow", 1.0),
-        # An explicit null is false to transformers.
+        # transformers takes an explicit null for false.
         truncate=scaling.get("truncate", True) is not None and reader.flag("truncate", True),
         **optional,
     )

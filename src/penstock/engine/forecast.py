@@ -346,7 +346,7 @@ def _arithmetic(spec: ModelSpec, machine: Machine, work: Sequence[UseWork], step
         ]
     if step.decodes:
         return [costs.decode_seconds(step.tokens, use) for use in work]
-    if step.tokens <= RECORDED_TOKENS:  # As few as that may take longer to read weights for than to compute.
+    if step.tokens <= RECORDED_TOKENS:  # With so few tokens, reading weights may take longer than computing.
         return [
             max(costs.decode_seconds(step.tokens, use), prompt_seconds(costs.prompt, use)) for use in work
         ]
@@ -378,7 +378,7 @@ def _pace(
         dict(dense.busy),
     )
     if experts is not None and spec.moe is not None:
-        last = int(spec.moe_layers[-1])  # There tokens whose logits are not wanted choose none.
+        last = int(spec.moe_layers[-1])  # In the last layer only tokens that need logits choose experts.
         counts = ((sum(spec.moe_layers) - last, step.tokens), (last, step.rows))
         layers = [(count, bounds.experts_chosen(spec.moe, tokens)) for count, tokens in counts if count]
         chosen = sum(count * each for count, each in layers)

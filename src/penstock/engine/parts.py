@@ -145,12 +145,14 @@ def make_scheduler(plan: BootPlan[LongRoom], root: bytes, store: BlockStore | No
     kept: Store = "off"
     if far and keeps(config):
         kept = "lazy" if config.kv_store == "lazy" else "eager"
+    storage = Storage(host, disk, kept, alike=far is None or far.layout.rounded_from is None)
+    # The layouts have only this rank's part of each matrix.
+    doubles = doubles_at(outline.spec, outline.layouts) * outline.shard.ranks
     return Scheduler(
         BlockLedger(plan.budget.blocks),
         outline.limits,
         prefixes,
-        Storage(host, disk, kept, alike=far is None or far.layout.rounded_from is None),
-        doubles_at=doubles_at(outline.spec, outline.layouts)
-        * outline.shard.ranks,  # Of matrices a rank has but a part.
+        storage,
+        doubles_at=doubles,
         check=config.check,
     )

@@ -117,7 +117,7 @@ def place(
         assert isinstance(source, PackSource)
         store = source.pack.store.path
     say("measuring what links and disk can do" if found.needs_disk else "measuring what the link can do")
-    # What is small is as fast as it is: measuring must not take longer than it can be worth.
+    # Small models are measured briefly, since exact rates gain them little.
     longest, most = total / _MEASURED, max(found.limits.device // 2, _LEAST_READ)
     rates = Rates(
         host_to_device=copy_rate(device, most // 2, min(longest, _LINK_SECONDS)),

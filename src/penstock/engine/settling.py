@@ -43,7 +43,7 @@ def settle(config: Config, model: Model, device: torch.device, say: Say, shard: 
     hardware = read_hardware(device)
     total = device_room(config, hardware)
     if not hardware.cuda:
-        total //= shard.ranks  # One memory for all.
+        total //= shard.ranks  # All ranks share one memory.
     elif config.device_memory is not None:
         total = capped(device, total, host_room(config, hardware))
     if isinstance(model, Checkpoint):

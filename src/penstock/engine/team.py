@@ -104,9 +104,7 @@ def team_config(config: Config, model: Model) -> Config:
             "give the checkpoint it was made of"
         )
     if config.host_kv_memory is None and config.disk_kv_memory is None:
-        return replace(
-            config, host_kv_memory=0
-        )  # What each rank has room for differs: it is to be asked for.
+        return replace(config, host_kv_memory=0)  # Ranks have room for different sizes, so one must be named.
     return config
 
 

@@ -123,7 +123,7 @@ def pinned_if_possible(size: int, device: torch.device) -> Arena:
 
 def _mapped(size: int, kind: type[mmap.mmap]) -> tuple[mmap.mmap, Tensor]:
     """Map anonymous memory and touch all of its pages by several threads, many times faster than by one."""
-    # Starts at a multiple of a huge page, so that the kernel may use these from the first byte on.
+    # The part begins at a multiple of a huge page, so that the kernel can use huge pages from there on.
     mapping = kind(-1, size + _HUGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -279,7 +279,7 @@ def left_by(device: torch.device, work: Callable[[], object]) -> int:
         work()
         return 0
     before = torch.cuda.memory_reserved(device)
-    # A library's workspace gets memory of its own, and no part of what a large tensor leaves.
+    # The library allocates its workspace here, so that it takes no part of a large tensor's segment later.
     torch.ones(1, 1, device=device).mm(torch.ones(1, 1, device=device))
     work()
     torch.cuda.synchronize(device)

@@ -223,7 +223,7 @@ class DirectFile(DiskFile):
         """Open `path`. Raises ReadError, as DiskFile does."""
         super().__init__(path, devices=True)
         try:
-            # By way of the descriptor, the same file even if the path leads to another one by now.
+            # Through the descriptor it is the same file, even if the path leads to another one by now.
             self._direct = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         except OSError:
             self._direct = -1

@@ -126,7 +126,7 @@ class ThreadStream:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Queue what `Stream.copy` says."""
-        # One core's memcpy: torch would wake its threads, which the arithmetic needs.
+        # This is one core's memcpy. torch would use its threads, which the arithmetic needs.
         self.run(lambda: np.copyto(target.numpy(), source.numpy()))
 
     def copy_rows(self, target: Tensor, source: Tensor) -> None:
@@ -251,7 +251,7 @@ class CudaStream:
         # torch copies strided host memory through a buffer, on the host, and waits for it.
         _check_rows(target, source)
         (rows, width), kind = target.shape, 2 * source.is_cuda + target.is_cuda
-        # A lone row may have any stride; the runtime wants one that is no less than the width.
+        # A lone row may have any stride, but the runtime needs a pitch of at least the width.
         pitches = [max(x.stride(0), width) for x in (target, source)]
         with torch.cuda.device(self._device):
             stream = self._queue().cuda_stream

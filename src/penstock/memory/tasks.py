@@ -51,9 +51,9 @@ class Task(HostTicket):
             work()
         except BaseException as fault:
             self.fault = fault
-        del work  # What it holds is free when the task is reached.
+        del work  # Its references are gone when the task is reached.
         self.reach()
-        del self  # A fault holds this frame; it should not hold itself.
+        del self  # The fault's traceback holds this frame, which must not hold the fault.
 
     def result(self) -> None:
         """Wait, and raise what the work has raised."""
@@ -113,7 +113,7 @@ class Workers:
         """
         self._closing = True
         self._tasks.put(None)
-        for ended in self._ended:  # An interrupted join takes a thread for ended that is not.
+        for ended in self._ended:  # An interrupted join may mark a running thread as ended.
             ended.wait()
         for thread in self._threads:
             thread.join()

@@ -154,12 +154,12 @@ class _Choice:
 
     def __init__(self, members: Sequence[object], name: str) -> None:
         self._members, self._name = list(members), name
-        # By identity, since the hash of an Enum's member takes longer than all else here.
+        # By identity, since hashing an Enum's member takes longer than everything else here.
         self._places = {id(member): place for place, member in enumerate(members)}
         assert len(members) < 256
 
     def write(self, values: Sequence[Any], parts: list[bytes]) -> None:
-        if values and values.count(values[0]) == len(values):  # As in most steps.
+        if values and values.count(values[0]) == len(values):  # True in most steps.
             parts.append(bytes((self._places[id(values[0])],)) * len(values))
         else:
             parts.append(bytes(map(self._places.__getitem__, map(id, values))))

@@ -276,7 +276,7 @@ class StartedCrew:
             far.close()
             os.close(printed)
         self._children.append(_Child(rank, process, near, output, time.monotonic()))
-        with suppress(OSError):  # If it has ended already, that is noticed like every other end.
+        with suppress(OSError):  # If it has ended already, the watcher notices that later.
             near.sendall(len(start).to_bytes(8, "little") + start)
 
     def _look_after(self) -> None:
@@ -329,8 +329,7 @@ class StartedCrew:
         if gone:
             for child in gone:
                 _reap(child)
-            # One that was killed takes others with it, which end with an error of their own; not the other
-            # way round.
+            # One that was killed is the cause: others fail with an error of their own because of it.
             first = min(gone, key=lambda child: (child.process.returncode or 0) >= 0)
             why = f"rank {first.rank} of {self.ranks} {first.ending()}"
         else:
@@ -348,7 +347,7 @@ class StartedCrew:
         """Wait until followers end by themselves, and kill them when their time is over."""
         late = time.monotonic() + (self._grace or 0.0)
         while any(child.process.poll() is None for child in self._children) and time.monotonic() < late:
-            for child in self._children:  # One whose pipe is full would wait for ever.
+            for child in self._children:  # A child with a full pipe would wait for ever.
                 os.set_blocking(child.output, False)
                 child.read()
             time.sleep(5e-3)
@@ -370,7 +369,7 @@ def _reap(child: _Child) -> None:
         try:
             child.process.wait(_DYING)
             break
-        except subprocess.TimeoutExpired:  # It has closed its socket, and does not end.
+        except subprocess.TimeoutExpired:  # It has closed its socket without ending.
             child.process.kill()
     os.set_blocking(child.output, False)
     while child.read():

@@ -271,7 +271,7 @@ def _wait(work: Work | None) -> None:
         if work is not None:
             work.wait()
     finally:
-        del work  # A fault holds this frame, and the work holds sockets.
+        del work  # An error's traceback holds this frame, and the work holds sockets.
 
 
 def _tensor(message: bytes) -> Tensor:

@@ -47,7 +47,7 @@ class Arrivals:
         tiers, short = self._tiers, not kv.long
         below = tiers.below_device if short else tiers.has_lower_tier
         usable = below and request.share_prefix and request.punctual
-        # While it computes the first part the rest is on its way.
+        # With `meets` the next blocks are already under way, while the request computes those before them.
         if not usable or request.meets or kv.computed % self._size:
             return False
         first = kv.computed // self._size
@@ -84,7 +84,7 @@ class Arrivals:
         The first blocks may be computed while the others are read.
         """
         rates, names, size = self._tiers.rates, request.kv.names(first, count), self._size
-        # A long request's chunks are two tokens at least.
+        # A long request's chunks have at least two tokens, so with blocks of one it computes none beside.
         front, after = 0, self._after(request, first + count)
         if size > 1:
             front = rates.computed_first(count, size, first * size, after, self._clock(), not request.kv.long)
@@ -146,7 +146,7 @@ class Arrivals:
         could not compute either, and copies wait for it too.
         """
         assert request.arriving is not None
-        # What had begun before is over by the first time that this is asked, and not sooner.
+        # The wait begins at the first call: by then the steps that had begun before it are over.
         request.since = min(request.since, self._clock())
         rates, count = self._tiers.rates, self._tiers.count_of(request.arriving)
         computing = rates.computing(request.kv.computed, count * self._size)

@@ -49,7 +49,7 @@ class Growth:
                 )
                 kv.computed = start + 1
                 continue
-            gone = request.row is None  # It had to make room.
+            gone = request.row is None  # It was preempted in this loop.
             if gone or request.ending:
                 continue
             if request.arriving is not None and not self._arrivals.is_late(request):
@@ -133,12 +133,12 @@ class Growth:
         lacking = kv.pages_needed(count) - pages.available
         if lacking > 0 or kv.long:
             if 0 < lacking <= sum(len(other.kv.pages) for other in self._queues.running if other.ending):
-                return  # They will be free when the step under way is over.
+                return  # Requests that end with the step under way will free enough pages.
             if kv.chunks_to_host and not kv.pages:
                 kv.mirror_limit -= min(kv.mirror_limit, max(0, lacking))
             if not self._make_room(request, count):
                 if not 0 < kv.pages_needed(count) - pages.available <= self._pools.tiers.pages_held:
-                    self.preempt(request)  # Else they will be free when they have landed.
+                    self.preempt(request)  # Otherwise transfers will free enough pages when they land.
                 return
         shares.append(self.share(request, count))
 

@@ -37,7 +37,7 @@ def prove_kv(request: Request, size: int) -> None:
     """Prove that a request's computed positions lie in its blocks of `size` tokens, without a gap."""
     name, kv = f"request {request.id}", request.kv
     first, pages, host = kv.first_page, len(kv.pages), len(kv.host)
-    # While a draft is being verified it is computed too.
+    # A draft that is being verified counts as computed.
     assert kv.computed <= request.length or request.ending, f"{name} is computed beyond its end"
     assert max(host, first + pages) * size >= kv.computed, f"{name} lacks blocks for its KV"
     assert first <= host, f"{name} has a gap between host blocks and pages"

@@ -117,7 +117,7 @@ class Curve:
         points, least = list[tuple[float, float]](), math.inf
         for size in sorted(self._middle, reverse=True):
             seconds, work = self._middle[size]
-            # What was seen once may have been held up: then it takes no more than what is more.
+            # A size that was seen once may be an outlier. It takes no longer than a larger one.
             seconds = min(seconds, least) if len(self._sizes[size]) == 1 else seconds
             least = min(least, seconds)
             points.append((work, seconds))
@@ -363,7 +363,7 @@ class Rates:
         """
         if seconds is None or self.token is None:
             return True
-        # A step of the last tokens alone takes its time too.
+        # Loading saves all but the step of the tokens after the blocks.
         spared = self.computing(start, tokens + after, dear=dear) - self.computing(start + tokens, after)
         return seconds + _FIXED < _SURE * spared
 
@@ -382,7 +382,7 @@ class Rates:
             True,
         ):
             return True
-        # Next time the way up is thought to be a little faster, if that would help.
+        # The next estimate for copies to the device is a little lower, if that could make them pay.
         if self.loading_pays(0.0, start, blocks * size, after) and Route.UP in self._moves:
             self._moves[Route.UP].scale(_RETRY_DISCOUNT)
             self.beside[Route.UP], self.block[Route.UP] = self._moves[Route.UP].fit()
@@ -415,7 +415,7 @@ class Rates:
 
         front = 0
         if blocks >= _LEAST_SPLIT:
-            # The fewest that are not done before the rest has come, or one less, or none.
+            # Candidates: the fewest blocks that take longer to compute than the rest to come, one less, none.
             even = bisect_left(range(blocks - 1), True, key=lambda front: computed(front) >= come(front))
             front = min((0, max(even - 1, 0), even), key=ready)
         unseen = self.computing(start + tokens, after, _STEP) - self.computing(start + tokens, after)

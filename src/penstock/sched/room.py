@@ -16,8 +16,8 @@ class RequestRoom:
         self._limits, self._pages, self._host, self._long_pages = limits, pages, host_blocks, long_pages
         # The last token of an output is never an input, so it needs no place in a block.
         longest_short = pages * limits.block_size + 1
-        # What the host holds and a block of tail: after a preemption all full blocks are computed into host
-        # blocks.
+        # A long request fills the host's blocks and one of its tail: after a preemption all of its full
+        # blocks are computed into host blocks.
         most = (host_blocks + 1) * limits.block_size if host_blocks else 0
         self._longest_long = most if pages >= long_pages else min(most, longest_short)
         self.longest = min(limits.max_length, max(longest_short, self._longest_long))

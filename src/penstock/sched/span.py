@@ -218,7 +218,7 @@ class KVSpan:
             self.host.append(block)
         if len(self.host) > first:
             self.host_sealed = len(self.host)
-            self.drop_mirrors(len(self.pages))  # They would leave a gap before what is computed next.
+            self.drop_mirrors(len(self.pages))  # These pages would end before the next position.
         return len(self.host) - first
 
     def take_in(self, pages: Sequence[BlockId]) -> None:
@@ -233,7 +233,7 @@ class KVSpan:
         pools, most = self.pools, self.pools.most_mirrored
         self.mirror_limit = max(0, spare if most is None else min(spare, most))
         first = have = len(self.host)
-        # What follows the first of them needs pages too.
+        # A mirrored block needs all blocks after it in pages too, within the limit.
         least = max(0, len(self.tokens) // pools.size - self.mirror_limit)
         while first > least and (page := pools.pages.find(self.key(first - 1))) is not None:
             pools.pages.hold(page)
@@ -306,7 +306,7 @@ class KVSpan:
 
         Yields the blocks that were not sealed before, and their names.
         """
-        stop = min(stop, len(self.host))  # It may have been sent back to the queue since.
+        stop = min(stop, len(self.host))  # The request may have been preempted since.
         for index in range(self.host_sealed, stop if self.pools.share else 0):
             name = self.name(index)
             self.pools.host.seal(self.host[index], *name)

@@ -224,7 +224,7 @@ class Tiers:
             count = min(len(self._down), self._room(promised), _AT_ONCE)
             some = [self._down.popleft() for _ in range(count)]
             self._go(Route.DOWN, _names(some), [page for page, _ in some], self.host.allocate_near(count))
-        while self._down:  # The host is full of what is in use.
+        while self._down:  # All host blocks are in use.
             page, name = self._down.popleft()
             self._coming[Route.DOWN].discard(name.key)
             self.pages.release([page])
@@ -233,7 +233,7 @@ class Tiers:
             self.disk.make_room(self._outward())
             self._go(Route.OUT, _names(some_out), (), [block for block, _ in some_out])
         transfers, self._new = tuple(self._new), []
-        # Until the step is committed it may have to be said again.
+        # The keys stay in `leaving` until the commit: after an interrupt the next plan names them again.
         leaving = tuple(self.disk.leaving) if self.disk is not None else ()
         self._told = len(leaving)
         return transfers, leaving
@@ -260,7 +260,7 @@ class Tiers:
         disk = self.disk
         if disk is None or disk.find(name.key) or name.key in self._coming[Route.OUT] or disk.capacity < 1:
             return
-        # However slow the disk, what waits for it leaves most of the host to others.
+        # However slow the disk is, its writes hold only a part of the host's blocks.
         outward = self._outward()
         if outward >= self._most_outward():
             self._later[name.key] = name

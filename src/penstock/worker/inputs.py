@@ -332,7 +332,7 @@ class InputBuilder:
     ) -> RowGroup:
         keys = int(lengths[rows[0]])
         used = -(-keys // self._block_size)
-        # Beyond a row's end its table holds blocks of other rows. Keys that are read there are masked.
+        # Beyond a row's end its table holds blocks of other rows. Keys read there are cleared and masked.
         blocks = self._send(table[rows, :used].astype(np.int64))
         lengths_here = torch.from_numpy(lengths[rows].astype(np.int64)).to(self._device)[:, None]
         masks: dict[int | None, Tensor | None] = {}
