@@ -6,6 +6,7 @@ is its caller's.
 
 import ctypes
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
 from queue import SimpleQueue
@@ -110,7 +111,35 @@ class HostTicket:
         return self._when
 
 
-class ThreadStream:
+class _HostStream(ABC):
+    """Copies host memory. `run` says when the work is done."""
+
+    @abstractmethod
+    def run(self, work: Callable[[], object]) -> None:
+        """Do any work, or queue it. It must not raise."""
+
+    def copy_rows(self, target: Tensor, source: Tensor) -> None:
+        """Copy as `Stream.copy_rows` says."""
+        _check_rows(target, source)
+        self.run(lambda: np.copyto(target.numpy(), source.numpy()))
+
+    def copy_pieces(self, target: Tensor, source: Tensor, pieces: Pieces) -> None:
+        """Copy as `Stream.copy_pieces` says."""
+        _check_pieces(target, source, pieces)
+        self.run(lambda: _copy_pieces(target, source, pieces))
+
+    def wait(self, ticket: Ticket) -> None:
+        """Start what is queued from now on after `ticket`."""
+        self.run(ticket.wait)
+
+    def mark(self) -> Ticket:
+        """Return a ticket that is done when all that has been queued is."""
+        ticket = HostTicket()
+        self.run(ticket.reach)
+        return ticket
+
+
+class ThreadStream(_HostStream):
     """A ThreadStream is a thread that does what is queued, in order."""
 
     def __init__(self, name: str) -> None:
@@ -129,26 +158,6 @@ class ThreadStream:
         # This is one core's memcpy. torch would use its threads, which the arithmetic needs.
         self.run(lambda: np.copyto(target.numpy(), source.numpy()))
 
-    def copy_rows(self, target: Tensor, source: Tensor) -> None:
-        """Queue what `Stream.copy_rows` says."""
-        _check_rows(target, source)
-        self.run(lambda: np.copyto(target.numpy(), source.numpy()))
-
-    def copy_pieces(self, target: Tensor, source: Tensor, pieces: Pieces) -> None:
-        """Queue what `Stream.copy_pieces` says."""
-        _check_pieces(target, source, pieces)
-        self.run(lambda: _copy_pieces(target, source, pieces))
-
-    def wait(self, ticket: Ticket) -> None:
-        """Start what is queued from now on after `ticket`."""
-        self.run(ticket.wait)
-
-    def mark(self) -> Ticket:
-        """Return a ticket that is done when all that has been queued is."""
-        ticket = HostTicket()
-        self.run(ticket.reach)
-        return ticket
-
     def close(self) -> None:
         """Finish what is queued and end the thread."""
         self._work.put(None)
@@ -160,32 +169,16 @@ def _serve(work: "SimpleQueue[Callable[[], object] | None]") -> None:
         one()
 
 
-class CallerStream:
+class CallerStream(_HostStream):
     """A CallerStream does everything at once, on the caller's thread: arithmetic on a CPU."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Do any work."""
+        work()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy as `Stream.copy` says."""
         target.copy_(source)
-
-    def copy_rows(self, target: Tensor, source: Tensor) -> None:
-        """Copy as `Stream.copy_rows` says."""
-        _check_rows(target, source)
-        np.copyto(target.numpy(), source.numpy())
-
-    def copy_pieces(self, target: Tensor, source: Tensor, pieces: Pieces) -> None:
-        """Copy as `Stream.copy_pieces` says."""
-        _check_pieces(target, source, pieces)
-        _copy_pieces(target, source, pieces)
-
-    def wait(self, ticket: Ticket) -> None:
-        """Block until `ticket` is reached."""
-        ticket.wait()
-
-    def mark(self) -> Ticket:
-        """Return a ticket that is reached."""
-        ticket = HostTicket()
-        ticket.reach()
-        return ticket
 
     def close(self) -> None:
         """Do nothing: all is done."""

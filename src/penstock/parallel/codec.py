@@ -23,7 +23,6 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, Union, get_args, g
 from zlib import crc32
 
 from penstock.base.errors import DeviceError
-from penstock.step.plan import Plan
 
 T = TypeVar("T")
 
@@ -329,6 +328,3 @@ def _column(kind: Any, where: str) -> _Column:
             kind, {field.name: _column(hints[field.name], f"{where}.{field.name}") for field in fields(kind)}
         )
     raise TypeError(f"{where} is of type {kind}, which no message can carry")
-
-
-PLANS = Codec(Plan)
