@@ -271,7 +271,7 @@ def _booted(case: Case, device: torch.device) -> Iterator[Booted]:
     layouts = group_layouts(model.spec, model.names, case.dtype)
     total = sum(map(padded, layouts))
     limits = Limits(int(total * case.resident), total) if case.resident < 1 else None
-    with patch.object(experts, "expert_kernels", lambda: None) if case.plain else nullcontext():
+    with patch.object(experts, "triton_kernels", lambda _: None) if case.plain else nullcontext():
         booted = boot(config, model, override=Override(limits=limits))
         try:
             assert booted.weights.stats().streams == (case.resident < 1), (

@@ -29,7 +29,7 @@ from penstock.ops.attention.inputs import (
     RowGroup,
     Rows,
 )
-from penstock.ops.kernels import attention_kernels, tile_kernels
+from penstock.ops.kernels import triton_kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HEADS, KV_HEADS, DIM, BLOCK, SCALE = 4, 2, 16, 4, 0.3
@@ -202,8 +202,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if not INTERPRETED:
         pytest.skip("kernels are interpreted where there is no GPU")
-    monkeypatch.setattr(penstock.ops.attention.attend, "_kernels", lambda x: attention_kernels())
-    monkeypatch.setattr(penstock.ops.attention.dense, "_tile_kernels", lambda x: tile_kernels())
+    monkeypatch.setattr(penstock.ops.attention.attend, "_kernels", lambda x: triton_kernels("attention"))
+    monkeypatch.setattr(penstock.ops.attention.dense, "_tile_kernels", lambda x: triton_kernels("tiles"))
 
 
 def exact(made: Step, window: int | None) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ from penstock.ops.attention.inputs import (
     Rows,
     Scratch,
 )
-from penstock.ops.kernels import attention_kernels, tile_kernels
+from penstock.ops.kernels import triton_kernels
 from penstock.step.plan import BlockId, HostBlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.shape import Shape
 from penstock.worker.inputs import InputBuilder
@@ -194,8 +194,8 @@ def check(
     ring = Slot(contents, (tile_blocks + 1) * BLOCK, dtype)
     with pytest.MonkeyPatch.context() as patch:
         if kernels:
-            patch.setattr(penstock.ops.attention.attend, "_kernels", lambda x: attention_kernels())
-            patch.setattr(penstock.ops.attention.dense, "_tile_kernels", lambda x: tile_kernels())
+            patch.setattr(penstock.ops.attention.attend, "_kernels", lambda x: triton_kernels("attention"))
+            patch.setattr(penstock.ops.attention.dense, "_tile_kernels", lambda x: triton_kernels("tiles"))
         patch.setattr(penstock.ops.attention.dense, "WINDOW_TILE", 3)
         write(k, v, (k_cache, v_cache), inputs)
         got, lse = attend(q, k, v, (k_cache, v_cache), inputs, LayerAttention(0.3, window, lse=True), ring)

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.ops.kernels import pointwise_kernels
+from penstock.ops.kernels import triton_kernels
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Return `silu(gate) * up`, `[tokens, inner]`, of a fused `[tokens, 2 * inner]` with the gate first."""
-    if gate_up.is_cuda and (kernels := pointwise_kernels()):
+    if gate_up.is_cuda and (kernels := triton_kernels("pointwise")):
         result: Tensor = kernels.silu_mul(gate_up)
         return result
     gate, up = gate_up.chunk(2, dim=-1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.ops.activation import silu_mul
-from penstock.ops.kernels import expert_kernels
+from penstock.ops.kernels import triton_kernels
 from penstock.ops.linear import dense_linear
 
 
@@ -88,4 +88,4 @@ def experts_reference(
 
 
 def _kernels(device: torch.device) -> ModuleType | None:
-    return expert_kernels() if device.type == "cuda" else None
+    return triton_kernels("experts") if device.type == "cuda" else None

@@ -26,53 +26,11 @@ if TYPE_CHECKING:
     from triton.runtime.jit import KernelParam
 
 
-def pointwise_kernels() -> ModuleType | None:
-    """Return the kernels for norms, activations and rotations, or None where plain torch computes."""
-    return _kernels("pointwise")
+def triton_kernels(name: str) -> ModuleType | None:
+    """Return a module of `penstock.ops.triton`, or None where plain torch computes.
 
-
-def attention_kernels() -> ModuleType | None:
-    """Return the kernels for attention to pages, or None where plain torch computes."""
-    return _kernels("attention")
-
-
-def step_kernels() -> ModuleType | None:
-    """Return the kernels around a recorded step, or None where plain torch computes."""
-    return _kernels("steps")
-
-
-def linear_kernels() -> ModuleType | None:
-    """Return the kernels for products of few rows, or None where plain torch computes."""
-    return _kernels("linear")
-
-
-def expert_kernels() -> ModuleType | None:
-    """Return the kernels for mixtures of experts, or None where plain torch computes."""
-    return _kernels("experts")
-
-
-def tile_kernels() -> ModuleType | None:
-    """Return the kernels for attention to tiles, or None where plain torch computes."""
-    return _kernels("tiles")
-
-
-def sampling_kernels() -> ModuleType | None:
-    """Return the kernels for draws, or None where plain torch computes."""
-    return _kernels("sampling")
-
-
-def sum_kernels() -> ModuleType | None:
-    """Return the kernels for all-reduce over ranks, or None where plain torch computes."""
-    return _kernels("sums")
-
-
-def format_kernels(name: str) -> ModuleType | None:
-    """Return the module of kernels with this name, which is that of a storage format; None as the others."""
-    return _kernels(name)
-
-
-def _kernels(name: str) -> ModuleType | None:
-    """Return a module of kernels, or None without Triton and within `plain_torch`."""
+    That is where Triton is not installed, and within `plain_torch`.
+    """
     return None if _launches.plain else _loaded(name)
 
 
@@ -114,16 +72,7 @@ def _functions(module: ModuleType) -> "list[JITFunction[Any]]":
     return [function for function in list(vars(module).values()) if isinstance(function, JITFunction)]
 
 
-_ALL = (
-    attention_kernels,
-    expert_kernels,
-    linear_kernels,
-    pointwise_kernels,
-    sampling_kernels,
-    step_kernels,
-    sum_kernels,
-    tile_kernels,
-)
+_MODULES = ("attention", "experts", "linear", "pointwise", "sampling", "steps", "sums", "tiles")
 _NOTING = Lock()
 _WIDE = 1 << 40
 """An integer that needs 64 bits as an argument of a kernel."""
@@ -155,7 +104,9 @@ def noted(launches: Iterable[Callable[[], object]]) -> list[Callable[[], "Compil
 
     found: dict[Hashable, Callable[[], CompiledKernel]] = {}
     thread, noting = get_ident(), True
-    ours = {function for kernels in _ALL if (module := kernels()) for function in _functions(module)}
+    ours = {
+        function for name in _MODULES if (module := triton_kernels(name)) for function in _functions(module)
+    }
 
     def run(
         function: "JITFunction[Any]", *given: object, grid: object, warmup: bool, **more: object
@@ -235,11 +186,10 @@ def plain_torch(wanted: bool = True) -> Iterator[None]:
 
 
 def kernels_of(device: torch.device) -> tuple[str, ...]:
-    """Return the names of the kernel groups that this thread would launch on a device; none for plain
-    torch."""
+    """Return the modules of kernels that this thread would launch on a device; none for plain torch."""
     if device.type != "cuda" or _launches.plain or find_spec("triton") is None:
         return ()
-    return tuple(kernels.__name__.removesuffix("_kernels") for kernels in _ALL)
+    return _MODULES
 
 
 @contextmanager

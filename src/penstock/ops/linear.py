@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.ops.activation import silu_mul
-from penstock.ops.kernels import format_kernels, linear_kernels
+from penstock.ops.kernels import triton_kernels
 from penstock.ops.matrix import Matrix
 
 _FEW_ROWS = 256
@@ -54,7 +54,7 @@ def gated(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
 
 def _format_kernels(x: Tensor, weight: Matrix) -> ModuleType | None:
     """Return the kernels of the matrix's format, if they suit this product."""
-    kernels = format_kernels(weight.format.kernels) if x.is_cuda and weight.format.kernels else None
+    kernels = triton_kernels(weight.format.kernels) if x.is_cuda and weight.format.kernels else None
     return kernels if kernels is not None and kernels.suits(x, weight.parts) else None
 
 
@@ -80,7 +80,7 @@ def dense_linear(
 
 def _few_rows_kernel(x: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
     """Return our kernel for so few rows, if there is one that is faster than the library."""
-    kernels = linear_kernels() if len(x) <= _FEW_ROWS else None
+    kernels = triton_kernels("linear") if len(x) <= _FEW_ROWS else None
     if kernels is None:
         return None
     if len(x) == 1:

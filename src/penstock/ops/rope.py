@@ -5,7 +5,7 @@ from torch import Tensor
 
 from penstock.arch.rope import attention_scale, inverse_frequencies
 from penstock.arch.spec import RopeKind, RopeSpec
-from penstock.ops.kernels import pointwise_kernels
+from penstock.ops.kernels import triton_kernels
 
 
 class RotaryAngles:
@@ -56,7 +56,7 @@ def rotate(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     cos, sin: float32 `[tokens, dim / 2]`.
     """
-    if qk.is_cuda and (kernels := pointwise_kernels()):
+    if qk.is_cuda and (kernels := triton_kernels("pointwise")):
         kernels.rope_(qk, None, cos, sin)
         return qk
     first, second = qk.float().chunk(2, dim=-1)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.ops.kernels import sampling_kernels
+from penstock.ops.kernels import triton_kernels
 from penstock.step.params import Sampling
 
 _COLDEST = 1e-30
@@ -100,7 +100,7 @@ def draw(logits: Tensor, asked: Tensor, tokens: Tensor) -> None:
     asked: float64 `[draws, 6]`.
     tokens: int64 `[rows]`, of which the named rows are written.
     """
-    if logits.is_cuda and (kernels := sampling_kernels()):
+    if logits.is_cuda and (kernels := triton_kernels("sampling")):
         kernels.draw(logits, asked, tokens)
         return
     ordered = (asked[:, 2] > 0) | (asked[:, 3] < 1)

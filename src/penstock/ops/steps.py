@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.ops.kernels import step_kernels
+from penstock.ops.kernels import triton_kernels
 from penstock.ops.rope import RotaryAngles
 
 FIELDS = 6
@@ -50,7 +50,7 @@ def place(given: Tensor, table: Tensor, newest: Tensor, angles: RotaryAngles, bl
     table: block tables, int32 `[all rows, blocks]`, into which the new blocks are written.
     newest: newest token of each row, int64 `[all rows]`.
     """
-    if given.is_cuda and (kernels := step_kernels()):
+    if given.is_cuda and (kernels := triton_kernels("steps")):
         return Placed(*kernels.place(given, table, newest, angles.frequencies, angles.scale, block_size))
     row, position, token, whose, column, page = given.long()
     table.index_put_((whose, column), page.int())
@@ -71,7 +71,7 @@ def likeliest(logits: Tensor, rows: Tensor, newest: Tensor, tokens: Tensor, best
     tokens: int64 `[rows]`.
     best: int64 `[rows or more]`, scratch: all LEAST before and afterwards.
     """
-    if logits.is_cuda and (kernels := step_kernels()):
+    if logits.is_cuda and (kernels := triton_kernels("steps")):
         kernels.likeliest(logits, rows, newest, tokens, best)
         return
     torch.argmax(logits, -1, out=tokens)

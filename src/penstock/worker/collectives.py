@@ -17,7 +17,7 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.config import peers_disabled
 from penstock.base.errors import DeviceError
 from penstock.memory.windows import Window
-from penstock.ops.kernels import sum_kernels
+from penstock.ops.kernels import triton_kernels
 from penstock.ops.norm import add_rms_norm
 
 if TYPE_CHECKING:  # Needed by several ranks alone.
@@ -166,4 +166,4 @@ class Unsummed:
 
 
 def _kernels(device: torch.device) -> ModuleType | None:
-    return sum_kernels() if device.type == "cuda" else None
+    return triton_kernels("sums") if device.type == "cuda" else None

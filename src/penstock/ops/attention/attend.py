@@ -31,7 +31,7 @@ from penstock.ops.attention.inputs import (
     Rows,
     Tiles,
 )
-from penstock.ops.kernels import attention_kernels
+from penstock.ops.kernels import triton_kernels
 from penstock.ops.runs import suits_run
 
 
@@ -49,12 +49,12 @@ class Attended(NamedTuple):
 
 def reads_pages(device: torch.device) -> bool:
     """Tell whether a kernel reads pages directly for rows. Otherwise they need RowGroups."""
-    return device.type == "cuda" and attention_kernels() is not None
+    return device.type == "cuda" and triton_kernels("attention") is not None
 
 
 def _kernels(x: Tensor) -> ModuleType | None:
     """Return the kernels over pages for tensors where `x` is, or None."""
-    return attention_kernels() if x.is_cuda else None
+    return triton_kernels("attention") if x.is_cuda else None
 
 
 def scratch_bytes(
@@ -64,7 +64,7 @@ def scratch_bytes(
 
     element: bytes of a number. The answer is 0 without kernels.
     """
-    kernels = attention_kernels() if device.type == "cuda" else None
+    kernels = triton_kernels("attention") if device.type == "cuda" else None
     return (
         int(kernels.scratch_bytes(heads, kv_heads, head_dim, element, block_size, device)) if kernels else 0
     )

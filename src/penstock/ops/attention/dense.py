@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.ops.kernels import tile_kernels
+from penstock.ops.kernels import triton_kernels
 
 WINDOW_TILE = 512
 """Queries of a run that share one mask, or one triangle, in layers with a sliding window."""
@@ -35,7 +35,7 @@ heads]`. As a state, into which more is folded, the output is float32.
 
 def _tile_kernels(x: Tensor) -> ModuleType | None:
     """Return the kernels of states for tensors where `x` is, or None."""
-    return tile_kernels() if x.is_cuda else None
+    return triton_kernels("tiles") if x.is_cuda else None
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> Part:
