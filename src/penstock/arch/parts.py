@@ -26,7 +26,7 @@ class Held:
 
 def held(spec: ModelSpec, shard: Shard) -> Held:
     """Return the rows that a rank has. Raises ConfigError if one of the ranks would have none."""
-    dense = not all(spec.is_moe(layer) for layer in range(spec.layers))
+    dense = not all(spec.moe_layers)
     expert_inner = spec.moe.intermediate_size if spec.moe else 0
     for count, what in (
         (min(layer.mixer.heads for layer in spec.stack), "query heads"),

@@ -17,18 +17,10 @@ class RotaryAngles:
     def __init__(self, rope: RopeSpec, device: torch.device) -> None:
         self._rope = rope
         self._device = device
-        self._scale = self._tensor([attention_scale(rope)])
-        self._frequencies = self._tensor(inverse_frequencies(rope))
-
-    @property
-    def frequencies(self) -> Tensor:
-        """Return the frequencies, float64 `[dim / 2]`; with dynamic scaling those of short sequences."""
-        return self._frequencies
-
-    @property
-    def scale(self) -> Tensor:
-        """Return the factor of cosines and sines, float64 `[1]`."""
-        return self._scale
+        self.scale = self._tensor([attention_scale(rope)])
+        """Factor of cosines and sines, float64 `[1]`."""
+        self.frequencies = self._tensor(inverse_frequencies(rope))
+        """Radians of a position, float64 `[dim / 2]`; with dynamic scaling those of short sequences."""
 
     def _tensor(self, numbers: list[float]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.float64, device=self._device)
@@ -38,7 +30,7 @@ class RotaryAngles:
 
         lengths: for dynamic scaling, the length of each token's sequence. Its frequencies depend on it.
         """
-        frequencies = self._frequencies
+        frequencies = self.frequencies
         if self._rope.kind is RopeKind.DYNAMIC and lengths is not None:
             rows = {length: row for row, length in enumerate(dict.fromkeys(lengths))}
             several = self._tensor(
@@ -48,7 +40,7 @@ class RotaryAngles:
                 torch.tensor([rows[length] for length in lengths], device=self._device)
             ]
         angles = positions.to(torch.float64)[:, None] * frequencies
-        return (angles.cos() * self._scale).float(), (angles.sin() * self._scale).float()
+        return (angles.cos() * self.scale).float(), (angles.sin() * self.scale).float()
 
 
 def rotate(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

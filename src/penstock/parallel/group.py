@@ -275,8 +275,4 @@ def _wait(work: Work | None) -> None:
 
 
 def _tensor(message: bytes) -> Tensor:
-    return (
-        torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        if message
-        else torch.empty(0, dtype=torch.uint8)
-    )
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.steps import LEAST, NO_TOKEN
+from penstock.ops.triton.bins import order_of
 from penstock.ops.triton.pointwise import in_turn
 
 _CHUNK = 8192
@@ -141,8 +142,7 @@ def _find(logits, best, vocab, s_row, CHUNK: tl.constexpr, EARLY: tl.constexpr):
     value = tl.load(logits + row.to(tl.int64) * s_row + ids, mask=ids < vocab, other=float("-inf")).to(
         tl.float32
     )
-    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
-    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    order = order_of(value).to(tl.int64)
     key = tl.where(ids < vocab, (order << 32) | (0xFFFFFFFF - ids.to(tl.int64)), _LEAST)
     key = tl.where(value == value, key, _NOT_A_NUMBER)
     tl.atomic_max(best + row, tl.max(key, 0), sem="relaxed")
