@@ -1,5 +1,7 @@
-"""Builds an engine from a Config: reads the machine, has a plan made, and constructs what it says. It decides
-nothing."""
+"""Builds an engine from a Config: reads the machine, has a plan made, and constructs it.
+
+It decides nothing.
+"""
 
 import time
 from contextlib import ExitStack
@@ -74,11 +76,14 @@ def boot(
     loading: Loading | None = None,
     guide: Guide | None = None,
 ) -> Booted:
-    """Return a running engine of a frozen Config and an open checkpoint or pack. say, trace, override,
-    loading, guide: see BootContext.
+    """Return a running engine of a frozen Config and an open checkpoint or pack.
 
-    Of a Shape the weights are random. config.model is not looked at: the model has been found by now. A pack
-    is closed with the engine. Raises PenstockErrors: DeviceError, ConfigError, BudgetError, CheckpointError.
+    The weights of a Shape are random. config.model is not read, since the model is open already. A pack is
+    closed with the engine.
+
+    say, trace, override, loading, guide: see BootContext.
+
+    Raises DeviceError, ConfigError, BudgetError and CheckpointError.
     """
     begin = time.perf_counter()
     context = BootContext(say, trace, override or Override(), loading, guide)
@@ -117,8 +122,7 @@ def boot(
 
 
 def follow(seat: "Seat", config: Config, what: Path | Shape, override: Override) -> None:
-    """Do all that another rank does, in a process of its own: build its part of the model, and then do what
-    rank 0 says."""
+    """Run another rank, in a process of its own: build its part of the model, and serve rank 0."""
     from penstock.worker.rank import serve
 
     with ExitStack() as opened:
@@ -140,8 +144,10 @@ def follow(seat: "Seat", config: Config, what: Path | Shape, override: Override)
 def _team(
     config: Config, model: Model, opened: ExitStack, context: BootContext
 ) -> "tuple[_Part, Leader, torch.device]":
-    """Rank 0's part, all ranks as one, and its device. The processes of the others have been started, unless
-    torchrun has."""
+    """Return rank 0's part, all ranks as one, and its device.
+
+    It starts the processes of the others, unless torchrun has.
+    """
     from penstock.parallel.launch import launch
     from penstock.worker.rank import Leader
 
@@ -172,7 +178,7 @@ def _team(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One rank's part of the model, ready to compute."""
+    """Holds one rank's part of the model, ready to compute."""
 
     plan: BootPlan[LongRoom]
     runner: Runner
@@ -182,8 +188,11 @@ class _Part:
 
 
 def _build(config: Config, model: Model, where: Place, opened: ExitStack, context: BootContext) -> _Part:
-    """Build one rank's part, which is closed with `opened`. Every rank builds its part in the same steps,
-    since ranks compute together when the largest step is measured."""
+    """Build one rank's part, which is closed with `opened`.
+
+    Every rank builds its part in the same steps, since ranks compute together when the largest step is
+    measured.
+    """
     with plain_torch(not config.kernels):
         device, say = where.device, context.say
         opened.callback(lift_cap, device)
@@ -234,7 +243,7 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
 
 
 def _record(plan: BootPlan[LongRoom], runner: Runner, say: Say) -> None:
-    """Record what the plan says as CUDA graphs."""
+    """Record steps as CUDA graphs, as planned."""
     outline = plan.outline
     if not plan.recorded:
         if outline.hardware.cuda and outline.settings.graphs:
