@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from penstock.bench.machine import machine
 from penstock.ops.activation import silu_mul
 from penstock.ops.attention.attend import attend
-from penstock.ops.attention.inputs import AttentionInputs, LayerAttention, RowGroup, Rows, Run
+from penstock.ops.attention.inputs import AttentionInputs, LayerAttention, QueryRun, RowGroup, Rows
 from penstock.ops.kernels import plain_torch
 from penstock.ops.linear import gated, linear
 from penstock.ops.matrix import Matrix
@@ -167,7 +167,7 @@ class Layer:
         self.residual = self.before.clone()
         slots = self.blocks * BLOCK + self.offsets
         if past is None:
-            runs, some = (Run(0, rows, 0, table[0]),), None
+            runs, some = (QueryRun(0, rows, 0, table[0]),), None
         else:
             group = RowGroup(torch.arange(rows, device=device), table, length, {None: None}, length, None)
             lengths = torch.full((rows,), length, dtype=torch.int32, device=device)

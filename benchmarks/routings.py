@@ -28,7 +28,7 @@ import torch
 from recording import environment, need_commit
 from torch import Tensor
 
-from penstock.arch.formats.format import Format
+from penstock.arch.formats.format import WeightFormat
 from penstock.arch.layout import GroupKind, group_layouts
 from penstock.arch.spec import MoeSpec
 from penstock.base.config import Config
@@ -241,7 +241,13 @@ def _step(booted: Booted, case: Case, plan: Plan, name: str | None, rng: torch.G
     kinds, first = list(KINDS.values()), int(torch.randint(len(KINDS), (1,), generator=rng))
 
     def routed(
-        x: Tensor, own: Tensor, moe: MoeSpec, layer: int, experts: ExpertWeights, format: Format, **more: int
+        x: Tensor,
+        own: Tensor,
+        moe: MoeSpec,
+        layer: int,
+        experts: ExpertWeights,
+        format: WeightFormat,
+        **more: int,
     ) -> Tensor:
         if name is not None:
             forced = kinds[(first + layer) % len(kinds)](case, rng) if scores is None else scores
@@ -271,7 +277,7 @@ def _booted(case: Case, device: torch.device) -> Iterator[Booted]:
     layouts = group_layouts(model.spec, model.names, case.dtype)
     total = sum(map(padded, layouts))
     limits = WeightLimits(int(total * case.resident), total) if case.resident < 1 else None
-    with patch.object(experts, "expert_kernels", lambda: None) if case.plain else nullcontext():
+    with patch.object(experts, "triton_kernels", lambda _: None) if case.plain else nullcontext():
         booted = boot(config, model, override=Override(limits=limits))
         try:
             assert booted.weights.stats().streams == (case.resident < 1), (

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 from triton.runtime.jit import MockTensor
 
-from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows, Run
+from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
 from penstock.ops.kernels import pdl_launches
 from penstock.ops.triton import attention as triton_attention
 from penstock.ops.triton import experts as triton_experts
@@ -80,7 +80,7 @@ def run(
 ) -> None:  # fmt: skip
     q, blocks = empty(tokens, heads, dim, dtype=dtype), empty(64, dtype=torch.int64)
     cache, layer = pages(dim=dim, dtype=dtype), LayerAttention(0.1, window, cap=cap)
-    triton_attention.paged_run(q, cache, Run(0, tokens, 2048, blocks), layer)
+    triton_attention.paged_run(q, cache, QueryRun(0, tokens, 2048, blocks), layer)
     placed = PlacedRun(blocks.int(), empty(2, dtype=torch.int32), 4096)
     triton_attention.placed_run(q, cache, placed, layer, out=torch.empty_like(q))
 

@@ -2,11 +2,13 @@
 answer in float64."""
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows, Run
+from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
 from penstock.ops.triton.attention import paged_decode, paged_run, placed_run
 from penstock.ops.triton.tuning import DecodeTuning
 
@@ -74,15 +76,12 @@ def attend(
 
 
 def decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lengths: Tensor, *, scale: float,
-    window: int | None, max_length: int, out: Tensor | None = None, arrivals: Tensor | None = None,
-    tuning: DecodeTuning | None = None,
+    q: Tensor, cache: tuple[Tensor, Tensor], rows: Rows, layer: LayerAttention,
+    *, out: Tensor | None = None, tuning: DecodeTuning | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output and log-sum-exp of `paged_decode`."""
+    """Return output and log-sum-exp of `paged_decode`."""
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    rows = Rows(len(q), table, lengths, max_length, arrivals=arrivals)
-    layer = LayerAttention(scale, window)
-    return paged_decode(q, (k_cache, v_cache), rows, layer, out=out, lse=lse, tuning=tuning), lse
+    return paged_decode(q, cache, rows, layer, out=out, lse=lse, tuning=tuning), lse
 
 
 def check_answer(got: Tensor, lse: Tensor, want: Tensor, want_lse: Tensor) -> None:
@@ -93,85 +92,99 @@ def check_answer(got: Tensor, lse: Tensor, want: Tensor, want_lse: Tensor) -> No
     torch.testing.assert_close(lse.double(), want_lse, rtol=loose, atol=loose)
 
 
+@dataclass(frozen=True)
+class Case:
+    """A case of attention over pages: shapes, and what a query sees."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 16
+    block_size: int = 16
+    window: int | None = None
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+    @property
+    def layer(self) -> LayerAttention:
+        """Return a scale that is not the usual one, and the window."""
+        return LayerAttention(1.3 / math.sqrt(self.dim), self.window)
+
+    def cache(self, lengths: list[int]) -> tuple[Tensor, Tensor]:
+        """Return K and V of a layer with room for sequences of these lengths."""
+        blocks = sum(-(-n // self.block_size) for n in lengths) + 2
+        return pool_views(blocks, self.block_size, self.kv_heads, self.dim, self.dtype, self.device)
+
+    def queries(self, tokens: int, rng: torch.Generator) -> Tensor:
+        """Return random queries `[tokens, heads, dim]`, a view of a fused projection."""
+        qkv = torch.randn(tokens, self.heads + 2 * self.kv_heads, self.dim, generator=rng)
+        return qkv.to(self.device, self.dtype)[:, : self.heads]
+
+
 def check_decode(
-    lengths: list[int],
-    *,
-    heads: int = 4,
-    kv_heads: int = 2,
-    dim: int = 16,
-    block_size: int = 16,
-    window: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    tuning: DecodeTuning | None = None,
-    seed: int = 0,
-    max_length: int | None = None,
-) -> None:
-    """Decode one step of sequences of these lengths and compare every row."""
-    rng = torch.Generator().manual_seed(seed)
-    blocks = sum(-(-n // block_size) for n in lengths) + 2
-    k_cache, v_cache = pool_views(blocks, block_size, kv_heads, dim, dtype, device)
-    table, keys, values = fill(k_cache, v_cache, lengths, rng)
-    qkv = torch.randn(len(lengths), heads + 2 * kv_heads, dim, generator=rng).to(k_cache)
-    q = qkv[:, :heads]  # a view of a fused projection
-    out = torch.full((len(lengths), heads, dim), math.nan, dtype=dtype, device=device)
-    scale = 1.3 / math.sqrt(dim)
-    got, lse = decode(
-        q, k_cache, v_cache, table, torch.tensor(lengths, dtype=torch.int32, device=device),
-        scale=scale, window=window, max_length=max_length or max(*lengths, 1), out=out, tuning=tuning,
-    )  # fmt: skip
+    lengths: list[int], *, tuning: DecodeTuning | None = None, seed: int = 0, max_length: int | None = None,
+    **case: Any,
+) -> None:  # fmt: skip
+    """Decode one step of sequences of these lengths and compare every row. case: fields of `Case`."""
+    of, rng = Case(**case), torch.Generator().manual_seed(seed)
+    cache = of.cache(lengths)
+    table, keys, values = fill(*cache, lengths, rng)
+    q = of.queries(len(lengths), rng)
+    out = torch.full(q.shape, math.nan, dtype=of.dtype, device=of.device)
+    visible = torch.tensor(lengths, dtype=torch.int32, device=of.device)
+    rows = Rows(len(q), table, visible, max_length or max(*lengths, 1))
+    got, lse = decode(q, cache, rows, of.layer, out=out, tuning=tuning)
     assert got is out
     assert lse.dtype == torch.float32
     for seq in range(len(lengths)):
-        check_answer(got[seq], lse[seq], *attend(q[seq], keys[seq], values[seq], scale, window))
+        check_answer(got[seq], lse[seq], *attend(q[seq], keys[seq], values[seq], of.layer.scale, of.window))
 
 
 def check_run(
-    tokens: int, start: int, *, heads: int = 4, kv_heads: int = 2, dim: int = 16, block_size: int = 16,
-    window: int | None = None,
-    dtype: torch.dtype = torch.float32, device: str = "cpu", tuning: DecodeTuning | None = None,
-    seed: int = 0,
-) -> None:  # fmt: skip
-    """The last `tokens` of a sequence, and every one of them against the keys up to itself."""
-    rng = torch.Generator().manual_seed(seed)
-    k_cache, v_cache = pool_views(
-        -(-(start + tokens) // block_size) + 2, block_size, kv_heads, dim, dtype, device
-    )
-    table, [k], [v] = fill(k_cache, v_cache, [start + tokens], rng)
-    q = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=rng).to(k_cache)[:, :heads]
-    out = torch.full((tokens + 1, heads, dim), math.nan, dtype=dtype, device=device)
-    scale = 1.3 / math.sqrt(dim)
-    blocks = table[0, : -(-(start + tokens) // block_size)].to(torch.int64)
+    tokens: int, start: int, *, tuning: DecodeTuning | None = None, seed: int = 0, **case: Any
+) -> None:
+    """Attend with the last `tokens` of a sequence, and compare each with the keys up to itself.
+
+    case: fields of `Case`.
+    """
+    of, rng = Case(**case), torch.Generator().manual_seed(seed)
+    cache = of.cache([start + tokens])
+    table, [k], [v] = fill(*cache, [start + tokens], rng)
+    q = of.queries(tokens, rng)
+    out = torch.full((tokens + 1, *q.shape[1:]), math.nan, dtype=of.dtype, device=of.device)
+    blocks = table[0, : -(-(start + tokens) // of.block_size)].to(torch.int64)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    run, layer = Run(0, tokens, start, blocks), LayerAttention(scale, window)
-    got = paged_run(q, (k_cache, v_cache), run, layer, out=out[:-1], lse=lse, tuning=tuning)
-    for token in range(tokens):
-        seen = start + token + 1
-        check_answer(got[token], lse[token], *attend(q[token], k[:seen], v[:seen], scale, window))
+    run = QueryRun(0, tokens, start, blocks)
+    got = paged_run(q, cache, run, of.layer, out=out[:-1], lse=lse, tuning=tuning)
+    check_tokens(of, q, k, v, start, (got, lse))
     assert out[-1].isnan().all(), "what is behind the last token was written"
 
 
-def check_placed_run(
-    tokens: int, start: int, padding: int, *, heads: int = 4, kv_heads: int = 2, dim: int = 16,
-    block_size: int = 16,
-    window: int | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu",
-    max_length: int | None = None,
-) -> None:  # fmt: skip
-    """As `check_run`, of a run that begins where it is told on the device, with padding behind it that
-    answers nothing but zeros."""
-    rng = torch.Generator().manual_seed(tokens)
-    k_cache, v_cache = pool_views(
-        -(-(start + tokens) // block_size) + 2, block_size, kv_heads, dim, dtype, device
-    )
-    table, [k], [v] = fill(k_cache, v_cache, [start + tokens], rng)
-    q = torch.randn(tokens + padding, heads + 2 * kv_heads, dim, generator=rng).to(k_cache)[:, :heads]
-    scale, where = 1.3 / math.sqrt(dim), torch.tensor([start, tokens], dtype=torch.int32, device=device)
-    bound = start + tokens if max_length is None else max_length
-    out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -math.inf, device=q.device)
-    run, layer = PlacedRun(table[0], where, bound), LayerAttention(scale, window)
-    got = placed_run(q, (k_cache, v_cache), run, layer, out=out, lse=lse)
-    for token in range(tokens):
+def check_tokens(
+    case: Case, q: Tensor, k: Tensor, v: Tensor, start: int, answer: tuple[Tensor, Tensor]
+) -> None:
+    """Compare each token from position `start` on, as far as there are keys, with the keys up to itself."""
+    got, lse = answer
+    for token in range(len(k) - start):
         seen = start + token + 1
-        check_answer(got[token], lse[token], *attend(q[token], k[:seen], v[:seen], scale, window))
+        want = attend(q[token], k[:seen], v[:seen], case.layer.scale, case.window)
+        check_answer(got[token], lse[token], *want)
+
+
+def check_placed_run(
+    tokens: int, start: int, padding: int, *, max_length: int | None = None, **case: Any
+) -> None:
+    """As `check_run`, of a run whose place is read on the device; padding behind it answers zeros.
+
+    case: fields of `Case`.
+    """
+    of, rng = Case(**case), torch.Generator().manual_seed(tokens)
+    cache = of.cache([start + tokens])
+    table, [k], [v] = fill(*cache, [start + tokens], rng)
+    q = of.queries(tokens + padding, rng)
+    where = torch.tensor([start, tokens], dtype=torch.int32, device=of.device)
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -math.inf, device=q.device)
+    run = PlacedRun(table[0], where, start + tokens if max_length is None else max_length)
+    got = placed_run(q, cache, run, of.layer, out=out, lse=lse)
+    check_tokens(of, q, k, v, start, (got, lse))
     assert not got[tokens:].any()
     assert (lse[tokens:] == -math.inf).all()

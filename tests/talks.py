@@ -34,6 +34,8 @@ from penstock.step.plan import Route
 from streams import LONG, OURS_AND_LOCKS, cut_short
 
 LENGTH = int(str(SETTINGS["max_length"]))
+AT_ONCE = 5
+"""Conversations that have an answer under way, at most."""
 
 
 @dataclass(frozen=True)
@@ -187,12 +189,11 @@ def converse(
     rng: random.Random,
     tally: Tally,
     *,
-    width: int = 5,
     leaves: float = 0.0,
     clears: float = 0.0,
     pause: int | None = None,
 ) -> None:
-    """Let them talk, `width` at once, and hold every answer against the right one. leaves, clears: chances
+    """Let them talk, `AT_ONCE` of them, and hold every answer against the right one. leaves, clears: chances
     before each step that someone stops listening to an answer, and asks again, and that everything is
     forgotten. pause: turns after which to stop in between."""
     idle, live = list(talks), dict[Talk, tuple[Ask, CompletionStream]]()
@@ -202,7 +203,7 @@ def converse(
         try:
             while (
                 idle
-                and len(live) < width
+                and len(live) < AT_ONCE
                 and (not live or rng.random() < 0.4)
                 and (pause is None or turns < pause)
             ):

@@ -22,7 +22,7 @@ import tiny
 from penstock.arch import families
 from penstock.arch.formats import methods
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import Format, Source, Stored, matrix, stacked, vector
+from penstock.arch.formats.format import StoredTensor, TensorSlice, WeightFormat, matrix, stacked, vector
 from penstock.arch.layout import group_layouts
 from penstock.arch.mixers.attention import Attention
 from penstock.arch.mixers.mixer import Mixer, Plane, StateArray
@@ -58,21 +58,21 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Int8(Format):
+class Int8(WeightFormat):
     """Numbers int8 `[out, in]` and scales float32 `[out]`, by which the rows are multiplied."""
 
     name: str = METHOD
     dense: tuple[str, ...] = ()
     """Parts of the names of matrices that rest dense."""
 
-    def of(self, tensor: str) -> Format:
+    def of(self, tensor: str) -> WeightFormat:
         return DENSE if any(part in tensor for part in self.dense) else self
 
-    def stored(self, dtype: str, sources: Sequence[Source]) -> tuple[Stored, ...]:
+    def stored(self, dtype: str, sources: Sequence[TensorSlice]) -> tuple[StoredTensor, ...]:
         values = stacked("values", "int8", sources)
-        scales = [Source(source.tensor + SUFFIX, (1, source.shape[0])) for source in sources]
+        scales = [TensorSlice(source.tensor + SUFFIX, (1, source.shape[0])) for source in sources]
         rows = Rows(tuple(source.rows for source in sources))
-        return values, Stored("scale", (values.shape[0],), "float32", tuple(scales), rows)
+        return values, StoredTensor("scale", (values.shape[0],), "float32", tuple(scales), rows)
 
     def dequantise(self, parts: Mapping[str, Tensor]) -> Tensor:
         return parts["values"].float() * parts["scale"][:, None]
@@ -142,7 +142,7 @@ class Tilted(Mixer):
             Plane("tilt", self.kv_heads, self.tilt),
         )
 
-    def weights(self, at: str, hidden: int, shard: Shard) -> dict[str, Sequence[Source]]:
+    def weights(self, at: str, hidden: int, shard: Shard) -> dict[str, Sequence[TensorSlice]]:
         heads, kv_heads = share_heads(self.heads // self.kv_heads, self.kv_heads, shard)
         parts = {"q": (self.heads, self.head_dim, heads), "k": (self.kv_heads, self.head_dim, kv_heads)}
         parts |= {"v": (self.kv_heads, self.width, kv_heads), "tilt": (self.kv_heads, self.tilt, kv_heads)}
@@ -260,7 +260,7 @@ class Gated(Mixer):
     def state_operations(self) -> float:
         return 5 * self.heads * self.head_dim * self.width
 
-    def weights(self, at: str, hidden: int, shard: Shard) -> dict[str, Sequence[Source]]:
+    def weights(self, at: str, hidden: int, shard: Shard) -> dict[str, Sequence[TensorSlice]]:
         heads, _ = share_heads(1, self.heads, shard)
         sizes = {"q": self.head_dim, "k": self.head_dim, "v": self.width, "gate": 1}
         fused = [

@@ -102,15 +102,17 @@ def before_attention(
     wq: Tensor,
     wk: Tensor,
     wv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    angles: tuple[Tensor, Tensor],
     head_dim: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as [tokens, heads, dim] from the residual stream x [tokens, hidden]."""
+    """Return q, k, v as [tokens, heads, dim] from the residual stream x [tokens, hidden].
+
+    angles: cos and sin [tokens, dim / 2].
+    """
     y = rms_norm(x, norm, eps)
     q, k, v = [F.linear(y, w.to(x.dtype)).view(x.shape[0], -1, head_dim) for w in (wq, wk, wv)]
-    return rotate(q, cos, sin), rotate(k, cos, sin), v
+    return rotate(q, *angles), rotate(k, *angles), v
 
 
 def after_attention(
@@ -174,15 +176,15 @@ class SmallLlama:
         rows, length = tokens.shape
         shape, w = self.shape, self.weights
         if cache is None:
-            cos, sin = self.table(rows, length)
+            angles = self.table(rows, length)
         else:
-            cos, sin = rope_table(shape, torch.arange(start, start + length, device=tokens.device))
+            angles = rope_table(shape, torch.arange(start, start + length, device=tokens.device))
         x = F.embedding(tokens.reshape(-1), w["model.embed_tokens.weight"].to(self.dtype))
         for layer in range(shape.num_hidden_layers):
             p = f"model.layers.{layer}."
             wq, wk, wv, wo, gate, up, down = (w[f"{p}{name}.weight"] for name in MATRICES)
             q, k, v = self._before(
-                x, w[p + "input_layernorm.weight"], wq, wk, wv, cos, sin, shape.head_dim, shape.rms_norm_eps
+                x, w[p + "input_layernorm.weight"], wq, wk, wv, angles, shape.head_dim, shape.rms_norm_eps
             )
             if cache is not None and start:
                 k, v = torch.cat((cache[layer][0], k)), torch.cat((cache[layer][1], v))

@@ -25,11 +25,11 @@ from penstock.ops.attention.inputs import (
     ColdTile,
     LayerAttention,
     PlacedRun,
+    QueryRun,
     RowGroup,
     Rows,
-    Run,
 )
-from penstock.ops.kernels import attention_kernels, tile_kernels
+from penstock.ops.kernels import triton_kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HEADS, KV_HEADS, DIM, BLOCK, SCALE = 4, 2, 16, 4, 0.3
@@ -142,18 +142,18 @@ def long_rows(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
 def chunk(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
     """Over itself alone."""
     made, [blocks] = step([(0, 0, 11)], dim_v, dtype)
-    return changed(made, runs=(Run(0, 11, 0, torch.tensor(blocks)),))
+    return changed(made, runs=(QueryRun(0, 11, 0, torch.tensor(blocks)),))
 
 
 def chunk_with_past(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
     made, [blocks] = step([(0, 50, 7)], dim_v, dtype)
-    return changed(made, runs=(Run(0, 7, 50, torch.tensor(blocks)),))
+    return changed(made, runs=(QueryRun(0, 7, 50, torch.tensor(blocks)),))
 
 
 def mixed(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
     """A row, and two chunks."""
     made, (one, two, three) = step([(0, 6, 1), (0, 0, 5), (0, 29, 4)], dim_v, dtype)
-    runs = Run(1, 5, 0, torch.tensor(two)), Run(6, 4, 29, torch.tensor(three))
+    runs = QueryRun(1, 5, 0, torch.tensor(two)), QueryRun(6, 4, 29, torch.tensor(three))
     return changed(made, rows=rows_of([one], [7], window), runs=runs)
 
 
@@ -163,7 +163,7 @@ def tiles(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
     k, v = made.seen[0]
     made.tiles = [(k[:8], v[:8])]
     tile = ColdTile(0, 8, (), torch.empty(0, dtype=torch.int64), (0,))
-    run = Run(0, 5, 12, torch.tensor(blocks[:1]), paged=False, near=8)
+    run = QueryRun(0, 5, 12, torch.tensor(blocks[:1]), paged=False, near=8)
     return changed(made, runs=(run,), cold=ColdInputs((tile,), ()))
 
 
@@ -182,7 +182,7 @@ def chosen(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
     made, [blocks] = step([(12, 0, 5)], dim_v, dtype)
     k, v = made.seen[0]
     made.chosen = [(k[:4], v[:4]), (k[4:12], v[4:12])]
-    run = Run(0, 5, 12, torch.tensor(blocks[:0], dtype=torch.int64), paged=False, near=12)
+    run = QueryRun(0, 5, 12, torch.tensor(blocks[:0], dtype=torch.int64), paged=False, near=12)
     return changed(made, runs=(run,), cold=ColdInputs((), (), choosing_runs=(0,)))
 
 
@@ -206,8 +206,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if not INTERPRETED:
         pytest.skip("kernels are interpreted where there is no GPU")
-    monkeypatch.setattr(penstock.ops.attention.attend, "_kernels", lambda x: attention_kernels())
-    monkeypatch.setattr(penstock.ops.attention.dense, "_tile_kernels", lambda x: tile_kernels())
+    monkeypatch.setattr(penstock.ops.attention.attend, "_kernels", lambda x: triton_kernels("attention"))
+    monkeypatch.setattr(penstock.ops.attention.dense, "_tile_kernels", lambda x: triton_kernels("tiles"))
 
 
 def exact(made: Step, window: int | None, cap: float | None) -> tuple[Tensor, Tensor]:

@@ -24,12 +24,12 @@ from penstock.ops.attention.inputs import (
     ColdInputs,
     ColdTile,
     LayerAttention,
+    QueryRun,
     RowGroup,
     Rows,
-    Run,
     Scratch,
 )
-from penstock.ops.kernels import attention_kernels, tile_kernels
+from penstock.ops.kernels import triton_kernels
 from penstock.step.plan import BlockId, HostBlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.shape import Shape
 from penstock.worker.inputs import InputBuilder
@@ -150,7 +150,9 @@ def check(
     first, runs = len(rows), []
     for one in step[len(rows) :]:
         runs.append(
-            Run(first, one.count, one.first, torch.tensor(one.blocks, dtype=torch.int64), paged=not one.long)
+            QueryRun(
+                first, one.count, one.first, torch.tensor(one.blocks, dtype=torch.int64), paged=not one.long
+            )
         )
         first += one.count
     tiles, contents = [], []
@@ -193,8 +195,8 @@ def check(
     ring = Slot(contents, (tile_blocks + 1) * BLOCK, dtype)
     with pytest.MonkeyPatch.context() as patch:
         if kernels:
-            patch.setattr(penstock.ops.attention.attend, "_kernels", lambda x: attention_kernels())
-            patch.setattr(penstock.ops.attention.dense, "_tile_kernels", lambda x: tile_kernels())
+            patch.setattr(penstock.ops.attention.attend, "_kernels", lambda x: triton_kernels("attention"))
+            patch.setattr(penstock.ops.attention.dense, "_tile_kernels", lambda x: triton_kernels("tiles"))
         patch.setattr(penstock.ops.attention.dense, "WINDOW_TILE", 3)
         write(k, v, (k_cache, v_cache), inputs)
         got, lse = attend(q, k, v, (k_cache, v_cache), inputs, LayerAttention(0.3, window, lse=True), ring)
@@ -285,7 +287,12 @@ def test_a_long_prompts_first_chunk_sees_itself_and_touches_no_page() -> None:
     q, k, v = torch.randn(9, HEADS + 2 * KV_HEADS, DIM, generator=rng).split((HEADS, KV_HEADS, KV_HEADS), 1)
     none = torch.empty(0, dtype=torch.int64)
     inputs = AttentionInputs(
-        none, none, torch.full((9,), -1), None, (Run(0, 9, 0, none, paged=False),), ColdInputs((), (), none)
+        none,
+        none,
+        torch.full((9,), -1),
+        None,
+        (QueryRun(0, 9, 0, none, paged=False),),
+        ColdInputs((), (), none),
     )
     for window in (None, 4):
         write(k, v, (k_cache, v_cache), inputs)

@@ -2,6 +2,7 @@
 say enough of real keys."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -64,43 +65,59 @@ policies = st.one_of(
 )
 
 
+@dataclass(frozen=True)
+class Case:
+    """Random queries and keys. loud, size: scales of both. alike: whether all keys are equal.
+    cap: soft cap of scores."""
+
+    queries: int
+    blocks: int
+    block_size: int
+    group: int
+    kv_heads: int
+    dim: int
+    loud: float
+    size: float
+    alike: bool
+    dtype: torch.dtype
+    cap: float | None
+    seed: int
+
+    def made(self) -> tuple[Tensor, Tensor]:
+        """Return queries `[queries, heads, dim]` and keys `[tokens, kv_heads, dim]`."""
+        rng, tokens = torch.Generator().manual_seed(self.seed), self.blocks * self.block_size
+        q = torch.randn(self.queries, self.group * self.kv_heads, self.dim, generator=rng) * self.loud
+        keys = torch.randn(1 if self.alike else tokens, self.kv_heads, self.dim, generator=rng) * self.size
+        return q.to(self.dtype), keys.to(self.dtype).expand(tokens, -1, -1).contiguous()
+
+
+cases = st.builds(
+    Case,
+    queries=st.sampled_from([1, 2, 9]),
+    blocks=st.integers(1, 12),
+    block_size=st.sampled_from([1, 4, 16]),
+    group=st.integers(1, 3),
+    kv_heads=st.integers(1, 2),
+    dim=st.sampled_from([1, 7, 8, 64]),
+    loud=st.sampled_from([0.0, 0.1, 1.0, 5.0, 40.0]),
+    size=st.sampled_from([1e-6, 1.0, 1e3]),
+    alike=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    cap=st.sampled_from([None, None, 0.5, 5.0, 50.0]),
+    seed=st.integers(0, 9999),
+)
+
+
 class TestBound:
-    @given(
-        policy=policies,
-        queries=st.sampled_from([1, 2, 9]),
-        blocks=st.integers(1, 12),
-        block_size=st.sampled_from([1, 4, 16]),
-        group=st.integers(1, 3),
-        kv_heads=st.integers(1, 2),
-        dim=st.sampled_from([1, 7, 8, 64]),
-        loud=st.sampled_from([0.0, 0.1, 1.0, 5.0, 40.0]),
-        size=st.sampled_from([1e-6, 1.0, 1e3]),
-        alike=st.booleans(),
-        dtype=st.sampled_from(DTYPES),
-        bits=st.sampled_from([0, 4, 8]),
-        cap=st.sampled_from([None, None, 0.5, 5.0, 50.0]),
-        seed=st.integers(0, 9999),
-    )
-    def test_holds_for_every_query(
-        self,
-        policy: Policy, queries: int, blocks: int, block_size: int, group: int, kv_heads: int, dim: int,
-        loud: float, size: float, alike: bool, dtype: torch.dtype, bits: int, cap: float | None, seed: int,
-    ) -> None:  # fmt: skip
+    @given(policy=policies, case=cases, bits=st.sampled_from([0, 4, 8]))
+    def test_holds_for_every_query(self, policy: Policy, case: Case, bits: int) -> None:
         """Of each block, whatever is chosen, and of what is skipped, with keys of any size, rounded or
         equal."""
-        rng = torch.Generator().manual_seed(seed)
-        q = (torch.randn(queries, group * kv_heads, dim, generator=rng) * loud).to(dtype)
-        shape = (1 if alike else blocks * block_size, kv_heads, dim)
-        keys = (
-            (torch.randn(shape, generator=rng) * size)
-            .to(dtype)
-            .expand(blocks * block_size, -1, -1)
-            .contiguous()
-        )
-        exact = exact_scores(q, keys, cap).view(queries, group * kv_heads, blocks, block_size).logsumexp(-1)
-        found = scored(q, keys, block_size, bits, cap)
+        (q, keys), size = case.made(), case.block_size
+        exact = exact_scores(q, keys, case.cap).view(*q.shape[:2], case.blocks, size).logsumexp(-1)
+        found = scored(q, keys, size, bits, case.cap)
         assert (found.upper >= exact).all(), (exact - found.upper).max()
-        missed, bound, _ = mass_and_bound(policy, q, keys, block_size, bits)
+        missed, bound, _ = mass_and_bound(policy, q, keys, size, bits)
         assert (missed * (1 - 1e-12) <= bound).all(), (missed - bound).max()
         assert (bound <= 1).all()
 

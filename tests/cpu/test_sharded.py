@@ -17,7 +17,7 @@ from torch import Tensor
 import tiny
 from members import Meeting, Member, Rank, pass_of
 from packs import read_group
-from penstock.arch.formats.format import Source
+from penstock.arch.formats.format import TensorSlice
 from penstock.arch.layout import Field, GroupId, GroupKind, GroupLayout, group_layouts
 from penstock.arch.shards import Shard
 from penstock.arch.spec import Mlp
@@ -211,7 +211,7 @@ def expected(layout: GroupLayout, tensors: Mapping[str, Tensor], dtype: str) -> 
     return group
 
 
-def slices(source: Source) -> Iterator[slice]:
+def slices(source: TensorSlice) -> Iterator[slice]:
     for extent, part in zip(source.shape, (source.rows, source.columns), strict=False):
         yield slice(part.start, part.stop) if part is not None else slice(extent)
 
@@ -254,7 +254,7 @@ def test_groups_and_pieces_of_every_rank(
 
 
 def test_rows_and_columns_of_one_tensor() -> None:
-    source = Source("model.layers.0.mlp.down_proj.weight", (64, 80), range(3, 50), range(11, 76))
+    source = TensorSlice("model.layers.0.mlp.down_proj.weight", (64, 80), range(3, 50), range(11, 76))
     assert source.taken == (47, 65)
     layout = GroupLayout(
         GroupId(GroupKind.FFN, 0), (Field("down", source.taken, 0, (source,), "float32"),), 12288

@@ -609,15 +609,39 @@ class Harbour:
 
     def step(self, short: Sequence[tuple[int, int]] = (), long: Sequence[tuple[int, int]] = ()) -> None:
         """Chains of so many blocks are used, by short and by long requests."""
-        world, fresh, held, cold, sent = (
-            self.world,
-            list[tuple[BlockId, int]](),
-            list[BlockId](),
-            list[HostBlockId](),
-            [],
-        )
-        tiles: list[tuple[HostBlockId, int]] = []
-        for chain, count in short:
+        world = self.world
+        held, fresh = self._hold_pages(short)
+        cold, sent = self._hold_blocks(long)
+        transfers, forget = self.tiers.plan()
+        world.begin(*transfers, forget=forget)
+        for page, number in fresh:
+            world.write(page, number)
+        known = {page: key for key, page in self.pages._by_key.items()}
+        for page in held:
+            key = known[page]
+            self.seen.append((world.read(page), int.from_bytes(key[:8], "little")))
+        self.seen += [(world.tile(block), number) for block, number in cold if (block, number) not in sent]
+        for block, number in sent:
+            world.send(block, number)
+        if not (short or long):
+            world.transfers.wait(0.02)
+        self._land()
+        for _, number in fresh:
+            self.tiers.computed(*self.name(number))
+        self.pages.release(held)
+        for block, number in sent:
+            if self.host.find(key_of(number)) is None:
+                self.host.seal(block, *self.name(number))
+                self.tiers.sealed_on_host(block, *self.name(number))
+        self.host.release([block for block, _ in cold])
+        self.check()
+
+    def _hold_pages(
+        self, chains: Sequence[tuple[int, int]]
+    ) -> tuple[list[BlockId], list[tuple[BlockId, int]]]:
+        """Return the pages of these chains, as far as there is room, and those of them that are new."""
+        held, fresh = list[BlockId](), list[tuple[BlockId, int]]()
+        for chain, count in chains:
             self._fetch(chain, count)
             for number in range(16 * chain, 16 * chain + count):
                 page = self.pages.find(key_of(number))
@@ -630,45 +654,33 @@ class Harbour:
                 else:
                     break
                 held.append(page)
-        for chain, count in long:
+        return held, fresh
+
+    def _hold_blocks(
+        self, chains: Sequence[tuple[int, int]]
+    ) -> tuple[list[tuple[HostBlockId, int]], list[tuple[HostBlockId, int]]]:
+        """Return the host blocks of these chains, as far as there is room, and those of them that are new."""
+        held, fresh = list[tuple[HostBlockId, int]](), list[tuple[HostBlockId, int]]()
+        for chain, count in chains:
             for number in range(16 * chain, 16 * chain + count):
                 block = self.host.find(key_of(number))
                 if block is not None:
                     self.host.hold(block)
-                    tiles.append((block, number))
                 elif self.host.available:
                     (block,) = self.host.allocate(1)
-                    sent.append((block, number))
+                    fresh.append((block, number))
                 else:
                     break
-                cold.append(block)
-        transfers, forget = self.tiers.plan()
-        world.begin(*transfers, forget=forget)
-        for page, number in fresh:
-            world.write(page, number)
-        known = {page: key for key, page in self.pages._by_key.items()}
-        for page in held:
-            key = known[page]
-            self.seen.append((world.read(page), int.from_bytes(key[:8], "little")))
-        self.seen += [(world.tile(block), number) for block, number in tiles]
-        for block, number in sent:
-            world.send(block, number)
-        if not (short or long):
-            world.transfers.wait(0.02)
-        for transfer, names, right in self.tiers.landed(world.transfers.landed()):
+                held.append((block, number))
+        return held, fresh
+
+    def _land(self) -> None:
+        """Take in what has landed, as a scheduler would."""
+        for transfer, names, right in self.tiers.landed(self.world.transfers.landed()):
             if transfer.route is Route.UP:
                 for page, name in zip(transfer.pages[:right], names, strict=False):
                     self.pages.seal(page, *name)
                 self.pages.release(transfer.pages[:right])
-        for _, number in fresh:
-            self.tiers.computed(*self.name(number))
-        self.pages.release(held)
-        for block, number in sent:
-            if self.host.find(key_of(number)) is None:
-                self.host.seal(block, *self.name(number))
-                self.tiers.sealed_on_host(block, *self.name(number))
-        self.host.release(cold)
-        self.check()
 
     def _fetch(self, chain: int, count: int) -> None:
         names = [self.name(number) for number in range(16 * chain, 16 * chain + count)]

@@ -21,6 +21,7 @@ if (
 
 from paged import (
     TOLERANCE,
+    Case,
     attend,
     check_answer,
     check_decode,
@@ -31,7 +32,7 @@ from paged import (
     pool_views,
 )
 from penstock.ops.attention.dense import dense_reference
-from penstock.ops.attention.inputs import LayerAttention, Run
+from penstock.ops.attention.inputs import LayerAttention, QueryRun, Rows
 from penstock.ops.runs import run_tokens
 from penstock.ops.triton.attention import paged_run, scratch_bytes, write_kv
 from penstock.ops.triton.decode import _divided
@@ -91,16 +92,8 @@ class TestPagedDecode:
         slots = torch.cat([torch.arange(16) + block * block_size for block in (1103, 1030)])
         write_kv(k, v, k_cache, v_cache, slots)
         q = torch.randn(1, 2, dim, generator=rng).bfloat16()
-        got, lse = decode(
-            q,
-            k_cache,
-            v_cache,
-            table,
-            torch.tensor([32], dtype=torch.int32),
-            scale=0.25,
-            window=None,
-            max_length=32,
-        )
+        rows = Rows(1, table, torch.tensor([32], dtype=torch.int32), 32)
+        got, lse = decode(q, (k_cache, v_cache), rows, LayerAttention(0.25))
         check_answer(got[0], lse[0], *attend(q[0], k, v, 0.25, None))
 
     @settings(max_examples=7, deadline=None)
@@ -137,30 +130,23 @@ class TestPagedDecode:
 
 
 def check_joined(
-    lengths: list[int], *, heads: int = 4, kv_heads: int = 2, dim: int = 16, block_size: int = 16,
-    window: int | None = None,
-    dtype: torch.dtype = torch.float32, tuning: DecodeTuning | None = None, max_length: int | None = None,
-    seed: int = 0, rounds: int = 2,
+    lengths: list[int], *, tuning: DecodeTuning | None = None, max_length: int | None = None, seed: int = 0,
+    rounds: int = 2, **case: Any,
 ) -> None:  # fmt: skip
     """Decode in one launch, over and over with the same counters: rows are shifted by one each time, as
-    requests come and go."""
-    rng = torch.Generator().manual_seed(seed)
-    arrivals = torch.zeros(len(lengths) * kv_heads + 3, dtype=torch.int32)
+    requests come and go. case: fields of `Case`."""
+    of, rng = Case(**case), torch.Generator().manual_seed(seed)
+    arrivals = torch.zeros(len(lengths) * of.kv_heads + 3, dtype=torch.int32)
     for turn in range(rounds):
         now = lengths[turn:] + lengths[:turn]
-        k_cache, v_cache = pool_views(
-            sum(-(-n // block_size) for n in now) + 2, block_size, kv_heads, dim, dtype
-        )
-        table, keys, values = fill(k_cache, v_cache, now, rng)
-        q = torch.randn(len(now), heads, dim, generator=rng).to(dtype)
-        out = torch.full_like(q, math.nan)
-        _, lse = decode(
-            q, k_cache, v_cache, table, torch.tensor(now, dtype=torch.int32),
-            scale=0.3, window=window, max_length=max_length or max(*now, 1), out=out, arrivals=arrivals,
-            tuning=tuning,
-        )  # fmt: skip
+        cache = of.cache(now)
+        table, keys, values = fill(*cache, now, rng)
+        q = torch.randn(len(now), of.heads, of.dim, generator=rng).to(of.dtype)
+        out, visible = torch.full_like(q, math.nan), torch.tensor(now, dtype=torch.int32)
+        rows = Rows(len(now), table, visible, max_length or max(*now, 1), arrivals=arrivals)
+        _, lse = decode(q, cache, rows, LayerAttention(0.3, of.window), out=out, tuning=tuning)
         for seq in range(len(now)):
-            check_answer(out[seq], lse[seq], *attend(q[seq], keys[seq], values[seq], 0.3, window))
+            check_answer(out[seq], lse[seq], *attend(q[seq], keys[seq], values[seq], 0.3, of.window))
         assert not arrivals.any()
 
 
@@ -347,7 +333,7 @@ class TestRun:
 
     def test_nothing(self) -> None:
         k_cache, v_cache = pool_views(2, 16, 2, 16, torch.float32)
-        run, lse = Run(0, 0, 3, torch.tensor([0])), torch.empty(0, 4)
+        run, lse = QueryRun(0, 0, 3, torch.tensor([0])), torch.empty(0, 4)
         out = paged_run(torch.empty(0, 4, 16), (k_cache, v_cache), run, LayerAttention(1.0), lse=lse)
         assert out.shape == (0, 4, 16)
 
@@ -373,27 +359,29 @@ class TestRun:
     @given(
         tokens=st.integers(1, 9),
         start=st.integers(0, 150),
-        group=st.integers(6, 30),
-        kv_heads=st.just(1),
+        heads=st.integers(6, 30),
         block_size=st.sampled_from([1, 16, 64]),
         window=st.none() | st.integers(1, 200),
-        workers=st.integers(1, 6),
-        tile=st.sampled_from([16, 32]),
-        least=st.integers(1, 2),
+        tuning=st.builds(
+            DecodeTuning,
+            tile=st.sampled_from([16, 32]),
+            warps=st.just(4),
+            depth=st.just(2),
+            workers_per_sm=st.integers(1, 6),
+            overlap=st.just(False),
+            least=st.integers(1, 2),
+        ),
         seed=st.integers(0, 99),
     )
     def test_cut_anywhere(
-        self, tokens: int, start: int, group: int, kv_heads: int, block_size: int, window: int | None,
-        workers: int, tile: int,
-        least: int, seed: int,
+        self, tokens: int, start: int, heads: int, block_size: int, window: int | None, tuning: DecodeTuning,
+        seed: int,
     ) -> None:  # fmt: skip
-        tuning = DecodeTuning(tile=tile, warps=4, depth=2, workers_per_sm=workers, least=least)
-        heads = group * kv_heads
         check_run(
             tokens,
             start,
             heads=heads,
-            kv_heads=kv_heads,
+            kv_heads=1,
             block_size=block_size,
             window=window,
             tuning=tuning,
@@ -518,13 +506,13 @@ class TestMergeStates:
     def test_halves_of_a_sequence_make_the_whole(self) -> None:
         """Decode over the first and the last pages, merged, is decode over all of them."""
         rng = torch.Generator().manual_seed(3)
-        k_cache, v_cache = pool_views(12, 4, 2, 16, torch.float32)
-        table, keys, values = fill(k_cache, v_cache, [38], rng, spare=0)
+        cache = pool_views(12, 4, 2, 16, torch.float32)
+        table, keys, values = fill(*cache, [38], rng, spare=0)
         q = torch.randn(1, 6, 16, generator=rng)
 
         def part(blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
-            lengths = torch.tensor([length], dtype=torch.int32)
-            return decode(q, k_cache, v_cache, blocks, lengths, scale=0.3, window=None, max_length=length)
+            rows = Rows(1, blocks, torch.tensor([length], dtype=torch.int32), length)
+            return decode(q, cache, rows, LayerAttention(0.3))
 
         (out, lse), (late, late_lse) = part(table[:, :5], 20), part(table[:, 5:], 18)
         merge_states(out, lse, late, late_lse)

@@ -50,9 +50,8 @@ NAMES = """
 import sys
 from triton.runtime import JITFunction
 from penstock.ops import kernels
-kinds = ("sampling", "attention", "linear", "step", "sum")
-for which in kinds:
-    getattr(kernels, f"{which}_kernels")()
+for which in ("sampling", "attention", "linear", "steps", "sums"):
+    kernels.triton_kernels(which)
 modules = [one for name, one in sys.modules.items() if name.startswith("penstock.ops.triton.")]
 functions = {
     f"{module.__name__}.{name}": one
@@ -76,17 +75,17 @@ INTERRUPTED = """
 from unittest.mock import patch
 from triton.runtime.jit import DependenciesFinder
 from penstock.ops import kernels
-from penstock.ops.kernels import sampling_kernels
+from penstock.ops.kernels import triton_kernels
 
 def stop(self, function):
     raise KeyboardInterrupt
 
 with patch.object(DependenciesFinder, "_update_hash", stop):
     try:
-        sampling_kernels()
+        triton_kernels("sampling")
     except KeyboardInterrupt:
         print("interrupted")
-print(sampling_kernels().draw_tokens.cache_key)
+print(triton_kernels("sampling").draw_tokens.cache_key)
 """
 
 

@@ -68,7 +68,7 @@ def _interpreted() -> Iterator[None]:
 
     with (
         patch.object(experts, "_kernels", lambda device: triton_experts),
-        patch.object(experts, "routing_kernels", lambda: triton_routing),
+        patch.object(experts, "triton_kernels", {"routing": triton_routing}.get),
         patch.object(triton_experts, "products", products),
     ):
         yield
@@ -381,7 +381,7 @@ def test_a_format_may_bring_its_own_products_of_many_experts(tmp_path: Path) -> 
         with (
             patch.object(toys.Int8, "groups_experts", True),
             patch.object(toys.Int8, "kernels", "toys"),
-            patch.object(experts, "format_kernels", lambda name: {"toys": kernels}[name]),
+            patch.object(experts, "triton_kernels", {"toys": kernels, "routing": triton_routing}.get),
             patch.object(ExpertStream, "each", _not_one_by_one),
             patch.object(StillExperts, "each", _not_one_by_one),
         ):

@@ -19,7 +19,7 @@ if (
 import tiny
 from paged import pool_views
 from penstock.ops.attention.attend import attend, write
-from penstock.ops.attention.inputs import AttentionInputs, LayerAttention, Run
+from penstock.ops.attention.inputs import AttentionInputs, LayerAttention, QueryRun
 from penstock.ops.linear import dense_linear as linear
 from penstock.ops.project import HeadNorms, project, project_reference
 from penstock.ops.triton import pointwise as triton_pointwise
@@ -108,7 +108,7 @@ class Case:
         return q, k, v, *cache
 
 
-def positions(blocks: Tensor, offsets: Tensor, runs: tuple[Run, ...] = ()) -> AttentionInputs:
+def positions(blocks: Tensor, offsets: Tensor, runs: tuple[QueryRun, ...] = ()) -> AttentionInputs:
     return AttentionInputs(blocks, offsets, torch.empty(0, dtype=torch.int64), None, runs)
 
 
@@ -198,7 +198,7 @@ class TestWithoutKernels:
         case = Case(6, 4, 2, 16, torch.float32, norms=norms)
         blocks = torch.tensor([1, 0])
         at = torch.arange(6)
-        inputs = positions(blocks[at // 4], at % 4, (Run(0, 6, 0, blocks),))
+        inputs = positions(blocks[at // 4], at % 4, (QueryRun(0, 6, 0, blocks),))
         cache = tuple(x.clone() for x in case.cache)
         q, k, v = project(
             case.qkv.clone(), case.cos, case.sin, (cache[0], cache[1]), inputs, heads=4, norms=case.norms

@@ -65,9 +65,11 @@ def possible(logits: Tensor, wish: Tensor) -> set[int]:
 @given(
     seed=st.integers(0, 2**31),
     vocab=st.integers(1, 150),
-    top_k=st.sampled_from([0, 0, 1, 2, 5, 40, 149, 1000, 2**62]),
-    top_p=st.sampled_from([1.0, 1.0, 0.999, 0.9, 0.5, 0.05, 1e-9]),
-    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.9, 0.999]),
+    truncation=st.tuples(
+        st.sampled_from([0, 0, 1, 2, 5, 40, 149, 1000, 2**62]),
+        st.sampled_from([1.0, 1.0, 0.999, 0.9, 0.5, 0.05, 1e-9]),
+        st.sampled_from([0.0, 0.0, 0.05, 0.9, 0.999]),
+    ),
     heat=st.sampled_from([1.0, 0.3, 2.5, 1e-3, 1e3]),
     steps=st.sampled_from([None, None, 2.0, 0.5, 8.0]),
     scale=st.sampled_from([1.0, 10.0, 1e-4, 1e4]),
@@ -77,17 +79,19 @@ def possible(logits: Tensor, wish: Tensor) -> set[int]:
 def test_what_is_drawn(
     seed: int,
     vocab: int,
-    top_k: int,
-    top_p: float,
-    min_p: float,
+    truncation: tuple[int, float, float],
     heat: float,
     steps: float | None,
     scale: float,
     listed: int,
 ) -> None:
-    """Whatever the settings. `steps`: logits are rounded, so that many are equal. `listed`: it may be more
-    than the list can hold."""
-    rng = torch.Generator().manual_seed(seed)
+    """Draw what the reference draws, whatever the settings.
+
+    truncation: top-k, top-p and min-p.
+    steps: logits are rounded to steps of 1 / steps, so that many are equal.
+    listed: size of the list, which may be too small.
+    """
+    (top_k, top_p, min_p), rng = truncation, torch.Generator().manual_seed(seed)
     logits = torch.randn(3, vocab + 5, generator=rng)[:, :vocab] * scale
     if steps is not None:
         logits = (logits / scale * steps).round() / steps

@@ -124,10 +124,9 @@ def test_decode_in_one_launch(
         q, scale = torch.randn(len(lengths), heads, dim, generator=rng).to(k_cache), 1 / math.sqrt(dim)
         for bound in (max(*lengths, 1), 1 << 17):
             out = torch.full_like(q, math.nan)
-            _, lse = decode(
-                q, k_cache, v_cache, table, torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-                scale=scale, window=window, max_length=bound, out=out, arrivals=arrivals,
-            )  # fmt: skip
+            visible = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+            rows = Rows(len(lengths), table, visible, bound, arrivals=arrivals)
+            _, lse = decode(q, (k_cache, v_cache), rows, LayerAttention(scale, window), out=out)
             for row in range(len(lengths)):
                 check_answer(
                     out[row], lse[row], *attend_exactly(q[row], keys[row], values[row], scale, window)
@@ -154,10 +153,8 @@ def test_who_arrives_last_does_not_matter(lengths: list[int], tuning: DecodeTuni
     arrivals = torch.zeros(len(lengths) * 2, dtype=torch.int32, device=DEVICE)
 
     def call(counters: Tensor | None) -> tuple[Tensor, Tensor]:
-        return decode(
-            q, k_cache, v_cache, table, visible, scale=0.09, window=None, max_length=1 << 16,
-            arrivals=counters, tuning=tuning
-        )  # fmt: skip
+        rows = Rows(len(lengths), table, visible, 1 << 16, arrivals=counters)
+        return decode(q, (k_cache, v_cache), rows, LayerAttention(0.09), tuning=tuning)
 
     first, first_lse = call(arrivals)
     apart, apart_lse = call(None)

@@ -20,6 +20,7 @@ from paged import (
     fill,
     pool_views,
 )
+from penstock.ops.attention.inputs import LayerAttention, Rows
 from penstock.ops.triton.attention import write_kv
 from penstock.ops.triton.pointwise import rms_norm, rope_, silu_mul
 from penstock.ops.triton.tiles import merge_states
@@ -168,9 +169,8 @@ def test_decode_in_a_graph_follows_its_inputs() -> None:
     out = torch.empty_like(q)
 
     def call() -> Tensor:
-        return decode(
-            q, k_cache, v_cache, table, lengths_in, scale=0.125, window=None, max_length=1 << 17, out=out
-        )[1]
+        rows = Rows(4, table, lengths_in, 1 << 17)
+        return decode(q, (k_cache, v_cache), rows, LayerAttention(0.125), out=out)[1]
 
     call()
     graph = torch.cuda.CUDAGraph()
@@ -207,10 +207,9 @@ def test_a_pool_beyond_two_billion_elements() -> None:
     assert torch.equal(views[0][[639, 520]].flatten(0, 1), k)
     q = random(1, 8, dim, dtype=torch.bfloat16, seed=3)
     for tile in (32, 64):
-        out, lse = decode(
-            q, *views, table, torch.tensor([64], dtype=torch.int32, device="cuda"),
-            scale=0.09, window=None, max_length=64, tuning=DecodeTuning(tile, 4, 2, 2),
-        )  # fmt: skip
+        rows = Rows(1, table, torch.tensor([64], dtype=torch.int32, device="cuda"), 64)
+        tuning = DecodeTuning(tile, 4, 2, 2)
+        out, lse = decode(q, (views[0], views[1]), rows, LayerAttention(0.09), tuning=tuning)
         check_answer(out[0], lse[0], *attend(q[0], k, v, 0.09, None))
 
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.base.errors import DeviceError
-from penstock.parallel.codec import PLANS, Codec
+from penstock.parallel.codec import Codec
 from penstock.step.params import Sampling
 from penstock.step.plan import (
     Admission,
@@ -35,7 +35,7 @@ from penstock.step.plan import (
 )
 from penstock.step.structure import Structure, StructureKind
 
-OUTCOMES = Codec(Outcome)
+PLANS, OUTCOMES = Codec(Plan), Codec(Outcome)
 WHOLE = st.one_of(st.integers(0, 40), st.integers(-(2**64), 2**64), st.integers(-(2**130), 2**130))
 KINDS = (Plan, Share, Admission, Sampling, Structure, Transfer, Order)
 FORM = Structure(StructureKind.CHOICE, '["ä", "b"]')

@@ -263,6 +263,18 @@ class Known:
     cached: int = 0
 
 
+LIMITS: dict[str, Any] = {
+    "block_size": 4,
+    "max_step_tokens": 16,
+    "max_sequences": 4,
+    "max_length": 1000,
+    "long_from": 20,
+    "recent": 1,
+    "near": 0,
+}
+"""Limits of a hall that names no others."""
+
+
 class Hall:
     """A scheduler with host blocks, the worker and a referee who knows every request's output beforehand."""
 
@@ -271,27 +283,23 @@ class Hall:
         *,
         blocks: int = 8,
         host_blocks: int = 20,
-        block_size: int = 4,
-        max_step_tokens: int = 16,
-        max_sequences: int = 4,
-        max_length: int = 1000,
-        long_from: int | None = 20,
-        recent: int = 1,
-        near: int | None = 0,
         store: Store = "off",
         disk: int = 0,
         share: bool = True,
         rope_from: int | None = None,
         ahead: bool = False,
         alike: bool = True,
+        **limits: Any,
     ) -> None:
-        """ahead: whether a step begins before the last is committed. alike: whether blocks on the host are
-        what they are in pages."""
+        """Begin without requests.
+
+        ahead: whether a step begins before the last is committed.
+        alike: whether blocks on the host have the bytes of those in pages.
+        limits: fields of `SchedulerLimits`, beside those of LIMITS.
+        """
         self.ahead, self.flight = ahead, cast(tuple[Plan, Outcome] | None, None)
         self.ledger, self.host = BlockLedger(blocks), HostLedger(host_blocks)
-        self.limits = SchedulerLimits(
-            block_size, max_step_tokens, max_sequences, max_length, long_from, recent, near
-        )
+        self.limits = SchedulerLimits(**{**LIMITS, **limits})
         self.scheduler = Scheduler(
             self.ledger,
             self.limits,
@@ -299,7 +307,7 @@ class Hall:
             Storage(self.host, DiskLedger(disk) if disk else None, store, alike),
             check=True,
         )
-        self.worker = Worker(blocks, host_blocks, block_size, rope_from)
+        self.worker = Worker(blocks, host_blocks, self.limits.block_size, rope_from)
         self.live: dict[RequestId, Known] = {}
         self.ended: list[Known] = []
         self.demoted = self.ran_ahead = 0

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.arch.families import family_of, read_spec
-from penstock.arch.formats.format import Source
+from penstock.arch.formats.format import TensorSlice
 from penstock.arch.layout import GroupLayout, group_layouts, kv_layout
 from penstock.arch.parts import held, local_spec
 from penstock.arch.shards import WHOLE, Shard, cut, share_heads
@@ -179,7 +179,7 @@ def test_no_such_rank(rank: int, ranks: int) -> None:
 # ---- layouts -----------------------------------------------------------------------------------------------
 
 
-def places(source: Source) -> set[tuple[int, ...]]:
+def places(source: TensorSlice) -> set[tuple[int, ...]]:
     """Of every element of the tensor that is taken."""
     cuts = [range(extent) for extent in source.shape]
     if source.rows is not None:

@@ -1,7 +1,7 @@
-"""From a checkpoint's config.json to a ModelSpec: one page of switches and tensor names per family.
+"""Turns a checkpoint's config.json into a `ModelSpec`: one function of switches and tensor names a family.
 
-A config is read through `_Reader`, which checks the type of every value it hands out; whatever this engine
-cannot run exactly is refused with the key that asks for it.
+`_Reader` checks the type of every value that it returns. A value that this engine cannot run exactly is
+refused, and the message names its key.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,13 +13,12 @@ from penstock.arch.spec import DTYPE_BYTES, LayerSpec, Mlp, ModelSpec, MoeSpec, 
 from penstock.base.errors import UnsupportedModelError
 
 MOST = 2**16
-"""Layers, and experts of a layer: an order of magnitude beyond any model."""
+"""Largest number of layers, and of experts of a layer, that is accepted. It is far beyond any model."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Where a family's checkpoints keep the tensors of a feed-forward; everything else has the same name in
-    all of them."""
+    """Names the tensors of a family's feed-forward. All other tensors have the same names in every family."""
 
     router: str = "mlp.gate"
     expert_gate: str = "mlp.experts.{expert}.gate_proj"
@@ -29,16 +28,23 @@ class TensorNames:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one `model_type` differs from Llama."""
+    """A family says how one `model_type` differs from Llama.
+
+    read: makes the spec of a config.
+    names: of the feed-forward's tensors.
+    defaults: values of keys that config.json may leave out.
+    """
 
     read: Callable[["_Reader"], ModelSpec]
     names: TensorNames = TensorNames()
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """What a key that config.json leaves out means in this family."""
 
 
 class _Reader:
-    """Typed access to config.json."""
+    """Reads values of a config.json and checks their types.
+
+    Raises UnsupportedModelError, which names the key.
+    """
 
     def __init__(self, config: Mapping[str, object], where: str) -> None:
         self.config = config
@@ -83,7 +89,7 @@ class _Reader:
         return value
 
     def only(self, key: str, *supported: object) -> None:
-        """Refuse any value but the supported ones; an absent key is the first of them."""
+        """Refuse any value but the supported ones. A missing key counts as the first of them."""
         value = self.config.get(key, supported[0])
         if value not in supported:
             raise UnsupportedModelError(
@@ -93,9 +99,9 @@ class _Reader:
 
 
 def read_spec(config: Mapping[str, object], where: str = "config.json") -> ModelSpec:
-    """The spec of the model that `config` (a parsed config.json) describes.
+    """Return the spec of the model that `config`, a parsed config.json, describes.
 
-    Raises UnsupportedModelError, naming the key, for families, switches or values that this engine does not
+    Raises UnsupportedModelError, which names the key, for a family, switch or value that this engine does not
     run.
     """
     family = family_of(config, where)
@@ -103,6 +109,7 @@ def read_spec(config: Mapping[str, object], where: str = "config.json") -> Model
 
 
 def family_of(config: Mapping[str, object], where: str = "config.json") -> Family:
+    """Return the family of a parsed config.json. Raises UnsupportedModelError for an unknown `model_type`."""
     name = config.get("model_type")
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
@@ -124,7 +131,7 @@ def _spec(
     moe: MoeSpec | None = None,
     moe_layers: tuple[bool, ...] = (),
 ) -> ModelSpec:
-    """What all families share; the switches are what sets them apart."""
+    """Return the spec of what all families share; the arguments are the switches in which they differ."""
     config.only("hidden_act", "silu")
     layers, heads, hidden = _layers(config), config.whole("num_attention_heads"), config.whole("hidden_size")
     kv_heads = config.whole("num_key_value_heads", heads)
@@ -168,13 +175,16 @@ def _spec(
 
 
 def _layers(config: _Reader) -> int:
-    """Bounded, as an experts' count is: these two size lists, before the files can contradict them."""
+    """Return the number of layers. It is bounded: lists of that size are made before any file is read."""
     return config.whole("num_hidden_layers", high=MOST)
 
 
 def _max_length(rope: RopeSpec, positions: int) -> int:
-    """Yarn makes good for its factor times the original length, whether or not max_position_embeddings was
-    raised with it."""
+    """Return the positions the model was trained for.
+
+    YaRN extends them to its factor times the original length, also where max_position_embeddings was not
+    raised.
+    """
     return (
         max(positions, int(rope.original_length * rope.factor)) if rope.kind is RopeKind.YARN else positions
     )
@@ -192,8 +202,11 @@ def _dtype(config: _Reader) -> str:
 
 
 def _rope(config: _Reader, head_dim: int, max_length: int) -> RopeSpec:
-    """Both spellings: `rope_theta` beside `rope_scaling`, and the newer `rope_parameters` for both; the older
-    one wins."""
+    """Return the RoPE of the config, in either spelling.
+
+    Older configs have `rope_theta` beside `rope_scaling`, newer ones have `rope_parameters`. `rope_scaling`
+    wins. Zeros and nulls are read as Hugging Face's `modeling_rope_utils` reads them.
+    """
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get(key) or {}
     if not isinstance(scaling, Mapping):
@@ -231,8 +244,7 @@ def _rope(config: _Reader, head_dim: int, max_length: int) -> RopeSpec:
     original = config.whole(
         "original_max_position_embeddings", reader.whole("original_max_position_embeddings", max_length)
     )
-    # Where yarn's optional numbers are zero, transformers takes them for not given. An attention factor of
-    # zero it takes literally.
+    # transformers ignores yarn's optional numbers where they are zero, except for the attention factor.
     zero_is_absent = {
         key: None for key in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow") if scaling.get(key) == 0
     }
@@ -252,13 +264,13 @@ def _rope(config: _Reader, head_dim: int, max_length: int) -> RopeSpec:
         dim=head_dim,
         kind=kind,
         factor=reader.number("factor", max_length / original if kind is RopeKind.YARN else None),
-        # Dynamic scaling starts where the configured positions end; there the key means nothing.
+        # Dynamic scaling starts at the end of the configured positions, whatever the key says.
         original_length=max_length if kind is RopeKind.DYNAMIC else original,
         low_freq_factor=reader.number("low_freq_factor", 1.0),
         high_freq_factor=reader.number("high_freq_factor", 4.0),
         beta_fast=reader.number("beta_fast", 32.0),
         beta_slow=reader.number("beta_slow", 1.0),
-        # An explicit null is false to transformers.
+        # transformers takes an explicit null for false.
         truncate=scaling.get("truncate", True) is not None and reader.flag("truncate", True),
         **optional,
     )
@@ -280,13 +292,18 @@ def _window(config: _Reader) -> int | None:
 
 
 def _active_window(config: _Reader) -> int | None:
-    """Qwen configs name a window even where it is switched off."""
+    """Return the sliding window, or None where `use_sliding_window` is off.
+
+    Qwen configs have a window even then.
+    """
     return _window(config) if config.flag("use_sliding_window", False) else None
 
 
 def _windows(config: _Reader) -> tuple[int | None, ...]:
-    """Sliding windows as dense Qwen configs give them: a list of layer types, or all layers from
-    `max_window_layers` on."""
+    """Return the sliding window of each layer, from the config of a dense Qwen model.
+
+    Such a config has a list `layer_types`, or a window in all layers from `max_window_layers` on.
+    """
     layers, window = _layers(config), _active_window(config)
     types = config.get("layer_types")
     if types is None:

@@ -1,5 +1,5 @@
-"""How bytes are laid out: the groups of weights, what each holds and where it comes from; the bytes of a KV
-block, and of a row of state.
+"""Lay out bytes: the groups of weights, what each holds and where it comes from; the bytes of a KV block, and
+of a row of state.
 
 A group is the unit in which weights rest and move: one contiguous run. Projections that read the same input
 are fused, one below the other, so that a layer needs four matrix products and a group one copy.
@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.arch.families import TensorNames
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import STORED_BYTES, Format, Source, matrix, stacked, vector
+from penstock.arch.formats.format import STORED_BYTES, TensorSlice, WeightFormat, matrix, stacked, vector
 from penstock.arch.mixers.mixer import Plane, StateArray
 from penstock.arch.parts import Held, held, local_spec
 from penstock.arch.shards import WHOLE, Shard
@@ -23,14 +23,15 @@ from penstock.arch.spec import Mlp, ModelSpec, MoeSpec, Norms
 from penstock.base.errors import ConfigError, UnsupportedModelError
 
 ALIGNMENT = 256
-"""Bytes at which every field of a group starts: a multiple of any vector load and of what matrix kernels
-want."""
+"""Bytes to which every field of a group is aligned. Vector loads and matrix kernels need no more."""
 _FP8, _SCALE_BYTES = "float8_e4m3fn", 4
-Tensors = dict[str, Sequence[Source]]
-"""The tensors of a group by their names: the sources of each, one below the other."""
+Tensors = dict[str, Sequence[TensorSlice]]
+"""Tensors of a group, by name. The sources of each are joined one below the other."""
 
 
 class GroupKind(StrEnum):
+    """A GroupKind says which part of the model a group is."""
+
     EMBEDDING = "embedding"
     ATTENTION = "attention"
     FFN = "ffn"
@@ -41,6 +42,8 @@ class GroupKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class GroupId:
+    """A GroupId names a group of weights. `layer` and `expert` are -1 where the kind has none."""
+
     kind: GroupKind
     layer: int = -1
     expert: int = -1
@@ -52,69 +55,83 @@ class GroupId:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One tensor of a group: its sources, one below the other, or what `repack` makes of them."""
+    """A field is one tensor of a group.
+
+    name: `qkv` for a vector or a dense matrix, `qkv.scale` for a part that a format keeps of a matrix.
+    offset: bytes from the group's start.
+    sources: slices of the checkpoint, joined one below the other, or read by `repack`.
+    """
 
     name: str
-    """Of the matrix or vector, and of the part of it that its format keeps here: `qkv`, or `qkv.scale`."""
     shape: tuple[int, ...]
     offset: int
-    """Bytes from the group's start."""
-    sources: tuple[Source, ...]
+    sources: tuple[TensorSlice, ...]
     dtype: str
     repack: Callable[[Sequence[Any]], Any] | None = None
 
     @property
     def size(self) -> int:
-        """Bytes of the tensor."""
+        """Return the bytes of the tensor."""
         return prod(self.shape) * STORED_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixLayout:
-    """A weight matrix of a group, in the format that it rests in."""
+    """A MatrixLayout says where a weight matrix of a group lies.
+
+    shape: `[out, in]` of the matrix, whatever its format stores.
+    parts: the format's name of each tensor that it stores, and the field of the group that has it.
+    """
 
     name: str
     shape: tuple[int, int]
-    """`[out, in]`, whatever is stored of it."""
-    format: Format
+    format: WeightFormat
     parts: tuple[tuple[str, Field], ...]
-    """What the format calls each tensor of it, and where that is."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
+    """A GroupLayout says where the fields of a group lie. `size` is in bytes, a multiple of `ALIGNMENT`."""
+
     id: GroupId
     fields: tuple[Field, ...]
     size: int
-    """Bytes, a multiple of ALIGNMENT."""
     matrices: tuple[MatrixLayout, ...] = ()
 
     @property
     def vectors(self) -> tuple[Field, ...]:
-        """The fields that are no part of a matrix: norms and biases."""
+        """Return the fields that are no part of a matrix: norms and biases."""
         stored = {field.name for matrix in self.matrices for _, field in matrix.parts}
         return tuple(field for field in self.fields if field.name not in stored)
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneLayout:
-    """Where a plane lies among a layer's bytes of a block: `[block_size, heads, width]` numbers of `dtype`
-    from `offset` on. Rounded to fp8, they are followed by a scale for each head, float32 `[heads]`."""
+    """A PlaneLayout says where a plane lies among a layer's bytes of a block.
+
+    It is `[block_size, heads, width]` numbers of `dtype`. If they are rounded to fp8, a scale for each head
+    follows, float32 `[heads]`.
+
+    offset: bytes from the layer's start.
+    size: bytes, scales included.
+    rounded: whether they are rounded to fp8.
+    """
 
     plane: Plane
     offset: int
     size: int
-    """Bytes, scales included."""
     dtype: str
     rounded: bool
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """A KV block is one run of bytes; in it one layer lies behind the other, and of a layer one plane behind
-    the other.
+    """A KVLayout says where KV lies in a block: layer behind layer, and in a layer plane behind plane.
 
-    planes: of each layer's mixer. rounded_from: the dtype of the arithmetic, if blocks rest in fp8.
+    planes: the planes of each layer's mixer.
+    block_size: tokens of a block.
+    dtype: dtype of planes that name none.
+    rounded_from: dtype of the arithmetic, if blocks rest in fp8.
     """
 
     planes: tuple[tuple[Plane, ...], ...]
@@ -123,11 +140,11 @@ class KVLayout:
     rounded_from: str | None = None
 
     placed: tuple[tuple[PlaneLayout, ...], ...] = field(init=False, repr=False, compare=False)
-    """Where the planes of each layer lie among its bytes."""
+    """The planes of each layer, with their places among the layer's bytes."""
     layer_sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """Bytes of each layer of a block."""
     layer_offsets: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Where each layer of a block begins."""
+    """Bytes from a block's start to each of its layers."""
 
     def __post_init__(self) -> None:
         kinds = {planes: self._place(planes) for planes in set(self.planes)}
@@ -149,28 +166,30 @@ class KVLayout:
 
     @property
     def layers(self) -> int:
-        """How many layers there are."""
+        """Return the number of layers."""
         return len(self.planes)
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of a block's layer, of the largest."""
+        """Return the bytes of the largest layer of a block."""
         return max(self.layer_sizes)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
+        """Return the bytes of a block."""
         return sum(self.layer_sizes)
 
     @property
     def exact(self) -> "KVLayout":
-        """The layout of the same blocks as the arithmetic has them."""
+        """Return the layout of the same blocks in the dtype of the arithmetic."""
         return replace(self, dtype=self.rounded_from, rounded_from=None) if self.rounded_from else self
 
     @property
     def in_fp8(self) -> "KVLayout":
-        """The layout of the same blocks rounded to fp8. Raises ConfigError if scales would lie askew in
-        them."""
+        """Return the layout of the same blocks rounded to fp8.
+
+        Raises ConfigError if the scales would not be aligned to 4 bytes.
+        """
         rounded = replace(self, dtype=_FP8, rounded_from=self.dtype)
         for one in (plane for layer in set(self.planes) for plane in layer if plane.dtype is None):
             if self.block_size * one.numbers % _SCALE_BYTES:
@@ -244,12 +263,13 @@ def kv_layout(spec: ModelSpec, dtype: str, block_size: int, shard: Shard | None 
 def group_layouts(
     spec: ModelSpec, names: TensorNames, dtype: str, shard: Shard | None = None
 ) -> tuple[GroupLayout, ...]:
-    """Every group of the model in the order a pass uses them. With tied embeddings the head group has no
-    matrix of its own.
+    """Return the layouts of all groups of the model, in the order in which a pass uses them.
 
-    Of a shard: the same groups with the rank's rows of `qkv`, `gate_up`, `embedding` and `output`, its
-    columns of `out` and `down`, and norms and routers whole. What is added to a sum over ranks, `out_bias`
-    and `down_bias`, only rank 0 has. Raises ConfigError for too many ranks.
+    With tied embeddings the head has no matrix of its own. A shard has the same groups, with the rank's rows
+    of `qkv`, `gate_up`, `embedding` and `output`, its columns of `out` and `down`, and all of the norms and
+    routers. `out_bias` and `down_bias` are added to a sum over ranks, so only rank 0 has them.
+
+    Raises ConfigError for too many ranks.
     """
     shard = shard or WHOLE
     lay = _Layer(spec, names, dtype, held(spec, shard), shard)
@@ -270,6 +290,8 @@ def group_layouts(
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
+    """Lays out the groups of a layer, as one rank holds them."""
+
     spec: ModelSpec
     names: TensorNames
     dtype: str
@@ -277,7 +299,7 @@ class _Layer:
     shard: Shard
 
     def group(self, id: GroupId, tensors: Tensors) -> GroupLayout:
-        """Lay tensors out behind each other: matrices as their format has them, vectors as they are."""
+        """Lay tensors out behind each other: matrices as their format stores them, vectors as they are."""
         fields, matrices, offset = list[Field](), list[MatrixLayout](), 0
         for name, sources in tensors.items():
             is_matrix = len(sources[0].shape) == 2
@@ -294,8 +316,8 @@ class _Layer:
                 matrices.append(MatrixLayout(name, (outer, inner), format, tuple(parts)))
         return GroupLayout(id, tuple(fields), offset, tuple(matrices))
 
-    def _format(self, id: GroupId, sources: Sequence[Source]) -> Format:
-        """Return the one format of matrices that are fused."""
+    def _format(self, id: GroupId, sources: Sequence[TensorSlice]) -> WeightFormat:
+        """Return the format of a matrix, which is the same for all matrices that are fused in it."""
         if id.kind in (GroupKind.EMBEDDING, GroupKind.ROUTER, GroupKind.HEAD):
             return DENSE
         formats = {self.spec.format.of(source.tensor) for source in sources}

@@ -1,8 +1,6 @@
-"""A rank's part of a model in numbers: rows of feed-forwards and of the vocabulary, and the model as the rank
-computes it.
+"""Cuts a model for one rank: its rows of feed-forwards and of the vocabulary, and the spec that it computes.
 
-Every rank has every layer, and of each the heads and inner rows that are its own; what it computes with them
-is its part of a sum.
+Every rank has every layer, with its own heads and inner rows. Its result is one term of a sum over ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -14,19 +12,21 @@ from penstock.base.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a rank holds beside its heads, as ranges of the whole model's numbers."""
+    """Held says which rows of the whole model a rank has, beside its heads.
+
+    inner: rows of gate and up, columns of down of a dense feed-forward. Empty without one.
+    expert_inner: the same of every expert. Empty without experts.
+    vocabulary: rows of the embedding and of the output matrix.
+    """
 
     inner: range
-    """Rows of a dense feed-forward: of gate and up, columns of down. May be empty where there is none."""
     expert_inner: range
-    """The same of every expert; empty where there is none."""
     vocabulary: range
-    """Rows of the embedding and of the output matrix."""
 
 
 def held(spec: ModelSpec, shard: Shard) -> Held:
-    """Return what `shard` is of the model. Raises ConfigError if some rank of as many would have nothing."""
-    dense = not all(spec.is_moe(layer) for layer in range(spec.layers))
+    """Return the rows that a rank has. Raises ConfigError if one of the ranks would have none."""
+    dense = not all(spec.moe_layers)
     expert_inner = spec.moe.intermediate_size if spec.moe else 0
     for count, what in (
         (min(layer.mixer.heads for layer in spec.stack), "query heads"),
@@ -43,7 +43,7 @@ def held(spec: ModelSpec, shard: Shard) -> Held:
 
 
 def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
-    """Return the model as a rank computes it: mixers, intermediate sizes and vocabulary are the rank's.
+    """Return the model as a rank computes it, with the rank's heads, intermediate sizes and vocabulary.
 
     Raises ConfigError, as `held` does.
     """

@@ -1,7 +1,8 @@
-"""The frequencies of rotary position embeddings, in double precision, for every scaling the engine knows.
+"""Computes the frequencies of RoPE in double precision, with every scaling that the engine knows.
 
-Su et al. 2021 (default), Chen et al. 2023 (linear), "NTK-aware" interpolation with a length that grows
-(dynamic), the Llama 3.1 model card (llama3), Peng et al. 2023, arXiv 2309.00071 (yarn).
+Sources: Su et al. 2021 (default), Chen et al. 2023 (linear), "NTK-aware" interpolation with a length that
+    grows (dynamic), the Llama 3.1 model card (llama3), Peng et al. 2023, arXiv 2309.00071 (yarn). The
+    formulas are those of Hugging Face's `modeling_rope_utils`.
 """
 
 import math
@@ -10,8 +11,10 @@ from penstock.arch.spec import RopeKind, RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, length: int = 0) -> list[float]:
-    """Radians a position turns each of the `dim / 2` pairs by. `length`, of the sequence, counts for dynamic
-    scaling alone."""
+    """Return the radians by which one position turns each of the `dim / 2` pairs.
+
+    length: tokens of the sequence. Only dynamic scaling depends on it.
+    """
     theta = rope.theta
     if rope.kind is RopeKind.DYNAMIC and length > rope.original_length:
         stretch = rope.factor * length / rope.original_length - (rope.factor - 1)
@@ -29,8 +32,11 @@ def inverse_frequencies(rope: RopeSpec, length: int = 0) -> list[float]:
 
 
 def attention_scale(rope: RopeSpec) -> float:
-    """What cosines and sines are multiplied by: 1, but for yarn, which sharpens attention as the context is
-    stretched."""
+    """Return the factor of cosines and sines.
+
+    It is 1, except for YaRN, which sharpens attention as the context is stretched (arXiv 2309.00071, section
+    3.4).
+    """
     if rope.kind is not RopeKind.YARN:
         return 1.0
     if rope.attention_factor is not None:
@@ -41,11 +47,12 @@ def attention_scale(rope: RopeSpec) -> float:
 
 
 def _temperature(factor: float, mscale: float) -> float:
+    """Return YaRN's attention factor, `0.1 mscale ln(factor) + 1`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _llama3(frequency: float, rope: RopeSpec) -> float:
-    """Long waves are stretched by the factor, short ones kept, those between blended."""
+    """Divide low frequencies by the factor, keep high ones, and blend those between."""
     turns = rope.original_length * frequency / (2 * math.pi)
     if turns > rope.high_freq_factor:
         return frequency
@@ -56,8 +63,8 @@ def _llama3(frequency: float, rope: RopeSpec) -> float:
 
 
 def _yarn(plain: list[float], rope: RopeSpec) -> list[float]:
-    """Pairs that turn more than `beta_fast` times over the trained length are kept, fewer than `beta_slow`
-    stretched."""
+    """Keep pairs that turn more than `beta_fast` times over the trained length; divide those below
+    `beta_slow` turns."""
 
     def pair_that_turns(rotations: float) -> float:
         return (

@@ -1,5 +1,4 @@
-"""Shards: what one of several ranks holds of a model that they compute together (tensor parallelism, arXiv
-1909.08053)."""
+"""Divides a model's heads and rows among ranks (tensor parallelism, arXiv 1909.08053)."""
 
 from dataclasses import dataclass
 
@@ -8,7 +7,7 @@ from penstock.base.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one of `ranks` holds of a model that they compute together."""
+    """A shard is the part of the model that one of `ranks` ranks holds."""
 
     rank: int
     ranks: int
@@ -28,16 +27,20 @@ WHOLE = Shard(0, 1)
 
 
 def cut(count: int, shard: Shard) -> range:
-    """The rank's part of `count` things: parts follow each other in the order of ranks, and their lengths
-    differ by at most one."""
+    """Return the rank's part of `count` things.
+
+    Parts follow each other in the order of ranks. Their lengths differ by at most one.
+    """
     return range(count * shard.rank // shard.ranks, count * (shard.rank + 1) // shard.ranks)
 
 
 def share_heads(group: int, kv_heads: int, shard: Shard) -> tuple[range, range]:
-    """Return the query heads and KV heads of a rank, `group` of the former for each of the latter.
+    """Return the query heads and KV heads of a rank.
 
-    KV heads are cut, and `group` query heads follow each. With fewer KV heads than ranks, ranks are cut
-    instead: each KV head is on several, among which its query heads are.
+    KV heads are divided among ranks, with the query heads of each. With fewer KV heads than ranks, ranks are
+        divided among KV heads: several ranks then hold the same KV head, and divide its query heads.
+
+    group: query heads of one KV head.
     """
     if shard.ranks <= kv_heads:
         kv = cut(kv_heads, shard)

@@ -1,4 +1,4 @@
-"""What a decoder is: every number and switch the arithmetic needs, read once from a config and never
+"""Describes a decoder: every number and switch of its arithmetic, read once from a config and never
 changed."""
 
 from collections.abc import Iterator
@@ -7,13 +7,15 @@ from enum import StrEnum
 from typing import TypeVar
 
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import STORED_BYTES, Format
+from penstock.arch.formats.format import STORED_BYTES, WeightFormat
 from penstock.arch.mixers.mixer import Mixer
 
 _Kind = TypeVar("_Kind", "Mlp", "MoeSpec")
 
 
 class RopeKind(StrEnum):
+    """A RopeKind names a way of scaling RoPE to longer contexts, as config.json spells it."""
+
     DEFAULT = "default"
     LINEAR = "linear"
     DYNAMIC = "dynamic"
@@ -23,14 +25,19 @@ class RopeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding over `dim` dimensions of a head, half-split pairs (i, i + dim/2)."""
+    """A RopeSpec holds the parameters of rotary position embeddings.
+
+    They turn `dim` dimensions of a head in half-split pairs (i, i + dim/2). Parameters have the names of
+    config.json; `arch/rope.py` has the formulas.
+
+    original_length: trained positions before scaling. Kinds default and linear do not use it.
+    """
 
     theta: float
     dim: int
     kind: RopeKind = RopeKind.DEFAULT
     factor: float = 1.0
     original_length: int = 0
-    """Trained positions before scaling; used by every kind but default and linear."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -43,18 +50,20 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """A mixture-of-experts feed-forward: `top_k` of `experts` are run for each token."""
+    """A mixture-of-experts feed-forward runs `top_k` of its `experts` for each token.
+
+    normalise: whether the probabilities of the chosen experts are scaled to sum to one.
+    """
 
     experts: int
     top_k: int
     intermediate_size: int
     normalise: bool
-    """Whether the chosen experts' probabilities are scaled to sum to one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """A dense feed-forward, SwiGLU."""
+    """A dense feed-forward is SwiGLU with `intermediate_size` inner numbers."""
 
     intermediate_size: int
     bias: bool = False
@@ -62,8 +71,11 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """Where a block is normalised (RMS), by what a checkpoint calls the weights: its input, and its output
-    before it is added to the residual."""
+    """Names the weights of a block's RMS norms.
+
+    before: norm of its input.
+    after: norm of its output, before it is added to the residual.
+    """
 
     before: str | None
     after: str | None = None
@@ -71,7 +83,7 @@ class Norms:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer: a mixer and a feed-forward, each a block that reads the residual and is added to it."""
+    """A layer has a mixer and a feed-forward. Each is a block that reads the residual and is added to it."""
 
     mixer: Mixer
     feed_forward: Mlp | MoeSpec
@@ -83,9 +95,15 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One decoder-only transformer: a stack of layers between an embedding and a head.
+    """A ModelSpec is one decoder-only transformer: a stack of layers between an embedding and a head.
 
-    Hidden states are `[tokens, hidden_size]`. Weight matrices are `[out, in]` as in the checkpoints.
+    Hidden states are `[tokens, hidden_size]`. Weight matrices are `[out, in]` as in checkpoints.
+
+    stack: the layers, in order.
+    max_length: positions that the model was trained for, scaling included.
+    dtype: dtype of the checkpoint: float32, float16 or bfloat16.
+    format: storage format of the matrices of mixers, feed-forwards and experts. Embedding, routers and head
+        are dense.
     """
 
     family: str
@@ -94,13 +112,10 @@ class ModelSpec:
     stack: tuple[LayerSpec, ...]
     norm_eps: float
     max_length: int
-    """Positions the model was trained for, scaling included."""
     rope: RopeSpec
     dtype: str
-    """Of the checkpoint: float32, float16 or bfloat16."""
     tied_embeddings: bool
-    format: Format = DENSE
-    """Of the matrices of mixers, feed-forwards and experts; embedding, routers and head are dense."""
+    format: WeightFormat = DENSE
     embedding_scale: float = 1.0
     """Rows of the embedding are multiplied with it."""
     logits_scale: float = 1.0
@@ -110,12 +125,15 @@ class ModelSpec:
 
     @property
     def layers(self) -> int:
-        """How many layers there are."""
+        """Return the number of layers."""
         return len(self.stack)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """How many tokens a query sees in each layer, itself included; None sees all."""
+        """Return each layer's sliding window: how many tokens a query sees, itself included.
+
+        None sees all.
+        """
         return tuple(layer.mixer.window for layer in self.stack)
 
     @property
@@ -125,42 +143,42 @@ class ModelSpec:
 
     @property
     def heads(self) -> int:
-        """Query heads of the layer that has most."""
+        """Return the query heads of the layer that has most."""
         return max(layer.mixer.heads for layer in self.stack)
 
     @property
     def kv_heads(self) -> int:
-        """KV heads of the layer that has most."""
+        """Return the KV heads of the layer that has most."""
         return max(layer.mixer.kv_heads for layer in self.stack)
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a query head, of the widest."""
+        """Return the width of the widest query head."""
         return max(layer.mixer.head_dim for layer in self.stack)
 
     @property
     def query_size(self) -> int:
-        """Numbers of all queries of a token in the layer that has most."""
+        """Return how many numbers the queries of a token are, in the layer that has most."""
         return max(layer.mixer.query_size for layer in self.stack)
 
     @property
     def projected_size(self) -> int:
-        """Numbers of a token that a mixer projects its input to, in the layer that has most."""
+        """Return how many numbers a mixer projects a token to (q, k and v), in the layer that has most."""
         return max(layer.mixer.projected_size for layer in self.stack)
 
     @property
     def intermediate_size(self) -> int:
-        """Numbers of a token within a dense feed-forward, of the widest; 0 where there is none."""
+        """Return the inner size of the widest dense feed-forward, or 0 without one."""
         return max((one.intermediate_size for one in self._feed_forwards(Mlp)), default=0)
 
     @property
     def moe(self) -> MoeSpec | None:
-        """The mixture of experts, the same in all layers that have one."""
+        """Return the mixture of experts, which is the same in all layers that have one."""
         return next(self._feed_forwards(MoeSpec), None)
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:
-        """Which layers have a mixture of experts."""
+        """Tell of each layer whether it has a mixture of experts."""
         return tuple(isinstance(layer.feed_forward, MoeSpec) for layer in self.stack)
 
     def is_moe(self, layer: int) -> bool:

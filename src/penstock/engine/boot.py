@@ -1,5 +1,7 @@
-"""Builds an engine from a Config: reads the machine, has a plan made, and constructs what it says. It decides
-nothing."""
+"""Builds an engine from a Config: reads the machine, has a plan made, and constructs it.
+
+It decides nothing.
+"""
 
 import time
 from contextlib import ExitStack
@@ -154,8 +156,10 @@ def follow(
 def _team(
     config: Config, model: Model, opened: ExitStack, context: BootContext
 ) -> "tuple[_Part, Leader, torch.device]":
-    """Rank 0's part, all ranks as one, and its device. The processes of the others have been started, unless
-    torchrun has."""
+    """Return rank 0's part, all ranks as one, and its device.
+
+    It starts the processes of the others, unless torchrun has.
+    """
     from penstock.parallel.launch import launch
     from penstock.worker.rank import Leader
 
@@ -187,7 +191,7 @@ def _team(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One rank's part of the model, ready to compute."""
+    """Holds one rank's part of the model, ready to compute."""
 
     plan: BootPlan[LongRoom]
     runner: Runner

@@ -1,4 +1,4 @@
-"""Divide the memory budget: weights come first, then the activations of the largest step; KV blocks get the
+"""Divides the memory budget: weights first, then the activations of the largest step; KV blocks get the
 rest."""
 
 from collections.abc import Sequence
@@ -11,22 +11,20 @@ from penstock.base.units import format_size
 from penstock.weights.streaming.residency import HOST_SLOTS, padded, piece_of
 
 LEAST_TOKENS = 2048
-"""KV that is worth streaming some weights for, where nobody asked for a length."""
+"""Tokens of KV for which some weights should rather stream, where no length was asked for."""
 GROWTH = 512 << 20
-"""Host memory that the process still takes after boot, beside weights."""
+"""Bytes of host memory that the process still takes after boot, beside weights."""
 CPU_RING_PART = 8
-"""The ring through which weights stream from disk takes at most one part in so many of a CPU's memory for
-weights."""
+"""The ring through which weights stream from disk takes at most one part in so many of a CPU's room."""
 KV_PART = 8
-"""KV gets one part in so many of the device where weights stream: enough for several sequences, little more
-to stream."""
+"""KV gets one part in so many of the device where weights stream: enough for several sequences."""
 HEAP = 8 << 20
-"""Bytes by which a CPU's heap grows beside what steps take."""
+"""Bytes by which a CPU's heap grows beside the memory of steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes on the device, and what they hold."""
+    """Holds the division of the device's memory in bytes, and how many KV blocks it has."""
 
     total: int
     weights: int
@@ -39,12 +37,12 @@ class Budget:
 
     @property
     def kv(self) -> int:
-        """The KV blocks take so many bytes."""
+        """Return the bytes of all KV blocks."""
         return self.blocks * self.block_bytes
 
     @property
     def kv_tokens(self) -> int:
-        """The KV blocks hold so many tokens."""
+        """Return the tokens that all KV blocks hold."""
         return self.blocks * self.block_size
 
     def __str__(self) -> str:
@@ -84,26 +82,30 @@ class Demand:
 
     @property
     def least_blocks(self) -> int:
-        """Weights rather stream than leave fewer KV blocks: these hold one sequence as asked for, or a short
-        one."""
+        """Return the KV blocks for which weights should rather stream: those of one sequence."""
         if self.fixed_blocks is not None:
             return self.fixed_blocks
         return min(self.useful_blocks, -(-(self.length or LEAST_TOKENS) // self.block_size))
 
 
 def goes_to_host(kv: int, total: int, resident: int) -> bool:
-    """Tell whether so many bytes of KV of one sequence are to rest in host memory: they fit neither beside
-    what is resident, all weights and the largest step, nor into the part of the device that KV has where
-    weights stream."""
+    """Tell whether so many bytes of KV of one sequence should rest in host memory.
+
+    They do if they fit neither beside all weights and the largest step (`resident`), nor into the part of the
+    device that KV has where weights stream.
+    """
     return kv > max(total - resident, total // KV_PART)
 
 
 def weights_room(total: int, layouts: Sequence[GroupLayout], demand: Demand, *, host_is_device: bool) -> int:
-    """Bytes that weights may take on the device: all of theirs, if the least KV fits beside them.
+    """Return the bytes that weights may take on the device: all of theirs, if the least KV fits beside them.
 
-    Otherwise what a fair share of KV leaves to resident weights and the ring that the others stream through;
-    where that is too little for two groups, what the least KV leaves; where that is too little for one, what
-    a single block leaves. `host_is_device`: the ring on the way from disk takes of it as well, as on a CPU.
+    Otherwise a fair share of KV is set aside, and the rest is for resident weights and their ring. If that is
+    too little for two groups, only the least KV is set aside; if that is too little for one group, a single
+    block.
+
+    host_is_device: whether the ring on the way from disk takes part of it as well, as on a CPU.
+
     Raises BudgetError if not even one group fits.
     """
     sizes = [padded(layout) for layout in layouts]
@@ -143,8 +145,8 @@ def _of_draft(demand: Demand) -> tuple[str, str]:
 
 
 def cpu_ring(room: int, layouts: Sequence[GroupLayout]) -> int:
-    """Bytes of a CPU's `room` for weights that go to the ring, and the slots for experts, through which they
-    stream from disk."""
+    """Return the bytes of a CPU's `room` for the ring, and for slots of experts, through which weights
+    stream."""
     most = HOST_SLOTS[0] * piece_of(layouts)
     return _least_cpu_ring(layouts) + max(min(most, room // CPU_RING_PART) - 2 * piece_of(layouts), 0)
 
@@ -156,10 +158,10 @@ def _least_cpu_ring(layouts: Sequence[GroupLayout]) -> int:
 
 
 def usual_activations(spec: ModelSpec, dtype: str, max_step_tokens: int, max_sequences: int) -> int:
-    """About the bytes that the largest step takes: what was measured on a GPU for models of 70B shape, within
-    some ten per cent.
+    """Estimate the bytes of the largest step, from measurements on a GPU with models of 70B shape (within 10
+    %).
 
-    That of a layer is three quarters more than what enters and leaves its products. Sampling with a sorted
+    A layer takes three quarters more than the inputs and outputs of its products. Sampling with a sorted
     vocabulary takes about 19 numbers for each logit, log-probabilities of a prompt two for each of up to 64
     positions.
     """
@@ -169,20 +171,21 @@ def usual_activations(spec: ModelSpec, dtype: str, max_step_tokens: int, max_seq
 
 
 def on_heap(tensors: int, buffers: int) -> int:
-    """Bytes that a step takes of a CPU's memory if its tensors take `tensors` at their peak and libraries
-    keep `buffers`.
+    """Return the bytes of a CPU's memory that a step takes.
 
-    Twice the tensors' bytes, since what they give back is not always used again by the next step.
+    Tensors count twice, since freed memory is not always reused by the next step.
+
+    tensors: bytes of tensors at their peak.
+    buffers: bytes that libraries keep.
     """
     return 2 * tensors + HEAP + buffers
 
 
 def least_activations(spec: ModelSpec, dtype: str, max_step_tokens: int, max_sequences: int) -> int:
-    """Bytes that the largest step takes by the shape alone: what enters and leaves a layer's widest products,
-    and the logits.
+    """Return the least bytes of the largest step: inputs and outputs of its widest products, and logits.
 
-    In a mixture each token passes through top_k experts, whichever they are: a row of each expert's width and
-    a row of its output for every pair of a token and an expert.
+    In a mixture each token passes through top_k experts: for every pair of a token and an expert there is a
+    row of the expert's width and a row of its output.
     """
     inner = max(spec.intermediate_size, spec.query_size)
     wide = 2 * spec.hidden_size + 2 * inner
@@ -194,8 +197,9 @@ def least_activations(spec: ModelSpec, dtype: str, max_step_tokens: int, max_seq
 
 
 def divide(total: int, weights: int, demand: Demand) -> Budget:
-    """The budget, with as many KV blocks as fit beside `weights` bytes and at most the useful ones, or as
-    many as were asked for.
+    """Return the budget, with as many KV blocks as fit beside the weights, up to the useful or fixed number.
+
+    weights: bytes.
 
     Raises BudgetError if not even one block fits, or not the fixed number.
     """

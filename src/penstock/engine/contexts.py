@@ -31,42 +31,45 @@ _STEP_PART = 4
 
 @dataclass(frozen=True, slots=True)
 class LongRoom:
-    """Room for KV in host memory and on disk, and what passes through the device at a time: whole blocks of
-    tokens."""
+    """Holds the room for KV in host memory and on disk, and how it streams through the device.
+
+    tile_tokens, chunk_tokens: tokens of a tile and of a chunk, whole blocks.
+    disk: more blocks behind host memory, in a file that lives as long as the process.
+    store_bytes: bytes of disk for blocks that outlive the process.
+    unused_bytes: bytes of disk that are left over and too few for such a store.
+    most_blocks: blocks of the longest sequence.
+    """
 
     layout: KVLayout
     blocks: int
     tile_tokens: int
     chunk_tokens: int
     disk: Disk | None = None
-    """Behind host memory: more of the same, in a file that lives as long as the process."""
     store_bytes: int = 0
-    """Blocks that outlive the process have so many bytes of disk."""
     unused_bytes: int = 0
-    """Long contexts leave so many bytes of disk, where that is less than a store of such blocks needs; then
-    there is no store."""
     policies: Policies | None = None
     most_blocks: int = 0
-    """A sequence has at most so many blocks."""
 
     @property
     def host_bytes(self) -> int:
-        """KV takes so many bytes of host memory, what it is copied through and sketches of keys included."""
+        """Return the bytes of host memory for KV, staging buffers and sketches of keys."""
         staging = staging_bytes(self.layout, self.tile_tokens, self.chunk_tokens) if self.disk else 0
         sketches = self._sketch_bytes * (self.blocks + self.on_disk)
         return self.blocks * self.layout.block_bytes + staging * (2 if self.policies else 1) + sketches
 
     @property
     def _sketch_bytes(self) -> int:
-        """Host memory for the sketches of a block's keys, by which policies choose; 0 without policies."""
+        """Return the bytes of host memory for the sketches of a block's keys; 0 without policies."""
         return (
             sketch_layout(self.layout, self.policies.bits).bytes * self.layout.layers if self.policies else 0
         )
 
     def within(self, there: int) -> "LongRoom":
-        """The same in at most `there` bytes of host memory: with fewer blocks on the host and, where the
-        sketches of those on disk alone take too much, fewer on disk. It has no blocks on the host if there is
-        no room for one."""
+        """Return the room in at most `there` bytes of host memory.
+
+        It has fewer blocks on the host, and fewer on disk if the sketches of those take too much. It has no
+        blocks on the host if there is no room for one.
+        """
         each, sketches = self.layout.block_bytes + self._sketch_bytes, self._sketch_bytes
         room = self
         if self.disk and sketches:
@@ -78,12 +81,12 @@ class LongRoom:
 
     @property
     def on_disk(self) -> int:
-        """So many blocks are on disk."""
+        """Return the number of blocks on disk."""
         return self.disk.blocks if self.disk else 0
 
     @property
     def device_bytes(self) -> int:
-        """Far KV takes so many bytes of the device on its way."""
+        """Return the bytes of the device through which far KV streams."""
         chosen = (
             chosen_bytes(self.layout, self.tile_tokens, self.most_blocks, self.policies)
             if self.policies
@@ -243,8 +246,7 @@ def usual_chunk(
 
 
 def chunk_in_balance(spec: ModelSpec, itemsize: int, link: float, arithmetic: float) -> float:
-    """Return the tokens of a chunk that attend to a key, in all heads, for as long as the key and its value
-    take over the link."""
+    """Return the tokens of a chunk for which attention to a key takes as long as its copy over the link."""
     return (2 * spec.kv_heads * itemsize / link) * arithmetic / (4 * spec.heads)
 
 
@@ -267,7 +269,7 @@ def _policies(config: Config, spec: ModelSpec) -> Policies | None:
 
 
 def _host_memory(config: Config, hardware: Hardware, total: int) -> tuple[int, str]:
-    """Bytes that KV may take, and how to say whose."""
+    """Return the bytes that KV may take, and words for a message about them."""
     room = host_room(config, hardware)
     if not hardware.cuda and room == 0:
         return total // 2, "half of the budget is"

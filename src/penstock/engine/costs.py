@@ -1,9 +1,7 @@
-"""Costs of a step on a device are what it takes beyond the bytes it moves: launches, and the share of the
-ceilings that kernels reach.
+"""Holds the costs of a step on a device beyond its bytes: launches, and the efficiency of kernels.
 
-`penstock doctor` measures these costs once for a device (`bench.calibration`) and keeps them; `forecast`
-reckons with them. All of it is arithmetic over a model's shape, so a forecast needs neither torch nor the
-device.
+`penstock doctor` measures them once for a device (`bench.doctor.calibration`) and keeps them. `forecast` uses
+them. All of it is arithmetic over a model's shape, so a forecast needs neither torch nor the device.
 """
 
 import json
@@ -23,17 +21,18 @@ from penstock.memory.disk import make_private
 
 FORMAT = 1
 RECORDED_TOKENS = 512
-"""Prompts of up to so many tokens are replayed as CUDA graphs where a dense model is resident; longer ones
-are launched by the host."""
+"""Most tokens of a prompt that is replayed as a CUDA graph, where a dense model is resident."""
 MAX_BYTES = 1 << 20
 _UNFIT = re.compile(r"[^A-Za-z0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCosts:
-    """A decode step of `rows` sequences takes `step` seconds, `layer` for each dense layer and `moe_layer`
-    for each with experts, and reads weights, chosen experts and KV at `weight_read`, `expert_read` and
-    `kv_read` bytes/s."""
+    """Holds the costs of a decode step of `rows` sequences.
+
+    step, layer, moe_layer: seconds of a step, of each dense layer, and of each with experts.
+    weight_read, expert_read, kv_read: bytes/s of weights, chosen experts and KV.
+    """
 
     rows: int
     step: float
@@ -46,12 +45,13 @@ class DecodeCosts:
 
 @dataclass(frozen=True, slots=True)
 class PromptCosts:
-    """A step over prompts computes products of dense weights and of experts, and attention, at `products`,
-    `experts` and `attention` operations/s; what passes between products moves at `activations` bytes/s; a
-    step takes `step` seconds more.
+    """Holds the costs of a step over prompts. Device and host work at the same time.
 
-    The host launches it in `host_step` seconds, `host_layer` for each dense layer and `host_moe_layer` for
-    each with experts. Device and host work at the same time.
+    products, experts, attention: operations/s of dense weights, of experts, and of attention.
+    activations: bytes/s of activations between products.
+    step: seconds that a step takes beside these.
+    host_step, host_layer, host_moe_layer: seconds in which the host launches a step, each dense layer, and
+        each with experts.
     """
 
     products: float
@@ -66,18 +66,20 @@ class PromptCosts:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Of a device in one dtype. `decode` is in the order of rows. `expert_layer`: seconds of a decode step
-    for each layer some of whose experts are not on the device, whatever comes; the host waits there for what
-    the router chose. 0: not measured.
+    """Holds the costs of steps on one device in one dtype.
 
-    link_rate, device_read: bytes/s from pinned host memory and of the device's own; compute: operations/s of
-    a large product. The ceilings that were measured in the same minute.
+    measured: date and versions of penstock and torch.
+    link_rate, device_read: bytes/s from pinned host memory, and of the device's own, measured in the same
+        minute.
+    compute: operations/s of a large product, measured in the same minute.
+    decode: in order of rows.
+    expert_layer: seconds of a decode step for each layer with experts that are not on the device, since the
+        host waits for the router's choice. 0 was not measured.
     """
 
     device: str
     dtype: str
     measured: str
-    """Says when and with what it was measured: date, penstock, torch."""
     link_rate: float
     device_read: float
     compute: float
@@ -86,8 +88,11 @@ class StepCosts:
     expert_layer: float = 0.0
 
     def rows(self, rows: float) -> DecodeCosts:
-        """The costs of a decode step of `rows` sequences, interpolated between those measured (seconds per
-        byte and seconds, linear in the logarithm of rows); beyond the last it is the last's."""
+        """Return the costs of a decode step of `rows` sequences.
+
+        They are interpolated between those measured: seconds and seconds per byte, linear in the logarithm of
+        rows. Beyond the last, the last holds.
+        """
         there = self.decode
         if rows <= there[0].rows:
             return there[0]
@@ -99,12 +104,12 @@ class StepCosts:
         return there[-1]
 
     def line(self) -> str:
-        """Return all of it, as a line of JSON."""
+        """Return the costs as a line of JSON."""
         return json.dumps({"format": FORMAT, **asdict(self)})
 
     @classmethod
     def parse(cls, text: str, where: str) -> Self:
-        """Read what `line` wrote. Raises ConfigError, naming `where`, for anything else."""
+        """Read the result of `line`. Raises ConfigError, which names `where`, for anything else."""
         try:
             body = json.loads(text)
             if not isinstance(body, dict) or body.pop("format", None) != FORMAT:
@@ -131,8 +136,10 @@ class StepCosts:
     # ---- seconds
 
     def decode_seconds(self, rows: float, work: UseWork) -> float:
-        """Seconds on the device of a use's part of a decode step of `rows` sequences. Beyond the rows that
-        were measured the products of many rows may take longer than reading what they multiply."""
+        """Return the device's seconds for a use's part of a decode step of `rows` sequences.
+
+        With more rows than were measured, products may take longer than reading their weights.
+        """
         costs, prompt = self.rows(rows), self.prompt
         fixed = work.steps * costs.step + work.layers * costs.layer + work.moe_layers * costs.moe_layer
         weights = max(work.weights / costs.weight_read, work.products / prompt.products)
@@ -140,8 +147,7 @@ class StepCosts:
         return fixed + weights + experts + work.kv / costs.kv_read
 
     def launch_seconds(self, spec: ModelSpec, tokens: float) -> float:
-        """Seconds in which the host launches a step over prompts of so many tokens; none to speak of where it
-        is replayed."""
+        """Return the host's seconds to launch a step over prompts of so many tokens, 0 if it is replayed."""
         if spec.moe is None and tokens <= RECORDED_TOKENS:
             return 0.0
         moe_layers = sum(spec.moe_layers)
@@ -154,7 +160,7 @@ class StepCosts:
 
 
 def prompt_seconds(costs: PromptCosts, work: UseWork) -> float:
-    """Seconds on the device of a use's part of a step over prompts."""
+    """Return the device's seconds for a use's part of a step over prompts."""
     products = work.products / costs.products + work.expert_products / costs.experts
     return (
         work.steps * costs.step
@@ -165,12 +171,12 @@ def prompt_seconds(costs: PromptCosts, work: UseWork) -> float:
 
 
 def costs_file(cache: Path, device: str, dtype: str) -> Path:
-    """Return where the costs of a device are kept in the cache directory `cache`."""
+    """Return the file of a device's costs in the cache directory `cache`."""
     return cache / "costs" / f"{_UNFIT.sub('-', device).strip('-').lower()[:80]}-{dtype}.json"
 
 
 def keep_costs(costs: StepCosts, file: Path) -> None:
-    """Write them, at once or not at all. Raises ConfigError."""
+    """Write the costs atomically. Raises ConfigError."""
     try:
         make_private(file.parent)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=".costs-", delete=False) as beside:
@@ -183,7 +189,7 @@ def keep_costs(costs: StepCosts, file: Path) -> None:
 
 
 def read_costs(file: Path) -> StepCosts:
-    """Raises ConfigError for a file that cannot be read or holds something else."""
+    """Read costs from a file. Raises ConfigError if it cannot be read or holds anything else."""
     try:
         if file.stat().st_size > MAX_BYTES:
             raise ConfigError(
@@ -198,7 +204,7 @@ def read_costs(file: Path) -> StepCosts:
 
 
 def _numbers(kind: type[DecodeCosts] | type[PromptCosts], body: object) -> Any:
-    """A record of positive numbers; fixed seconds may be 0."""
+    """Return a record of positive numbers. Fixed seconds may be 0."""
     if not isinstance(body, dict) or set(body) != {field.name for field in fields(kind)}:
         raise ValueError(f"{kind.__name__} has other fields")
     values: dict[str, Any] = {

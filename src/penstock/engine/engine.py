@@ -1,4 +1,4 @@
-"""The engine: plan, run, commit."""
+"""Runs the engine's loop: plan, run, commit."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -20,23 +20,22 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("penstock")
 _LAST = 5.0
-"""Seconds that the end waits for blocks on their way."""
+"""Seconds that `finish` waits for blocks on their way."""
 _MOST_LOST = 8
-"""Times that KV may be lost: a disk that loses more of it will not stop to."""
+"""Times that KV may be lost. A disk that loses more will go on losing it."""
 
 
 class Ranks(Protocol):
-    """The one or several workers that carry out plans."""
+    """Carries out plans on one or several workers."""
 
     @property
     def carrier(self) -> "Carrier | None":
-        """The carrier of KV beyond the device, if there is any."""
+        """Return the carrier of KV beyond the device, if there is any."""
         ...
 
     @property
     def ahead(self) -> bool:
-        """Whether a plan is worth beginning before the one before it is over: `begin` then returns before its
-        arithmetic has ended."""
+        """Tell whether plans should be begun ahead, since `begin` returns before its arithmetic has ended."""
         ...
 
     def begin(self, plan: Plan) -> Step:
@@ -44,11 +43,14 @@ class Ranks(Protocol):
         ...
 
     def settle(self) -> tuple[Landed, ...]:
-        """Wait for all that is under way, after a step that was broken off. Return what came of transfers."""
+        """Wait for all that is under way, after an interrupted step.
+
+        Return the transfers that have landed.
+        """
         ...
 
     def check(self) -> None:
-        """Raise what has ended them, if it has not been raised before."""
+        """Raise the failure of a rank, if it has not been raised before."""
         ...
 
     def close(self) -> None:
@@ -58,63 +60,70 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """The state of the engine at this moment, and its counts since it started."""
+    """Holds the state of the engine at this moment, and its counts since it started.
+
+    kv_blocks_free: free blocks, cached ones included.
+    kv: KV of long contexts; None if there is no room for any.
+    missed: attention that policies have left out; empty where everything is read.
+    """
 
     running: int
     waiting: int
     kv_blocks: int
     kv_blocks_free: int
-    """Free ones and cached ones."""
     kv_blocks_cached: int
     preemptions: int
     steps: int
     computed_tokens: int
     output_tokens: int
     kv: KVStats | None
-    """Of long contexts; None if there is no room for any."""
     tiers: TierStats | None
     missed: MissedStats
-    """By attention policies; nothing where everything is read."""
     passes: Passes
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The point that the last step came to."""
+    """Holds what the last step has reached.
+
+    reached: tokens of the unfinished prompt that have KV; 0 without one. There is never more than one.
+    computed: tokens computed since the engine started.
+    """
 
     reached: int
-    """Tokens whose KV is there, of the prompt that it left unfinished; 0 if it left none. There is never more
-    than one."""
     computed: int
-    """Tokens computed since the engine started."""
 
 
 class Engine:
-    """The engine: requests in, events out. One thread at a time; requests may come and go between any two
-    steps."""
+    """Takes requests in and gives events out.
+
+    One thread at a time; requests may come and go between steps.
+    """
 
     def __init__(self, scheduler: Scheduler, ranks: Ranks, note: Callable[[], None] | None = None) -> None:
-        """note: done before the end."""
+        """Drive this scheduler and these ranks. note: called before the engine closes."""
         self.scheduler, self._note = scheduler, note
         self._ranks: Ranks | None = ranks
         self._failure = ""
         self._lost = 0
         self._torn = False
-        """Whether a step has begun and neither ended nor been recovered from: an interrupt may also strike
-        while that is done."""
+        """True if a step has begun, and neither ended nor been recovered from.
+
+        An interrupt may also strike during the recovery.
+        """
         self._flight: tuple[Plan, Step] | None = None
-        """Begun by the last step, and to be committed by the next."""
+        """The step that runs ahead: begun by the last step, to be committed by the next."""
         self._planned: Plan | None = None
-        """The last that was given to the ranks."""
+        """The last plan that was given to the ranks."""
         self._steps = self._computed = self._output = 0
         self._passes = Passes()
         self._cold = self._sent = 0
-        """Blocks beyond the device: held in the last step, and sent there by all."""
+        """Blocks beyond the device: held in the last step, and sent there by all steps."""
         self.progress = Progress(0, 0)
 
     @property
     def busy(self) -> bool:
-        """Whether there is a request that has not ended, or a step under way."""
+        """Tell whether there is a request that has not ended, or a step under way."""
         return self.scheduler.busy or self._flight is not None
 
     def submit(
@@ -125,23 +134,23 @@ class Engine:
         priority: int = 0,
         salt: bytes = b"",
     ) -> RequestId:
-        """Queue a request: see Scheduler.submit. Raises EngineClosedError."""
+        """Queue a request; see Scheduler.submit. Raises EngineClosedError."""
         self._open()
         return self.scheduler.submit(prompt, sampling, max_tokens, priority, salt)
 
     def stop(self, request: RequestId, reason: FinishReason = FinishReason.ABORT) -> bool:
-        """End a request and free what it holds. Return False if it has already ended."""
+        """End a request and free its blocks. Return False if it has already ended."""
         return self.scheduler.stop(request, reason)
 
     def step(self) -> list[Event]:
-        """Do one step for all requests. Interrupted while planning or computing, or when KV does not come
-        back as it was, all of them start anew with the next step and lose nothing. So they do when the device
-        has too little memory for a step, in smaller ones. After any other failure, also of taking in results,
-        the engine serves no more.
+        """Do one step for all requests, and return its events.
 
-        Where ranks compute by themselves the next step is begun first, and then the events of the one before
-        it are returned: while a step is computed the next is planned, and what the last has yielded is looked
-        at.
+        After an interrupt, or when KV on disk is lost, all requests start anew with the next step and lose
+        nothing. After a step that was too large for the device's memory they do so in smaller steps. After
+        any other failure the engine is closed.
+
+        Where ranks compute by themselves, the next step is begun before the events of the last one are
+        returned. So the next step is planned, and the last tokens are handled, while a step is computed.
         """
         with no_collection():
             return self._step(self._open())
@@ -176,8 +185,7 @@ class Engine:
             raise
 
     def _advance(self, ranks: Ranks) -> list[tuple[Plan, Outcome]]:
-        """Begins a step, unless that has to wait for the one under way; the steps that have come to their
-        end."""
+        """Begin a step, unless it has to wait for the one under way. Return the steps that have ended."""
         flight, self._flight = self._flight, None
         if flight is not None and not ranks.ahead:
             return [(flight[0], flight[1].outcome())]
@@ -197,6 +205,7 @@ class Engine:
         return [(plan, step.outcome()) for plan, step in ended]
 
     def _take(self, plan: Plan, outcome: Outcome) -> list[Event]:
+        """Commit a step, and count."""
         wrong = self.scheduler.wrong
         events = self.scheduler.commit(plan, outcome)
         if self.scheduler.wrong > wrong:
@@ -221,7 +230,7 @@ class Engine:
         return events
 
     def check(self) -> None:
-        """Raise, between steps, what has ended the ranks, after which the engine serves no more."""
+        """Raise the failure of a rank between steps, after which the engine is closed."""
         try:
             self._open().check()
         except DeviceError as fault:
@@ -229,9 +238,11 @@ class Engine:
             raise
 
     def tend(self, seconds: float = 0.0) -> None:
-        """Look after what is left between requests: let a step end whose tokens are no longer wanted, let
-        blocks that were computed set out, and wait so long for those on their way; for those to the host
-        always, which takes milliseconds."""
+        """Do what is left between requests, for at most `seconds`.
+
+        A step ends if its tokens are no longer wanted, and computed blocks set out for lower tiers. Copies to
+        the host are always waited for, which takes milliseconds.
+        """
         if self._ranks is not None and self._flight is not None and not self.scheduler.busy:
             self.step()
         until, steps = monotonic() + seconds, 3
@@ -245,8 +256,7 @@ class Engine:
             steps -= bool(steps)
 
     def finish(self) -> None:
-        """Let blocks that are on their way to the host and the disk land, as long as that takes no more than
-        some seconds, and close."""
+        """Wait some seconds for blocks on their way to the host and the disk, and close."""
         try:
             if self._ranks is not None and not self._torn:
                 self.tend(_LAST)
@@ -254,8 +264,10 @@ class Engine:
             self.close()
 
     def _shrink(self, ranks: Ranks, short: StepMemoryError) -> list[Event]:
-        """After a step that was too large for the memory: the same requests have smaller ones, and lose
-        nothing. If what was too large is the smallest step of a single request, that one ends."""
+        """Start all requests anew in smaller steps, after one that was too large for the memory.
+
+        They lose nothing. If it was the smallest step of a single request, that request ends.
+        """
         plan = self._planned
         if plan is None or not plan.shares:
             self._fail(short)
@@ -306,8 +318,10 @@ class Engine:
         )
 
     def missed_stats(self) -> MissedStats:
-        """Return what attention policies have left out. On several ranks, of rank 0's heads. From any thread,
-        also while a step runs."""
+        """Return the attention that policies have left out; on several ranks, by rank 0's heads.
+
+        Any thread may call it, also while a step runs.
+        """
         ranks = self._ranks
         carrier = ranks.carrier if ranks is not None else None
         return (
@@ -317,8 +331,10 @@ class Engine:
         )
 
     def kv_stats(self) -> KVStats | None:
-        """Return the KV of long contexts, in the last step; None if there is no room for any. From any
-        thread, also while a step runs."""
+        """Return the KV of long contexts in the last step, or None if there is no room for any.
+
+        Any thread may call it, also while a step runs.
+        """
         ranks = self._ranks  # Another thread may close the engine meanwhile.
         carrier = ranks.carrier if ranks is not None else None
         if carrier is None:
@@ -338,7 +354,7 @@ class Engine:
         )
 
     def tier_stats(self) -> TierStats | None:
-        """Return the counts of prefixes on other tiers; None if there are none."""
+        """Return the counts of prefix blocks on other tiers, or None without them."""
         ranks, tiers = self._ranks, self.scheduler.tiers
         carrier = ranks.carrier if ranks is not None else None
         if carrier is None or carrier.transfers is None:
@@ -373,7 +389,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Free the device. Requests that are still there are lost; a second call does nothing."""
+        """Free the device. Unfinished requests are lost. A second call does nothing."""
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             try:

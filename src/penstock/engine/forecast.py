@@ -24,7 +24,7 @@ from penstock.engine.budget import Budget
 from penstock.engine.contexts import LongRoom
 from penstock.engine.costs import RECORDED_TOKENS, prompt_seconds
 from penstock.engine.machines import BLOCK_SIZE, Machine, Work, plan_of
-from penstock.engine.passes import Step, UseWork, decode_step, pass_work, prompt_step
+from penstock.engine.passes import StepShape, UseWork, decode_step, pass_work, prompt_step
 from penstock.engine.plan import BootPlan
 from penstock.weights.streaming.residency import ExpertRoom, Placement, pass_order
 from penstock.weights.streaming.ring import Link, StreamRates
@@ -32,9 +32,9 @@ from penstock.weights.streaming.solver import predict, solve_model
 
 GB = 10**9
 _TAIL = 4
-"""Pages of a long sequence that hold what is nowhere else."""
+"""Pages of a long sequence with KV that is only there."""
 MORE = 1.1
-"""Links are tried this many times as fast."""
+"""Factor by which faster links are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class Pace:
 
     @property
     def tokens_per_second(self) -> float:
-        """All sequences together get so many tokens a second."""
+        """Return the tokens a second of all sequences together."""
         return self.tokens / self.seconds
 
     @property
     def binding(self) -> Link:
-        """The link that everything else waits for."""
+        """Return the link that everything else waits for."""
         return max(Link, key=lambda link: self.busy[link])
 
     def share(self, link: Link) -> float:
@@ -70,9 +70,10 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The plan that a boot would build on a machine, and the pace that follows.
+    """Holds the plan that a boot would build on a machine, and the pace that follows.
 
-    placement: of the groups that every pass needs. experts: of the others, where the model has any.
+    placement: of the groups that every pass needs.
+    experts: of the others, if the model has any.
     """
 
     machine: Machine
@@ -90,12 +91,12 @@ class Forecast:
 
     @property
     def budget(self) -> Budget:
-        """The device's memory is divided so."""
+        """Return how the device's memory is divided."""
         return self.plan.budget
 
     @property
     def far(self) -> int:
-        """Bytes of KV that rest in host memory, because the device has no room for a context's."""
+        """Return the bytes of KV that rest in host memory because the device has no room for a context's."""
         far = self.plan.outline.far
         return far.host_bytes if far else 0
 
@@ -123,7 +124,7 @@ class Forecast:
         )
 
     def ring(self, tier: Tier) -> int:
-        """Return the bytes through which the other weights pass."""
+        """Return the bytes of a tier's ring, through which the other weights stream."""
         if tier is Tier.DISK:
             return 0
         device = tier is Tier.DEVICE
@@ -146,7 +147,7 @@ class More(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Tokens/s that more of something would add; none where it would not help, since it need not be used."""
+    """Says how many tokens/s more of something would add: 0 where it would not help."""
 
     more: More
     decode: float
@@ -154,8 +155,11 @@ class Gain:
 
 
 def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) -> Forecast:
-    """Raises BudgetError as a boot would, where KV for all sequences, the largest step and the ring do not
-    fit; and ConfigError."""
+    """Forecast a workload on a machine.
+
+    Raises BudgetError as a boot would, if KV for all sequences, the largest step and the ring do not fit; and
+    ConfigError.
+    """
     if work.context > spec.max_length and spec.rope.kind is not RopeKind.DYNAMIC:
         raise ConfigError(
             f"a context of {work.context:,} is more than the {spec.max_length:,} positions the model was "
@@ -176,7 +180,7 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
     if not plan.streams:  # A boot takes all groups alike then; a forecast counts experts by themselves.
         placement, experts, _ = solve_model(layouts, spec.tied_embeddings, plan.limits, own.rates, disk=False)
 
-    def pace(step: Step) -> Pace:
+    def pace(step: StepShape) -> Pace:
         arithmetic = _arithmetic(spec, own, pass_work(spec, work.dtype, every, expert, step), step)
         return _pace(
             spec,
@@ -196,7 +200,7 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
 
 
 def gains(spec: ModelSpec, names: TensorNames, now: Forecast) -> tuple[Gain, ...]:
-    """Return what more of each tier and link would buy."""
+    """Return how much more of each tier and link would help."""
     machine, rates = now.machine, now.machine.rates
     others = {
         More.DEVICE: replace(machine, device=machine.device + GB),
@@ -234,9 +238,8 @@ def _passing(far: LongRoom | None, work: Work) -> tuple[float, float] | None:
 # ---- what a pass does
 
 
-def _arithmetic(spec: ModelSpec, machine: Machine, work: Sequence[UseWork], step: Step) -> list[float]:
-    """Seconds for each use on the device: by the costs of a step where they are known, else the larger of
-    reading and computing."""
+def _arithmetic(spec: ModelSpec, machine: Machine, work: Sequence[UseWork], step: StepShape) -> list[float]:
+    """Return the device's seconds for each use: by costs where they are known, else the bound."""
     costs = machine.costs
     if costs is None:
         return [
@@ -256,7 +259,7 @@ def _pace(
     machine: Machine,
     placement: Placement,
     experts: ExpertRoom | None,
-    step: Step,
+    step: StepShape,
     arithmetic: Sequence[float],
     far: tuple[float, float] | None,
     fetched: float | None,
@@ -306,10 +309,9 @@ def _pace(
 
 
 def _fetch(experts: ExpertRoom, chosen: float, rates: StreamRates) -> float:
-    """Seconds until all experts of a layer that were chosen, at even chance, are on DEVICE, on average over
-    how many of them are on DISK.
+    """Return the mean seconds until all chosen experts of a layer are on DEVICE, as if chosen evenly.
 
-    Those are read while others are copied; then the last of them is copied.
+    Those on DISK are read while others are copied. Then the last of them is copied.
     """
     count = max(round(chosen), 1)
     on_disk = experts.on_disk / experts.experts

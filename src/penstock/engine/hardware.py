@@ -1,4 +1,4 @@
-"""Read what a plan needs to know of the machine."""
+"""Reads what a plan needs to know of the machine."""
 
 import psutil
 import torch

@@ -20,18 +20,16 @@ from penstock.worker.warmup import largest_step
 
 
 def activation_peak(settled: Settled, runner: Runner, device: torch.device) -> int:
-    """Return the bytes that the largest step takes, measured by running it through one layer of each kind:
-    the others take the same again.
+    """Return the bytes that the largest step takes, measured with one layer of each kind (profiling run).
 
-    On CUDA through two of each kind: what the first leaves to its successor lies elsewhere in the allocator's
-    memory. Routings of a mixture need not be tried: what its rows take is allocated by the number of tokens
-    alone.
+    Other layers take the same again. On CUDA two of each kind run, since what the first leaves to its
+    successor lies elsewhere in the allocator's memory. Routings of a mixture need not be tried: memory
+    depends on the number of tokens alone.
 
     On a CPU tensors are counted, twice: a heap from which tensors of other sizes have come and gone was seen
-    to grow to 1.75 times what one step takes, and holes go back only after a step (see Heap). Beside them
-    count HEAP, since it grew by 4 MiB however little a step takes, and what libraries take once and keep. No
-    part of this is read from the process's pages, so the same settings on the same machine give the same
-    bytes in any process.
+    to grow to 1.75 times what one step takes, and holes are returned only after a step (see Heap). HEAP is
+    added, since the heap grew by 4 MiB however small a step is, and the buffers of libraries. The process's
+    pages are not read, so the same settings on the same machine give the same bytes in any process.
     """
     spec, limits, far = settled.spec, settled.limits, settled.far
     sizes, layers = settled.sizes, layer_kinds(spec, 2 if device.type == "cuda" else 1)
@@ -59,8 +57,10 @@ def activation_peak(settled: Settled, runner: Runner, device: torch.device) -> i
 
 
 def _peak(device: torch.device, work: Callable[[], object]) -> int:
-    """Return the bytes that a step takes. Raises BudgetError if there is no memory for it, even without
-    weights and KV."""
+    """Return the bytes that a step takes.
+
+    Raises BudgetError if there is too little memory even without weights and KV.
+    """
     try:
         return peak_of(device, work)
     except Exception as fault:

@@ -1,4 +1,4 @@
-"""Construct the parts of an engine from what was decided. Nothing is decided here."""
+"""Constructs the parts of an engine from what was decided. It decides nothing."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -111,7 +111,7 @@ def make_pool(outline: Settled, blocks: int, device: torch.device) -> KVPool:
 
 
 def layer_kinds(spec: ModelSpec, each: int = 1) -> tuple[int, ...]:
-    """Return the first layers of each kind, as many as there are up to `each`."""
+    """Return the first layers of each kind, up to `each` of them."""
     kinds = dict[LayerSpec, list[int]]()
     for layer, kind in enumerate(spec.stack):
         kinds.setdefault(kind, []).append(layer)
@@ -119,8 +119,10 @@ def layer_kinds(spec: ModelSpec, each: int = 1) -> tuple[int, ...]:
 
 
 def make_weights(placed: PlacedWeights, device: torch.device, trace: Trace | None) -> WeightStream:
-    """Return the weights that were placed, not loaded yet. It takes over their sources; if it cannot be made,
-    these are closed."""
+    """Return the placed weights, not loaded yet.
+
+    It takes over their sources, and closes them if it fails.
+    """
     plan = placed.plan
     try:
         return WeightStream(
@@ -160,7 +162,7 @@ def make_carrier(
 
 
 def make_scheduler(plan: BootPlan[LongRoom], root: bytes, disk: DiskLedger | None) -> Scheduler:
-    """Return a scheduler over the plan's KV blocks. root: the key that all KV keys begin with."""
+    """Return a scheduler over the plan's KV blocks. root: root of all KV keys."""
     outline, config = plan.outline, plan.outline.settings
     rope, far, size = outline.spec.rope, outline.far, config.block_size
     prefixes = PrefixRule(

@@ -1,6 +1,8 @@
-"""Count what each use of a group does in a pass, from the model's shape: bytes that are read, operations, and
-what the costs of a step are paid by. The same counts fit the costs to measured steps (`bench.calibration`)
-and forecast other models by them (`engine.forecast`)."""
+"""Counts the bytes and operations of each use of a weight group in a pass, from the model's shape.
+
+The same counts fit step costs to measured steps (`bench.doctor.calibration`) and forecast other models from
+them (`engine.forecast`).
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -12,10 +14,16 @@ from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One pass. tokens: computed in it. rows: tokens whose logits are wanted. By layer: pairs of a query and
-    a key that it sees, bytes of KV read, and bytes of KV that come over the link (`far`) where KV rests in
-    host memory."""
+class StepShape:
+    """A StepShape holds the numbers of one pass that its cost depends on.
+
+    tokens: computed in the pass.
+    rows: tokens that need logits.
+    pairs: for a layer, pairs of a query and a key that it sees.
+    kv: for a layer, bytes of KV that are read.
+    far: for a layer, bytes of KV that come over the link where KV rests in host memory.
+    decodes: whether it is a decode step, not a part of prefill.
+    """
 
     tokens: float
     rows: float
@@ -27,11 +35,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class UseWork:
-    """Counts what one use of a group does, or many together.
+    """Counts what one use of a weight group does, or several uses together.
 
-    steps, layers, moe_layers: the share of a pass's end, of a dense layer and of one with experts, whose
-    fixed costs it bears. weights, experts, kv, activations: bytes. products, expert_products, attention:
-    floating-point operations.
+    steps, layers, moe_layers: how many steps, dense layers and layers with experts these uses are; each has
+        fixed costs. A part of a layer counts as a fraction.
+    weights, experts, kv, activations: bytes.
+    products, expert_products, attention: floating-point operations.
     """
 
     steps: float = 0.0
@@ -47,23 +56,25 @@ class UseWork:
 
     @property
     def bytes(self) -> float:
-        """Weights and KV that are read take so many bytes."""
+        """Return the bytes of weights and KV that are read."""
         return self.weights + self.experts + self.kv
 
     @property
     def operations(self) -> float:
-        """All products together take so many operations."""
+        """Return the floating-point operations of all products."""
         return self.products + self.expert_products + self.attention
 
     @classmethod
     def sum(cls, uses: Sequence["UseWork"]) -> Self:
-        """Return all of them together."""
+        """Return the sum of several counts, field by field."""
         return cls(*(sum(getattr(use, field.name) for use in uses) for field in fields(cls)))
 
 
-def decode_step(spec: ModelSpec, dtype: str, batch: int, context: float, near: int = 0) -> Step:
-    """One token for each of `batch` sequences of `context` tokens. near: newest tokens of each whose KV need
-    not come over the link, since the device's pages hold it as well."""
+def decode_step(spec: ModelSpec, dtype: str, batch: int, context: float, near: int = 0) -> StepShape:
+    """Return the shape of a decode step: one token for each of `batch` sequences of `context` tokens.
+
+    near: newest tokens of each sequence that are in pages on the device. Their KV does not cross the link.
+    """
     near_bytes = near * kv_layout(spec, dtype, 1).layer_bytes
 
     def pairs(layer: int) -> float:
@@ -72,15 +83,21 @@ def decode_step(spec: ModelSpec, dtype: str, batch: int, context: float, near: i
     def kv(layer: int) -> float:
         return batch * bounds.kv_layer_bytes_read(spec, dtype, context, layer)
 
-    return Step(batch, batch, pairs, kv, lambda layer: max(kv(layer) - batch * near_bytes, 0), decodes=True)
+    return StepShape(
+        batch, batch, pairs, kv, lambda layer: max(kv(layer) - batch * near_bytes, 0), decodes=True
+    )
 
 
 def prompt_step(
     spec: ModelSpec, dtype: str, batch: int, context: int, step_tokens: int, *, needed: bool = True
-) -> Step:
-    """The mean of the passes that `batch` prompts of `context` tokens take together, `step_tokens` at a time.
-    Keys are read so seldom for each product that only the products count. needed: whether in the last layer
-    only those look whose logits are wanted; with KV that passes by, all do."""
+) -> StepShape:
+    """Return the mean of the passes that prefill `batch` prompts of `context` tokens.
+
+    Reads of keys are not counted: prefill attention is bound by its products.
+
+    step_tokens: tokens of one pass.
+    needed: whether the last layer attends only from tokens that need logits. Where KV streams, all attend.
+    """
     tokens = batch * context
     passes = -(-tokens // step_tokens)
 
@@ -88,18 +105,23 @@ def prompt_step(
         return batch * bounds.prompt_pairs(spec, [context], layer, needed=needed) / passes
 
     def far(layer: int) -> float:
-        """Every chunk of a sequence brings what is before it, as far as its window goes."""
+        """Return the bytes that chunks fetch: each reads the KV before it, as far as its window goes."""
         starts = range(step_tokens, context, step_tokens)
         return batch * sum(bounds.kv_layer_bytes_read(spec, dtype, start, layer) for start in starts) / passes
 
-    return Step(tokens / passes, batch / passes, pairs, lambda layer: 0, far, decodes=False)
+    return StepShape(tokens / passes, batch / passes, pairs, lambda layer: 0, far, decodes=False)
 
 
 def pass_work(
-    spec: ModelSpec, dtype: str, every: Sequence[GroupLayout], expert: GroupLayout | None, step: Step
+    spec: ModelSpec, dtype: str, every: Sequence[GroupLayout], expert: GroupLayout | None, step: StepShape
 ) -> list[UseWork]:
-    """The work of each use of a pass, in its order (`residency.pass_order`). A router's is also that of its
-    experts, which are taken to be chosen evenly. `expert`: the layout of one, if the model has any."""
+    """Return the work of each use of a pass, in the order of `residency.pass_order`.
+
+    A router's work includes that of its experts, as if tokens chose them evenly.
+
+    every: the layouts of the groups, in the same order.
+    expert: the layout of one expert, if the model has experts.
+    """
     return [_use(spec, dtype, every, index, expert, step) for index in range(len(every))]
 
 
@@ -109,7 +131,7 @@ def _use(
     every: Sequence[GroupLayout],
     index: int,
     expert: GroupLayout | None,
-    step: Step,
+    step: StepShape,
 ) -> UseWork:
     layout, layer, element = every[index], every[index].id.layer, DTYPE_BYTES[dtype]
     if index == 0:

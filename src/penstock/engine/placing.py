@@ -1,4 +1,4 @@
-"""Places weights: makes the plan of a boot, which says where they rest, and measures what that needs."""
+"""Places weights: makes the plan of a boot, and measures what that needs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -35,20 +35,20 @@ from penstock.worker.structures import Guide
 Model = Checkpoint | Pack | Shape
 Say = Callable[[str], None]
 _LINK_SECONDS, _DISK_SECONDS = 0.4, 2.0
-"""Links are measured for so long. Some disks take their time to reach their rate."""
+"""Seconds for which links and the disk are measured. Some disks take a while to reach their rate."""
 _MEASURED = 4 << 30
-"""Bytes of weights for which they are measured a second, if not that long."""
+"""Bytes of weights for which a second of measuring is spent, if that is shorter."""
 _LEAST_READ = 16 << 20
-"""Bytes of memory to measure its rate with, at least, however small the budget."""
+"""Least bytes of memory to measure its rate with, however small the budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
     """Replaces what a boot would find, for measurements and tests.
 
-    limits: for weights, instead of what the budgets leave (but disk, which is used if it must be). disk: what
-    reads the weights that stay on disk, instead of the model's own source, and the file or device that it
-    reads.
+    limits: bytes for weights, instead of what the budgets leave. The disk is used if it must be.
+    disk: reader of the weights that stay on disk, instead of the model's own source, and the file or device
+        that it reads.
     """
 
     limits: WeightLimits | None = None
@@ -74,8 +74,11 @@ class BootContext:
 
 @dataclass(frozen=True, slots=True)
 class PlacedWeights:
-    """Holds a plan with the places of weights, where their bytes come from, and the rates that were measured
-    for it: none, if nothing streams."""
+    """Holds a plan, the sources of weights, and the rates that were measured for it.
+
+    disk: source of the weights that stay on disk.
+    rates: None if nothing streams.
+    """
 
     plan: BootPlan[LongRoom]
     sources: Sources
@@ -83,19 +86,20 @@ class PlacedWeights:
 
 
 def host_room(config: Config, device: torch.device) -> int:
-    """Return the bytes that weights may take in host memory, by the machine as it is now. Raises
-    BudgetError."""
+    """Return the bytes that weights may take in host memory now. Raises BudgetError."""
     return plan.host_room(config, read_hardware(device))
 
 
 def place(
     outline: Outline[LongRoom], activations: int, model: Model, device: torch.device, context: BootContext
 ) -> PlacedWeights:
-    """Return the plan of a boot whose largest step takes `activations` bytes of the device, all that is
-    beside weights and KV included. Links and the disk are measured where weights stream.
+    """Return the plan of a boot. Links and the disk are measured where weights stream.
 
-    Where the disk is needed and the model is no pack, one is made in the cache. Raises BudgetError,
-    CheckpointError.
+    If the disk is needed and the model is no pack, a pack is made in the cache.
+
+    activations: bytes of the device for all but weights and KV.
+
+    Raises BudgetError and CheckpointError.
     """
     config, layouts, override, say = outline.settings, outline.layouts, context.override, context.say
     source = source_of(model, outline.dtype)

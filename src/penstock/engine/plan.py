@@ -30,15 +30,19 @@ from penstock.worker.sizes import StepSizes, graph_blocker, graph_bytes
 USUAL = StreamRates(host_to_device=25e9, disk_to_host=3e9, device_read=1e12)
 """Rates before anything was measured. They decide only whether there is a placement at all."""
 HOST_SHARE = 0.8
-"""Weights get this part of the host's free memory, when no budget was given."""
+"""Part of the host's free memory for weights, if no budget was given."""
 _ROOMY = 64 << 30
-"""Bytes of a device from which on a step is usually twice as long: less of attention is merged from parts."""
+"""Bytes of a device from which on a step is twice as long by default: less attention is merged from parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepDefaults:
-    """The usual step of a device: how many tokens keep it busy, and how many sequences share a pass over the
-    weights. memory_share: of the memory that is free, when no budget was given."""
+    """Holds the default step of a device.
+
+    tokens: as many as keep it busy.
+    sequences: that share a pass over the weights.
+    memory_share: part of the free memory, if no budget was given.
+    """
 
     tokens: int
     sequences: int
@@ -50,13 +54,15 @@ _STEP = {"cpu": StepDefaults(512, 64, 0.5), "cuda": StepDefaults(8192, 256, 0.9)
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A machine as a boot finds it.
+    """Describes a machine as a boot finds it.
 
-    cuda: whether the device is a GPU; else it is the CPU. free, whole: bytes of the device's memory that
-    could be allocated now, and all. host_free, host_whole: the same of host memory. process: bytes of host
-    memory that this process takes. halves: whether the device multiplies bfloat16 in hardware. kernels:
-    whether kernels of ours run there. pdl: whether its kernels can wait for each other on the device
-    (programmatic dependent launch).
+    cuda: whether the device is a GPU; otherwise it is the CPU.
+    free, whole: bytes of the device's memory, free and in all.
+    host_free, host_whole: the same of host memory.
+    process: bytes of host memory that this process takes.
+    halves: whether the device multiplies bfloat16 in hardware.
+    kernels: whether our kernels run there.
+    pdl: whether the device has programmatic dependent launch.
     """
 
     cuda: bool
@@ -71,22 +77,22 @@ class Hardware:
 
 
 class FarRoom(Protocol):
-    """Room for KV beyond the device: bytes that it takes of the device and of the host."""
+    """Says how many bytes KV beyond the device takes."""
 
     @property
     def device_bytes(self) -> int:
-        """KV takes so many bytes of the device on its way."""
+        """Return the bytes of the device through which it streams."""
 
     @property
     def host_bytes(self) -> int:
-        """KV takes so many bytes of the host."""
+        """Return the bytes of the host."""
 
 
 Far = TypeVar("Far", bound=FarRoom)
 
 
 class Rest(IntEnum):
-    """Tells which weights are on the device for good. Ranks go by the least of theirs."""
+    """Tells which weights stay on the device. Ranks use the least of theirs."""
 
     SOME = 0
     EXPERTS = 1
@@ -137,12 +143,12 @@ class Outline(Generic[Far]):
 
     @property
     def blocks_per_row(self) -> int:
-        """KV blocks of the longest sequence."""
+        """Return the KV blocks of the longest sequence."""
         return -(-self.limits.max_length // self.limits.block_size)
 
     @property
     def sizes(self) -> StepSizes:
-        """The most that a step and a sequence have."""
+        """Return the most that a step and a sequence have."""
         limits = self.limits
         return StepSizes(limits.max_step_tokens, limits.max_sequences, limits.max_length, limits.block_size)
 
@@ -154,12 +160,12 @@ class Outline(Generic[Far]):
 
     @property
     def early(self) -> bool:
-        """Tell whether kernels will most likely begin before the one before has ended."""
+        """Tell whether kernels will most likely begin early (programmatic dependent launch)."""
         return self.may_rest and self.hardware.pdl
 
     @property
     def recorded(self) -> bool:
-        """Tell whether steps are recorded as CUDA graphs if all weights rest where they may."""
+        """Tell whether steps are recorded as CUDA graphs, if all weights stay that can."""
         return self.settings.graphs and self.blocker(experts_rest=self.may_rest) is None
 
     @property
@@ -177,7 +183,10 @@ class Outline(Generic[Far]):
         return graph_blocker(self.spec, cuda=found.cuda, kernels=found.kernels, experts_rest=experts_rest)
 
     def demand(self, activations: int) -> Demand:
-        """Return what the device must hold besides weights. activations: bytes for all but weights and KV."""
+        """Return what the device must have room for besides weights.
+
+        activations: bytes of everything but weights and KV.
+        """
         return Demand(
             activations=activations,
             block_bytes=self.block_bytes,
@@ -194,9 +203,10 @@ class Outline(Generic[Far]):
 class Measured:
     """Holds what a boot measures.
 
-    activations: bytes of the device for all but weights and KV. hardware: the machine at that time. disk:
-    whether weights can come from one. rates: of links; None before they were measured, which is needed only
-    where weights stream.
+    activations: bytes of the device for all but weights and KV.
+    hardware: the machine at that time.
+    disk: whether weights can be read from one.
+    rates: of links. None before they were measured, which is needed only where weights stream.
     """
 
     activations: int
@@ -265,11 +275,11 @@ class BootPlan(Generic[Far]):
 
     @property
     def compile_again(self) -> bool:
-        """Tell whether kernels were compiled for launches other than those that come."""
+        """Tell whether the kernels compiled so far are for other launches than the engine's."""
         return self.early != self.outline.early
 
     def agreed(self, blocks: int, rest: int) -> "BootPlan[Far]":
-        """Return the plan of a rank that goes by the least KV blocks, and the least that rests, of all."""
+        """Return the plan with the least KV blocks, and the least that stays, of all ranks."""
         return replace(self, budget=replace(self.budget, blocks=blocks), rest=Rest(rest))
 
 
@@ -330,8 +340,13 @@ def _rest(placement: Placement, experts: ExpertRoom | None) -> Rest:
 
 
 def dtype_of(config: Config, stored: str, pack: Path | None, hardware: Hardware) -> str:
-    """Return the dtype of weights and KV: `auto` is the stored one, but float32 on processors that multiply
-    halves in software, many times slower; a pack has one. Raises ConfigError if another was asked for."""
+    """Return the dtype of weights and KV.
+
+    `auto` is the stored one, but float32 on processors that multiply halves in software, many times slower. A
+    pack has one dtype.
+
+    Raises ConfigError if another one was asked for.
+    """
     if pack is not None and config.dtype not in ("auto", stored):
         raise ConfigError(
             f"dtype is {config.dtype}, but {pack} is packed in {stored}; leave dtype out, or pack the model "
@@ -343,8 +358,7 @@ def dtype_of(config: Config, stored: str, pack: Path | None, hardware: Hardware)
 
 
 def limits_of(config: Config, spec: ModelSpec, hardware: Hardware) -> SchedulerLimits:
-    """Return the limits that were asked for, and the device's usual ones where none were. Raises
-    ConfigError."""
+    """Return the limits that were asked for, or the device's defaults. Raises ConfigError."""
     usual = _STEP["cuda" if hardware.cuda else "cpu"]
     beyond = (
         config.max_length is not None
@@ -374,8 +388,10 @@ def limits_of(config: Config, spec: ModelSpec, hardware: Hardware) -> SchedulerL
 
 
 def _is_roomy(config: Config, hardware: Hardware) -> bool:
-    """Decide by what does not change while the machine is used. Several devices need not be alike, and must
-    agree."""
+    """Tell whether the device is large, by numbers that do not change while the machine is used.
+
+    Several devices may differ and must agree, so they are never roomy.
+    """
     if not hardware.cuda or config.tensor_parallel > 1:
         return False
     whole = hardware.whole
@@ -385,8 +401,10 @@ def _is_roomy(config: Config, hardware: Hardware) -> bool:
 
 
 def device_room(config: Config, hardware: Hardware) -> int:
-    """Return the bytes that the engine may take on the device: as asked, or a share of what is free. Raises
-    BudgetError if fewer are free."""
+    """Return the bytes that the engine may take on the device: as asked, or a share of the free memory.
+
+    Raises BudgetError if fewer are free.
+    """
     free, whole, usual = hardware.free, hardware.whole, _STEP["cuda" if hardware.cuda else "cpu"]
     asked = [config.device_memory] + ([] if hardware.cuda else [config.host_memory])
     sizes = [parse_size(size, whole=whole) for size in asked if size is not None]
@@ -402,8 +420,10 @@ def device_room(config: Config, hardware: Hardware) -> int:
 
 
 def host_room(config: Config, hardware: Hardware) -> int:
-    """Return the bytes that weights may take in host memory. On a CPU, what host_memory allows beyond
-    device_memory. Raises BudgetError if fewer are free than were asked for."""
+    """Return the bytes that weights may take in host memory; on a CPU, host_memory beyond device_memory.
+
+    Raises BudgetError if fewer are free than were asked for.
+    """
     whole, free = hardware.host_whole, hardware.host_free
     if not hardware.cuda:
         if config.host_memory is None or config.device_memory is None:

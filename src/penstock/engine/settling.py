@@ -1,4 +1,4 @@
-"""Settle the outline of a plan (`engine.plan`) by the model and the machine."""
+"""Settles the outline of a plan (`engine.plan`) from the model and the machine."""
 
 from dataclasses import replace
 
@@ -107,7 +107,7 @@ def _draft(config: Config, target: Model, model: Model, device: torch.device, sh
 
 
 def choose_dtype(config: Config, model: Model, device: torch.device) -> str:
-    """Return the dtype of `dtype_of`, by the machine as it is now."""
+    """Return the dtype of `dtype_of` on the machine as it is now."""
     pack = model.path if isinstance(model, Pack) else None
     return dtype_of(
         config, model.dtype if isinstance(model, Pack) else model.spec.dtype, pack, read_hardware(device)
@@ -115,18 +115,20 @@ def choose_dtype(config: Config, model: Model, device: torch.device) -> str:
 
 
 def choose_limits(config: Config, spec: ModelSpec, device: torch.device) -> SchedulerLimits:
-    """Return the limits of `limits_of`, by the machine as it is now."""
+    """Return the limits of `limits_of` on the machine as it is now."""
     return limits_of(config, spec, read_hardware(device))
 
 
 def device_budget(config: Config, device: torch.device) -> int:
-    """Return the bytes of `device_room`, by the machine as it is now."""
+    """Return the bytes of `device_room` on the machine as it is now."""
     return device_room(config, read_hardware(device))
 
 
 def capped(device: torch.device, size: int, pinned: int) -> int:
-    """Return the bytes of a CUDA device that are left to the engine where the process is to stay below
-    `size`, as it will from now on; see cap_memory. Raises BudgetError if nothing is left."""
+    """Cap the process's memory on a CUDA device at `size` bytes, and return how many are left to the engine.
+
+    See cap_memory. Raises BudgetError if nothing is left.
+    """
     left = cap_memory(device, size, pinned)
     if left <= 0:
         raise BudgetError(

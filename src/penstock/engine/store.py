@@ -1,5 +1,4 @@
-"""KV that outlives the process: the key that names a model's KV, the store of its blocks on disk, and the
-rates that the next process begins with."""
+"""Keeps KV beyond the process: its key, the block store on disk, and rates for the next process."""
 
 import json
 import shutil
@@ -22,8 +21,10 @@ from penstock.weights.checkpoint.reader import Checkpoint
 
 
 def open_store(model: Model, settled: Settled, root: bytes, say: Say) -> BlockStore | None:
-    """Open the store of blocks that outlive the process, if there is room for any. Where another process
-    writes it, it is only read."""
+    """Open the block store that outlives the process, if there is room for one.
+
+    It is read-only if another process writes to it.
+    """
     config, far = settled.settings, settled.far
     if far is None or not far.store_bytes:
         return None
@@ -77,10 +78,9 @@ def ledger_of(store: BlockStore, where: Place, block_size: int) -> DiskLedger:
 def carry_rates(
     rates: TransferRates, store: BlockStore | None, computed_by: str
 ) -> Callable[[], None] | None:
-    """Let rates begin where those of the process before have ended, if it kept blocks in the same store.
-    Return what hands them on to the next process, to be called in the end.
+    """Load the rates of the previous process from the store. Return a function that saves them at the end.
 
-    computed_by: the devices, and what of the weights they hold: steps take as long only where that is alike.
+    computed_by: the devices and which weights they hold. Times of steps hold only where that is equal.
     """
     if store is None:
         return None
@@ -92,8 +92,7 @@ def carry_rates(
 
 
 def outlives(settled: Settled) -> bool:
-    """Tell whether KV is kept where another process may find it, so that its name must tell the model from
-    every other."""
+    """Tell whether KV outlives the process, so that its keys must distinguish the model from every other."""
     return settled.far is not None and settled.far.store_bytes > 0
 
 

@@ -1,5 +1,4 @@
-"""An engine on several devices: which part of the model each rank has, on which device, and what it exchanges
-with the others."""
+"""Divides an engine among several devices: each rank's part of the model, its device, and its exchanges."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -30,8 +29,11 @@ if TYPE_CHECKING:  # Needed by several ranks alone.
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process's part of the model, and where it computes. `group`: of all ranks, if there are others.
-    `last`: what is to be done when no other rank is left."""
+    """Says which part of the model this process has, and where it computes.
+
+    group: of all ranks, if there are others.
+    last: callbacks for when no other rank is left.
+    """
 
     device: torch.device
     shard: Shard = WHOLE
@@ -39,12 +41,11 @@ class Place:
     last: ExitStack = field(default_factory=ExitStack)
 
     def least(self, value: int) -> int:
-        """The smallest that any rank says, which all of them then go by."""
+        """Return the smallest value of any rank, which all of them then use."""
         return self.group.least(value) if self.group is not None else value
 
     def agree(self, outline: Outline[LongRoom]) -> Outline[LongRoom]:
-        """Return the outline with the least limits and room for far KV that any rank has. A plan names slots
-        for all ranks."""
+        """Return the outline with the least limits and far KV of any rank: a plan names slots for all."""
         if self.group is None or outline.settings.host_kv_memory in (0, "0"):
             return outline
         far, limits = outline.far, outline.limits
@@ -70,7 +71,7 @@ class Place:
         return [key for key in keys if all(key in one for one in every)]
 
     def collectives(self, spec: ModelSpec, dtype: str) -> RankCollectives | None:
-        """Return what makes sums with the other ranks, None without any. To be called on all at once."""
+        """Return the collectives with the other ranks, or None without any. All ranks call it at once."""
         if self.group is None:
             return None
         collectives = RankCollectives(self.group, spec, getattr(torch, dtype))
@@ -118,8 +119,10 @@ def team_config(config: Config, *models: Model) -> Config:
 
 
 def share_threads(device: torch.device, ranks: int) -> Callable[[], None]:
-    """Take this process's part of its threads where ranks compute on the same cores, since threads that wait
-    for each other take far longer. Returns what gives back all that it had."""
+    """Take this process's share of CPU threads, since threads that wait for each other are far slower.
+
+    Returns a function that restores the number of threads.
+    """
     before = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(max(1, before // ranks))
@@ -127,7 +130,7 @@ def share_threads(device: torch.device, ranks: int) -> Callable[[], None]:
 
 
 def described(model: Model) -> Path | Shape:
-    """Return what another process opens the same model by."""
+    """Return a description from which another process opens the same model."""
     return model if isinstance(model, Shape) else model.path.resolve()
 
 

@@ -71,10 +71,10 @@ class Arena:
         if isinstance(self._mapping, _Mapping):
             self._mapping.unpin()
         if hasattr(mmap, "MADV_REMOVE"):
-            with suppress(OSError):  # Where the system cannot, memory goes with the last view of it.
-                self._mapping.madvise(
-                    mmap.MADV_REMOVE
-                )  # Python maps anonymous memory as shared; MADV_DONTNEED frees nothing of that.
+            # Python maps anonymous memory as shared, of which MADV_DONTNEED frees nothing. If this fails, the
+            # memory is freed with its last view.
+            with suppress(OSError):
+                self._mapping.madvise(mmap.MADV_REMOVE)
 
     def _register(self, mapping: "_Mapping", device: torch.device) -> None:
         with torch.cuda.device(device):
@@ -88,8 +88,11 @@ class Arena:
 
 
 class _Mapping(mmap.mmap):
-    """Memory to be pinned. It is unpinned before it is unmapped, whoever forgets to. The driver refuses to
-    pin what is mapped at the same addresses later while it still takes these for pinned."""
+    """Maps memory that is to be pinned, and unpins it before it is unmapped, also if `unpin` was never
+    called.
+
+    While the driver still takes addresses for pinned, it refuses to pin new memory there.
+    """
 
     pinned = 0
     """The address that was registered with the driver; 0 if none is."""
@@ -121,7 +124,7 @@ def pinned_if_possible(size: int, device: torch.device) -> Arena:
 
 def _mapped(size: int, kind: type[mmap.mmap]) -> tuple[mmap.mmap, Tensor]:
     """Map anonymous memory and touch all of its pages by several threads, many times faster than by one."""
-    # Starts at a multiple of a huge page, so that the kernel may use these from the first byte on.
+    # The part begins at a multiple of a huge page, so that the kernel can use huge pages from there on.
     mapping = kind(-1, size + _HUGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)

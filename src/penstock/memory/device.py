@@ -22,16 +22,16 @@ from penstock.base.errors import DeviceError
 from penstock.base.units import format_size
 
 _MOST_OUTSIDE = 1 << 30
-"""Bytes that a CUDA context takes at most; what is missing beyond that belongs to other processes."""
+"""Most bytes that a CUDA context takes. What is missing beyond that belongs to other processes."""
 _TABLES = 512
-"""Bytes of host memory for each byte of the device's page tables: a page of 4096 takes 8 there."""
+"""Bytes of host memory for each byte of the device's page tables: 8 bytes map a page of 4096."""
 _SHORT = (
     "DefaultCPUAllocator",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-"""Texts by which torch says that memory has run out where it raises no error of its own for that."""
+"""Texts of torch's errors when memory runs out, where it has no error type for that."""
 _PACKED = 5 << 20
 """Bytes that MKL takes for each thread, measured: 4.7 MiB for products in float32; oneDNN takes 0.4 for those
 in bfloat16."""
@@ -77,14 +77,12 @@ def send(values: NDArray[Any], device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
         return tensor
-    return tensor.pin_memory().to(
-        device, non_blocking=True
-    )  # The allocator lends pinned memory again only when it has been read.
+    # The allocator reuses pinned memory only when it has been read.
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def begins_early(device: torch.device) -> bool:
-    """Tell whether a device's kernels can begin before the one before has ended, and wait for it there
-    (programmatic dependent launch)."""
+    """Tell whether kernels can begin early and wait on the device (programmatic dependent launch)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _EARLY
 
 
@@ -182,13 +180,12 @@ class Heap:
         if taken <= self._floor + self._kept:
             return False
         self._trim(0)
-        self._floor = (
-            self._private()
-        )  # What is left is in use, such as pages of KV that were written for the first time.
+        # The rest is in use, such as pages of KV that were written for the first time.
+        self._floor = self._private()
         return True
 
     def _private(self) -> int:
-        """Bytes that are resident and in no file."""
+        """Return the resident bytes of the process that are in no file."""
         assert self._pages is not None
         _, resident, shared, *_ = os.pread(self._pages, 128, 0).split()
         return (int(resident) - int(shared)) * mmap.PAGESIZE
@@ -230,7 +227,7 @@ def _allowed(text: str, device: torch.device) -> str:
 
 
 def _cgroup_limit() -> int:
-    """A container's memory limit, which psutil does not know of."""
+    """Return a container's memory limit, which psutil does not know."""
     try:
         return int(Path("/sys/fs/cgroup/memory.max").read_text())
     except (OSError, ValueError):
@@ -274,13 +271,15 @@ def peak_of(device: torch.device, work: Callable[[], object]) -> int:
 
 
 def left_by(device: torch.device, work: Callable[[], object]) -> int:
-    """Call `work`, and return the bytes of a CUDA device that stay taken behind it: workspaces of libraries.
-    To be called after `give_back`."""
+    """Call `work`, and return the bytes of a CUDA device that stay taken: workspaces of libraries.
+
+    Call it after `give_back`.
+    """
     if device.type != "cuda":
         work()
         return 0
     before = torch.cuda.memory_reserved(device)
-    # A library's workspace gets memory of its own, and no part of what a large tensor leaves.
+    # The library allocates its workspace here, so that it takes no part of a large tensor's segment later.
     torch.ones(1, 1, device=device).mm(torch.ones(1, 1, device=device))
     work()
     torch.cuda.synchronize(device)
@@ -290,20 +289,21 @@ def left_by(device: torch.device, work: Callable[[], object]) -> int:
 
 @contextmanager
 def _no_stuck_memory(device: torch.device) -> Iterator[None]:
-    """Takes what torch cannot give back (see `stuck_memory`), so that nothing is allocated from it: that
-    would not be seen."""
+    """Hold the memory that torch cannot give back (see `stuck_memory`), so that nothing is allocated from it.
+
+    Such an allocation would not be counted.
+    """
     stream = torch.cuda.current_stream(device).cuda_stream
     segments = [
         segment
         for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]  # torch's
         if (segment["device"], segment["stream"], segment["segment_type"]) == (device.index, stream, "large")
-        and segment.get("segment_pool_id", (0, 0)) == (0, 0)  # The others are of recorded steps.
+        and segment.get("segment_pool_id", (0, 0)) == (0, 0)  # Others belong to CUDA graphs.
     ]
     free = (
         block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "inactive"
     )
-    # The largest first, each of which is then the only one that fits. Smaller tensors are allocated
-    # elsewhere.
+    # The largest first: each then fits only its own block. Smaller tensors are allocated elsewhere.
     held = [
         torch.empty(size, dtype=torch.uint8, device=device)
         for size in sorted(free, reverse=True)
@@ -337,8 +337,7 @@ def _tensors_at_peak(work: Callable[[], object]) -> int:
         threads = _disable_profiler_legacy()
     taken = peak = 0
     for event in chain.from_iterable(threads):
-        taken += (
-            event.cpu_memory_usage()
-        )  # Less than 0 where memory is given back, 0 of an event of another kind.
+        # Negative where memory is freed, 0 for other events.
+        taken += event.cpu_memory_usage()
         peak = max(peak, taken)
     return peak

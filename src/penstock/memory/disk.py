@@ -20,10 +20,9 @@ from typing import NamedTuple, Self
 from penstock.base.errors import PenstockError
 
 REQUEST_BYTES = 8 << 20
-"""Bytes asked of the kernel at once, at most: few calls a byte, yet enough pieces for several threads to
-share a tensor."""
+"""Most bytes of one read call: few calls a byte, yet enough pieces for several threads to share a tensor."""
 DIRECT_BYTES = 16 << 20
-"""Bytes asked at once past the page cache, where the disk itself gains by large requests."""
+"""Most bytes of one read past the page cache, where large requests make the disk itself faster."""
 DIRECT_ALIGNMENT = 4096
 """Bytes to which addresses, offsets and lengths past the page cache are aligned. Many disks would do with
 512; none in use wants more than a page."""
@@ -226,14 +225,14 @@ class DirectFile(DiskFile):
     """
 
     direct: bool
-    """Whether reads past the page cache are tried; a first one that is refused ends it."""
+    """True while reads past the page cache are tried. The first one that is refused ends it."""
     _direct = -1
 
     def __init__(self, path: Path) -> None:
         """Open `path`. Raises ReadError, as DiskFile does."""
         super().__init__(path, devices=True)
         try:
-            # By way of the descriptor, the same file even if the path leads to another one by now.
+            # Through the descriptor it is the same file, even if the path leads to another one by now.
             self._direct = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         except OSError:
             self._direct = -1

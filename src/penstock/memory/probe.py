@@ -188,7 +188,10 @@ def _read_file(file: Path, *, temporary: bool, seconds: float = 2 * _SECONDS) ->
 
 
 def _allows_direct(file: Path) -> bool:
-    """Some file systems refuse O_DIRECT when a file is opened, some at the first read."""
+    """Tell whether a file can be read with O_DIRECT.
+
+    Some file systems refuse it at open, some at the first read.
+    """
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     except OSError:
@@ -202,8 +205,7 @@ def _allows_direct(file: Path) -> bool:
 
 
 def _read_rate(fd: int, *, once: bool, seconds: float) -> float:
-    """Bytes/s of threads that read whole requests of the file, round and round until the time is up, or only
-    once through.
+    """Measure the bytes/s of threads that read whole requests of the file, over and over, or once through.
 
     Why this is safe: each thread reads into memory of its own, and takes its next request from a counter
     under a lock.
@@ -231,7 +233,7 @@ def _read_rate(fd: int, *, once: bool, seconds: float) -> float:
 
 
 def _buffer(wanted: int, device: torch.device) -> torch.Tensor:
-    """Written bytes on the device: as many as wanted, but at most an eighth of what is free."""
+    """Return written bytes on the device: as many as wanted, but at most an eighth of what is free."""
     size = min(wanted, free_memory(device) // 8) >> 20 << 20
     if size == 0:
         raise DeviceError(
@@ -241,7 +243,7 @@ def _buffer(wanted: int, device: torch.device) -> torch.Tensor:
 
 
 def _cache_bytes() -> int:
-    """The largest cache of a processor."""
+    """Return the bytes of the processor's largest cache."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     try:
         sizes = [file.read_text().strip() for file in _CACHES.glob("index*/size")]
@@ -251,8 +253,10 @@ def _cache_bytes() -> int:
 
 
 def _best(work: Callable[[], object], device: torch.device, seconds: float = _SECONDS) -> float:
-    """Seconds of the fastest of several runs of `work`; the first, which pays for what is set up once, does
-    not count."""
+    """Return the seconds of the fastest of several runs of `work`.
+
+    The first is not counted: it sets things up.
+    """
     work()
     _wait(device)
     best, end, runs = float("inf"), time.perf_counter() + seconds, 0

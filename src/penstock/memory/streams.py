@@ -6,6 +6,7 @@ is its caller's.
 
 import ctypes
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
 from queue import SimpleQueue
@@ -110,7 +111,35 @@ class HostTicket:
         return self._when
 
 
-class ThreadStream:
+class _HostStream(ABC):
+    """Copies host memory. `run` says when the work is done."""
+
+    @abstractmethod
+    def run(self, work: Callable[[], object]) -> None:
+        """Do any work, or queue it. It must not raise."""
+
+    def copy_rows(self, target: Tensor, source: Tensor) -> None:
+        """Copy as `Stream.copy_rows` says."""
+        _check_rows(target, source)
+        self.run(lambda: np.copyto(target.numpy(), source.numpy()))
+
+    def copy_pieces(self, target: Tensor, source: Tensor, pieces: Pieces) -> None:
+        """Copy as `Stream.copy_pieces` says."""
+        _check_pieces(target, source, pieces)
+        self.run(lambda: _copy_pieces(target, source, pieces))
+
+    def wait(self, ticket: Ticket) -> None:
+        """Start what is queued from now on after `ticket`."""
+        self.run(ticket.wait)
+
+    def mark(self) -> Ticket:
+        """Return a ticket that is done when all that has been queued is."""
+        ticket = HostTicket()
+        self.run(ticket.reach)
+        return ticket
+
+
+class ThreadStream(_HostStream):
     """A ThreadStream is a thread that does what is queued, in order."""
 
     def __init__(self, name: str) -> None:
@@ -126,28 +155,8 @@ class ThreadStream:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Queue what `Stream.copy` says."""
-        # One core's memcpy: torch would wake its threads, which the arithmetic needs.
+        # This is one core's memcpy. torch would use its threads, which the arithmetic needs.
         self.run(lambda: np.copyto(target.numpy(), source.numpy()))
-
-    def copy_rows(self, target: Tensor, source: Tensor) -> None:
-        """Queue what `Stream.copy_rows` says."""
-        _check_rows(target, source)
-        self.run(lambda: np.copyto(target.numpy(), source.numpy()))
-
-    def copy_pieces(self, target: Tensor, source: Tensor, pieces: Pieces) -> None:
-        """Queue what `Stream.copy_pieces` says."""
-        _check_pieces(target, source, pieces)
-        self.run(lambda: _copy_pieces(target, source, pieces))
-
-    def wait(self, ticket: Ticket) -> None:
-        """Start what is queued from now on after `ticket`."""
-        self.run(ticket.wait)
-
-    def mark(self) -> Ticket:
-        """Return a ticket that is done when all that has been queued is."""
-        ticket = HostTicket()
-        self.run(ticket.reach)
-        return ticket
 
     def close(self) -> None:
         """Finish what is queued and end the thread."""
@@ -160,32 +169,16 @@ def _serve(work: "SimpleQueue[Callable[[], object] | None]") -> None:
         one()
 
 
-class CallerStream:
+class CallerStream(_HostStream):
     """A CallerStream does everything at once, on the caller's thread: arithmetic on a CPU."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Do any work."""
+        work()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy as `Stream.copy` says."""
         target.copy_(source)
-
-    def copy_rows(self, target: Tensor, source: Tensor) -> None:
-        """Copy as `Stream.copy_rows` says."""
-        _check_rows(target, source)
-        np.copyto(target.numpy(), source.numpy())
-
-    def copy_pieces(self, target: Tensor, source: Tensor, pieces: Pieces) -> None:
-        """Copy as `Stream.copy_pieces` says."""
-        _check_pieces(target, source, pieces)
-        _copy_pieces(target, source, pieces)
-
-    def wait(self, ticket: Ticket) -> None:
-        """Block until `ticket` is reached."""
-        ticket.wait()
-
-    def mark(self) -> Ticket:
-        """Return a ticket that is reached."""
-        ticket = HostTicket()
-        ticket.reach()
-        return ticket
 
     def close(self) -> None:
         """Do nothing: all is done."""
@@ -251,7 +244,7 @@ class CudaStream:
         # torch copies strided host memory through a buffer, on the host, and waits for it.
         _check_rows(target, source)
         (rows, width), kind = target.shape, 2 * source.is_cuda + target.is_cuda
-        # A lone row may have any stride; the runtime wants one that is no less than the width.
+        # A lone row may have any stride, but the runtime needs a pitch of at least the width.
         pitches = [max(x.stride(0), width) for x in (target, source)]
         with torch.cuda.device(self._device):
             stream = self._queue().cuda_stream
@@ -348,8 +341,7 @@ _IN_STREAM_ORDER = 1
 
 @lru_cache(maxsize=1)
 def _memcpy_batch() -> Callable[[int, int, Pieces, int], int]:
-    """Copies pieces between two addresses on a stream, by cudaMemcpyBatchAsync, or one by one where the
-    runtime is older than 12.8."""
+    """Return a function that copies pieces: cudaMemcpyBatchAsync, or single copies before runtime 12.8."""
     version = ctypes.c_int()
     cuda_function("cudaRuntimeGetVersion", ctypes.c_void_p)(ctypes.byref(version))
     if version.value < 12080:
@@ -363,16 +355,15 @@ def _memcpy_batch() -> Callable[[int, int, Pieces, int], int]:
         )
 
         def one_by_one(target: int, source: int, pieces: Pieces, stream: int) -> int:
-            # 4: which way is for the runtime to find out.
+            # 4 is cudaMemcpyDefault: the runtime finds out which way to copy.
             faults = (
                 single(target + at, source + start, size, 4, stream) for at, start, size in pieces.tolist()
             )
             return next((fault for fault in faults if fault), 0)
 
         return one_by_one
-    failed = (
-        [ctypes.c_void_p] if version.value < 13000 else []
-    )  # Until 13, where to say which of them failed.
+    # Before 13 one more argument takes the index of the copy that failed.
+    failed = [ctypes.c_void_p] if version.value < 13000 else []
     pointers = [ctypes.c_void_p] * 3
     batch = cuda_function(
         "cudaMemcpyBatchAsync",
@@ -406,7 +397,7 @@ def _memcpy_batch() -> Callable[[int, int, Pieces, int], int]:
 
 @lru_cache(maxsize=1)
 def _memcpy_2d() -> Callable[..., int]:
-    """cudaMemcpy2DAsync: target, its pitch, source, its pitch, width, rows, kind, stream."""
+    """Return cudaMemcpy2DAsync: target, its pitch, source, its pitch, width, rows, kind, stream."""
     size = ctypes.c_size_t
     return cuda_function(
         "cudaMemcpy2DAsync",

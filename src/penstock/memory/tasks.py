@@ -20,13 +20,13 @@ from penstock.memory.streams import HostTicket
 
 
 class CalledOff(Exception):
-    """Raised by the result of a task that was called off before it began."""
+    """The result of a task raises CalledOff if it was called off before it began."""
 
 
 class Task(HostTicket):
     """A Task is reached when its work is over, or was called off before it began.
 
-    fault: what the work has raised, once it is done.
+    fault: the error that the work has raised, once it is done.
     """
 
     __slots__ = ("_work", "called_off", "fault")
@@ -51,9 +51,9 @@ class Task(HostTicket):
             work()
         except BaseException as fault:
             self.fault = fault
-        del work  # What it holds is free when the task is reached.
+        del work  # Its references are gone when the task is reached.
         self.reach()
-        del self  # A fault holds this frame; it should not hold itself.
+        del self  # The fault's traceback holds this frame, which must not hold the fault.
 
     def result(self) -> None:
         """Wait, and raise what the work has raised."""
@@ -75,6 +75,7 @@ class Workers:
     """Workers are `count` threads that do tasks, first come, first begun. One thread calls everything."""
 
     def __init__(self, count: int, name: str) -> None:
+        """Start the threads."""
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         """None: there is nothing more to do, for any of them."""
         self._closing = False
@@ -112,7 +113,7 @@ class Workers:
         """
         self._closing = True
         self._tasks.put(None)
-        for ended in self._ended:  # An interrupted join takes a thread for ended that is not.
+        for ended in self._ended:  # An interrupted join may mark a running thread as ended.
             ended.wait()
         for thread in self._threads:
             thread.join()

@@ -70,9 +70,9 @@ class Window:
 
     def _call(self, name: str, *arguments: object) -> None:
         with torch.cuda.device(self._device):
-            error = cuda_function(name)(*arguments)  # Each of a type of C's own.
+            error = cuda_function(name)(*arguments)  # Every argument is a ctypes value.
         if error:
-            # A call that failed is noted by the runtime, and would be taken for a fault of the next one.
+            # The runtime keeps a failed call's error, and would report it for the next one.
             cuda_function("cudaGetLastError")()
             raise DeviceError(
                 f"GPU memory cannot be shared between the ranks: {name} failed with CUDA error {error}"

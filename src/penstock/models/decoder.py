@@ -1,5 +1,4 @@
-"""The decoder: one function of borrowed weights, KV views and a step's inputs, for every family the spec can
-express."""
+"""Computes the decoder: a function of borrowed weights, KV views and a step's inputs, for any `ModelSpec`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,24 +24,27 @@ EMBEDDING = GroupId(GroupKind.EMBEDDING)
 HEAD = GroupId(GroupKind.HEAD)
 
 _WIDE_ROWS = 8192
-"""Tokens that are in the widest part of a feed-forward at a time: a long chunk passes through it in pieces,
-which are no slower."""
+"""Tokens in the widest part of a feed-forward at a time.
+
+A long chunk passes in pieces, which are no slower.
+"""
 
 
 class Head(Protocol):
-    """What `Decoder.head` lends."""
+    """A head computes logits. `Decoder.head` lends it."""
 
-    def __call__(self, rows: slice, out: Tensor | None = None) -> Tensor: ...
+    def __call__(self, rows: slice, out: Tensor | None = None) -> Tensor:
+        """Return the logits of some rows of the hidden states, `[rows, vocab]`, in `out` if it is given."""
 
 
 class Decoder:
-    """Arithmetic only: it owns no weights and no KV, and keeps nothing between calls.
+    """The decoder is arithmetic only: it owns no weights and no KV, and keeps nothing between calls.
 
-    Of a shard it is one rank's part, with that rank's weights and KV: hidden states and logits are the whole
-    model's on every rank, and of heads, feed-forwards and vocabulary each computes its own. Two sums over
-    ranks in a layer, one for the embedding; a row of logits is gathered. Sums are of the activations' dtype,
-    so each rank's part is rounded to it before they are added up: the model is the same, but bits differ with
-    the number of ranks, by about what one more rounding of every block's output makes.
+    For a shard it computes one rank's part, with that rank's weights and KV. Hidden states and logits are the
+    whole model's on every rank; heads, feed-forwards and vocabulary are divided. A layer has two sums over
+    ranks (all-reduce), the embedding one, and rows of logits are gathered. Each rank's part is rounded to the
+    activations' dtype before the sum. So bits differ with the number of ranks, by about one more rounding of
+    every block's output.
     """
 
     def __init__(
@@ -53,8 +55,8 @@ class Decoder:
         *,
         rows_at_rest: int = 0,
     ) -> None:
-        """spec: of the whole model. collectives: needed for a shard of several ranks. rows_at_rest: as of
-        `mixture`. Raises ConfigError for too many ranks."""
+        """Compute with this model. spec: of the whole model. collectives: needed for a shard of several
+        ranks. rows_at_rest: as of `mixture`. Raises ConfigError for too many ranks."""
         shard = shard or WHOLE
         assert shard.ranks == 1 or collectives is not None, f"{shard} without collectives"
         self.spec = spec
@@ -70,11 +72,11 @@ class Decoder:
         layers: range | tuple[int, ...] | None = None,
         cold: ColdCache | None = None,
     ) -> Tensor:
-        """Return the hidden states `[rows, hidden]` of the wanted positions, as `head` wants them; KV of all
-        tokens is written to the caches.
+        """Return the hidden states `[rows, hidden]` of the wanted positions, for `head`. KV of all tokens is
+        cached.
 
-        layers: which to run, for measuring, all positions in each; all by default. cold: needed where
-        `inputs` speak of KV beyond the device.
+        layers: the layers to run, for measurements, with all positions in each. All layers by default.
+        cold: needed where `inputs` name KV beyond the device.
         """
         wanted, ends = inputs.wanted, self._ends(inputs) if layers is None else None
         embedding = weights.take(EMBEDDING)
@@ -98,16 +100,20 @@ class Decoder:
         return hidden if wanted is None else hidden[wanted]
 
     def _ends(self, inputs: StepInputs) -> int | None:
-        """Return the layer from whose mixer on only the wanted positions are computed, if these are few: of
-        the others it leaves KV, and nobody reads more of them."""
+        """Return the last layer, if few positions are wanted: from its mixer on only these are computed.
+
+        The other positions leave only KV there.
+        """
         few = inputs.wanted is not None and 2 * len(inputs.wanted) <= len(inputs.tokens)
         return self.spec.layers - 1 if few else None
 
     @contextmanager
     def head(self, weights: Weights, hidden: Tensor) -> Iterator["Head"]:
-        """Lends the head for `hidden`, from `forward`: a function from a slice of its rows to their logits
-        `[rows, vocab]`, of the activations' dtype, in `out` if given. The end of a pass, and to be entered at
-        most once in it: what streams passes by only once."""
+        """Lend the head for `hidden`, the result of `forward`.
+
+        It is a function from a slice of its rows to their logits `[rows, vocab]`, of the activations' dtype.
+        It ends a pass and is entered at most once in it, since streamed weights pass only once.
+        """
         norm = weights.take(HEAD)
         normed = rms_norm(hidden, norm.vectors["norm"], self.spec.norm_eps)
         if self.spec.tied_embeddings:
@@ -129,8 +135,8 @@ class Decoder:
         weights.release(group)
 
     def _embed(self, tokens: Tensor, rows: Tensor) -> Tensor:
-        """`[tokens, hidden]` of the embedding's rows on this rank: zeros for tokens whose row is
-        another's."""
+        """Return `[tokens, hidden]` of the embedding's rows on this rank; tokens of other ranks' rows get
+        zeros."""
         if self._collectives is None:
             return torch.nn.functional.embedding(tokens, rows)
         mine = tokens - self._vocabulary.start
@@ -197,7 +203,7 @@ def _mlp(
     down_bias: Tensor | None,
     onto: Tensor | None,
 ) -> Tensor | None:
-    """Return SwiGLU of x `[tokens, hidden]`, in its place; None where it has been added to `onto`."""
+    """Compute SwiGLU of x `[tokens, hidden]` in place and return it; None if it has been added to `onto`."""
     into = x if onto is None else onto
     for piece, place in zip(torch.split(x, _WIDE_ROWS), torch.split(into, _WIDE_ROWS), strict=True):
         inner = gated(piece, gate_up, gate_up_bias)

@@ -1,5 +1,4 @@
-"""What mixers compute, by their types: from a layer's normalised input to what its output projection
-reads."""
+"""Computes mixers, by their types: from a layer's normalised input to the input of its output projection."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,10 +17,10 @@ from penstock.ops.project import HeadNorms, project
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """A step as one layer's mixer sees it.
+    """Mixing holds a step as one layer's mixer sees it.
 
-    wanted: the positions whose output is read, int64 `[rows]`, if not all of them. cold: lends and takes KV
-    beyond the device, where `inputs` speak of it.
+    wanted: positions whose output is read, int64 `[rows]`, if not all of them.
+    cold: lends and takes KV beyond the device, where `inputs` name it.
     """
 
     layer: int
@@ -42,7 +41,15 @@ class Forward(Protocol):
 
     def __call__(
         self, mixer: "Mixer", x: Tensor, weights: GroupViews, cache: tuple[Tensor, ...], mixing: Mixing
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Attend from the wanted positions, after writing the planes of all tokens to the cache and to
+        `mixing.cold`.
+
+        Returns `[rows, output_size]`.
+
+        x: `[tokens, hidden]`.
+        cache: the layer's planes in pages.
+        """
 
 
 def attention(
@@ -68,10 +75,10 @@ def attention(
 
 
 def scores_of(mixer: Attention) -> LayerAttention:
-    """Return what a layer does with the scores of its queries."""
+    """Return the scale and the window of a layer's scores."""
     scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
     return LayerAttention(scale, mixer.window, cap=mixer.cap)
 
 
 FORWARD: dict[type[Mixer], Forward] = {Attention: attention}
-"""By the type of a mixer."""
+"""Forward functions, by the type of a mixer."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import Format
+from penstock.arch.formats.format import WeightFormat
 from penstock.arch.layout import GroupId, GroupKind
 from penstock.arch.spec import MoeSpec
 from penstock.models.inputs import ExpertWeights
@@ -28,7 +28,7 @@ def mixture(
     moe: MoeSpec,
     layer: int,
     experts: ExpertWeights,
-    format: Format = DENSE,
+    format: WeightFormat = DENSE,
     *,
     rows_at_rest: int = 0,
 ) -> Tensor:

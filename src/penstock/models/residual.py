@@ -1,4 +1,4 @@
-"""The residual stream: hidden states that blocks read normalised, and to which they add."""
+"""Holds the residual stream: hidden states that blocks read normalised, and to which they add."""
 
 from torch import Tensor
 
@@ -6,27 +6,29 @@ from penstock.models.inputs import Collectives
 from penstock.ops.norm import add_rms_norm, rms_norm
 
 _MANY_ROWS = 512
-"""With more tokens a block's last product adds to the residual itself: the norm that comes next reads and
-writes half as much."""
+"""Tokens beyond which a block's last product adds to the residual by itself.
+
+The next norm then reads and writes half as much.
+"""
 
 
 class Residual:
-    """Hidden states `[tokens, hidden]`, the same on every rank.
+    """The residual is the hidden states `[tokens, hidden]`, the same on every rank.
 
-    A block's output, a rank's part of it, is not added at once: with the next norm, the sum over ranks and
-    the addition are one kernel.
+    A block's output, on a rank its part, is not added at once: the next norm, the sum over ranks and the
+    addition are one kernel.
     """
 
     def __init__(self, x: Tensor, eps: float, collectives: Collectives | None) -> None:
-        """x: of the embedding, this rank's part."""
+        """Begin with the embedding's output `x`, on a rank its part."""
         self.x, self._eps, self._collectives = x, eps, collectives
         self._part: Tensor | None = None
-        """A block's output that is not added yet."""
+        """Output of a block that is not added yet."""
         if collectives is not None:
             collectives.all_reduce(x)
 
     def normed(self, weight: Tensor | None) -> Tensor:
-        """Return what the next block reads: the sum so far, normalised if there is a weight."""
+        """Return the input of the next block: the sum so far, normalised if there is a weight."""
         part, self._part = self._part, None
         if weight is None:
             return self._add(part).clone()
@@ -56,11 +58,11 @@ class Residual:
         return alone and scale == 1.0 and all(vector is None for vector in vectors)
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows alone, int64 `[rows]`; nothing is waiting to be added."""
+        """Keep only these rows, int64 `[rows]`. No output may be waiting to be added."""
         self.x = self.x[rows]
 
     def sum(self) -> Tensor:
-        """Return the hidden states, with all that blocks have added."""
+        """Return the hidden states, with the outputs of all blocks."""
         part, self._part = self._part, None
         return self._add(part)
 

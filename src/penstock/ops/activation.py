@@ -1,16 +1,16 @@
-"""The gate of a feed-forward, SwiGLU (Shazeer 2020, arXiv 2002.05202), and the soft cap of scores and logits
-(Gemma Team 2024, arXiv 2408.00118)."""
+"""Compute the gate of a feed-forward, SwiGLU (Shazeer 2020, arXiv 2002.05202), and the soft cap of scores and
+logits (Gemma Team 2024, arXiv 2408.00118)."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.ops.kernels import pointwise_kernels
+from penstock.ops.kernels import triton_kernels
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return `silu(gate) * up`, `[tokens, inner]`, of a fused `[tokens, 2 * inner]`, gate first."""
-    if gate_up.is_cuda and (kernels := pointwise_kernels()):
+    """Return `silu(gate) * up`, `[tokens, inner]`, of a fused `[tokens, 2 * inner]` with the gate first."""
+    if gate_up.is_cuda and (kernels := triton_kernels("pointwise")):
         result: Tensor = kernels.silu_mul(gate_up)
         return result
     gate, up = gate_up.chunk(2, dim=-1)
@@ -18,7 +18,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def silu_mul_into(gate_up: Tensor, out: Tensor) -> Tensor:
-    """Write `silu_mul` of gate_up to `out` `[tokens, inner]`, and return that; gate_up is overwritten."""
+    """Write `silu_mul(gate_up)` to `out` `[tokens, inner]` and return it. `gate_up` is overwritten."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.mul(F.silu(gate, inplace=True), up, out=out)
 

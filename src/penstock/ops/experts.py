@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import Format
+from penstock.arch.formats.format import WeightFormat
 from penstock.ops.activation import silu_mul
-from penstock.ops.kernels import expert_kernels, format_kernels, routing_kernels
+from penstock.ops.kernels import triton_kernels
 from penstock.ops.linear import dense_linear
 
 
-def grouped(device: torch.device, format: Format) -> bool:
+def grouped(device: torch.device, format: WeightFormat) -> bool:
     """Tell whether experts of this format may be computed many at a time on this device: whether `Grouped`
     works there."""
     return format.groups_experts and _kernels(device) is not None
@@ -37,18 +37,18 @@ class Grouped:
         inner: int,
         *,
         normalise: bool,
-        format: Format = DENSE,
+        format: WeightFormat = DENSE,
     ) -> None:
         """Choose experts; the host waits for nothing.
 
         x: `[tokens, hidden]`. scores: `[tokens, experts]`; each token takes the top_k highest, of equal ones
         those of the lower experts. inner: rows of gate, and of up. format: of the experts; its kernels
         compute the products."""
-        kernels, routing = _kernels(x.device), routing_kernels()
+        kernels, routing = _kernels(x.device), triton_kernels("routing")
         assert kernels is not None, f"no kernels on {x.device}"
         assert routing is not None
         self._kernels, self._x = kernels, x
-        self._products = kernels if format == DENSE else format_kernels(format.kernels)
+        self._products = kernels if format == DENSE else triton_kernels(format.kernels)
         tokens, experts = scores.shape
         self._tuning = kernels.expert_tuning(tokens * top_k, experts, x.dtype)
         chosen, self._shares = routing.choose(scores, top_k, normalise=normalise)
@@ -108,4 +108,4 @@ def experts_reference(
 
 
 def _kernels(device: torch.device) -> ModuleType | None:
-    return expert_kernels() if device.type == "cuda" else None
+    return triton_kernels("experts") if device.type == "cuda" else None

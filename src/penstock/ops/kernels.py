@@ -1,8 +1,8 @@
-"""Triton kernels where there is Triton: loaded at first use on a GPU, since a CPU run has no need to pay for
-the import.
+"""Loads and launches Triton kernels, or does without them.
 
-Every function that has a kernel has a reference in plain torch as well, which does the work on a CPU, where
-there is no Triton, and for a thread that is told so (`plain_torch`).
+Kernels are imported at first use on a GPU, since a run on a CPU has no need of Triton. Every function with a
+kernel also has a reference in plain torch. The reference computes on a CPU, where there is no Triton, and
+within `plain_torch`.
 """
 
 import functools
@@ -26,65 +26,17 @@ if TYPE_CHECKING:
     from triton.runtime.jit import KernelParam
 
 
-def pointwise_kernels() -> ModuleType | None:
-    """Return the kernels for norms, activations and rotations, or None where plain torch computes."""
-    return _kernels("pointwise")
+def triton_kernels(name: str) -> ModuleType | None:
+    """Return a module of `penstock.ops.triton`, or None where plain torch computes.
 
-
-def attention_kernels() -> ModuleType | None:
-    """Return the kernels for attention to pages, or None where plain torch computes."""
-    return _kernels("attention")
-
-
-def step_kernels() -> ModuleType | None:
-    """Return the kernels for what is around a recorded step, or None where plain torch computes."""
-    return _kernels("steps")
-
-
-def linear_kernels() -> ModuleType | None:
-    """Return the kernels for products of few rows, or None where plain torch computes."""
-    return _kernels("linear")
-
-
-def expert_kernels() -> ModuleType | None:
-    """Return the kernels for products with experts, or None where plain torch computes."""
-    return _kernels("experts")
-
-
-def routing_kernels() -> ModuleType | None:
-    """Return the kernels that route tokens to experts, or None where plain torch computes."""
-    return _kernels("routing")
-
-
-def tile_kernels() -> ModuleType | None:
-    """Return the kernels for attention to tiles, or None where plain torch computes."""
-    return _kernels("tiles")
-
-
-def sampling_kernels() -> ModuleType | None:
-    """Return the kernels for draws, or None where plain torch computes."""
-    return _kernels("sampling")
-
-
-def sum_kernels() -> ModuleType | None:
-    """Return the kernels for sums over ranks, or None where plain torch computes."""
-    return _kernels("sums")
-
-
-def format_kernels(name: str) -> ModuleType | None:
-    """Return the kernels of a storage format, by the name of their module."""
-    return _kernels(name)
-
-
-def _kernels(name: str) -> ModuleType | None:
-    """Return a module of kernels; None while this thread does without them, and where there is no Triton."""
+    That is where Triton is not installed, and within `plain_torch`.
+    """
     return None if _launches.plain else _loaded(name)
 
 
 @functools.cache
 def _loaded(name: str) -> ModuleType | None:
-    """Return a module of kernels; None where Triton is not installed: then the plain-torch references do the
-    work."""
+    """Import a module of kernels, or return None where Triton is not installed."""
     if find_spec("triton") is None:
         return None
     module = importlib.import_module(f"penstock.ops.triton.{name}")
@@ -93,22 +45,21 @@ def _loaded(name: str) -> ModuleType | None:
 
 
 def _name_all(module: ModuleType) -> None:
-    """Give kernels the names by which Triton's cache finds them, in the order in which they are defined.
+    """Compute the cache keys of a module's kernels, in the order in which they are defined.
 
-    A function that calls another one takes the values of global names from it, which are part of the name,
-    only if that one has been named before. Left to the first launch, what a kernel is called depends on what
-    has been launched before it, and a later process may compile it again.
+    Triton's disk cache finds kernels by these keys. The key of a function that calls another one includes the
+    globals of that one only if that one's key is already known. Left to the first launch, a key would depend
+    on what was launched before, and a later process might compile a kernel again.
     """
-    functions = _functions(module)  # None where kernels are interpreted.
+    functions = _functions(module)  # Empty where kernels are interpreted.
     try:
         for function in functions:
             if function.__module__ != module.__name__:
                 _name_all(sys.modules[function.__module__])
             _ = function.cache_key
     except BaseException:
-        for function in (
-            functions
-        ):  # Triton begins with a name that says nothing of what the kernel does, and would keep that.
+        for function in functions:
+            # Triton begins with a placeholder, and would keep it.
             if (function.hash or "").startswith("recursion:"):
                 function.hash = None
         raise
@@ -121,29 +72,21 @@ def _functions(module: ModuleType) -> "list[JITFunction[Any]]":
     return [function for function in list(vars(module).values()) if isinstance(function, JITFunction)]
 
 
-_ALL = (
-    attention_kernels,
-    expert_kernels,
-    linear_kernels,
-    pointwise_kernels,
-    routing_kernels,
-    sampling_kernels,
-    step_kernels,
-    sum_kernels,
-    tile_kernels,
-)
+_MODULES = ("attention", "experts", "linear", "pointwise", "routing", "sampling", "steps", "sums", "tiles")
 _NOTING = Lock()
 _WIDE = 1 << 40
-"""An integer that a kernel takes in 64 bits."""
+"""An integer that needs 64 bits as an argument of a kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pointer:
-    """Stands in for a tensor where a kernel is compiled: Triton asks for dtype and alignment alone."""
+    """A pointer stands in for a tensor where a kernel is compiled: Triton asks only for dtype and alignment.
+
+    offset: bytes of the address beyond a multiple of 16.
+    """
 
     dtype: torch.dtype
     offset: int
-    """Bytes of its address beyond a multiple of 16."""
 
     def data_ptr(self) -> int:
         """Return an address that is aligned like the tensor's."""
@@ -153,15 +96,17 @@ class _Pointer:
 def noted(launches: Iterable[Callable[[], object]]) -> list[Callable[[], "CompiledKernel"]]:
     """Call each of `launches` and return the kernels that it would launch, each kernel once.
 
-    To call a returned kernel, on any thread, is to compile it for the device that is current there, or to
-    find it compiled. A launch that fails is passed over. Nothing of ours is launched on this thread, what has
-    been compiled already included: it would read what others have not written. Not for interpreted kernels.
+    Calling a returned kernel, on any thread, compiles it for the current device, or finds it compiled. A
+    launch that fails is passed over. None of our kernels is launched on this thread meanwhile, compiled or
+    not: it would read what others did not write. Interpreted kernels cannot be noted.
     """
     from triton.runtime import JITFunction, driver
 
     found: dict[Hashable, Callable[[], CompiledKernel]] = {}
     thread, noting = get_ident(), True
-    ours = {function for kernels in _ALL if (module := kernels()) for function in _functions(module)}
+    ours = {
+        function for name in _MODULES if (module := triton_kernels(name)) for function in _functions(module)
+    }
 
     def run(
         function: "JITFunction[Any]", *given: object, grid: object, warmup: bool, **more: object
@@ -175,7 +120,7 @@ def noted(launches: Iterable[Callable[[], object]]) -> list[Callable[[], "Compil
         found.setdefault((function, *arguments.items()), compiled)
         return None
 
-    with _NOTING:  # No generator's: an interrupt could leave that behind, suspended.
+    with _NOTING:  # Not in a generator, which an interrupt could leave suspended.
         try:
             for function in ours:
                 function.run = partial(run, function)
@@ -183,7 +128,7 @@ def noted(launches: Iterable[Callable[[], object]]) -> list[Callable[[], "Compil
                 with suppress(Exception):
                     launch()
         finally:
-            noting = False  # At once: should an interrupt strike below, what is left behind does nothing.
+            noting = False  # First: after an interrupt below, a `run` that is left behind launches normally.
             for function in ours:
                 vars(function).pop("run", None)
     return [*found.values()]
@@ -192,8 +137,11 @@ def noted(launches: Iterable[Callable[[], object]]) -> list[Callable[[], "Compil
 def _specialised(
     function: "JITFunction[Any]", given: Sequence[object], more: dict[str, object]
 ) -> dict[str, Any]:
-    """Return a launch's arguments by name, the same for all launches of one compiled kernel: Triton tells
-    tensors apart by dtype and alignment, and integers by width, divisibility by 16 and whether they are 1."""
+    """Return a launch's arguments by name, the same for all launches that share one compiled kernel.
+
+    Triton compiles apart by dtype and alignment of tensors, and by width of integers, divisibility by 16, and
+    whether they are 1.
+    """
     named = dict(zip((param.name for param in function.params), given, strict=False)) | more
     values = {param.name: param for param in function.params if not param.is_constexpr}
     return {
@@ -202,7 +150,7 @@ def _specialised(
 
 
 def _stand_in(value: object, param: "KernelParam") -> object:
-    """Return what stands for all values of this parameter that kernels are not compiled apart for."""
+    """Return one value for all values of a parameter that share a compiled kernel."""
     aligned = not (param.do_not_specialize or param.do_not_specialize_on_alignment)
     if isinstance(value, Tensor):
         return _Pointer(value.dtype, value.data_ptr() % 16 if aligned else 0)
@@ -217,7 +165,7 @@ def _stand_in(value: object, param: "KernelParam") -> object:
 
 
 class _Launches(local):
-    """Holds what a thread wants of its launches."""
+    """Holds a thread's settings for its launches: early launches, plain torch, and shared counters."""
 
     early = False
     plain = False
@@ -229,8 +177,7 @@ _launches = _Launches()
 
 @contextmanager
 def plain_torch(wanted: bool = True) -> Iterator[None]:
-    """This thread meanwhile does without our kernels, if that is wanted: plain torch computes what they
-    would."""
+    """Compute in plain torch on this thread, without our kernels, if `wanted`."""
     before, _launches.plain = _launches.plain, wanted or _launches.plain
     try:
         yield
@@ -239,18 +186,19 @@ def plain_torch(wanted: bool = True) -> Iterator[None]:
 
 
 def kernels_of(device: torch.device) -> tuple[str, ...]:
-    """The names of the groups of our kernels that this thread would launch on this device; none where plain
-    torch computes."""
+    """Return the modules of kernels that this thread would launch on a device; none for plain torch."""
     if device.type != "cuda" or _launches.plain or find_spec("triton") is None:
         return ()
-    return tuple(kernels.__name__.removesuffix("_kernels") for kernels in _ALL)
+    return _MODULES
 
 
 @contextmanager
 def pdl_launches(allowed: bool = True) -> Iterator[None]:
-    """Kernels that this thread launches meanwhile may begin before what was launched before them has ended,
-    and then wait on the device for that; they read weights before they wait. For weights that are where they
-    are for good, on a GPU that can do so."""
+    """Launch this thread's kernels early, if `allowed`: programmatic dependent launch.
+
+    A kernel may begin before the one before it has ended. It waits on the device for that end, but reads
+    weights before it waits. So the weights must stay where they are, and the GPU must support it.
+    """
     before, _launches.early = _launches.early, allowed
     try:
         yield
@@ -270,8 +218,10 @@ def pdl_launch_options(early: bool) -> dict[str, bool]:
 
 @contextmanager
 def counting(shared: Tensor) -> Iterator[None]:
-    """Kernels that this thread launches meanwhile, on one stream, count in `shared`, int32 zeros, and leave
-    zeros there."""
+    """Let kernels that this thread launches count in `shared`, int32 zeros. They leave zeros there.
+
+    The launches must be on one stream.
+    """
     before, _launches.counters = _launches.counters, shared
     try:
         yield
@@ -280,8 +230,7 @@ def counting(shared: Tensor) -> Iterator[None]:
 
 
 def counters(count: int, device: torch.device) -> Tensor:
-    """Return so many int32 zeros or more, to be left as zeros: those that are shared, or some of the caller's
-    own."""
+    """Return at least `count` int32 zeros, which the caller leaves as zeros: the shared ones, or new ones."""
     shared = _launches.counters
     if shared is None or shared.device != device or len(shared) < count:
         return torch.zeros(count, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Matrix products with weights `[out, in]`, in whatever format these rest."""
+"""Multiplies activations with weights `[out, in]`, in whatever storage format these rest."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -8,18 +8,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.ops.activation import silu_mul
-from penstock.ops.kernels import format_kernels, linear_kernels
+from penstock.ops.kernels import triton_kernels
 from penstock.ops.matrix import Matrix
 
 _FEW_ROWS = 256
-"""Up to here a float32 product on a CPU is bound by reading the weights, and their order in it matters."""
+"""Rows up to which a float32 product on a CPU is bound by reading the weights."""
 
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """Return `x @ weight.T + bias`: x `[tokens, in]`, weight `[out, in]` in any format, bias `[out]`, result
-    `[tokens, out]`, contiguous.
+    """Return `x @ weight.T + bias`, `[tokens, out]`, contiguous.
 
-    out: where the result is put, contiguous; nothing that is read here.
+    x: `[tokens, in]`.
+    weight: `[out, in]` in any format.
+    bias: `[out]`.
+    out: where the result is written, contiguous; it must not overlap an input.
     """
     if weight.dense is not None:
         return dense_linear(x, weight.dense, bias, out=out)
@@ -30,29 +32,36 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, *, out: Tensor
 
 
 def add_linear(x: Tensor, weight: Matrix, onto: Tensor) -> None:
-    """Add `x @ weight.T` to `onto` in place, rounded once: x `[tokens, in]`, weight `[out, in]`, onto
-    `[tokens, out]`, contiguous."""
+    """Add `x @ weight.T` to `onto` in place, rounded once.
+
+    x: `[tokens, in]`.
+    weight: `[out, in]`.
+    onto: `[tokens, out]`, contiguous.
+    """
     torch.addmm(onto, x, weight.dequantised(x).t(), out=onto)
 
 
 def gated(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-    """Return `silu(gate) * up` of the product with a fused weight `[2 * inner, in]`, gate first: x
-    `[tokens, in]`, result `[tokens, inner]`."""
+    """Return `silu(gate) * up`, `[tokens, inner]`, of the product with a fused weight.
+
+    x: `[tokens, in]`.
+    weight: `[2 * inner, in]`, the gate first.
+    """
     if weight.dense is not None and x.is_cuda and (kernel := _few_rows_kernel(x, weight.dense)):
         return kernel(x, weight.dense, bias, gated=True)
     return silu_mul(linear(x, weight, bias))
 
 
 def _format_kernels(x: Tensor, weight: Matrix) -> ModuleType | None:
-    """Return the kernels of the matrix's format, if there are any for this product."""
-    kernels = format_kernels(weight.format.kernels) if x.is_cuda and weight.format.kernels else None
+    """Return the kernels of the matrix's format, if they suit this product."""
+    kernels = triton_kernels(weight.format.kernels) if x.is_cuda and weight.format.kernels else None
     return kernels if kernels is not None and kernels.suits(x, weight.parts) else None
 
 
 def dense_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
-    """Return what `linear` does, of a dense `weight`."""
+    """Compute `linear` with a dense `weight`."""
     if x.is_cuda:
         if kernel := _few_rows_kernel(x, weight):
             return kernel(x, weight, bias, out=out)
@@ -70,8 +79,8 @@ def dense_linear(
 
 
 def _few_rows_kernel(x: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
-    """Ours for so few rows, if there is one that is faster than the library."""
-    kernels = linear_kernels() if len(x) <= _FEW_ROWS else None
+    """Return our kernel for so few rows, if there is one that is faster than the library."""
+    kernels = triton_kernels("linear") if len(x) <= _FEW_ROWS else None
     if kernels is None:
         return None
     if len(x) == 1:
@@ -80,11 +89,11 @@ def _few_rows_kernel(x: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
 
 
 def _few_rows_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """The product with the weights on the left, which streams them once instead of packing them first.
+    """Multiply with the weights on the left, which streams them once instead of packing them first.
 
-    Measured on two cores, 768 x 3072: 244 us against 1088 for 2 rows, 1144 against 1765 for 32. A single row
-    is sent to a routine of its own, which reads at less than half that rate with several threads (629 us); so
-    it travels with a copy of itself.
+    Measured on two cores, 768 x 3072: 244 us against 1088 for 2 rows, 1144 against 1765 for 32. With several
+    threads torch sends a single row to another routine, which reads at less than half that rate (629 us). So
+    a single row is computed with a copy of itself.
     """
     if x.shape[0] > 1:
         return torch.mm(weight, x.t()).t().contiguous()
@@ -94,12 +103,11 @@ def _few_rows_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _few_rows_half(x: Tensor, weight: Tensor) -> Tensor:
-    """One row of bfloat16 or float16 is faster through torch's own vector product (122 us against 292) than
-    through oneDNN.
+    """Multiply bfloat16 or float16 rows; a single row goes through torch's own vector product, not oneDNN.
 
-    oneDNN is switched off for the call by the bare switch: the documented one sets other flags too, at
-    several times the cost of the product. Other threads may meanwhile get the other of two correct routines;
-    none of them can leave it switched off.
+    One row takes 122 us so, and 292 through oneDNN. oneDNN is switched off for the call by the bare switch:
+    the documented one sets other flags too, at several times the cost of the product. Meanwhile other threads
+    may get the other of two correct routines. None of them can leave it switched off.
     """
     if x.shape[0] > 1 or not torch._C._get_mkldnn_enabled():
         return F.linear(x, weight)

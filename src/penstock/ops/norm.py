@@ -1,10 +1,10 @@
-"""Root-mean-square normalisation (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+"""Normalises by the root mean square (RMSNorm; Zhang and Sennrich 2019, arXiv 1910.07467)."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.ops.kernels import pointwise_kernels
+from penstock.ops.kernels import triton_kernels
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -12,7 +12,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     It is computed in float32 and rounded to x's dtype before the weight is applied.
     """
-    if x.is_cuda and (kernels := pointwise_kernels()):
+    if x.is_cuda and (kernels := triton_kernels("pointwise")):
         normed: Tensor = kernels.rms_norm(x, weight, eps)[0]
         return normed
     if x.dtype == torch.float32:
@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add `x` to `residual` in place, and return the normalised sum; both are `[tokens, hidden]`."""
-    if x.is_cuda and (kernels := pointwise_kernels()):
+    if x.is_cuda and (kernels := triton_kernels("pointwise")):
         normed: Tensor = kernels.rms_norm(x, weight, eps, residual)[0]
         return normed
     residual.add_(x)

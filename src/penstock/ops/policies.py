@@ -85,9 +85,10 @@ class Choice:
 
 
 class Policy(Protocol):
-    """A Policy is called for each layer and returns the blocks to read; None reads everything."""
+    """A policy is called for each layer and chooses the blocks to read."""
 
-    def __call__(self, layer: int, past: Past) -> Choice | None: ...
+    def __call__(self, layer: int, past: Past) -> Choice | None:
+        """Choose blocks of the past for a layer's queries. None reads everything."""
 
 
 def full(layer: int, past: Past) -> None:
@@ -157,4 +158,5 @@ def policy_of(text: str) -> Policy | None:
 
 
 def _choice(keep: Tensor, scores: Scores) -> Choice:
+    """Return the choice of the blocks in `keep`, with the bound of what is skipped."""
     return Choice(keep, scores.upper.masked_fill(keep, -torch.inf).logsumexp(2))

@@ -1,5 +1,7 @@
-"""Between the fused projection of a layer and its attention: norms of queries and keys, positions, the write
-of keys and values."""
+"""Prepares queries, keys and values between a layer's fused projection and its attention.
+
+Heads are normalised and rotated by their positions, and keys and values are written to pages.
+"""
 
 from dataclasses import dataclass
 
@@ -8,14 +10,14 @@ from torch import Tensor
 
 from penstock.ops.attention.attend import write
 from penstock.ops.attention.inputs import AttentionInputs
-from penstock.ops.kernels import pointwise_kernels
+from penstock.ops.kernels import triton_kernels
 from penstock.ops.norm import rms_norm
 from penstock.ops.rope import rotate
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMS norms of each query and key head: weights `[dim]`."""
+    """HeadNorms are the RMS norms of each query and key head: weights `[dim]`."""
 
     q: Tensor
     k: Tensor
@@ -32,14 +34,16 @@ def project(
     heads: int,
     norms: HeadNorms | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries `[tokens, heads, dim]`, keys and values `[tokens, kv_heads, dim]`, as `attend` wants
-    them.
+    """Return queries `[tokens, heads, dim]`, keys and values `[tokens, kv_heads, dim]`, ready for `attend`.
 
-    qkv `[tokens, (heads + 2 * kv_heads) * dim]`, perhaps overwritten, and what is returned perhaps views of
-    it; cos, sin float32 `[tokens, dim / 2]`; cache: K and V of the layer, `[blocks, block_size, kv_heads,
-    dim]`, to which keys and values are written.
+    Keys and values are also written to pages. `qkv` may be overwritten, and results may be views of it.
+
+    qkv: `[tokens, (heads + 2 * kv_heads) * dim]`.
+    cos, sin: float32 `[tokens, dim / 2]`.
+    cache: the layer's K and V, `[blocks, block_size, kv_heads, dim]`.
+    norms: of the heads, if the model has them.
     """
-    if qkv.is_cuda and (kernels := pointwise_kernels()):
+    if qkv.is_cuda and (kernels := triton_kernels("pointwise")):
         gains, eps = (None, 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
         views: tuple[Tensor, Tensor, Tensor] = kernels.project(
             qkv, cos, sin, cache, inputs.slots, heads=heads, gains=gains, eps=eps
@@ -53,7 +57,7 @@ def project(
 def project_reference(
     qkv: Tensor, cos: Tensor, sin: Tensor, *, heads: int, kv_heads: int, norms: HeadNorms | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`project` step by step, but for the write."""
+    """Compute `project` step by step, without the write."""
     split = qkv.view(len(qkv), heads + 2 * kv_heads, 2 * cos.shape[1])
     qk, v = split[:, : heads + kv_heads], split[:, heads + kv_heads :]
     if norms is not None:

@@ -1,34 +1,26 @@
-"""Rotary position embeddings (RoPE; Su et al. 2021, arXiv 2104.09864), half-split as in checkpoints."""
+"""Rotates heads by their positions (RoPE; Su et al. 2021, arXiv 2104.09864), half-split as in checkpoints."""
 
 import torch
 from torch import Tensor
 
 from penstock.arch.rope import attention_scale, inverse_frequencies
 from penstock.arch.spec import RopeKind, RopeSpec
-from penstock.ops.kernels import pointwise_kernels
+from penstock.ops.kernels import triton_kernels
 
 
 class RotaryAngles:
-    """RotaryAngles makes cosines and sines for any positions.
+    """Computes cosines and sines for any positions.
 
-    Angles are taken in float64, so that no position in use is rounded into its neighbour.
+    Angles are taken in float64, so that no position in use is rounded to its neighbour.
     """
 
     def __init__(self, rope: RopeSpec, device: torch.device) -> None:
         self._rope = rope
         self._device = device
-        self._scale = self._tensor([attention_scale(rope)])
-        self._frequencies = self._tensor(inverse_frequencies(rope))
-
-    @property
-    def frequencies(self) -> Tensor:
-        """Return the frequencies, float64 `[dim / 2]`; with dynamic scaling those of short sequences."""
-        return self._frequencies
-
-    @property
-    def scale(self) -> Tensor:
-        """Return the factor of cosines and sines, float64 `[1]`."""
-        return self._scale
+        self.scale = self._tensor([attention_scale(rope)])
+        """Factor of cosines and sines, float64 `[1]`."""
+        self.frequencies = self._tensor(inverse_frequencies(rope))
+        """Radians of a position, float64 `[dim / 2]`; with dynamic scaling those of short sequences."""
 
     def _tensor(self, numbers: list[float]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.float64, device=self._device)
@@ -36,10 +28,9 @@ class RotaryAngles:
     def tables(self, positions: Tensor, lengths: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Return (cos, sin), float32 `[tokens, dim / 2]`, for int64 positions `[tokens]`.
 
-        lengths: for dynamic scaling alone, the sequence length of each token for which its frequencies are
-            made.
+        lengths: for dynamic scaling, the length of each token's sequence. Its frequencies depend on it.
         """
-        frequencies = self._frequencies
+        frequencies = self.frequencies
         if self._rope.kind is RopeKind.DYNAMIC and lengths is not None:
             rows = {length: row for row, length in enumerate(dict.fromkeys(lengths))}
             several = self._tensor(
@@ -49,7 +40,7 @@ class RotaryAngles:
                 torch.tensor([rows[length] for length in lengths], device=self._device)
             ]
         angles = positions.to(torch.float64)[:, None] * frequencies
-        return (angles.cos() * self._scale).float(), (angles.sin() * self._scale).float()
+        return (angles.cos() * self.scale).float(), (angles.sin() * self.scale).float()
 
 
 def rotate(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -57,7 +48,7 @@ def rotate(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     cos, sin: float32 `[tokens, dim / 2]`.
     """
-    if qk.is_cuda and (kernels := pointwise_kernels()):
+    if qk.is_cuda and (kernels := triton_kernels("pointwise")):
         kernels.rope_(qk, None, cos, sin)
         return qk
     first, second = qk.float().chunk(2, dim=-1)

@@ -1,14 +1,17 @@
-"""Short runs behind long pasts: how many tokens a kernel takes together, and how far that pays."""
+"""Decides how a short run behind a long past is cut for the kernel over pages, and up to where that pays."""
 
 _MOST_READ = 1 << 18
-"""Keys that a run may read with all its pieces: of each KV head of 128 in bfloat16, 128 MiB."""
+"""Largest number of keys that a run may read in all its pieces.
+
+For one KV head of 128 in bfloat16 they are 128 MiB.
+"""
 
 
 def run_tokens(group: int, head_bytes: int) -> int:
-    """Return how many tokens' query heads a kernel multiplies with the same keys at a time.
+    """Return how many tokens a kernel takes together: their query heads are multiplied with the same keys.
 
-    Fewer of large heads: these and two tiles of K and V have to fit where a device has 99 KiB of shared
-    memory for a program.
+    Large heads allow fewer tokens: these and two tiles of K and V must fit in the 99 KiB of shared memory
+    that some devices have for a program.
 
     group: query heads of each KV head.
     head_bytes: bytes of one head of a token.
@@ -17,8 +20,8 @@ def run_tokens(group: int, head_bytes: int) -> int:
 
 
 def suits_run(tokens: int, stop: int, group: int, head_bytes: int) -> bool:
-    """Tell whether a run of so many tokens, which ends at `stop`, is attended to straight in pages.
+    """Tell whether a run of so many tokens, which ends at `stop`, should be attended to straight in pages.
 
-    That reads more than a call that gathers the past first and merges it later, in fewer launches.
+    That reads more bytes than gathering the past first and merging later, in fewer launches.
     """
     return -(-tokens // run_tokens(group, head_bytes)) * stop <= _MOST_READ

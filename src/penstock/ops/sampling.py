@@ -1,8 +1,8 @@
-"""From logits to tokens: penalties, truncation and the draw. Every row of a batch has its own settings.
+"""Samples tokens from logits: penalties, truncation and the draw. Every row of a batch has its own settings.
 
-No row's result depends on another row. The draw is the inverse of the cumulative distribution, in the order
-of the vocabulary, at a random number. The request's seed and the token's position alone decide that number,
-so a seed means the same draws whatever else is in the batch.
+No row's result depends on another row. The draw inverts the cumulative distribution, in the order of the
+vocabulary, at a random number. The request's seed and the token's position alone decide that number, so a
+seed means the same draws whatever else is in the batch.
 """
 
 from collections.abc import Sequence
@@ -14,19 +14,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.ops.kernels import sampling_kernels
+from penstock.ops.kernels import triton_kernels
 from penstock.step.params import Sampling
 
 _COLDEST = 1e-30
-"""Temperatures below it are taken as 0: logits divided by them may be infinite, and then have no softmax."""
+"""Lowest temperature that is not taken as 0.
+
+Logits divided by less may be infinite, and then have no softmax.
+"""
 
 _ROWS = 16
-"""Rows drawn at a time where there are no kernels: sorted, with their order and sums in float64, they take
-ten times their logits."""
+"""Rows drawn at a time without kernels.
+
+Sorted, with order and sums in float64, they take ten times their logits.
+"""
 
 _FEW = (256, 4096)
-"""Likeliest tokens among which a draw's are looked for before all are sorted, which takes a vocabulary of
-150,000 thirteen milliseconds."""
+"""Numbers of likeliest tokens that are tried before a whole vocabulary is sorted.
+
+Sorting 150,000 tokens takes 13 ms.
+"""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -37,7 +44,7 @@ def uniform(seed: int, position: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """TokenCounts is what penalties go by.
+    """TokenCounts holds the counts that penalties use.
 
     output: how often each token is in the output, int32 `[vocab]`.
     prompt: whether it is in the prompt, bool `[vocab]`.
@@ -48,7 +55,10 @@ class TokenCounts:
 
 
 def penalise(logits: Tensor, sampling: Sampling, counts: TokenCounts) -> None:
-    """Apply a row's penalties to its logits `[vocab]`, in place (Keskar et al. 2019, arXiv 1909.05858)."""
+    """Apply repetition, frequency and presence penalties to one row's logits `[vocab]`, in place.
+
+    The repetition penalty is that of Keskar et al. 2019, arXiv 1909.05858.
+    """
     if sampling.repetition_penalty != 1:
         seen = counts.prompt | (counts.output > 0)
         factor = torch.where(logits > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
@@ -67,7 +77,7 @@ def is_greedy(sampling: Sampling) -> bool:
 def pack_sampling(
     rows: Sequence[int], settings: Sequence[Sampling], positions: Sequence[int]
 ) -> NDArray[np.float64]:
-    """Pack what draws of these rows of logits go by: float64 `[rows, 6]`.
+    """Pack the settings of the draws of some rows of logits: float64 `[rows, 6]`.
 
     The columns are row, temperature, top-k, top-p, min-p, and the random number.
     """
@@ -80,22 +90,22 @@ def pack_sampling(
 
 
 def draw(logits: Tensor, asked: Tensor, tokens: Tensor) -> None:
-    """Draw a token for each row of `asked`, which `pack_sampling` has packed.
+    """Draw a token for each row of `asked`, as `pack_sampling` returns it.
 
-    The order is temperature, top-k, top-p of what top-k leaves, min-p, as in transformers. Of tokens that are
-    equally likely the first come first. A logit that is not a number is impossible. With kernels it waits for
-    nothing.
+    Temperature is applied first, then top-k, then top-p to what top-k leaves, then min-p, as in Hugging Face
+    transformers. Of equally likely tokens the lower id comes first. NaN logits are impossible tokens. With
+    kernels the host waits for nothing.
 
     logits: float32 `[rows, vocab]`.
     asked: float64 `[draws, 6]`.
-    tokens: int64 `[rows]`, of which only the rows that were named change.
+    tokens: int64 `[rows]`, of which the named rows are written.
     """
-    if logits.is_cuda and (kernels := sampling_kernels()):
+    if logits.is_cuda and (kernels := triton_kernels("sampling")):
         kernels.draw(logits, asked, tokens)
         return
     ordered = (asked[:, 2] > 0) | (asked[:, 3] < 1)
-    # Sorting a vocabulary is dear, so rows that need no order go without, and others try whether a part of it
-    # does.
+    # Sorting a vocabulary is slow. Rows without top-k and top-p need no order, and for others the likeliest
+    # tokens may be enough.
     for some, sorts in ((asked[ordered], True), (asked[~ordered], False)):
         for first in range(0, len(some), _ROWS):
             part = some[first : first + _ROWS]
@@ -109,7 +119,7 @@ def draw_reference(logits: Tensor, asked: Tensor, *, sorts: bool = True) -> Tens
     """Compute `draw` step by step, and return the tokens, int64 `[draws]`.
 
     logits: float32 `[draws, vocab]`, a row for each draw.
-    sorts: False where no row needs an order.
+    sorts: whether any row has top-k or top-p, and so needs an order.
     """
     _, most, nucleus, least, number = (asked[:, column, None] for column in range(1, 6))
     warm, likelihood = _likelihoods(logits, asked)
@@ -124,10 +134,10 @@ def draw_reference(logits: Tensor, asked: Tensor, *, sorts: bool = True) -> Tens
 
 
 def _draw_among_few(logits: Tensor, asked: Tensor, tokens: Tensor) -> Tensor:
-    """Draw as `draw_reference`, bit for bit, among each row's likeliest tokens, if they are enough.
+    """Draw among each row's likeliest tokens, where these are enough, with the bits of `draw_reference`.
 
-    Returns the part of `asked` for which they are not. Sums are over the same numbers in the same order, but
-    for zeros.
+    Returns the rows of `asked` for which they are not enough. Sums are over the same numbers in the same
+    order, with fewer zeros.
     """
     warm, likelihood = _likelihoods(logits[asked[:, 0].long()], asked)
     everything = (
@@ -151,16 +161,21 @@ def _draw_among_few(logits: Tensor, asked: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _likelihoods(logits: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits at each row's temperature, and how likely that makes tokens, relative to the likeliest, which
-    may be infinite."""
+    """Return logits divided by each row's temperature, and likelihoods relative to the likeliest token.
+
+    The likeliest may be infinite. Both are float32 `[draws, vocab]`.
+    """
     warm = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) / asked[:, 1, None].float()
     top = warm.amax(-1, keepdim=True)
     return warm, torch.where(warm == top, 1.0, (warm - top).exp())
 
 
 def _truncate(best: Tensor, most: Tensor, nucleus: Tensor, everything: Tensor) -> None:
-    """Make impossible what top-k and top-p leave out of likelihoods in their order. everything: the sum of
-    all tokens'."""
+    """Set to 0 the likelihoods that top-k and top-p leave out, in place.
+
+    best: float64 `[draws, count]`, in falling order.
+    everything: the sum over all tokens, `[draws, 1]`.
+    """
     best.masked_fill_((torch.arange(best.shape[-1], device=best.device) >= most) & (most > 0), 0)
     sums = best.cumsum(-1)
     best.masked_fill_(
@@ -169,25 +184,24 @@ def _truncate(best: Tensor, most: Tensor, nucleus: Tensor, everything: Tensor) -
 
 
 def _drawn(kept: Tensor, number: Tensor) -> Tensor:
-    """The place of each row's draw among likelihoods in the order of the vocabulary."""
+    """Return the index at which each row's random number falls; likelihoods are in vocabulary order."""
     sums = kept.cumsum(-1)
     places = torch.searchsorted(sums, number * sums[:, -1:], right=True)
-    last = (
-        sums.shape[-1] - 1 - (kept.flip(-1) > 0).int().argmax(-1)
-    )  # A sum may come out below the number's share of itself.
+    # Rounding may put the number beyond the last token that is possible.
+    last = sums.shape[-1] - 1 - (kept.flip(-1) > 0).int().argmax(-1)
     return torch.minimum(places[:, 0], last)
 
 
 def ranked(scores: Tensor, count: int) -> Tensor:
     """Return the ids of the `count` highest tokens of each row of float32 `[rows, vocab]`, highest first.
 
-    Of equal ones the lower id comes first: which of them `topk` takes depends on how many are asked for, and
-    of how many rows. -0 counts as 0.
+    Of equal ones the lower id comes first; the choice of `topk` depends on the count and the number of rows.
+    -0 counts as 0.
     """
     if count == 0:
         return torch.empty(len(scores), 0, dtype=torch.int64, device=scores.device)
     keys = (scores + 0.0).view(torch.int32).long()
-    keys ^= (keys >> 63) & 0x7FFFFFFF  # In the order of the numbers, as in triton_sampling.
+    keys ^= (keys >> 63) & 0x7FFFFFFF  # In the order of the numbers: `order_of` of ops/triton/bins.py.
     keys <<= 32
     keys -= torch.arange(scores.shape[1], device=scores.device)
     return keys.topk(count).indices

@@ -1,14 +1,14 @@
-"""A small copy of each block's keys, from which scores with any query follow to within a known error.
+"""Keeps a small low-bit copy of each block's keys, from which scores follow to within a known error.
 
-A sketch has each channel's least and greatest number in a block (a box; after Tang et al. 2024, arXiv
-2406.10774), and, with `bits` of 4 or 8, every key as so many bits a number, in equal steps between those two,
-with the length of what rounding left of it. Two things bound how far a query's score with a rounded key can
-be from its score with the key itself: half a step in every channel, and by Cauchy's inequality the query's
-length times that remainder's. The lesser one is taken, key by key.
+A sketch has the least and the greatest number of each channel in a block (a box; after Tang et al. 2024,
+arXiv 2406.10774). With `bits` of 4 or 8 it also has every key, rounded to so many bits a number in equal
+steps between those two, and the length of what rounding left of it. Two things bound how far a query's score
+with a rounded key can be from its score with the key itself: half a step in every channel, and by Cauchy's
+inequality the query's length times that remainder's. The smaller one is taken, key by key.
 
-A box alone says next to nothing of real keys: its corners are far from all of them. Of 64 keys of 64 channels
-the score of the best corner is often ten above the best key's, and what counts is the exponential. Four bits
-leave about two, eight bits an eighth.
+A box alone says next to nothing about real keys: its corners are far from all of them. Of 64 keys of 64
+channels the score of the best corner is often ten above the best key's, and what counts is the exponential.
+Four bits leave about two, eight bits an eighth.
 """
 
 import math
@@ -21,8 +21,10 @@ from penstock.arch.sketches import QUERIES, SketchLayout
 from penstock.ops.activation import soft_cap
 
 _ROUNDING = {"highest": 2.0**-23, "high": 2.0**-10, "medium": 2.0**-7}
-"""Relative rounding step of float32 products, by torch's setting: bounds are widened by what the arithmetic
-may have lost."""
+"""Relative rounding step of float32 products, by torch's setting.
+
+Bounds are widened by the rounding error.
+"""
 _BLOCKS = 64
 """Blocks sketched at a time, for the same reason as QUERIES."""
 
@@ -90,8 +92,12 @@ def scores(q: Tensor, sketches: Tensor, layout: SketchLayout, cap: float | None 
 
 
 class _Unpacked:
-    """The numbers of sketches in float32. low, high: `[kv_heads, dim, blocks]`. lengths: float16 `[blocks,
-    kv_heads, 1, size]`. codes: of channels one after the other `[blocks, kv_heads, channels, size]`."""
+    """Holds the numbers of sketches in float32.
+
+    low, high: `[kv_heads, dim, blocks]`.
+    lengths: float16 `[blocks, kv_heads, 1, size]`.
+    codes: one tensor for each part of the channels, `[blocks, kv_heads, channels, size]`.
+    """
 
     def __init__(self, sketches: Tensor, layout: SketchLayout) -> None:
         blocks, kv_heads, size, box = len(sketches), layout.kv_heads, layout.block_size, layout.box_bytes

@@ -1,30 +1,33 @@
-"""What stands around a recorded decode step: the preparation of its rows, and their likeliest tokens."""
+"""Prepares the rows of a recorded decode step, and finds their likeliest tokens."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from penstock.ops.kernels import step_kernels
+from penstock.ops.kernels import triton_kernels
 from penstock.ops.rope import RotaryAngles
 
 FIELDS = 6
-"""Numbers that describe a row: its number, position and token; and the row and column of a block table that
-has a new block, and that block."""
+"""Numbers that describe a row of `given`.
+
+They are its row number, position and token, then a row and a column of a block table, and the block that is
+new there.
+"""
 LEAST = torch.iinfo(torch.int64).min
-"""The number that `best` of `likeliest` starts from."""
+"""Initial value of each entry of `best` in `likeliest`."""
 NO_TOKEN = -1
-"""The token of a row with a logit that is not a number."""
+"""Token of a row with a NaN logit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Placed is what a step needs to know of each of its rows.
+    """Placed holds the inputs of each row of a decode step.
 
     table: the row's blocks, int32 `[rows, blocks]`, as far as it has any.
     tokens: int64 `[rows]`.
     blocks, offsets: block of the new KV and the place in it, int64 `[rows]`.
-    slots: both as one number, int64 `[rows]`, -1 for padding.
+    slots: the slot mapping, block * block_size + offset, int64 `[rows]`; -1 for padding.
     lengths: tokens of the sequence, the new one included, int32 `[rows]`.
     cos, sin: float32 `[rows, dim / 2]`.
     """
@@ -40,14 +43,14 @@ class Placed:
 
 
 def place(given: Tensor, table: Tensor, newest: Tensor, angles: RotaryAngles, block_size: int) -> Placed:
-    """Compute `Placed` of the rows that int32 `given`, `[FIELDS, rows]`, describes.
+    """Compute the inputs of the rows that int32 `given`, `[FIELDS, rows]`, describes.
 
-    A position of -1 is padding, a token of -1 the row's newest.
+    A position of -1 is padding. A token of -1 is the row's newest.
 
-    table: block tables, int32 `[all rows, blocks]`, which take the new blocks.
+    table: block tables, int32 `[all rows, blocks]`, into which the new blocks are written.
     newest: newest token of each row, int64 `[all rows]`.
     """
-    if given.is_cuda and (kernels := step_kernels()):
+    if given.is_cuda and (kernels := triton_kernels("steps")):
         return Placed(*kernels.place(given, table, newest, angles.frequencies, angles.scale, block_size))
     row, position, token, whose, column, page = given.long()
     table.index_put_((whose, column), page.int())
@@ -59,15 +62,16 @@ def place(given: Tensor, table: Tensor, newest: Tensor, angles: RotaryAngles, bl
 
 
 def likeliest(logits: Tensor, rows: Tensor, newest: Tensor, tokens: Tensor, best: Tensor) -> None:
-    """Put the likeliest token of each row of logits `[rows, vocab]`, of equal ones the first, in `tokens`.
+    """Write the argmax of each row of logits `[rows, vocab]` to `tokens`, of equal ones the first.
 
-    For a row with a logit that is not a number the token is NO_TOKEN, and the newest one 0.
+    A row with a NaN logit gets NO_TOKEN, and 0 in `newest`.
 
-    rows: int32 `[rows]`, where in `newest`, int64 `[all rows]`, the tokens go as well.
+    rows: int32 `[rows]`, the row's index in `newest`.
+    newest: int64 `[all rows]`, which gets the tokens as well.
     tokens: int64 `[rows]`.
-    best: int64 `[rows or more]`, all LEAST, and so again afterwards.
+    best: int64 `[rows or more]`, scratch: all LEAST before and afterwards.
     """
-    if logits.is_cuda and (kernels := step_kernels()):
+    if logits.is_cuda and (kernels := triton_kernels("steps")):
         kernels.likeliest(logits, rows, newest, tokens, best)
         return
     torch.argmax(logits, -1, out=tokens)
@@ -76,9 +80,9 @@ def likeliest(logits: Tensor, rows: Tensor, newest: Tensor, tokens: Tensor, best
 
 
 def without_numbers(logits: Tensor, likeliest: Tensor) -> Tensor:
-    """Return which rows of logits `[rows, vocab]` have one that is not a number, bool `[rows]`.
+    """Return which rows of logits `[rows, vocab]` have a NaN, bool `[rows]`. Their tokens become NO_TOKEN.
 
-    Their likeliest tokens become NO_TOKEN: what is not a number counts as the largest.
+    likeliest: int64 `[rows]`, the argmax of each row. NaN counts as the largest there.
     """
     wrong = logits.gather(-1, likeliest[:, None])[:, 0].isnan()
     likeliest.masked_fill_(wrong, NO_TOKEN)

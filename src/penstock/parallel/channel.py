@@ -1,25 +1,24 @@
-"""Send messages of any size from one process to all others on its machine: the bytes go through shared
-memory, once for all who read them.
+"""Sends messages of any size to all other processes on a machine, through shared memory.
 
 Memory is an anonymous file, handed to the readers as an open descriptor: it has no name that could be left
-behind. It is cut into a ring of parts; a message takes as many as it needs, and a long one more than there
-are, one after the other. Beside it each reader has a pair of sockets: the writer sends a notice for every
-part, the reader answers each. A socket wakes who sleeps, needs nobody to poll, and tells at once when the
-other process is gone. A reader sleeps at once: a message and its answer took 29 us so on two cores, and from
-39 to 548 us where the reader looked for notices for 50 us to 1 ms first, as that kept the core from others.
+behind. It is cut into a ring of parts. A message takes as many as it needs, and a long one more than there
+are, one after the other. Beside it each reader has a pair of sockets. The writer sends a notice for every
+part, and the reader answers each. A socket wakes a sleeper, needs no polling, and tells at once when the
+other process is gone. A reader sleeps at once: a message and its answer took 29 us so on two cores. They took
+from 39 to 548 us where the reader polled for 50 us to 1 ms first, as that kept the core from others.
 
-Why this is safe. What is in memory is never looked at to learn whether it is there. Part `n` lies in place
-`n` modulo the ring's length.
+Why this is safe. Memory is never read to learn whether a part is there. Part `n` lies in place `n` modulo the
+ring's length.
 1. The writer writes a part before it sends its notice, so a reader that has received the notice sees the
-   part: sending and receiving order memory between two processors, of every kind, as a lock does.
+part: sending and receiving order memory between two processors, of every kind, as a lock does.
 2. A reader copies a part before it answers, and the writer fills a place again only when all readers have
-   answered what was there.
+answered its last part.
 3. Notices and answers carry the part's number. One that is not the next ends the channel with an error
-   instead of a wrong message.
-4. A process that dies closes its sockets: whoever waits for it is woken with an error. It can leave no lock
-   held, as there is none.
+instead of a wrong message.
+4. A process that dies closes its sockets: a process that waits for it is woken with an error. It can leave no
+lock held, as there is none.
 A reader has at most as many answers unread as there are places, so that answering never waits. Neither side
-can go on with a message that it has broken off; both are used by a thread that no interrupt reaches.
+can continue a message that was broken off; both are used by a thread that no interrupt reaches.
 """
 
 import mmap
@@ -33,7 +32,7 @@ from penstock.base.errors import DeviceError
 PARTS = 8
 PART_BYTES = 128 << 10
 PATIENCE = 60.0
-"""Seconds that the writer waits for a place: a reader that is alive takes parts only between two steps."""
+"""Seconds that the writer waits for a place. A live reader takes parts only between two steps."""
 _NOTICE = struct.Struct("<QI?")
 """A part's number, its bytes, and whether it is the message's last."""
 _ANSWER = struct.Struct("<Q")
@@ -44,8 +43,10 @@ class Closed(DeviceError):
 
 
 class ChannelWriter:
-    """Sends to `readers` others. Their ends are `ends`, which are handed to their processes and then closed
-    here, by `handed_over`."""
+    """Writes to `readers` other processes.
+
+    ends: the readers' sockets, which are handed to their processes and then closed here by `handed_over`.
+    """
 
     def __init__(
         self, readers: int, parts: int = PARTS, part_bytes: int = PART_BYTES, patience: float = PATIENCE
@@ -57,18 +58,20 @@ class ChannelWriter:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(readers)]
         self._sockets, self.ends = [near for near, _ in pairs], [far for _, far in pairs]
         self._sent = 0
-        """Parts in all."""
+        """Number of parts sent."""
         self._taken = [0] * readers
-        """Of them, by each reader."""
+        """Number of parts that each reader has taken."""
 
     def handed_over(self) -> None:
-        """Close the readers' ends here, once their processes have them."""
+        """Close the readers' ends here, when their processes have them."""
         for end in self.ends:
             end.close()
 
     def send(self, message: bytes) -> None:
-        """Send a message to all readers. Returns when the last part has been sent, not received. Raises
-        Closed if a reader is gone, and DeviceError if one does not read."""
+        """Send a message to all readers. Return when the last part has been sent, not received.
+
+        Raises Closed if a reader is gone, and DeviceError if one does not read.
+        """
         size, view = self._part_bytes, memoryview(message)
         for start in range(0, max(len(view), 1), size):
             part = view[start : start + size]
@@ -109,7 +112,7 @@ class ChannelWriter:
                 self._taken[reader] += 1
 
     def close(self) -> None:
-        """Readers get Closed, perhaps before what they have not read yet. A second call does nothing."""
+        """Close the channel. Readers get Closed, perhaps before unread parts. A second call does nothing."""
         for line in (*self._sockets, *self.ends):
             line.close()
         self._bytes.close()
@@ -119,7 +122,7 @@ class ChannelWriter:
 
 
 class ChannelReader:
-    """One reader's end, from the descriptors of the memory and of the socket, which it takes over."""
+    """Reads as one of the readers. It takes over the descriptors of the memory and of the socket."""
 
     def __init__(
         self, memory: int, line: socket.socket, parts: int = PARTS, part_bytes: int = PART_BYTES
@@ -130,7 +133,7 @@ class ChannelReader:
         self._next = 0
 
     def receive(self) -> bytes:
-        """The next message, however long it takes to come. Raises Closed if the writer is gone."""
+        """Return the next message, however long it takes to come. Raises Closed if the writer is gone."""
         parts: list[bytes] = []
         last = False
         while not last:
@@ -161,7 +164,7 @@ class ChannelReader:
             raise Closed(f"the writer of a channel is gone: {fault}") from fault
 
     def close(self) -> None:
-        """Let go of the memory and the socket."""
+        """Close the memory and the socket."""
         self._line.close()
         self._bytes.close()
 

@@ -1,13 +1,12 @@
-"""Values of frozen dataclasses as bytes, and back: how a Plan gets to other processes. Nothing is executed,
-nothing is imported.
+"""Encodes values of frozen dataclasses as bytes, and decodes them: how a Plan gets to other processes.
 
-The annotations are the schema, so a new field travels as soon as it is there, and one of a kind that has no
-code here is refused when the codec is made. Values are written by columns: all `start`s of all shares, then
-all their tokens, and so on, each column of whole numbers as one array in the fewest bytes that hold it. So a
-step of hundreds of rows takes tens of calls, not thousands.
+Nothing is executed or imported. The annotations are the schema. So a new field travels as soon as it exists,
+and a field of an unknown type is refused when the codec is made. Values are written by columns: all `start`s
+of all shares, then all their tokens, and so on. Each column of integers is one array of the smallest width
+that holds it. So a step of hundreds of rows takes tens of calls, not thousands.
 
-Every value takes at least one byte, and no list is made before the message is known to be that long: a length
-cannot ask for more memory than the message takes itself, but for a constant factor.
+Every value takes at least one byte, and no list is made before the message is known to be that long. So a
+length cannot ask for more memory than the message takes itself, up to a constant factor.
 """
 
 import struct
@@ -24,23 +23,22 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, Union, get_args, g
 from zlib import crc32
 
 from penstock.base.errors import DeviceError
-from penstock.step.plan import Plan
 
 T = TypeVar("T")
 
 _HEAD = struct.Struct("<4sIQI")
-"""A name, a digest of the schema, the length of what follows, and its checksum."""
+"""The header: a name, a digest of the schema, the length of the body, and its checksum."""
 _NAME = b"pst1"
 _WIDTHS = {1: "b", 2: "h", 4: "i", 8: "q"}
-"""Bytes of a whole number, and the array's code."""
+"""Array codes of integers, by their width in bytes."""
 _LIMITS = [(width, -(1 << 8 * width - 1), (1 << 8 * width - 1) - 1) for width in _WIDTHS]
 _ANY = 0
-"""Instead of a width: numbers beyond 64 bits, each with a length of its own."""
+"""A width of 0 stands for integers beyond 64 bits, each with a length of its own."""
 _SWAP = sys.byteorder == "big"
 
 
 class Codec(Generic[T]):
-    """The code of one frozen dataclass. Raises TypeError if it has a field of a kind that cannot travel."""
+    """Encodes and decodes one frozen dataclass. Raises TypeError if a field's type cannot travel."""
 
     def __init__(self, kind: type[T]) -> None:
         self._column = _column(kind, kind.__name__)
@@ -54,8 +52,10 @@ class Codec(Generic[T]):
         return _HEAD.pack(_NAME, self._digest, len(body), crc32(body)) + body
 
     def decode(self, message: bytes) -> T:
-        """Return the value of a message. Raises DeviceError if it is not exactly what an encoder of the same
-        schema has made."""
+        """Return the value of a message.
+
+        Raises DeviceError if it is not exactly what an encoder of the same schema makes.
+        """
         if len(message) < _HEAD.size:
             _refuse(f"has {len(message)} bytes, fewer than its head")
         name, digest, length, checksum = _HEAD.unpack_from(message)
@@ -81,7 +81,7 @@ def _refuse(why: str) -> NoReturn:
 
 
 class _Source:
-    """What is left to be read of a message."""
+    """Reads a message from front to back."""
 
     def __init__(self, body: memoryview) -> None:
         self._body, self._at = body, 0
@@ -98,7 +98,7 @@ class _Source:
 
 
 class _Column(Protocol):
-    """Values of one type. `str` of it says all that its bytes depend on."""
+    """A column encodes values of one type. `str` of it names everything that its bytes depend on."""
 
     def write(self, values: Sequence[Any], parts: list[bytes]) -> None: ...
 
@@ -106,7 +106,7 @@ class _Column(Protocol):
 
 
 class _Whole:
-    """int."""
+    """Encodes int."""
 
     def write(self, values: Sequence[Any], parts: list[bytes]) -> None:
         low, high = (min(values), max(values)) if values else (0, 0)
@@ -138,7 +138,7 @@ class _Whole:
 
 
 class _Real:
-    """float, to the bit."""
+    """Encodes float, to the bit."""
 
     def write(self, values: Sequence[Any], parts: list[bytes]) -> None:
         parts.append(struct.pack(f"<{len(values)}d", *values))
@@ -151,16 +151,16 @@ class _Real:
 
 
 class _Choice:
-    """bool, or a member of an Enum: its place among all."""
+    """Encodes bool, or a member of an Enum, by its index."""
 
     def __init__(self, members: Sequence[object], name: str) -> None:
         self._members, self._name = list(members), name
-        # By identity, since the hash of an Enum's member takes longer than all else here.
+        # By identity, since hashing an Enum's member takes longer than everything else here.
         self._places = {id(member): place for place, member in enumerate(members)}
         assert len(members) < 256
 
     def write(self, values: Sequence[Any], parts: list[bytes]) -> None:
-        if values and values.count(values[0]) == len(values):  # As in most steps.
+        if values and values.count(values[0]) == len(values):  # True in most steps.
             parts.append(bytes((self._places[id(values[0])],)) * len(values))
         else:
             parts.append(bytes(map(self._places.__getitem__, map(id, values))))
@@ -176,7 +176,7 @@ class _Choice:
 
 
 class _Raw:
-    """bytes."""
+    """Encodes bytes."""
 
     def write(self, values: Sequence[Any], parts: list[bytes]) -> None:
         _WHOLE.write(list(map(len, values)), parts)
@@ -190,7 +190,7 @@ class _Raw:
 
 
 class _Text:
-    """str."""
+    """Encodes str."""
 
     def write(self, values: Sequence[Any], parts: list[bytes]) -> None:
         _RAW.write([value.encode() for value in values], parts)
@@ -206,7 +206,7 @@ class _Text:
 
 
 class _Optional:
-    """A value or None."""
+    """Encodes a value or None."""
 
     def __init__(self, of: _Column) -> None:
         self._of = of
@@ -226,7 +226,7 @@ class _Optional:
 
 
 class _Many:
-    """tuple[T, ...] or frozenset[T]: how many there are of each, then all of them in one column."""
+    """Encodes tuple[T, ...] or frozenset[T]: the length of each, then all values in one column."""
 
     def __init__(self, of: _Column, make: Callable[[Iterable[Any]], Any]) -> None:
         self._of, self._make = of, make
@@ -251,7 +251,7 @@ class _Many:
 
 
 class _Fixed:
-    """tuple[A, B]."""
+    """Encodes tuple[A, B]."""
 
     def __init__(self, of: Sequence[_Column]) -> None:
         self._of = of
@@ -268,8 +268,10 @@ class _Fixed:
 
 
 class _Record:
-    """A frozen dataclass with slots, field by field. They are filled without a call of `__init__` for each,
-    which took most of the time."""
+    """Encodes a frozen dataclass with slots, field by field.
+
+    Decoding fills the fields without a call of `__init__` for each value, which took most of the time.
+    """
 
     def __init__(self, kind: type, of: dict[str, _Column]) -> None:
         self._kind, self._of = kind, of
@@ -302,7 +304,7 @@ def _lengths(source: _Source, count: int) -> list[int]:
 
 
 def _column(kind: Any, where: str) -> _Column:
-    """What carries values of a type; `where` it stands, for the error."""
+    """Return the column for values of a type. where: names the field in an error."""
     while (real := getattr(kind, "__supertype__", None)) is not None:  # A NewType.
         kind = real
     origin, of = get_origin(kind), get_args(kind)
@@ -328,6 +330,3 @@ def _column(kind: Any, where: str) -> _Column:
             kind, {field.name: _column(hints[field.name], f"{where}.{field.name}") for field in fields(kind)}
         )
     raise TypeError(f"{where} is of type {kind}, which no message can carry")
-
-
-PLANS = Codec(Plan)

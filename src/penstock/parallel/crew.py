@@ -1,23 +1,24 @@
-"""Followers in processes of their own, started and watched by rank 0: each has a control socket and a pipe
-for what it prints, and one thread here looks after all of them.
+"""Starts and watches the followers of rank 0, in processes of their own.
+
+Each has a control socket and a pipe for its output. One thread here watches all of them.
 
 What ends how:
 - A follower that ends or is killed closes its control socket, which the watcher sees at once. One that is
   stopped, or stuck in a call that lets no other thread run, sends no pulse, and is taken for hung after
-  `patience` seconds; one that is stuck in its work, but pulses, is noticed by the time limit of the next
+  `patience` seconds. One that is stuck in its work, but pulses, is noticed by the time limit of the next
   collective.
-- The watcher then notes a failure that says which rank, how it ended and what it printed last, kills all
-  followers, and aborts the collectives of this process. So whoever waits for a follower gets an error: gloo's
+- The watcher then notes a failure, with the rank, how it ended and what it printed last. It kills all
+  followers, and aborts the collectives of this process. So all that wait for a follower get an error: gloo's
   sockets are closed, NCCL is aborted.
 - A follower dies with rank 0, however that ends: the kernel kills it when the thread that started it is gone
-  (PR_SET_PDEATHSIG), which is the watcher, as that lives as long as there are followers. It would also fail
-  to send its next pulse.
-- An interrupt from the terminal reaches all processes of its foreground group, and so does what a service
-  manager sends to end it: rank 0 says when it is over. Followers are started with SIGINT and SIGTERM blocked,
+  (PR_SET_PDEATHSIG). That is the watcher, which lives as long as there are followers. Its next pulse would
+  fail too.
+- An interrupt from the terminal reaches all processes of its foreground group, and so does a service
+  manager's signal to end. Rank 0 decides when to end. Followers are started with SIGINT and SIGTERM blocked,
   and ignore them.
 
 Nothing has a name that could be left behind: shared memory and the store in which ranks find each other are
-anonymous files, sockets are pairs, and what gloo and NCCL listen at on the loopback goes with the processes.
+anonymous files, sockets are pairs, and the loopback sockets of gloo and NCCL go with the processes.
 """
 
 import logging
@@ -45,19 +46,18 @@ from penstock.parallel.store import SharedStore
 
 _LOG = logging.getLogger("penstock")
 PATIENCE = 10.0
-"""Seconds without a sign of life after which a follower is taken for hung. It gives them while it computes
-and waits, too."""
+"""Seconds without a pulse after which a follower is taken for hung. It also pulses while it computes."""
 _START = 120.0
-"""Seconds until a new process must give its first one: it imports much, perhaps from a slow disk."""
+"""Seconds until a new process must send its first pulse. It imports much, perhaps from a slow disk."""
 _BOOT = 600.0
 """Seconds between the first follower that comes to the meeting and the last."""
 _TAIL = 40
-"""Lines kept of what a follower has printed."""
+"""Lines of a follower's output that are kept."""
 _SHOWN = 3
 _DYING = 2.0
-"""Seconds that a process takes to end, at most."""
+"""Most seconds that a process takes to end."""
 _VERDICT = 2.0
-"""Seconds in which a follower's end is noticed, once a collective with it has failed."""
+"""Seconds in which a follower's end is noticed, when a collective with it has failed."""
 _PR_SET_PDEATHSIG = 1
 _CHILD = f"""
 import ctypes, os, sys
@@ -72,15 +72,17 @@ follow(int(sys.argv[1]))
 
 @dataclass(slots=True)
 class _Child:
-    """A follower, as its watcher sees it."""
+    """Holds a follower, as its watcher sees it.
+
+    output: descriptor of a pipe with its output.
+    seen: time of its last pulse, by time.monotonic().
+    """
 
     rank: int
     process: subprocess.Popen[bytes]
     control: socket.socket
     output: int
-    """A pipe's descriptor, of all that it prints."""
     seen: float
-    """The process gave its last sign of life then, in seconds of time.monotonic()."""
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL))
     partial: bytes = b""
     begun: bool = False
@@ -88,7 +90,7 @@ class _Child:
     gone: bool = False
 
     def read(self) -> bool:
-        """Take what it has printed. False if there is no more to come."""
+        """Read its output. Return False at the end."""
         try:
             text = os.read(self.output, 1 << 16)
         except OSError:
@@ -101,7 +103,7 @@ class _Child:
         return bool(text)
 
     def ending(self) -> str:
-        """Say how it ended, and what it printed last, in one line."""
+        """Return how it ended, and its last output, in one line."""
         code = self.process.returncode
         if code is None:
             return "does not end, though it was killed"
@@ -111,8 +113,10 @@ class _Child:
 
 
 class StartedCrew:
-    """Holds a crew of processes that were started here. Its thread does all that concerns them; others look
-    at `failure` and ask it to end."""
+    """Holds a crew of processes that were started here. Its thread does everything with them.
+
+    Other threads read `failure` and ask it to end.
+    """
 
     local = 0
 
@@ -120,11 +124,8 @@ class StartedCrew:
         self.ranks = ranks
         self.failure: DeviceError | None = None
         self._patience, self._timeout = patience, timeout
-        for standard in (
-            0,
-            1,
-            2,
-        ):  # Else what is opened next takes its place, which followers' own input and output take from it.
+        # If one of these is closed, the next file that is opened gets its number, and followers replace it.
+        for standard in (0, 1, 2):
             try:
                 os.fstat(standard)
             except OSError:
@@ -132,11 +133,11 @@ class StartedCrew:
         self._store = os.memfd_create("penstock store")
         self._writer = ChannelWriter(ranks - 1)
         self._near, self._far = socket.socketpair()
-        """By which the watcher is woken to end."""
+        """Both ends of the socket that wakes the watcher to end."""
         self._children: list[_Child] = []
         self._group: Group | None = None
         self._grace: float | None = None
-        """Seconds that followers have to end; None as long as they shall not."""
+        """Seconds that followers have to end, or None before they must."""
         self._ready, self._over = False, False
         self._thread: threading.Thread | None = None
         self._fault: BaseException | None = None
@@ -178,9 +179,8 @@ class StartedCrew:
         threading.Thread(
             target=self._meet, args=(device, meeting), name="penstock meeting", daemon=True
         ).start()
-        while (
-            not meeting.done() and self.failure is None
-        ):  # Who is gone by now would be waited for until time is over, or for ever.
+        # The meeting would wait for a rank that is gone until its time limit, or for ever.
+        while not meeting.done() and self.failure is None:
             time.sleep(1e-3)
         try:
             self._group = meeting.result(_VERDICT)
@@ -193,10 +193,12 @@ class StartedCrew:
         return self._group
 
     def _meet(self, device: torch.device, meeting: "Future[Group]") -> None:
-        """Meet on a thread of its own, which is left to itself where a rank is gone. Why this is safe: what
-        is made here is handed over whole, by the future, or to nobody. Then it goes as garbage once its
-        waiting ends, and until then holds nothing but its own sockets and the store's file, which it has a
-        descriptor of its own for."""
+        """Meet on a thread of its own, which is abandoned if a rank is gone.
+
+        Why this is safe: the group made here is handed over whole, by the future, or not at all. Then it is
+        garbage once its waiting ends. Until then it holds only its own sockets, and the store's file by a
+        descriptor of its own.
+        """
         try:
             shared = SharedStore(self._store, self.ranks)
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -211,14 +213,14 @@ class StartedCrew:
         self._writer.send(message)
 
     def verdict(self, fault: BaseException) -> BaseException:
-        """Return what is to be said of a fault here: what came of a follower, if that explains it."""
+        """Return the cause of a fault here: a follower's failure, if there is one, else the fault itself."""
         until = time.monotonic() + _VERDICT
         while self.failure is None and time.monotonic() < until:
             time.sleep(5e-3)
         return self.failure or fault
 
     def close(self, grace: float = 0.0) -> None:
-        """End the crew. To be called again if it was interrupted."""
+        """End the crew. Call it again if it was interrupted."""
         if self._grace is None:
             self._grace = grace
         with suppress(OSError):
@@ -236,8 +238,7 @@ class StartedCrew:
 
     def _watch(self, target: Target, args: tuple[object, ...]) -> None:
         try:
-            # What is blocked here is blocked in processes that are started here, from their first instruction
-            # on.
+            # Processes that are started here inherit the blocked signals, from their first instruction on.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
             for rank in range(1, self.ranks):
                 self._spawn(rank, target, args)
@@ -280,7 +281,7 @@ class StartedCrew:
             far.close()
             os.close(printed)
         self._children.append(_Child(rank, process, near, output, time.monotonic()))
-        with suppress(OSError):  # If it has ended already, that is noticed like every other end.
+        with suppress(OSError):  # If it has ended already, the watcher notices that later.
             near.sendall(len(start).to_bytes(8, "little") + start)
 
     def _look_after(self) -> None:
@@ -302,9 +303,7 @@ class StartedCrew:
                 if self._grace is not None:
                     break
                 now = time.monotonic()
-                if (
-                    now - looked > 4 * PULSE
-                ):  # This process itself has been stopped, and the others may have been with it.
+                if now - looked > 4 * PULSE:  # This process was stopped, and perhaps all others with it.
                     for child in self._children:
                         child.seen = now
                 looked = now
@@ -323,7 +322,7 @@ class StartedCrew:
         child.seen = time.monotonic()
 
     def _judge(self, now: float) -> bool:
-        """Tell whether the run is over, because of a follower: if so all are killed."""
+        """Tell whether a follower has ended the run. If so, kill all."""
         gone = [child for child in self._children if child.gone]
         hung = [
             child
@@ -335,8 +334,7 @@ class StartedCrew:
         if gone:
             for child in gone:
                 _reap(child)
-            # One that was killed takes others with it, which end with an error of their own; not the other
-            # way round.
+            # One that was killed is the cause: others fail with an error of their own because of it.
             first = min(gone, key=lambda child: (child.process.returncode or 0) >= 0)
             why = f"rank {first.rank} of {self.ranks} {first.ending()}"
         else:
@@ -351,10 +349,10 @@ class StartedCrew:
         return True
 
     def _end(self) -> None:
-        """Followers end by themselves, or are killed when their time is over."""
+        """Wait until followers end by themselves, and kill them when their time is over."""
         late = time.monotonic() + (self._grace or 0.0)
         while any(child.process.poll() is None for child in self._children) and time.monotonic() < late:
-            for child in self._children:  # One whose pipe is full would wait for ever.
+            for child in self._children:  # A child with a full pipe would wait for ever.
                 os.set_blocking(child.output, False)
                 child.read()
             time.sleep(5e-3)
@@ -371,12 +369,12 @@ class StartedCrew:
 
 
 def _reap(child: _Child) -> None:
-    """Wait for the end of one that is dead or dying, and read what it has left."""
+    """Wait for the end of a dead or dying process, and read the rest of its output."""
     for _ in range(2):
         try:
             child.process.wait(_DYING)
             break
-        except subprocess.TimeoutExpired:  # It has closed its socket, and does not end.
+        except subprocess.TimeoutExpired:  # It has closed its socket without ending.
             child.process.kill()
     os.set_blocking(child.output, False)
     while child.read():

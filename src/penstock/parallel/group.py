@@ -1,4 +1,4 @@
-"""Let ranks work together: sums and gathers of tensors, and agreement on plain numbers."""
+"""Lets ranks work together: sums and gathers of tensors, and agreement on plain numbers."""
 
 import logging
 import os
@@ -27,27 +27,28 @@ from penstock.parallel.store import SharedStore
 
 _LOG = logging.getLogger("penstock")
 TIMEOUT = 120.0
-"""Seconds that a rank waits for the others in a collective: as much as one may be slower than another in one
-layer, and far more."""
+"""Seconds that a rank waits for the others in a collective.
+
+It is far more than ranks differ by in a layer.
+"""
 _ENDING = 10.0
 """Seconds that closing waits for the device's collectives to end."""
 _EVER = timedelta(days=1000)
 _SHORT = 1024
-"""Bytes that ranks exchange in one round, with their number."""
+"""Bytes that ranks exchange in one round, the length included."""
 
 
 class Group:
-    """The ranks of one engine, of which this process is one. All of them call the same methods in the same
-    order, each from one thread at a time; a rank that does not come, or is gone, is a DeviceError within
-    `timeout` seconds.
+    """Holds the ranks of one engine. This process is one of them.
 
-    Tensors on a CUDA device go by NCCL, in the order of the device's current stream, without waiting on the
-    host; those on a CPU by gloo. Plain values go by gloo on both. On one machine (`near`) all of that stays
-    on its loopback.
+    All call the same methods in the same order, each from one thread at a time. A rank that does not come, or
+    is gone, raises DeviceError within `timeout` seconds. Tensors on a CUDA device go by NCCL, in the order of
+    the device's current stream, without waiting on the host; those on a CPU by gloo. Plain values go by gloo
+    on both. On one machine (`near`) all of that stays on its loopback.
 
-    over: int32 `[1]` in host memory that a CUDA device reads and writes: not 0 once nobody is to wait for
-    others there any more. It is for kernels that wait by themselves, which put a 1 there when they have
-    waited for `limit` seconds.
+    over: int32 `[1]` in host memory that a CUDA device reads and writes. It is for kernels that wait for
+        other ranks by themselves: they stop when it is not 0, and write a 1 when they have waited for `limit`
+        seconds.
     """
 
     def __init__(
@@ -61,22 +62,25 @@ class Group:
         timeout: float = TIMEOUT,
         shared: SharedStore | None = None,
     ) -> None:
-        """Returns when all ranks have come. `store`: by which they find each other; shared: what it is of,
-        closed with the group."""
+        """Meet the other ranks, and return when all have come.
+
+        store: by which they find each other.
+        shared: the store's owner, which is closed with the group.
+        """
         self._shared = shared
         self.rank, self.ranks, self.device, self.near, self.limit = rank, ranks, device, near, timeout
         self._nccl: ProcessGroup | None = None
-        """Until its end begins."""
+        """The NCCL backend, until its end begins."""
         self._ending: threading.Thread | None = None
         self._first_to_end = threading.Lock()
-        if device.type == "cuda":  # Else pinned memory would take a context on the first device for itself.
+        if device.type == "cuda":  # Otherwise pinned memory would create a context on the first device.
             torch.zeros(1, device=device)
         self.over = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         limit = timedelta(seconds=timeout)
         self._sum, self._least, self._every = AllreduceOptions(), AllreduceOptions(), AllgatherOptions()
         self._least.reduceOp = cast(ReduceOp, ReduceOp.MIN)
         self._first = BroadcastOptions()
-        # On the current stream itself: no second one and no events between.
+        # Collectives run on the current stream itself, without a second one and events between.
         self._sum.asyncOp = self._every.asyncOp = self._first.asyncOp = False
         with _LibraryErrors(self, "meeting"):
             named = PrefixStore("gloo", store)
@@ -86,17 +90,15 @@ class Group:
                 plain = ProcessGroupGloo(named, rank, ranks, gloo)
             else:
                 plain = ProcessGroupGloo(named, rank, ranks, limit)
-        # A backend itself, which has a group's methods, and not the process's default group: nobody else's is
-        # disturbed.
+        # The backend itself, which has a group's methods. The process's default group is left to others.
         self._plain: ProcessGroup | None = cast(ProcessGroup, plain)
         self._tensors: ProcessGroup | None = self._plain
         if device.type == "cuda":
-            self.barrier()  # Who waits for a rank here can be told that it is gone.
+            self.barrier()  # Unlike NCCL's meeting, this fails if a rank is gone.
             if near:
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-            os.environ.setdefault(
-                "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
-            )  # A late rank is an error that `check` finds, not an abort().
+            # A late rank is an error that `check` finds, not an abort().
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
             options = c10d.ProcessGroupNCCL.Options()
             options._timeout = limit
             if shared is not None:
@@ -109,24 +111,29 @@ class Group:
             torch.cuda.synchronize(device)
 
     def all_reduce(self, x: Tensor) -> None:
-        """Put the sum over all ranks in the place of `x`, to the same bits on each. `x` is contiguous, and of
-        one shape and dtype on all ranks."""
+        """Replace `x` by its sum over all ranks, with the same bits on each.
+
+        `x` is contiguous, and of one shape and dtype on all ranks.
+        """
         assert x.is_contiguous(), "a sum in place needs a contiguous tensor"
         with _LibraryErrors(self, "a sum"):
             _wait(_open(self._tensors).allreduce([x], self._sum))
 
     def follow(self, x: Tensor) -> None:
-        """Put rank 0's tensor in the place of `x`, on all ranks. `x` is contiguous, and of one shape and
-        dtype on all ranks."""
+        """Replace `x` by rank 0's tensor, on all ranks.
+
+        `x` is contiguous, and of one shape and dtype on all ranks.
+        """
         assert x.is_contiguous(), "a copy in place needs a contiguous tensor"
         with _LibraryErrors(self, "a copy"):
             _wait(_open(self._tensors).broadcast([x], self._first))
 
     def gather(self, x: Tensor, widths: Sequence[int] | None = None) -> Tensor:
-        """Return all ranks' `[..., width]` beside each other, in order of rank: `[..., sum of widths]`, on
-        every rank.
+        """Return all ranks' `[..., width]` side by side, in order of rank, on every rank: `[..., sum of
+        widths]`.
 
-        The ranks tell each other their widths first, which the host waits for, unless they are given."""
+        Without `widths` the ranks exchange them first, which the host waits for.
+        """
         if widths is None:
             widths = [
                 int.from_bytes(one, "little") for one in self.exchange(x.shape[-1].to_bytes(8, "little"))
@@ -171,8 +178,10 @@ class Group:
                 room = max(sizes) + 8
 
     def broadcast(self, message: bytes | None = None) -> bytes:
-        """Rank 0's message, on all ranks. The others wait for as long as it takes to come; once rank 0 is
-        gone they learn of that."""
+        """Return rank 0's message, on all ranks.
+
+        The others wait as long as it takes, or until rank 0 is gone.
+        """
         size = torch.tensor([len(message or b"")])
         with _LibraryErrors(self, "a broadcast"):
             _wait(_open(self._plain).broadcast(size, 0, _EVER))
@@ -182,8 +191,7 @@ class Group:
         return bytes_.numpy().tobytes()
 
     def check(self) -> None:
-        """Raises DeviceError if a collective on the device has failed, which leaves its results without
-        meaning."""
+        """Raise DeviceError if a collective on the device has failed. Its results are meaningless."""
         if self.over.numpy()[0]:
             raise DeviceError(
                 f"an all-reduce of rank {self.rank} is incomplete: one of {self.ranks - 1} others is gone, "
@@ -199,13 +207,15 @@ class Group:
                 )
 
     def abort(self) -> None:
-        """End, from any thread, whatever waits for other ranks on the device, with results without meaning.
-        What waits for them on the host ends when they are gone."""
+        """End all waits for other ranks on the device, from any thread, with meaningless results.
+
+        Waits on the host end when the other ranks are gone.
+        """
         self.over.numpy()[0] = 1
         self._end(abort=True)
 
     def close(self) -> None:
-        """Threads and sockets end. A second call does nothing."""
+        """End threads and sockets. A second call does nothing."""
         ending = self._end(abort=False)
         self._tensors = self._plain = None
         if ending is not None:
@@ -218,9 +228,11 @@ class Group:
             self._shared.close()
 
     def _end(self, *, abort: bool) -> threading.Thread | None:
-        """The thread that ends the device's collectives, begun by whoever asks first. NCCL's end waits until
-        no CUDA graph is left that has recorded any, and who aborts may be the one who lets go of them
-        afterwards."""
+        """Return the thread that ends the device's collectives. The first call starts it.
+
+        NCCL ends only when no CUDA graph is left that has recorded any, and the caller may release them
+        afterwards.
+        """
         with self._first_to_end:
             nccl, self._nccl = self._nccl, None
             if nccl is not None:
@@ -262,12 +274,8 @@ def _wait(work: Work | None) -> None:
         if work is not None:
             work.wait()
     finally:
-        del work  # A fault holds this frame, and the work holds sockets.
+        del work  # An error's traceback holds this frame, and the work holds sockets.
 
 
 def _tensor(message: bytes) -> Tensor:
-    return (
-        torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        if message
-        else torch.empty(0, dtype=torch.uint8)
-    )
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)

@@ -1,8 +1,7 @@
-"""One process for each rank: rank 0 is the process that the user has started, and starts the others.
+"""Starts one process for each rank. Rank 0 is the process that the user has started.
 
-Under torchrun all of them are there already, and torchrun watches them. Nothing is started then: rank 0 goes
-on as if it had started the others, and those become followers where they call `launch` too, which does not
-return there.
+Under torchrun all of them exist already, and torchrun watches them. Nothing is started then. Rank 0 goes on
+as if it had started the others. Those become followers when they call `launch`, which does not return there.
 """
 
 import signal
@@ -25,7 +24,7 @@ _MEETING = 600.0
 
 
 class Crew(Protocol):
-    """Rank 0's followers. All but `failure` is used by one thread at a time."""
+    """Holds rank 0's followers. All but `failure` is used by one thread at a time."""
 
     ranks: int
     local: int
@@ -34,28 +33,30 @@ class Crew(Protocol):
         """Meet the others, once. Raises DeviceError if one of them does not come."""
 
     def send(self, message: bytes) -> None:
-        """Send to all followers, after `group`. Not to be interrupted."""
+        """Send to all followers, after `group`. It must not be interrupted."""
 
     @property
     def failure(self) -> DeviceError | None:
-        """Say how the run has ended, if a follower is dead or hung."""
+        """Return how the run has ended, if a follower is dead or hung, else None."""
 
     def verdict(self, fault: BaseException) -> BaseException:
-        """Return what is to be said of a fault here: what came of a follower, if that explains it."""
+        """Return the cause of a fault here: a follower's failure, if there is one, else the fault itself."""
 
     def close(self, grace: float = 0.0) -> None:
-        """Followers that have been told have `grace` seconds to end by themselves. Afterwards none is
-        left."""
+        """End all followers. Those that got a close message have `grace` seconds to end by themselves."""
 
 
 def launch(
     ranks: int, target: Target, *args: object, patience: float = PATIENCE, timeout: float = TIMEOUT
 ) -> Crew:
-    """Start ranks 1 and up, each of which calls `target(seat, *args)`, and return to rank 0. `timeout`: of
-    collectives, in seconds.
+    """Start ranks 1 and up, each of which calls `target(seat, *args)`, and return to rank 0.
 
-    Under torchrun nothing is started, and ranks 1 and up call `target` here and exit. Raises ConfigError if
-    torchrun has started another number of processes, and DeviceError if a process cannot be started.
+    Under torchrun nothing is started, and ranks 1 and up call `target` here and exit.
+
+    timeout: of collectives, in seconds.
+
+    Raises ConfigError if torchrun has started another number of processes, and DeviceError if a process
+    cannot be started.
     """
     place = launched()
     if place is not None:
@@ -73,8 +74,10 @@ def launch(
 
 
 class _Launched:
-    """Is a process that was there already: the crew of rank 0, or the seat of another. Messages go through
-    the group, which reaches other machines too."""
+    """Acts as rank 0's crew, or as another rank's seat, in a process that torchrun has started.
+
+    Messages go through the group, which reaches other machines too.
+    """
 
     failure: DeviceError | None = None
 
@@ -112,7 +115,7 @@ class _Launched:
         return fault
 
     def close(self, grace: float = 0.0) -> None:
-        """Nothing: torchrun ends the others, if they do not end by themselves."""
+        """Do nothing: torchrun ends the other processes, if they do not end by themselves."""
 
 
 def _launched(place: Launched, ranks: int, target: Target, args: tuple[object, ...], timeout: float) -> Crew:

@@ -1,4 +1,4 @@
-"""A follower's place among the ranks, and the life of a process that rank 0 has started."""
+"""Gives a follower its place among the ranks, and runs its process."""
 
 import os
 import pickle
@@ -21,34 +21,38 @@ from penstock.parallel.group import Group
 from penstock.parallel.store import SharedStore
 
 PULSE = 0.5
-"""Seconds between two signs of life."""
+"""Seconds between two pulses."""
 JOINED = b"J"
-"""Sent by a follower that is about to meet the others; all else are signs of life."""
+"""Sent by a follower that is about to meet the others. All other bytes are pulses."""
 
 
 class Seat(Protocol):
-    """A rank's place among the others."""
+    """A seat is a rank's place among the others.
+
+    local: its place among the ranks of its machine: the index of its device.
+    """
 
     rank: int
     ranks: int
     local: int
-    """Its place among those of its machine: the index of its device."""
 
     def group(self, device: torch.device) -> Group:
-        """Meet the others, once. On every rank; returns when all have come."""
+        """Meet the others, once, on every rank. Return when all have come."""
 
     def receive(self) -> bytes:
-        """A follower's next message from rank 0, however long it takes to come."""
+        """Return the next message from rank 0, however long it takes to come."""
 
 
 Target = Callable[..., None]
-"""A follower does this, from its seat and the other arguments of `launch`: a function of a module, as it is
-named in another process."""
+"""The function that a follower runs, with its seat and the other arguments of `launch`.
+
+Another process finds it by its module and name.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Holds what a follower is told first."""
+    """Holds the arguments of a follower's process, which it gets first."""
 
     rank: int
     ranks: int
@@ -61,7 +65,7 @@ class Start:
 
 
 class _Follower:
-    """Is the seat of a follower."""
+    """Holds a follower's seat, in its own process."""
 
     def __init__(self, control: socket.socket, start: Start) -> None:
         self.rank, self.ranks, self.local = start.rank, start.ranks, start.rank
@@ -78,8 +82,11 @@ class _Follower:
 
 
 def follow(control: int) -> NoReturn:
-    """All that a started process does. It ends with the one that has started it, and without tidying up: that
-    might wait for other ranks, and the kernel does it as well."""
+    """Run a started process to its end.
+
+    It ends with the one that has started it, and without cleaning up: that might wait for other ranks, and
+    the kernel does it as well.
+    """
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)
     code = 1

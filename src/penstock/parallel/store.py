@@ -1,4 +1,4 @@
-"""Let processes that were started here find each other."""
+"""Lets processes that were started here find each other."""
 
 import ctypes
 import os
@@ -7,14 +7,15 @@ from torch._C._distributed_c10d import FileStore
 
 
 class SharedStore:
-    """A store in a file without a name, which every rank has open.
+    """A store is a file without a name, which every rank has open.
 
-    It never ends: it would write into whatever file has the number of its own by then. Nor is its file closed
-    as long as collectives of a device are `asking`, from threads of their own, be it for ever.
+    It is never freed, since its destructor would write into any file that has its descriptor's number by
+    then. Its file stays open while collectives of a device are `asking`, from threads of their own, perhaps
+    for ever.
     """
 
     def __init__(self, descriptor: int, ranks: int) -> None:
-        """Open the store. descriptor: of its file, which stays the caller's."""
+        """Open the store. descriptor: its file, which the caller keeps."""
         self.asking, self._own = False, -1
         self._own = os.dup(descriptor)
         self.store = FileStore(f"/proc/self/fd/{self._own}", ranks)

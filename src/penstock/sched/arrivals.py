@@ -1,5 +1,7 @@
-"""Requests that get blocks from another tier: whether they are brought or computed, who waits for them and
-how long, what came."""
+"""Fetches a request's blocks from lower tiers.
+
+It decides to load or compute them, who waits, and how long.
+"""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -11,36 +13,41 @@ from penstock.sched.tiers import Tiers
 from penstock.step.plan import HostBlockId, Route, Transfer, TransferId
 
 _PATIENCE, _LEAST_PATIENCE = 30.0, 0.05
-"""Seconds for which a request waits for blocks from another tier: where it is not known how long to compute
-them takes, and at least."""
+"""Seconds for which a request waits for blocks: where the time to compute them is unknown, and at least."""
 
 
 class Arrivals:
-    """The requests that wait for blocks from another tier. It is written by the scheduler alone."""
+    """Keeps the requests that wait for blocks from another tier. Only the scheduler writes to it."""
 
     def __init__(
         self, tiers: Tiers, size: int, promised: Callable[[], int], clock: Callable[[], float] = monotonic
     ) -> None:
-        """size: tokens of a block. promised: how many host blocks others will need."""
+        """Begin with no request waiting.
+
+        size: tokens of a block.
+        promised: returns how many host blocks other requests will need.
+        """
         self._tiers, self._pages, self._host = tiers, tiers.pages, tiers.host
         self._size, self._promised, self._clock = size, promised, clock
         self._awaited: dict[TransferId, Request] = {}
 
     def reset(self) -> None:
-        """Forget all who wait."""
+        """Forget all requests that wait."""
         self._awaited.clear()
         self._tiers.rates.reset()
 
     # ---- setting out
 
     def fetch(self, request: Request) -> bool:
-        """Bring the request's next blocks from the host, or from the disk to the host, if they are there and
-        that is faster than to compute them. Return whether it has to wait for them."""
+        """Fetch the request's next blocks if that is faster than computing them. Return whether it must wait.
+
+        Blocks come from the host to the device, or from the disk to the host.
+        """
         kv = request.kv
         tiers, short = self._tiers, not kv.long
         below = tiers.below_device if short else tiers.has_lower_tier
         usable = below and request.share_prefix and request.punctual
-        # While it computes the first part the rest is on its way.
+        # With `meets` the next blocks are already under way, while the request computes those before them.
         if not usable or request.meets or kv.computed % self._size:
             return False
         first = kv.computed // self._size
@@ -56,6 +63,10 @@ class Arrivals:
         return count > 0 and self._bring_in(request, first, count)
 
     def _bring_up(self, request: Request, first: int, blocks: Sequence[HostBlockId]) -> bool:
+        """Start a transfer of these host blocks to pages, if that is faster.
+
+        Return whether the request waits.
+        """
         rates, count = self._tiers.rates, len(blocks)
         if not rates.copying_pays(
             count, self._size, first * self._size, self._after(request, first + count), self._clock()
@@ -68,8 +79,12 @@ class Arrivals:
         return True
 
     def _bring_in(self, request: Request, first: int, count: int) -> bool:
+        """Start a transfer of the next `count` blocks from disk to host. Return whether the request waits.
+
+        The first blocks may be computed while the others are read.
+        """
         rates, names, size = self._tiers.rates, request.kv.names(first, count), self._size
-        # A long request's chunks are two tokens at least.
+        # A long request's chunks have at least two tokens, so with blocks of one it computes none beside.
         front, after = 0, self._after(request, first + count)
         if size > 1:
             front = rates.computed_first(count, size, first * size, after, self._clock(), not request.kv.long)
@@ -93,11 +108,11 @@ class Arrivals:
         return True
 
     def _after(self, request: Request, blocks: int) -> int:
-        """Tokens that a request computes when so many of its blocks are there."""
+        """Return how many tokens a request computes when so many of its blocks are there."""
         return max(request.length - blocks * self._size, 0)
 
     def _decline(self, request: Request, stop: int) -> None:
-        """Blocks up to this index are there, and will be computed all the same."""
+        """Count blocks up to index `stop` that are on a lower tier and will be computed all the same."""
         first = max(request.weighed, request.kv.computed // self._size)
         if stop > first:
             self._tiers.counts.recomputed += stop - first
@@ -106,7 +121,7 @@ class Arrivals:
     # ---- waiting
 
     def meet(self, request: Request) -> bool:
-        """Tell whether a request has come to blocks that are still on their way. If so it waits for them."""
+        """Tell whether a request has come to blocks that are still under way. If so it waits for them."""
         if not request.meets or request.kv.computed < request.meets * self._size:
             return False
         request.meets = 0
@@ -116,6 +131,7 @@ class Arrivals:
         return True
 
     def _wait(self, request: Request, id: TransferId) -> None:
+        """Let a request wait for a transfer."""
         request.arriving = id
         self._awaited[id] = request
         request.since = inf
@@ -123,15 +139,14 @@ class Arrivals:
             self._tiers.rates.waited()
 
     def is_late(self, request: Request) -> bool:
-        """Tell whether what a request waits for should have been there for so long that it would be computed
-        by now. If so it waits no more.
+        """Tell whether a request has waited longer than its blocks take to compute. If so, end the wait.
 
-        So no request waits much longer than it takes to load and to compute it, and what is only a little
-        late is not thrown away. While the device has yet to do what it was given before, it would compute
-        nothing else, and copies to it wait for that too.
+        So no request waits much longer than it takes to load and to compute its blocks, and blocks that are
+        only a little late are still used. The device's backlog is not counted: until it is done, the request
+        could not compute either, and copies wait for it too.
         """
         assert request.arriving is not None
-        # What had begun before is over by the first time that this is asked, and not sooner.
+        # The wait begins at the first call: by then the steps that had begun before it are over.
         request.since = min(request.since, self._clock())
         rates, count = self._tiers.rates, self._tiers.count_of(request.arriving)
         computing = rates.computing(request.kv.computed, count * self._size)
@@ -144,7 +159,7 @@ class Arrivals:
         return True
 
     def leave(self, request: Request) -> None:
-        """Let a request wait for nothing any more. What is on its way will be cached."""
+        """End a request's wait. The blocks of its transfer will be cached."""
         if request.arriving is not None:
             del self._awaited[request.arriving]
             request.arriving = None
@@ -152,8 +167,10 @@ class Arrivals:
     # ---- what came
 
     def take_in(self, transfer: Transfer, names: Names, right: int) -> None:
-        """Take in the first `right` blocks of a transfer. They have come to the host, where who waits will
-        find them, or to pages, which are the request's own."""
+        """Take in the first `right` blocks of a transfer that has landed.
+
+        Blocks on the host will be found there by the requests that wait. Pages become the request's own.
+        """
         self._tiers.rates.came(transfer.id)
         request = self._awaited.pop(transfer.id, None)
         pages = transfer.pages[:right]
@@ -175,8 +192,7 @@ class Arrivals:
             self.met(request, right * self._size)
 
     def met(self, request: Request, tokens: int) -> None:
-        """Count tokens that came from the disk while those before them were computed, and need not be
-        computed."""
+        """Count tokens that were read from the disk while those before them were computed."""
         request.meeting = None
         assert request.cached is not None
         request.cached += tokens

@@ -1,4 +1,4 @@
-"""The shares of a plan: those who run grow, others make room for them, and those who wait are admitted."""
+"""Makes the shares of a plan: running requests grow and preempt others, then waiting ones are admitted."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +12,7 @@ from penstock.step.plan import Admission, Share, ShareKind
 
 
 class Growth:
-    """The giver of tokens and blocks, to the oldest first."""
+    """Gives tokens and blocks to requests, the oldest first."""
 
     def __init__(
         self, pools: Pools, queues: RequestQueues, reserves: Reserves, arrivals: Arrivals, width: StepWidth
@@ -22,13 +22,15 @@ class Growth:
         self.preemptions = 0
 
     def run(self, shares: list[Share]) -> tuple[int, bool, bool]:
-        """Append the shares of the running. Return the tokens left in the step, whether these are only for
-        prompts that they finish, and whether anyone was preempted.
+        """Append the shares of running requests.
 
-        Every request that only lacks its newest token gets it, so a long prompt never holds up others: chunks
-        take what is left. A prompt that is not finished in this step leaves up to half of that to prompts
-        which can be, behind it or in the queue. So there is never more than one in the midst of its prompt,
-        and no other waits for that one.
+        Every request that lacks only its newest token gets it, so a long prompt never holds up decodes:
+        chunks take what is left. A prompt that is not finished in this step leaves up to half of that to
+        prompts that can be, behind it or in the queue. So at most one request is amid its prompt, and no
+        other waits for it.
+
+        Returns the tokens left in the step, whether these are only for prompts that they finish, and whether
+        a request was preempted.
         """
         running = self._queues.running
         budget = self._width.tokens - sum(
@@ -47,7 +49,7 @@ class Growth:
                 )
                 kv.computed = start + 1
                 continue
-            gone = request.row is None  # It had to make room.
+            gone = request.row is None  # It was preempted in this loop.
             if gone or request.ending:
                 continue
             if request.arriving is not None and not self._arrivals.is_late(request):
@@ -61,8 +63,7 @@ class Growth:
         return budget, whole, self.preemptions > before
 
     def admit(self, shares: list[Share], budget: int, whole: bool) -> Iterator[Admission]:
-        """Admit requests from the queue, each in its turn, while tokens, rows and blocks for their whole
-        length are there.
+        """Admit requests from the queue, in order, while there are tokens, rows, and blocks for their length.
 
         A request that waits for its prompt from another tier is admitted without tokens.
 
@@ -89,28 +90,34 @@ class Growth:
                 shares.append(self.share(request, count))
 
     def _prompt(self, request: Request, budget: int, whole: bool) -> tuple[int, bool]:
-        """Return how many tokens a request computes of its prompt, none if it waits for blocks on their way,
-        and whether the other tokens are only for prompts that they finish."""
+        """Return how many tokens a request computes of its prompt, and the new value of `whole`.
+
+        The count is 0 if the request waits for blocks that are under way.
+        """
         self.reuse(request)
         if self._arrivals.meet(request) or self._arrivals.fetch(request):
             return 0, whole
         return self.part(request, self.chunk(request, budget, whole), budget, whole)
 
     def chunk(self, request: Request, budget: int, whole: bool) -> int:
-        """Return how many tokens a request may compute of its prompt; none if they do not finish it where
-        only `whole` prompts go on."""
+        """Return how many tokens a request may compute of its prompt.
+
+        It is 0 if `whole` is set and they do not finish the prompt.
+        """
         count = request.chunk(max(budget, 0))
         return count if not whole or request.kv.computed + count == request.goal else 0
 
     def part(self, request: Request, count: int, budget: int, whole: bool) -> tuple[int, bool]:
-        """Return how many of `count` tokens a request computes if it leaves some to prompts that can be
-        finished, and whether the others are only for those from now on."""
+        """Return how many of `count` tokens a request computes, and the new value of `whole`.
+
+        A prompt that is not finished leaves some tokens to prompts that can be.
+        """
         if whole or request.kv.computed + count >= request.goal:
             return count, whole
         return request.chunk(budget - self._reserves.wanted(budget // 2)) or count, True
 
     def reuse(self, request: Request) -> None:
-        """Let a request skip full blocks that are there."""
+        """Skip over full blocks that are cached."""
         found = request.share_prefix and request.kv.reuse()
         if found and request.kv.long and request.meeting is not None and request.cached is not None:
             self._arrivals.met(request, found * self._pools.size)
@@ -118,28 +125,31 @@ class Growth:
     # ---- room
 
     def _place(self, request: Request, count: int, shares: list[Share]) -> None:
-        """Append the share of a running request for `count` positions. If there are no pages for it, it waits
-        for those that will be free soon, or is preempted itself."""
+        """Append the share of a running request for `count` positions.
+
+        If there are no pages for it, it waits for pages that are freed soon, or is preempted itself.
+        """
         kv, pages = request.kv, self._pools.pages
         lacking = kv.pages_needed(count) - pages.available
         if lacking > 0 or kv.long:
             if 0 < lacking <= sum(len(other.kv.pages) for other in self._queues.running if other.ending):
-                return  # They will be free when the step under way is over.
+                return  # Requests that end with the step under way will free enough pages.
             if kv.chunks_to_host and not kv.pages:
                 kv.mirror_limit -= min(kv.mirror_limit, max(0, lacking))
             if not self._make_room(request, count):
                 if not 0 < kv.pages_needed(count) - pages.available <= self._pools.tiers.pages_held:
-                    self.preempt(request)  # Else they will be free when they have landed.
+                    self.preempt(request)  # Otherwise transfers will free enough pages when they land.
                 return
         shares.append(self.share(request, count))
 
     def _make_room(self, request: Request, count: int) -> bool:
-        """Preempt until the running request has the blocks for `count` more positions. Return False if it has
-        to go itself.
+        """Preempt others until the running request has the blocks for `count` more positions.
 
-        Only requests behind it are preempted, and they have no share yet: the last that has such blocks. Of
-        those that need pages short ones go first, since they are sooner computed again. Before anyone goes,
-        mirrored pages do.
+        Only requests behind it are preempted, and they have no share yet: the last one that has such blocks.
+        If pages are short, short requests go before long ones, since they are computed again sooner. Mirrored
+        pages are given up first.
+
+        Returns False if the request has to be preempted itself.
         """
         running, pools, kv = self._queues.running, self._pools, request.kv
         while True:
@@ -160,8 +170,10 @@ class Growth:
             self.preempt(max(behind, key=lambda other: (lacks_pages and not other.kv.long, other.turn)))
 
     def free_mirrors(self) -> None:
-        """Give up mirrored pages before anyone has a share: for the next token of all who run, and for the
-        first in the queue."""
+        """Give up mirrored pages before any share is made.
+
+        They are needed for the next token of all running requests, and for the first request in the queue.
+        """
         if not self._pools.long_spans:
             return
         queues, available = self._queues, self._pools.pages.available
@@ -177,8 +189,11 @@ class Growth:
         self._give_mirrors(queues.running, wanted - available)
 
     def _give_mirrors(self, requests: Sequence[Request], count: int) -> bool:
-        """Give up so many mirrored pages of these, or as many as there are, of the youngest first. Return
-        whether there was one. Who has a share is not among them, as it will read these pages."""
+        """Give up `count` mirrored pages of these requests, the youngest first, or as many as there are.
+
+        Requests that have a share must not be among them, since they will read these pages. Returns whether a
+        page was given up.
+        """
         given = 0
         for request in reversed(requests):
             kv = request.kv
@@ -190,15 +205,17 @@ class Growth:
         return given > 0
 
     def preempt(self, request: Request) -> None:
-        """Send a running request back to the queue, before all that have a later turn. Its KV is computed
-        again, or found again."""
+        """Send a running request back to the queue, before all that have a later turn.
+
+        Its KV is recomputed, or found in the prefix cache.
+        """
         self._queues.remove(request)
         self.let_go(request)
         self._queues.wait(request)
         self.preemptions += 1
 
     def let_go(self, request: Request) -> None:
-        """Free what a request holds and waits for."""
+        """Free a request's blocks and end its wait."""
         self._arrivals.leave(request)
         request.meets, request.meeting = 0, None
         request.kv.release()
@@ -206,8 +223,7 @@ class Growth:
     # ---- shares
 
     def share(self, request: Request, count: int) -> Share:
-        """Allocate blocks for the next `count` positions, seal pages that become full, and describe the
-        work."""
+        """Allocate blocks for the next `count` positions, seal full pages, and return the share."""
         kv, size = request.kv, self._pools.size
         start, stop, row = kv.computed, kv.computed + count, request.row
         assert row is not None

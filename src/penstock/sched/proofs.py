@@ -1,5 +1,7 @@
-"""What must hold between two steps, and of every step that is planned. Each raises AssertionError that says
-what does not."""
+"""Proves invariants of the scheduler, between steps and of every plan.
+
+Each function raises AssertionError, which says what is violated.
+"""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -16,8 +18,7 @@ def prove_rows(
     free: Sequence[Row],
     rows: int,
 ) -> None:
-    """Prove that who runs has a row of its own, that who waits has nothing, and that both queues are in order
-    of turns."""
+    """Prove that running requests have a row each, that waiting ones have nothing, and the queues' order."""
     assert sorted([*free, *by_row]) == list(range(rows)), "a row is lost or given twice"
     for queue in (running, waiting):
         assert all(sooner.turn < later.turn for sooner, later in pairwise(queue)), (
@@ -33,10 +34,10 @@ def prove_rows(
 
 
 def prove_kv(request: Request, size: int) -> None:
-    """Prove that what a request has computed lies in its blocks of `size` tokens, without a gap."""
+    """Prove that a request's computed positions lie in its blocks of `size` tokens, without a gap."""
     name, kv = f"request {request.id}", request.kv
     first, pages, host = kv.first_page, len(kv.pages), len(kv.host)
-    # While a draft is being verified it is computed too.
+    # A draft that is being verified counts as computed.
     assert kv.computed <= request.length or request.ending, f"{name} is computed beyond its end"
     assert max(host, first + pages) * size >= kv.computed, f"{name} lacks blocks for its KV"
     assert first <= host, f"{name} has a gap between host blocks and pages"
@@ -53,9 +54,9 @@ def prove_kv(request: Request, size: int) -> None:
 def prove_plan(
     plan: Plan, by_row: Mapping[Row, Request], ahead: Mapping[RequestId, int], host: HostLedger, size: int
 ) -> None:
-    """Prove that what a step writes to the host, and what it reads there, is its own or final.
+    """Prove that a step writes only to its own host blocks, and reads only blocks that are written.
 
-    ahead: how many leading host blocks of requests a step under way fills.
+    ahead: for each request, how many leading host blocks a step under way fills.
     """
     admitted = {admission.row for admission in plan.admissions}
     sources = {order.target: order.source for order in plan.orders}

@@ -1,4 +1,4 @@
-"""Who waits and who runs, each in order of turns, and the rows of those who run."""
+"""Keeps the waiting and running requests, each in order of turns, and the rows of the running ones."""
 
 from bisect import insort
 from collections import deque
@@ -10,15 +10,15 @@ from penstock.step.plan import Row
 
 
 class RequestQueues:
-    """The waiting and the running requests. The last of the running is the first to be preempted."""
+    """Holds both queues. The last running request is the first to be preempted."""
 
     def __init__(self, rows: int) -> None:
-        """rows: most requests that run at a time."""
+        """Begin empty. rows: most requests that run at a time."""
         self._rows = rows
         self.reset(())
 
     def reset(self, requests: Iterable[Request]) -> None:
-        """Let all of these wait, each in its turn, and none run."""
+        """Put all of these in the waiting queue, in order of turns, and none in the running one."""
         self.waiting = deque(sorted(requests, key=lambda request: request.turn))
         self.running: list[Request] = []
         self.by_row: dict[Row, Request] = {}
@@ -27,7 +27,7 @@ class RequestQueues:
             request.phase, request.row = Phase.WAITING, None
 
     def wait(self, request: Request) -> None:
-        """Put a request into the queue where its turn is."""
+        """Put a request into the queue, at its turn."""
         request.phase = Phase.WAITING
         if not self.waiting or self.waiting[-1].turn < request.turn:
             self.waiting.append(request)
@@ -36,7 +36,7 @@ class RequestQueues:
             self.waiting.insert(sum(1 for _ in sooner), request)
 
     def run_next(self) -> Row:
-        """Give the first in the queue a row."""
+        """Move the first waiting request to the running queue, and return its row."""
         request = self.waiting.popleft()
         row = self.free_rows.pop()
         request.phase, request.row = Phase.RUNNING, row
@@ -45,7 +45,7 @@ class RequestQueues:
         return row
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it is, and its row back."""
+        """Take a request out of its queue, and its row back."""
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)
             return

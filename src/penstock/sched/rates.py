@@ -1,19 +1,16 @@
-"""How fast things have gone lately: what computing takes, and bringing blocks. Measured by the work itself,
-never by a trial that anyone waits for.
+"""Measures how fast computing and transfers are, and decides whether to load blocks or compute them.
 
-A step takes its time even for few tokens, and so does a transfer for few blocks. A transfer is a line:
-something that it takes anyway, and something for each block. Computing is no line: as long as the device
-waits for its work, more tokens cost nothing, and then each costs its share, the more the further back
-it looks. So it is a curve through what was measured.
+Only real work is measured; no request waits for a trial. A transfer's time is a line: a fixed part, and a
+part for each block. A step's time is a curve: as long as the device waits for its work more tokens cost
+nothing, and beyond that each costs its share, more at later positions.
 
-Why what is decided is seldom later than computing alone. Both ways are counted to the first token: bringing
-with the step that is left then, and with what is computed meanwhile, at the price of the cheap tokens. So
-blocks that a step would have computed for nothing are not brought. What is not known counts against the disk:
-beyond what was measured computing is thought to be as cheap as it may be, a step of few tokens to take as
-long as one of many, the disk to be as late as it was lately and behind all that it was asked for. A disk of
-which nothing is known, or that seemed too slow, is asked for a few blocks beside while all is computed, so
-that no request pays for looking. And arithmetic that goes on while its request waits is not measured: it
-would seem to take no time.
+Why loading is seldom later than computing alone. Both are counted to the first token: loading with the step
+that is still needed then, and with the computation that overlaps it, at the price of cheap tokens. So blocks
+that a step would have computed at no cost are not loaded. Unknowns count against the disk: beyond measured
+sizes computing is assumed to be as cheap as it may be, a step of few tokens as slow as one of many, and the
+disk as late as lately and behind all its reads. A disk that is unknown, or seemed too slow, reads a few
+blocks beside while all is computed, so that no request pays for the trial. Arithmetic that goes on while its
+request waits is not measured, since it would seem to take no time.
 """
 
 import math
@@ -26,37 +23,38 @@ from statistics import median, median_low
 from penstock.step.plan import Route, TransferId
 
 _KEPT = 0.85
-"""What how late the disk was before still weighs, each time that it is seen how late it is."""
+"""Weight of the old value in the moving average of the disk's lateness."""
 _LAST = 6
-"""Measurements of a way, and of steps of about one size, that are kept."""
+"""Measurements that are kept, for each route and each size of step."""
 _APART = 2
-"""Two counts, one of them so many times the other, tell what lies between."""
+"""Ratio of two counts from which their difference tells the slope of a line."""
 _LEAST_SPLIT = 8
-"""Blocks that are computed in part, while the others come."""
+"""Fewest blocks of which a part is computed while the others are read."""
 _FIXED = 2e-3
-"""Seconds that bringing blocks takes beside their copies: a step is planned without them, and another when
-they have come."""
+"""Seconds that loading takes beside its copies: it delays the request by a step."""
 _STEP = 0.02
-"""Seconds that a step of few tokens may take, if less is not known and one of more tokens took as long."""
+"""Seconds that a step of few tokens is assumed to take, if none was measured and one of more took as long."""
 _RETRY_DISCOUNT = 0.8
-"""Of what copies up took, what they are thought to take when that was too long."""
+"""Factor on the measured times of copies to the device that were declined, so that they are tried again."""
 _SURE = 0.9
-"""Of what bringing spares, it must take less than this."""
+"""Loading must take less than this part of the time that it saves."""
 _LATE = 0.1
-"""How much longer than expected a disk takes, until that is known, as part of that."""
+"""Initial lateness of a disk, as a part of the expected time."""
 _TRIED = 128
-"""Tokens that are waited for from a disk at most while nothing is known of it, since then little is lost."""
+"""Most tokens for which a request waits for a disk that was never measured, since little is lost then."""
 _FEW = 8
-"""Blocks that come beside, for no request, to tell how fast."""
+"""Blocks that are read for no request, to measure the disk."""
 _AGAIN = 8
-"""Times that a disk seems too slow, until it is looked at again, at most."""
+"""Refusals of a disk after which it is measured again."""
 _MOST_TOLD = 128
-"""Measurements of one kind that another process is believed."""
+"""Most measurements of one kind that are taken from another process."""
 
 
 class Line:
-    """A line `first + each * count` through the last few measurements. It is the middle one of the lines that
-    any two of them give, so that one which was held up does not tell. Never less than nothing."""
+    """A line is `first + each * count` in seconds, both at least 0, fitted to the last few measurements.
+
+    It is the median of the lines through any two of them, so that one outlier does not matter.
+    """
 
     def __init__(self) -> None:
         self._seen = deque[tuple[float, float]](maxlen=_LAST)
@@ -66,22 +64,21 @@ class Line:
         self._seen.append((count, seconds))
 
     def scale(self, factor: float) -> None:
-        """Change all measurements as if they had taken `factor` times as long."""
+        """Multiply all measured times by `factor`."""
         self._seen = deque([(count, seconds * factor) for count, seconds in self._seen], maxlen=_LAST)
 
     @property
     def seen(self) -> list[tuple[float, float]]:
-        """The measurements that are kept: counts and seconds."""
+        """Return the measurements that are kept: counts and seconds."""
         return list(self._seen)
 
     @property
     def most(self) -> float:
-        """The largest count that was measured."""
+        """Return the largest count that was measured."""
         return max(count for count, _ in self._seen)
 
     def fit(self) -> tuple[float, float]:
-        """Return `first` and `each`, in seconds. Where the counts are too much alike, or what is measured is
-        no line, `first` is 0."""
+        """Return `first` and `each`, in seconds. `first` is 0 where the measurements are no line."""
         apart = [
             (more[1] - less[1]) / (more[0] - less[0])
             for less in self._seen
@@ -97,12 +94,10 @@ class Line:
 
 
 class Curve:
-    """A curve from the work of steps to seconds, straight between what was measured. More work never takes
-    less.
+    """A curve maps a step's work to seconds, piecewise linear through what was measured, and never falls.
 
-    A point for every size that was seen, twice as many as there are powers of two: the middle one of the last
-    few measurements, so that neither many steps of one size nor one that was held up says anything about
-    others.
+    It has two points for each power of two. A point is the median of the last few measurements near it, so
+    that neither many steps of one size nor one outlier says anything about others.
     """
 
     def __init__(self) -> None:
@@ -132,13 +127,12 @@ class Curve:
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """The work and seconds of each point, the least work first."""
+        """Return work and seconds of each point, in order of work."""
         return list(zip(self._work, self._seconds, strict=True))
 
     @property
     def slope(self) -> float:
-        """The seconds that one more unit of work takes beyond what was measured, at least; 0 if steps were
-        too much alike to tell."""
+        """Return the least seconds of a unit of work beyond what was measured, or 0 if unknown."""
         work, seconds = self._work[-1], self._seconds[-1]
         before = bisect_left(self._work, work / 2) - 1
         return (
@@ -149,14 +143,15 @@ class Curve:
 
     @property
     def mean(self) -> float:
-        """The seconds for each unit of the most work that was measured."""
+        """Return the seconds a unit of the most work that was measured."""
         return self._seconds[-1] / self._work[-1]
 
     def at(self, work: float, least: float = 0.0, dear: bool = False) -> float:
         """Return the seconds that so much work takes.
 
-        least: what less work than was ever measured takes at least, if that took as long.
-        dear: whether each unit of more work than that takes what it took on average, not what one more took.
+        least: lower bound for less work than was ever measured, up to the time of the least work that was.
+        dear: whether more work than was ever measured is extrapolated by the mean time of a unit, not by the
+            slope.
         """
         index = bisect_left(self._work, work)
         if index == len(self._work):
@@ -172,8 +167,11 @@ class Curve:
 
 @dataclass(slots=True)
 class _TimedTransfer:
-    """Blocks under way to someone. `since`, `before`: when this way was idle last, and how many have set out
-    since then before these."""
+    """Holds one transfer under way to a tier.
+
+    since, before: when its route was idle last, and how many blocks have set out since then before it.
+    due: when it is expected to have come, in seconds of the scheduler's clock.
+    """
 
     route: Route
     blocks: int
@@ -185,37 +183,38 @@ class _TimedTransfer:
 
 @dataclass(slots=True)
 class TransferRates:
-    """The rates that were measured, in seconds. They are unknown until something has been measured."""
+    """Holds the measured rates, in seconds. They are unknown until something was measured."""
 
     token: float | None = None
-    """For each of the first tokens of a long prompt. All that is known of computing as long as no step was
-    measured; None: nothing is."""
+    """Seconds for each of the first tokens of a long prompt, or None.
+
+    Without a measured step it is all that is known about computing.
+    """
     block: dict[Route, float] = field(default_factory=dict)
+    """Seconds for each block of a transfer, by route."""
     beside: dict[Route, float] = field(default_factory=dict)
-    """What a transfer takes beside its blocks."""
+    """Seconds that a transfer takes beside its blocks, by route."""
     late: float = _LATE
-    """How much longer than expected the disk took lately, as part of that."""
+    """Moving average of how much longer than expected the disk takes, as a part of that."""
     doubles_at: float = math.inf
-    """The position at which a token costs twice as much as the first."""
+    """Position at which a token costs twice as much as the first."""
     _work: float = 0.0
     _tokens: int = 0
     _seconds: float = 0.0
     _hidden: bool = False
-    """Whether some of the arithmetic under way is done while its request waits, so that it is not seen how
-    long it takes."""
+    """True if arithmetic under way overlaps its request's wait, so that its time cannot be measured."""
     _steps: Curve = field(default_factory=Curve)
     _moves: dict[Route, Line] = field(default_factory=dict)
     _coming: dict[TransferId, _TimedTransfer] = field(default_factory=dict)
     _declined: int = 0
-    """How often the disk seemed too slow since it did not."""
+    """Refusals of the disk since it was last accepted."""
 
     # ---- what was measured
 
     def stepped(self, work: float, tokens: int, seconds: float, ended: bool) -> None:
-        """Note a step of so many tokens. A step without any only waited, and one of newest tokens alone is of
-        another kind: neither says anything.
+        """Note a step of so many tokens. Neither steps without tokens nor decode steps are measured.
 
-        ended: whether its arithmetic was waited for, which is when all steps before it have ended too.
+        ended: whether its arithmetic was waited for. Then all steps before it have ended too.
         """
         if not tokens or (work <= tokens and not self._tokens and self.doubles_at < math.inf):
             return
@@ -229,13 +228,11 @@ class TransferRates:
             self._work, self._tokens, self._seconds, self._hidden = 0.0, 0, 0.0, False
 
     def waited(self) -> None:
-        """Note that a request that has computed something waits for blocks while its arithmetic goes on: that
-        is no measurement."""
+        """Note that a request waits for blocks while its arithmetic goes on: its time cannot be measured."""
         self._hidden = True
 
     def abandoned(self) -> None:
-        """Note that what is computed for a request is wanted no more: its arithmetic goes on, and nothing
-        waits for its end."""
+        """Note that a request ended amid its prompt: its arithmetic goes on, and its end is not awaited."""
         self._work, self._tokens, self._seconds, self._hidden = 0.0, 0, 0.0, True
 
     def sets_out(self, id: TransferId, route: Route, blocks: int, now: float) -> None:
@@ -246,8 +243,7 @@ class TransferRates:
         self._coming[id] = _TimedTransfer(route, blocks, now, since, before, due)
 
     def moved(self, route: Route, blocks: int, seconds: float) -> None:
-        """Note that blocks have landed, so many seconds after they set out. From a disk what came at the same
-        time counts too; copies are measured alone."""
+        """Note a transfer's time. Reads that overlap are measured together; copies are measured alone."""
         if route is Route.IN:
             coming = next(
                 (one for one in self._coming.values() if one.route is route and one.blocks == blocks), None
@@ -261,27 +257,28 @@ class TransferRates:
         self.beside[route], self.block[route] = line.fit()
 
     def came(self, id: TransferId) -> None:
-        """Note that nothing of a transfer is under way any more."""
+        """Note that a transfer is no longer under way."""
         self._coming.pop(id, None)
 
     def reset(self) -> None:
-        """Note that nothing is under way any more."""
+        """Note that no transfer and no step is under way."""
         self._coming.clear()
         self._work, self._tokens, self._seconds, self._hidden = 0.0, 0, 0.0, False
 
     # ---- for the next process
 
     def told(self) -> dict[str, object]:
-        """Return what is known, in plain numbers, for the next process."""
+        """Return the measurements in plain numbers, for the next process."""
         moves = {route.name: line.seen for route, line in self._moves.items()}
         return {"steps": self._steps.points, "moves": moves, "late": self.late}
 
     def recall(self, told: object, steps: bool) -> None:
-        """Take over what another process knew, as `told` gave it. What is not as it should be is ignored. A
-        disk that was only written is thought to be read as fast, so that a process that asks it only once has
-        something of it too.
+        """Take over the measurements of another process, as `told` returned them. Malformed ones are ignored.
 
-        steps: whether that process computed as this one does.
+        A disk that was only written is assumed to be read as fast, so that it is used by a process that reads
+        once.
+
+        steps: whether that process computes as this one does.
         """
         if not isinstance(told, dict):
             return
@@ -305,24 +302,29 @@ class TransferRates:
     # ---- what that tells
 
     def work(self, start: int, tokens: int) -> float:
-        """Return the work of so many tokens from position `start` on, in that of the first token."""
+        """Return the work of so many tokens from position `start` on, in units of the first token's work."""
         return tokens * (1 + (start + tokens / 2) / self.doubles_at)
 
     def computing(self, start: int, tokens: int, least: float = 0.0, dear: bool = False) -> float:
-        """Return the seconds until so many tokens from position `start` on are computed. least, dear: as for
-        Curve."""
+        """Return the seconds that computing so many tokens from position `start` on takes.
+
+        least, dear: see `Curve.at`.
+        """
         work = self.work(start, tokens)
         return self._steps.at(work, least, dear) if self._steps else (self.token or 0.0) * work
 
     def seconds(self, route: Route, blocks: float) -> float | None:
-        """Return the seconds that so many blocks take by this route; None if that is not known."""
+        """Return the seconds that so many blocks take by this route, or None if it was never measured."""
         per_block = self.block.get(route)
         return None if per_block is None else self.beside.get(route, 0.0) + per_block * blocks
 
     def _expected(self, route: Route, blocks: int) -> float | None:
-        """Of copies up that have not been seen yet as long as of those down. From a disk with what it may be
-        late, and of more than it was seen to bring lately as if nothing was taken beside: a line through few
-        goes anywhere."""
+        """Return the seconds that so many blocks are expected to take by this route, or None.
+
+        Copies to the device that were never measured take as long as copies from it. Reads include lateness.
+        For more blocks than were ever read at a time there is no fixed part: a line through few points is no
+        guide.
+        """
         seconds = self.seconds(route, blocks)
         if seconds is None and route is Route.UP:
             return self.seconds(Route.DOWN, blocks)
@@ -334,19 +336,20 @@ class TransferRates:
         return seconds * (1 + self.late)
 
     def queued(self, route: Route, now: float) -> float:
-        """Return the seconds until what is under way has come. What is late is thought to take as long again
-        as it is late."""
+        """Return the seconds until all of a route have come.
+
+        Late ones may take as long again as they are late.
+        """
         coming = [one for one in self._coming.values() if one.route is route]
         return max(0.0, coming[-1].due - now, now - coming[0].due) if coming else 0.0
 
     @property
     def backlog(self) -> float:
-        """The seconds that the device may take, at most, for what it was given and nothing has waited for
-        yet."""
+        """Return the seconds that the device may still take, at most, for steps that were not waited for."""
         return self._steps.at(self._work) if self._steps else 0.0
 
     def due(self, id: TransferId) -> float:
-        """Return when a transfer was expected to have come as it set out."""
+        """Return when a transfer was expected to have come, as it set out."""
         return self._coming[id].due
 
     # ---- what is decided
@@ -354,9 +357,10 @@ class TransferRates:
     def loading_pays(
         self, seconds: float | None, start: int, tokens: int, after: int = 0, dear: bool = False
     ) -> bool:
-        """Tell whether to bring blocks of so many tokens from position `start` on, which takes `seconds`,
-        rather than compute them, where `after` more are computed then. What is not known is tried. dear: as
-        for Curve."""
+        """Tell whether to load tokens from position `start` on, in `seconds`, rather than compute them.
+
+        If a time is unknown, loading is tried. after: tokens that are computed after them in any case.
+        """
         if seconds is None or self.token is None:
             return True
         # A step of the last tokens alone takes its time too.
@@ -364,8 +368,11 @@ class TransferRates:
         return seconds + _FIXED < _SURE * spared
 
     def copying_pays(self, blocks: int, size: int, start: int, after: int, now: float) -> bool:
-        """Tell whether to bring blocks of `size` tokens each from the host rather than compute them, and the
-        `after` tokens after them. Of more tokens than were ever computed copies are nearly always faster."""
+        """Tell whether to copy blocks of `size` tokens from the host rather than compute them.
+
+        For more tokens than were ever computed, copies are assumed to be faster. after: as for
+        `loading_pays`.
+        """
         seconds = self._expected(Route.UP, blocks)
         if self.loading_pays(
             None if seconds is None else self.queued(Route.UP, now) + seconds,
@@ -384,11 +391,12 @@ class TransferRates:
     def computed_first(
         self, blocks: int, size: int, start: int, after: int = 1, now: float = 0.0, up: bool = True
     ) -> int:
-        """Return how many of the first of so many blocks on disk, of `size` tokens each and from position
-        `start` on, had better be computed while the rest comes, so that both are done at once. All of them,
-        where what would be left to come is not worth the waiting.
+        """Return how many of the first of so many blocks on disk to compute while the others are read.
 
-        after: tokens that are computed then. up: whether blocks are copied to the device when they have come.
+        Both should end at once. All are computed where reading the others is not worth the wait.
+
+        size: tokens of a block. start: position of the first one. after: as for `loading_pays`.
+        up: whether blocks are copied to the device when they have come.
         """
         tokens = blocks * size
         if self.token is None or Route.IN not in self.block:
@@ -417,9 +425,8 @@ class TransferRates:
         return front
 
     def look_again(self) -> int:
-        """Return how many blocks had better come for no request, where the disk seems too slow: a few, soon
-        again at first and then now and then, so that it is seen when it is fast enough. None while others
-        come."""
+        """Return how many blocks to read now, for no request, to see whether a slow disk is fast enough
+        again."""
         if any(coming.route is Route.IN for coming in self._coming.values()):
             return 0
         self._declined += 1
@@ -427,8 +434,7 @@ class TransferRates:
 
 
 def _pairs(told: object) -> list[tuple[float, float]]:
-    """A list of counts and seconds; none if there is anything else in it, or what cannot have been
-    measured."""
+    """Return a list of counts and seconds, or an empty one if any of it is malformed or impossible."""
     if not isinstance(told, list) or len(told) > _MOST_TOLD:
         return []
     pairs = [tuple(pair) for pair in told if isinstance(pair, list | tuple) and len(pair) == 2]

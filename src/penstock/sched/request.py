@@ -1,4 +1,4 @@
-"""One request as the scheduler knows it: its tokens, its KV, what it waits for."""
+"""Holds one request as the scheduler knows it: its tokens, its KV, and the transfers that it waits for."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -10,7 +10,7 @@ from penstock.step.request import FinishReason
 
 
 class Phase(Enum):
-    """Where a request is."""
+    """A phase says whether a request waits, runs or has ended."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -19,7 +19,7 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request from its submission to its end. It is written by the scheduler alone.
+    """A request lives from submission to its end. Only the scheduler writes to it.
 
     `tokens` is the prompt followed by the output so far. A request only ever catches up with its own length.
     """
@@ -30,76 +30,79 @@ class Request:
     max_tokens: int
     sampling: Sampling
     kv: KVSpan
-    """Where its KV rests. It shares the list of tokens."""
+    """The blocks of its KV. The span shares the list of tokens."""
     share_prefix: bool = True
-    """False when every prompt position must be computed, because its log-probabilities were asked for."""
+    """False if every prompt position must be computed, because its log-probabilities were asked for."""
     priority: int = 0
-    """Of those that wait, the one with the least is served first."""
+    """The queue's first criterion: the smallest number is served first."""
     phase: Phase = Phase.WAITING
     row: Row | None = None
     unknown: int = 0
-    """How many of the last tokens are UNKNOWN: steps under way yield them."""
+    """Number of its last tokens that are UNKNOWN: steps under way yield them."""
     ending: bool = False
-    """Whether the next plan leaves it out: a step under way yields its last token, as far as its length
-    decides, or verifies a draft, which yields as many tokens as hold."""
+    """True if the next plan leaves it out.
+
+    A step under way yields its last token, by its length, or verifies a draft, which yields any number of
+    tokens.
+    """
     cached: int | None = None
-    """Prompt tokens whose KV was found instead of computed, when the request was first admitted. None until
-    then."""
+    """Prompt tokens with KV from the prefix cache, when the request was first admitted. None until then."""
     arriving: TransferId | None = None
-    """The transfer that brings its next blocks from another tier. Meanwhile it computes nothing."""
+    """The transfer that brings its next blocks from another tier.
+
+    Until it lands, the request computes nothing.
+    """
     since: float = 0.0
-    """When it began to wait, in seconds of the scheduler's clock."""
+    """Time at which it began to wait, in seconds of the scheduler's clock."""
     meets: int = 0
-    """Index of the first block that comes from the disk while those before it are computed; 0 if there is
-    none."""
+    """Index of the first block that is read from the disk while those before it are computed, or 0."""
     meeting: TransferId | None = None
     """The transfer that brings that block."""
     patient: bool = True
-    """Whether it still asks the disk. It does not when some of it was lost, or computing is faster."""
+    """True while it still asks the disk. It does not if blocks were lost, or computing is faster."""
     weighed: int = 0
-    """Blocks up to this one were found on another tier and not brought, since computing them is faster."""
+    """Blocks up to this index were found on another tier and not loaded, since computing them is faster."""
     punctual: bool = True
-    """Whether what it waited for has come in time so far. If not, it asks no more."""
+    """True while its transfers have come in time. If not, it asks for no more."""
     from_host: int = 0
+    """Cached tokens that were copied up from the host."""
     from_disk: int = 0
-    """Of the cached tokens, those that came up from the host, and those of them that had come there from
-    disk."""
+    """Cached tokens from the host that had been read from the disk before."""
     scored: int = 0
-    """Prompt tokens after the first whose log-probabilities have been reported."""
+    """Prompt tokens after the first with log-probabilities that have been reported."""
     finish: FinishReason | None = None
 
     @property
     def turn(self) -> tuple[int, int]:
-        """The order of queues: the priority, then who came first."""
+        """Return its place in the order of queues: by priority, then by age."""
         return self.priority, self.id
 
     @property
     def length(self) -> int:
-        """The number of tokens of prompt and output."""
+        """Return the number of tokens of prompt and output."""
         return len(self.tokens)
 
     @property
     def known(self) -> int:
-        """The number of leading tokens that are not UNKNOWN."""
+        """Return the number of leading tokens that are not UNKNOWN."""
         return len(self.tokens) - self.unknown
 
     @property
     def most(self) -> int:
-        """The most tokens that it may come to have."""
+        """Return the largest number of tokens that it may come to have."""
         return len(self.prompt) + self.max_tokens
 
     @property
     def goal(self) -> int:
-        """How many positions it computes before it has to wait: for its next token, or for blocks that are on
-        their way."""
+        """Return how many positions it computes before it waits for a token, or for blocks under way."""
         return self.meets * self.kv.pools.size or len(self.tokens)
 
     def chunk(self, budget: int) -> int:
-        """Return how many tokens it computes next if it has `budget`. A long one computes whole blocks, at
-        least two tokens, or all it lacks.
+        """Return how many tokens it computes next if it has `budget`.
 
-        Who has been admitted always has one: those admitted with it computed a token each beside its first
-        chunk, as they do from then on.
+        A long request computes whole blocks, at least two tokens, or all that it lacks. An admitted request
+        always has one chunk: those admitted with it computed a token each beside its first chunk, as they do
+        from then on.
         """
         lacking, size = self.goal - self.kv.computed, self.kv.pools.size
         if not self.kv.long or lacking <= budget:

@@ -1,4 +1,4 @@
-"""Which blocks and tokens are promised: to those who run for what they may still need, and to the queue."""
+"""Sums up which blocks and tokens are promised: to running requests for their growth, and to the queue."""
 
 from itertools import islice, takewhile
 
@@ -10,31 +10,32 @@ from penstock.sched.width import StepWidth
 _AHEAD = 4
 """Host blocks of a long request that no transfer takes."""
 _LOOKED_AT = 8
-"""Requests in the queue for which one in the midst of its prompt makes room, at most."""
+"""Most requests in the queue for which a request amid its prompt leaves tokens."""
 
 
 class Reserves:
-    """Sums over the running and the waiting. It changes nothing."""
+    """Sums over the running and waiting requests. It changes nothing."""
 
     def __init__(self, pools: Pools, queues: RequestQueues, width: StepWidth) -> None:
         self._pools, self._queues, self._width = pools, queues, width
 
     def tail(self, request: Request) -> int:
-        """Return how many pages a running request may come to need, beside its own and those on their way to
-        it."""
+        """Return how many more pages a running request may need, beside its own and those under way to it."""
         if request.kv.fast_decode_until:
             return 1
         tiers, coming = self._pools.tiers, request.arriving
         return request.kv.reserve(request.most, 0 if coming is None else len(tiers.pages_of(coming)))
 
     def pages(self, newcomer: Request) -> int:
-        """Return how many pages those who run may come to need, and a newcomer for its whole length."""
+        """Return how many pages running requests may still need, and a newcomer for its whole length."""
         kv, running = newcomer.kv, sum(map(self.tail, self._queues.running))
         return running + (self.tail(newcomer) if kv.long else kv.pages_needed(kv.lacking))
 
     def host(self) -> int:
-        """Return how many host blocks long requests that run may come to need: what their prompts lack, and
-        some more for what they decode."""
+        """Return how many host blocks running long requests may still need.
+
+        They are the blocks that their prompts lack, and a few more for decoding.
+        """
         if not self._pools.long_spans:
             return 0
         long = (request.kv for request in self._queues.running if request.kv.long)
@@ -43,7 +44,7 @@ class Reserves:
     def has_room(self, newcomer: Request) -> bool:
         """Tell whether there are blocks for a newcomer's whole length, on the device and on the host.
 
-        Every running request keeps a block in reserve, a long one its tail. Else the newcomer would be
+        Every running request keeps a block in reserve, a long one its tail. Otherwise the newcomer would be
         preempted as soon as they grow.
         """
         pools, kv = self._pools, newcomer.kv
@@ -52,11 +53,10 @@ class Reserves:
         return self.pages(newcomer) <= pools.pages.available and host <= pools.host.available
 
     def is_full(self, *newcomers: Request) -> bool:
-        """Tell whether one more, with a token in each step, would leave less than a block of tokens to a long
-        prompt that is not done with.
+        """Tell whether one more request would leave less than a block of tokens to a long prompt in chunks.
 
-        Who is admitted without tokens is not held back by the tokens of a step, and has one in each as soon
-        as its blocks have come.
+        Every request may take a token in each step. One that is admitted without tokens is not held back by a
+        step's tokens, but takes one as soon as its blocks have come.
         """
         running = self._queues.running
         if len(running) + self._pools.size <= self._width.tokens:
@@ -64,8 +64,10 @@ class Reserves:
         return any(request.kv.chunks_to_host for request in (*running, *newcomers))
 
     def wanted(self, most: int) -> int:
-        """Return how many of at most so many tokens the first in the queue want, if these finish their
-        prompts and there are pages for them."""
+        """Return how many of at most so many tokens the first requests in the queue can use.
+
+        Only requests count that finish their prompts with them, and that there are pages for.
+        """
         queues, pools, wanted = self._queues, self._pools, 0
         pages = pools.pages.available - sum(map(self.tail, queues.running))
         for request in islice(queues.waiting, min(_LOOKED_AT, len(queues.free_rows))):
@@ -77,7 +79,7 @@ class Reserves:
         return wanted
 
     def _found(self, request: Request) -> int:
-        """Return how many tokens at its beginning are in full blocks that it would find."""
+        """Return how many leading tokens of a request are in cached full blocks."""
         if not request.share_prefix:
             return 0
         find, keys = self._pools.pages.find, request.kv.next_keys(0)

@@ -1,13 +1,18 @@
-"""How long a request may be, and which requests are long."""
+"""Decides how long a request may be, and which requests are long."""
 
 from penstock.sched.rules import SchedulerLimits, admit
 
 
 class RequestRoom:
-    """The room that there is for one request, in tokens. It never changes."""
+    """Holds the room for one request, in tokens. It never changes."""
 
     def __init__(self, limits: SchedulerLimits, pages: int, host_blocks: int, long_pages: int) -> None:
-        """pages, host_blocks: that there are. long_pages: that a long request needs."""
+        """Compute the room from the blocks that there are.
+
+        pages: blocks on the device.
+        host_blocks: blocks on the host and behind it on disk.
+        long_pages: pages that a long request needs.
+        """
         self._limits, self._pages, self._host, self._long_pages = limits, pages, host_blocks, long_pages
         # The last token of an output is never an input, so it needs no place in a block.
         longest_short = pages * limits.block_size + 1
@@ -23,16 +28,19 @@ class RequestRoom:
         """Tokens from which a request may be long."""
 
     def admissible(self, prompt: int, max_tokens: int | None, *, or_more: bool = False) -> int:
-        """Return the most tokens of output that a prompt of so many tokens may have. From any thread.
+        """Return the most tokens of output that a prompt of so many tokens may have. Any thread may call it.
 
-        or_more: whether it may have more tokens than that, for all that is known.
-        Raises RequestError if it could never be served.
+        or_more: whether the prompt may have more tokens than were counted.
+
+        Raises RequestError if the request could never be served.
         """
         return admit(prompt, max_tokens, self.longest, self._why_too_long, or_more=or_more)
 
     def is_long(self, reach: int, most: int) -> bool:
-        """Tell whether a request that comes to `reach` tokens, and may have `most`, is long. It is not if it
-        does not fit as such."""
+        """Tell whether a request of `reach` tokens, which may come to have `most`, is long.
+
+        It is not if it would not fit as a long one.
+        """
         return min(reach, most) >= self.long_from and most <= self._longest_long
 
     def _why_too_long(self, total: int) -> str:

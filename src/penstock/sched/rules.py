@@ -1,4 +1,4 @@
-"""The limits that a scheduler keeps to, and how prefixes are named."""
+"""Holds the limits that a scheduler keeps, and the rule by which prefixes are named."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,15 +31,15 @@ class SchedulerLimits:
 def admit(
     prompt: int, max_tokens: int | None, longest: int, why: Callable[[int], str], *, or_more: bool = False
 ) -> int:
-    """Return the most tokens of output that a request may have: the rule by which requests are admitted.
+    """Return the most tokens of output that a request may have: the rule of admission.
 
     prompt: tokens of the prompt.
     max_tokens: tokens of output that are asked for; None is as many as there is room for.
-    longest: tokens, prompt and output together, that a request may have.
-    why: is given the tokens that are asked for, and returns what there is room for and what to try.
+    longest: most tokens of a request, prompt and output together.
+    why: gets the tokens that are asked for, and returns how much room there is and what to try.
     or_more: whether the prompt may have more tokens than were counted.
 
-    Raise RequestError for an empty prompt, and LengthError for a request that could never be served.
+    Raises RequestError for an empty prompt, and LengthError for a request that could never be served.
     """
     room = longest - prompt
     if not prompt:
@@ -60,7 +60,7 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names of several blocks, column by column."""
+    """Holds the names of several blocks, column by column."""
 
     keys: Sequence[bytes]
     parents: Sequence[bytes | None]
@@ -78,19 +78,20 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class PrefixRule:
-    """How prefixes are named, so that equal names mean equal KV.
+    """A PrefixRule names prefixes so that equal names mean equal KV.
 
-    With dynamic rope the KV of a prompt longer than `length_matters_from` depends on the prompt's length,
+    With dynamic RoPE the KV of a prompt longer than `length_matters_from` depends on the prompt's length,
     which then enters the root.
+
+    share: whether requests share blocks at all.
     """
 
     root: bytes
     share: bool = True
-    """Whether requests share blocks at all."""
     length_matters_from: int | None = None
 
     def root_of(self, prompt_length: int, salt: bytes = b"") -> bytes:
-        """Return the first link of a prompt's keys. Requests of different `salt` never share a block."""
+        """Return the root of a prompt's chain of keys. Requests with different `salt` never share a block."""
         root = root_key(self.root, "salt", salt) if salt else self.root
         if self.length_matters_from is None or prompt_length <= self.length_matters_from:
             return root

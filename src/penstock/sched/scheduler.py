@@ -1,10 +1,10 @@
-"""Decides each step: who runs, which tokens are computed, into which blocks, who has to wait. Integers only;
-it never sees a tensor.
+"""Decides each step: who runs, which tokens are computed, into which blocks, and who waits.
 
-There is no prefill phase. A request has tokens, some of them computed. Every step brings it closer to its own
-length. When it has caught up, its last position yields one more token.
+It works on integers only and never sees a tensor. There is no prefill phase. A request has tokens, some of
+them computed. Every step brings it closer to its own length. When it has caught up, its last position yields
+one more token.
 
-    submit -> queue -> plan: growth of those who run, then admission of those who wait -> Plan
+    submit -> queue -> plan: running requests grow, then waiting ones are admitted -> Plan
                        commit: Outcome -> tokens, sealed blocks, Events
 """
 
@@ -45,14 +45,21 @@ from penstock.step.record import record
 from penstock.step.request import FinishReason
 
 _EARLY = 2
-"""Tokens before a request would be too long for the device it becomes long: its newest one still has a place
-there, and the next not."""
+"""A request becomes long so many tokens before it is too long for the device: its next one has no place
+there."""
 
 
 @record(frozen=True, slots=True)
 class Event:
-    """Something happened to a request in a step: a token, its end, or log-probabilities of its prompt. A step
-    that yields several tokens of a request makes an event for each."""
+    """An event is one thing that happened to a request in a step.
+
+    It is a token, the end, or log-probabilities of the prompt. A step that yields several tokens of a request
+    makes an event for each.
+
+    cached: prompt tokens with KV from the prefix cache.
+    cached_host, cached_disk: those of them that had to come from the host, and from the disk.
+    fault: why the request ended, if that was an error of its own without a token.
+    """
 
     request: RequestId
     token: int | None = None
@@ -60,49 +67,49 @@ class Event:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish: FinishReason | None = None
     cached: int = 0
-    """Prompt tokens of the request whose KV was found instead of computed."""
     cached_host: int = 0
     cached_disk: int = 0
-    """Those of them that had to come from the host, and from the disk."""
     fault: str = ""
-    """Why it ended, where that is a fault of its own and comes without a token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Where KV rests beside the device, and when it goes there."""
+    """Says where KV rests beside the device, and when it goes there.
+
+    host: blocks of the host.
+    disk: blocks of the disk, which are reached by way of host blocks.
+    store: when full blocks of short requests go to the host.
+    alike: whether blocks on the host have the bytes of those on the device.
+    """
 
     host: HostLedger | None = None
     disk: DiskLedger | None = None
-    """It is reached by way of host blocks."""
     store: Store = "off"
-    """When full blocks of short requests go to the host."""
     alike: bool = True
-    """Whether blocks on the host are what they are on the device."""
 
 
 class Scheduler:
-    """The owner of the requests and, through the ledgers, of the blocks. One thread; plans are committed in
-    the order in which they were made.
+    """Owns the requests and, through the ledgers, the blocks. One thread; plans are committed in order.
 
-    `plan` and `commit` alternate, or a step runs ahead: when it has begun, `run_ahead` lets the next be
+    `plan` and `commit` alternate, or a step runs ahead: when it has begun, `run_ahead` lets the next one be
     planned before it is committed. A request's newest token is then UNKNOWN to the plan. With host blocks, a
     step has room for one block of tokens, and for two tokens.
 
     Why this is safe. Steps are carried out in the order of their plans, and so is all that they write to
     pages and to the host. `kv.movement.tiles` and `kv.movement.transfers` say by which waits.
     1. A plan made ahead lets a request read its own blocks that the step under way writes, on the host too.
-       They are read behind that step.
+    They are read behind that step.
     2. It gives no other request a block that the step under way writes. Pages are found by others as soon as
-       they are planned, and are written behind that step like its own. Host blocks are found when they have
-       been sealed, and `commit` seals no more of them than its own share has filled (`Share.cold_stop`). What
-       a later plan fills is sealed by that plan's commit. So what `recover` trusts has been written.
-    3. If the newest token ends a request, what the later step computes of it is dropped. That step wrote only
-       to blocks that were the request's alone. A request that gets these blocks writes them in a later step.
+    they are planned, and are written behind that step like its own. Host blocks are found when they have been
+    sealed, and `commit` seals no more of them than its own share has filled (`Share.cold_stop`). Blocks that
+    a later plan fills are sealed by that plan's commit. So the blocks that `recover` trusts have been
+    written.
+    3. If the newest token ends a request, the later step's work for it is dropped. That step wrote only to
+    blocks that were the request's alone. A request that gets these blocks writes them in a later step.
     4. A request that the later plan has sent back to the queue holds no block when the earlier plan is
-       committed, so nothing of it is sealed. It keeps the token.
+    committed, so nothing of it is sealed. It keeps the token.
     5. Pages that orders of a plan read, and that no request holds, are given to the next plan at the soonest.
-       That plan's step writes them behind the step that reads them.
+    That plan's step writes them behind the step that reads them.
     """
 
     def __init__(
@@ -116,8 +123,12 @@ class Scheduler:
         clock: Callable[[], float] = monotonic,
         check: bool = False,
     ) -> None:
-        """doubles_at: the position at which a token takes twice as long to compute. check: prove after every
-        plan and commit that blocks, rows and phases agree."""
+        """Begin without requests.
+
+        doubles_at: position at which a token takes twice as long to compute.
+        clock: returns seconds.
+        check: whether to prove after every plan and commit that blocks, rows and phases agree.
+        """
         storage = storage or Storage()
         least = max(2, limits.block_size)
         assert storage.host is None or limits.max_step_tokens >= least, (
@@ -148,38 +159,37 @@ class Scheduler:
         self._requests: dict[RequestId, Request] = {}
         self._next_id = 0
         self._flights: deque[tuple[Plan, list[Request]]] = deque()
-        """The plans with shares that are not committed yet, and the requests of these shares."""
+        """Plans with shares that are not committed yet, and the requests of these shares."""
         self.wrong = 0
         """Answers that ended because logits were not numbers."""
 
     @property
     def busy(self) -> bool:
-        """Whether there is a request that has not ended."""
+        """Tell whether there is a request that has not ended."""
         return bool(self._requests)
 
     @property
     def running(self) -> int:
-        """The number of requests that have a row."""
+        """Return the number of requests that have a row."""
         return len(self._queues.running)
 
     @property
     def waiting(self) -> int:
-        """The number of requests in the queue."""
+        """Return the number of requests in the queue."""
         return len(self._queues.waiting)
 
     @property
     def preemptions(self) -> int:
-        """How many requests were sent back to the queue."""
+        """Return how many times a request was preempted."""
         return self._growth.preemptions
 
     @property
     def narrowed(self) -> tuple[int, int] | None:
-        """The most tokens and requests of a step, if these are fewer than the limits since one was too large
-        for the memory."""
+        """Return the most tokens and requests of a step if one was too large for the memory, else None."""
         return self._width.narrowed
 
     def is_waiting(self, id: RequestId) -> bool:
-        """Tell whether a request is in the queue: no step has had it, or it was preempted."""
+        """Tell whether a request is in the queue: it is new, or was preempted."""
         request = self._requests.get(id)
         return request is not None and request.phase is Phase.WAITING
 
@@ -191,11 +201,12 @@ class Scheduler:
         priority: int = 0,
         salt: bytes = b"",
     ) -> RequestId:
-        """Queue a request, before those of a higher number. Raises RequestError if it could never be served,
-        before anything is changed.
+        """Queue a request, before those with a higher priority number.
 
-        Without `max_tokens` it may have all the room there is, and is long at once for its prompt, or when
-        its output has grown. salt: its prefixes are shared with requests of the same salt alone.
+        Without `max_tokens` it may use all the room there is. It becomes long at once, or when its output has
+        grown. Prefixes are shared only with requests of the same salt.
+
+        Raises RequestError, before anything is changed, if it could never be served.
         """
         room, tokens = self.admissible(len(prompt), max_tokens), list(prompt)
         request = Request(
@@ -217,7 +228,7 @@ class Scheduler:
         return request.id
 
     def stop(self, id: RequestId, reason: FinishReason = FinishReason.ABORT) -> bool:
-        """End a request now, wherever it is, and free what it holds. Return False if it has already ended."""
+        """End a request now, wherever it is, and free its blocks. Return False if it has already ended."""
         request = self._requests.pop(id, None)
         if request is None:
             return False
@@ -254,8 +265,8 @@ class Scheduler:
         return plan
 
     def _written_ahead(self) -> dict[RequestId, int]:
-        """Return how many leading host blocks of a request the plan before the last one fills, if that is not
-        committed yet."""
+        """Return how many leading host blocks of each request an uncommitted plan before the last one
+        fills."""
         return {
             request.id: share.cold_stop // self.limits.block_size
             for plan, requests in islice(self._flights, max(len(self._flights) - 1, 0))
@@ -263,8 +274,7 @@ class Scheduler:
         }
 
     def run_ahead(self, plan: Plan) -> None:
-        """Note that this plan, the last, is being carried out, and that the next will be made before it is
-        committed."""
+        """Note that the last plan is being carried out, and the next one will be made before its commit."""
         verify = ShareKind.VERIFY
         for request, share in zip(self._flights[-1][1], plan.shares, strict=True):
             if share.kind is verify:
@@ -277,8 +287,10 @@ class Scheduler:
     # ---- commit
 
     def commit(self, plan: Plan, outcome: Outcome) -> list[Event]:
-        """Take in what the step yielded: new tokens, and requests that end with them; and what has come from
-        other tiers. What it computed for requests that have ended since it was planned is dropped."""
+        """Take in a step's outcome: new tokens, requests that end with them, and landed transfers.
+
+        Results for requests that have ended since the plan are dropped.
+        """
         events, size, finished = list[Event](), self.limits.block_size, Phase.FINISHED
         verify, room = ShareKind.VERIFY, self._room
         requests = self._flights.popleft()[1] if plan.shares else []
@@ -326,8 +338,7 @@ class Scheduler:
         rates.stepped(work, plan.tokens, seconds, any(share.sample for share in plan.shares))
 
     def _seal(self, request: Request, share: Share, stop: int) -> None:
-        """Let others find what a committed share has filled: blocks up to position `stop`, as far as their
-        tokens are known, and those of the host."""
+        """Let others find the blocks that a committed share has filled, up to position `stop`."""
         kv, size = request.kv, self.limits.block_size
         if share.cold_stop:
             for block, name in kv.seal_host(share.cold_stop // size):
@@ -338,8 +349,10 @@ class Scheduler:
                 self.tiers.computed(*kv.name(index))
 
     def _append(self, request: Request, at: int, result: Result, events: list[Event]) -> FinishReason | None:
-        """Append the tokens that a share yielded, the first at position `at`, and an event for each, up to
-        the first that ends the request. The rest is dropped. Return why it ends, or None."""
+        """Append the tokens that a share yielded, the first at position `at`, and an event for each.
+
+        It stops at a token that ends the request, and returns the reason for that, or None.
+        """
         cached, from_host, from_disk = request.cached or 0, 0, 0
         if request.from_host or request.from_disk:
             from_host, from_disk = (
@@ -370,8 +383,10 @@ class Scheduler:
         return finish
 
     def _disown(self, request: Request) -> None:
-        """Let others find nothing of its KV any more, on any tier. What is no number spreads in a pass, also
-        to tokens before it, and so to others' answers."""
+        """Remove the request's blocks from the prefix cache on all tiers, after logits with a NaN.
+
+        A NaN spreads in a pass, also to tokens before it, and so to other requests that share the blocks.
+        """
         self.wrong += 1
         if self.prefixes.share:
             keys = [request.kv.key(index) for index in range(request.known // self.limits.block_size)]
@@ -383,23 +398,23 @@ class Scheduler:
     # ---- beginning anew
 
     def forget(self) -> int:
-        """Drop all cached KV, on the device and beyond. Return how many blocks were given up."""
+        """Drop all cached KV, on the device and beyond. Return how many blocks were evicted."""
         return self.tiers.forget() + self.ledger.forget() + self.host.forget()
 
     def narrow(self, plan: Plan) -> RequestId | None:
-        """Let the next steps be smaller, since the step of this plan was too large for the memory: see
-        StepWidth. To be followed by `recover`. Return a request whose smallest step does not fit, and that is
-        to be stopped."""
+        """Make the next steps smaller, since this plan's step was too large for the memory (see StepWidth).
+
+        `recover` must follow. Returns a request that has to be stopped, if its smallest step does not fit, or
+        None.
+        """
         if self._width.narrow(plan, self._least):
             return None
         return self._queues.by_row[plan.shares[0].row].id
 
     def recover(self, landed: Sequence[Landed] = ()) -> None:
-        """Start all requests anew, each in its turn, after a step cut short, perhaps while it was planned,
-        and when nothing is under way any more. Only KV that committed steps have written to the host is
-        trusted.
+        """Start all requests anew, in order, after an interrupted step. Nothing may be under way any more.
 
-        landed: the last of what was under way.
+        Only KV that committed steps have written to the host is trusted. landed: the last transfers.
         """
         self.tiers.reset(landed)
         self.ledger.reset()

@@ -1,15 +1,14 @@
-"""Where the KV of one request rests: a prefix of blocks on the host, and a suffix of pages on the device.
+"""Places the KV of one request: a prefix of blocks on the host, and a suffix of pages on the device.
 
-    block     0   1   2   3   4   5   6   7
-    host    [ h   h   h   h   h )                  prefix: [0, len(host))
-    pages           [ p   p   p   p   p   p )      suffix: [first_page, first_page + len(pages))
-                      mirrored      tail
+block     0   1   2   3   4   5   6   7
+host    [ h   h   h   h   h )                  prefix: [0, len(host))
+pages           [ p   p   p   p   p   p )      suffix: [first_page, first_page + len(pages))
+                  mirrored      tail
 
 A short request is a span with an empty prefix: all of its blocks are pages. Only a long one has a prefix. Its
-chunks are whole blocks, which are written to the host at once. What the last chunk leaves over, and what is
-decoded, goes to pages: the tail. Of the full blocks of the tail the newest few stay. Older ones move to the
-host by orders. The last blocks of the prefix may be mirrored, that is in pages as well, and then need not
-stream.
+chunks are whole blocks, which are written to the host at once. The rest of the last chunk, and decoded
+tokens, go to pages: the tail. Of the full blocks of the tail the newest few stay. Older ones move to the host
+by orders. The last blocks of the prefix may be mirrored, that is in pages as well, and then need not stream.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,51 +21,56 @@ from penstock.step.plan import BlockId, HostBlockId, Order
 
 
 class Pools:
-    """The blocks that spans are made of, and the orders of the plan that is being made."""
+    """Holds the blocks that spans allocate from, and the orders of the plan that is being made."""
 
     def __init__(self, tiers: Tiers, limits: SchedulerLimits, *, share: bool) -> None:
-        """share: whether blocks are known by their content, so that other spans find them."""
+        """Begin with no orders.
+
+        share: whether blocks are known by their content, so that other spans find them.
+        """
         self.tiers, self.pages, self.host, self.share = tiers, tiers.pages, tiers.host, share
         self.size, self.recent, self.most_mirrored = limits.block_size, limits.recent, limits.near
         self.long_pages = limits.recent + 2
         """Pages that a long span needs: the recent ones, one on its way to the host, one that is filled."""
         self.long_spans = 0
-        """How many spans of requests that have not ended are long."""
+        """Number of long spans of requests that have not ended."""
         self.orders: list[Order] = []
-        """Of the plan that is being made, or was made last."""
+        """Orders of the plan that is being made, or was made last."""
         self.leaving: list[BlockId] = []
         """Pages of no span that these orders read. They are held until the next plan."""
 
     def end_orders(self) -> None:
-        """Forget the orders of the last plan. The pages that they read may now be given to others: they are
-        read before anything of the next step is written."""
+        """Forget the orders of the last plan, and release the pages that they read.
+
+        Others may write these pages now: orders read before the next step writes.
+        """
         self.pages.release(self.leaving)
         self.reset()
 
     def reset(self) -> None:
-        """Forget the orders of the last plan, where no page is held any more."""
+        """Forget the orders of the last plan, when no page is held any more."""
         self.orders, self.leaving = [], []
 
 
 @dataclass(slots=True, eq=False)
 class KVSpan:
-    """The KV of a request: which positions are computed, and the blocks that hold them.
+    """A span is the KV of a request: which positions are computed, and the blocks that hold them.
 
-    It is written by the scheduler alone, and allocates and frees blocks of its pools. Counts and indices are
-    in blocks, `computed` and lengths in tokens.
+    Only the scheduler writes to it. It allocates and frees blocks of its pools. Counts and indices are in
+    blocks, `computed` and lengths in tokens.
     """
 
     pools: Pools
     tokens: list[int]
-    """The list of the request itself: prompt, output, and UNKNOWN in place of a token under way."""
+    """The request's own list: prompt, output, and UNKNOWN for a token under way."""
     root: bytes
-    """The first link of its keys."""
+    """The root of its chain of keys."""
     long: bool = False
-    """Whether full blocks go to the host. Once true, it stays so."""
+    """True if full blocks go to the host. Once true, it stays so."""
     computed: int = 0
-    """Positions [0, computed) have their KV in blocks, or will when the plans so far are carried out."""
+    """Positions [0, computed) have their KV in blocks when the plans so far have been carried out."""
     host: list[HostBlockId] = field(default_factory=list)
-    """The prefix, full blocks."""
+    """The prefix: full blocks."""
     pages: list[BlockId] = field(default_factory=list)
     """The suffix. The last page may be filled in part."""
     first_page: int = 0
@@ -78,31 +82,33 @@ class KVSpan:
     host_sealed: int = 0
     """Leading host blocks that committed steps have written, and that others find."""
     pages_sealed: int = 0
-    """Up to which block the pages are known to the ledger by their keys."""
+    """Index of the first block that is not known to the ledger of pages by its key."""
     table_length: int = 0
     """Length of the row's block table, as the workers know it."""
     host_table_length: int = 0
     """Length of the row's table of host blocks, as the workers know it."""
     fast_decode_until: int = 0
-    """A decode of a position before this one changes nothing but `computed`: the position has its place in
-    the last page, and it does not fill a page that is to be sealed. 0 where that is not known."""
+    """A decode before this position changes nothing but `computed`.
+
+    The position has its place in the last page, and does not fill a page that is to be sealed. It is 0 where
+    that is not known.
+    """
 
     # ---- what is there, and what is needed
 
     @property
     def lacking(self) -> int:
-        """How many positions are not computed yet."""
+        """Return how many positions are not computed yet."""
         return len(self.tokens) - self.computed
 
     @property
     def mirrored(self) -> int:
-        """How many blocks are on the host and in pages."""
+        """Return how many blocks are both on the host and in pages."""
         return len(self.host) - self.first_page if self.pages else 0
 
     @property
     def chunks_to_host(self) -> bool:
-        """Whether what is computed next is a chunk whose full blocks go to the host at once, and not to the
-        tail."""
+        """Tell whether the next positions are a chunk that goes to the host at once, not to the tail."""
         return self.long and self.lacking > 1 and self.computed == len(self.host) * self.pools.size
 
     def host_needed(self, count: int) -> int:
@@ -114,8 +120,13 @@ class KVSpan:
         return -(-(self.computed + count) // self.pools.size) - self._first_page(count) - len(self.pages)
 
     def reserve(self, most: int, coming: int = 0) -> int:
-        """Return how many pages it may come to need while it runs, beside its own and `coming` ones: one, or
-        what its prompt lacks; its tail if it is long. most: tokens that it may come to have."""
+        """Return how many more pages the request may need while it runs: one, or those that its prompt lacks.
+
+        A long one needs its tail.
+
+        most: tokens that it may come to have.
+        coming: pages under way to it.
+        """
         if not self.long:
             return max(1, self.pages_needed(self.lacking) - coming)
         tail = min(self.pools.long_pages, -(-(most - 1) // self.pools.size))
@@ -143,7 +154,7 @@ class KVSpan:
     # ---- names
 
     def key(self, index: int) -> bytes:
-        """Return the key of the full block `index`, whose tokens are known."""
+        """Return the key of the full block `index`. Its tokens must be known."""
         keys, size = self.keys, self.pools.size
         if len(keys) <= index:
             parent = keys[-1] if keys else self.root
@@ -151,16 +162,16 @@ class KVSpan:
         return keys[index]
 
     def name(self, index: int) -> Name:
-        """Return the name of the full block `index`, whose tokens are known."""
+        """Return the name of the full block `index`. Its tokens must be known."""
         return Name(self.key(index), self.keys[index - 1] if index else None)
 
     def names(self, first: int, count: int) -> Names:
-        """Return the names of `count` blocks whose keys have been made."""
+        """Return the names of `count` blocks from `first` on. Their keys must have been made."""
         keys = self.keys[first : first + count]
         return Names(keys, [self.keys[first - 1] if first else None, *keys[:-1]])
 
     def next_keys(self, first: int) -> Sequence[bytes]:
-        """Return the keys of the full blocks from `first` on, but for a block that holds the last token."""
+        """Return the keys of the full blocks from `first` on, without a block that holds the last token."""
         last = (len(self.tokens) - 1) // self.pools.size
         if first >= last:
             return ()
@@ -261,8 +272,7 @@ class KVSpan:
         pools.leaving += self.drop_mirrors(max(0, self.mirrored - self.mirror_limit), but=sources)
 
     def drop_mirrors(self, count: int, but: Sequence[BlockId] = ()) -> list[BlockId]:
-        """Give up the first `count` pages, which are mirrored. Return those in `but`, which keep their
-        hold."""
+        """Give up the first `count` pages, which are mirrored. Return those in `but`, which stay held."""
         if not count:
             return []
         dropped, self.pages, still = self.pages[:count], self.pages[count:], set(but)
@@ -271,7 +281,7 @@ class KVSpan:
         return [page for page in dropped if page in still]
 
     def go_long(self) -> None:
-        """From now on full blocks go to the host. Pages that are there already go by orders."""
+        """Make the span long: full blocks go to the host. Pages that exist already go there by orders."""
         self.long, self.fast_decode_until = True, 0
         self.pools.long_spans += 1
         most = self.pools.most_mirrored
@@ -280,16 +290,20 @@ class KVSpan:
     # ---- sealing
 
     def seal(self, known: int) -> None:
-        """Let others find the pages that are full when all plans so far are carried out, as far as the first
-        `known` tokens fill them."""
+        """Let others find the full pages, as far as the first `known` tokens fill them.
+
+        The plans so far must be going to be carried out first.
+        """
         full, first = min(self.computed, known) // self.pools.size, self.first_page
         for index in range(max(self.pages_sealed, first), full):
             self.pools.pages.seal(self.pages[index - first], self.key(index))
         self.pages_sealed = full
 
     def seal_host(self, stop: int) -> Iterator[tuple[HostBlockId, Name]]:
-        """Let others find the host blocks up to index `stop`, which a committed step has written. Yield those
-        that were not sealed before, and their names."""
+        """Let others find the host blocks up to index `stop`, which a committed step has written.
+
+        Yields the blocks that were not sealed before, and their names.
+        """
         stop = min(stop, len(self.host))  # It may have been sent back to the queue since.
         for index in range(self.host_sealed, stop if self.pools.share else 0):
             name = self.name(index)
@@ -298,11 +312,11 @@ class KVSpan:
         self.host_sealed = max(self.host_sealed, stop)
 
     def note_tables(self) -> None:
-        """Note that the plan that is being made tells the workers of all blocks."""
+        """Note that the workers' block tables have all blocks after this plan."""
         self.table_length, self.host_table_length = self.first_page + len(self.pages), len(self.host)
 
     def note_fast_decode(self) -> None:
-        """Find `fast_decode_until` for a span that is computed up to its newest token."""
+        """Compute `fast_decode_until` of a span that is computed up to its newest token."""
         blocks, size = len(self.pages), self.pools.size
         if self.long:
             self.fast_decode_until = 0
@@ -314,12 +328,11 @@ class KVSpan:
     # ---- giving up
 
     def truncate(self, length: int) -> None:
-        """Give up the positions from `length` on, such as those of a draft that was rejected. The caller may
-        have other tokens there.
+        """Give up the positions from `length` on, such as those of a rejected draft.
 
-        Blocks that begin there are freed. A block in which `length` lies is written again next. So if it is
-        known by its key it is unsealed, or, if others hold it too, or it is on the host alone, it is given up
-        whole and the rest of it is computed again.
+        The caller may change their tokens. Blocks that begin there are freed. A block in which `length` lies
+        will be written again. If it has a key, it is unsealed. If others hold it too, or it is only on the
+        host, it is given up whole and computed again.
         """
         if length >= self.computed:
             return
@@ -342,7 +355,10 @@ class KVSpan:
         self.table_length = min(self.table_length, self.first_page + len(self.pages))
 
     def _open(self, index: int) -> bool:
-        """Make a block writable again. Return whether it is: in a page that no other span holds."""
+        """Make a block writable again.
+
+        Return whether it is: it must be in a page that no other span holds.
+        """
         at = index - self.first_page
         return 0 <= at < len(self.pages) and self.pools.pages.unseal(self.pages[at])
 
@@ -353,7 +369,7 @@ class KVSpan:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all blocks, whoever has them now. Nothing is computed any more."""
+        """Forget all blocks without freeing them. Nothing is computed any more."""
         self.pages, self.host = [], []
         self.computed = self.host_sealed = self.pages_sealed = self.table_length = self.host_table_length = 0
         self.first_page = self.mirror_limit = self.fast_decode_until = 0

@@ -1,9 +1,9 @@
-"""Prefix blocks on three tiers, the scheduler's side: what is kept where, what moves, and what came of it.
+"""Moves prefix blocks between three tiers, on the scheduler's side: what is where, what moves, what landed.
 
-Full blocks of KV go down from the device to the host, and out from there to the disk, while steps go on; they
-come in and up again when a request's prefix is found there. A transfer holds the blocks that it reads and
-those that it writes, on its own account, until it has landed: whoever else let go of them meanwhile, nobody
-is given them. A block is found on a tier only when it has landed there.
+Full KV blocks go down from the device to the host, and out from there to the disk, while steps go on. They
+come in and up again when a request's prefix is found there. A transfer itself holds the blocks that it reads
+and writes until it has landed, so they are given to no one else, even when all others have released them. A
+block is found on a tier only when it has landed there.
 """
 
 from collections import Counter, deque
@@ -23,34 +23,40 @@ Store = Literal["eager", "lazy", "off"]
 _AHEAD = 2
 """Lazily, blocks go down before this many steps' worth of new ones are needed."""
 _HELD_PART = 4
-"""Of the host's blocks, at most one in so many is held for the disk."""
+"""The disk's writes hold at most one in so many host blocks."""
 _COMING_PART = 2
-"""Of the host's blocks, at most one in so many is held for what comes from the disk."""
+"""Reads from the disk hold at most one in so many host blocks."""
 _AT_ONCE = 256
-"""Most blocks of a transfer to the host or to the disk: more would land late, and be held so long."""
+"""Most blocks of a transfer to the host or to the disk. More would land late, and be held so long."""
 
 
 @dataclass(slots=True)
 class TierCounts:
-    """Counts since the engine started, in blocks."""
+    """Counts blocks and tokens since the engine started.
+
+    moved, lost, seconds: blocks that have landed or were lost, and seconds of transfers, by route.
+    prompts: tokens of prompts.
+    found, found_host, found_disk: prompt tokens found on the device (or where a long request reads them), on
+        the host, and on disk.
+    recomputed: blocks that were on a lower tier and computed all the same, since that seemed faster.
+    late: blocks that were waited for in vain.
+    """
 
     moved: Counter[Route] = field(default_factory=Counter)
     lost: Counter[Route] = field(default_factory=Counter)
     seconds: dict[Route, float] = field(default_factory=lambda: dict.fromkeys(Route, 0.0))
     prompts: int = 0
-    """Tokens of prompts; of those the ones found in pages, or where a long request reads them; on the host;
-    and on disk."""
     found: int = 0
     found_host: int = 0
     found_disk: int = 0
     recomputed: int = 0
-    """Of prompts, that were there and were computed all the same, since that was thought to be faster."""
     late: int = 0
-    """That were waited for in vain."""
 
     def began(self, prompt: int, cached: int, came_up: int, came_in: int) -> None:
-        """Note that a request computes its first token: `cached` of its tokens were found, so many of them
-        not in pages, nor on the host."""
+        """Note that a request computes its first token: `cached` prompt tokens were found.
+
+        came_up, came_in: those of them that came from the host, and from the disk.
+        """
         self.prompts += prompt
         self.found_disk += came_in
         self.found_host += max(0, came_up - came_in)
@@ -59,16 +65,21 @@ class TierCounts:
 
 @dataclass(slots=True)
 class _PlannedTransfer:
+    """Holds a transfer under way, and the names of its blocks, on every route.
+
+    wanted: whether its blocks are to be found when they land. Not if they were to be forgotten meanwhile.
+    """
+
     transfer: Transfer
     names: Names
-    """Of its blocks, whatever the route."""
     wanted: bool = True
-    """Whether what lands is to be known. Not if everything was to be forgotten meanwhile."""
 
 
 class Tiers:
-    """The blocks of all tiers and what moves between them. One thread; written only by the Scheduler. Without
-    host blocks nothing ever moves."""
+    """Keeps the blocks of all tiers and the transfers between them. Only the scheduler's thread writes to it.
+
+    Without host blocks nothing ever moves.
+    """
 
     def __init__(
         self,
@@ -80,12 +91,14 @@ class Tiers:
         disk: DiskLedger | None = None,
         step_blocks: int = 1,
     ) -> None:
-        """alike: whether blocks on the host are what they are on the device. If not, none go from one to the
-        other; between host and disk they go all the same. step_blocks: new pages that a step may take at
-        most."""
+        """Begin with no transfer. step_blocks: most new pages of a step.
+
+        alike: whether blocks on the host have the bytes of those on the device. If not, no block moves
+            between these two; host and disk still exchange blocks.
+        """
         self.pages, self.host, self.disk = pages, host, disk
         self.below_device = alike and host.near > 0
-        """Whether pages may come from the host, and go there."""
+        """Whether pages may be filled from the host, and copied there."""
         self.has_lower_tier = self.below_device or (host.near > 0 and disk is not None)
         """Whether any blocks may come from another tier."""
         self.store: Store = store if self.below_device else "off"
@@ -95,31 +108,29 @@ class Tiers:
         self._next = 0
         self._going: dict[TransferId, _PlannedTransfer] = {}
         self._coming: dict[Route, set[bytes]] = {route: set() for route in Route}
-        """What is on its way, or will be: it need not set out again."""
+        """Keys under way by each route, or soon, which need not set out again."""
         self._down: deque[tuple[BlockId, Name]] = deque()
-        """Pages that shall go to the host, each held."""
+        """Pages that will go to the host, each held."""
         self._lowered = dict[BlockId, bytes]()
-        """What has gone down from a page before it was to be given up: once is enough, even if the host has
-        given it up since."""
+        """Keys that have gone down from pages before their eviction, each once."""
         self._out: deque[tuple[HostBlockId, Name]] = deque()
-        """Blocks of the host that shall go to the disk, each held."""
+        """Host blocks that will go to the disk, each held."""
         self._later = dict[bytes, Name]()
-        """What would go to the disk if not so much was on its way there already; without a hold."""
+        """Blocks that will go to the disk when fewer are on their way there. They are not held."""
         self._new: list[Transfer] = []
         self._told = 0
-        """Of the keys that leave the disk, the first, which the plan under way says."""
+        """Number of leading keys of `disk.leaving` that the plan under way names."""
         self._found: list[Name] = []
-        """Blocks of the host that set out: their use is noted when there is time, while they are on their
-        way."""
+        """Names of host blocks that set out. Their use is noted later, while they are on their way."""
 
     @property
     def moving(self) -> bool:
-        """Whether a transfer is under way."""
+        """Tell whether a transfer is under way."""
         return bool(self._going)
 
     @property
     def ready(self) -> bool:
-        """Whether something is to set out with the next plan."""
+        """Tell whether something will set out with the next plan."""
         leaves = self.disk is not None and len(self.disk.leaving) > self._told
         return bool(self._down or self._out or self._new or leaves)
 
@@ -133,8 +144,7 @@ class Tiers:
 
     @property
     def pages_held(self) -> int:
-        """The number of pages that are not available until transfers have landed, but for those that a
-        request waits for."""
+        """Return the number of pages that transfers under way, or queued, hold until they land."""
         return sum(len(going.transfer.pages) for going in self._going.values()) + len(self._down)
 
     def count_of(self, id: TransferId) -> int:
@@ -151,7 +161,7 @@ class Tiers:
             self.disk.use(keys)
 
     def on_disk(self, keys: Iterable[bytes]) -> int:
-        """Return how many of the first of these the disk has and the host has not."""
+        """Return how many leading keys are on disk and not on the host."""
         disk, host, count = self.disk, self.host, 0
         if disk is not None:
             for key in keys:
@@ -163,18 +173,19 @@ class Tiers:
     # ---- setting out
 
     def bring_up(self, names: Names, blocks: Sequence[HostBlockId]) -> TransferId:
-        """Copy host blocks to as many new pages, which the caller has seen to be available. They are the
-        transfer's until it lands."""
+        """Start a copy of host blocks to as many new pages, which must be available.
+
+        It holds them until it lands.
+        """
         self.host.hold_run(names.keys, blocks)
         self._found += map(Name, names.keys, names.parents)
         pages = self.pages.allocate(len(blocks))
         return self._go(Route.UP, names, pages, blocks)
 
     def bring_in(self, names: Names, promised: int = 0) -> TransferId | None:
-        """Read blocks from the disk to the host, as many as there is room for. Return None if there is none,
-        or one of them is on its way.
+        """Start a read of blocks from disk to host, as many as there is room for, beside `promised` blocks.
 
-        promised: host blocks that others will need.
+        Returns None if there is no room, or the first block is under way already.
         """
         assert self.disk is not None
         coming = self._coming[Route.IN]
@@ -188,25 +199,24 @@ class Tiers:
         return self._go(Route.IN, names, (), blocks)
 
     def _room(self, promised: int) -> int:
-        """Host blocks that transfers may take."""
+        """Return how many host blocks transfers may take."""
         return min(self.host.available_near, self.host.available - promised)
 
     def computed(self, key: bytes, parent: bytes | None) -> None:
-        """Note that a page with this content has been computed. It may be given up before the next plan, or
-        have been."""
+        """Note that a page with this content has been computed. It may be evicted before the next plan."""
         if self.store == "eager" and (page := self.pages.find(key)) is not None:
             self._want_down(page, Name(key, parent))
 
     def sealed_on_host(self, block: HostBlockId, key: bytes, parent: bytes | None) -> None:
-        """Note that a long request has written a block on the host, and that it has its key."""
+        """Note that a long request has written and sealed a block on the host."""
         if self.host.is_near(block) and self.host.find(key) == block:
             self._want_out(block, Name(key, parent))
 
     def plan(self, promised: int = 0) -> tuple[tuple[Transfer, ...], tuple[bytes, ...]]:
-        """Return what sets out in this step, and the keys that the disk gives up. Called last in a plan:
-        pages that it needs have been allocated.
+        """Return the transfers that set out in this step, and the keys that the disk gives up.
 
-        promised: host blocks that running requests will need.
+        It is called last in a plan, when the step's own pages are allocated. promised: host blocks for
+        others.
         """
         if self.store == "lazy":
             self._look_ahead()
@@ -232,7 +242,7 @@ class Tiers:
         return min(max(self.host.near // _HELD_PART, 1), self.disk.capacity if self.disk is not None else 0)
 
     def _outward(self) -> int:
-        """Blocks that are on their way to the disk, or shall be."""
+        """Return how many blocks are on their way to the disk, or soon."""
         return len(self._coming[Route.OUT])
 
     def _want_down(self, page: BlockId, name: Name) -> None:
@@ -242,8 +252,11 @@ class Tiers:
             self._down.append((page, name))
 
     def _want_out(self, block: HostBlockId, name: Name) -> None:
-        """While the disk has room everything goes there; then only what will likely be asked for again, since
-        writes wear it out."""
+        """Queue a host block for the disk, while that has room; then only blocks that will likely be used
+        again.
+
+        Writes wear a disk out.
+        """
         disk = self.disk
         if disk is None or disk.find(name.key) or name.key in self._coming[Route.OUT] or disk.capacity < 1:
             return
@@ -258,7 +271,7 @@ class Tiers:
             self._out.append((block, name))
 
     def _want_out_again(self, names: Sequence[Name]) -> None:
-        """What was not worth a write when it came to the host may be by now: it was used again."""
+        """Queue blocks for the disk that were used again. They may not have been worth a write before."""
         if self.disk is None:
             return
         for name in names:
@@ -267,7 +280,7 @@ class Tiers:
                 self._want_out(block, name)
 
     def _look_ahead(self) -> None:
-        """Pages that will be given up next, as many as the next steps may need beyond those that are free."""
+        """Queue the pages that are evicted next for the host: as many as the next steps lack free ones."""
         short = self._watermark - self.pages.free - len(self._down)
         if short > 0:
             for page, key in self.pages.next_evicted(short):
@@ -278,6 +291,7 @@ class Tiers:
     def _go(
         self, route: Route, names: Names, pages: Sequence[BlockId], blocks: Sequence[HostBlockId]
     ) -> TransferId:
+        """Start a transfer."""
         id = TransferId(self._next)
         self._next += 1
         transfer = Transfer(
@@ -295,9 +309,11 @@ class Tiers:
     # ---- landing
 
     def landed(self, reports: Sequence[Landed]) -> Iterator[tuple[Transfer, Names, int]]:
-        """Take in what has landed. Yield for each transfer to the device or from the disk: itself, the names
-        of its blocks, none if they are not to be known, and how many of its first blocks are right. Pages of
-        those are the caller's from then on, with the hold that they have."""
+        """Take in the reports of transfers that have landed.
+
+        Yields each transfer to the device or from the disk, its names (none if they were to be forgotten),
+        and how many of its leading blocks are right. The caller then holds the right pages.
+        """
         found, self._found = self._found, []
         if self.disk is not None:
             del self.disk.leaving[: self._told]
@@ -336,7 +352,7 @@ class Tiers:
                 self.pages.release(transfer.pages)
 
     def _go_on(self) -> None:
-        """What waited for others to get to the disk."""
+        """Queue blocks for the disk that waited until fewer were on their way there."""
         while self._later and self._outward() < self._most_outward():
             name = self._later.pop(next(iter(self._later)))
             block = self.host.find(name.key)
@@ -362,8 +378,10 @@ class Tiers:
     # ---- the end
 
     def reset(self, reports: Sequence[Landed] = ()) -> None:
-        """Note that nothing is under way any more, of which these are the last reports, and that all blocks
-        are free. The disk still forgets what it was to forget."""
+        """Note that no transfer is under way, and that all blocks are free. reports: the last transfers.
+
+        The disk still gives up the keys that it was about to.
+        """
         self._told = 0
         if self.disk is not None:
             self.disk.vacate()
@@ -384,8 +402,7 @@ class Tiers:
         self._new, self._found = [], []
 
     def forget(self) -> int:
-        """Forget everything on disk, and what is on its way anywhere. Return how many blocks the disk gives
-        up."""
+        """Forget all blocks on disk, and all that are under way. Return how many blocks the disk gives up."""
         for going in self._going.values():
             going.wanted = False
         for page, name in self._down:
@@ -401,7 +418,7 @@ class Tiers:
         return self.disk.clear() if self.disk is not None else 0
 
     def forget_some(self, keys: Sequence[bytes]) -> None:
-        """Forget these keys on disk, and what any transfer with one of them brings."""
+        """Forget these keys on disk, and the blocks of every transfer with one of them."""
         some = set(keys)
         for going in self._going.values():
             going.wanted = going.wanted and some.isdisjoint(going.names.keys)
@@ -421,7 +438,7 @@ class Tiers:
                 self.disk.drop(key)
 
     def held(self) -> tuple[list[Sequence[BlockId]], list[Sequence[HostBlockId]]]:
-        """Return the pages and the host blocks that transfers hold, and those that are to set out."""
+        """Return the pages and the host blocks that transfers hold, those that are queued included."""
         going = [going.transfer for going in self._going.values()]
         pages: list[Sequence[BlockId]] = [transfer.pages for transfer in going]
         blocks: list[Sequence[HostBlockId]] = [transfer.blocks for transfer in going]

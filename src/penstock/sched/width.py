@@ -1,14 +1,13 @@
-"""How wide a step may be, after one that was too wide for the memory."""
+"""Narrows steps after one that was too large for the memory, and widens them again."""
 
 from penstock.step.plan import Plan
 
 _SMOOTH, _SMOOTHEST = 8, 4096
-"""Steps after which twice as much is tried again, where one was too large for the memory; twice as many each
-time that it was, and at most."""
+"""Steps after which twice as much is tried again: at first, and at most. Each failure doubles them."""
 
 
 class StepWidth:
-    """The most tokens and requests of a step: the limits, or fewer for a while."""
+    """Holds the most tokens and requests of a step: the limits, or fewer for a while."""
 
     def __init__(self, tokens: int, rows: int) -> None:
         self._most = self.tokens, self.rows = tokens, rows
@@ -17,14 +16,15 @@ class StepWidth:
 
     @property
     def narrowed(self) -> tuple[int, int] | None:
-        """The most tokens and requests of a step, if these are fewer than the limits."""
+        """Return the most tokens and requests of a step if these are below the limits, else None."""
         return None if (self.tokens, self.rows) == self._most else (self.tokens, self.rows)
 
     def narrow(self, plan: Plan, least: int) -> bool:
-        """Halve the width, since the step of this plan was too large. Return False if it cannot be smaller:
-        the plan is of one request, with at most `least` tokens.
+        """Halve the width, since the step of this plan was too large.
 
-        After some steps that succeed the width is doubled, and later each time that this was too much.
+        After some steps that succeed the width is doubled again, each time later if that fails.
+
+        Returns False if it cannot be smaller: the plan is of one request, with at most `least` tokens.
         """
         if len(plan.shares) == 1 and plan.tokens <= least:
             return False

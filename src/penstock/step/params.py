@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen: as a user writes it, and as the engine runs it."""
+"""Holds sampling settings, as a user writes them and as the engine runs them."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,41 +8,44 @@ from penstock.base.errors import RequestError
 from penstock.step.structure import Structure
 
 _MOST_BIAS = 1e30
-"""Of a logit: finite in float32, also after a penalty."""
+"""Largest bias of a logit. It stays finite in float32, also after a penalty."""
 
 
 MOST = 2**63 - 1
-"""Of whole numbers: what a tensor holds."""
+"""Largest whole number of a setting: an int64 tensor holds it."""
 MOST_OUTPUTS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The sampling settings of one request. `None` means: as the model's generation_config.json says, else no
-    effect. Raises RequestError when a value is out of range.
+    """Holds the sampling settings of one request, which check themselves.
+
+    None means: as the model's generation_config.json says, else no effect.
 
     temperature: 0 is greedy; above 0 divides the logits. Without a model default: 1.0.
     top_k: keep the k most probable tokens; 0 keeps all.
-    top_p: keep the smallest set of tokens whose probability reaches p (nucleus sampling, Holtzman et al.
-    2019).
+    top_p: keep the smallest set of tokens that together have a probability of p (nucleus sampling, Holtzman
+        et al. 2019).
     min_p: drop tokens less probable than min_p times the most probable one (Nguyen et al. 2024).
     repetition_penalty: above 1 makes every token of prompt and output less likely (Keskar et al. 2019).
     presence_penalty, frequency_penalty: subtracted from a token's logit once if it is in the output, and once
-    per occurrence.
+        per occurrence.
     logit_bias: token id to a number added to its logit.
-    seed: the same seed, prompt and settings give the same random numbers, whatever else runs in the batch.
+    seed: the same seed, prompt and settings give the same random numbers, whatever else is in the batch.
     stop: strings that end the output, and are cut from it unless `include_stop`.
     stop_token_ids: tokens that end the output, beside the model's own end tokens.
-    shown_tokens: special tokens that are part of the text, which is without the others.
+    shown_tokens: special tokens that are part of the text; others are left out.
     min_tokens: no end token is sampled before this many.
     max_tokens: at most this many; None up to the context's end.
     ignore_eos: go on after the model's end tokens.
-    structure: what an output must be as a whole, such as JSON of a schema. It ends by itself when it is.
-    n: how many independent outputs for the prompt.
-    logprobs: None, or how many most likely tokens to report with each output token, beside the chosen one; -1
-    is the whole vocabulary. Log-probabilities are of the model's own distribution, before penalties and
-    temperature.
+    structure: form of the whole output, such as JSON of a schema. The output ends when it is complete.
+    n: number of independent outputs for the prompt.
+    logprobs: number of most likely tokens to report with each output token, beside the chosen one; -1 is the
+        whole vocabulary, None reports nothing. Log-probabilities are of the model's own distribution, before
+        penalties and temperature.
     prompt_logprobs: the same for each prompt token but the first.
+
+    Raises RequestError if a value is out of range.
     """
 
     temperature: float | None = None
@@ -126,7 +129,7 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings, also where a single one was given."""
+        """Return the stop strings as a tuple, also where a single one was given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
@@ -155,8 +158,7 @@ def _whole(
 
 
 def shown(value: object) -> str:
-    """Return `value` as a message may carry it: short, also where Python refuses to write a number out for
-    its length."""
+    """Return `value` as text for a message: short, also for integers that Python refuses to print."""
     if isinstance(value, int) and abs(value) > 2**256:
         return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1} or more"
     text = " ".join(repr(value).split())
@@ -165,7 +167,10 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The settings of a request with every default filled in, as a Plan carries them to the ranks."""
+    """Sampling holds the settings of a request with every default filled in, as a plan carries them to ranks.
+
+    end_tokens: tokens that end the output: the model's own unless ignored, and the request's.
+    """
 
     temperature: float
     top_k: int
@@ -177,7 +182,6 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...]
     seed: int
     end_tokens: frozenset[int]
-    """Tokens that end the output: the model's own unless ignored, and the request's."""
     min_tokens: int
     logprobs: int | None
     prompt_logprobs: int | None
@@ -185,5 +189,5 @@ class Sampling:
 
     @property
     def penalised(self) -> bool:
-        """Whether logits depend on which tokens prompt and output have."""
+        """Tell whether logits depend on the tokens of prompt and output."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

@@ -1,10 +1,10 @@
-"""How a request ends."""
+"""Says how a request ends."""
 
 from enum import StrEnum
 
 
 class FinishReason(StrEnum):
-    """The reason why an output has no more tokens."""
+    """A FinishReason says why an output has no more tokens."""
 
     STOP = "stop"
     """An end token or a stop string."""
@@ -12,5 +12,4 @@ class FinishReason(StrEnum):
     """max_tokens or the end of the context."""
     ABORT = "abort"
     ERROR = "error"
-    """Its structure could not be followed any further, the model's logits were not numbers, or the device has
-    too little memory for its smallest step: it is not what was asked for."""
+    """An error: a broken structure, NaN logits, or too little device memory for the smallest step."""

@@ -1,5 +1,4 @@
-"""What an output must be as a whole: JSON of a schema, or text of a regular expression, a list or a
-grammar."""
+"""Describes the form of a whole output: JSON of a schema, a regular expression, a choice, or a grammar."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,14 +8,13 @@ from enum import Enum
 from penstock.base.errors import StructureError
 
 LONGEST = 64 << 10
-"""Characters of one."""
+"""Most characters of a structure's text."""
 DEEPEST = 400
-"""Values of a schema one within the other. Whoever compiles it may allow less, and goes down into it with
-calls."""
+"""Deepest nesting of a schema's values. Compilers descend by recursion, and may allow less."""
 
 
 class StructureKind(Enum):
-    """The language that a structure is written in."""
+    """A StructureKind names the language that a structure is written in."""
 
     JSON_SCHEMA = "JSON schema"
     JSON_OBJECT = "JSON object"
@@ -27,11 +25,12 @@ class StructureKind(Enum):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Structure:
-    """A form that an output must have. It is made by one of the methods below, which raise StructureError for
-    what is plainly none; the rest is found by whoever compiles it.
+    """A structure is a form that an output must have (guided decoding).
 
-    `text` is a schema as JSON, a regular expression, the strings to choose from as JSON, or a grammar. Of a
-    JSON object there is none.
+    The methods below make it. They raise StructureError for obvious mistakes; compiling it finds the others.
+
+    text: a schema as JSON, a regular expression, a list of strings as JSON, or a grammar. Empty for any JSON
+        object.
     """
 
     kind: StructureKind
@@ -49,8 +48,10 @@ class Structure:
 
     @staticmethod
     def regex(pattern: str) -> "Structure":
-        """Return the form of text that a regular expression matches as a whole, in the syntax of Rust's
-        `regex`, without look-around and back-references."""
+        """Return the form of text that a regular expression matches as a whole.
+
+        The syntax is that of Rust's `regex`, without look-around and back-references.
+        """
         return Structure(StructureKind.REGEX, _bounded(StructureKind.REGEX, pattern))
 
     @staticmethod
@@ -76,7 +77,7 @@ class Structure:
 
 
 def _written(schema: object) -> str:
-    """A JSON schema as text in one form."""
+    """Return a JSON schema as text in one form."""
     if isinstance(schema, str):
         _bounded(StructureKind.JSON_SCHEMA, schema)
         try:
@@ -99,7 +100,7 @@ def _written(schema: object) -> str:
 
 
 def _depth(value: object) -> int:
-    """Of JSON, whose values are in no circle."""
+    """Return the nesting depth of JSON. Its values must not contain themselves."""
     depth, level = 0, [value]
     while level:
         depth += 1

@@ -1,14 +1,12 @@
-"""Kernels that take long to compile, compiled side by side before an engine needs them.
+"""Compiles the kernels that an engine needs side by side, before it needs them.
 
 A kernel is compiled when it is first launched, and kept on disk for later processes. One after the other,
-they are most of what the first start on a machine takes; a compiler leaves the interpreter to other threads
-for most of its time. So the real decoder runs steps over blank weights while launches of our kernels are only
-noted; then threads compile and load what was noted, each kernel by itself. Where all have been compiled
-before this takes a moment.
+they are most of the first start on a machine. A compiler releases the interpreter's lock for most of its
+time. So the real decoder runs steps over blank weights while launches of our kernels are only noted. Then
+threads compile and load the noted kernels. If all have been compiled before, this takes a moment.
 
-Why this is safe: what a kernel would have written is memory as torch gives it, and torch's own operations,
-which do run, may take it for indices. Within `ZeroFilled` that memory is zeros, and 0 is an index of
-everything.
+Why this is safe: kernels that do not run leave memory as torch gives it, and torch's own operations, which do
+run, may take it for indices. Within `ZeroFilled` that memory is zeros, and 0 is an index of everything.
 """
 
 import os
@@ -37,8 +35,10 @@ _FILLING: dict[object, Callable[..., Tensor]] = {
 
 
 def prepare(device: torch.device) -> None:
-    """Begin, on a thread, what takes a while and needs no device yet. To be called before the device is first
-    used."""
+    """Begin slow preparations on a thread, those that need no device.
+
+    Call it before the device is first used.
+    """
     if reads_pages(device):
         Thread(target=_prepare, name="penstock-prepare", daemon=True).start()
 
@@ -48,27 +48,26 @@ def _prepare() -> None:
         from triton.runtime import driver
         from triton.runtime.cache import triton_key
 
-        _ = driver.active  # The first time on a machine, a C compiler makes a part of it.
-        # A digest of all of Triton, which every name in its cache begins with; kept by Triton once it is
-        # known.
-        triton_key()
+        _ = driver.active  # The first time on a machine, a C compiler builds a part of it.
+        triton_key()  # A digest of all of Triton, part of every key of its cache. Triton keeps it.
 
 
 def compile_ahead(
     make: Callable[[], Runner], device: torch.device, sizes: StepSizes, *, recorded: bool
 ) -> None:
-    """Compile the kernels of ours that a runner's steps launch on a CUDA device; without kernels do nothing.
+    """Compile our kernels that a runner's steps launch on a CUDA device. Without kernels do nothing.
 
-    make: makes the runner, attached to blank weights and a pool of one block. recorded: whether steps will be
-    recorded. If that turns out otherwise, or anything fails here, what is missing is compiled when it is
-    needed.
+    If steps differ from these, or anything fails here, missing kernels are compiled when they are needed.
+
+    make: makes the runner, attached to blank weights and a pool of one block.
+    recorded: whether steps will be recorded.
     """
     if not reads_pages(device):
         return
 
     def ready(compile: Callable[[], Any]) -> None:
         with torch.cuda.device(device), suppress(Exception):
-            _ = compile().run  # By which it is loaded.
+            _ = compile().run  # This loads it.
 
     with torch.cuda.device(device), suppress(Exception):
         runner = make()
@@ -87,10 +86,10 @@ def compile_ahead(
 
 
 class ZeroFilled(TorchFunctionMode):
-    """Within it, memory that this thread asks of torch is zeros, where it might hold anything."""
+    """Fills memory that this thread allocates through torch with zeros, instead of leaving it undefined."""
 
     def __torch_function__(
         self, function: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch, or in its place the one that fills with zeros."""
+        """Call a function of torch, or its zero-filled counterpart."""
         return _FILLING.get(function, function)(*args, **(kwargs or {}))

@@ -1,5 +1,8 @@
-"""Sums and gathers over the ranks of a model, in every layer: few rows in one launch of ours where GPUs reach
-each other, all else by the group's library."""
+"""Sums and gathers tensors over the ranks of a model, in every layer.
+
+Few rows are summed by one launch of ours, where GPUs reach each other's memory. All else goes by the group's
+library.
+"""
 
 import logging
 from dataclasses import replace
@@ -14,7 +17,7 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.config import peers_disabled
 from penstock.base.errors import DeviceError
 from penstock.memory.windows import Window
-from penstock.ops.kernels import sum_kernels
+from penstock.ops.kernels import triton_kernels
 from penstock.ops.norm import add_rms_norm
 
 if TYPE_CHECKING:  # Needed by several ranks alone.
@@ -26,22 +29,24 @@ _TRIAL = 30_000_000_000
 
 
 class RankCollectives:
-    """Exchanges what a decoder asks of other ranks: by the group, which knows nothing of models, with the
-    widths of every rank's logits; and where GPUs reach each other, sums of few rows in one launch, through
-    windows (`ops.triton.sums`)."""
+    """Provides the decoder's collectives over ranks.
+
+    They go through the group. Where GPUs reach each other, sums of few rows take one launch, through windows
+    (`ops.triton.sums`).
+    """
 
     def __init__(self, group: "Group", spec: ModelSpec, dtype: torch.dtype) -> None:
         self._group, self._hidden, self._dtype = group, spec.hidden_size, dtype
         self.widths = [len(cut(spec.vocab_size, Shard(rank, group.ranks))) for rank in range(group.ranks)]
-        """Of each rank's part of the logits."""
+        """Width of each rank's part of the logits."""
         self.rows = 0
-        """Sums of up to so many take one launch."""
+        """Sums of up to so many rows take one launch."""
         self.bytes = 0
-        """Of the device, for good."""
+        """Bytes of the device that windows take."""
         self._window: Window | None = None
 
     def open(self) -> None:
-        """Open windows, where that is possible. On all ranks at once."""
+        """Open windows, if GPUs reach each other. All ranks call it at once."""
         group = self._group
         kernels = _kernels(group.device) if group.near else None
         if kernels is None or not kernels.suits(self._hidden, self._dtype):
@@ -63,14 +68,14 @@ class RankCollectives:
             self._use_nccl("what one GPU wrote did not come to another; set NCCL_P2P_DISABLE=1")
 
     def all_reduce(self, x: Tensor) -> None:
-        """Put the sum over all ranks in the place of `x` `[rows, hidden]`, contiguous."""
+        """Replace `x` `[rows, hidden]`, contiguous, by its sum over all ranks."""
         if 0 < len(x) <= self.rows:
             self._kernels.all_reduce(x, self._shared)
         else:
             self._group.all_reduce(x)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add the sum of `x` over all ranks to `residual` in place, and return the norm of that, all `[rows,
+        """Add the sum of `x` over all ranks to `residual` in place, and return its norm: all `[rows,
         hidden]`."""
         if 0 < len(x) <= self.rows:
             normed: Tensor = self._kernels.sum_rms_norm(x, residual, weight, eps, self._shared)
@@ -79,17 +84,17 @@ class RankCollectives:
         return add_rms_norm(x, residual, weight, eps)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return all ranks' logits `[rows, vocab]`."""
+        """Return the logits of all ranks side by side, `[rows, vocab]`."""
         return self._group.gather(x, self.widths)
 
     def close(self) -> None:
-        """Once no other rank is left. Nobody waits for any: freeing would wait for who does."""
+        """Close windows when no other rank is left. It waits for none, as freeing would wait for kernels."""
         if self._window is not None:
             self._group.abort()
             self._window.close()
 
     def _addresses(self, size: int) -> list[int]:
-        """Return where the windows of all begin for this device; none where any two GPUs do not reach each
+        """Return the addresses of all ranks' windows on this device; none if two GPUs do not reach each
         other."""
         group, addresses, why = self._group, list[int](), ""
         if peers_disabled():
@@ -115,8 +120,7 @@ class RankCollectives:
         return []
 
     def _tried(self, rows: int) -> bool:
-        """Tell whether a sum of as many rows as may be comes out right on all ranks, in time that also
-        suffices to compile it."""
+        """Tell whether the largest sum is right on all ranks. The time limit allows for compiling it."""
         group = self._group
         x = torch.arange(rows, device=group.device).remainder(7).to(self._dtype)[:, None].repeat(
             1, self._hidden
@@ -141,26 +145,25 @@ class RankCollectives:
 
 
 class Unsummed:
-    """Launches what `RankCollectives` would in a pass whose results nobody reads, and waits for no other
-    rank."""
+    """Launches the kernels of `RankCollectives` without other ranks, in a pass with meaningless results."""
 
     def __init__(self, collectives: RankCollectives) -> None:
         self._collectives = collectives
 
     def all_reduce(self, x: Tensor) -> None:
-        """Launch the sum of so few rows that one launch makes it."""
+        """Launch the sum, if it has few enough rows for one launch."""
         if len(x) <= self._collectives.rows:
             self._collectives.all_reduce(x)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Launch what adds and norms so many rows `[rows, hidden]`, and return a result of that shape."""
+        """Launch addition and norm of `[rows, hidden]`, and return a result of that shape."""
         few = len(x) <= self._collectives.rows
         return (self._collectives.add_rms_norm if few else add_rms_norm)(x, residual, weight, eps)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return a tensor of the shape that all ranks' `[rows, width]` have beside each other."""
+        """Return a tensor of the shape of all ranks' `[rows, width]` side by side."""
         return x.new_empty(len(x), sum(self._collectives.widths))
 
 
 def _kernels(device: torch.device) -> ModuleType | None:
-    return sum_kernels() if device.type == "cuda" else None
+    return triton_kernels("sums") if device.type == "cuda" else None

@@ -54,17 +54,18 @@ if TYPE_CHECKING:
 
 _IDLE: list[torch.cuda.Stream] = []
 _COUNTERS = 256
-"""So many tiles of a product may be shared by programs."""
+"""Most tiles of a product that programs may share."""
 _IN_FLIGHT = 2
 """Steps that may be under way at once."""
 _WHERE = 4
-"""Numbers of a step's inputs before its rows': of a run where it begins, and its tokens; so many that what
-follows is aligned."""
+"""Numbers of a step's inputs before those of its rows: a run's first position and its tokens, and padding."""
 
 
 class DecodeStep:
-    """The pass of a step over inputs at fixed addresses: a decode step of at most `rows` rows, or a run of at
-    most `tokens` tokens."""
+    """Computes a step over inputs at fixed addresses: decode rows, or the tokens of a run.
+
+    rows, tokens: the most that there may be.
+    """
 
     def __init__(
         self,
@@ -78,8 +79,12 @@ class DecodeStep:
         tokens: int,
         max_length: int,
     ) -> None:
-        """Allocate the inputs and outputs. table: int32 `[rows + 1, blocks]`, the pages of each row, the last
-        nobody's; newest: int64 `[rows + 1]`, its newest token."""
+        """Allocate inputs and outputs.
+
+        table: int32 `[rows + 1, blocks]`, the pages of each row. The last row is for padding.
+        newest: int64 `[rows + 1]`, each row's newest token.
+        rows, tokens: the most that a step may have.
+        """
         self._decoder, self._angles, self._pool, self._table, self._newest = (
             decoder,
             angles,
@@ -110,7 +115,7 @@ class DecodeStep:
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def give(self, shares: Sequence[Share], count: int) -> None:
-        """Send what the step of `count` rows needs of its shares, which get one new page each at most."""
+        """Send the inputs of a step of `count` rows. Each share may have one new page at most."""
         staging, fields = self._next(count)
         used = len(shares)
         fields[0, :used] = [share.row for share in shares]
@@ -124,8 +129,10 @@ class DecodeStep:
         self._given[: len(staging)].copy_(staging, non_blocking=True)
 
     def give_run(self, share: Share | None, count: int) -> None:
-        """Send what the run of `count` tokens needs of its share, whose new pages are in the table already;
-        without one it is nobody's."""
+        """Send the inputs of a run of `count` tokens.
+
+        Its new pages must be in the table. None is all padding.
+        """
         staging, fields = self._next(count)
         used = len(share.tokens) if share else 0
         staging.numpy()[:_WHERE] = share.start if share else 0, used, 0, 0
@@ -138,20 +145,22 @@ class DecodeStep:
         self._given[: len(staging)].copy_(staging, non_blocking=True)
 
     def suits(self, share: Share) -> bool:
-        """Tell whether such a run is attended to in pages: the same on all ranks, which replay alike."""
+        """Tell whether a run is attended to in pages. The answer is the same on all ranks."""
         spec = self.spec
         head_bytes = spec.head_dim * DTYPE_BYTES[self._pool.layout.dtype]
         return suits_run(len(share.tokens), share.stop, spec.heads // spec.kv_heads, head_bytes)
 
     def _next(self, count: int) -> tuple[Tensor, NDArray[np.int32]]:
-        """Staging for so many rows, and in it their fields; who has been given it before has used it."""
+        """Return a staging buffer for so many rows, and a view of its fields.
+
+        The last step that used it has ended.
+        """
         self._turn = (self._turn + 1) % _IN_FLIGHT
         staging = self._staging[self._turn][: _WHERE + FIELDS * count]
         return staging, staging.numpy()[_WHERE:].reshape(FIELDS, count)
 
     def compute(self, count: int, weights: Weights) -> None:
-        """Compute the step of `count` rows: their logits, and the likeliest token of each, also as their
-        newest."""
+        """Compute the step of `count` rows: their logits and likeliest tokens, which become their newest."""
         given, placed = self._place(count)
         rows = Rows(count, placed.table, placed.lengths, self._max_length, (), self._arrivals)
         attention = AttentionInputs(placed.blocks, placed.offsets, placed.slots, rows, ())
@@ -160,7 +169,7 @@ class DecodeStep:
         self._finish(self._decoder.forward(weights, self._pool.layers, inputs), given[0], weights)
 
     def compute_run(self, count: int, weights: Weights) -> None:
-        """Compute the run of `count` tokens: logits and likeliest token of its last, as of a first row."""
+        """Compute the run of `count` tokens: its last one's logits and likeliest token, in the first row."""
         given, placed = self._place(count)
         where, pages = (
             self._given[:2],
@@ -193,11 +202,10 @@ class DecodeStep:
 
 
 class DecodeGraphs:
-    """Recorded steps for several numbers of rows, and of runs for several numbers of tokens, in memory that
-    they share."""
+    """Holds recorded steps for several numbers of rows, and of tokens of a run, in shared memory."""
 
     def __init__(self, step: DecodeStep, weights: WeightStream, rows: int, tokens: int) -> None:
-        """Record nothing yet. rows, tokens: as of the step."""
+        """Record nothing yet. rows, tokens: as for the step."""
         self._step, self._weights = step, weights
         self._counts, self._runs = row_counts(rows), run_counts(step.spec, tokens)
         self._programs: dict[int, _Program] = {}
@@ -217,8 +225,11 @@ class DecodeGraphs:
         return self._runs
 
     def record(self, *, record_runs: bool, early: bool) -> None:
-        """Record all, if wanted runs too. Nothing else may compute meanwhile; no group moves, and what is
-        computed is rubbish that nobody reads. early: kernels begin before the one before has ended."""
+        """Record all steps. Nothing else may compute meanwhile; no group moves, and results are meaningless.
+
+        record_runs: whether runs are recorded too.
+        early: whether kernels begin before the one before has ended.
+        """
         begin, device = perf_counter(), self._step.tokens.device
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_reserved(device)
@@ -258,7 +269,7 @@ class DecodeGraphs:
         return program
 
     def close(self) -> None:
-        """Let go of what was recorded, whoever still has this: NCCL does not end before."""
+        """Release the recorded graphs, even if this object is still referenced: NCCL ends only after them."""
         self._programs.clear()
         self._run_programs.clear()
         for program in self._every:
@@ -268,8 +279,11 @@ class DecodeGraphs:
             _IDLE.append(stream)
 
     def fits(self, plan: Plan) -> bool:
-        """Tell whether there is such a step for this plan: each share is a token of a row whose KV is in
-        pages, and yields another; or it is one run, likewise, which does not read too much for that."""
+        """Tell whether a recorded step serves this plan.
+
+        Each share must be one token of a row with KV in pages, and yield another token; or the plan is one
+        such run, which does not read too much.
+        """
         shares = plan.shares
         if plan.runs:
             return len(shares) == 1 and self._fits_run(shares[0])
@@ -289,8 +303,10 @@ class DecodeGraphs:
         return not beyond_pages and not share.next_prompt_tokens and self._step.suits(share)
 
     def run(self, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Logits `[shares, vocab]` and the likeliest tokens `[shares]`, at addresses that the next step uses
-        again."""
+        """Compute a plan.
+
+        Return logits `[shares, vocab]` and likeliest tokens `[shares]`, until the next step.
+        """
         used = len(plan.shares)
         self._weights.begin_pass()
         if plan.runs:

@@ -21,9 +21,9 @@ from penstock.ops.attention.inputs import (
     AttentionInputs,
     ColdInputs,
     ColdTile,
+    QueryRun,
     RowGroup,
     Rows,
-    Run,
     Scratch,
 )
 from penstock.ops.rope import RotaryAngles
@@ -34,27 +34,31 @@ from penstock.worker.tiling import Stretch, Table, stretches
 Ints = NDArray[np.int64]
 
 _PADDING = 1.3
-"""A group of rows is padded to its longest; a row that would be padded by more than this starts a new
-group."""
+"""Largest ratio of a group's longest row to its shortest, since rows are padded to the longest."""
 
 ROW_KEYS = PAST_TILE // 2
-"""Keys, padding included, that a group of rows gathers at most: what bounds its memory, which is kept."""
+"""Most keys that a group of rows gathers, padding included. It bounds the scratch memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """The inputs of a step, and which of the wanted hidden states belong to whom: first one for each sampling
-    share, in order, then those of prompts."""
+    """StepTensors holds the inputs of a step, and says to which share each wanted hidden state belongs.
+
+    First comes one for each sampling share, in order, then those of prompts.
+
+    samples: number of sampling shares.
+    prompt_positions: for each share, how many positions report a prompt token's log-probability.
+    tiles: tiles that stream from host memory, as `inputs.attention.cold` lists them.
+    sends: KV that goes to host blocks.
+    readers: rows and runs that attend to the choice of a policy.
+    """
 
     inputs: StepInputs
     samples: int
     prompt_positions: tuple[int, ...]
-    """For each share, how many of its positions report a prompt token's log-probability."""
     tiles: tuple[Tile, ...] = ()
-    """What passes by from host memory, as `inputs.attention.cold` lists it."""
     sends: tuple[Send, ...] = ()
     readers: tuple[Reader, ...] = ()
-    """Those rows and runs that attend to what a policy chooses."""
 
 
 class InputBuilder:
@@ -83,12 +87,15 @@ class InputBuilder:
         self._choosing = choosing
         self.scratch = scratch or Scratch()
         self._tiling: tuple[object, _Tiling] | None = None
-        """Of the last step with tiles, and for what: the same serves until somebody's blocks change."""
+        """The tiles of the last step, and the shares that they are for.
+
+        They stay valid until blocks change.
+        """
 
     def build(self, plan: Plan, newest: Tensor) -> StepTensors:
         """Return the tensors of a step.
 
-        newest: each row's newest token, int64 `[rows]`, for those that the plan does not know.
+        newest: each row's newest token, int64 `[rows]`, for tokens that are UNKNOWN to the plan.
         """
         self.tables.note(plan)
         self.tables.note_on_device(plan)
@@ -164,7 +171,7 @@ class InputBuilder:
 
     @property
     def angles(self) -> RotaryAngles:
-        """The rotary angles of the model."""
+        """Return the rotary angles of the model."""
         return self._angles
 
     def _tokens(self, tokens: Ints, shares: Sequence[Share], first: Ints, newest: Tensor) -> Tensor:
@@ -230,7 +237,10 @@ class InputBuilder:
         return _Tiling(tuple(tiles), tuple(cold), tuple(stretch.members for stretch in found))
 
     def _seen(self, tiling: "_Tiling", shares: Sequence[Share]) -> dict[int | None, tuple[int, ...]]:
-        """A window hides a tile that ends before what its first query sees."""
+        """Return the tiles that a layer with each window sees.
+
+        A tile before its first query's window is hidden.
+        """
         oldest = [min(shares[member].start for member in members) for members in tiling.members]
         return {
             window: tuple(
@@ -246,8 +256,10 @@ class InputBuilder:
         return send(values, self._device)
 
     def _rope_lengths(self, shares: Sequence[Share]) -> list[int]:
-        """Dynamic scaling makes a prompt's frequencies for the prompt's length, and each later token's for
-        its own position's."""
+        """Return the sequence length of each token that dynamic RoPE uses.
+
+        It is the prompt's length for a prompt's tokens, and the position's for later ones.
+        """
         return [
             max(share.prompt_length, position + 1)
             for share in shares
@@ -255,14 +267,17 @@ class InputBuilder:
         ]
 
     def _last(self, shares: Sequence[Share]) -> AttentionInputs:
-        """The newest token of each share that samples, which is in pages, as a row. Nothing is written."""
+        """Return the newest token of each sampling share as a row.
+
+        It must be in pages. Nothing is written.
+        """
         nowhere = self._send(np.empty(0, dtype=np.int64))
         return AttentionInputs(
             nowhere, nowhere, nowhere, self._rows([share for share in shares if share.sample]), ()
         )
 
     def _rows(self, shares: Sequence[Share]) -> Rows | None:
-        """The newest tokens of these shares, the others of each being in pages or before its tail."""
+        """Return these shares as rows. Their other tokens are in pages, or before the tail."""
         if not shares:
             return None
         cold = np.array([share.cold_start for share in shares], dtype=np.int32)
@@ -322,7 +337,7 @@ class InputBuilder:
             cold,
         )
 
-    def _runs(self, shares: Sequence[Share], first: Ints) -> tuple[Run, ...]:
+    def _runs(self, shares: Sequence[Share], first: Ints) -> tuple[QueryRun, ...]:
         runs = []
         for at, share in zip(first, shares, strict=True):
             if share.kind is not ShareKind.DECODE:
@@ -330,7 +345,7 @@ class InputBuilder:
                 begin, end = (0, share.stop) if paged else (share.cold_start, share.start)
                 table = self._table[share.row, begin // self._block_size : -(-end // self._block_size)]
                 runs.append(
-                    Run(
+                    QueryRun(
                         int(at),
                         len(share.tokens),
                         share.start,
@@ -344,8 +359,10 @@ class InputBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """A step's tiles, as they are moved and as they are attended to, and the indices of the shares that
-    attend to each."""
+    """Holds a step's tiles, as they are moved and as they are attended to.
+
+    members: indices of the shares that attend to each tile.
+    """
 
     tiles: tuple[Tile, ...]
     cold: tuple[ColdTile, ...]

@@ -1,24 +1,23 @@
-"""One engine on several devices: rank 0 leads, the others carry out the same plans in the same order.
+"""Runs one engine on several devices: rank 0 leads, the others carry out the same plans in the same order.
 
 How all ranks stay in agreement. Every message has a number, and a follower takes only the next one. A plan
-has collectives in its midst, so a rank cannot leave it half done: rank 0 sends and begins it on a thread of
-its own, which no interrupt reaches. An interrupt strikes the thread that called `begin`, wherever it may:
-either the plan has not been put for that other thread, which is one call, and then no rank ever gets it; or
-it has, and then all ranks begin it, behind which `settle` is put. Nothing in between can be seen.
+contains collectives, so a rank cannot leave it half done: rank 0 sends and begins it on a thread of its own,
+which no interrupt reaches. An interrupt strikes the thread that called `begin`. Either the plan has not been
+put for that other thread, which is one call, and then no rank ever gets it. Or it has, and then all ranks
+begin it, and `settle` comes behind it. Nothing in between can be seen.
 
-A step may be begun before the one before it has ended. Rank 0 says both, the begin and the end, and the
-others do the same in the same order, so none of them is ever further ahead than rank 0, and all of them call
-their collectives in one order. A follower waits at an end as rank 0 does: a step that uses memory again which
-the one before the last has read, as staging, is begun behind its end on every rank. Tokens that a plan does
-not know are drawn on every rank from logits of the same bits, and where more than the likeliest is wanted
-they are rank 0's.
+A step may begin before the one before it has ended. Rank 0 announces both, the begin and the end, and the
+others do the same in the same order. So none of them is ever further ahead than rank 0, and all call their
+collectives in one order. A follower waits at an end as rank 0 does: a step that reuses memory of the step
+before the last, such as staging, begins behind its end on every rank. Tokens that a plan does not know are
+drawn on every rank from logits of the same bits. Where more than the likeliest is wanted, rank 0's are used.
 
 A transfer between tiers has landed when it has on every rank: each copies its own part of a block, at its own
-pace. As long as any is under way, ranks exchange what has landed at the end of each step. A block that any of
+pace. While any is under way, ranks exchange which have landed at the end of each step. A block that any of
 them has lost is lost.
 
-A failure on any rank is the end of all: the others would wait for it. It is raised by every call from then
-on, but `close`.
+A failure on any rank ends all, since the others would wait for it. Every later call raises it, except
+`close`.
 """
 
 from collections import deque
@@ -44,17 +43,17 @@ T = TypeVar("T")
 _GLANCE = 0.5
 """Seconds between two looks at the followers, while rank 0 computes."""
 _LET_GO = 10.0
-"""Seconds in which what computes here must end once a follower has failed, before it is left to itself."""
+"""Seconds that work here may still take once a follower has failed, before it is abandoned."""
 _GRACE = 20.0
 """Seconds that followers have to close."""
 
 
 class RankPart(Protocol):
-    """Does what a rank does of the work: it is a Runner."""
+    """Does one rank's share of the work: it is a Runner."""
 
     @property
     def carrier(self) -> Carrier | None:
-        """Return what moves KV beyond the device, if there is any."""
+        """Return the carrier of KV beyond the device, if there is any."""
 
     @property
     def ahead(self) -> bool:
@@ -64,10 +63,10 @@ class RankPart(Protocol):
         """Begin a plan."""
 
     def settle(self) -> tuple[Landed, ...]:
-        """Wait for all that is under way, after a step that was broken off."""
+        """Wait for all that is under way, after an interrupted step."""
 
     def close(self) -> None:
-        """Let go of weights and KV."""
+        """Release weights and KV."""
 
 
 class _Kind(Enum):
@@ -79,13 +78,15 @@ class _Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """Goes from rank 0 to all others."""
+    """Goes from rank 0 to all others.
+
+    collect: whether the ranks then exchange which transfers have landed.
+    """
 
     number: int
     kind: _Kind
     plan: Plan | None
     collect: bool
-    """Tells whether the ranks exchange what has landed, at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +98,11 @@ _MESSAGES, _REPORTS = Codec(_Message), Codec(_Report)
 
 
 def serve(receive: Callable[[], bytes], part: RankPart, group: Group) -> None:
-    """A follower: do what rank 0 says until it says that it is over, and close. Raises whatever the work
-    does, and DeviceError if messages are not in order; then this process must end, from which the others
-    learn of it."""
+    """Serve as a follower: do what rank 0's messages say until it closes.
+
+    Raises every error of the work, and DeviceError if messages are not in order. The process must end then,
+    which is how the others notice.
+    """
     landed: tuple[Landed, ...] = ()
     under_way = deque[Step]()
     number = 0
@@ -131,7 +134,7 @@ def serve(receive: Callable[[], bytes], part: RankPart, group: Group) -> None:
 
 
 class _Job(Task):
-    """One whose caller may wait for a while at a time."""
+    """Wakes its caller when it is done, so that the caller can wait for a while at a time."""
 
     __slots__ = ("_woken",)
 
@@ -145,32 +148,31 @@ class _Job(Task):
 
 
 class Leader:
-    """Rank 0, as an engine's ranks: all of them together. Takes over its part of the work, the crew and the
-    group."""
+    """Leads all ranks together, as rank 0. It takes over its own part of the work, the crew and the group."""
 
     def __init__(
         self, part: RankPart, crew: Crew, group: Group, alone: Callable[[], object] = lambda: None
     ) -> None:
-        """alone: to be called when this process is the only one again."""
+        """Lead the ranks. alone: called when this process is the only one again."""
         self._part, self._crew, self._group, self._alone = part, crew, group, alone
         self._workers = Workers(1, "rank 0")
         self._job: _Job | None = None
-        """Given to the thread last, among those that somebody waits for."""
+        """The last job that a caller waits for."""
         self._woken: SimpleQueue[None] = SimpleQueue()
         self._closed = self._ended = False
-        # The other thread's, as long as it has a job:
+        # The other thread owns these while it has a job:
         self._number = 0
         self._broken: DeviceError | None = None
         self._going: dict[TransferId, list[Landed]] = {}
-        """Of transfers that have not landed on all ranks, what those say on which they have."""
+        """Reports of transfers that have not landed on all ranks, from those on which they have."""
         self._under_way = deque[Step]()
-        """Begun and not ended, on this rank."""
+        """Steps that have begun and not ended on this rank."""
         self._told: list[Landed] = []
-        """Handed out since the last step was begun: a call may have been cut short before anybody took it."""
+        """Reports returned since the last step began. An interrupt may have struck before they were taken."""
 
     @property
     def carrier(self) -> Carrier | None:
-        """Rank 0's own."""
+        """Return rank 0's carrier."""
         return self._part.carrier
 
     @property
@@ -179,46 +181,52 @@ class Leader:
         return self._part.ahead
 
     def begin(self, plan: Plan) -> Step:
-        """Have a plan begun on all ranks. What fails is raised where its outcome is asked for."""
+        """Begin a plan on all ranks. Its `outcome` raises any failure."""
         self._told = []
         self._workers.put(Task(partial(self._begin, plan)))
         return _UnderWay(self)
 
     def run(self, plan: Plan) -> Outcome:
-        """Have a plan run on all ranks, to its end. Raises DeviceError when one of them has failed."""
+        """Run a plan on all ranks to its end. Raises DeviceError if one of them has failed."""
         return self.begin(plan).outcome()
 
     def end(self) -> Outcome:
-        """Return the outcome of the step that was begun first, of those that have not ended. Raises
-        DeviceError when a rank has failed."""
+        """Return the outcome of the oldest step that has not ended.
+
+        Raises DeviceError if a rank has failed.
+        """
         return self._do(self._finish)
 
     def settle(self) -> tuple[Landed, ...]:
-        """Wait for all that is under way after a call that was cut short: all ranks have run its plan, or
-        none has. Return what came of transfers, those included that an interrupted call has not told of.
-        Raises DeviceError when a rank has failed."""
+        """Wait for all that is under way after an interrupted call: all ranks have run its plan, or none.
+
+        Returns the transfers that have landed, those included that an interrupted call did not return. Raises
+        DeviceError if a rank has failed.
+        """
         return self._do(self._settle)
 
     def check(self) -> None:
-        """Raises DeviceError when a rank has failed, also while nothing was asked of it."""
+        """Raise DeviceError if a rank has failed, also between steps."""
         self._check()
 
     def close(self) -> None:
-        """All ranks close, and the other processes end. To be called again if it was interrupted; else that
-        does nothing."""
+        """Close all ranks and end the other processes.
+
+        After an interrupt call it again; otherwise that does nothing.
+        """
         if self._closed:
             return
         if not (self._ended and self._job is not None and self._job.done):
-            with suppress(DeviceError):  # It has been raised before, where somebody could be told of it.
+            with suppress(DeviceError):  # An earlier call has raised it.
                 self._do(self._end)
         self._crew.close()
-        if self._job is None or self._job.done:  # Else it hangs in a device that cannot be had back.
+        if self._job is None or self._job.done:  # Otherwise its thread hangs in the device for ever.
             self._workers.close()
             self._alone()
         self._closed = True
 
     def _do(self, work: Callable[[], T]) -> T:
-        """Do it on the other thread, behind what an interrupted call may have left to it."""
+        """Do the work on the other thread, behind work that an interrupted call may have left there."""
         results: list[T] = []
         job = self._job = _Job(lambda: results.append(work()), self._woken)
         self._workers.put(job)
@@ -231,7 +239,7 @@ class Leader:
         while not job.done:
             with suppress(Empty):
                 self._woken.get(timeout=_GLANCE)
-            failure = self._crew.failure or self._broken  # Others may be well, and wait to be told.
+            failure = self._crew.failure or self._broken  # Other followers may still wait for messages.
             if failure is None or job.done:
                 continue
             late = late or monotonic() + _LET_GO
@@ -288,7 +296,7 @@ class Leader:
         self._number += 1
 
     def _landed(self, own: tuple[Landed, ...]) -> list[Landed]:
-        """Transfers that have landed on all ranks, and were not known to have."""
+        """Return the transfers that have landed on all ranks since the last call."""
         everywhere = []
         for report in self._group.exchange(_REPORTS.encode(_Report(own))):
             for landed in _REPORTS.decode(report).landed:
@@ -300,7 +308,7 @@ class Leader:
 
     @contextmanager
     def _unbroken(self) -> Iterator[None]:
-        """Whatever fails within is the end of all ranks, and so is a rank that has failed meanwhile."""
+        """End all ranks if anything within fails, or if a rank has failed meanwhile."""
         if self._broken is not None:
             raise self._broken
         try:
@@ -326,7 +334,7 @@ class Leader:
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    """A step that all ranks have been told to begin."""
+    """A step is under way on all ranks."""
 
     _leader: Leader
 
@@ -335,8 +343,7 @@ class _UnderWay:
 
 
 def _joined(reports: Sequence[Landed]) -> Landed:
-    """One transfer's, of all ranks: it took as long as the slowest did, and lost what any of them has
-    lost."""
+    """Join all ranks' reports of one transfer: the longest time, and the blocks that any of them has lost."""
     lost = sorted({index for report in reports for index in report.lost})
     gone = dict.fromkeys(key for report in reports for key in report.gone)
     return Landed(reports[0].id, max(report.seconds for report in reports), tuple(lost), tuple(gone))

@@ -50,8 +50,10 @@ class Runner:
         draft: LoadedModel | None = None,
         kernels: bool = True,
     ) -> None:
-        """kernels: whether to launch those of our own, where there are any; plain torch computes
-        otherwise."""
+        """Begin without weights and KV; see `attach`.
+
+        kernels: whether to launch our kernels, where there are any. Otherwise plain torch computes.
+        """
         self.models = {ModelRole.TARGET: target}
         if draft is not None:
             self.models[ModelRole.DRAFT] = draft
@@ -62,7 +64,7 @@ class Runner:
         self._kernels = kernels
         self._heap: Heap | None = None
         self._ended = 0.0
-        """When the last plan did."""
+        """Time at which the last plan ended, by perf_counter."""
 
     def attach(
         self,
@@ -79,8 +81,7 @@ class Runner:
         model.weights, model.pool, model.carrier, model.early = weights, pool, carrier, early
 
     def bound_heap(self, kept: int) -> None:
-        """Keep at most so many bytes of a CPU's heap for reuse between steps from now on, beside what is in
-        use now."""
+        """Keep at most so many bytes of a CPU's heap for reuse between steps, beside those in use now."""
         self._heap = Heap(kept) if self._device.type == "cpu" else None
 
     def record(
@@ -92,9 +93,12 @@ class Runner:
         record_runs: bool,
         role: ModelRole = ModelRole.TARGET,
     ) -> DecodeGraphs:
-        """Record decode steps of up to `rows` rows, which are replayed from now on, and short runs in steps
-        of up to `tokens` tokens, or compute these as if they were. To be called after `attach`, of a model
-        and on a device that allow it."""
+        """Record decode steps of up to `rows` rows, and short runs in steps of up to `tokens` tokens.
+
+        They are replayed from now on. Call it after `attach`, for a model and a device that allow it.
+
+        record_runs: whether runs are recorded. Otherwise they compute the same kernels without a graph.
+        """
         model = self.models[role]
         assert isinstance(model.weights, WeightStream), "record before attach"
         with self._here(), torch.inference_mode():
@@ -129,7 +133,7 @@ class Runner:
 
     @contextmanager
     def _here(self) -> Iterator[None]:
-        """Work on this device, by the kernels that are wanted."""
+        """Work on this device, with or without our kernels as configured."""
         with self._current, plain_torch(not self._kernels):
             yield
 
@@ -139,24 +143,26 @@ class Runner:
         return self.target.carrier
 
     def detach(self) -> None:
-        """Let go of weights and KV, and of what was recorded of them."""
+        """Release weights, KV and recorded steps."""
         for model in self.models.values():
             model.detach()
 
     def close(self) -> None:
-        """Let go of them for good; whatever moves weights or KV ends."""
+        """Release everything for good, and end all that moves weights or KV."""
         for model in reversed(self.models.values()):
             model.close()
         lift_cap(self._device)
 
     @property
     def ahead(self) -> bool:
-        """Tell whether plans are begun before the one before is over: where a device computes by itself."""
+        """Tell whether plans are begun before the one before is over, since the device computes by itself."""
         return self._device.type == "cuda"
 
     def begin(self, plan: Plan) -> "Begun":
-        """Do what the plan says, or have it done. Raises StepMemoryError if the device has too little memory
-        for it; see `settle`."""
+        """Begin a plan, or carry it out.
+
+        Raises StepMemoryError if the device has too little memory; see `settle`.
+        """
         try:
             return self._begin(plan, None)
         except Exception as fault:
@@ -166,7 +172,7 @@ class Runner:
         raise StepMemoryError(short)
 
     def run(self, plan: Plan, layers: tuple[int, ...] | None = None) -> Outcome:
-        """Do what the plan says and report it. `layers`: run only these, to measure."""
+        """Carry out a plan and return its outcome. layers: run only these, to measure."""
         return self._begin(plan, layers).outcome()
 
     @torch.inference_mode()
@@ -182,7 +188,7 @@ class Runner:
 
     @torch.inference_mode()
     def end(self, begun: "Begun") -> Outcome:
-        """Wait for a plan that was begun, the first of those that have not ended."""
+        """Wait for a plan, the oldest of those that have begun and not ended, and return its outcome."""
         plan, carrier = begun.plan, self.target.carrier
         transfers = carrier.transfers if carrier is not None else None
         with self._here():
@@ -196,7 +202,10 @@ class Runner:
         return Outcome(results, landed, self._ended - since)
 
     def settle(self) -> tuple[Landed, ...]:
-        """Wait for all that is under way, after a step that was broken off. Return what came of transfers."""
+        """Wait for all that is under way, after an interrupted step.
+
+        Return the transfers that have landed.
+        """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         give_back(self._device)
@@ -206,10 +215,10 @@ class Runner:
         return carrier.transfers.settle()
 
     def check(self) -> None:
-        """Do nothing: nothing ends a runner while it has nothing to do."""
+        """Do nothing: a single runner does not fail between steps."""
 
     def _transfer(self, plan: Plan) -> None:
-        """Begin what goes between tiers, behind what has been computed so far."""
+        """Begin the plan's transfers, behind all work so far."""
         carrier, pool = self.target.carrier, self.target.pool
         transfers = carrier.transfers if carrier is not None else None
         if carrier is None or transfers is None:
@@ -222,7 +231,7 @@ class Runner:
     def _compute(
         self, plan: Plan, layers: tuple[int, ...] | None
     ) -> "tuple[Drawn | None, Sequence[Sequence[TokenLogprob]]]":
-        """Return what the step draws, if anything, and the log-probabilities of prompts, share by share."""
+        """Return the tokens that the step draws, if any, and log-probabilities of prompts by share."""
         model = self.models[plan.model]
         inputs, graphs = model.inputs, model.graphs
         state = model.pool.state if model.pool is not None else None
@@ -268,7 +277,7 @@ class Runner:
         step: StepTensors,
         layers: tuple[int, ...] | None,
     ) -> None:
-        """Tell the carrier what the step moves."""
+        """Give the carrier the KV that the step moves."""
         if model.carrier is None:
             beyond = plan.orders or step.tiles or step.sends or step.readers
             assert not beyond, "a plan with host blocks needs a carrier"
@@ -287,7 +296,7 @@ class Runner:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A plan that a runner carries out. `at`: when it was begun, by perf_counter."""
+    """Holds a plan that a runner has begun, at time `at` by perf_counter."""
 
     runner: Runner
     plan: Plan
@@ -296,12 +305,14 @@ class Begun:
     prompts: Sequence[Sequence[TokenLogprob]] = ()
 
     def outcome(self) -> Outcome:
-        """Wait until it has been done, and return what came of it. To be called once, in the order in which
-        plans were begun."""
+        """Wait for the plan's end and return its outcome.
+
+        Call it once, in the order in which plans were begun.
+        """
         return self.runner.end(self)
 
     def results(self) -> tuple[Result, ...]:
-        """Return its shares' results, when they are known."""
+        """Return the results of its shares, when they are known."""
         tokens, logprobs = self.drawn.read() if self.drawn is not None else ([], [])
         broken, wrong = (
             (self.drawn.broken, self.drawn.tokens.wrong)

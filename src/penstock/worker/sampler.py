@@ -1,8 +1,6 @@
-"""Chooses the tokens of a step: per-row settings and penalty counts, kept between steps; log-probabilities
-where asked.
+"""Samples the tokens of a step, with settings and penalty counts of each row, and log-probabilities.
 
-Nothing here waits for the device but who reads what was drawn, `prompt_logprobs`, and a step with rows that
-have a structure: see `structures`.
+Only reading tokens, `prompt_logprobs`, and a step with structured rows wait for the device: see `structures`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +20,10 @@ from penstock.step.plan import Admission, Row, Share, TokenLogprob
 from penstock.worker.structures import Guide, Masks
 
 _ROWS = 16
-"""Distributions in which the likeliest tokens are looked for at a time: that takes some times their own
-memory."""
+"""Rows of logits in which the likeliest tokens are looked for at a time.
+
+Each takes several times its memory.
+"""
 
 
 @dataclass(slots=True)
@@ -32,17 +32,19 @@ class _RowState:
     prompt_length: int
     counts: TokenCounts | None = None
     bias: tuple[Tensor, Tensor] | None = None
-    """Tokens and what is added to their logits."""
+    """Tokens, and the numbers that are added to their logits."""
     ends: Tensor | None = None
-    """Tokens that it may not choose before it has as many as it must."""
+    """End tokens, which are banned until the output has min_tokens."""
 
     def bans_ends(self, share: Share) -> bool:
         return self.ends is not None and share.stop - self.prompt_length < self.sampling.min_tokens
 
 
 class Sampler:
-    """The chooser of tokens, who owns what sampling must remember of each row. A row's state lasts until the
-    row is given to another request."""
+    """Chooses tokens, and owns each row's sampling state.
+
+    It lasts until the row is given to another request.
+    """
 
     def __init__(
         self,
@@ -52,8 +54,11 @@ class Sampler:
         agree: Callable[[Tensor], None] | None = None,
         guide: Guide | None = None,
     ) -> None:
-        """agree: puts rank 0's tokens in the place of this rank's, if there are several. guide: none but on
-        rank 0, whose tokens those of rows with a structure are."""
+        """Begin without rows.
+
+        agree: replaces this rank's tokens by rank 0's, if there are several ranks.
+        guide: keeps structured output, on rank 0 only. Its tokens are used on all ranks.
+        """
         self._vocab = vocab_size
         self._masks = Masks(guide, device) if guide is not None else None
         self._agree = agree
@@ -64,7 +69,7 @@ class Sampler:
         self._counts_drawn = True
         """Whether what is drawn is counted as output."""
         self.newest = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-        """The newest token of each row; the last is for padding."""
+        """Newest token of each row. The last is for padding."""
         self._one = torch.ones(1, dtype=torch.int32, device=device)
 
     def for_drafts(self) -> "Sampler":
@@ -75,7 +80,7 @@ class Sampler:
         return drafts
 
     def admit(self, admission: Admission) -> None:
-        """Remember the settings of a newcomer, and count the tokens that it has where penalties need that."""
+        """Store the settings of a new request, and count its tokens if penalties need that."""
         sampling = admission.sampling
         state = self._rows[admission.row] = _RowState(sampling, len(admission.prompt))
         (self._non_greedy_rows.discard if is_plain(sampling) else self._non_greedy_rows.add)(admission.row)
@@ -104,8 +109,10 @@ class Sampler:
         return self.sample(logits.float(), shares)
 
     def sample(self, logits: Tensor, shares: Sequence[Share]) -> "Drawn":
-        """Choose a token, and find its log-probability if wanted, for each share. logits: float32 `[shares,
-        vocab]` of their last positions, perhaps overwritten."""
+        """Sample a token for each share, and find its log-probability if wanted.
+
+        logits: float32 `[shares, vocab]` of the shares' last positions, which may be overwritten.
+        """
         states = [self._rows[share.row] for share in shares]
         wanted = {
             row: state.sampling.logprobs
@@ -133,8 +140,8 @@ class Sampler:
             )
             draw(logits, send(asked, self._device), tokens)
             tokens.masked_fill_(wrong, NO_TOKEN)
-        # Logits are the same on all ranks; likelihoods, where devices are not alike, are not to the last bit,
-        # and masks are rank 0's.
+        # Logits have the same bits on all ranks. Likelihoods need not where devices differ, and only rank 0
+        # has masks.
         if self._agree is not None and (random or held):
             self._agree(tokens)
         known = tokens.clamp(min=0)
@@ -151,7 +158,7 @@ class Sampler:
         return drawn
 
     def _adjust(self, logits: Tensor, state: _RowState, share: Share) -> None:
-        """Bias, penalties and the ban on early ends, in place on a row's logits `[vocab]`."""
+        """Apply bias, penalties and the ban of early ends to a row's logits `[vocab]`, in place."""
         if state.bias is not None:
             logits.index_add_(0, *state.bias)
         if state.counts is not None:
@@ -160,7 +167,10 @@ class Sampler:
             logits.index_fill_(0, state.ends, -torch.inf)
 
     def prompt_logprobs(self, logits: Tensor, share: Share, following: Sequence[int]) -> list[TokenLogprob]:
-        """Return the log-probability of each following prompt token. logits: float32 `[positions, vocab]`."""
+        """Return the log-probability of each following prompt token.
+
+        logits: float32 `[positions, vocab]`.
+        """
         wanted = self._rows[share.row].sampling.prompt_logprobs
         assert wanted is not None
         tokens = self._ids(following)
@@ -169,17 +179,22 @@ class Sampler:
 
 
 def is_plain(sampling: Sampling) -> bool:
-    """Tell whether such a request takes the likeliest token and wants to know nothing else."""
+    """Tell whether such a request only takes the likeliest token, without log-probabilities."""
     adjusted = sampling.logit_bias or sampling.penalised or (sampling.min_tokens and sampling.end_tokens)
     return is_greedy(sampling) and not adjusted and sampling.logprobs is None and sampling.structure is None
 
 
 class _Scores:
-    """Tokens' places in distributions, on their way to the host."""
+    """Finds log-probabilities and ranks of tokens, and copies them to the host."""
 
     def __init__(self, logprobs: Tensor, tokens: Tensor, wanted: dict[int, int]) -> None:
-        """logprobs float32 `[scores, vocab]`; tokens int64 `[scores]`. wanted: for each of them, whose it is,
-        and how many of the likeliest tokens, -1 for all; those that want as many are beside each other."""
+        """Start the copies.
+
+        logprobs: float32 `[scores, vocab]`.
+        tokens: int64 `[scores]`.
+        wanted: for each of them, its share, and how many of the likeliest tokens to report, -1 for all. Equal
+            numbers must be adjacent.
+        """
         own = logprobs.gather(1, tokens[:, None])
         self._shares = list(wanted)
         self._parts = [_fetched(part) for part in (own[:, 0], (logprobs > own).sum(-1) + 1)]
@@ -193,7 +208,7 @@ class _Scores:
             start = stop
 
     def read(self, tokens: Sequence[int]) -> list[TokenLogprob | None]:
-        """Those of a step's tokens, when all has arrived."""
+        """Return the scores of a step's tokens, when all have arrived."""
         scores: list[TokenLogprob | None] = [None] * len(tokens)
         tops = (top for ids, values in self._tops for top in zip(ids.tolist(), values.tolist(), strict=True))
         for share, own, rank, top in zip(
@@ -204,16 +219,14 @@ class _Scores:
 
 
 class PendingTokens:
-    """The tokens of a step on their way to the host."""
+    """Holds the tokens of a step that are on their way to the host."""
 
     def __init__(self, tokens: Tensor) -> None:
-        """int64 `[shares]`, NO_TOKEN where logits are not numbers. Behind all that was given to the device
-        before."""
+        """Start the copy of int64 `[shares]`, NO_TOKEN where logits have a NaN, in stream order."""
         self._tokens = _fetched(tokens)
         self._read: list[int] | None = None
         self.wrong: frozenset[int] = frozenset()
-        """Shares whose logits are not numbers, known when tokens have been read; any token stands in the
-        place of theirs."""
+        """Shares with NaN logits, once the tokens have been read. Their tokens are arbitrary."""
         self._done: torch.cuda.Event | None = None
         if tokens.is_cuda:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -232,14 +245,15 @@ class PendingTokens:
 
 
 class Drawn:
-    """The tokens and scores that a step has drawn. It may be made before they are known, and waits for them
-    where they are read."""
+    """Holds the tokens and scores that a step has drawn. Reading waits for them."""
 
     def __init__(
         self, tokens: Tensor, scores: _Scores | None = None, broken: frozenset[int] = frozenset()
     ) -> None:
-        """tokens: as in PendingTokens.
-        broken: shares whose structure could not be kept to, so that they may only end.
+        """Start the copies.
+
+        tokens: as for PendingTokens.
+        broken: shares that could not follow their structure, so that they may only end.
         """
         self._scores = scores
         self.tokens = PendingTokens(tokens)
@@ -252,6 +266,5 @@ class Drawn:
 
 
 def _fetched(x: Tensor) -> Tensor:
-    """A copy on the host, there when the stream has come to this place: whatever is computed behind it may
-    use the same memory."""
+    """Start a copy to the host, in stream order. Later work on the stream may reuse the memory."""
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec, RopeKind
 
 _GRAPH_BYTES = 16 << 20
-"""A recorded step takes so many bytes, beside what passes through it."""
+"""Bytes of a recorded step, beside its activations."""
 _STREAM_BYTES = 64 << 20
-"""The stream that steps are recorded on takes so many bytes: 32 MiB that the library of products takes for
-each, and segments that are used in part."""
+"""Bytes of the stream that steps are recorded on: 32 MiB that cuBLAS takes for each, and partly used
+segments."""
 _MANY = 32
 _RUNS = (512, 256, 128, 64, 32, 16)
 """Tokens of recorded runs. More of them keep a device busy for longer than the host needs."""
@@ -17,8 +17,8 @@ _RUNS = (512, 256, 128, 64, 32, 16)
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """The most that a step and a sequence have: tokens and sequences of a step, tokens of a sequence; and the
-    tokens of a KV block."""
+    """Holds the most tokens and sequences of a step and tokens of a sequence, and the tokens of a KV
+    block."""
 
     max_step_tokens: int
     max_sequences: int
@@ -27,10 +27,11 @@ class StepSizes:
 
 
 def graph_blocker(spec: ModelSpec, *, cuda: bool, kernels: bool, experts_rest: bool) -> str | None:
-    """Return why decode steps cannot be recorded, or None if they can.
+    """Return why decode steps cannot be recorded as CUDA graphs, or None if they can.
 
-    cuda: whether the device is one. kernels: whether kernels of ours read pages there. experts_rest: whether
-    all experts, if there are any, are on the device for good.
+    cuda: whether the device is a CUDA device.
+    kernels: whether kernels of ours read pages there.
+    experts_rest: whether all experts, if there are any, stay on the device.
     """
     if not kernels:
         return "no kernel of our own reads pages" if cuda else "there is no CUDA device"
@@ -49,8 +50,10 @@ def prefix_blocker(spec: ModelSpec) -> str | None:
 
 
 def row_counts(most: int) -> tuple[int, ...]:
-    """Return the numbers of rows for which steps are recorded, the largest first: each at most half as large
-    again as the next, later a quarter."""
+    """Return the numbers of rows for which steps are recorded, the largest first.
+
+    Each is at most half as large again as the next, later a quarter.
+    """
     counts, count = {most}, 1
     while count < most:
         counts.add(count)
@@ -70,8 +73,11 @@ def run_counts(spec: ModelSpec, most: int) -> tuple[int, ...]:
 
 
 def graph_bytes(spec: ModelSpec, dtype: str, rows: int, tokens: int) -> int:
-    """Return the bytes that recorded steps take, at most: of up to `rows` rows, and of runs in steps of up to
-    `tokens` tokens."""
+    """Return an upper bound of the bytes of recorded steps.
+
+    rows: most rows of a decode step.
+    tokens: most tokens of a step with a run.
+    """
     wide = max(
         2 * spec.intermediate_size + spec.hidden_size,
         spec.projected_size + 3 * spec.hidden_size,

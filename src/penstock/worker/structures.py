@@ -1,7 +1,7 @@
-"""What rows with a structure may say next: masks made on the host, put on logits where these are.
+"""Masks the logits of rows with structured output (guided decoding). Masks are made on the host.
 
-A mask needs the row's newest token, which may be under way. It is waited for here, where the forward pass
-behind it has been launched: the device computes meanwhile, and the others in the step lose nothing.
+A mask needs the row's newest token, which may still be computed. It is waited for here, when the forward pass
+behind it has been launched. So the device computes meanwhile, and the other rows of the step lose no time.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,17 @@ from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row
 
 _ROWS = 16
-"""Rows that are masked at a time: that takes their logits once more, and two bytes for each."""
+"""Rows that are masked at a time. That takes their logits once more, and two bytes for each."""
 
 
 class Guide(Protocol):
-    """The keeper of structures, who knows how far each row has come in its own. It raises nothing: what
-    cannot be followed any further may only end."""
+    """Keeps the structures of all rows, and how far each row has come. It raises nothing.
+
+    A row that can no longer follow its structure may only end.
+    """
 
     def begin(self, row: Row, sampling: Sampling) -> None:
-        """Begin an output in this row, without tokens so far."""
+        """Begin an output in this row, without tokens."""
         ...
 
     def end(self, row: Row) -> None:
@@ -34,19 +36,23 @@ class Guide(Protocol):
         ...
 
     def take(self, row: Row, tokens: Sequence[int]) -> None:
-        """Note that these tokens have been said."""
+        """Append these tokens to the row's output."""
         ...
 
     def masks(self, rows: Sequence[Row]) -> tuple[NDArray[np.int32], frozenset[int]]:
-        """Return which tokens may be next: token t is bit t % 32 of word t // 32, `[rows, words]`, at least
-        one for each row. And which of the rows, by their place, have broken off: these may only end, and are
-        not what they should be."""
+        """Return which tokens may be next, and which of the rows have broken off, by index.
+
+        In masks `[rows, words]` token t is bit t % 32 of word t // 32. Each row has at least one. A row that
+        has broken off may only end, and its output is not what it should be.
+        """
         ...
 
 
 class Arriving(Protocol):
-    """The tokens of a step, one for each share, on their way to the host. wrong: shares that have none, known
-    when they have been read."""
+    """Holds the tokens of a step, one for each share, while they are copied to the host.
+
+    wrong: shares without a token, once they have been read.
+    """
 
     wrong: frozenset[int]
 
@@ -57,26 +63,27 @@ class Arriving(Protocol):
 
 @dataclass(slots=True)
 class _Line:
-    """What one row has said."""
+    """Holds the output of one row.
+
+    untaken: tokens that the guide does not have yet.
+    newest: the tokens of the step that drew its newest one, and the index of that.
+    """
 
     sampling: Sampling
     untaken: Sequence[int]
-    """The tokens that are known here and not to the guide."""
     begun: bool = False
     newest: tuple[Arriving, int] | None = None
-    """Of the step that drew its newest token: all tokens, and which is its own."""
 
 
 class Masks:
-    """The masks of the rows whose output has a structure."""
+    """Masks the rows with a structured output."""
 
     def __init__(self, guide: Guide, device: torch.device) -> None:
         self._guide, self._device = guide, device
         self._lines: dict[Row, _Line] = {}
 
     def admit(self, admission: Admission) -> None:
-        """Remember a newcomer. Nothing is made of a structure before the row is to say something: then a pass
-        is under way."""
+        """Store the settings of a new request. Its structure is begun later, while a pass is under way."""
         before = self._lines.pop(admission.row, None)
         if before is not None and before.begun:
             self._guide.end(admission.row)
@@ -84,16 +91,17 @@ class Masks:
             self._lines[admission.row] = _Line(admission.sampling, admission.output)
 
     def drawn(self, rows: dict[int, Row], tokens: Arriving) -> None:
-        """Note what a step has drawn for the rows, by their shares. It may be on its way."""
+        """Note the tokens that a step has drawn for these rows, by share. They may still be on their way."""
         for share, row in rows.items():
             self._lines[row].newest = tokens, share
 
     def put(self, logits: Tensor, rows: dict[int, Row]) -> frozenset[int]:
-        """Mask logits float32 `[shares, vocab]`, in place. rows: those with a structure, by their shares.
-        Return the shares that break off.
+        """Mask logits float32 `[shares, vocab]`, in place. Return the shares that break off.
 
-        What a structure does not allow becomes impossible. If all else was impossible before, what it allows
-        is equally likely.
+        Tokens that a structure does not allow become impossible. If all allowed ones were impossible before,
+        they become equally likely.
+
+        rows: rows with a structure, by share.
         """
         shares = list(rows)
         masks, broken = self._next(list(rows.values()))
@@ -124,9 +132,7 @@ class Masks:
 
 
 def _bits(masks: Tensor, count: int) -> Tensor:
-    """The first so many bits of each row of words, bool `[rows, count]`."""
-    parts = masks.view(
-        torch.uint8
-    )  # The first of a word's bytes has its first bits, on all machines that this runs on.
+    """Return the first `count` bits of each row of words, bool `[rows, count]`."""
+    parts = masks.view(torch.uint8)  # Little-endian: the first byte of a word has its first bits.
     shifts = torch.arange(8, dtype=torch.uint8, device=masks.device)
     return ((parts[..., None] >> shifts) & 1).view(torch.bool).flatten(1)[:, :count]

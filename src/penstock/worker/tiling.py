@@ -1,4 +1,4 @@
-"""Which tiles a step's long requests need: what several of them share passes by once for all."""
+"""Cuts the KV of a step's long requests into tiles. Requests that share blocks share tiles."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,10 @@ Table = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Blocks [first, first + len(blocks)) of these members' tables, ascending, where they agree."""
+    """A stretch is blocks [first, first + len(blocks)) of its members' tables, where these agree.
+
+    members: indices of tables, ascending.
+    """
 
     first: int
     blocks: Table
@@ -20,10 +23,10 @@ class Stretch:
 
 
 def stretches(tables: Sequence[Table], most: int) -> list[Stretch]:
-    """All blocks of all tables, each table's in order, in stretches of at most `most` blocks.
+    """Return all blocks of all tables, each table's in order, in stretches of at most `most` blocks.
 
-    Tables that begin alike share stretches up to the block where they part. A stretch is cut short only
-    there, and where a table ends.
+    Tables with the same beginning share stretches up to the block where they differ. Only there, and at a
+    table's end, is a stretch shorter.
     """
     found: list[Stretch] = []
     # Depth first, so that no table's stretches come out of order.

@@ -1,5 +1,7 @@
-"""Steps over blank weights: the largest, by which memory is measured, and small ones, for the kernels that
-they need. Each needs a pool of one block, and leaves nothing behind."""
+"""Makes steps over blank weights: the largest, to measure memory, and small ones, for their kernels.
+
+Each needs a pool of one block, and leaves nothing behind.
+"""
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -11,28 +13,30 @@ from penstock.worker.inputs import ROW_KEYS
 from penstock.worker.sizes import StepSizes
 
 HEAD_ROWS = 64
-"""Positions whose logits are held at a time when log-probabilities of a prompt are asked for."""
+"""Positions with logits in memory at a time, for log-probabilities of a prompt."""
 SORTED = Sampling(1.0, 0, 0.9, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, 1, 1)
-"""Draws that look at a vocabulary in order."""
+"""Settings of a draw that sorts the vocabulary."""
 _SMALL_STEPS = ((8, 48), (8, 1024), (0, 48))
 """Rows, and tokens of a run."""
 _ROWS = (1, 2, 8, 17, 33, 64)
-"""Rows of a decode step: one number of each class for which products or attention have a kernel."""
+"""Rows of a decode step: one number for each class with kernels of its own."""
 _TILED = (1, 2, 4, 8, 16, 32)
 """Rows that read one tile: one number of each class for which a tile has a kernel."""
 _RUNS = (16, 512)
-"""Tokens of a run behind a past: likewise."""
+"""Tokens of a run behind a past: one number for each class with kernels of its own."""
 
 
 def small_steps(sizes: StepSizes) -> Iterator[Plan]:
-    """Yield steps whose kernels the largest one does not launch: the rest of a prompt whose beginning was
-    found, short or long, beside few rows or alone."""
+    """Yield steps with kernels that the largest one does not launch.
+
+    They are the rest of a prompt with a cached prefix, short or long, beside few rows or alone.
+    """
     for rows, tokens in _SMALL_STEPS:
         yield _mixed_step(sizes, rows, tokens)
 
 
 def kernel_steps(sizes: StepSizes) -> Iterator[Plan]:
-    """Yield a decode step, or a run behind a past, for every class of rows that has kernels of its own."""
+    """Yield a decode step, and a run behind a past, for every class with kernels of its own."""
     for rows in _ROWS:
         if rows <= sizes.max_sequences:
             yield _mixed_step(sizes, rows, 0)
@@ -84,15 +88,14 @@ def _mixed_step(sizes: StepSizes, rows: int, tokens: int) -> Plan:
 
 
 def largest_step(sizes: StepSizes, *, past: int, cold: bool = False) -> Plan:
-    """Return the step that takes the most memory: as many tokens and sequences as a step may have, each
-    sampling with a sorted vocabulary.
+    """Return the step that takes the most memory: as many tokens and sequences as allowed, all sampling.
 
-    The tokens are in as few runs as hold them, each of at most max_length; the last has a tile of past, as
-    far as its length allows, and log-probabilities of its prompt. Rows have as much past as a device without
-    a paged kernel gathers at a time.
+    The vocabulary is sorted. The tokens are in as few runs as hold them, each of at most max_length. The last
+    run has a tile of past, as far as its length allows, and log-probabilities of its prompt. Rows have as
+    much past as a device without a paged kernel gathers at a time.
 
-    past: tokens of KV that attention gathers at a time. cold: whether the last run and its past rest in host
-    memory.
+    past: tokens of KV that attention gathers at a time.
+    cold: whether the last run and its past rest in host memory.
     """
     max_step_tokens, max_sequences = sizes.max_step_tokens, sizes.max_sequences
     max_length, block_size = sizes.max_length, sizes.block_size

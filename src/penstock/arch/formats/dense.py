@@ -1,18 +1,18 @@
-"""Dense matrices: every number in the dtype of the activations."""
+"""Keeps a matrix as it is, in the dtype of the activations."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.arch.formats.format import Format, Source, Stored, stacked
+from penstock.arch.formats.format import StoredTensor, TensorSlice, WeightFormat, stacked
 
 if TYPE_CHECKING:  # Torch takes 1.2 s to import; `penstock plan` does without.
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Dense(Format):
-    """The matrix itself, which any product takes as it is."""
+class Dense(WeightFormat):
+    """The dense format keeps the matrix itself, unquantised."""
 
     name: str = "dense"
 
@@ -21,8 +21,8 @@ class Dense(Format):
         """Return True."""
         return True
 
-    def stored(self, dtype: str, sources: Sequence[Source]) -> tuple[Stored, ...]:
-        """Return one tensor, the matrix, which has no name of its own."""
+    def stored(self, dtype: str, sources: Sequence[TensorSlice]) -> tuple[StoredTensor, ...]:
+        """Return one tensor, the matrix. Its name is empty."""
         return (stacked("", dtype, sources),)
 
     def dequantise(self, parts: "Mapping[str, Tensor]") -> "Tensor":

@@ -1,9 +1,8 @@
-"""Storage formats of weight matrices: the tensors a format keeps of a matrix, how they are read, and what a
-product costs.
+"""Declares what a storage format of weight matrices (a quantisation method) is.
 
-A format is one file in this folder. Nothing here imports torch: a format is known before any tensor is. What
-computes with tensors, `repack` and `dequantise`, uses their own methods alone, and kernels are named and
-found by `ops`.
+A format says which tensors it keeps of a matrix, how they are read and repacked, and what a product costs.
+Each format is one file in this folder. Nothing here imports torch, since formats are needed before tensors
+are: `repack` and `dequantise` call methods of the tensors that they get. Kernels are found by `ops`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,23 +22,26 @@ STORED_BYTES = {
     "float8_e4m3fn": 1,
     "int32": 4,
 }
-"""Bytes of one element of each dtype in which a tensor of a group may rest."""
+"""Bytes of one element, by dtype: the dtypes that a tensor of a group may have."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A checkpoint tensor, or a rank's rows or columns of it, that fills a run of rows of a field."""
+class TensorSlice:
+    """A slice is a checkpoint tensor, or a rank's rows or columns of it. It fills a run of rows of a field.
+
+    tensor: name in the checkpoint.
+    shape: shape of the whole tensor there.
+    rows, columns: the part that is taken. None takes all.
+    """
 
     tensor: str
     shape: tuple[int, ...]
-    """Of the whole tensor in the checkpoint."""
     rows: range | None = None
     columns: range | None = None
-    """Which of them are taken; None is all."""
 
     @property
     def taken(self) -> tuple[int, ...]:
-        """The shape of what is taken."""
+        """Return the shape of the part that is taken."""
         if self.rows is None and self.columns is None:
             return self.shape
         cuts = (self.rows, self.columns)[: len(self.shape)]
@@ -50,54 +52,57 @@ class Source:
 
 def matrix(
     tensor: str, height: int, width: int, *, rows: range | None = None, columns: range | None = None
-) -> Source:
-    """Return the source that is a matrix, or some of its rows or columns."""
-    return Source(tensor, (height, width), _part(rows, height), _part(columns, width))
+) -> TensorSlice:
+    """Return the slice that is a matrix `[height, width]`, or some of its rows or columns."""
+    return TensorSlice(tensor, (height, width), _part(rows, height), _part(columns, width))
 
 
-def vector(tensor: str, length: int, rows: range | None = None) -> Source:
-    """Return the source that is a vector, or a part of it."""
-    return Source(tensor, (length,), _part(rows, length))
+def vector(tensor: str, length: int, rows: range | None = None) -> TensorSlice:
+    """Return the slice that is a vector `[length]`, or a part of it."""
+    return TensorSlice(tensor, (length,), _part(rows, length))
 
 
 def _part(taken: range | None, of: int) -> range | None:
-    """Return None for all, however it is said: whole tensors are read in one run."""
+    """Return None if all of an extent is taken: a whole tensor is read in one run."""
     return None if taken == range(of) else taken
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """One tensor that a format keeps of a matrix: what it is called there, its shape, its dtype, and where it
-    comes from.
+class StoredTensor:
+    """A stored tensor is one of those that a format keeps of a matrix.
 
-    sources: one below the other. Tensors of a checkpoint that are floating-point numbers are rounded to a
-    floating-point `dtype`; any other dtype must be the checkpoint's. repack: makes the tensor, of `shape` and
-    `dtype`, of whole sources as they are in the checkpoint; without it they are taken as they lie.
+    name: unique within the matrix.
+    shape, dtype: of the tensor as it is kept.
+    sources: slices of the checkpoint, one below the other. Floating-point numbers are rounded to a
+        floating-point `dtype`. Any other dtype must be the checkpoint's.
+    repack: makes the tensor of the whole sources as the checkpoint has them. Without it they are only joined.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    sources: tuple[Source, ...]
+    sources: tuple[TensorSlice, ...]
     repack: "Callable[[Sequence[Tensor]], Tensor] | None" = None
 
 
-def stacked(name: str, dtype: str, sources: Sequence[Source]) -> Stored:
-    """Return the tensor whose rows are those of `sources`, one below the other."""
-    return Stored(
+def stacked(name: str, dtype: str, sources: Sequence[TensorSlice]) -> StoredTensor:
+    """Return the tensor that joins the rows of `sources`, one below the other."""
+    return StoredTensor(
         name, (sum(source.taken[0] for source in sources), *sources[0].taken[1:]), dtype, tuple(sources)
     )
 
 
 @dataclass(frozen=True)
-class Format:
-    """How a matrix `[out, in]` rests in memory. Two formats are equal if their fields are."""
+class WeightFormat:
+    """A format (quantisation method) says how a matrix `[out, in]` rests in memory.
+
+    Two formats are equal if their fields are.
+    """
 
     name: str
-    """As a checkpoint's `quantization_config.quant_method` has it, or `dense`."""
+    """The `quantization_config.quant_method` of a checkpoint, or "dense"."""
     kernels: ClassVar[str] = ""
-    """The module of `penstock.ops.triton` whose `linear` computes products from the parts; empty where the
-    reference does."""
+    """Module of `penstock.ops.triton` with a `linear` for this format. If empty, products dequantise."""
 
     @property
     def groups_experts(self) -> bool:
@@ -109,23 +114,27 @@ class Format:
         """
         return False
 
-    def of(self, tensor: str) -> "Format":
-        """Return the format of the checkpoint's weight `tensor`, which may be excepted from this one."""
+    def of(self, tensor: str) -> "WeightFormat":
+        """Return the format of one weight of the checkpoint. A format may exclude weights by name."""
         return self
 
-    def stored(self, dtype: str, sources: Sequence[Source]) -> tuple[Stored, ...]:
+    def stored(self, dtype: str, sources: Sequence[TensorSlice]) -> tuple[StoredTensor, ...]:
         """Return the tensors that are kept of a matrix, in the order in which they lie in a group.
 
-        dtype: of activations. sources: as for a dense matrix, each `[rows, in]`, cut for a rank; one below
-        the other. Raises ConfigError for a cut that the format does not allow.
+        dtype: dtype of activations.
+        sources: the slices of a dense matrix, each `[rows, in]`, cut for a rank; one below the other.
+
+        Raises ConfigError for a cut that the format does not allow.
         """
         raise NotImplementedError
 
     def dequantise(self, parts: "Mapping[str, Tensor]") -> "Tensor":
-        """Return the matrix `[out, in]` that `parts`, by their names in `stored`, stand for: the reference of
-        all kernels."""
+        """Compute the matrix `[out, in]` in plain torch. Kernels are compared with it.
+
+        parts: the tensors of `stored`, by name.
+        """
         raise NotImplementedError
 
     def operations(self, shape: tuple[int, ...], tokens: float) -> float:
-        """Return the floating-point operations of a product of the matrix with so many tokens."""
+        """Return the floating-point operations of multiplying a matrix of `shape` by so many tokens."""
         return 2 * prod(shape) * tokens

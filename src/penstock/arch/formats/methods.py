@@ -1,20 +1,21 @@
-"""The storage formats that checkpoints may have, by the names that config.json gives them."""
+"""Finds the storage format of a checkpoint by the name that config.json gives it."""
 
 from collections.abc import Callable, Mapping
 
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import Format
+from penstock.arch.formats.format import WeightFormat
 from penstock.base.errors import UnsupportedModelError
 
-FORMATS: dict[str, Callable[[Mapping[str, object], str], Format]] = {}
-"""For each `quant_method`: what reads its `quantization_config`. A second argument opens the messages of
-errors."""
+FORMATS: dict[str, Callable[[Mapping[str, object], str], WeightFormat]] = {}
+"""Reader of `quantization_config`, by `quant_method`. Its second argument opens the messages of errors."""
 
 
-def read_format(config: Mapping[str, object], where: str) -> Format:
-    """Return the format that the `quantization_config` of a config.json asks for; dense where it has none.
+def read_format(config: Mapping[str, object], where: str) -> WeightFormat:
+    """Return the format that a config.json asks for in `quantization_config`, or `DENSE` without that key.
 
-    Raises UnsupportedModelError, naming the key, for one that this engine does not read.
+    where: opens the messages of errors.
+
+    Raises UnsupportedModelError, which names the key, for a method that is not in `FORMATS`.
     """
     asked = config.get("quantization_config")
     if asked is None:

@@ -1,44 +1,46 @@
-"""Grouped-query attention with rotary positions (GQA: Ainslie et al. 2023, arXiv 2305.13245)."""
+"""Declares grouped-query attention with RoPE (GQA: Ainslie et al. 2023, arXiv 2305.13245)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock.arch.formats.format import Source, matrix, vector
+from penstock.arch.formats.format import TensorSlice, matrix, vector
 from penstock.arch.mixers.mixer import Mixer, Plane
 from penstock.arch.shards import Shard, share_heads
 
 
 @dataclass(frozen=True)
 class Attention(Mixer):
-    """Softmax attention over keys and values `[tokens, kv_heads, head_dim]`."""
+    """Attention is softmax attention over keys and values `[tokens, kv_heads, head_dim]`.
+
+    qk_norm: whether each head of queries and keys is normalised (RMS) before RoPE.
+    scale: factor of scores. None is `head_dim ** -0.5`.
+    """
 
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
-    """Whether each head of queries and keys is normalised (RMS) before positions are applied."""
     scale: float | None = None
-    """What scores are multiplied with; None is `head_dim ** -0.5`."""
     cap: float | None = None
     """Soft cap c of scaled scores s, which become c * tanh(s / c); None is no cap."""
 
     @property
     def output_size(self) -> int:
-        """Numbers of a token that the output projection reads: as many as queries have."""
+        """Return how many numbers of a token the output projection reads: as many as its queries are."""
         return self.query_size
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        """Keys and values."""
+        """Return the planes of keys and values. Queries are scored with the keys."""
         return Plane("k", self.kv_heads, self.head_dim, scored=True), Plane("v", self.kv_heads, self.head_dim)
 
-    def weights(self, at: str, hidden: int, shard: Shard) -> dict[str, Sequence[Source]]:
-        """Return `qkv`, fused, and `out`, with biases and head norms where there are any."""
+    def weights(self, at: str, hidden: int, shard: Shard) -> dict[str, Sequence[TensorSlice]]:
+        """Return the fused `qkv` and `out`, with biases and norms of heads where the model has them."""
         at, dim = f"{at}.self_attn", self.head_dim
         heads, kv_heads = share_heads(self.heads // self.kv_heads, self.kv_heads, shard)
         queries, keys = (range(part.start * dim, part.stop * dim) for part in (heads, kv_heads))
         kept = (self.kv_heads * dim, keys)
         parts = {"q": (self.query_size, queries), "k": kept, "v": kept}
-        tensors: dict[str, Sequence[Source]] = {
+        tensors: dict[str, Sequence[TensorSlice]] = {
             "qkv": [
                 matrix(f"{at}.{name}_proj.weight", size, hidden, rows=rows)
                 for name, (size, rows) in parts.items()
@@ -57,6 +59,6 @@ class Attention(Mixer):
         return tensors
 
     def local(self, shard: Shard) -> "Attention":
-        """Return the rank's heads and KV heads."""
+        """Return the attention with the rank's heads and KV heads."""
         heads, kv_heads = share_heads(self.heads // self.kv_heads, self.kv_heads, shard)
         return replace(self, heads=len(heads), kv_heads=len(kv_heads))

@@ -1,5 +1,5 @@
-"""What a layer mixes tokens with: its weights, the planes of its KV page, its state, its cost, and its part
-on one of several ranks.
+"""A mixer says what a layer mixes tokens with: its weights, the planes of its KV page, its state, its cost,
+and its part on one of several ranks.
 
 A mixer is a frozen value without torch. What it computes is in `penstock.models.mixers`, by its type.
 """
@@ -7,26 +7,29 @@ A mixer is a frozen value without torch. What it computes is in `penstock.models
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.arch.formats.format import Source
+from penstock.arch.formats.format import TensorSlice
 from penstock.arch.shards import Shard
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One array of a layer's KV: `heads` heads of `width` numbers for every token, `[block_size, heads,
-    width]` in a block. Rounded to fp8, each head of a block has a scale of its own."""
+    """A plane is one array of a layer's KV: `[block_size, heads, width]` in a block.
+
+    Rounded to fp8, each head of a block has a scale of its own.
+
+    dtype: None is the dtype of the arithmetic. Only such planes are rounded to fp8.
+    scored: whether queries are scored with it. Attention policies keep sketches of such planes.
+    """
 
     name: str
     heads: int
     width: int
     dtype: str | None = None
-    """As the arithmetic's if none is named; such planes alone are rounded to fp8."""
     scored: bool = False
-    """Whether queries are scored with it: what an attention policy keeps sketches of."""
 
     @property
     def numbers(self) -> int:
-        """Numbers of one token."""
+        """Return how many numbers one token has."""
         return self.heads * self.width
 
 
@@ -43,28 +46,31 @@ class StateArray:
 
 @dataclass(frozen=True)
 class Mixer:
-    """How the tokens of a layer see each other. Queries are `[tokens, heads, head_dim]`; `heads // kv_heads`
-    of them share what is kept of a token."""
+    """A mixer says how the tokens of a layer see each other.
+
+    Queries are `[tokens, heads, head_dim]`. `heads // kv_heads` query heads share one KV head.
+
+    window: how many tokens a query sees, itself included. None sees all.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     window: int | None = None
-    """How many tokens a query sees, itself included; None sees all."""
 
     @property
     def query_size(self) -> int:
-        """Numbers of all queries of a token."""
+        """Return how many numbers the queries of a token are."""
         return self.heads * self.head_dim
 
     @property
     def output_size(self) -> int:
-        """Numbers of a token that the output projection reads."""
+        """Return how many numbers of a token the output projection reads."""
         raise NotImplementedError
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        """What is kept of every token, in the order in which it lies in a page."""
+        """Return the arrays that are kept of every token, in the order in which they lie in a page."""
         raise NotImplementedError
 
     @property
@@ -74,12 +80,12 @@ class Mixer:
 
     @property
     def projected_size(self) -> int:
-        """Numbers of a token that are there between the projections: its queries, and what is kept of it."""
+        """Return how many numbers of a token lie between the projections: its queries and its planes."""
         return self.query_size + sum(plane.numbers for plane in self.planes)
 
     @property
     def pair_operations(self) -> float:
-        """Floating-point operations for each pair of a query token and a token that it sees."""
+        """Return the floating-point operations for each pair of a query token and a token that it sees."""
         return 2 * (self.query_size + self.output_size)
 
     @property
@@ -88,21 +94,26 @@ class Mixer:
         return 0.0
 
     def kept_operations(self, hidden: int) -> float:
-        """Return the operations that make the planes of one token of its hidden state, and nothing else."""
+        """Return the floating-point operations that compute only the planes of one token, from its hidden
+        state."""
         return 2 * hidden * sum(plane.numbers for plane in self.planes)
 
     def seen(self, length: float) -> float:
         """Return how many tokens the last one of a sequence of `length` sees, itself included."""
         return length if self.window is None else min(length, self.window)
 
-    def weights(self, at: str, hidden: int, shard: Shard) -> dict[str, Sequence[Source]]:
-        """Return the tensors of a rank's part by their names in the group, in the order in which they lie.
+    def weights(self, at: str, hidden: int, shard: Shard) -> dict[str, Sequence[TensorSlice]]:
+        """Return the tensors of a rank's part, by their names in the group, in the order in which they lie.
 
-        at: what the names of the layer's tensors in a checkpoint begin with. What is added to a sum over
-        ranks only rank 0 has. Raises ConfigError for more ranks than there are heads.
+        Tensors that are added to a sum over ranks belong to rank 0 alone.
+
+        at: prefix of the layer's tensors in a checkpoint.
+        hidden: width of the hidden states.
+
+        Raises ConfigError for more ranks than there are heads.
         """
         raise NotImplementedError
 
     def local(self, shard: Shard) -> "Mixer":
-        """Return the rank's part, as the arithmetic and the KV of that rank see it."""
+        """Return the mixer of one rank, with its part of the heads."""
         raise NotImplementedError

@@ -25,7 +25,7 @@ from penstock.bench.shapes import LAYERS_OF
 from penstock.bench.speed import measure
 from penstock.engine.boot import Booted, boot
 from penstock.engine.costs import DecodeCosts, PromptCosts, StepCosts, prompt_seconds
-from penstock.engine.passes import Step, UseWork, decode_step, pass_work, prompt_step
+from penstock.engine.passes import StepShape, UseWork, decode_step, pass_work, prompt_step
 from penstock.engine.placing import Override, Say
 from penstock.memory.device import device_name, give_back
 from penstock.memory.probe import copy_rate, matmul_rate, memory_copy, memory_read
@@ -207,7 +207,7 @@ def _probe(
 
 
 def _sample(
-    name: str, shape: Shape, dtype: str, step: Step, rows: int, context: int, ms: float
+    name: str, shape: Shape, dtype: str, step: StepShape, rows: int, context: int, ms: float
 ) -> StepSample:
     moe = sum(shape.spec.moe_layers)
     return StepSample(
@@ -221,7 +221,7 @@ def _sample(
     )
 
 
-def work_of(shape: Shape, dtype: str, step: Step) -> UseWork:
+def work_of(shape: Shape, dtype: str, step: StepShape) -> UseWork:
     """Return all that a pass does."""
     layouts = group_layouts(shape.spec, shape.names, dtype)
     expert = next((layout for layout in layouts if layout.id.kind is GroupKind.EXPERT), None)

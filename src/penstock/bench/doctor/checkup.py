@@ -73,7 +73,7 @@ class Checkup(JsonLine):
     """Holds the findings of `penstock doctor`, which `describe` prints.
 
     device, name: such as `cuda:0`, and the device's own name.
-    kernels: groups of our own kernels that compute on the device; none where plain torch does.
+    kernels: modules of our own kernels that compute on the device; none where plain torch does.
     steps: what steps cost on the device. None where it was not measured: on a CPU, or with `quick` before the
         first time.
     """

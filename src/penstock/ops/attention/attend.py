@@ -1,15 +1,15 @@
-"""Attention of one step over paged KV: exact, merged from parts, the same for every device.
+"""Computes attention of one step over paged KV: exact, merged from parts, the same on every device.
 
-A step's queries are of two sorts. *Rows* add one token to a sequence and attend to everything in its blocks,
-themselves included. *Runs* are chunks, longer pieces of one sequence. Each attends causally to itself and
+A step has two sorts of queries. *Rows* add one token to a sequence and attend to everything in its blocks,
+themselves included. *Runs* are chunks, longer pieces of one sequence. A run attends causally to itself and
 then, tile by tile, to everything before it. The parts are merged by their log-sum-exp in float32, which is
 exact. The memory that a run takes does not depend on the context's length. A short run behind a past in
-pages, such as the rest of a prompt that was found, is attended to straight in pages, where a kernel for that
-is at hand.
+pages, such as the rest of a prompt with a cached prefix, is attended to straight in pages, if there is a
+kernel for it.
 
-The KV of a sequence too long for the device's pages rests elsewhere but for its newest tokens, the tail. It
-passes by in *tiles*, in an order fixed before the step. Each tile is borrowed once a layer and serves every
-query that it names. What pages hold is merged with it.
+A sequence too long for the device's pages keeps only its newest tokens there, the tail. Its other KV streams
+by in *tiles*, in an order fixed before the step. Each tile is lent once a layer and serves every query that
+it names. What pages hold is merged with it.
 """
 
 from collections.abc import Mapping
@@ -27,16 +27,16 @@ from penstock.ops.attention.inputs import (
     ColdTile,
     LayerAttention,
     PlacedRun,
+    QueryRun,
     Rows,
-    Run,
     Tiles,
 )
-from penstock.ops.kernels import attention_kernels
+from penstock.ops.kernels import triton_kernels
 from penstock.ops.runs import suits_run
 
 
 class Attended(NamedTuple):
-    """Attended is what attention answers, by whatever path.
+    """Attended is the output of attention, by whatever path.
 
     out: `[tokens, heads, dim_v]` of q's dtype.
     lse: natural log-sum-exp of the scaled scores, float32 `[tokens, heads]`, -inf where nothing was seen.
@@ -48,13 +48,13 @@ class Attended(NamedTuple):
 
 
 def reads_pages(device: torch.device) -> bool:
-    """Tell whether rows are attended to straight in pages; else they need RowGroups."""
-    return device.type == "cuda" and attention_kernels() is not None
+    """Tell whether a kernel reads pages directly for rows. Otherwise they need RowGroups."""
+    return device.type == "cuda" and triton_kernels("attention") is not None
 
 
 def _kernels(x: Tensor) -> ModuleType | None:
     """Return the kernels over pages for tensors where `x` is, or None."""
-    return attention_kernels() if x.is_cuda else None
+    return triton_kernels("attention") if x.is_cuda else None
 
 
 def scratch_bytes(
@@ -64,7 +64,7 @@ def scratch_bytes(
 
     element: bytes of a number. The answer is 0 without kernels.
     """
-    kernels = attention_kernels() if device.type == "cuda" else None
+    kernels = triton_kernels("attention") if device.type == "cuda" else None
     return (
         int(kernels.scratch_bytes(heads, kv_heads, head_dim, element, block_size, device)) if kernels else 0
     )
@@ -170,7 +170,7 @@ def _attend_rows(
 
 
 def _attend_paged(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, run: Run, layer: LayerAttention
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, run: QueryRun, layer: LayerAttention
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with a run whose past is in pages; the output is perhaps float32.
 
@@ -191,7 +191,7 @@ def _attend_paged(
 
 
 def _attend_chunk(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, run: Run, layer: LayerAttention, *, more: bool
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, run: QueryRun, layer: LayerAttention, *, more: bool
 ) -> Part:
     """Attend with a run to itself and to its past in pages.
 
@@ -232,8 +232,11 @@ def _fold_into_rows(
     positions: tuple[int, ...],
     layer: LayerAttention,
 ) -> None:
-    """Fold a tile into the rows that it names, stacked so that its keys are read once for all; one by one
-    where a window cuts it."""
+    """Fold a tile into the rows that it names.
+
+    The rows are stacked, so that the tile is read once for all. Where a window cuts the tile, they go one by
+    one.
+    """
     out, lse = state
     distances = [positions[row] - tile.start for row in tile.rows]
     if layer.window is not None and max(distances) >= layer.window:

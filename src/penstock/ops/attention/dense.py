@@ -1,8 +1,8 @@
-"""Attention over keys that lie one after the other, and the exact merge of its parts by log-sum-exp.
+"""Attends over contiguous keys, and merges parts of attention exactly by log-sum-exp.
 
 Attention over disjoint sets of keys merges exactly: outputs are weighed by the exponentials of their
 log-sum-exp (flash-decoding; Dao et al. 2023). So every function here returns both, or folds both into a
-state. V may be wider or narrower than K, but for our own kernels.
+state. V may be wider or narrower than K, except in our own kernels.
 """
 
 from functools import lru_cache
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from penstock.ops.activation import soft_cap
 from penstock.ops.attention.inputs import LayerAttention
-from penstock.ops.kernels import tile_kernels
+from penstock.ops.kernels import triton_kernels
 
 WINDOW_TILE = 512
 """Queries of a run that share one mask, or one triangle, in layers with a sliding window."""
@@ -23,17 +23,24 @@ _SCORES = 1 << 26
 """Scores that plain torch holds at a time, at most, if one query has no more."""
 
 _CUDNN_QUERIES = (1024, 2048, 4096, 8192, 16384)
-"""cuDNN plans once a shape, which takes 45 ms: it gets few shapes, and the ones where it is fastest."""
+"""Numbers of queries for which cuDNN is used: those where it is fastest.
+
+It plans once a shape, which takes 45 ms.
+"""
 _CUDNN_KEYS = (8192, 16384, 32768)
+"""Numbers of keys for which cuDNN is used, beside as many as there are queries."""
 
 Part = tuple[Tensor, Tensor]
-"""Attention over some of the keys: output `[queries, heads, dim_v]`, and log-sum-exp of the scaled scores,
-natural, float32 `[queries, heads]`. As a state, into which more is folded, the output is float32."""
+"""Attention over some of the keys: an output and a log-sum-exp.
+
+The output is `[queries, heads, dim_v]`, the natural log-sum-exp of the scaled scores is float32 `[queries,
+heads]`. As a state, into which more is folded, the output is float32.
+"""
 
 
 def _tile_kernels(x: Tensor) -> ModuleType | None:
     """Return the kernels of states for tensors where `x` is, or None."""
-    return tile_kernels() if x.is_cuda else None
+    return triton_kernels("tiles") if x.is_cuda else None
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, *, causal: bool) -> Part:
@@ -68,8 +75,10 @@ def dense(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, *, causal: boo
 
 @lru_cache(maxsize=256)
 def _ends(length: int, device: torch.device) -> Tensor:
-    """Return where a lone sequence of this length, not 0, begins and ends; kept for the layers that
-    follow."""
+    """Return the cumulative lengths `[0, length]` of a lone sequence, int32; length is not 0.
+
+    They are cached.
+    """
     return torch.arange(
         0, length + 1, length, dtype=torch.int32, device=device
     )  # Made there: what is sent is waited for.
@@ -136,8 +145,10 @@ def _on_cpu(
 
 
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """Fold attention over other keys into `out` (float32) and `lse`, in place and exactly; shapes as in
-    Part."""
+    """Fold attention over other keys into `out` (float32) and `lse`, in place and exactly.
+
+    Shapes are those of `Part`.
+    """
     if kernels := _tile_kernels(out):
         kernels.merge_states(out, lse, other_out, other_lse)
         return
@@ -167,11 +178,10 @@ def fold(
 
 
 def fold_past(state: Part, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, distance: int) -> None:
-    """Fold into `state` what consecutive queries see of keys that all come before them.
+    """Fold into `state` the attention of consecutive queries over keys that all come before them.
 
-    A window makes of the keys that query i sees those from i + shift on: a triangle that is causal when
-    queries and keys are turned round, and a rectangle behind it. So no mask is needed, and each part has its
-    log-sum-exp.
+    With a window, query i sees the keys from i + shift on. That is a triangle, which is causal when queries
+    and keys are reversed, and a rectangle behind it. So no mask is needed, and each part has its log-sum-exp.
 
     distance: position of the first query less that of the first key.
     """
@@ -206,7 +216,7 @@ def fold_past(state: Part, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttentio
 
 
 def attend_itself(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention) -> Part:
-    """Attend with a run to itself alone, causally; shapes are those of `dense`, with a key for each query."""
+    """Attend causally from a run to itself; shapes are those of `dense`, with a key for each query."""
     window = layer.window
     if window is None or len(q) <= window:
         return dense(q, k, v, layer, causal=True)

@@ -1,4 +1,4 @@
-"""Attention to pages without a kernel that reads them: K and V are gathered first, a part at a time."""
+"""Attends to pages without a kernel that reads them: K and V are gathered first, a part at a time."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.ops.attention import dense
 from penstock.ops.attention.dense import Part, masked, merge
-from penstock.ops.attention.inputs import LayerAttention, RowGroup, Rows, Run, Scratch
+from penstock.ops.attention.inputs import LayerAttention, QueryRun, RowGroup, Rows, Scratch
 
 PAST_TILE = 8192
 """Keys of the past that a run attends to at a time; gathered from pages into scratch."""
@@ -50,8 +50,10 @@ def attend_rows(
 def _attend_long_row(
     q: Tensor, cache: Cache, group: RowGroup, scratch: Scratch, layer: LayerAttention
 ) -> Part:
-    """Attend with a group of one row, q `[1, heads, dim]`, to PAST_TILE keys at a time; the output is
-    float32. No keys answer 0 and -inf."""
+    """Attend with a group of one row, q `[1, heads, dim]`, to PAST_TILE keys at a time.
+
+    The output is float32. Without keys it is 0, and the log-sum-exp -inf.
+    """
     assert len(group.rows) == 1, (
         "rows longer than a tile, and rows with cold tiles, are alone in their groups"
     )
@@ -74,10 +76,11 @@ def _attend_long_row(
     )
 
 
-def past_in_pages(cache: Cache, run: Run, window: int | None) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield what is in pages of a run's past, PAST_TILE keys at a time, but for tiles out of its window.
+def past_in_pages(cache: Cache, run: QueryRun, window: int | None) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield the part of a run's past that is in pages, PAST_TILE keys at a time.
 
-    Each is the first key's position, and K and V `[keys, kv_heads, dim]`.
+    Each item is the first key's position, and K and V `[keys, kv_heads, dim]`. Tiles outside the window are
+    left out.
     """
     block_size = cache[0].shape[1]
     tile = max(PAST_TILE // block_size, 1)
@@ -89,7 +92,7 @@ def past_in_pages(cache: Cache, run: Run, window: int | None) -> Iterator[tuple[
             yield position, past_k, past_v
 
 
-def attend_window(q: Tensor, cache: Cache, run: Run, layer: LayerAttention) -> Tensor:
+def attend_window(q: Tensor, cache: Cache, run: QueryRun, layer: LayerAttention) -> Tensor:
     """Attend with a run, its own KV in pages as well, in a layer with a window.
 
     It takes pieces of the run, each against the keys that any of its queries sees, and returns the output
@@ -124,8 +127,10 @@ def _gathered(cache: Cache, blocks: Tensor, scratch: Scratch) -> tuple[Tensor, T
 
 
 def _of_blocks(cache: Tensor, blocks: Tensor, place: Tensor | None = None) -> Tensor:
-    """Return `cache[blocks]`, with the tokens of a sequence's blocks one after the other. On a CPU that takes
-    five times as long as this."""
+    """Return `cache[blocks]`, with the tokens of a sequence's blocks one after the other.
+
+    On a CPU `index_select` is five times as fast as indexing.
+    """
     if cache.is_cuda:
         return cache[blocks].flatten(blocks.dim() - 1, blocks.dim())
     return torch.index_select(cache, 0, blocks.flatten(), out=place).view(

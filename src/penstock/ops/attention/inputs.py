@@ -1,4 +1,4 @@
-"""What attention reads of a step besides queries, keys and values: where its tokens are and what they see."""
+"""Holds the attention metadata of a step: where its tokens are written, and what each query sees."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -26,9 +26,9 @@ class LayerAttention:
 
 
 class Scratch:
-    """Scratch is memory that one layer after the other gathers K and V into, kept from step to step.
+    """Scratch is memory into which one layer after the other gathers K and V, kept from step to step.
 
-    Pages that are new to the process cost more than what is written into them. One step at a time may use it.
+    Memory that is new to the process costs more to touch than to fill. Only one step at a time may use it.
     """
 
     def __init__(self) -> None:
@@ -99,8 +99,8 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A Run is a chunk: queries [first, first + count) of a step, at consecutive positions of one sequence.
+class QueryRun:
+    """A QueryRun is a prefill chunk: queries [first, first + count) of a step, consecutive in one sequence.
 
     start: position of the first query.
     blocks: int64, the sequence's blocks.
@@ -182,7 +182,8 @@ class ColdInputs:
 
 
 class Tiles(Protocol):
-    """Tiles lend a layer its tiles in ColdInputs' order, to be read on the compute stream until `release`.
+    """Tiles lend a layer its tiles in the order of ColdInputs, to be read on the compute stream until
+    `release`.
 
     K `[keys, kv_heads, dim]` and V have the same strides. There may be more keys than are valid.
     """
@@ -196,9 +197,10 @@ class Tiles(Protocol):
     def choose(
         self, reader: int, q: Tensor, lse: Tensor, layer: LayerAttention
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Yield what a policy chooses for these queries, tile after tile; each is lent until the next is.
+        """Yield the blocks that a policy chooses for these queries, tile after tile. Each is lent until the
+        next one.
 
-        reader: number of who looks: `choosing_rows` first, then `choosing_runs`.
+        reader: number of the reader: `choosing_rows` first, then `choosing_runs`.
         q: `[queries, heads, dim]`.
         lse: log-sum-exp of all that they have seen, float32 `[queries, heads]`. The caller keeps it up to
             date.
@@ -221,6 +223,6 @@ class AttentionInputs:
     offsets: Tensor
     slots: Tensor
     rows: Rows | None
-    runs: tuple[Run, ...]
+    runs: tuple[QueryRun, ...]
     cold: ColdInputs | None = None
     placed: PlacedRun | None = None

@@ -11,31 +11,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows, Run
+from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.runs import run_tokens
 from penstock.ops.triton.decode import decode, join, score_factor
 from penstock.ops.triton.tuning import DecodeTuning, decode_tuning, multiprocessors
 
 _FEW = 4
-"""Sequences for which parts are joined by a second launch; also where it may not be early, lest bits depend
-on that."""
+"""Sequences up to which a second launch joins parts.
+
+It does so also where launches may not be early, lest bits depend on that.
+"""
 _ALONE = 3
-"""Programs of each multiprocessor that decode so few, at least."""
+"""Programs of each multiprocessor that decode so few sequences, at least."""
 
 
 def _workers(kv_heads: int, batch: int, tiles: int, wanted: int) -> int:
-    """Runs per KV head: as many as make `wanted` programs, not one more (it would run alone, last), and no
-    more than there can be tiles."""
+    """Return the workers of each KV head.
+
+    They are as many as make `wanted` programs, not one more, which would run alone at the end; and no more
+    than there can be tiles.
+    """
     return max(1, min(wanted // kv_heads, batch * tiles))
 
 
 def scratch_bytes(
     heads: int, kv_heads: int, dim: int, element: int, block_size: int, device: torch.device
 ) -> int:
-    """Bound the bytes of partial results, whatever is attended to; only long contexts take as much.
+    """Bound the bytes of partial results, whatever is attended to. Only long contexts take as much.
 
-    They are of as many programs as are ever started, for as many tokens as are taken together.
+    All programs that are ever started are counted, each for as many tokens as are taken together.
 
     element: bytes of a number.
     """
@@ -46,8 +51,10 @@ def scratch_bytes(
 
 
 def _registers(tuning: DecodeTuning) -> int:
-    """Registers a thread may have where a launch joins: left alone, the compiler gives it more, and fewer
-    programs fit a multiprocessor."""
+    """Return how many registers a thread may have where a launch joins.
+
+    Left alone, the compiler gives it more, and fewer programs fit a multiprocessor.
+    """
     return min(max(65536 // (32 * tuning.warps * tuning.workers_per_sm) // 8 * 8, 128), 255)
 
 
@@ -78,7 +85,7 @@ def paged_decode(
         and arrivals.numel() >= len(q) * cache[0].shape[2]
     )
     if tuning is None:
-        if len(q) <= _FEW:  # A second launch costs less than one program that joins what many have found.
+        if len(q) <= _FEW:  # A second launch costs less than one program that joins the parts of many.
             arrivals = None
         tuning = decode_tuning(dim, q.element_size(), block_size)
         if arrivals is None:
@@ -88,7 +95,7 @@ def paged_decode(
 
 
 def paged_run(
-    q: Tensor, cache: tuple[Tensor, Tensor], run: Run, layer: LayerAttention, *,
+    q: Tensor, cache: tuple[Tensor, Tensor], run: QueryRun, layer: LayerAttention, *,
     out: Tensor | None = None, lse: Tensor | None = None, tuning: DecodeTuning | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend with a run, q `[tokens, heads, dim]`, each token to all that comes up to itself.
@@ -118,13 +125,13 @@ def placed_run(
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """_Cut is what is attended to as sequences of their own.
+    """_Cut says what is attended to as sequences of their own.
 
     table: block table, int32 or int64 `[count, blocks]`.
     count: sequences.
     tokens: queries of each; of the last perhaps fewer.
     longest: bound of their lengths.
-    lengths: their lengths; or where the run is, if `start` is -1; or None, if `start` says where.
+    lengths: their lengths; or the place of the run, if `start` is -1; or None, if `start` is its place.
     arrivals: counters, for a join in the same launch.
     """
 
@@ -295,7 +302,7 @@ def _write(  # type: ignore[no-untyped-def]
     COLS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """K and V of one token to its slot."""
+    """Write K and V of one token to its slot. Grid [tokens]."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot >= 0:

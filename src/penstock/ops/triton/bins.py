@@ -1,4 +1,4 @@
-"""What the kernels that draw tokens share: their notes of a row, and likelihoods as whole numbers and bins.
+"""Shares, among the kernels that draw tokens, their notes of a row, and likelihoods as integers and bins.
 
 `sampling` describes the whole algorithm.
 """
@@ -9,14 +9,14 @@ import triton.language as tl
 UNITS = tl.constexpr(2.0**42)
 """Likelihood of the likeliest token, in units."""
 REACH = tl.constexpr(29.2)
-"""Nats below the likeliest token: from there on it is less than a unit, since 42 * ln 2 is less."""
+"""Nats below the likeliest token at which a likelihood falls below one unit: 42 * ln 2 is less."""
 NONE = tl.constexpr(-(1 << 31))
 """An integer below those of all numbers."""
 
-# Of a row, in the order of its tally: the integers of its likeliest token and of the bound, and all its
-# likelihood; the bin that top-k ends in, the tokens in the bins above it, and their likelihood; the bins that
-# top-p may end in, and the likelihood above them; how many tokens are listed, and how many programs have
-# ended each look. Behind these each chunk's likelihood, each chunk's tokens that are at the threshold, each
+# A row's tally has, in this order: the integers of its likeliest token and of the bound, and the sum of all
+# likelihoods; the bin that top-k ends in, the tokens in the bins above it, and their likelihood; the first
+# and last bin that top-p may end in, and the likelihood above them; the listed tokens, and the programs that
+# have ended each look. Behind these are each chunk's likelihood, each chunk's tokens at the threshold, each
 # bin's likelihood and each bin's tokens.
 PEAK, BOUND, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 CUT, CUT_COUNT, CUT_MASS = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
@@ -51,22 +51,22 @@ def tally_of(tally, draw, chunks, BINS: tl.constexpr):  # type: ignore[no-untype
 def notes_of(notes, draw, chunks, EACH: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return where a draw's notes begin.
 
-    They are each chunk's likeliest logit, its least likely, and its likelihood relative to the likeliest;
-    then the likeliest of EACH groups.
+    They are, for each chunk, its highest logit, its lowest, and its likelihood relative to the highest; then
+    the highest logits of EACH groups.
     """
     return notes + draw.to(tl.int64) * chunks * (3 + EACH)
 
 
 @triton.jit
 def is_last(counter, programs):  # type: ignore[no-untyped-def]
-    """Tell whether all other programs of the row have been here before."""
+    """Tell whether all other programs of the row have counted themselves in."""
     tl.debug_barrier()  # all threads' stores before the count of one
     return tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == programs - 1
 
 
 @triton.jit
 def load_logits(row, ids, VOCAB):  # type: ignore[no-untyped-def]
-    """Load logits; one that is not a number is impossible, since its bin would be anywhere."""
+    """Load logits. NaN becomes -inf, an impossible token, since its bin would be anywhere."""
     each = tl.load(row + ids, mask=ids < VOCAB, other=float("-inf"))
     return tl.where(each == each, each, float("-inf"))
 
@@ -100,15 +100,14 @@ def mass_of(warm, peak, least):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def bin_of(warm, order, peak, bound, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return in which of the equal parts between the likeliest token and the bound it is; BINS if beyond."""
+    """Return each logit's bin, of BINS equal ones between the likeliest token and the bound; BINS if
+    beyond."""
     width = peak - number_of(bound)
-    scale = tl.div_rn(
-        tl.full((), BINS - 0.5, tl.float32), tl.maximum(width, 1e-30)
-    )  # The last is half as wide, lest there be one more.
+    # The last bin is half as wide, so that rounding makes no further one.
+    scale = tl.div_rn(tl.full((), BINS - 0.5, tl.float32), tl.maximum(width, 1e-30))
     place = tl.minimum(peak - warm, width) * scale
-    place = tl.where(
-        place > 0.0, place, 0.0
-    )  # What is infinitely below an infinite one is in the first bin too, not in none.
+    # Infinity less infinity is NaN, which belongs to the first bin.
+    place = tl.where(place > 0.0, place, 0.0)
     return tl.where(order >= bound, place.to(tl.int32), BINS)
 
 
@@ -120,10 +119,10 @@ def goal_of(nucleus, mass):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def read_ends(known, most, nucleus, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return what is known of a row before the third look.
+    """Return the results of the first two looks at a row.
 
-    It is the likeliest token by the temperature, the integer of the bound, the bin that top-k ends in, and
-    the first and last that top-p may end in.
+    They are the likeliest token's logit by the temperature, the integer of the bound, the bin that top-k ends
+    in, and the first and last bin that top-p may end in.
     """
     ends = (most > 0) | (nucleus < 1)
     cut = tl.load(known + CUT, mask=ends, other=BINS).to(tl.int32)

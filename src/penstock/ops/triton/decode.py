@@ -1,27 +1,26 @@
-"""The kernels of split-K attention over pages: `decode` attends, `join` merges what its workers have found.
+"""Attends over pages by split-K: the kernel `decode` attends, `join` merges partial results.
 
 The visible keys of all sequences are cut into tiles. The tiles of the whole batch are laid in one row, and
 that row is cut into equal runs, one for each worker and KV head. So one sequence of a million tokens and a
 batch of ragged ones keep every multiprocessor busy for the same time. The grid depends on no length: between
-two steps only a tensor of lengths changes. Cuts are moved to where sequences end if that is nearly as even,
+two steps only a tensor of lengths changes. Cuts are moved to the ends of sequences if that is nearly as even,
 since each sequence that a worker begins costs it the time of some tiles. A sequence inside one run is
 finished by its worker. A sequence that crosses runs leaves a partial output and log-sum-exp in each. `join`
-merges these, or, where the caller lends counters, the last of its workers to arrive does, which saves a
-launch.
+merges these. Where the caller lends counters, the last worker to arrive does, which saves a launch.
 
-Why this is safe. A worker has at most two unfinished sequences, the one it continues and the one that goes on
-after it: partial 0 of a worker is the sequence that its run opens with, partial 1 one that begins inside.
-Each is written by one program. The join reads only those that the same arithmetic over the same lengths says
-were written. The second kernel comes after the first in stream order. Within a launch each worker counts
-itself in after a barrier behind its partial, by an atomic addition that releases and acquires; the one that
-finds all others counted sees what they wrote, is alone, and sets the counter back. No program waits for
-another. Where launches may be early (`kernels.pdl_launches`), lengths are read before what came before
-this has ended: they belong to the step, and the last launch that was not early came after them. All else is
+Why this is safe. A worker has at most two unfinished sequences: the one that it continues, and the one that
+goes on after it. Partial 0 of a worker is the sequence that its run opens with, partial 1 one that begins
+inside. Each is written by one program. The join computes from the same lengths which partials were written,
+and reads only those. The second kernel comes after the first in stream order. Within a launch each worker
+counts itself in after a barrier behind its partial, by an atomic addition that releases and acquires. The one
+that finds all others counted sees what they wrote, is alone, and resets the counter. No program waits for
+another. Where launches may be early (`kernels.pdl_launches`), lengths are read before the kernels before this
+one have ended: they belong to the step, and the last launch that was not early came after them. All else is
 read, and everything written, behind `gdc_wait`.
 
-A chunk of one sequence is divided the same way: every few of its tokens are a sequence that ends with the
-last of them, their query heads stand where one token's do, and each sees what comes up to its own position.
-All have one row of the table.
+A chunk of one sequence is divided the same way. Every few of its tokens are a sequence that ends with the
+last of them. Their query heads stand where one token's do, and each sees the keys up to its own position. All
+share one row of the table.
 """
 
 import triton
@@ -36,24 +35,25 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _first_tile(length, window, TILE: tl.constexpr, WINDOWED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The tile of the oldest visible key."""
+    """Return the tile of the oldest visible key."""
     return tl.maximum(length - window, 0) // TILE if WINDOWED else length * 0
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tiles(length, window, TILE: tl.constexpr, WINDOWED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Tiles that hold at least one visible key."""
+    """Return how many tiles hold at least one visible key."""
     return (length + TILE - 1) // TILE - _first_tile(length, window, TILE, WINDOWED)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _divided(spans, total, workers, LEAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Tiles of a run, and of a piece. All tiles are laid in a row so that every sequence takes whole pieces,
-    the last of which may lack some tiles, and runs are whole pieces.
+    """Return the tiles of a run, and of a piece.
 
-    Sequences of about one length, one or two for a worker, are in pieces that fill the workers nearly as well
-    as equal runs do: then no run holds the end of one and the beginning of another. Else a piece is a tile:
-    with many sequences for each worker, all would begin one at the same moments, and none read meanwhile.
+    All tiles are laid in a row so that every sequence takes whole pieces, the last of which may lack some
+    tiles. Runs are whole pieces. Sequences of about one length, one or two for a worker, get pieces that fill
+    the workers nearly as well as equal runs do: then no run holds the end of one and the beginning of
+    another. Otherwise a piece is a tile. With many sequences for each worker, all would begin one at the same
+    moments, and none would read meanwhile.
     """
     run = tl.maximum((total + workers - 1) // workers, LEAST)
     there = tl.maximum(tl.sum((spans > 0).to(tl.int32), 0), 1)
@@ -104,11 +104,13 @@ def _joined(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr,
     BLIND: tl.constexpr = False,
 ):
-    """A sequence's partials of workers [first, last], of ROWS heads, PARTS at a time: their output and
-    log-sum-exp.
+    """Merge a sequence's partials of workers [first, last], of ROWS heads, PARTS at a time.
 
-    opens: 1 if the sequence begins inside the first worker's run. With STAGES above 1 that many less one are
-    on their way at a time. BLIND: whether there may be partials of no key, whose log-sum-exp is -inf.
+    Returns their output and log-sum-exp.
+
+    opens: 1 if the sequence begins inside the first worker's run.
+    STAGES: one more than the loads in flight.
+    BLIND: whether there may be partials without keys, with a log-sum-exp of -inf.
     """
     cols = tl.arange(0, COLS)
     inside = head_in[None, :, None] & (cols < DIM)[None, None, :]
@@ -226,9 +228,7 @@ def decode(  # type: ignore[no-untyped-def]
     stop = tl.minimum(at + run, total)
     seq = tl.sum((stops <= at).to(tl.int32), 0)
     count = tl.sum((stops < stop).to(tl.int32), 0) - seq + 1
-    begin = tl.sum(
-        tl.where(stops <= at, places, 0), 0
-    )  # where the sequence at hand starts in the row of all tiles
+    begin = tl.sum(tl.where(stops <= at, places, 0), 0)  # Start of this sequence in the row of all tiles.
     if EARLY:
         gdc_wait()
     if JOINS:
@@ -300,9 +300,8 @@ def decode(  # type: ignore[no-untyped-def]
                             visible = visible & (pos[None, :] >= (limit - window)[:, None])
                         score = tl.where(visible, score, float("-inf"))
                         higher = tl.maximum(top, tl.max(score, 1))
-                        floor = tl.where(
-                            higher == float("-inf"), 0.0, higher
-                        )  # A tile may lie beyond some of the tokens.
+                        # A tile may lie beyond some of the tokens.
+                        floor = tl.where(higher == float("-inf"), 0.0, higher)
                     else:
                         if WINDOWED:
                             seen = seen & (pos >= oldest)

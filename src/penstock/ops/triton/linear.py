@@ -1,16 +1,16 @@
-"""Products of one row, or of a few, of activations with a matrix: a decode step reads every weight once, and
-is bound by that.
+"""Multiplies one row, or a few, of activations with a matrix.
 
-Why this is safe where launches overlap. A kernel that begins before the one before it has ended reads nothing
-but weights, which nobody writes meanwhile, until `gdc_wait` has returned; that returns when all that came
-before has ended and can be seen. Every kernel of such a chain waits, so the end of one is the end of all
-before it. It writes nothing before the wait either.
+A decode step reads every weight once, and is bound by that.
 
-Why it is safe to share a sum. Each program stores its part, then counts itself among those of its tile, and
-the count both publishes what was stored and shows what others have published; whoever counts last reads all
-parts, in their order, and leaves a zero. No other launch counts there meanwhile: launches of a stream wait
-for each other's end before they count, and a step that is recorded has counters of its own
-(`kernels.counting`).
+Why this is safe where launches overlap. A kernel that begins before the one before it has ended reads only
+weights, which are constant, until `gdc_wait` has returned. That returns when all earlier kernels have ended
+and their results can be seen. Every kernel of such a chain waits, so the end of one is the end of all before
+it. It writes nothing before the wait either.
+
+Why it is safe to share a sum. Each program stores its part, then counts itself among those of its tile. The
+count publishes its part and shows those of others. The program that counts last reads all parts, in their
+order, and leaves a zero. No other launch counts there meanwhile: launches of a stream wait for each other's
+end before they count, and a recorded step has counters of its own (`kernels.counting`).
 """
 
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ from penstock.ops.triton.pointwise import silu
 from penstock.ops.triton.tuning import multiprocessors
 
 MOST_ROWS = 64
-"""Of a product of few rows."""
+"""Largest number of rows of `few_rows`."""
 _STEP = 128
 _LEAST_COLS = 256
 _MEASURED = (9, 0)
 _ROOM = 226 << 10
-"""Bytes that programs share on a multiprocessor of those."""
+"""Bytes of shared memory on a multiprocessor of those."""
 
 
 @triton.jit(do_not_specialize=["outer"])  # type: ignore[untyped-decorator]
@@ -50,14 +50,15 @@ def _one_row(  # type: ignore[no-untyped-def]
     BIASED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """COLS numbers of y, each a row of the matrix; where GATED, each from two rows, `outer` apart."""
+    """Compute COLS numbers of y, each from a row of the matrix; if GATED, each from two rows, `outer`
+    apart."""
     if EARLY:
         gdc_launch_dependents()
     cols, inner = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, STEP)
     there = cols < outer
     at = weight + cols.to(tl.int64)[:, None] * s_w + inner[None, :]
     beside = outer.to(tl.int64) * s_w
-    # The first stretch of the weights is on its way while this still waits for x.
+    # The first stretch of the weights is loading while this still waits for x.
     inside = there[:, None] & (inner < INNER)[None, :]
     w = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
     v = w
@@ -107,11 +108,15 @@ def one_row(
     out: Tensor | None = None,
     tuning: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """`x @ weight.T + bias` of one row: x `[1, in]`, weight `[out, in]` (rows strided), bias `[out]`, result
-    `[1, out]`, in `out` if that is given.
+    """Return `x @ weight.T + bias` for one row of x, `[1, out]`, added up in float32.
 
-    gated: `silu(gate) * up` of a result whose first half is the gate: `[1, out / 2]`, rounded where
-    `silu_mul` rounds. Sums are float32 numbers, whatever the dtype. tuning: see `one_row_tuning`.
+    x: `[1, in]`.
+    weight: `[out, in]` (rows strided).
+    bias: `[out]`.
+    gated: return `silu(gate) * up`, `[1, out / 2]`, where the first half of the result is the gate. It is
+        rounded where `silu_mul` rounds.
+    out: where the result is written.
+    tuning: see `one_row_tuning`.
     """
     inner, outer = x.shape[1], len(weight) // (2 if gated else 1)
     assert x.shape[0] == 1, x.shape
@@ -142,12 +147,10 @@ def one_row(
 
 
 def one_row_tuning(inner: int, gated: bool, itemsize: int) -> tuple[int, int, int]:
-    """The one place for constants: numbers of a program, its stretch of a row of weights, its warps."""
+    """Choose the numbers of a program, its stretch of a row, and its warps: the one place for constants."""
     if itemsize > 2:
         return (2 if gated else 4), 2048, 4
-    if (
-        inner > 4096
-    ):  # All of a row at once, although some of the stretch may be empty: nothing waits for a second.
+    if inner > 4096:  # A whole row at once, although the stretch may be partly empty: there is no second one.
         return 2, 16384, 8
     if gated:
         return 2, 4096, 4
@@ -156,8 +159,7 @@ def one_row_tuning(inner: int, gated: bool, itemsize: int) -> tuple[int, int, in
 
 @triton.jit
 def _fetch(at, size):  # type: ignore[no-untyped-def]
-    """Have `size` bytes, a multiple of 16, from each address on brought to the cache; nobody waits for
-    them."""
+    """Fetch `size` bytes, a multiple of 16, from each address to the L2 cache, without waiting (prefetch)."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",
@@ -195,9 +197,11 @@ def _few_rows(  # type: ignore[no-untyped-def]
     WIDEN: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One of `splits` parts of the sums of COLS rows of the matrix; where GATED, these are COLS / 2 of the
-    gate, each with its own of what is gated, `outer` further on. LEFT: which of the two operands is on the
-    left; it has 64 rows for each group of four warps."""
+    """Compute one of `splits` parts of the sums of COLS rows of the matrix.
+
+    GATED: COLS / 2 of the rows are of the gate, and each has its `up` row, `outer` further on.
+    LEFT: whether x is the left operand. The left one has 64 rows for each group of four warps.
+    """
     if EARLY:
         gdc_launch_dependents()
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
@@ -260,9 +264,15 @@ def _few_rows(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class FewRowsTuning:
-    """cols: rows of the matrix a program has; step: how much of each at a time; splits: programs that share
-    them; stages: how many such steps are under way; fetched: bytes of each row that are asked for before x is
-    waited for; left: whether x is the left operand."""
+    """FewRowsTuning says how a product of a few rows is cut.
+
+    cols: rows of the matrix that a program has.
+    step: numbers of each row that are read at a time.
+    splits: programs that share the sums of the same rows.
+    stages: steps in flight.
+    fetched: bytes of each row that are prefetched before x is waited for.
+    left: whether x is the left operand.
+    """
 
     cols: int
     step: int
@@ -282,11 +292,10 @@ def few_rows(
     out: Tensor | None = None,
     tuning: FewRowsTuning | None = None,
 ) -> Tensor:
-    """`one_row` for x `[rows, in]` (rows strided) of at most MOST_ROWS: result `[rows, out]`, or `[rows, out
-    / 2]` where gated.
+    """Compute `one_row` for x `[rows, in]` (rows strided) of at most MOST_ROWS.
 
-    What is added up in which order depends on the shape of the matrix and on the rows' number, not on what
-    the other rows hold.
+    Returns `[rows, out]`, or `[rows, out / 2]` if gated. The order of additions depends on the matrix's shape
+    and on the number of rows, not on the values of other rows.
     """
     rows, inner = x.shape
     outer = len(weight) // (2 if gated else 1)
@@ -338,8 +347,11 @@ def few_rows(
 
 
 def suits_few_rows(x: Tensor, weight: Tensor) -> bool:
-    """Whether `few_rows` is what to take: on GPUs that it has been measured on, where it is as fast as the
-    library or faster, and its launches overlap with others."""
+    """Tell whether `few_rows` should be used.
+
+    It is as fast as the library or faster on the GPUs it was measured on, and its launches overlap with
+    others.
+    """
     return (
         1 < len(x) <= MOST_ROWS
         and x.dtype.itemsize == 2
@@ -358,12 +370,15 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def few_rows_tuning(rows: int, outer: int, inner: int, many: int) -> FewRowsTuning:
-    """The one place for constants. rows: 16, 32 or 64; outer: of the matrix, `inner` numbers each; many:
-    multiprocessors.
+    """Choose the tuning: the one place for constants.
 
-    The more of the matrix a program has, the less often x is read; the fewer have all of it at once, the less
-    is under way. Sums are shared where there would be hardly a program for every fourth multiprocessor: that
+    More rows of the matrix in a program mean that x is read less often; fewer programs have less in flight.
+    Sums are shared where there would be hardly one program for every four multiprocessors, since sharing
     takes a while at the end.
+
+    rows: 16, 32 or 64.
+    outer, inner: shape of the matrix.
+    many: multiprocessors of the GPU.
     """
     left = rows > 32 and outer <= 32 * many
     cols = 32 if left else 64 if rows <= 32 or outer <= 64 * many else 128

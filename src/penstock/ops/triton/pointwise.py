@@ -42,7 +42,7 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     ADDS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """ROWS rows; row r is head r % HEADS of token r // HEADS."""
+    """Normalise ROWS rows; row r is head r % HEADS of token r // HEADS."""
     in_turn(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head = row // HEADS, row % HEADS
@@ -115,8 +115,10 @@ def _turn(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, NORMS: tl.constexpr,
     first=0,
 ):  # fmt: skip
-    """Normalise, if NORMS, ROWS heads of one token from `first` on, and rotate their pairs (i, i + HALF), in
-    place: what was stored."""
+    """Normalise, if NORMS, and rotate ROWS heads of one token from `first` on, in place.
+
+    Pairs are (i, i + HALF). Returns the stored halves.
+    """
     heads, cols = first + tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
     inside = (heads < HEADS) & (cols < HALF)
     at = x + heads * s_head + cols
@@ -155,7 +157,7 @@ def _rope(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     KV_ROWS: tl.constexpr,
 ) -> None:
-    """Queries and keys of one token."""
+    """Rotate queries and keys of one token. Grid [tokens]."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, COLS)
     c = tl.load(cos + token * s_cos + cols, mask=cols < HALF, other=0.0)[None, :]
@@ -231,8 +233,10 @@ def _project(  # type: ignore[no-untyped-def]
     NORMS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """ROWS query heads of one token, or ROWS of its KV heads. Grid [tokens, parts]: the first parts are
-    queries."""
+    """Prepare ROWS query heads of one token, or ROWS of its KV heads.
+
+    Grid [tokens, parts], query parts first.
+    """
     in_turn(EARLY)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cols = tl.arange(0, COLS)[None, :]
@@ -356,7 +360,7 @@ def silu(gate):  # type: ignore[no-untyped-def]
 def _silu_mul(  # type: ignore[no-untyped-def]
     gate_up, y, s_row, WIDTH: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr
 ) -> None:
-    """COLS columns of one row."""
+    """Compute COLS columns of one row. Grid [tokens, parts]."""
     in_turn(EARLY)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)

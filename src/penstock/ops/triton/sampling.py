@@ -1,27 +1,26 @@
-"""The draw of a row's token in three looks at its logits, each by many programs at once, without a sort.
+"""Draws a row's token in three looks at its logits, each by many programs at once, without a sort.
 
-What top-k and top-p leave are the tokens above a threshold, and of those that are at it the first few. The
-first look finds the likeliest token and, from what little it notes of every chunk, a bound below which the
-threshold cannot be. The second, which only rows with a threshold need, counts the tokens from the bound on
-and adds up their likelihood, by how far below the likeliest they are, in a thousand bins; so the bin of the
-threshold is known. The third adds up, for each chunk, the likelihood of the tokens in the bins above, and
-lists those in that bin, which are few. Among these the threshold itself is searched for. Then it is known in
-which chunk the number that decides falls, and that chunk alone is gone through, in the order of the
-vocabulary.
+Top-k and top-p leave the tokens above a threshold, and of those at it the first few. The first look finds the
+likeliest token and, from a few notes of every chunk, a bound below which the threshold cannot be. The second,
+which only rows with a threshold need, counts the tokens from the bound on and adds up their likelihood, by
+their distance below the likeliest, in a thousand bins. So the bin of the threshold is known. The third adds
+up, for each chunk, the likelihood of the tokens in the bins above, and lists the tokens in that bin, which
+are few. Among these the threshold itself is searched for. Then it is known in which chunk the random number
+falls, and that chunk alone is gone through, in the order of the vocabulary.
 
-Why this is exact. Likelihoods are whole numbers, 2**42 that of the likeliest token, and so are their sums:
-none is rounded, and two sums of the same tokens are equal wherever they were made. What would be less than
-one counts as impossible: a whole vocabulary of such tokens is 1e-7 of the likeliest one, as little as a
-float32 exponential may be wrong. Bounds and bins only say where to look. A bin holds an interval of logits,
-and what is in it is compared logit by logit; if that is more than the list can hold (thousands within a
-hundredth of a nat, or equal), the row is gone through instead.
+Why this is exact. Likelihoods are integers, 2**42 for the likeliest token, and so are their sums. None is
+rounded, and two sums of the same tokens are equal wherever they were made. A likelihood below one counts as
+impossible: a whole vocabulary of such tokens is 1e-7 of the likeliest one, as little as a float32 exponential
+may be wrong. Bounds and bins only say where to look. A bin holds an interval of logits, and its tokens are
+compared logit by logit. If they are more than the list can hold (thousands within a hundredth of a nat, or
+equal), the whole row is gone through instead.
 
-Why this is deterministic. Whole numbers may be added in any order, and the order of a list changes nothing
-that is made of it. A row's result depends on its own logits and wish alone.
+Why this is deterministic. Integers may be added in any order, and the order of the list does not matter. A
+row's result depends on its own logits and settings alone.
 
-Why this is safe. Each program counts itself in after a barrier behind all that it wrote, by an atomic
-addition that releases and acquires; the one that finds the others of its row counted sees what they wrote,
-and goes on alone. No program waits for another. The three looks are launches, which the stream orders.
+Why this is safe. Each program counts itself in after a barrier behind all its writes, by an atomic addition
+that releases and acquires. The one that finds the others of its row counted sees what they wrote, and goes on
+alone. No program waits for another. The three looks are launches, which the stream orders.
 """
 
 import torch
@@ -69,13 +68,15 @@ _LISTED = 4096
 _PART = 1024
 """Tokens of a list that are looked at at a time."""
 _REGISTERS = 64
-"""Registers of a thread, at most, in the second and the third look: four programs on a multiprocessor, and
-nothing spilt."""
+"""Most registers of a thread in the second and third look: four programs fit a multiprocessor, without
+spilling."""
 _FIELDS = 6
 """Numbers that describe a draw: row, temperature, top-k, top-p, min-p and the random number."""
 _LARGEST = 1 << 20
-"""Tokens of a vocabulary, at most: were all as likely as the likeliest, their sum would still be an int64
-number."""
+"""Largest vocabulary.
+
+With that many tokens as likely as the likeliest, their sum is still an int64 number.
+"""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -92,7 +93,7 @@ def _peaks(  # type: ignore[no-untyped-def]
     BINS: tl.constexpr,
     FIELDS: tl.constexpr,
 ) -> None:
-    """The first look."""
+    """Run the first look: find the likeliest token and a bound of the threshold. Grid [chunks, draws]."""
     chunk, draw, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     EACH: tl.constexpr = CHUNK // GROUP
     known, own = tally_of(tally, draw, chunks, BINS), notes_of(notes, draw, chunks, EACH)
@@ -119,8 +120,10 @@ def _peaks(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _bound(own, chunks, heat, most, nucleus, VOCAB, CHUNKS: tl.constexpr, EACH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The likeliest token by the temperature, and a number below which neither top-k nor top-p ends, unless
-    where likelihood does."""
+    """Return the highest logit by the temperature, and a logit below which neither top-k nor top-p ends.
+
+    A row without either goes on to where likelihoods end.
+    """
     each = tl.arange(0, CHUNKS)
     tops = tl.div_rn(tl.load(own + each, mask=each < chunks, other=float("-inf"), cache_modifier=".cg"), heat)
     peak = tl.max(tops, 0)
@@ -129,8 +132,8 @@ def _bound(own, chunks, heat, most, nucleus, VOCAB, CHUNKS: tl.constexpr, EACH: 
         floors = tl.load(own + chunks + each, mask=each < chunks, other=float("inf"), cache_modifier=".cg")
         bound = tl.maximum(bound, tl.div_rn(tl.min(floors, 0), heat))
     if most > 0:
-        # If the likeliest of as many groups are from it on, so are as many tokens. How many steps down that
-        # is, bit by bit.
+        # If the highest logits of `most` groups are at or above a bound, so are at least `most` tokens. The
+        # bound is searched bit by bit, as steps below the peak.
         BITS: tl.constexpr = 10
         groups = tl.arange(0, CHUNKS * EACH)
         highs = tl.load(
@@ -147,16 +150,16 @@ def _bound(own, chunks, heat, most, nucleus, VOCAB, CHUNKS: tl.constexpr, EACH: 
         enough = tl.sum(near.to(tl.int32), 0) >= most
         bound = tl.where(enough, tl.maximum(bound, tl.min(tl.where(near, highs, peak), 0)), bound)
     elif nucleus < 1:
-        # Were all tokens just below it, they would not have as much as top-p leaves out. A hundredth for what
-        # is rounded.
+        # If all tokens were just below the bound, they would have less likelihood than top-p leaves out. The
+        # 0.01 covers rounding.
         shares = tl.load(own + 2 * chunks + each, mask=each < chunks, other=0.0, cache_modifier=".cg")
         mean = tl.sum(shares * tl.where(tops == peak, 1.0, tl.exp(tops - peak)), 0) / VOCAB
         bound = tl.maximum(bound, peak + tl.minimum(tl.log((1 - nucleus).to(tl.float32) * mean), 0.0) - 0.01)
     return peak, bound
 
 
-# Where the compiler knows nothing of a row's alignment, neighbouring threads have neighbouring tokens, as
-# atomic additions and scattered stores want them; else it would first exchange all of them between threads.
+# Without a known alignment of rows, the compiler gives neighbouring threads neighbouring tokens, which suits
+# atomic additions and scattered stores. Otherwise it would first exchange tokens between threads.
 @triton.jit(do_not_specialize=["s_logits"])  # type: ignore[untyped-decorator]
 def _bins(  # type: ignore[no-untyped-def]
     logits,
@@ -170,7 +173,7 @@ def _bins(  # type: ignore[no-untyped-def]
     BINS: tl.constexpr,
     FIELDS: tl.constexpr,
 ) -> None:
-    """The second look."""
+    """Run the second look: count tokens and add up likelihoods by bin. Grid [chunks, draws]."""
     chunk, draw, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     place, heat, most, nucleus = read_wish(asked, draw, VOCAB, FIELDS)
     if (most > 0) | (nucleus < 1):
@@ -195,8 +198,10 @@ def _bins(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _choose(known, masses, counts, most, nucleus, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The bin that top-k ends in, BINS if there is none, and those that top-p may end in, since that depends
-    on how many of the tokens in that bin top-k leaves. Without top-p they are the same."""
+    """Store the bin that top-k ends in, BINS without top-k, and the first and last bin that top-p may end in.
+
+    The latter depends on how many tokens of that bin top-k leaves. Without top-p they are the same bin.
+    """
     bins = tl.arange(0, BINS)
     cut, above = tl.full((), BINS, tl.int32), tl.full((), 0, tl.int64)
     if most > 0:
@@ -240,7 +245,10 @@ def _sums(  # type: ignore[no-untyped-def]
     LISTED: tl.constexpr,
     FIELDS: tl.constexpr,
 ) -> None:
-    """The third look."""
+    """Run the third look: add up what is above the bin of the threshold, and list its tokens.
+
+    Grid [chunks, draws].
+    """
     chunk, draw, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     known, own = tally_of(tally, draw, chunks, BINS), notes_of(notes, draw, chunks, CHUNK // GROUP)
     place, heat, most, nucleus = read_wish(asked, draw, VOCAB, FIELDS)

@@ -1,7 +1,7 @@
-"""Kernels around a recorded decode step: the preparation of its rows, and their likeliest tokens.
+"""Prepares the rows of a recorded decode step and finds their likeliest tokens, as kernels.
 
-Where launches may be early (`kernels.pdl_launches`), each waits on the device before it reads or writes
-anything.
+Where launches may be early (`kernels.pdl_launches`), each kernel waits on the device before it reads or
+writes anything.
 """
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.steps import LEAST, NO_TOKEN
+from penstock.ops.triton.bins import order_of
 from penstock.ops.triton.pointwise import in_turn
 
 _CHUNK = 8192
@@ -19,7 +20,7 @@ _PAGES = 256
 """Blocks of a row's table that are copied at a time."""
 _LEAST = tl.constexpr(LEAST)
 _NOT_A_NUMBER = tl.constexpr((1 << 63) - 1)
-"""A key above those of all numbers."""
+"""Key of a NaN, above those of all numbers."""
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
@@ -46,7 +47,7 @@ def _place(  # type: ignore[no-untyped-def]
     COLS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One row of the step."""
+    """Prepare one row of the step. Grid [rows]."""
     in_turn(EARLY)
     mine = tl.program_id(0)
     row, position, token = (
@@ -130,16 +131,18 @@ def place(
 
 @triton.jit(do_not_specialize=["vocab"])  # type: ignore[untyped-decorator]
 def _find(logits, best, vocab, s_row, CHUNK: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The likeliest token of a chunk of a row: its logit, as an integer in the same order, above its id, of
-    which the lower is greater."""
+    """Find the likeliest token of a chunk of a row. Grid [rows, chunks].
+
+    The key of a token is its logit, as an integer in the same order, above its id; of equal logits the lower
+    id has the greater key.
+    """
     in_turn(EARLY)
     row = tl.program_id(0)
     ids = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     value = tl.load(logits + row.to(tl.int64) * s_row + ids, mask=ids < vocab, other=float("-inf")).to(
         tl.float32
     )
-    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
-    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    order = order_of(value).to(tl.int64)
     key = tl.where(ids < vocab, (order << 32) | (0xFFFFFFFF - ids.to(tl.int64)), _LEAST)
     key = tl.where(value == value, key, _NOT_A_NUMBER)
     tl.atomic_max(best + row, tl.max(key, 0), sem="relaxed")
@@ -147,7 +150,7 @@ def _find(logits, best, vocab, s_row, CHUNK: tl.constexpr, EARLY: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _settle(best, rows, newest, tokens, count, ROWS: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The ids, to where they belong, and `best` for the next step."""
+    """Write the tokens of ROWS rows to their places, and reset `best` for the next step."""
     in_turn(EARLY)
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = at < count

@@ -1,21 +1,21 @@
-"""All-reduce over the GPUs of one machine in one launch, perhaps with the residual sum and the norm.
+"""Reduces a sum over the GPUs of one machine (all-reduce) in one launch, perhaps with residual sum and norm.
 
 It goes through memory that all of them see. A program has one row. It sends the row to the same program of
-every other rank, as words of 64 bits: 32 of the row, and the number of the sum, by which the receiver knows
-that they have come. So nothing is said and waited for besides, and a row crosses in the time of one write.
+every other rank, as words of 64 bits: 32 bits of the row, and the number of the sum, by which the receiver
+knows that the word has come. So no flag is sent or waited for, and a row crosses in the time of one write.
 
 Why this is safe. A word of 64 bits is written and read at once, so that a number never stands beside another
-sum's bits; no order between words is needed. Of each row and sender there are two slots, taken in turns. A
+sum's bits; no order between words is needed. For each row and sender there are two slots, taken in turns. A
 program writes in the slot of sum n + 2 when its launch of sum n + 1 has ended, thus after the receiver's
-number n + 1 came; the receiver sent that in a launch after the one that had read sum n. A launch that begins
+number n + 1 came. The receiver sent that in a launch after the one that had read sum n. A launch that begins
 before the one before it has ended waits for that end first (`in_turn`). All ranks compute the same sums, of
 the same rows, in the same order, and each row counts its own: numbers agree. They wrap around, and are
 compared for equality only; a slot holds the number of two sums ago.
 
-Every program waits for others' programs, so all of a launch must be on the device at once: `most_rows`, one
-for each multiprocessor, are, whatever else it holds that ends by itself. Who waits looks now and then at a
-word in host memory, `over`, which ends all waiting, with results without meaning; and puts a 1 there after
-`limit` nanoseconds.
+Every program waits for others' programs, so all of a launch must be on the device at once. `most_rows`, one
+for each multiprocessor, are, whatever else runs there, if it ends by itself. A waiting program looks now and
+then at a word in host memory, `over`, which ends all waiting, with meaningless results. After `limit`
+nanoseconds it writes a 1 there.
 """
 
 from dataclasses import dataclass
@@ -39,9 +39,9 @@ _TIMED = not triton.knobs.runtime.interpret
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Shared is what ranks see of each other.
+    """Shared holds the addresses by which ranks reach each other's memory.
 
-    addresses: int64 `[1 + ranks]` on the device, of `over`, int32, and of each rank's window as this rank
+    addresses: int64 `[1 + ranks]` on the device: of `over`, int32, and of each rank's window as this rank
         sees it, zeros of `window_bytes`.
     turns: int32 `[rows]` on the device, zeros.
     limit: nanoseconds after which waiting ends.
@@ -75,9 +75,9 @@ def _words(dim: int, dtype: torch.dtype) -> int:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _numbers(words, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return what words hold, in float32: their lower halves and their upper ones.
+    """Return the numbers in words, in float32: the lower halves and the upper ones.
 
-    Of float32 both are the words themselves.
+    In float32 both are the words themselves.
     """
     if tl.float32 == KIND:
         low = words.to(tl.float32, bitcast=True)
@@ -90,7 +90,7 @@ def _numbers(words, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rounded(low, high, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Words of those numbers."""
+    """Return the words of those numbers, rounded to KIND."""
     if tl.float32 == KIND:
         words = low.to(tl.int32, bitcast=True)
     else:
@@ -106,7 +106,7 @@ def _slot(turn):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _look(at, there, absent, turn):  # type: ignore[no-untyped-def]
-    """A row's words that have come, with their numbers, and whether any has not."""
+    """Return a row's words with their numbers, and whether any has not come."""
     got = tl.load(at, mask=there, other=absent, volatile=True)
     return got, tl.max(((got >> 32).to(tl.int32) != turn).to(tl.int32), 0)
 
@@ -133,7 +133,11 @@ def _sum(  # type: ignore[no-untyped-def]
     TIMED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One row, as WORDS words of numbers of KIND. MOST: rows that windows have room for."""
+    """Sum one row over all ranks, as WORDS words of numbers of KIND. Grid [rows].
+
+    MOST: rows that windows have room for.
+    NORMS: whether the sum is added to the residual and normalised.
+    """
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, COLS)
     there = cols < WORDS

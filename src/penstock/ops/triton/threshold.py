@@ -1,4 +1,4 @@
-"""The last kernel of a draw: the exact threshold among the listed tokens, and the token at the random number.
+"""Ends a draw: finds the exact threshold among the listed tokens, and the token at the random number.
 
 `sampling` describes the whole algorithm.
 """
@@ -66,7 +66,10 @@ def draw_tokens(  # type: ignore[no-untyped-def]
 def _edge(  # type: ignore[no-untyped-def]
     of, known, most, nucleus, cut, first, last, BINS: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr
 ):
-    """Return two integers: what is left is all beyond the first, and at it as many tokens as the second."""
+    """Return the threshold, as an integer, and how many of the tokens at it are left.
+
+    All tokens with greater integers are left.
+    """
     _, _, peak, bound, _, _, _ = of
     edge, few, none = bound.to(tl.int64) - 1, tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     left = tl.load(known + CUT_MASS)
@@ -101,7 +104,7 @@ def _add(  # type: ignore[no-untyped-def]
     LISTED: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Add to each chunk's likelihood that of its unsure tokens beyond the edge; count those at it."""
+    """Add the unsure tokens beyond the threshold to their chunks' likelihoods, and count those at it."""
     _, _, peak, _, _, count, VOCAB = of
     for at in range(0, tl.where(count > LISTED, VOCAB, count), PART):
         ids, warm, order, bins = _unsure(of, at, BINS, LISTED, PART)
@@ -114,7 +117,7 @@ def _add(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _token(of, sums, chunks, least, number, edge, few, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the token of what is left at which the number falls."""
+    """Return the token at which the random number falls, among those that are left."""
     row, heat, peak, _, _, _, VOCAB = of
     each = tl.arange(0, CHUNKS)
     masses = tl.load(sums + each, mask=each < chunks, other=0, cache_modifier=".cg")
@@ -141,8 +144,10 @@ def _token(of, sums, chunks, least, number, edge, few, CHUNK: tl.constexpr, CHUN
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _unsure(of, at, BINS: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr):  # type: ignore[no-untyped-def]
-    """PART of the tokens that are listed, from `at` on, or of all if the list could not hold them: ids,
-    logits by the temperature, these as integers, and bins, which beyond the end are BINS."""
+    """Return PART of the listed tokens from `at` on, or of all tokens if the list could not hold them.
+
+    Returns ids, logits by the temperature, these as integers, and bins. Beyond the end bins are BINS.
+    """
     row, heat, peak, bound, listed, count, VOCAB = of
     places = at + tl.arange(0, PART)
     ids = tl.load(listed + places, mask=(places < count) & (count <= LISTED), other=VOCAB)

@@ -1,13 +1,13 @@
-"""Attention states, an output and a log-sum-exp: a tile of keys folded into one, and two merged into one.
+"""Folds a tile of keys into attention states (an output and a log-sum-exp), and merges two states.
 
-`fold_tile` cuts the keys into equal runs, one for each worker and KV head. The queries stand where the query
-heads of a group stand, in rows that the tensor cores would otherwise multiply for nothing, so the tile is
-read once for all of them. Each worker leaves a partial output and log-sum-exp. A second small kernel folds
-all of these into the state that is there: nothing is copied or merged beside.
+`fold_tile` cuts the keys into equal runs, one for each worker and KV head. The queries are stacked where the
+query heads of a group stand, in rows that the tensor cores would otherwise multiply for nothing. So the tile
+is read once for all of them. Each worker leaves a partial output and log-sum-exp. A second small kernel folds
+all of these into the state, so that nothing is copied or merged separately.
 
 Why this is safe. In `merge_states` a row of a state is read and written by one program. In `fold_tile` a
-partial is written by one program and read by the second kernel, which comes after the first in stream order;
-a row of the state is read and written by one program of it.
+partial is written by one program and read by the second kernel, which comes after the first in stream order.
+A row of the state is read and written by one program of it.
 """
 
 import torch
@@ -20,8 +20,10 @@ from penstock.ops.triton.decode import LN_2, scaled, score_factor
 from penstock.ops.triton.tuning import DecodeTuning, decode_tuning, multiprocessors
 
 STACKED = 32
-"""Query heads, over all queries, that may share one KV head of a tile: more would take registers from the
-keys in flight."""
+"""Most query heads, over all queries, that share one KV head of a tile.
+
+More take registers from keys in flight.
+"""
 
 
 @triton.jit(do_not_specialize=["keys", "run", "queries"])  # type: ignore[untyped-decorator]
@@ -50,7 +52,10 @@ def _attend(  # type: ignore[no-untyped-def]
     WIDEN: tl.constexpr,
     CAP: tl.constexpr,
 ) -> None:
-    """Keys [worker * run, + run) for one KV head. Grid [kv_heads, workers]; every worker has keys."""
+    """Attend to keys [worker * run, + run) for one KV head.
+
+    Grid [kv_heads, workers]; every worker has keys.
+    """
     kv_head, worker = tl.program_id(0), tl.program_id(1)
     rows, cols, at = tl.arange(0, ROWS), tl.arange(0, COLS), tl.arange(0, TILE)
     which, head = rows // GROUP, kv_head * GROUP + rows % GROUP
@@ -115,7 +120,7 @@ def _fold(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     INDEXED: tl.constexpr,
 ) -> None:
-    """One query head: all partials and the state, to the state. Grid [heads, queries]."""
+    """Fold all partials of one query head into its state. Grid [heads, queries]."""
     head, query = tl.program_id(0), tl.program_id(1)
     cols = tl.arange(0, COLS)
     col_in = cols < DIM
@@ -271,7 +276,7 @@ def _merge(  # type: ignore[no-untyped-def]
     COLS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """ROWS rows of (token, head), each read and written by this program alone."""
+    """Merge ROWS rows of (token, head). Each row is read and written by this program alone."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_in = row < rows
     token, head = row // HEADS, row % HEADS

@@ -1,4 +1,4 @@
-"""How attention kernels are cut for a device: keys a tile, warps a program, programs a multiprocessor."""
+"""Chooses how attention kernels are cut for a device: keys a tile, warps a program, and programs."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,12 +12,12 @@ class DecodeTuning:
     """DecodeTuning says how decode attention is cut for a device.
 
     tile: keys of a tile.
-    warps: of a program.
+    warps: warps of a program.
     depth: tiles in flight in a program.
     workers_per_sm: programs of a multiprocessor.
     overlap: whether the join is launched while decode still runs, and waits on the device.
-    least: tiles of a run, at least. A run of one tile is over before it is under way, and makes one more part
-        to join.
+    least: least number of tiles of a run. A run of one tile is over before it is under way, and makes one
+        more part to join.
     """
 
     tile: int

@@ -16,7 +16,7 @@ from typing import Self
 import torch
 
 from penstock.arch.families import TensorNames, family_of, read_spec
-from penstock.arch.formats.format import STORED_BYTES, Source
+from penstock.arch.formats.format import STORED_BYTES, TensorSlice
 from penstock.arch.layout import ALIGNMENT, Field, GroupLayout
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.errors import CheckpointError
@@ -238,7 +238,7 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    def _check(self, source: Source, field: Field) -> ShardTensor:
+    def _check(self, source: TensorSlice, field: Field) -> ShardTensor:
         """Return the stored tensor of a field's source, if it is there as promised."""
         stored = self._shards.tensors.get(source.tensor)
         if stored is None:

@@ -6,7 +6,7 @@ from typing import Self
 
 import torch
 
-from penstock.arch.formats.format import Source
+from penstock.arch.formats.format import TensorSlice
 from penstock.base.errors import CheckpointError
 from penstock.weights.checkpoint.shards import ShardTensor
 from penstock.weights.jsonfile import readable
@@ -35,7 +35,7 @@ class Lines:
     pitch: int
 
     @classmethod
-    def of(cls, source: Source) -> Self:
+    def of(cls, source: TensorSlice) -> Self:
         """Return the lines that a source takes."""
         row, above = prod(source.shape[1:]), source.rows.start if source.rows else 0
         if source.columns is not None:
