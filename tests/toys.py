@@ -38,6 +38,7 @@ from penstock.weights.checkpoint.shape import Shape
 
 METHOD = "toy_int8"
 SUFFIX = "_inverse_scale"
+ROUTERS = "mlp.gate.weight", "sparse_moe.gate.weight"
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class Int8(Format):
     """Parts of the names of matrices that rest dense."""
 
     def of(self, tensor: str) -> Format:
-        return DENSE if any(part in tensor for part in self.dense) else self
+        inside = ".layers." in tensor and not tensor.endswith(ROUTERS)
+        return self if inside and not any(part in tensor for part in self.dense) else DENSE
 
     def stored(self, dtype: str, sources: Sequence[Source]) -> tuple[Stored, ...]:
         values = stacked("values", "int8", sources)
@@ -79,7 +81,7 @@ class Int8(Format):
 def known() -> Iterator[None]:
     """Penstock reads checkpoints in this format."""
     with patch.dict(
-        methods.FORMATS, {METHOD: lambda config, where: Int8(dense=tuple(config.get("dense", ())))}
+        methods.FORMATS, {METHOD: lambda config, where, dtype: Int8(dense=tuple(config.get("dense", ())))}
     ):
         yield
 
@@ -91,11 +93,7 @@ def checkpoints(name: str, folder: Path, dense: Sequence[str] = ()) -> tuple[Pat
     numbers, plain = dict[str, Tensor](), dict[str, Tensor]()
     for file in source.glob("*.safetensors"):
         for tensor, value in load_file(file).items():
-            inside = (
-                ".layers." in tensor
-                and value.dim() == 2
-                and not tensor.endswith(("mlp.gate.weight", "sparse_moe.gate.weight"))
-            )
+            inside = ".layers." in tensor and value.dim() == 2 and not tensor.endswith(ROUTERS)
             if not inside or any(part in tensor for part in dense):
                 numbers[tensor] = plain[tensor] = value
                 continue

@@ -16,6 +16,7 @@ from typing import Any
 from penstock.arch.families import TensorNames
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import STORED_BYTES, Format, Source, matrix, stacked, vector
+from penstock.arch.formats.joined import Joined
 from penstock.arch.mixers.mixer import Plane
 from penstock.arch.parts import Held, held, local_spec
 from penstock.arch.shards import WHOLE, Shard
@@ -247,14 +248,14 @@ class _Layer:
         return GroupLayout(id, tuple(fields), offset, tuple(matrices))
 
     def _format(self, id: GroupId, sources: Sequence[Source]) -> Format:
-        """Return the one format of matrices that are fused."""
-        if id.kind in (GroupKind.EMBEDDING, GroupKind.ROUTER, GroupKind.HEAD):
-            return DENSE
-        formats = {self.spec.format.of(source.tensor) for source in sources}
-        if len(formats) > 1:
-            names = " and ".join(source.tensor for source in sources)
-            raise UnsupportedModelError(f"{names} are read by one product, but rest in several formats")
-        return formats.pop()
+        """Return the format of matrices that are read by one product."""
+        formats = tuple(self.spec.format.of(source.tensor) for source in sources)
+        if id.kind is GroupKind.EMBEDDING and formats[0] != DENSE:
+            raise UnsupportedModelError(
+                f"{sources[0].tensor} is quantised; supported: embeddings that are not"
+            )
+        together = formats[0].fuses and len(set(formats)) == 1
+        return (formats[0] if together or len(formats) == 1 else Joined(formats=formats)).cut(sources)
 
     def mixer(self, layer: int) -> GroupLayout:
         spec, at = self.spec.stack[layer], f"model.layers.{layer}"

@@ -22,6 +22,8 @@ STORED_BYTES = {
     "uint8": 1,
     "float8_e4m3fn": 1,
     "int32": 4,
+    "int64": 8,
+    "float8_e8m0fnu": 1,
 }
 """Bytes of one element of each dtype in which a tensor of a group may rest."""
 
@@ -36,6 +38,12 @@ class Source:
     rows: range | None = None
     columns: range | None = None
     """Which of them are taken; None is all."""
+    also: tuple[str, ...] = ()
+    """Other names that the tensor may have."""
+    optional: bool = False
+    """Whether it may be missing; `repack` is then given None."""
+    loose: bool = False
+    """Whether `shape` is checked by `repack`, since several are right."""
 
     @property
     def taken(self) -> tuple[int, ...]:
@@ -60,6 +68,11 @@ def vector(tensor: str, length: int, rows: range | None = None) -> Source:
     return Source(tensor, (length,), _part(rows, length))
 
 
+def beside(source: Source, name: str) -> str:
+    """Return the name of a tensor that belongs to the same module as a source's weight."""
+    return f"{source.tensor.removesuffix('weight')}{name}"
+
+
 def _part(taken: range | None, of: int) -> range | None:
     """Return None for all, however it is said: whole tensors are read in one run."""
     return None if taken == range(of) else taken
@@ -72,14 +85,15 @@ class Stored:
 
     sources: one below the other. Tensors of a checkpoint that are floating-point numbers are rounded to a
     floating-point `dtype`; any other dtype must be the checkpoint's. repack: makes the tensor, of `shape` and
-    `dtype`, of whole sources as they are in the checkpoint; without it they are taken as they lie.
+    `dtype`, of whole sources as they are in the checkpoint; without it they are taken as they lie. It raises
+    CheckpointError, naming the tensor, for values that the format cannot have. It can be hashed.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     sources: tuple[Source, ...]
-    repack: "Callable[[Sequence[Tensor]], Tensor] | None" = None
+    repack: "Callable[[Sequence[Tensor | None]], Tensor] | None" = None
 
 
 def stacked(name: str, dtype: str, sources: Sequence[Source]) -> Stored:
@@ -99,15 +113,32 @@ class Format:
     """The module of `penstock.ops.triton` whose `linear` computes products from the parts; empty where the
     reference does."""
 
+    @property
+    def fuses(self) -> bool:
+        """Tell whether matrices in this format that read the same activations can be one matrix."""
+        return True
+
     def of(self, tensor: str) -> "Format":
         """Return the format of the checkpoint's weight `tensor`, which may be excepted from this one."""
         return self
+
+    def cut(self, sources: Sequence[Source]) -> "Format":
+        """Return the format as these sources have it: where a cut or a join divides a group of numbers that
+        share a scale, the groups become smaller.
+
+        Raises ConfigError for a cut that the format does not allow.
+        """
+        return self
+
+    def ignores(self, tensor: str) -> bool:
+        """Tell whether checkpoints in this format may hold `tensor`, which no product of ours reads."""
+        return False
 
     def stored(self, dtype: str, sources: Sequence[Source]) -> tuple[Stored, ...]:
         """Return the tensors that are kept of a matrix, in the order in which they lie in a group.
 
         dtype: of activations. sources: as for a dense matrix, each `[rows, in]`, cut for a rank; one below
-        the other. Raises ConfigError for a cut that the format does not allow.
+        the other, the same as `cut` was given.
         """
         raise NotImplementedError
 
@@ -115,6 +146,10 @@ class Format:
         """Return the matrix `[out, in]` that `parts`, by their names in `stored`, stand for: the reference of
         all kernels."""
         raise NotImplementedError
+
+    def rows(self, parts: "Mapping[str, Tensor]", numbers: "Tensor") -> "Tensor":
+        """Return some rows of the matrix, as `dequantise` has them: `[numbers, in]`."""
+        return self.dequantise({name: part[numbers] for name, part in parts.items()})
 
     def operations(self, shape: tuple[int, ...], tokens: float) -> float:
         """Return the floating-point operations of a product of the matrix with so many tokens."""

@@ -47,7 +47,14 @@ GAP_BYTES = 4096
 """Between lines of a tensor that are read, less than this is read with them: it holds no page that a disk
 could leave out."""
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_EXACT = {"I8": "int8", "U8": "uint8", "I32": "int32", "F8_E4M3": "float8_e4m3fn"}
+_EXACT = {
+    "I8": "int8",
+    "U8": "uint8",
+    "I32": "int32",
+    "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+}
 """Dtypes that are read only where a storage format asks for them; those above are rounded to each other."""
 _REPACKED = 8
 """Repacked tensors that are kept: as many as threads ask for at once, each for one piece after the other."""
@@ -129,15 +136,21 @@ class Checkpoint:
             for field in layout.fields
             for source in field.sources
         }
-        missing = [name for name in sources if name not in self._shards.tensors]
+        missing = [
+            name
+            for name, (source, _) in sources.items()
+            if not source.optional and self._find(source) is None
+        ]
         if missing:
             hint = "; does the model share its embedding (tie_word_embeddings)?" if missing == [_HEAD] else ""
             raise CheckpointError(
                 f"{self.path} lacks tensor {missing[0]}{_and_more(missing)} that config.json calls for{hint}"
             )
         for source, field in sources.values():
-            self._check(source, field)
-        extra = [name for name in self._shards.tensors if name not in sources and not self._ignorable(name)]
+            if not source.optional or self._find(source) is not None:
+                self._check(source, field)
+        known = {*sources, *(name for source, _ in sources.values() for name in source.also)}
+        extra = [name for name in self._shards.tensors if name not in known and not self._ignorable(name)]
         if extra:
             file = self._shards.tensors[extra[0]].file.path
             raise CheckpointError(
@@ -204,16 +217,22 @@ class Checkpoint:
         if made is not None:
             return made
         assert field.repack is not None
-        wholes = []
+        wholes = list[torch.Tensor | None]()
         for source in field.sources:
+            if source.optional and self._find(source) is None:
+                wholes.append(None)
+                continue
             stored = self._check(source, field)
-            whole = torch.empty(source.shape, dtype=_kind(stored))
+            whole = torch.empty(stored.entry.shape, dtype=_kind(stored))
             try:
                 stored.file.read_into(_bytes(whole), stored.entry.offset)
             except ReadError as error:
                 raise CheckpointError(str(error)) from error
             wholes.append(whole)
-        tensor: torch.Tensor = field.repack(wholes).contiguous()
+        try:
+            tensor: torch.Tensor = field.repack(wholes).contiguous()
+        except CheckpointError as fault:
+            raise CheckpointError(f"{self._check(field.sources[0], field).file.path}: {fault}") from fault
         assert (tuple(tensor.shape), tensor.dtype) == (field.shape, getattr(torch, field.dtype)), field.name
         made = tensor.view(-1).view(torch.uint8)
         with self._repacking:
@@ -280,11 +299,11 @@ class Checkpoint:
 
     def _check(self, source: Source, field: Field) -> Stored:
         """Return the stored tensor of a field's source, if it is there as promised."""
-        stored = self._shards.tensors.get(source.tensor)
+        stored = self._find(source)
         if stored is None:
             raise CheckpointError(f"{self.path} lacks tensor {source.tensor} that config.json calls for")
-        where = f"{stored.file.path}: tensor {source.tensor}"
-        if stored.entry.shape != source.shape:
+        where = f"{stored.file.path}: tensor {stored.name}"
+        if stored.entry.shape != source.shape and not source.loose:
             raise CheckpointError(
                 f"{where} has shape {shown(list(stored.entry.shape))}; config.json calls for "
                 f"{list(source.shape)}"
@@ -300,13 +319,20 @@ class Checkpoint:
             raise CheckpointError(f"{where} has dtype {stored.entry.dtype}; {', '.join(read)} are read")
         return stored
 
+    def _find(self, source: Source) -> Stored | None:
+        """Return the tensor of a source under the first of its names that is there."""
+        names = source.tensor, *source.also
+        return next((self._shards.tensors[name] for name in names if name in self._shards.tensors), None)
+
     def _ignorable(self, name: str) -> bool:
         """Tensors that many checkpoints hold and no pass needs: rotary frequencies, layers past the last, a
         head that is the embedding."""
         if name != _HEAD:  # Which is expected, and does not come here, where nothing is tied.
             layer = _LAYER.match(name)
-            return name.endswith(".rotary_emb.inv_freq") or (
-                layer is not None and int(layer[1]) >= self.spec.layers
+            return (
+                name.endswith(".rotary_emb.inv_freq")
+                or (layer is not None and int(layer[1]) >= self.spec.layers)
+                or self.spec.format.ignores(name)
             )
         head, embedding = self._shards.tensors[_HEAD], self._shards.tensors[_EMBEDDING]
         alike = (head.entry.dtype, head.entry.shape) == (embedding.entry.dtype, embedding.entry.shape)

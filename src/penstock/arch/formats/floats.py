@@ -1,0 +1,255 @@
+"""Floating-point numbers of eight and four bits. Each block of a matrix has a scale."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import TYPE_CHECKING
+
+from penstock.arch.formats.codes import E2M1, NO_EXPONENT, as_bytes, powers_of_two, spread, unpacked
+from penstock.arch.formats.format import Format, Source, Stored, beside, stacked
+from penstock.arch.formats.repack import below_each_other, checked_scales, exactly, places
+from penstock.base.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:  # Torch takes 1.2 s to import; `penstock plan` does without.
+    from torch import Tensor
+
+E4M3, E8M0 = "float8_e4m3fn", "e8m0"
+
+
+@dataclass(frozen=True)
+class Float8(Format):
+    """A number is `value * scale`, the values float8_e4m3fn.
+
+    Parts, at rest on every tier: `values` `[out, in]`, and `scale` `[blocks down, blocks across]`; that of
+    row r and column c is at `r // down`, `c // across`. Scales are float32, or E8M0 exponents in uint8.
+    """
+
+    name: str = "fp8"
+    block: tuple[int, int] = (0, 0)
+    """Rows and columns that share a scale in the checkpoint; 0 is all."""
+    scale: str = "float32"
+    """`float32` or `e8m0`."""
+    scales: tuple[str, ...] = ("weight_scale",)
+    """Names that the tensor of scales may have beside the weight's."""
+    down: int = 0
+    across: int = 0
+    """Rows and columns that share a scale at rest; set by `cut`."""
+
+    def cut(self, sources: Sequence[Source]) -> "Float8":
+        """Return the format with blocks that divide where parts begin, and where they are joined."""
+        (whole_height, width), columns = sources[0].shape, sources[0].columns
+        across = self.block[1] or width
+        across = gcd(across, columns.start) if columns is not None else across
+        alone = len(sources) == 1 and sources[0].rows is None
+        if self.block[0] == 0:
+            # One scale for all: each row has its own, which costs little and joins with anything.
+            return replace(self, down=whole_height if alone else 1, across=across)
+        down = self.block[0]
+        if not alone:
+            starts = [source.rows.start for source in sources if source.rows is not None]
+            down = gcd(down, *starts, *(source.taken[0] for source in sources[:-1]))
+        return replace(self, down=down, across=across)
+
+    def stored(self, dtype: str, sources: Sequence[Source]) -> tuple[Stored, ...]:
+        """Return values and scales."""
+        values = stacked("values", E4M3, [replace(one, tensor=beside(one, "weight")) for one in sources])
+        height, width = values.shape
+        shape = -(-height // self.down), -(-width // self.across)
+        scales = [
+            Source(
+                beside(one, self.scales[0]),
+                (),
+                also=tuple(beside(one, name) for name in self.scales[1:]),
+                loose=True,
+            )
+            for one in sources
+        ]
+        kept = "uint8" if self.scale == E8M0 else self.scale
+        return values, Stored("scale", shape, kept, tuple(scales), _BlockScales(self, tuple(sources)))
+
+    def dequantise(self, parts: "Mapping[str, Tensor]") -> "Tensor":
+        """Return the matrix in float32, `[out, in]`."""
+        values, scale = parts["values"].float(), parts["scale"]
+        scale = powers_of_two(scale) if self.scale == E8M0 else scale
+        scale = spread(scale, self.across, values.shape[1])
+        if self.down > 1:
+            scale = scale.repeat_interleave(self.down, 0)[: len(values)]
+        return values.mul_(scale)
+
+    def rows(self, parts: "Mapping[str, Tensor]", numbers: "Tensor") -> "Tensor":
+        """Return some rows of the matrix."""
+        taken = {"values": parts["values"][numbers], "scale": parts["scale"][numbers // self.down]}
+        return replace(self, down=1).dequantise(taken)
+
+
+@dataclass(frozen=True)
+class _BlockScales:
+    """Makes the scales of a matrix of eight-bit floating-point numbers."""
+
+    format: Float8
+    sources: tuple[Source, ...]
+
+    def __call__(self, wholes: "Sequence[Tensor | None]") -> "Tensor":
+        parts = []
+        for source, whole in zip(self.sources, wholes, strict=True):
+            assert whole is not None
+            parts.append(self._of(source, whole))
+        return below_each_other(parts)
+
+    def _of(self, source: Source, whole: "Tensor") -> "Tensor":
+        format, name = self.format, beside(source, self.format.scales[0])
+        (height, width), blocks = source.shape, format.block
+        down, across = blocks[0] or height, blocks[1] or width
+        grid = -(-height // down), -(-width // across)
+        if whole.dim() < 2 and whole.numel() in (1, height):
+            whole = whole.reshape(-1, 1)
+        fits = whole.dim() == 2 and all(
+            have in (1, want) for have, want in zip(whole.shape, grid, strict=True)
+        )
+        if not fits:
+            raise CheckpointError(
+                f"tensor {name} has shape {list(whole.shape)}; weights of {height} x {width} in blocks of "
+                f"{down} x {across}, as config.json has them, need {list(grid)}"
+            )
+        kept = (
+            _exponents(whole, name)
+            if format.scale == E8M0
+            else exactly(_floats(whole, name), format.scale, name)
+        )
+        kept = kept.expand(*grid)
+        rows, columns = source.rows or range(height), source.columns or range(width)
+        kept = kept[places(kept, rows, format.down, down)]
+        return kept[:, places(kept, columns, format.across, across)].contiguous()
+
+
+def _floats(scales: "Tensor", name: str) -> "Tensor":
+    """Return scales as numbers, of floating-point numbers or of E8M0 exponents."""
+    if scales.element_size() == 1:
+        return powers_of_two(_exponents(scales, name))
+    return checked_scales(scales, name)
+
+
+def _exponents(scales: "Tensor", name: str) -> "Tensor":
+    """Return E8M0 exponents, uint8. Raises CheckpointError for scales that are not of one byte, and for those
+    that are no numbers."""
+    if scales.element_size() != 1:
+        raise CheckpointError(f"tensor {name} has scales of {scales.dtype}; exponents in uint8 are read")
+    exponents = as_bytes(scales)
+    if bool((exponents == NO_EXPONENT).any()):
+        raise CheckpointError(f"tensor {name} has scales that are no numbers; download it again")
+    return exponents
+
+
+@dataclass(frozen=True)
+class Float4(Format):
+    """A number is `E2M1[code] * scale`, for NVFP4 times or divided by a second scale of the whole tensor.
+
+    Parts, at rest on every tier: `codes`, uint8 `[out, in / 2]`, the first of two in the low bits; `scale`
+    `[out, in / group]`, E8M0 exponents in uint8 or float8_e4m3fn; and `second`, float32 `[out]`, for NVFP4.
+    """
+
+    name: str = "mxfp4"
+    checkpoint_group: int = 32
+    """Columns that share a scale in the checkpoint."""
+    scale: str = E8M0
+    codes: str = "weight_packed"
+    """The name of the tensor of codes beside the weight's."""
+    second: str = ""
+    """The name of the second scale's tensor; empty where there is none."""
+    divided: bool = False
+    """Whether the first scale is divided by the second, as compressed-tensors has it, and not multiplied."""
+    group: int = 0
+    """Columns that share a scale at rest; set by `cut`."""
+
+    def cut(self, sources: Sequence[Source]) -> "Float4":
+        """Return the format with groups that divide where a rank's part begins. Raises ConfigError for a cut
+        between two numbers of a byte."""
+        columns = sources[0].columns
+        group = self.checkpoint_group if columns is None else gcd(self.checkpoint_group, columns.start)
+        if group % 2:
+            raise ConfigError(
+                f"{sources[0].tensor} cannot be cut at columns {sources[0].columns}: two share a byte; "
+                "choose fewer ranks (tensor_parallel)"
+            )
+        return replace(self, group=group)
+
+    def stored(self, dtype: str, sources: Sequence[Source]) -> tuple[Stored, ...]:
+        """Return codes and scales."""
+        codes = stacked("codes", "uint8", [_halved(one, self.codes) for one in sources])
+        height, width = codes.shape[0], sources[0].taken[1]
+        kept = "uint8" if self.scale == E8M0 else E4M3
+        whole = tuple(
+            Source(beside(one, "weight_scale"), (one.shape[0], -(-one.shape[1] // self.checkpoint_group)))
+            for one in sources
+        )
+        scales = _GroupScales(self, tuple(sources))
+        parts = [codes, Stored("scale", (height, -(-width // self.group)), kept, whole, scales)]
+        if self.second:
+            seconds = tuple(Source(beside(one, self.second), (), loose=True) for one in sources)
+            heights = tuple(one.taken[0] for one in sources)
+            parts.append(Stored("second", (height,), "float32", seconds, _Seconds(heights, seconds)))
+        return tuple(parts)
+
+    def dequantise(self, parts: "Mapping[str, Tensor]") -> "Tensor":
+        """Return the matrix in float32, `[out, in]`."""
+        codes, scale, second = parts["codes"], parts["scale"], parts.get("second")
+        width = codes.shape[1] * 2
+        scales = powers_of_two(scale) if self.scale == E8M0 else scale.float()
+        if second is not None and self.divided:
+            scales = scales / second[:, None]
+        table = scales.new_tensor(E2M1)
+        values = table[unpacked(codes, 4, width).int()].mul_(spread(scales, self.group, width))
+        return values if second is None or self.divided else values.mul_(second[:, None])
+
+
+def _halved(source: Source, name: str) -> Source:
+    """Return the tensor beside a weight in which one byte stands for two columns."""
+    height, width = source.shape
+    columns = source.columns and range(source.columns.start // 2, -(-source.columns.stop // 2))
+    return Source(beside(source, name), (height, -(-width // 2)), source.rows, columns)
+
+
+@dataclass(frozen=True)
+class _GroupScales:
+    """Makes the scales of groups of four-bit floating-point numbers."""
+
+    format: Float4
+    sources: tuple[Source, ...]
+
+    def __call__(self, wholes: "Sequence[Tensor | None]") -> "Tensor":
+        parts = []
+        for source, whole in zip(self.sources, wholes, strict=True):
+            assert whole is not None
+            whole, (height, width) = self._checked(source, whole), source.shape
+            rows, columns = source.rows or range(height), source.columns or range(width)
+            kept = whole[rows.start : rows.stop]
+            parts.append(kept[:, places(kept, columns, self.format.group, self.format.checkpoint_group)])
+        return below_each_other(parts)
+
+    def _checked(self, source: Source, scales: "Tensor") -> "Tensor":
+        name = beside(source, "weight_scale")
+        if self.format.scale == E8M0:
+            return _exponents(scales, name)
+        if not scales.is_floating_point() or scales.element_size() != 1:
+            raise CheckpointError(f"tensor {name} has scales of {scales.dtype}; float8_e4m3fn is read")
+        return checked_scales(scales, name, zero=True)
+
+
+@dataclass(frozen=True)
+class _Seconds:
+    """Makes the second scale of each row, of one for each tensor."""
+
+    heights: tuple[int, ...]
+    sources: tuple[Source, ...]
+
+    def __call__(self, wholes: "Sequence[Tensor | None]") -> "Tensor":
+        parts = []
+        for height, source, whole in zip(self.heights, self.sources, wholes, strict=True):
+            assert whole is not None
+            if whole.numel() != 1:
+                raise CheckpointError(
+                    f"tensor {source.tensor} has shape {list(whole.shape)}; one number is read"
+                )
+            scale = exactly(checked_scales(whole, source.tensor), "float32", source.tensor)
+            parts.append(scale.reshape(1).expand(height))
+        return below_each_other(parts)
