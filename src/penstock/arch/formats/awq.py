@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.arch.formats.codes import as_bytes, unpacked
+from penstock.arch.formats.codes import as_bytes, in_words
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import Format, Source, beside
 from penstock.arch.formats.integers import Integers, Packing
@@ -51,7 +51,7 @@ class AWQPacking(Packing):
 
 def _columns(words: "Tensor", width: int) -> "Tensor":
     """Return the codes of interleaved words, uint8 `[rows, width]`."""
-    return unpacked(as_bytes(words), 4, width).view(len(words), -1, 8)[:, :, list(_PLACES)].flatten(1)
+    return in_words(as_bytes(words), 4, width).view(len(words), -1, 8)[:, :, list(_PLACES)].flatten(1)
 
 
 def read(config: Mapping[str, object], where: str, dtype: str) -> Format:

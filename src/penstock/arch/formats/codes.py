@@ -10,6 +10,8 @@ if TYPE_CHECKING:  # Torch takes 1.2 s to import; `penstock plan` does without.
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of four bits with two of exponent and one of mantissa, by their code (OCP Microscaling 1.0)."""
+RUN_BITS = 256
+"""Bits of a run of codes; see `packed`."""
 NO_EXPONENT = 255
 """The E8M0 exponent that is no number."""
 
@@ -19,11 +21,9 @@ def as_bytes(words: "Tensor") -> "Tensor":
     return words.contiguous().view(words[:0].byte().dtype)
 
 
-def unpacked(codes: "Tensor", bits: int, width: int) -> "Tensor":
-    """Return codes one a byte, uint8 `[rows, width]`, of bytes `[rows, ...]` with the first in the low bits.
-
-    bits: 4 or 8.
-    """
+def in_words(codes: "Tensor", bits: int, width: int) -> "Tensor":
+    """Return codes one a byte, uint8 `[rows, width]`, of bytes as checkpoints have them, `[rows, ...]`: the
+    first code in the low bits. bits: 4 or 8."""
     if bits == 8:
         return codes[:, :width]
     single = codes.new_empty(*codes.shape, 2)
@@ -31,15 +31,44 @@ def unpacked(codes: "Tensor", bits: int, width: int) -> "Tensor":
     return single.flatten(1)[:, :width]
 
 
+def packed_bytes(width: int, bits: int) -> int:
+    """Return the bytes of a row of so many codes, as `packed` has them."""
+    run = RUN_BITS // bits
+    return -(-width // run) * RUN_BITS // 8
+
+
 def packed(codes: "Tensor", bits: int) -> "Tensor":
-    """Return bytes with the first code in the low bits, of codes one a byte `[rows, width]`; the last byte of
-    a row of odd width has zeros above."""
+    """Return codes as they rest, uint8 `[rows, packed_bytes]`, of codes one a byte `[rows, width]`.
+
+    They rest in runs of RUN_BITS, the last filled up with zeros: 64 codes of four bits or 32 of eight. A run
+    is eight words of 32 bits, little end first. The bits of word i from bit `j * bits` on are the code of
+    column 8j + i. A product takes words apart by shifts, and reads activations eight at a time.
+    """
+    height, width = codes.shape
+    each = RUN_BITS // bits
+    whole = codes.new_zeros(height, -(-width // each) * each)
+    whole[:, :width] = codes
     if bits == 8:
-        return codes
-    even, odd = codes[:, 0::2], codes[:, 1::2]
-    together = even.clone()
-    together[:, : odd.shape[1]] |= odd << 4
-    return together
+        return whole.view(height, -1, 4, 8).transpose(2, 3).flatten(1)
+    runs = whole.view(height, -1, 4, 2, 8)
+    return (runs[:, :, :, 0] | runs[:, :, :, 1] << 4).transpose(2, 3).flatten(1)
+
+
+def unpacked(codes: "Tensor", bits: int, width: int) -> "Tensor":
+    """Return codes one a byte, uint8 `[rows, width]`, of what `packed` returns."""
+    bytes_of_words = codes.view(len(codes), -1, 8, 4).transpose(2, 3)
+    if bits == 8:
+        return bytes_of_words.flatten(1)[:, :width]
+    single = codes.new_empty(*bytes_of_words.shape[:3], 2, 8)
+    single[:, :, :, 0], single[:, :, :, 1] = bytes_of_words & 15, bytes_of_words >> 4
+    return single.flatten(1)[:, :width]
+
+
+def floats_of(codes: "Tensor", like: "Tensor") -> "Tensor":
+    """Return the numbers float8_e4m3fn that codes, uint8, are, exactly, in float32, the dtype of `like`; two
+    codes are no numbers."""
+    wide = codes.int()
+    return ((wide & 0x7F) << 20 | (wide & 0x80) << 24).view(like.dtype).mul_(2.0**120)
 
 
 def powers_of_two(exponents: "Tensor") -> "Tensor":

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.arch.formats.codes import as_bytes, unpacked
+from penstock.arch.formats.codes import as_bytes, in_words
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.floats import E8M0, Float4, Float8
 from penstock.arch.formats.format import Format, Source, beside
@@ -60,7 +60,7 @@ class PackedRows(Packing):
 
     def read_codes(self, whole: "Tensor", shape: tuple[int, ...], bits: int) -> "Tensor":
         """Return the codes, uint8 `[out, in]`."""
-        return unpacked(as_bytes(whole), bits, shape[1])
+        return in_words(as_bytes(whole), bits, shape[1])
 
     def read_scales(self, whole: "Tensor", shape: tuple[int, int]) -> "Tensor":
         """Return the scales `[out, groups]`."""
@@ -68,7 +68,7 @@ class PackedRows(Packing):
 
     def read_zeros(self, whole: "Tensor", shape: tuple[int, ...], bits: int) -> "Tensor":
         """Return the zero points as codes, uint8 `[out, groups]`."""
-        return unpacked(as_bytes(whole.t()), bits, shape[0]).t()
+        return in_words(as_bytes(whole.t()), bits, shape[0]).t()
 
 
 @dataclass(frozen=True)

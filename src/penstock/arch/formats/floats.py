@@ -5,10 +5,21 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING
 
-from penstock.arch.formats.codes import E2M1, NO_EXPONENT, as_bytes, powers_of_two, spread, unpacked
-from penstock.arch.formats.format import Format, Source, Stored, beside, stacked
+from penstock.arch.formats.codes import (
+    E2M1,
+    NO_EXPONENT,
+    as_bytes,
+    floats_of,
+    in_words,
+    packed,
+    packed_bytes,
+    powers_of_two,
+    spread,
+    unpacked,
+)
+from penstock.arch.formats.format import Format, Source, Stored, beside
 from penstock.arch.formats.repack import below_each_other, checked_scales, exactly, places
-from penstock.base.errors import CheckpointError, ConfigError
+from penstock.base.errors import CheckpointError
 
 if TYPE_CHECKING:  # Torch takes 1.2 s to import; `penstock plan` does without.
     from torch import Tensor
@@ -18,10 +29,11 @@ E4M3, E8M0 = "float8_e4m3fn", "e8m0"
 
 @dataclass(frozen=True)
 class Float8(Format):
-    """A number is `value * scale`, the values float8_e4m3fn.
+    """A number is a float8_e4m3fn times its scale.
 
-    Parts, at rest on every tier: `values` `[out, in]`, and `scale` `[blocks down, blocks across]`; that of
-    row r and column c is at `r // down`, `c // across`. Scales are float32, or E8M0 exponents in uint8.
+    Parts, at rest on every tier: `codes`, uint8, see `codes.packed`; and `scale` `[blocks down, blocks
+    across]`, that of row r and column c at `r // down`, `c // across`. Scales are float32, or E8M0 exponents
+    in uint8.
     """
 
     name: str = "fp8"
@@ -34,27 +46,32 @@ class Float8(Format):
     down: int = 0
     across: int = 0
     """Rows and columns that share a scale at rest; set by `cut`."""
+    width: int = 0
+    """Columns of the matrix; set by `cut`."""
 
     def cut(self, sources: Sequence[Source]) -> "Float8":
         """Return the format with blocks that divide where parts begin, and where they are joined."""
-        (whole_height, width), columns = sources[0].shape, sources[0].columns
-        across = self.block[1] or width
+        (whole_height, whole), columns = sources[0].shape, sources[0].columns
+        across, width = self.block[1] or whole, sources[0].taken[1]
         across = gcd(across, columns.start) if columns is not None else across
         alone = len(sources) == 1 and sources[0].rows is None
         if self.block[0] == 0:
             # One scale for all: each row has its own, which costs little and joins with anything.
-            return replace(self, down=whole_height if alone else 1, across=across)
+            return replace(self, down=whole_height if alone else 1, across=across, width=width)
         down = self.block[0]
         if not alone:
             starts = [source.rows.start for source in sources if source.rows is not None]
             down = gcd(down, *starts, *(source.taken[0] for source in sources[:-1]))
-        return replace(self, down=down, across=across)
+        return replace(self, down=down, across=across, width=width)
 
     def stored(self, dtype: str, sources: Sequence[Source]) -> tuple[Stored, ...]:
-        """Return values and scales."""
-        values = stacked("values", E4M3, [replace(one, tensor=beside(one, "weight")) for one in sources])
-        height, width = values.shape
-        shape = -(-height // self.down), -(-width // self.across)
+        """Return codes and scales."""
+        height = sum(source.taken[0] for source in sources)
+        values = tuple(Source(beside(one, "weight"), one.shape) for one in sources)
+        codes = Stored(
+            "codes", (height, packed_bytes(self.width, 8)), "uint8", values, _Codes(tuple(sources), 8)
+        )
+        shape = -(-height // self.down), -(-self.width // self.across)
         scales = [
             Source(
                 beside(one, self.scales[0]),
@@ -65,20 +82,21 @@ class Float8(Format):
             for one in sources
         ]
         kept = "uint8" if self.scale == E8M0 else self.scale
-        return values, Stored("scale", shape, kept, tuple(scales), _BlockScales(self, tuple(sources)))
+        return codes, Stored("scale", shape, kept, tuple(scales), _BlockScales(self, tuple(sources)))
 
     def dequantise(self, parts: "Mapping[str, Tensor]") -> "Tensor":
         """Return the matrix in float32, `[out, in]`."""
-        values, scale = parts["values"].float(), parts["scale"]
+        scale = parts["scale"]
         scale = powers_of_two(scale) if self.scale == E8M0 else scale
-        scale = spread(scale, self.across, values.shape[1])
+        values = floats_of(unpacked(parts["codes"], 8, self.width), scale)
+        scale = spread(scale, self.across, self.width)
         if self.down > 1:
             scale = scale.repeat_interleave(self.down, 0)[: len(values)]
         return values.mul_(scale)
 
     def rows(self, parts: "Mapping[str, Tensor]", numbers: "Tensor") -> "Tensor":
         """Return some rows of the matrix."""
-        taken = {"values": parts["values"][numbers], "scale": parts["scale"][numbers // self.down]}
+        taken = {"codes": parts["codes"][numbers], "scale": parts["scale"][numbers // self.down]}
         return replace(self, down=1).dequantise(taken)
 
 
@@ -144,8 +162,8 @@ def _exponents(scales: "Tensor", name: str) -> "Tensor":
 class Float4(Format):
     """A number is `E2M1[code] * scale`, for NVFP4 times or divided by a second scale of the whole tensor.
 
-    Parts, at rest on every tier: `codes`, uint8 `[out, in / 2]`, the first of two in the low bits; `scale`
-    `[out, in / group]`, E8M0 exponents in uint8 or float8_e4m3fn; and `second`, float32 `[out]`, for NVFP4.
+    Parts, at rest on every tier: `codes`, uint8, see `codes.packed`; `scale` `[out, in / group]`, E8M0
+    exponents in uint8 or float8_e4m3fn; and `second`, float32 `[out]`, for NVFP4.
     """
 
     name: str = "mxfp4"
@@ -160,23 +178,22 @@ class Float4(Format):
     """Whether the first scale is divided by the second, as compressed-tensors has it, and not multiplied."""
     group: int = 0
     """Columns that share a scale at rest; set by `cut`."""
+    width: int = 0
+    """Columns of the matrix; set by `cut`."""
 
     def cut(self, sources: Sequence[Source]) -> "Float4":
-        """Return the format with groups that divide where a rank's part begins. Raises ConfigError for a cut
-        between two numbers of a byte."""
+        """Return the format with groups that divide where a rank's part begins."""
         columns = sources[0].columns
         group = self.checkpoint_group if columns is None else gcd(self.checkpoint_group, columns.start)
-        if group % 2:
-            raise ConfigError(
-                f"{sources[0].tensor} cannot be cut at columns {sources[0].columns}: two share a byte; "
-                "choose fewer ranks (tensor_parallel)"
-            )
-        return replace(self, group=group)
+        return replace(self, group=group, width=sources[0].taken[1])
 
     def stored(self, dtype: str, sources: Sequence[Source]) -> tuple[Stored, ...]:
         """Return codes and scales."""
-        codes = stacked("codes", "uint8", [_halved(one, self.codes) for one in sources])
-        height, width = codes.shape[0], sources[0].taken[1]
+        height, width = sum(one.taken[0] for one in sources), sources[0].taken[1]
+        halved = tuple(
+            Source(beside(one, self.codes), (one.shape[0], -(-one.shape[1] // 2))) for one in sources
+        )
+        codes = Stored("codes", (height, packed_bytes(width, 4)), "uint8", halved, _Codes(tuple(sources), 4))
         kept = "uint8" if self.scale == E8M0 else E4M3
         whole = tuple(
             Source(beside(one, "weight_scale"), (one.shape[0], -(-one.shape[1] // self.checkpoint_group)))
@@ -193,7 +210,7 @@ class Float4(Format):
     def dequantise(self, parts: "Mapping[str, Tensor]") -> "Tensor":
         """Return the matrix in float32, `[out, in]`."""
         codes, scale, second = parts["codes"], parts["scale"], parts.get("second")
-        width = codes.shape[1] * 2
+        width = self.width
         scales = powers_of_two(scale) if self.scale == E8M0 else scale.float()
         if second is not None and self.divided:
             scales = scales / second[:, None]
@@ -202,11 +219,26 @@ class Float4(Format):
         return values if second is None or self.divided else values.mul_(second[:, None])
 
 
-def _halved(source: Source, name: str) -> Source:
-    """Return the tensor beside a weight in which one byte stands for two columns."""
-    height, width = source.shape
-    columns = source.columns and range(source.columns.start // 2, -(-source.columns.stop // 2))
-    return Source(beside(source, name), (height, -(-width // 2)), source.rows, columns)
+@dataclass(frozen=True)
+class _Codes:
+    """Makes the codes of floating-point numbers, of bytes with the first of two in the low bits or of one."""
+
+    sources: tuple[Source, ...]
+    bits: int
+
+    def __call__(self, wholes: "Sequence[Tensor | None]") -> "Tensor":
+        parts = []
+        for source, whole in zip(self.sources, wholes, strict=True):
+            assert whole is not None
+            rows, columns = source.rows or range(source.shape[0]), source.columns or range(source.shape[1])
+            single = in_words(as_bytes(whole[rows.start : rows.stop]), self.bits, source.shape[1])
+            single = single[:, columns.start : columns.stop]
+            if self.bits == 8 and bool(((single & 0x7F) == 0x7F).any()):
+                raise CheckpointError(
+                    f"tensor {source.tensor} has weights that are no numbers; download it again"
+                )
+            parts.append(packed(single, self.bits))
+        return below_each_other(parts)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.arch.formats.awq import AWQPacking
-from penstock.arch.formats.codes import as_bytes, unpacked
+from penstock.arch.formats.codes import as_bytes, in_words
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import Format, Source, beside
 from penstock.arch.formats.integers import Integers, Packing
@@ -51,7 +51,7 @@ class GPTQPacking(Packing):
 
     def read_codes(self, whole: "Tensor", shape: tuple[int, ...], bits: int) -> "Tensor":
         """Return the codes, uint8 `[out, in]`."""
-        return unpacked(as_bytes(whole.t()), bits, shape[1])
+        return in_words(as_bytes(whole.t()), bits, shape[1])
 
     def read_scales(self, whole: "Tensor", shape: tuple[int, int]) -> "Tensor":
         """Return the scales `[out, groups]`."""
@@ -59,7 +59,7 @@ class GPTQPacking(Packing):
 
     def read_zeros(self, whole: "Tensor", shape: tuple[int, ...], bits: int) -> "Tensor":
         """Return the zero points as codes, uint8 `[out, groups]`."""
-        zeros = unpacked(as_bytes(whole), bits, shape[0]).t()
+        zeros = in_words(as_bytes(whole), bits, shape[0]).t()
         return (zeros + 1) & ((1 << bits) - 1) if self.plus_one else zeros
 
 

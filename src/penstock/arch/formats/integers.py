@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import TYPE_CHECKING
 
-from penstock.arch.formats.codes import packed, spread, unpacked
+from penstock.arch.formats.codes import packed, packed_bytes, spread, unpacked
 from penstock.arch.formats.format import Format, Source, Stored
 from penstock.arch.formats.repack import below_each_other, checked_scales, exactly, places
 from penstock.base.errors import CheckpointError
@@ -56,7 +56,7 @@ class Integers(Format):
 
     Parts, at rest on every tier:
 
-    - `codes`, uint8 `[out, in * bits / 8]`, the first of two codes in the low bits.
+    - `codes`, uint8, see `codes.packed`.
     - `scale` `[out, groups]`; column c is in group `c // group`.
     - `zero`, uint8 `[out, groups]`, if zero points differ from `2 ** (bits - 1)`.
     - `order`, int32 `[in]`, if groups are not runs of columns: codes lie by group, and the code at c is
@@ -105,7 +105,7 @@ class Integers(Format):
         height, columns = sum(source.taken[0] for source in sources), self.width
         groups = -(-(sources[0].shape[1] if self.uneven else columns) // self.group)
         shapes: dict[str, tuple[tuple[int, ...], str]] = {
-            "codes": ((height, -(-columns * self.bits // 8)), "uint8"),
+            "codes": ((height, packed_bytes(columns, self.bits)), "uint8"),
             "scale": ((height, groups), self.scale),
         }
         shapes |= {"zero": ((height, groups), "uint8")} if self.zeros else {}

@@ -32,7 +32,7 @@ def read_format(config: Mapping[str, object], where: str, dtype: str) -> Format:
         known = ", ".join(("unquantised float32, float16, bfloat16", *FORMATS))
         named = f" to quant_method {method[:40]!r}" if isinstance(method, str) else ""
         raise UnsupportedModelError(
-            f"{where}: key 'quantization_config' is set{named}; supported: {known}. Most models are published "
-            "in one of these, too"
+            f"{where}: key 'quantization_config' is set{named}; supported: {known}. Most models are "
+            "published in one of these, too"
         )
     return FORMATS[method](asked, where, dtype)
