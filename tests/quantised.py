@@ -14,6 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from penstock.arch.formats.format import matrix
+from penstock.arch.formats.methods import read_format
+from penstock.ops.matrix import Matrix
+
 Made = tuple[dict[str, Tensor], Tensor]
 """Tensors by what comes after `q_proj.`, and the matrix in float32."""
 ROUTERS = "mlp.gate.weight", "sparse_moe.gate.weight"
@@ -344,3 +348,19 @@ def checkpoints(
     config = json.loads((few / "config.json").read_text())
     (few / "config.json").write_text(json.dumps(config | {"quantization_config": scheme.config}))
     return few, same
+
+
+def matrix_of(scheme: Scheme, weight: Tensor, seed: int = 3) -> tuple[Matrix, Tensor]:
+    """A matrix as it rests, and in float32 as `scheme` has it."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    made, plain = scheme.make(weight, torch.Generator().manual_seed(seed))
+    tensors = {name.removesuffix("weight") + part: one for part, one in made.items()}
+    sources = [matrix(name, *weight.shape)]
+    format = read_format({"quantization_config": scheme.config}, "config.json", "float32").of(name).cut(sources)
+    parts = {}
+    for stored in format.stored("float32", sources):
+        assert stored.repack is not None
+        read = [next((tensors[one] for one in (source.tensor, *source.also) if one in tensors), None) for source in stored.sources]
+        parts[stored.name] = stored.repack(read).contiguous()
+        assert (tuple(parts[stored.name].shape), parts[stored.name].dtype) == (stored.shape, getattr(torch, stored.dtype))
+    return Matrix(format, (weight.shape[0], weight.shape[1]), parts), plain
