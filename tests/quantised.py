@@ -356,11 +356,19 @@ def matrix_of(scheme: Scheme, weight: Tensor, seed: int = 3) -> tuple[Matrix, Te
     made, plain = scheme.make(weight, torch.Generator().manual_seed(seed))
     tensors = {name.removesuffix("weight") + part: one for part, one in made.items()}
     sources = [matrix(name, *weight.shape)]
-    format = read_format({"quantization_config": scheme.config}, "config.json", "float32").of(name).cut(sources)
+    format = (
+        read_format({"quantization_config": scheme.config}, "config.json", "float32").of(name).cut(sources)
+    )
     parts = {}
     for stored in format.stored("float32", sources):
         assert stored.repack is not None
-        read = [next((tensors[one] for one in (source.tensor, *source.also) if one in tensors), None) for source in stored.sources]
+        read = [
+            next((tensors[one] for one in (source.tensor, *source.also) if one in tensors), None)
+            for source in stored.sources
+        ]
         parts[stored.name] = stored.repack(read).contiguous()
-        assert (tuple(parts[stored.name].shape), parts[stored.name].dtype) == (stored.shape, getattr(torch, stored.dtype))
+        assert (tuple(parts[stored.name].shape), parts[stored.name].dtype) == (
+            stored.shape,
+            getattr(torch, stored.dtype),
+        )
     return Matrix(format, (weight.shape[0], weight.shape[1]), parts), plain

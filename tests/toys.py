@@ -21,7 +21,7 @@ import tiny
 from penstock.arch import families
 from penstock.arch.formats import methods
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import Format, Source, Stored, matrix, stacked
+from penstock.arch.formats.format import ALL, Format, Source, Stored, matrix, stacked
 from penstock.arch.layout import group_layouts
 from penstock.arch.mixers.mixer import Mixer, Plane
 from penstock.arch.shards import Shard, share_heads
@@ -73,8 +73,8 @@ class Int8(Format):
         rows = Rows(tuple(source.rows for source in sources))
         return values, Stored("scale", (values.shape[0],), "float32", tuple(scales), rows)
 
-    def dequantise(self, parts: Mapping[str, Tensor]) -> Tensor:
-        return parts["values"].float() * parts["scale"][:, None]
+    def dequantise(self, parts: Mapping[str, Tensor], rows: slice = ALL) -> Tensor:
+        return parts["values"][rows].float() * parts["scale"][rows, None]
 
 
 @contextmanager

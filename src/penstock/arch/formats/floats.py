@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from penstock.arch.formats.codes import (
     E2M1,
@@ -17,7 +17,7 @@ from penstock.arch.formats.codes import (
     spread,
     unpacked,
 )
-from penstock.arch.formats.format import Format, Source, Stored, beside
+from penstock.arch.formats.format import ALL, Format, Source, Stored, beside
 from penstock.arch.formats.repack import below_each_other, checked_scales, exactly, places
 from penstock.base.errors import CheckpointError
 
@@ -48,6 +48,7 @@ class Float8(Format):
     """Rows and columns that share a scale at rest; set by `cut`."""
     width: int = 0
     """Columns of the matrix; set by `cut`."""
+    kernels: ClassVar[str] = "few_bits"
 
     def cut(self, sources: Sequence[Source]) -> "Float8":
         """Return the format with blocks that divide where parts begin, and where they are joined."""
@@ -84,20 +85,18 @@ class Float8(Format):
         kept = "uint8" if self.scale == E8M0 else self.scale
         return codes, Stored("scale", shape, kept, tuple(scales), _BlockScales(self, tuple(sources)))
 
-    def dequantise(self, parts: "Mapping[str, Tensor]") -> "Tensor":
+    def dequantise(self, parts: "Mapping[str, Tensor]", rows: slice = ALL) -> "Tensor":
         """Return the matrix in float32, `[out, in]`."""
-        scale = parts["scale"]
+        codes, scale = parts["codes"], parts["scale"]
+        first, stop, _ = rows.indices(len(codes))
+        above = first // self.down
+        scale = scale[above : -(-stop // self.down)]
         scale = powers_of_two(scale) if self.scale == E8M0 else scale
-        values = floats_of(unpacked(parts["codes"], 8, self.width), scale)
+        values = floats_of(unpacked(codes[rows], 8, self.width), scale)
         scale = spread(scale, self.across, self.width)
         if self.down > 1:
-            scale = scale.repeat_interleave(self.down, 0)[: len(values)]
+            scale = scale.repeat_interleave(self.down, 0)[first - above * self.down :][: stop - first]
         return values.mul_(scale)
-
-    def rows(self, parts: "Mapping[str, Tensor]", numbers: "Tensor") -> "Tensor":
-        """Return some rows of the matrix."""
-        taken = {"codes": parts["codes"][numbers], "scale": parts["scale"][numbers // self.down]}
-        return replace(self, down=1).dequantise(taken)
 
 
 @dataclass(frozen=True)
@@ -180,6 +179,7 @@ class Float4(Format):
     """Columns that share a scale at rest; set by `cut`."""
     width: int = 0
     """Columns of the matrix; set by `cut`."""
+    kernels: ClassVar[str] = "few_bits"
 
     def cut(self, sources: Sequence[Source]) -> "Float4":
         """Return the format with groups that divide where a rank's part begins."""
@@ -207,9 +207,10 @@ class Float4(Format):
             parts.append(Stored("second", (height,), "float32", seconds, _Seconds(heights, seconds)))
         return tuple(parts)
 
-    def dequantise(self, parts: "Mapping[str, Tensor]") -> "Tensor":
+    def dequantise(self, parts: "Mapping[str, Tensor]", rows: slice = ALL) -> "Tensor":
         """Return the matrix in float32, `[out, in]`."""
-        codes, scale, second = parts["codes"], parts["scale"], parts.get("second")
+        codes, scale, second = parts["codes"][rows], parts["scale"][rows], parts.get("second")
+        second = None if second is None else second[rows]
         width = self.width
         scales = powers_of_two(scale) if self.scale == E8M0 else scale.float()
         if second is not None and self.divided:

@@ -28,6 +28,10 @@ STORED_BYTES = {
 """Bytes of one element of each dtype in which a tensor of a group may rest."""
 
 
+ALL = slice(None)
+"""All rows of a matrix."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """A checkpoint tensor, or a rank's rows or columns of it, that fills a run of rows of a field."""
@@ -110,8 +114,8 @@ class Format:
     name: str
     """As a checkpoint's `quantization_config.quant_method` has it, or `dense`."""
     kernels: ClassVar[str] = ""
-    """The module of `penstock.ops.triton` whose `linear` computes products from the parts; empty where the
-    reference does."""
+    """The module of `penstock.ops.triton` that computes products from the parts; empty where the reference
+    does."""
 
     @property
     def fuses(self) -> bool:
@@ -142,14 +146,10 @@ class Format:
         """
         raise NotImplementedError
 
-    def dequantise(self, parts: "Mapping[str, Tensor]") -> "Tensor":
-        """Return the matrix `[out, in]` that `parts`, by their names in `stored`, stand for: the reference of
-        all kernels."""
+    def dequantise(self, parts: "Mapping[str, Tensor]", rows: slice = ALL) -> "Tensor":
+        """Return the matrix `[out, in]` that `parts`, by their names in `stored`, stand for, or some of its
+        rows one behind the other: the reference of all kernels."""
         raise NotImplementedError
-
-    def rows(self, parts: "Mapping[str, Tensor]", numbers: "Tensor") -> "Tensor":
-        """Return some rows of the matrix, as `dequantise` has them: `[numbers, in]`."""
-        return self.dequantise({name: part[numbers] for name, part in parts.items()})
 
     def operations(self, shape: tuple[int, ...], tokens: float) -> float:
         """Return the floating-point operations of a product of the matrix with so many tokens."""

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from penstock.arch.formats.codes import packed, packed_bytes, spread, unpacked
-from penstock.arch.formats.format import Format, Source, Stored
+from penstock.arch.formats.format import ALL, Format, Source, Stored
 from penstock.arch.formats.repack import below_each_other, checked_scales, exactly, places
 from penstock.base.errors import CheckpointError
 
@@ -79,6 +79,7 @@ class Integers(Format):
     width: int = 0
     """Columns of the matrix; set by `cut`."""
     packing: Packing = field(default_factory=Packing)
+    kernels: ClassVar[str] = "few_bits"
 
     @property
     def middle(self) -> int:
@@ -117,28 +118,21 @@ class Integers(Format):
             parts.append(Stored(name, shape, kept, repack.reads, repack))
         return tuple(parts)
 
-    def dequantise(self, parts: "Mapping[str, Tensor]") -> "Tensor":
+    def dequantise(self, parts: "Mapping[str, Tensor]", rows: slice = ALL) -> "Tensor":
         """Return the matrix in float32, `[out, in]`: exact products of codes and scales."""
-        codes = unpacked(parts["codes"], self.bits, self.width).float()
+        codes = unpacked(parts["codes"][rows], self.bits, self.width).float()
         zero, groups, order = parts.get("zero"), parts.get("groups"), parts.get("order")
 
         def wide(values: "Tensor") -> "Tensor":
             return spread(values, self.group, self.width) if groups is None else values[:, groups]
 
-        codes -= self.middle if zero is None else wide(zero.float())
-        codes *= wide(parts["scale"].float())
+        codes -= self.middle if zero is None else wide(zero[rows].float())
+        codes *= wide(parts["scale"][rows].float())
         if order is None:
             return codes
         put_back = codes.new_empty(codes.shape)
         put_back[:, order] = codes
         return put_back
-
-    def rows(self, parts: "Mapping[str, Tensor]", numbers: "Tensor") -> "Tensor":
-        """Return some rows of the matrix; parts that rows share are taken whole."""
-        shared = ("order", "groups")
-        return self.dequantise(
-            {name: part if name in shared else part[numbers] for name, part in parts.items()}
-        )
 
 
 @dataclass(frozen=True)

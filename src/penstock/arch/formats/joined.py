@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.arch.formats.format import Format, Source, Stored
+from penstock.arch.formats.format import ALL, Format, Source, Stored
 from penstock.arch.formats.repack import below_each_other
 
 if TYPE_CHECKING:  # Torch takes 1.2 s to import; `penstock plan` does without.
@@ -17,11 +17,13 @@ class Joined(Format):
 
     name: str = "several"
     formats: tuple[Format, ...] = ()
+    heights: tuple[int, ...] = ()
+    """Rows of each matrix; set by `cut`."""
 
     def cut(self, sources: Sequence[Source]) -> "Joined":
         """Return each format as its own source has it."""
-        pairs = zip(self.formats, sources, strict=True)
-        return replace(self, formats=tuple(format.cut([source]) for format, source in pairs))
+        formats = (format.cut([source]) for format, source in zip(self.formats, sources, strict=True))
+        return replace(self, formats=tuple(formats), heights=tuple(source.taken[0] for source in sources))
 
     def stored(self, dtype: str, sources: Sequence[Source]) -> tuple[Stored, ...]:
         """Return the tensors of each matrix, one matrix behind the other."""
@@ -31,12 +33,19 @@ class Joined(Format):
             for stored in format.stored(dtype, [source])
         )
 
-    def parts_of(self, at: int, parts: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
-        """Return the parts of one of the matrices, by the names that its format has for them."""
-        prefix = f"{at}."
-        return {name.removeprefix(prefix): part for name, part in parts.items() if name.startswith(prefix)}
+    def apart(self, parts: "Mapping[str, Tensor]") -> "list[tuple[Format, int, dict[str, Tensor]]]":
+        """Return each matrix: its format, its rows, and its parts by the names that its format has for
+        them."""
+        return [
+            (
+                format,
+                height,
+                {name[len(f"{at}.") :]: part for name, part in parts.items() if name.startswith(f"{at}.")},
+            )
+            for at, (format, height) in enumerate(zip(self.formats, self.heights, strict=True))
+        ]
 
-    def dequantise(self, parts: "Mapping[str, Tensor]") -> "Tensor":
-        """Return the matrices in float32, one below the other."""
-        whole = [format.dequantise(self.parts_of(at, parts)) for at, format in enumerate(self.formats)]
-        return below_each_other([one.float() for one in whole])
+    def dequantise(self, parts: "Mapping[str, Tensor]", rows: slice = ALL) -> "Tensor":
+        """Return the matrices in float32, one below the other, or some rows of the whole."""
+        whole = [format.dequantise(one) for format, _, one in self.apart(parts)]
+        return below_each_other([one.float() for one in whole])[rows]

@@ -1,12 +1,12 @@
 """Products of a few rows of activations with a matrix of few bits, read once and dequantised in registers.
 
-A program has COLS rows of the matrix and takes STEP columns at a time: words of 32 bits, in the layout of a matrix
-product's left operand. Shifts and masks make eight or four operands of a word's codes, one for each eight columns
-of a run; see `arch.formats.codes.packed`. Products are added up in float32.
+A program has COLS rows of the matrix and takes STEP columns at a time: words of 32 bits, in the layout of a
+matrix product's left operand. Shifts and masks make eight or four operands of a word's codes, one for each
+eight columns of a run; see `arch.formats.codes.packed`. Products are added up in float32.
 
-Scales are applied in one of two ways. Where a step lies within a group, the sum of the step is multiplied, as exact
-as float32 is. Where groups are smaller, each code is multiplied before the product and rounded to bfloat16: exact
-for four-bit floating-point numbers, and as fine as a weight in bfloat16 for integers.
+Scales are applied in one of two ways. Where a step lies within a group, the sum of the step is multiplied, as
+exact as float32 is. Where groups are smaller, each code is multiplied before the product and rounded to
+bfloat16: exact for four-bit floating-point numbers, and as fine as a weight in bfloat16 for integers.
 
 Why it is safe where launches overlap, and to share a sum: as in `linear`.
 """
@@ -31,7 +31,8 @@ from penstock.ops.triton.tuning import multiprocessors
 
 MOST_ROWS = 64
 INT4, INT8, E2M1, E4M3 = (tl.constexpr(kind) for kind in range(4))
-"""Kinds of codes."""
+"""Kinds of codes. Whole numbers come first."""
+_FOUR_BITS = INT4.value, E2M1.value
 _NUMBERS, _EXPONENTS, _EIGHTS = (tl.constexpr(kind) for kind in range(3))
 """Kinds of scales: floating-point numbers that Triton knows, E8M0, and float8_e4m3fn as bytes."""
 
@@ -40,13 +41,13 @@ _NUMBERS, _EXPONENTS, _EIGHTS = (tl.constexpr(kind) for kind in range(3))
 def _take_apart(kind: int, *, zeros: bool, scaled: bool, raw: int) -> tuple[str, str]:
     """Return PTX that makes operands in bfloat16 of two words of codes, and its registers: a pair in each.
 
-    Registers: the operands; the two words; with `zeros`, what is subtracted from codes of integers, for the first
-    half of the operands and for the second; with `scaled`, scales for each quarter, or with `raw` all of them as
-    bytes in one, float8_e4m3fn or E8M0 as `raw` says. What comes behind the words
-    comes twice, since it comes with each word. Of integers of eight bits float32 is subtracted; all else are pairs
-    of bfloat16.
+    Registers: the operands; the two words; with `zeros`, what is subtracted from codes of integers, for the
+    first half of the operands and for the second; with `scaled`, scales for each quarter, or with `raw` all
+    of them as bytes in one, float8_e4m3fn or E8M0 as `raw` says. What comes behind the words comes twice,
+    since it comes with each word. Of integers of eight bits float32 is subtracted; all else are pairs of
+    bfloat16.
     """
-    four = kind in (INT4.value, E2M1.value)
+    four = kind in _FOUR_BITS
     count = 8 if four else 4
     first, second, behind = f"${count}", f"${count + 1}", count + 2
     lines = ["{", ".reg .b32 a, b, c, d, e, f, s, t;", ".reg .f32 g, h, m;"]
@@ -97,7 +98,7 @@ def _take_apart(kind: int, *, zeros: bool, scaled: bool, raw: int) -> tuple[str,
     return "\n".join([*lines, "}"]), ",".join(registers)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _some(at, column, inner, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return activations `[ROWS, WORDS]`, zeros beyond the last column."""
     if EVEN:
@@ -115,7 +116,7 @@ _RAW = {
 """Integers that hold all scales of a run, by kinds of codes and scales and the columns of a group."""
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _scale(raw, SCALES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return scales in float32."""
     if SCALES == _EXPONENTS:
@@ -135,20 +136,21 @@ def _scale(raw, SCALES: tl.constexpr):  # type: ignore[no-untyped-def]
 def _paired(values):  # type: ignore[no-untyped-def]
     """Return float32 numbers as pairs of bfloat16 in int32, each number twice, rounded to nearest even.
 
-    By arithmetic on bits: with a conversion in its way the compiler brings no words to where products want them.
+    By arithmetic on bits: with a conversion in its way the compiler brings no words to where products want
+    them.
     """
     bits = values.to(tl.int32, bitcast=True)
     bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
     return bits | (bits << 16)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _to_words(values, COLS: tl.constexpr, RUNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return `[COLS, RUNS * 8]`: what each run has, for each of its words."""
     return tl.reshape(tl.broadcast_to(values[:, :, None], [COLS, RUNS, 8]), [COLS, RUNS * 8])
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _decoded(words, place: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return codes of words in float32 by plain arithmetic, for the interpreter."""
     if KIND == INT4:
@@ -191,6 +193,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
     KIND: tl.constexpr,
+    PLACES: tl.constexpr,
     SCALES: tl.constexpr,
     RAW: tl.constexpr,
     ZEROS: tl.constexpr,
@@ -204,14 +207,13 @@ def _few_rows(  # type: ignore[no-untyped-def]
     PTX: tl.constexpr,
     REGISTERS: tl.constexpr,
 ) -> None:
-    """One of `splits` parts of the sums of COLS rows of the matrix; where GATED, these are COLS / 2 of the gate,
-    each with its own of what is gated, `outer` further on.
+    """One of `splits` parts of the sums of COLS rows of the matrix; where GATED, these are COLS / 2 of the
+    gate, each with its own of what is gated, `outer` further on.
 
     SECOND: 1 where sums are multiplied by a second scale, 2 where they are divided by it.
     """
     if EARLY:
         gdc_launch_dependents()
-    PLACES: tl.constexpr = 8 if KIND == INT4 or KIND == E2M1 else 4
     WORDS: tl.constexpr = STEP // PLACES
     RUN: tl.constexpr = 8 * PLACES
     RUNS: tl.constexpr = STEP // RUN
@@ -275,7 +277,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
                 operand = _decoded(words, at_place, KIND)
                 if ZEROS:
                     operand -= minus_0 if quarter < 2 else minus_1
-                elif KIND == INT4 or KIND == INT8:
+                elif KIND <= INT8:
                     operand -= 8.0 if KIND == INT4 else 128.0
                 if SCALED:
                     operand *= (
@@ -375,8 +377,8 @@ def _few_rows(  # type: ignore[no-untyped-def]
 class FewBitsTuning:
     """FewBitsTuning says how a product is cut.
 
-    cols: rows of the matrix a program has. step: columns at a time. splits: programs that share a sum. stages: steps
-    under way. warps: of a program.
+    cols: rows of the matrix a program has. step: columns at a time. splits: programs that share a sum.
+    stages: steps under way. warps: of a program.
     """
 
     cols: int
@@ -474,6 +476,7 @@ def few_rows(
         STAGES=tuning.stages,
         GROUP=1 << 30 if whole else group,
         KIND=kind.codes,
+        PLACES=8 if kind.codes in _FOUR_BITS else 4,
         SCALES=kind.scales,
         RAW=raw,
         ZEROS=zero is not None,
@@ -492,6 +495,11 @@ def few_rows(
     return y
 
 
+def reads(format: Format) -> bool:
+    """Tell whether `dequantise` reads a format."""
+    return _kind(format) is not None
+
+
 def suits(x: Tensor, weight: Matrix) -> bool:
     """Tell whether `few_rows` computes a product: of few rows in bfloat16, and a format that it reads, with
     steps that lie within a group or hold whole ones."""
@@ -504,7 +512,8 @@ def suits(x: Tensor, weight: Matrix) -> bool:
 
 
 def few_bits_tuning(rows: int, outer: int, inner: int, group: int, many: int) -> FewBitsTuning:
-    """Return how a product is cut: the one place for constants. rows: 16, 32 or 64; outer: of the matrix, `inner`
+    """Return how a product is cut: the one place for constants. rows: 16, 32 or 64; outer: of the matrix,
+    `inner`
     columns each; group: columns that share a scale; many: multiprocessors."""
     cols = 128 if outer >= 64 * many else 64
     step = min(256, max(128, group)) if group < inner else 256
@@ -513,7 +522,7 @@ def few_bits_tuning(rows: int, outer: int, inner: int, group: int, many: int) ->
     return FewBitsTuning(cols, step, splits)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _dequantise(  # type: ignore[no-untyped-def]
     codes,
     scale,
@@ -531,12 +540,12 @@ def _dequantise(  # type: ignore[no-untyped-def]
     WORDS: tl.constexpr,
     GROUP: tl.constexpr,
     KIND: tl.constexpr,
+    PLACES: tl.constexpr,
     SCALES: tl.constexpr,
     ZEROS: tl.constexpr,
     SECOND: tl.constexpr,
 ) -> None:
     """ROWS rows of WORDS words of codes as numbers: in float32 as the reference has them, rounded once."""
-    PLACES: tl.constexpr = 8 if KIND == INT4 or KIND == E2M1 else 4
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     column = word // 8 * (8 * PLACES) + word % 8
@@ -553,7 +562,7 @@ def _dequantise(  # type: ignore[no-untyped-def]
         values = _decoded(words, place, KIND)
         if ZEROS:
             values -= tl.load(zero + scales_at + (at // GROUP)[None, :], mask=inside, other=0).to(tl.float32)
-        elif KIND == INT4 or KIND == INT8:
+        elif KIND <= INT8:
             values -= 8.0 if KIND == INT4 else 128.0
         scales = _scale(tl.load(scale + scales_at + (at // GROUP)[None, :], mask=inside, other=0), SCALES)
         if SECOND == 2:
@@ -566,22 +575,21 @@ def _dequantise(  # type: ignore[no-untyped-def]
         )
 
 
-def dequantise(weight: Matrix, rows: range, out: Tensor) -> None:
+def dequantise(weight: Matrix, rows: slice, out: Tensor) -> None:
     """Write some rows of a matrix to `out` `[rows, in]`, rounded to its dtype once."""
     kind, parts, inner = _kind(weight.format), weight.parts, weight.shape[1]
     assert kind is not None, weight.format
-    taken = slice(rows.start, rows.stop)
-    words, zero, second = parts["codes"][taken].view(torch.int32), parts.get("zero"), parts.get("second")
+    words, zero, second = parts["codes"][rows].view(torch.int32), parts.get("zero"), parts.get("second")
     scale, each = parts["scale"], 64
     scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
-    _dequantise[(triton.cdiv(len(rows), 16), triton.cdiv(words.shape[1], each))](
+    _dequantise[(triton.cdiv(len(words), 16), triton.cdiv(words.shape[1], each))](
         words,
         scale,
         scale if zero is None else zero,
-        scale if second is None else second[taken],
+        scale if second is None else second[rows],
         out,
         rows.start,
-        len(rows),
+        len(words),
         inner,
         kind.down,
         words.stride(0),
@@ -591,6 +599,7 @@ def dequantise(weight: Matrix, rows: range, out: Tensor) -> None:
         WORDS=each,
         GROUP=1 << 30 if kind.group >= inner else kind.group,
         KIND=kind.codes,
+        PLACES=8 if kind.codes in _FOUR_BITS else 4,
         SCALES=kind.scales,
         ZEROS=zero is not None,
         SECOND=kind.second,
