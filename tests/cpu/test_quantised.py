@@ -12,6 +12,8 @@ from penstock.api.llm import LLM
 from penstock.arch.layout import group_layouts
 from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.streaming.source import RandomSource
 from penstock.weights.streaming.stream import group_views
 from quantised import SCHEMES, checkpoints
 
@@ -65,3 +67,16 @@ def test_streamed_and_ranks(scheme: str, name: str, tmp_path: Path) -> None:
         assert torch.equal(mine, theirs)
     for mine, theirs in zip(pass_of(few, 2), pass_of(dense, 2), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_random_weights_are_numbers(scheme: str, tmp_path: Path) -> None:
+    few, _ = checkpoints(tiny.checkpoint("llama"), tmp_path, SCHEMES[scheme])
+    shape = Shape.open(few)
+    for layout in group_layouts(shape.spec, shape.names, "float32"):
+        whole = torch.empty(layout.size, dtype=torch.uint8)
+        RandomSource("float32").read(layout, 0, whole, False)
+        for matrix in group_views(layout, whole).matrices.values():
+            numbers = matrix.dequantised(torch.empty(0))
+            assert numbers.isfinite().all()
+            assert 1e-6 < numbers.abs().mean() < 10

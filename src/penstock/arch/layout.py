@@ -63,6 +63,8 @@ class Field:
     sources: tuple[Source, ...]
     dtype: str
     repack: Callable[[Sequence[Any]], Any] | None = None
+    random: range | None = None
+    """As in `Stored`."""
 
     @property
     def size(self) -> int:
@@ -238,7 +240,9 @@ class _Layer:
             parts = []
             for stored in format.stored(self.dtype, sources):
                 label = f"{name}.{stored.name}" if stored.name else name
-                field = Field(label, stored.shape, offset, stored.sources, stored.dtype, stored.repack)
+                field = Field(
+                    label, stored.shape, offset, stored.sources, stored.dtype, stored.repack, stored.random
+                )
                 parts.append((stored.name, field))
                 offset += -(-field.size // ALIGNMENT) * ALIGNMENT
             fields += [field for _, field in parts]

@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # Torch takes 1.2 s to import; `penstock plan` does without.
     from torch import Tensor
 
 E4M3, E8M0 = "float8_e4m3fn", "e8m0"
+_NUMBERS, _EXPONENTS, _ONE = range(0x10, 0x38), range(119, 122), range(1, 2)
+"""For random weights: codes of eight bits that are numbers near one, exponents of small ones, and one."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,12 @@ class Float8(Format):
         height = sum(source.taken[0] for source in sources)
         values = tuple(Source(beside(one, "weight"), one.shape) for one in sources)
         codes = Stored(
-            "codes", (height, packed_bytes(self.width, 8)), "uint8", values, _Codes(tuple(sources), 8)
+            "codes",
+            (height, packed_bytes(self.width, 8)),
+            "uint8",
+            values,
+            _Codes(tuple(sources), 8),
+            _NUMBERS,
         )
         shape = -(-height // self.down), -(-self.width // self.across)
         scales = [
@@ -83,7 +90,13 @@ class Float8(Format):
             for one in sources
         ]
         kept = "uint8" if self.scale == E8M0 else self.scale
-        return codes, Stored("scale", shape, kept, tuple(scales), _BlockScales(self, tuple(sources)))
+        return codes, Stored(
+            "scale", shape, kept, tuple(scales), _BlockScales(self, tuple(sources)), self._random
+        )
+
+    @property
+    def _random(self) -> range | None:
+        return _EXPONENTS if self.scale == E8M0 else None
 
     def dequantise(self, parts: "Mapping[str, Tensor]", rows: slice = ALL) -> "Tensor":
         """Return the matrix in float32, `[out, in]`."""
@@ -200,11 +213,12 @@ class Float4(Format):
             for one in sources
         )
         scales = _GroupScales(self, tuple(sources))
-        parts = [codes, Stored("scale", (height, -(-width // self.group)), kept, whole, scales)]
+        random = _EXPONENTS if self.scale == E8M0 else _ONE
+        parts = [codes, Stored("scale", (height, -(-width // self.group)), kept, whole, scales, random)]
         if self.second:
             seconds = tuple(Source(beside(one, self.second), (), loose=True) for one in sources)
             heights = tuple(one.taken[0] for one in sources)
-            parts.append(Stored("second", (height,), "float32", seconds, _Seconds(heights, seconds)))
+            parts.append(Stored("second", (height,), "float32", seconds, _Seconds(heights, seconds), _ONE))
         return tuple(parts)
 
     def dequantise(self, parts: "Mapping[str, Tensor]", rows: slice = ALL) -> "Tensor":

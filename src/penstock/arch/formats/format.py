@@ -98,6 +98,9 @@ class Stored:
     dtype: str
     sources: tuple[Source, ...]
     repack: "Callable[[Sequence[Tensor | None]], Tensor] | None" = None
+    random: range | None = None
+    """Whole numbers from which to draw where weights do not matter; None is numbers of a usual size, or
+    any."""
 
 
 def stacked(name: str, dtype: str, sources: Sequence[Source]) -> Stored:

@@ -115,7 +115,8 @@ class Integers(Format):
         parts = []
         for name, (shape, kept) in shapes.items():
             repack = _Repack(name, self, tuple(sources))
-            parts.append(Stored(name, shape, kept, repack.reads, repack))
+            random = {"zero": range(self.middle, self.middle + 1), "order": range(1), "groups": range(1)}
+            parts.append(Stored(name, shape, kept, repack.reads, repack, random.get(name)))
         return tuple(parts)
 
     def dequantise(self, parts: "Mapping[str, Tensor]", rows: slice = ALL) -> "Tensor":
@@ -130,7 +131,7 @@ class Integers(Format):
         codes *= wide(parts["scale"][rows].float())
         if order is None:
             return codes
-        put_back = codes.new_empty(codes.shape)
+        put_back = codes.new_zeros(codes.shape)
         put_back[:, order] = codes
         return put_back
 
