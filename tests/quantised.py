@@ -269,6 +269,7 @@ def nvfp4(*, modelopt: bool = False) -> Scheme:
 
 SCHEMES: dict[str, Scheme] = {
     "gptq": gptq(4, 32),
+    "gptq_128": gptq(4, 128),
     "gptq_whole_rows": gptq(4, -1),
     "gptq_asymmetric": gptq(4, 16, symmetric=False),
     "gptq_v2": gptq(4, 32, symmetric=False, version=2),
@@ -287,6 +288,7 @@ SCHEMES: dict[str, Scheme] = {
     "signed": signed(),
     "signed_asymmetric": signed(symmetric=False),
     "fp8": fp8((16, 16)),
+    "fp8_128": fp8((128, 128)),
     "fp8_bfloat16": fp8((16, 32), dtype=torch.bfloat16),
     "fp8_exponents": fp8((16, 16), exponents=torch.uint8),
     "fp8_exponents_typed": fp8((16, 16), exponents=torch.float8_e8m0fnu, name="scale"),

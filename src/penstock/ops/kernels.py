@@ -66,6 +66,11 @@ def sum_kernels() -> ModuleType | None:
     return _kernels("sums")
 
 
+def few_bits_kernels() -> ModuleType | None:
+    """Return the kernels for matrices of few bits, or None where plain torch computes."""
+    return _kernels("few_bits")
+
+
 def format_kernels(name: str) -> ModuleType | None:
     """Return the kernels of a storage format, by the name of their module."""
     return _kernels(name)
@@ -119,6 +124,7 @@ def _functions(module: ModuleType) -> "list[JITFunction[Any]]":
 _ALL = (
     attention_kernels,
     expert_kernels,
+    few_bits_kernels,
     linear_kernels,
     pointwise_kernels,
     sampling_kernels,

@@ -41,7 +41,7 @@ _NUMBERS, _EXPONENTS, _EIGHTS = (tl.constexpr(kind) for kind in range(3))
 def _take_apart(kind: int, *, zeros: bool, scaled: bool, raw: int) -> tuple[str, str]:
     """Return PTX that makes operands in bfloat16 of two words of codes, and its registers: a pair in each.
 
-    Registers: the operands; the two words; with `zeros`, what is subtracted from codes of integers, for the
+    Registers: the operands; the two words; with `zeros`, what is added to codes of integers, for the
     first half of the operands and for the second; with `scaled`, scales for each quarter, or with `raw` all
     of them as bytes in one, float8_e4m3fn or E8M0 as `raw` says. What comes behind the words comes twice,
     since it comes with each word. Of integers of eight bits float32 is subtracted; all else are pairs of
@@ -50,10 +50,12 @@ def _take_apart(kind: int, *, zeros: bool, scaled: bool, raw: int) -> tuple[str,
     four = kind in _FOUR_BITS
     count = 8 if four else 4
     first, second, behind = f"${count}", f"${count + 1}", count + 2
-    lines = ["{", ".reg .b32 a, b, c, d, e, f, s, t;", ".reg .f32 g, h, m;"]
+    lines = ["{", ".reg .b32 a, b, c, d, e, f, s, t, one, none;", ".reg .f32 g, h, m;"]
+    # Sums and products of pairs are fused ones, which devices have from 8.0 on: with one, and with -0.
+    lines += ["mov.b32 one, 0x3f803f80;", "mov.b32 none, 0x80008000;"]
     minus = ["e", "e"]
     if kind in (INT4.value, INT8.value) and not zeros:
-        lines.append(f"mov.b32 e, {'0x43084308' if four else '0x4b000080'};")  # 136 twice; 2 ** 23 + 128
+        lines.append(f"mov.b32 e, {'0xc308c308' if four else '0x4b000080'};")  # -136 twice; 2 ** 23 + 128
     if zeros:
         minus, behind = [f"${behind}", f"${behind + 2}"], behind + 4
     times = ["s"] * 4 if raw else [f"${behind + 2 * quarter}" for quarter in range(4)]
@@ -71,29 +73,29 @@ def _take_apart(kind: int, *, zeros: bool, scaled: bool, raw: int) -> tuple[str,
             lines += [
                 f"prmt.b32 s, ${behind}, 0, 0x{byte}4{byte}4;",
                 "shr.b32 s, s, 4;",
-                "mul.bf16x2 s, s, t;",
+                "fma.rn.bf16x2 s, s, t, none;",
             ]
         if raw == _EXPONENTS.value and place % 4 == 0:  # A byte for each half, or for all.
             lines += [f"prmt.b32 s, ${behind}, 0, 0x{half}4{half}4;", "shr.b32 s, s, 1;"]
         if kind == INT4.value:
             lines += [f"shr.b32 {word}, {word}, 4;"] if shift else []
             lines += [f"lop3.b32 c, {word}, 0x000f000f, 0x43004300, 0xea;"]
-            lines += [f"sub.bf16x2 {into}, c, {minus[half]};"]
+            lines += [f"fma.rn.bf16x2 {into}, c, one, {minus[half]};"]
         elif kind == E2M1.value:
             lines += [f"shl.b32 c, {word}, {12 - shift};", "and.b32 c, c, 0x80008000;"]
             lines += [
                 f"shl.b32 d, {word}, {6 - shift};" if shift <= 6 else f"shr.b32 d, {word}, {shift - 6};"
             ]
-            lines += ["lop3.b32 c, d, 0x01c001c0, c, 0xea;", f"mul.bf16x2 {into}, c, f;"]
+            lines += ["lop3.b32 c, d, 0x01c001c0, c, 0xea;", f"fma.rn.bf16x2 {into}, c, f, none;"]
         elif kind == E4M3.value:
             lines += [f"prmt.b32 a, {first}, {second}, 0x{4 + place}{place}{place}{place};"]
             lines += ["and.b32 c, a, 0x80008000;", "shr.b32 d, a, 4;"]
-            lines += ["lop3.b32 c, d, 0x07f007f0, c, 0xea;", f"mul.bf16x2 {into}, c, f;"]
+            lines += ["lop3.b32 c, d, 0x07f007f0, c, 0xea;", f"fma.rn.bf16x2 {into}, c, f, none;"]
         else:
             lines += [f"prmt.b32 a, {first}, f, 0x765{place};", f"prmt.b32 b, {second}, f, 0x765{place};"]
             lines += ["mov.b32 g, a;", "mov.b32 h, b;", f"mov.b32 m, {minus[half]};"]
             lines += ["sub.rn.f32 g, g, m;", "sub.rn.f32 h, h, m;", f"cvt.rn.bf16x2.f32 {into}, h, g;"]
-        lines += [f"mul.bf16x2 ${place}, c, {times[place * 4 // count]};"] if scaled else []
+        lines += [f"fma.rn.bf16x2 ${place}, c, {times[place * 4 // count]}, none;"] if scaled else []
     registers = ["=r"] * count + ["r"] * (2 + 4 * zeros + (2 if raw else 8 * scaled))
     return "\n".join([*lines, "}"]), ",".join(registers)
 
@@ -240,7 +242,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
             words = tl.load(words_at + k // PLACES)
         else:
             words = tl.load(words_at + k // PLACES, mask=(k + column < inner)[None, :], other=0)
-        # What is subtracted from codes, for each half of a word, and what these are multiplied by, for each
+        # Zero points, for each half of a word, and what these are multiplied by, for each
         # quarter: in float32.
         minus_0, minus_1, times_0, times_1, times_2, times_3 = words, words, words, words, words, words
         if SCALED:
@@ -296,12 +298,12 @@ def _few_rows(  # type: ignore[no-untyped-def]
                 minus_0 = (
                     (minus_0 + 8388608.0).to(tl.int32, bitcast=True)
                     if KIND == INT8
-                    else _paired(minus_0 + 128.0)
+                    else _paired(-128.0 - minus_0)
                 )
                 minus_1 = (
                     (minus_1 + 8388608.0).to(tl.int32, bitcast=True)
                     if KIND == INT8
-                    else _paired(minus_1 + 128.0)
+                    else _paired(-128.0 - minus_1)
                 )
             if SCALED and not RAW:
                 times_0, times_1, times_2, times_3 = (
