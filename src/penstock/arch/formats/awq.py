@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.arch.formats.codes import as_bytes, in_words
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import Format, Source, beside
+from penstock.arch.formats.format import NUMBERS, WORDS, Format, Source, beside
 from penstock.arch.formats.integers import Integers, Packing
 from penstock.arch.formats.names import ByName, Names, linears
 from penstock.arch.formats.words import Words
@@ -26,15 +26,15 @@ class AWQPacking(Packing):
     def codes(self, source: Source, bits: int) -> Source:
         """Return `qweight`, int32 `[in, out / 8]`."""
         height, width = source.shape
-        return Source(beside(source, "qweight"), (width, height // 8))
+        return Source(beside(source, "qweight"), (width, height // 8), dtypes=WORDS)
 
     def scales(self, source: Source, groups: int) -> Source:
         """Return `scales` `[groups, out]`."""
-        return Source(beside(source, "scales"), (groups, source.shape[0]))
+        return Source(beside(source, "scales"), (groups, source.shape[0]), dtypes=NUMBERS)
 
     def zeros(self, source: Source, groups: int, bits: int) -> Source:
         """Return `qzeros`, int32 `[groups, out / 8]`."""
-        return Source(beside(source, "qzeros"), (groups, source.shape[0] // 8))
+        return Source(beside(source, "qzeros"), (groups, source.shape[0] // 8), dtypes=WORDS)
 
     def read_codes(self, whole: "Tensor", shape: tuple[int, ...], bits: int) -> "Tensor":
         """Return the codes, uint8 `[out, in]`."""

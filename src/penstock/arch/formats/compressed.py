@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.arch.formats.codes import as_bytes, in_words
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.floats import E8M0, Float4, Float8
-from penstock.arch.formats.format import Format, Source, beside
+from penstock.arch.formats.format import NUMBERS, WORDS, Format, Source, beside
 from penstock.arch.formats.integers import Integers, Packing
 from penstock.arch.formats.names import ByName, Names
 from penstock.arch.formats.words import Words
@@ -38,25 +38,28 @@ class PackedRows(Packing):
     def codes(self, source: Source, bits: int) -> Source:
         """Return `weight_packed`, int32 `[out, in * bits / 32]`."""
         height, width = source.shape
-        return Source(beside(source, "weight_packed"), (height, -(-width * bits // 32)))
+        return Source(beside(source, "weight_packed"), (height, -(-width * bits // 32)), dtypes=WORDS)
 
     def scales(self, source: Source, groups: int) -> Source:
         """Return `weight_scale` `[out, groups]`."""
-        return Source(beside(source, "weight_scale"), (), loose=True)
+        return Source(beside(source, "weight_scale"), (), loose=True, dtypes=NUMBERS)
 
     def zeros(self, source: Source, groups: int, bits: int) -> Source:
         """Return `weight_zero_point`, int32 `[out * bits / 32, groups]`."""
         return Source(
-            beside(source, "weight_zero_point"), (-(-source.shape[0] * bits // 32), groups), optional=True
+            beside(source, "weight_zero_point"),
+            (-(-source.shape[0] * bits // 32), groups),
+            optional=True,
+            dtypes=WORDS,
         )
 
     def order(self, source: Source) -> Source:
         """Return `weight_g_idx`, int32 `[in]`."""
-        return Source(beside(source, "weight_g_idx"), (source.shape[1],))
+        return Source(beside(source, "weight_g_idx"), (source.shape[1],), dtypes=WORDS)
 
     def extent(self, source: Source) -> Source:
         """Return `weight_shape`, int64 `[2]`."""
-        return Source(beside(source, "weight_shape"), (2,))
+        return Source(beside(source, "weight_shape"), (2,), dtypes=("int64", "int32"))
 
     def read_codes(self, whole: "Tensor", shape: tuple[int, ...], bits: int) -> "Tensor":
         """Return the codes, uint8 `[out, in]`."""
@@ -77,15 +80,15 @@ class Signed(Packing):
 
     def codes(self, source: Source, bits: int) -> Source:
         """Return `weight`, int8 `[out, in]`."""
-        return Source(beside(source, "weight"), source.shape)
+        return Source(beside(source, "weight"), source.shape, dtypes=("int8",))
 
     def scales(self, source: Source, groups: int) -> Source:
         """Return `weight_scale` `[out, groups]`, or one number."""
-        return Source(beside(source, "weight_scale"), (), loose=True)
+        return Source(beside(source, "weight_scale"), (), loose=True, dtypes=NUMBERS)
 
     def zeros(self, source: Source, groups: int, bits: int) -> Source:
         """Return `weight_zero_point`, int8 like the scales."""
-        return Source(beside(source, "weight_zero_point"), (), optional=True, loose=True)
+        return Source(beside(source, "weight_zero_point"), (), optional=True, loose=True, dtypes=("int8",))
 
     def read_codes(self, whole: "Tensor", shape: tuple[int, ...], bits: int) -> "Tensor":
         """Return the codes, uint8 `[out, in]`."""

@@ -28,6 +28,8 @@ STORED_BYTES = {
 """Bytes of one element of each dtype in which a tensor of a group may rest."""
 
 
+WORDS, NUMBERS = ("int32",), ("float32", "float16", "bfloat16")
+"""Dtypes of packed codes in checkpoints, and of scales."""
 ALL = slice(None)
 """All rows of a matrix."""
 
@@ -48,6 +50,8 @@ class Source:
     """Whether it may be missing; `repack` is then given None."""
     loose: bool = False
     """Whether `shape` is checked by `repack`, since several are right."""
+    dtypes: tuple[str, ...] = ()
+    """What `repack` takes; nothing said is anything that is read."""
 
     @property
     def taken(self) -> tuple[int, ...]:

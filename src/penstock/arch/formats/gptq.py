@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.arch.formats.awq import AWQPacking
 from penstock.arch.formats.codes import as_bytes, in_words
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import Format, Source, beside
+from penstock.arch.formats.format import NUMBERS, WORDS, Format, Source, beside
 from penstock.arch.formats.integers import Integers, Packing
 from penstock.arch.formats.names import ByName, Names, checked_regex, linears
 from penstock.arch.formats.words import Words
@@ -35,19 +35,19 @@ class GPTQPacking(Packing):
     def codes(self, source: Source, bits: int) -> Source:
         """Return `qweight`, int32 `[in * bits / 32, out]`."""
         height, width = source.shape
-        return Source(beside(source, "qweight"), (-(-width * bits // WORD), height))
+        return Source(beside(source, "qweight"), (-(-width * bits // WORD), height), dtypes=WORDS)
 
     def scales(self, source: Source, groups: int) -> Source:
         """Return `scales` `[groups, out]`."""
-        return Source(beside(source, "scales"), (groups, source.shape[0]))
+        return Source(beside(source, "scales"), (groups, source.shape[0]), dtypes=NUMBERS)
 
     def zeros(self, source: Source, groups: int, bits: int) -> Source:
         """Return `qzeros`, int32 `[groups, out * bits / 32]`."""
-        return Source(beside(source, "qzeros"), (groups, -(-source.shape[0] * bits // WORD)))
+        return Source(beside(source, "qzeros"), (groups, -(-source.shape[0] * bits // WORD)), dtypes=WORDS)
 
     def order(self, source: Source) -> Source:
         """Return `g_idx`, int32 `[in]`."""
-        return Source(beside(source, "g_idx"), (source.shape[1],))
+        return Source(beside(source, "g_idx"), (source.shape[1],), dtypes=WORDS)
 
     def read_codes(self, whole: "Tensor", shape: tuple[int, ...], bits: int) -> "Tensor":
         """Return the codes, uint8 `[out, in]`."""

@@ -193,6 +193,7 @@ class _Repack:
         packing, name = self.format.packing, _named(self.format.packing.scales(source, 1))
         if not self.format.zeros and zeros is not None:
             self._expect_middle(source, zeros)
+        self._expect_grid(source, packing.scales(source, 1), scales)
         scales = self._taken(source, packing.read_scales(scales, self._grid(source)))
         return exactly(checked_scales(scales, name), self.format.scale, name)
 
@@ -200,7 +201,21 @@ class _Repack:
         return self._taken(source, self._read_zeros(source, zeros))
 
     def _read_zeros(self, source: Source, zeros: "Tensor") -> "Tensor":
-        return self.format.packing.read_zeros(zeros, self._grid(source), self.format.bits)
+        packing, bits = self.format.packing, self.format.bits
+        self._expect_grid(source, packing.zeros(source, 1, bits), zeros)
+        return packing.read_zeros(zeros, self._grid(source), bits)
+
+    def _expect_grid(self, source: Source, read: Source | None, values: "Tensor") -> None:
+        """Raise CheckpointError unless there are values for each row and group, for each row, or one; where
+        the reader has not looked at the shape."""
+        if read is None or not read.loose:
+            return
+        shape, grid = tuple(values.shape), self._grid(source)
+        column = (*shape, 1, 1)[: max(2, len(shape))]
+        if len(shape) > 2 or any(have not in (1, want) for have, want in zip(column, grid, strict=True)):
+            raise CheckpointError(
+                f"tensor {read.tensor} has shape {list(shape)}; config.json calls for {list(grid)}"
+            )
 
     def _grid(self, source: Source) -> tuple[int, int]:
         """Return how many scales the checkpoint has of a matrix, down and across."""

@@ -58,6 +58,8 @@ _EXACT = {
 """Dtypes that are read only where a storage format asks for them; those above are rounded to each other."""
 _REPACKED = 8
 """Repacked tensors that are kept: as many as threads ask for at once, each for one piece after the other."""
+_BESIDE = {"quantize_config.json": "gptq", "hf_quant_config.json": "modelopt"}
+"""Files in which quantisers write their settings if not in config.json, and the methods that these are of."""
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -107,7 +109,7 @@ class Checkpoint:
             )
             raise CheckpointError(f"checkpoint {path} {fault}")
         expect_inside(path)
-        config = read_object(path / "config.json", MAX_CONFIG_BYTES)
+        config = read_config(path)
         spec = read_spec(config, str(path / "config.json"))
         side = path / "generation_config.json"
         generation = read_generation(
@@ -309,7 +311,8 @@ class Checkpoint:
                 f"{list(source.shape)}"
             )
         if field.repack is not None:
-            read = [*_NAMES, *_EXACT]
+            kinds = {**_NAMES, **_EXACT}
+            read = [name for name, kind in kinds.items() if not source.dtypes or kind in source.dtypes]
         else:
             floating = field.dtype in DTYPE_BYTES
             read = (
@@ -461,6 +464,20 @@ def _round(stored: Stored, read: torch.Tensor, into: torch.Tensor) -> None:
             raise CheckpointError(
                 f"{stored.file.path}: tensor {stored.name} has values beyond float16; choose another dtype"
             )
+
+
+def read_config(path: Path) -> Mapping[str, object]:
+    """Return config.json of a model's directory, with what a quantiser has written beside it. Raises
+    CheckpointError."""
+    config = read_object(path / "config.json", MAX_CONFIG_BYTES)
+    if config.get("quantization_config") is not None:
+        return config
+    for name, method in _BESIDE.items():
+        if os.path.lexists(path / name):
+            return config | {
+                "quantization_config": {"quant_method": method} | read_object(path / name, MAX_CONFIG_BYTES)
+            }
+    return config
 
 
 def _check_count(path: Path, spec: ModelSpec, there: int) -> None:

@@ -9,8 +9,7 @@ from typing import Self
 
 from penstock.arch.families import TensorNames, family_of, read_spec
 from penstock.arch.spec import ModelSpec
-from penstock.weights.checkpoint.reader import MAX_CONFIG_BYTES
-from penstock.weights.jsonfile import read_object
+from penstock.weights.checkpoint.reader import read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +29,7 @@ class Shape:
     def open(cls, path: Path) -> Self:
         """The shape of the model in directory `path`, of which only config.json is looked at. Raises
         CheckpointError too."""
-        file = path / "config.json"
-        return cls.of(read_object(file, MAX_CONFIG_BYTES), str(file))
+        return cls.of(read_config(path), str(path / "config.json"))
 
     def fingerprint(self) -> bytes:
         """16 bytes that are the same for equal shapes, whose random weights are equal, and differ for
