@@ -18,10 +18,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 from triton.runtime.jit import MockTensor
 
+import quantised
+from penstock.arch.formats.format import matrix
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
 from penstock.ops.kernels import pdl_launches
+from penstock.ops.matrix import Matrix
 from penstock.ops.triton import attention as triton_attention
 from penstock.ops.triton import experts as triton_experts
+from penstock.ops.triton import few_bits as triton_few_bits
 from penstock.ops.triton import linear as triton_linear
 from penstock.ops.triton import pointwise as triton_pointwise
 from penstock.ops.triton import routing as triton_routing
@@ -174,6 +178,23 @@ def sums(dtype: torch.dtype, dim: int = HIDDEN) -> None:
     )
 
 
+def few_bits(name: str, *classes: int) -> None:
+    """Of the sizes of an 8B Llama, with and without a gate, and dequantised."""
+    weight = torch.zeros(64, 256)
+    for outer, inner in ((6144, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER)):
+        few, _ = quantised.matrix_of(quantised.SCHEMES[name], weight)
+        sources = [matrix("model.layers.0.self_attn.q_proj.weight", outer, inner)]
+        format = few.format.cut(sources)
+        parts = {
+            stored.name: empty(*stored.shape, dtype=getattr(torch, stored.dtype))
+            for stored in format.stored("bfloat16", sources)
+        }
+        large = Matrix(format, (outer, inner), parts)
+        for rows in classes:
+            triton_few_bits.few_rows(empty(rows, inner), large, gated=outer == 2 * INNER)
+        triton_few_bits.dequantise(large, slice(0, 1024), empty(1024, inner))
+
+
 CASES: dict[str, Callable[[], None]] = {
     "decode, one row": lambda: decode(1),
     "decode, many rows": lambda: decode(64, joins=True),
@@ -206,6 +227,13 @@ CASES: dict[str, Callable[[], None]] = {
     "fold, some": lambda: fold(8),
     "fold, capped": lambda: fold(8, cap=50.0),
     "fold, float32": lambda: fold(8, torch.float32),
+    "few bits, integers": lambda: few_bits("gptq_128", 1, 64),
+    "few bits, zero points": lambda: few_bits("awq", 16),
+    "few bits, eight": lambda: few_bits("gptq_8", 16),
+    "few bits, FP8": lambda: few_bits("fp8_128", 1, 64),
+    "few bits, MXFP8": lambda: few_bits("mxfp8", 16),
+    "few bits, MXFP4": lambda: few_bits("mxfp4", 1, 64),
+    "few bits, NVFP4": lambda: few_bits("nvfp4", 16),
     "experts, few": lambda: experts(4),
     "experts, some": lambda: experts(100),
     "experts, many": lambda: experts(4096),
@@ -234,7 +262,8 @@ def elsewhere(capability: int, seen: Callable[[Any], None]) -> Iterator[None]:
     with ExitStack() as patched:
         patched.enter_context(patch.object(JITFunction, "run", only_compiled))
         patched.enter_context(patch.object(triton_experts, "_shared_memory", lambda _: SHARED[capability]))
-        for module, count in ((triton_attention, 80), (triton_tiles, 80), (triton_linear, 132)):
+        counts = {triton_attention: 80, triton_tiles: 80, triton_linear: 132, triton_few_bits: 132}
+        for module, count in counts.items():
             patched.enter_context(patch.object(module, "multiprocessors", lambda _, count=count: count))
         yield
 

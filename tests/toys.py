@@ -22,7 +22,15 @@ import tiny
 from penstock.arch import families
 from penstock.arch.formats import methods
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import StoredTensor, TensorSlice, WeightFormat, matrix, stacked, vector
+from penstock.arch.formats.format import (
+    ALL,
+    StoredTensor,
+    TensorSlice,
+    WeightFormat,
+    matrix,
+    stacked,
+    vector,
+)
 from penstock.arch.layout import group_layouts
 from penstock.arch.mixers.attention import Attention
 from penstock.arch.mixers.mixer import Mixer, Plane, StateArray
@@ -41,6 +49,7 @@ from penstock.weights.checkpoint.shape import Shape
 
 METHOD = "toy_int8"
 SUFFIX = "_inverse_scale"
+ROUTERS = "mlp.gate.weight", "sparse_moe.gate.weight"
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,8 @@ class Int8(WeightFormat):
     """Parts of the names of matrices that rest dense."""
 
     def of(self, tensor: str) -> WeightFormat:
-        return DENSE if any(part in tensor for part in self.dense) else self
+        inside = ".layers." in tensor and not tensor.endswith(ROUTERS)
+        return self if inside and not any(part in tensor for part in self.dense) else DENSE
 
     def stored(self, dtype: str, sources: Sequence[TensorSlice]) -> tuple[StoredTensor, ...]:
         values = stacked("values", "int8", sources)
@@ -74,15 +84,15 @@ class Int8(WeightFormat):
         rows = Rows(tuple(source.rows for source in sources))
         return values, StoredTensor("scale", (values.shape[0],), "float32", tuple(scales), rows)
 
-    def dequantise(self, parts: Mapping[str, Tensor]) -> Tensor:
-        return parts["values"].float() * parts["scale"][:, None]
+    def dequantise(self, parts: Mapping[str, Tensor], rows: slice = ALL) -> Tensor:
+        return parts["values"][rows].float() * parts["scale"][rows, None]
 
 
 @contextmanager
 def known() -> Iterator[None]:
     """Penstock reads checkpoints in this format."""
     with patch.dict(
-        methods.FORMATS, {METHOD: lambda config, where: Int8(dense=tuple(config.get("dense", ())))}
+        methods.FORMATS, {METHOD: lambda config, where, dtype: Int8(dense=tuple(config.get("dense", ())))}
     ):
         yield
 
@@ -94,11 +104,7 @@ def checkpoints(name: str, folder: Path, dense: Sequence[str] = ()) -> tuple[Pat
     numbers, plain = dict[str, Tensor](), dict[str, Tensor]()
     for file in source.glob("*.safetensors"):
         for tensor, value in load_file(file).items():
-            inside = (
-                ".layers." in tensor
-                and value.dim() == 2
-                and not tensor.endswith(("mlp.gate.weight", "sparse_moe.gate.weight"))
-            )
+            inside = ".layers." in tensor and value.dim() == 2 and not tensor.endswith(ROUTERS)
             if not inside or any(part in tensor for part in dense):
                 numbers[tensor] = plain[tensor] = value
                 continue

@@ -99,7 +99,7 @@ def test_config_that_is_none(damaged: Path, text: str) -> None:
             {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
             "partial_rotary_factor",
         ),
-        ("quantization_config", {"quant_method": "fp8"}, ""),
+        ("quantization_config", {"quant_method": "bitsandbytes"}, ""),
         ("dtype", "float8_e4m3fn", ""),
     ],
 )

@@ -111,10 +111,12 @@ def test_matrices_may_be_excepted(tmp_path: Path) -> None:
     assert outputs(few) == outputs(dense)
 
 
-def test_matrices_that_are_fused_must_rest_alike(tmp_path: Path) -> None:
-    few, _ = toys.checkpoints("llama", tmp_path, dense=["q_proj"])
-    with pytest.raises(UnsupportedModelError, match="several formats"):
-        outputs(few)
+@pytest.mark.parametrize("dense", ["q_proj", "k_proj", "up_proj"])
+def test_matrices_that_are_fused_may_rest_in_several_formats(tmp_path: Path, dense: str) -> None:
+    few, same = toys.checkpoints("llama", tmp_path, dense=[dense])
+    assert outputs(few) == outputs(same)
+    for one, other in zip(pass_of(few, 2, part=0.4), pass_of(same, 2, part=0.4), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_bytes_and_operations(pairs: Callable[[str], Pair]) -> None:

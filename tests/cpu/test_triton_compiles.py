@@ -23,9 +23,20 @@ LARGE = (
     "fold, float32",
     "draw",
     "experts, some",
+    "few bits, integers",
+    "few bits, NVFP4",
 )
 """Each kernel once, and where one takes most."""
-EARLY = ("decode, one row", "pointwise", "linear", "linear, more rows", "steps", "sums")
+EARLY = (
+    "decode, one row",
+    "pointwise",
+    "linear",
+    "linear, more rows",
+    "steps",
+    "sums",
+    "few bits, zero points",
+    "few bits, MXFP4",
+)
 """Where launches may begin before those before them have ended, which devices can from 9.0 on. What such a
 kernel does besides is all that it has of its own: as it is otherwise, it is compiled only if all is to be
 tested."""

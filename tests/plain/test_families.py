@@ -245,7 +245,7 @@ YARN, LLAMA3 = {"rope_type": "yarn", "factor": 4.0}, {"rope_type": "llama3", "fa
         *(("rope_theta", value) for value in (0, 1.0, -5, "1e4", 10**400)),
         *(("hidden_act", value) for value in ("gelu", None)),
         ("pretraining_tp", 2),
-        ("quantization_config", {"quant_method": "fp8"}),
+        ("quantization_config", {"quant_method": "bitsandbytes"}),
         *(("attention_bias", value) for value in (1, "yes")),
         ("mlp_bias", 0),
         ("tie_word_embeddings", 1),

@@ -156,7 +156,7 @@ def _spec(
     windows = windows or (None,) * layers
     mlp = Mlp(config.whole("intermediate_size"), mlp_bias)
     mixer = Attention(heads, kv_heads, head_dim, None, qkv_bias, out_bias, qk_norm)
-    sparse = moe_layers or (False,) * layers
+    sparse, dtype = moe_layers or (False,) * layers, _dtype(config)
     return ModelSpec(
         family=str(config.get("model_type")),
         vocab_size=config.whole("vocab_size"),
@@ -168,9 +168,9 @@ def _spec(
         norm_eps=config.number("rms_norm_eps", 1e-6),
         max_length=_max_length(rope, positions),
         rope=rope,
-        dtype=_dtype(config),
+        dtype=dtype,
         tied_embeddings=config.flag("tie_word_embeddings", False),
-        format=read_format(config.config, config.where),
+        format=read_format(config.config, config.where, dtype),
     )
 
 

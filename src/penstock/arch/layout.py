@@ -16,6 +16,7 @@ from typing import Any
 from penstock.arch.families import TensorNames
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import STORED_BYTES, TensorSlice, WeightFormat, matrix, stacked, vector
+from penstock.arch.formats.joined import Joined
 from penstock.arch.mixers.mixer import Plane, StateArray
 from penstock.arch.parts import Held, held, local_spec
 from penstock.arch.shards import WHOLE, Shard
@@ -68,6 +69,8 @@ class Field:
     sources: tuple[TensorSlice, ...]
     dtype: str
     repack: Callable[[Sequence[Any]], Any] | None = None
+    random: range | None = None
+    """The field of `StoredTensor`."""
 
     @property
     def size(self) -> int:
@@ -307,7 +310,9 @@ class _Layer:
             parts = []
             for stored in format.stored(self.dtype, sources):
                 label = f"{name}.{stored.name}" if stored.name else name
-                field = Field(label, stored.shape, offset, stored.sources, stored.dtype, stored.repack)
+                field = Field(
+                    label, stored.shape, offset, stored.sources, stored.dtype, stored.repack, stored.random
+                )
                 parts.append((stored.name, field))
                 offset += -(-field.size // ALIGNMENT) * ALIGNMENT
             fields += [field for _, field in parts]
@@ -317,17 +322,15 @@ class _Layer:
         return GroupLayout(id, tuple(fields), offset, tuple(matrices))
 
     def _format(self, id: GroupId, sources: Sequence[TensorSlice]) -> WeightFormat:
-        """Return the format of a matrix, which is the same for all matrices that are fused in it."""
-        if id.kind in (GroupKind.EMBEDDING, GroupKind.ROUTER, GroupKind.HEAD):
-            return DENSE
-        formats = {self.spec.format.of(source.tensor) for source in sources}
-        if len(formats) > 1:
-            names = " and ".join(source.tensor for source in sources)
+        """Return the format of matrices that are read by one product."""
+        formats = tuple(self.spec.format.of(source.tensor) for source in sources)
+        if id.kind is GroupKind.EMBEDDING and formats[0] != DENSE:
             raise UnsupportedModelError(
-                f"{names} are multiplied together, but are stored in several formats; use a checkpoint that "
-                "stores them in one"
+                f"{sources[0].tensor} is quantised, which is not supported; use a checkpoint whose embedding "
+                "is not"
             )
-        return formats.pop()
+        together = formats[0].fuses and len(set(formats)) == 1
+        return (formats[0] if together or len(formats) == 1 else Joined(formats=formats)).cut(sources)
 
     def mixer(self, layer: int) -> GroupLayout:
         spec, at = self.spec.stack[layer], f"model.layers.{layer}"

@@ -72,7 +72,18 @@ def _functions(module: ModuleType) -> "list[JITFunction[Any]]":
     return [function for function in list(vars(module).values()) if isinstance(function, JITFunction)]
 
 
-_MODULES = ("attention", "experts", "linear", "pointwise", "routing", "sampling", "steps", "sums", "tiles")
+_MODULES = (
+    "attention",
+    "experts",
+    "few_bits",
+    "linear",
+    "pointwise",
+    "routing",
+    "sampling",
+    "steps",
+    "sums",
+    "tiles",
+)
 _NOTING = Lock()
 _WIDE = 1 << 40
 """An integer that needs 64 bits as an argument of a kernel."""

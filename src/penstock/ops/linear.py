@@ -1,6 +1,6 @@
 """Multiplies activations with weights `[out, in]`, in whatever storage format these rest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import torch
@@ -13,6 +13,8 @@ from penstock.ops.matrix import Matrix
 
 _FEW_ROWS = 256
 """Rows up to which a float32 product on a CPU is bound by reading the weights."""
+_SCRATCH_BYTES = 32 << 20
+"""Bytes of a matrix of few bits that are dequantised at a time: products of many rows are as fast so."""
 
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
@@ -25,10 +27,19 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, *, out: Tensor
     """
     if weight.dense is not None:
         return dense_linear(x, weight.dense, bias, out=out)
-    if kernels := _format_kernels(x, weight):
-        product: Tensor = kernels.linear(x, weight.parts, bias, out=out)
+    if kernels := _few_rows_of_format(x, weight):
+        product: Tensor = kernels.few_rows(x, weight, bias, out=out)
         return product
-    return dense_linear(x, weight.dequantised(x), bias, out=out)
+    if not weight.joined and _rows_at_a_time(x, weight) == weight.shape[0]:
+        ((_, whole),) = _dequantised(x, weight)
+        return dense_linear(x, whole, bias, out=out)
+    y = x.new_empty(len(x), weight.shape[0]) if out is None else out
+    for rows, matrix in _parts(weight):
+        linear(x, matrix, out=y[:, rows])
+    if not weight.joined:
+        for rows, some in _dequantised(x, weight):
+            dense_linear(x, some, out=y[:, rows])
+    return y if bias is None else y.add_(bias)
 
 
 def add_linear(x: Tensor, weight: Matrix, onto: Tensor) -> None:
@@ -38,7 +49,14 @@ def add_linear(x: Tensor, weight: Matrix, onto: Tensor) -> None:
     weight: `[out, in]`.
     onto: `[tokens, out]`, contiguous.
     """
-    torch.addmm(onto, x, weight.dequantised(x).t(), out=onto)
+    if weight.dense is not None:
+        torch.addmm(onto, x, weight.dense.t(), out=onto)
+        return
+    for rows, matrix in _parts(weight):
+        add_linear(x, matrix, onto[:, rows])
+    if not weight.joined:
+        for rows, some in _dequantised(x, weight):
+            torch.addmm(onto[:, rows], x, some.t(), out=onto[:, rows])
 
 
 def gated(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -47,15 +65,48 @@ def gated(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     x: `[tokens, in]`.
     weight: `[2 * inner, in]`, the gate first.
     """
-    if weight.dense is not None and x.is_cuda and (kernel := _few_rows_kernel(x, weight.dense)):
+    if weight.dense is None:
+        if kernels := _few_rows_of_format(x, weight):
+            product: Tensor = kernels.few_rows(x, weight, bias, gated=True)
+            return product
+    elif x.is_cuda and (kernel := _few_rows_kernel(x, weight.dense)):
         return kernel(x, weight.dense, bias, gated=True)
     return silu_mul(linear(x, weight, bias))
 
 
-def _format_kernels(x: Tensor, weight: Matrix) -> ModuleType | None:
-    """Return the kernels of the matrix's format, if they suit this product."""
+def _few_rows_of_format(x: Tensor, weight: Matrix) -> ModuleType | None:
+    """Return the kernels of the matrix's format, if they compute this product of few rows."""
     kernels = triton_kernels(weight.format.kernels) if x.is_cuda and weight.format.kernels else None
-    return kernels if kernels is not None and kernels.suits(x, weight.parts) else None
+    return kernels if kernels is not None and kernels.suits(x, weight) else None
+
+
+def _parts(weight: Matrix) -> Iterator[tuple[slice, Matrix]]:
+    """Yield the matrices that are joined in one, and their rows in it."""
+    first = 0
+    for matrix in weight.joined:
+        yield slice(first, first + matrix.shape[0]), matrix
+        first += matrix.shape[0]
+
+
+def _rows_at_a_time(x: Tensor, weight: Matrix) -> int:
+    """Return how many rows of a matrix are dequantised at a time."""
+    return min(weight.shape[0], max(1, _SCRATCH_BYTES // (weight.shape[1] * x.itemsize)))
+
+
+def _dequantised(x: Tensor, weight: Matrix) -> Iterator[tuple[slice, Tensor]]:
+    """Yield runs of rows of the matrix in the dtype of x, one after the other in the same memory on a GPU."""
+    (height, inner), each = weight.shape, _rows_at_a_time(x, weight)
+    kernels = triton_kernels(weight.format.kernels) if x.is_cuda and weight.format.kernels else None
+    if kernels is None or not kernels.reads(weight.format):
+        for first in range(0, height, each):
+            rows = slice(first, min(first + each, height))
+            yield rows, weight.dequantised(x, rows)
+        return
+    scratch = x.new_empty(each, inner)
+    for first in range(0, height, each):
+        rows = slice(first, min(first + each, height))
+        kernels.dequantise(weight, rows, scratch[: rows.stop - first])
+        yield rows, scratch[: rows.stop - first]
 
 
 def dense_linear(

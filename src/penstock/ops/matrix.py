@@ -6,20 +6,27 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import WeightFormat
+from penstock.arch.formats.format import ALL, WeightFormat
+from penstock.arch.formats.joined import Joined
 
 
 class Matrix:
     """A matrix is `[out, in]` in some storage format.
 
-    `dense` is the matrix itself, or None where only `format` can read `parts`.
+    `dense` is the matrix itself, or None where only `format` can read `parts`. `joined` are the matrices that
+    it consists of, one below the other, if their formats differ.
     """
 
-    __slots__ = ("dense", "format", "parts", "shape")
+    __slots__ = ("dense", "format", "joined", "parts", "shape")
 
     def __init__(self, format: WeightFormat, shape: tuple[int, int], parts: Mapping[str, Tensor]) -> None:
         self.format, self.shape, self.parts = format, shape, parts
         self.dense = parts.get("")
+        self.joined: tuple[Matrix, ...] = ()
+        if isinstance(format, Joined):
+            self.joined = tuple(
+                Matrix(one, (height, shape[1]), its) for one, height, its in format.apart(parts)
+            )
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Matrix":
@@ -32,9 +39,12 @@ class Matrix:
         assert self.dense is not None, f"a matrix in format {self.format.name} has no dense tensor"
         return self.dense
 
-    def dequantised(self, like: Tensor) -> Tensor:
-        """Return the matrix in the dtype of `like`. It is computed anew unless it is dense."""
-        return self.format.dequantise(self.parts).to(like.dtype) if self.dense is None else self.dense
+    def dequantised(self, like: Tensor, rows: slice = ALL) -> Tensor:
+        """Return the matrix, or some of its rows, in the dtype of `like`. It is computed anew unless it is
+        dense."""
+        if self.dense is not None:
+            return self.dense[rows]
+        return self.format.dequantise(self.parts, rows).to(like.dtype)
 
 
 @dataclass(frozen=True, slots=True)

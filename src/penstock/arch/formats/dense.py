@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.arch.formats.format import StoredTensor, TensorSlice, WeightFormat, stacked
+from penstock.arch.formats.format import ALL, StoredTensor, TensorSlice, WeightFormat, stacked
 
 if TYPE_CHECKING:  # Torch takes 1.2 s to import; `penstock plan` does without.
     from torch import Tensor
@@ -25,9 +25,9 @@ class Dense(WeightFormat):
         """Return one tensor, the matrix. Its name is empty."""
         return (stacked("", dtype, sources),)
 
-    def dequantise(self, parts: "Mapping[str, Tensor]") -> "Tensor":
-        """Return the matrix."""
-        return parts[""]
+    def dequantise(self, parts: "Mapping[str, Tensor]", rows: slice = ALL) -> "Tensor":
+        """Return the matrix, or some of its rows."""
+        return parts[""][rows]
 
 
 DENSE = Dense()

@@ -21,8 +21,16 @@ STORED_BYTES = {
     "uint8": 1,
     "float8_e4m3fn": 1,
     "int32": 4,
+    "int64": 8,
+    "float8_e8m0fnu": 1,
 }
 """Bytes of one element, by dtype: the dtypes that a tensor of a group may have."""
+
+
+WORDS, NUMBERS = ("int32",), ("float32", "float16", "bfloat16")
+"""Dtypes of packed codes in checkpoints, and of scales."""
+ALL = slice(None)
+"""All rows of a matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,10 @@ class TensorSlice:
     shape: tuple[int, ...]
     rows: range | None = None
     columns: range | None = None
+    also: tuple[str, ...] = ()
+    optional: bool = False
+    loose: bool = False
+    dtypes: tuple[str, ...] = ()
 
     @property
     def taken(self) -> tuple[int, ...]:
@@ -62,6 +74,11 @@ def vector(tensor: str, length: int, rows: range | None = None) -> TensorSlice:
     return TensorSlice(tensor, (length,), _part(rows, length))
 
 
+def beside(source: TensorSlice, name: str) -> str:
+    """Return the name of a tensor that belongs to the same module as a source's weight."""
+    return f"{source.tensor.removesuffix('weight')}{name}"
+
+
 def _part(taken: range | None, of: int) -> range | None:
     """Return None if all of an extent is taken: a whole tensor is read in one run."""
     return None if taken == range(of) else taken
@@ -75,14 +92,19 @@ class StoredTensor:
     shape, dtype: of the tensor as it is kept.
     sources: slices of the checkpoint, one below the other. Floating-point numbers are rounded to a
         floating-point `dtype`. Any other dtype must be the checkpoint's.
-    repack: makes the tensor of the whole sources as the checkpoint has them. Without it they are only joined.
+    repack: makes the tensor of the whole sources as the checkpoint has them, and can be hashed. It raises
+        CheckpointError, naming the tensor, for values that the format cannot have. Without it sources are
+        only joined.
+    random: whole numbers from which to draw where weights do not matter. None draws numbers of a usual size,
+        or any.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     sources: tuple[TensorSlice, ...]
-    repack: "Callable[[Sequence[Tensor]], Tensor] | None" = None
+    repack: "Callable[[Sequence[Tensor | None]], Tensor] | None" = None
+    random: range | None = None
 
 
 def stacked(name: str, dtype: str, sources: Sequence[TensorSlice]) -> StoredTensor:
@@ -102,7 +124,12 @@ class WeightFormat:
     name: str
     """The `quantization_config.quant_method` of a checkpoint, or "dense"."""
     kernels: ClassVar[str] = ""
-    """Module of `penstock.ops.triton` with a `linear` for this format. If empty, products dequantise."""
+    """Module of `penstock.ops.triton` that computes products. If empty, products dequantise."""
+
+    @property
+    def fuses(self) -> bool:
+        """Tell whether matrices in this format that read the same activations can be one matrix."""
+        return True
 
     @property
     def groups_experts(self) -> bool:
@@ -118,18 +145,29 @@ class WeightFormat:
         """Return the format of one weight of the checkpoint. A format may exclude weights by name."""
         return self
 
+    def cut(self, sources: Sequence[TensorSlice]) -> "WeightFormat":
+        """Return the format as these slices have it.
+
+        Where a cut or a join divides a group of numbers that share a scale, the groups become smaller. Raises
+        ConfigError for a cut that the format does not allow.
+        """
+        return self
+
+    def ignores(self, tensor: str) -> bool:
+        """Tell whether checkpoints in this format may hold `tensor`, which no product of ours reads."""
+        return False
+
     def stored(self, dtype: str, sources: Sequence[TensorSlice]) -> tuple[StoredTensor, ...]:
         """Return the tensors that are kept of a matrix, in the order in which they lie in a group.
 
         dtype: dtype of activations.
-        sources: the slices of a dense matrix, each `[rows, in]`, cut for a rank; one below the other.
-
-        Raises ConfigError for a cut that the format does not allow.
+        sources: the slices of a dense matrix, each `[rows, in]`, cut for a rank; one below the other, the
+            same as `cut` was given.
         """
         raise NotImplementedError
 
-    def dequantise(self, parts: "Mapping[str, Tensor]") -> "Tensor":
-        """Compute the matrix `[out, in]` in plain torch. Kernels are compared with it.
+    def dequantise(self, parts: "Mapping[str, Tensor]", rows: slice = ALL) -> "Tensor":
+        """Compute the matrix `[out, in]`, or some of its rows, in plain torch. Kernels are compared with it.
 
         parts: the tensors of `stored`, by name.
         """

@@ -2,15 +2,24 @@
 
 from collections.abc import Callable, Mapping
 
+from penstock.arch.formats import awq, compressed, fp8, gptq, modelopt
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import WeightFormat
 from penstock.base.errors import UnsupportedModelError
 
-FORMATS: dict[str, Callable[[Mapping[str, object], str], WeightFormat]] = {}
-"""Reader of `quantization_config`, by `quant_method`. Its second argument opens the messages of errors."""
+FORMATS: dict[str, Callable[[Mapping[str, object], str, str], WeightFormat]] = {
+    "compressed-tensors": compressed.read,
+    "fp8": fp8.read,
+    "gptq": gptq.read,
+    "awq": awq.read,
+    "auto-round": gptq.read_auto_round,
+    "modelopt": modelopt.read,
+}
+"""Reader of `quantization_config`, by `quant_method`. Its second argument opens the messages of errors; the
+third is the dtype of weights that are not quantised."""
 
 
-def read_format(config: Mapping[str, object], where: str) -> WeightFormat:
+def read_format(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
     """Return the format that a config.json asks for in `quantization_config`, or `DENSE` without that key.
 
     where: opens the messages of errors.
@@ -23,8 +32,9 @@ def read_format(config: Mapping[str, object], where: str) -> WeightFormat:
     method = asked.get("quant_method") if isinstance(asked, dict) else None
     if not isinstance(asked, dict) or not isinstance(method, str) or method not in FORMATS:
         known = ", ".join(("unquantised float32, float16, bfloat16", *FORMATS))
+        named = f" to quant_method {method[:40]!r}" if isinstance(method, str) else ""
         raise UnsupportedModelError(
-            f"{where}: key 'quantization_config' asks for a quantisation that is not supported; use a "
-            f"checkpoint in {known}"
+            f"{where}: key 'quantization_config' is set{named}, which is not supported; use a checkpoint in "
+            f"{known}: most models are published in one of these, too"
         )
-    return FORMATS[method](asked, where)
+    return FORMATS[method](asked, where, dtype)

@@ -40,6 +40,8 @@ _FINGERPRINT = "penstock checkpoint", 3
 spec of version 2 did not name the types of mixers and formats."""
 _REPACKED = 8
 """Repacked tensors that are kept: as many as threads ask for at once, each for one piece after the other."""
+_BESIDE = {"quantize_config.json": "gptq", "hf_quant_config.json": "modelopt"}
+"""Files in which quantisers write their settings if not in config.json, and the methods that these are of."""
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -88,7 +90,7 @@ class Checkpoint:
             )
             raise CheckpointError(f"checkpoint {path} {fault}")
         expect_inside(path)
-        config = read_object(path / "config.json", MAX_CONFIG_BYTES)
+        config = read_config(path)
         spec = read_spec(config, str(path / "config.json"))
         generation = open_generation(path, config, spec.vocab_size)
         shards = Shards(path)
@@ -111,7 +113,11 @@ class Checkpoint:
             for field in layout.fields
             for source in field.sources
         }
-        missing = [name for name in sources if name not in self._shards.tensors]
+        missing = [
+            name
+            for name, (source, _) in sources.items()
+            if not source.optional and self._find(source) is None
+        ]
         if missing:
             tied = ", or set tie_word_embeddings to true if its embedding is its head"
             hint = f"; fetch the file that has it{tied if missing == [_HEAD] else ''}"
@@ -119,8 +125,10 @@ class Checkpoint:
                 f"{self.path} lacks tensor {missing[0]}{_and_more(missing)} that config.json calls for{hint}"
             )
         for source, field in sources.values():
-            self._check(source, field)
-        extra = [name for name in self._shards.tensors if name not in sources and not self._ignorable(name)]
+            if not source.optional or self._find(source) is not None:
+                self._check(source, field)
+        known = {*sources, *(name for source, _ in sources.values() for name in source.also)}
+        extra = [name for name in self._shards.tensors if name not in known and not self._ignorable(name)]
         if extra:
             file = self._shards.tensors[extra[0]].file.path
             raise CheckpointError(
@@ -166,14 +174,20 @@ class Checkpoint:
         if made is not None:
             return made
         assert field.repack is not None
-        wholes = []
+        wholes = list[torch.Tensor | None]()
         for source in field.sources:
+            if source.optional and self._find(source) is None:
+                wholes.append(None)
+                continue
             stored = self._check(source, field)
-            whole = torch.empty(source.shape, dtype=stored_dtype(stored))
+            whole = torch.empty(stored.entry.shape, dtype=stored_dtype(stored))
             with readable():
                 stored.file.read_into(bytes_of(whole), stored.entry.offset)
             wholes.append(whole)
-        tensor: torch.Tensor = field.repack(wholes).contiguous()
+        try:
+            tensor: torch.Tensor = field.repack(wholes).contiguous()
+        except CheckpointError as fault:
+            raise CheckpointError(f"{self._check(field.sources[0], field).file.path}: {fault}") from fault
         assert (tuple(tensor.shape), tensor.dtype) == (field.shape, getattr(torch, field.dtype)), field.name
         made = tensor.view(-1).view(torch.uint8)
         with self._repacking:
@@ -240,20 +254,21 @@ class Checkpoint:
 
     def _check(self, source: TensorSlice, field: Field) -> ShardTensor:
         """Return the stored tensor of a field's source, if it is there as promised."""
-        stored = self._shards.tensors.get(source.tensor)
+        stored = self._find(source)
         if stored is None:
             raise CheckpointError(
                 f"{self.path} lacks tensor {source.tensor} that config.json calls for; fetch the checkpoint "
                 "again"
             )
-        where = f"{stored.file.path}: tensor {source.tensor}"
-        if stored.entry.shape != source.shape:
+        where = f"{stored.file.path}: tensor {stored.name}"
+        if stored.entry.shape != source.shape and not source.loose:
             raise CheckpointError(
                 f"{where} has shape {shown(list(stored.entry.shape))}; config.json calls for "
                 f"{list(source.shape)}; fetch config.json and the weights of the same model"
             )
         if field.repack is not None:
-            read = [*ROUNDED, *EXACT]
+            kinds = {**ROUNDED, **EXACT}
+            read = [name for name, kind in kinds.items() if not source.dtypes or kind in source.dtypes]
         else:
             floating = field.dtype in DTYPE_BYTES
             read = (
@@ -266,13 +281,20 @@ class Checkpoint:
             )
         return stored
 
+    def _find(self, source: TensorSlice) -> ShardTensor | None:
+        """Return the tensor of a source under the first of its names that is there."""
+        names = source.tensor, *source.also
+        return next((self._shards.tensors[name] for name in names if name in self._shards.tensors), None)
+
     def _ignorable(self, name: str) -> bool:
         """Tell whether no pass needs the tensor, as many checkpoints hold some: rotary frequencies, layers
         past the last, a head that is the embedding."""
         if name != _HEAD:  # Which is expected, and does not come here, where nothing is tied.
             layer = _LAYER.match(name)
-            return name.endswith(".rotary_emb.inv_freq") or (
-                layer is not None and int(layer[1]) >= self.spec.layers
+            return (
+                name.endswith(".rotary_emb.inv_freq")
+                or (layer is not None and int(layer[1]) >= self.spec.layers)
+                or self.spec.format.ignores(name)
             )
         head, embedding = self._shards.tensors[_HEAD], self._shards.tensors[_EMBEDDING]
         alike = (head.entry.dtype, head.entry.shape) == (embedding.entry.dtype, embedding.entry.shape)
@@ -287,6 +309,19 @@ class Checkpoint:
         """Tell whether two tensors of one size have the same bytes. Raises CheckpointError."""
         places = one.file, one.entry.offset, other.file, other.entry.offset
         return same_bytes_remembered(*places, one.entry.size, self._memory)
+
+
+def read_config(path: Path) -> Mapping[str, object]:
+    """Return config.json of a model's directory, with what a quantiser has written beside it. Raises
+    CheckpointError."""
+    config = read_object(path / "config.json", MAX_CONFIG_BYTES)
+    if config.get("quantization_config") is not None:
+        return config
+    for name, method in _BESIDE.items():
+        if os.path.lexists(path / name):
+            settings = read_object(path / name, MAX_CONFIG_BYTES)
+            return config | {"quantization_config": {"quant_method": method} | settings}
+    return config
 
 
 def _check_count(path: Path, spec: ModelSpec, there: int) -> None:

@@ -9,7 +9,7 @@ from typing import Self
 
 from penstock.arch.families import TensorNames, family_of, read_spec
 from penstock.arch.spec import ModelSpec
-from penstock.weights.jsonfile import MAX_CONFIG_BYTES, read_object
+from penstock.weights.checkpoint.reader import read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,7 @@ class Shape:
     def open(cls, path: Path) -> Self:
         """Return the shape of the model in directory `path`, of which only config.json is looked at. Raises
         CheckpointError too."""
-        file = path / "config.json"
-        return cls.of(read_object(file, MAX_CONFIG_BYTES), str(file))
+        return cls.of(read_config(path), str(path / "config.json"))
 
     def fingerprint(self) -> bytes:
         """Return 16 bytes that are the same for equal shapes, with equal random weights, and differ for

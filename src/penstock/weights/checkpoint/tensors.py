@@ -21,7 +21,14 @@ GAP_BYTES = 4096
 """Bytes between lines of a tensor below which they are read along: a smaller gap holds no page that a disk
 could leave out."""
 ROUNDED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-EXACT = {"I8": "int8", "U8": "uint8", "I32": "int32", "F8_E4M3": "float8_e4m3fn"}
+EXACT = {
+    "I8": "int8",
+    "U8": "uint8",
+    "I32": "int32",
+    "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+}
 """Dtypes that are read only where a storage format asks for them; those above are rounded to each other."""
 
 

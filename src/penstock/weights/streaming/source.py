@@ -100,7 +100,7 @@ class RandomSource:
             if first >= last:
                 continue
             ones = field.name.endswith("norm")
-            block = _ones(field.dtype) if ones else _random(field.dtype, self._seed, self._std)
+            block = _ones(field.dtype) if ones else _random(field.dtype, self._seed, self._std, field.random)
             # A place of its own in the period for every field of every group.
             place = hash((layout.id.layer, layout.id.expert, len(layout.fields), number)) % _PERIOD
             shift = place * STORED_BYTES[field.dtype]
@@ -116,12 +116,15 @@ class RandomSource:
         pass
 
 
-@lru_cache(maxsize=8)
-def _random(dtype: str, seed: int, std: float) -> np.ndarray[Any, Any]:
-    """Return the bytes of _PERIOD random numbers, normal ones or, of a dtype without fractions, any."""
+@lru_cache(maxsize=16)
+def _random(dtype: str, seed: int, std: float, among: range | None = None) -> np.ndarray[Any, Any]:
+    """Return the bytes of _PERIOD random numbers, of those `among` which they are, or normal ones, or, of a
+    dtype without fractions, any."""
     kind: torch.dtype = getattr(torch, dtype)
     generator = torch.Generator().manual_seed(seed)
-    if kind.is_floating_point:
+    if among is not None:
+        numbers = torch.randint(among.start, among.stop, (_PERIOD,), generator=generator).to(kind)
+    elif kind.is_floating_point:
         numbers = torch.empty(_PERIOD).normal_(0, std, generator=generator).to(kind)
     else:
         limits = torch.iinfo(kind)

@@ -1,0 +1,152 @@
+"""Time products with matrices of few bits on a GPU, beside the bytes that they read and the device's best
+rate.
+
+    PYTHONPATH=src python3 benchmarks/few_bits.py --out few_bits.json
+    PYTHONPATH=src python3 benchmarks/few_bits.py --sweep --formats int4 --rows 1,16
+    PYTHONPATH=src python3 benchmarks/few_bits.py --tiny      the same code over tiny shapes, interpreted
+
+Every product is checked against the reference in float32 before it is timed. A graph holds a call for each of
+as many matrices as fill 1 GiB, so none is found in the L2 cache. `share` is the bytes of codes and scales a
+second, over the read rate that is measured in the same run. `--sweep` times every way to cut a product.
+"""
+
+import argparse
+import itertools
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRITON_INTERPRET", str(int("--tiny" in sys.argv)))  # read when kernels are imported
+
+import torch
+from decode_attention import read_ceiling, seconds_each
+from recording import need_commit, write
+from torch import Tensor
+
+from penstock.arch.formats.floats import Float4, Float8
+from penstock.arch.formats.format import WeightFormat, matrix
+from penstock.arch.formats.gptq import GPTQPacking
+from penstock.arch.formats.integers import Integers
+from penstock.ops.kernels import pdl_launches
+from penstock.ops.matrix import Matrix
+from penstock.ops.triton.few_bits import FewBitsTuning, few_rows, suits
+
+FORMATS: Mapping[str, WeightFormat] = {
+    "int4": Integers(checkpoint_group=128, packing=GPTQPacking()),
+    "int4 with zeros": Integers(checkpoint_group=128, zeros=True, packing=GPTQPacking()),
+    "int4 by 32": Integers(checkpoint_group=32, packing=GPTQPacking()),
+    "int8": Integers(bits=8, checkpoint_group=128, packing=GPTQPacking()),
+    "fp8": Float8(block=(128, 128)),
+    "mxfp8": Float8(block=(1, 32), scale="e8m0"),
+    "mxfp4": Float4(),
+    "nvfp4": Float4(checkpoint_group=16, scale="float8_e4m3fn", second="weight_scale_2"),
+}
+SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate and up": (28672, 4096), "down": (4096, 14336)}
+TINY = {"tiny": (64, 256)}
+AT_LEAST, MAX_ERROR = 1 << 30, 2e-2
+
+
+def random_matrix(format: WeightFormat, shape: tuple[int, int], seed: int) -> Matrix:
+    """Return a matrix of random codes and small scales, on the device."""
+    device = "cpu" if "--tiny" in sys.argv else "cuda"
+    rng, sources = torch.Generator(device).manual_seed(seed), [matrix("model.layers.0.mlp.w.weight", *shape)]
+    cut, parts = format.cut(sources), dict[str, Tensor]()
+    for stored in cut.stored("bfloat16", sources):
+        kind: torch.dtype = getattr(torch, stored.dtype)
+        among = stored.random or (range(256) if kind is torch.uint8 else None)
+        if among is None:
+            made = torch.empty(stored.shape, device=device).uniform_(0.005, 0.02, generator=rng)
+        else:
+            made = torch.randint(among.start, among.stop, stored.shape, generator=rng, device=device)
+        parts[stored.name] = made.to(kind)
+    return Matrix(cut, shape, parts)
+
+
+def tunings(sweep: bool) -> Iterator[FewBitsTuning | None]:
+    """Yield ways to cut a product, the usual one first."""
+    yield None
+    if sweep:
+        for cols, step, splits, stages, warps in itertools.product(
+            (64, 128), (128, 256), (1, 2, 4, 8), (3, 4, 6), (4, 8)
+        ):
+            if cols * 4 // warps >= 64:
+                yield FewBitsTuning(cols, step, splits, stages, warps)
+
+
+def main() -> None:
+    """Run what was asked for, print a line for each and write the results."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--rows", default="1,4,16,64")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--early", action="store_true", help="begin launches before the one before has ended")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    need_commit(given.out)
+    shapes = TINY if given.tiny else {name: SHAPES[name] for name in given.shapes.split(",")}
+    ceiling = 1.0 if given.tiny else read_ceiling()
+    print(f"read alone {ceiling / 1e12:.2f} TB/s")
+    found = list[dict[str, Any]]()
+    for name, (label, shape) in itertools.product(given.formats.split(","), shapes.items()):
+        first = random_matrix(FORMATS[name], shape, 0)
+        moved = sum(part.nbytes for part in first.parts.values())
+        count = 2 if given.tiny else math.ceil(AT_LEAST / moved)
+        matrices = [first, *(random_matrix(FORMATS[name], shape, seed) for seed in range(1, count))]
+        plain = first.dequantised(torch.empty(0))
+        for rows in map(int, given.rows.split(",")):
+            x = torch.randn(rows, shape[1], device=plain.device).bfloat16()
+            assert suits(x, first), name
+            want = x.float() @ plain.T
+            ways = list(tunings(given.sweep))
+            # Compiled side by side; what needs more memory than there is fails here, and is passed over.
+            with ThreadPoolExecutor(12) as pool:
+                done = list(pool.map(lambda way, x=x, first=first: attempt(x, first, way), ways))
+            for way, got in zip(ways, done, strict=True):
+                if got is None:
+                    continue
+                error = float((got.float() - want).abs().max() / want.abs().max())
+                if not error < MAX_ERROR:
+                    sys.exit(f"{name}, {label}, {rows} rows, {way}: error {error:.2e}; nothing was timed")
+
+                def work(
+                    x: Tensor = x, matrices: list[Matrix] = matrices, way: FewBitsTuning | None = way
+                ) -> None:
+                    with pdl_launches(given.early):
+                        for one in matrices:
+                            few_rows(x, one, tuning=way)
+
+                seconds = seconds_each(work, count)
+                line = {
+                    "format": name, "matrix": label, "shape": shape, "rows": rows, "tuning": str(way),
+                    "us": seconds * 1e6, "share": moved / seconds / ceiling, "error": error,
+                }  # fmt: skip
+                found.append(line)
+            these = found[-len([got for got in done if got is not None]) :]
+            usual, best = these[0], sorted(these, key=lambda one: float(one["us"]))[: 3 if given.sweep else 0]
+            print(
+                f"{name:16} {label:12} {rows:3} rows  {usual['us']:7.1f} us  {usual['share']:.1%}",
+                *(f"  {one['us']:.1f} {one['share']:.1%} {one['tuning'][13:]}" for one in best),
+                flush=True,
+            )
+            if given.out:
+                write(given.out, {"read": ceiling, "device": str(plain.device), "found": found})
+
+
+def attempt(x: Tensor, weight: Matrix, way: FewBitsTuning | None) -> Tensor | None:
+    """Return a product, or None where the device has too little memory for this way to cut it."""
+    try:
+        return few_rows(x, weight, tuning=way)
+    except Exception as fault:
+        if "resource" not in str(fault) and "shared memory" not in str(fault):
+            raise
+        return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""Floating-point numbers of eight and four bits. Each block of a matrix has a scale."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import TYPE_CHECKING, ClassVar
+
+from penstock.arch.formats.codes import (
+    E2M1,
+    NO_EXPONENT,
+    as_bytes,
+    floats_of,
+    in_words,
+    packed,
+    packed_bytes,
+    powers_of_two,
+    spread,
+    unpacked,
+)
+from penstock.arch.formats.format import ALL, StoredTensor, TensorSlice, WeightFormat, beside
+from penstock.arch.formats.repack import below_each_other, checked_scales, exactly, places
+from penstock.base.errors import CheckpointError
+
+if TYPE_CHECKING:  # Torch takes 1.2 s to import; `penstock plan` does without.
+    from torch import Tensor
+
+E4M3, E8M0 = "float8_e4m3fn", "e8m0"
+_NUMBERS, _EXPONENTS, _ONE = range(0x10, 0x38), range(119, 122), range(1, 2)
+"""Random weights are drawn from these: codes of eight bits near one, exponents of small numbers, and one."""
+
+
+@dataclass(frozen=True)
+class Float8(WeightFormat):
+    """A number is a float8_e4m3fn times its scale.
+
+    Parts, at rest on every tier: `codes`, uint8, see `codes.packed`; and `scale` `[blocks down, blocks
+    across]`, that of row r and column c at `r // down`, `c // across`. Scales are float32, or E8M0 exponents
+    in uint8.
+    """
+
+    name: str = "fp8"
+    block: tuple[int, int] = (0, 0)
+    """Rows and columns that share a scale in the checkpoint; 0 is all."""
+    scale: str = "float32"
+    """`float32` or `e8m0`."""
+    scales: tuple[str, ...] = ("weight_scale",)
+    """Names that the tensor of scales may have beside the weight's."""
+    down: int = 0
+    across: int = 0
+    """Rows and columns that share a scale at rest; set by `cut`."""
+    width: int = 0
+    """Columns of the matrix; set by `cut`."""
+    kernels: ClassVar[str] = "few_bits"
+
+    def cut(self, sources: Sequence[TensorSlice]) -> "Float8":
+        """Return the format with blocks that divide where parts begin, and where they are joined."""
+        (whole_height, whole), columns = sources[0].shape, sources[0].columns
+        across, width = self.block[1] or whole, sources[0].taken[1]
+        across = gcd(across, columns.start) if columns is not None else across
+        alone = len(sources) == 1 and sources[0].rows is None
+        if self.block[0] == 0:
+            # One scale for all: each row has its own, which costs little and joins with anything.
+            return replace(self, down=whole_height if alone else 1, across=across, width=width)
+        down = self.block[0]
+        if not alone:
+            starts = [source.rows.start for source in sources if source.rows is not None]
+            down = gcd(down, *starts, *(source.taken[0] for source in sources[:-1]))
+        return replace(self, down=down, across=across, width=width)
+
+    def stored(self, dtype: str, sources: Sequence[TensorSlice]) -> tuple[StoredTensor, ...]:
+        """Return codes and scales."""
+        height = sum(source.taken[0] for source in sources)
+        values = tuple(TensorSlice(beside(one, "weight"), one.shape) for one in sources)
+        codes = StoredTensor(
+            "codes",
+            (height, packed_bytes(self.width, 8)),
+            "uint8",
+            values,
+            _Codes(tuple(sources), 8),
+            _NUMBERS,
+        )
+        shape = -(-height // self.down), -(-self.width // self.across)
+        scales = [
+            TensorSlice(
+                beside(one, self.scales[0]),
+                (),
+                also=tuple(beside(one, name) for name in self.scales[1:]),
+                loose=True,
+            )
+            for one in sources
+        ]
+        kept = "uint8" if self.scale == E8M0 else self.scale
+        return codes, StoredTensor(
+            "scale", shape, kept, tuple(scales), _BlockScales(self, tuple(sources)), self._random
+        )
+
+    @property
+    def _random(self) -> range | None:
+        return _EXPONENTS if self.scale == E8M0 else None
+
+    def dequantise(self, parts: "Mapping[str, Tensor]", rows: slice = ALL) -> "Tensor":
+        """Return the matrix in float32, `[out, in]`."""
+        codes, scale = parts["codes"], parts["scale"]
+        first, stop, _ = rows.indices(len(codes))
+        above = first // self.down
+        scale = scale[above : -(-stop // self.down)]
+        scale = powers_of_two(scale) if self.scale == E8M0 else scale
+        values = floats_of(unpacked(codes[rows], 8, self.width), scale)
+        scale = spread(scale, self.across, self.width)
+        if self.down > 1:
+            scale = scale.repeat_interleave(self.down, 0)[first - above * self.down :][: stop - first]
+        return values.mul_(scale)
+
+
+@dataclass(frozen=True)
+class _BlockScales:
+    """Makes the scales of a matrix of eight-bit floating-point numbers."""
+
+    format: Float8
+    sources: tuple[TensorSlice, ...]
+
+    def __call__(self, wholes: "Sequence[Tensor | None]") -> "Tensor":
+        parts = []
+        for source, whole in zip(self.sources, wholes, strict=True):
+            assert whole is not None
+            parts.append(self._of(source, whole))
+        return below_each_other(parts)
+
+    def _of(self, source: TensorSlice, whole: "Tensor") -> "Tensor":
+        format, name = self.format, beside(source, self.format.scales[0])
+        (height, width), blocks = source.shape, format.block
+        down, across = blocks[0] or height, blocks[1] or width
+        grid = -(-height // down), -(-width // across)
+        if whole.dim() < 2 and whole.numel() in (1, height):
+            whole = whole.reshape(-1, 1)
+        fits = whole.dim() == 2 and all(
+            have in (1, want) for have, want in zip(whole.shape, grid, strict=True)
+        )
+        if not fits:
+            raise CheckpointError(
+                f"tensor {name} has shape {list(whole.shape)}; weights of {height} x {width} in blocks of "
+                f"{down} x {across}, as config.json has them, need {list(grid)}"
+            )
+        kept = (
+            _exponents(whole, name)
+            if format.scale == E8M0
+            else exactly(_floats(whole, name), format.scale, name)
+        )
+        kept = kept.expand(*grid)
+        rows, columns = source.rows or range(height), source.columns or range(width)
+        kept = kept[places(kept, rows, format.down, down)]
+        return kept[:, places(kept, columns, format.across, across)].contiguous()
+
+
+def _floats(scales: "Tensor", name: str) -> "Tensor":
+    """Return scales as numbers, of floating-point numbers or of E8M0 exponents."""
+    if scales.element_size() == 1:
+        return powers_of_two(_exponents(scales, name))
+    return checked_scales(scales, name)
+
+
+def _exponents(scales: "Tensor", name: str) -> "Tensor":
+    """Return E8M0 exponents, uint8. Raises CheckpointError for scales that are not of one byte, and for those
+    that are no numbers."""
+    if scales.element_size() != 1:
+        raise CheckpointError(f"tensor {name} has scales of {scales.dtype}; exponents in uint8 are read")
+    exponents = as_bytes(scales)
+    if bool((exponents == NO_EXPONENT).any()):
+        raise CheckpointError(f"tensor {name} has scales that are no numbers; download it again")
+    return exponents
+
+
+@dataclass(frozen=True)
+class Float4(WeightFormat):
+    """A number is `E2M1[code] * scale`, for NVFP4 times or divided by a second scale of the whole tensor.
+
+    Parts, at rest on every tier: `codes`, uint8, see `codes.packed`; `scale` `[out, in / group]`, E8M0
+    exponents in uint8 or float8_e4m3fn; and `second`, float32 `[out]`, for NVFP4.
+    """
+
+    name: str = "mxfp4"
+    checkpoint_group: int = 32
+    """Columns that share a scale in the checkpoint."""
+    scale: str = E8M0
+    codes: str = "weight_packed"
+    """The name of the tensor of codes beside the weight's."""
+    second: str = ""
+    """The name of the second scale's tensor; empty where there is none."""
+    divided: bool = False
+    """True divides the first scale by the second, as compressed-tensors has it; False multiplies."""
+    group: int = 0
+    """Columns that share a scale at rest; set by `cut`."""
+    width: int = 0
+    """Columns of the matrix; set by `cut`."""
+    kernels: ClassVar[str] = "few_bits"
+
+    def cut(self, sources: Sequence[TensorSlice]) -> "Float4":
+        """Return the format with groups that divide where a rank's part begins."""
+        columns = sources[0].columns
+        group = self.checkpoint_group if columns is None else gcd(self.checkpoint_group, columns.start)
+        return replace(self, group=group, width=sources[0].taken[1])
+
+    def stored(self, dtype: str, sources: Sequence[TensorSlice]) -> tuple[StoredTensor, ...]:
+        """Return codes and scales."""
+        height, width = sum(one.taken[0] for one in sources), sources[0].taken[1]
+        halved = tuple(
+            TensorSlice(beside(one, self.codes), (one.shape[0], -(-one.shape[1] // 2))) for one in sources
+        )
+        codes = StoredTensor(
+            "codes", (height, packed_bytes(width, 4)), "uint8", halved, _Codes(tuple(sources), 4)
+        )
+        kept = "uint8" if self.scale == E8M0 else E4M3
+        whole = tuple(
+            TensorSlice(
+                beside(one, "weight_scale"), (one.shape[0], -(-one.shape[1] // self.checkpoint_group))
+            )
+            for one in sources
+        )
+        scales = _GroupScales(self, tuple(sources))
+        random = _EXPONENTS if self.scale == E8M0 else _ONE
+        parts = [codes, StoredTensor("scale", (height, -(-width // self.group)), kept, whole, scales, random)]
+        if self.second:
+            seconds = tuple(TensorSlice(beside(one, self.second), (), loose=True) for one in sources)
+            heights = tuple(one.taken[0] for one in sources)
+            parts.append(
+                StoredTensor("second", (height,), "float32", seconds, _Seconds(heights, seconds), _ONE)
+            )
+        return tuple(parts)
+
+    def dequantise(self, parts: "Mapping[str, Tensor]", rows: slice = ALL) -> "Tensor":
+        """Return the matrix in float32, `[out, in]`."""
+        codes, scale, second = parts["codes"][rows], parts["scale"][rows], parts.get("second")
+        second = None if second is None else second[rows]
+        width = self.width
+        scales = powers_of_two(scale) if self.scale == E8M0 else scale.float()
+        if second is not None and self.divided:
+            scales = scales / second[:, None]
+        table = scales.new_tensor(E2M1)
+        values = table[unpacked(codes, 4, width).int()].mul_(spread(scales, self.group, width))
+        return values if second is None or self.divided else values.mul_(second[:, None])
+
+
+@dataclass(frozen=True)
+class _Codes:
+    """Makes the codes of floating-point numbers, of bytes with the first of two in the low bits or of one."""
+
+    sources: tuple[TensorSlice, ...]
+    bits: int
+
+    def __call__(self, wholes: "Sequence[Tensor | None]") -> "Tensor":
+        parts = []
+        for source, whole in zip(self.sources, wholes, strict=True):
+            assert whole is not None
+            rows, columns = source.rows or range(source.shape[0]), source.columns or range(source.shape[1])
+            single = in_words(as_bytes(whole[rows.start : rows.stop]), self.bits, source.shape[1])
+            single = single[:, columns.start : columns.stop]
+            if self.bits == 8 and bool(((single & 0x7F) == 0x7F).any()):
+                raise CheckpointError(
+                    f"tensor {source.tensor} has weights that are no numbers; download it again"
+                )
+            parts.append(packed(single, self.bits))
+        return below_each_other(parts)
+
+
+@dataclass(frozen=True)
+class _GroupScales:
+    """Makes the scales of groups of four-bit floating-point numbers."""
+
+    format: Float4
+    sources: tuple[TensorSlice, ...]
+
+    def __call__(self, wholes: "Sequence[Tensor | None]") -> "Tensor":
+        parts = []
+        for source, whole in zip(self.sources, wholes, strict=True):
+            assert whole is not None
+            whole, (height, width) = self._checked(source, whole), source.shape
+            rows, columns = source.rows or range(height), source.columns or range(width)
+            kept = whole[rows.start : rows.stop]
+            parts.append(kept[:, places(kept, columns, self.format.group, self.format.checkpoint_group)])
+        return below_each_other(parts)
+
+    def _checked(self, source: TensorSlice, scales: "Tensor") -> "Tensor":
+        name = beside(source, "weight_scale")
+        if self.format.scale == E8M0:
+            return _exponents(scales, name)
+        if not scales.is_floating_point() or scales.element_size() != 1:
+            raise CheckpointError(f"tensor {name} has scales of {scales.dtype}; float8_e4m3fn is read")
+        return checked_scales(scales, name, zero=True)
+
+
+@dataclass(frozen=True)
+class _Seconds:
+    """Makes the second scale of each row, of one for each tensor."""
+
+    heights: tuple[int, ...]
+    sources: tuple[TensorSlice, ...]
+
+    def __call__(self, wholes: "Sequence[Tensor | None]") -> "Tensor":
+        parts = []
+        for height, source, whole in zip(self.heights, self.sources, wholes, strict=True):
+            assert whole is not None
+            if whole.numel() != 1:
+                raise CheckpointError(
+                    f"tensor {source.tensor} has shape {list(whole.shape)}; one number is read"
+                )
+            scale = exactly(checked_scales(whole, source.tensor), "float32", source.tensor)
+            parts.append(scale.reshape(1).expand(height))
+        return below_each_other(parts)

@@ -1,0 +1,95 @@
+"""Tell which weights of a checkpoint are quantised, by the names of their modules, as quantisers say it."""
+
+import fnmatch
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from penstock.arch.formats.dense import DENSE
+from penstock.arch.formats.format import WeightFormat
+from penstock.base.errors import UnsupportedModelError
+
+MAX_PATTERN = 300
+"""Characters of a pattern that are read, and beyond which no quantiser writes one."""
+_QUANTIFIERS, _MOST = re.compile(r"(?<!\\)[*+{?]"), 5
+"""A pattern of a stranger may not take forever: few quantifiers, and none of a group."""
+_NESTED = re.compile(r"(?<!\\)\)[*+{?]")
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+ROUTERS = (".mlp.gate", ".block_sparse_moe.gate")
+"""Ends of the names of routers of mixtures, which quantisers leave alone without saying so."""
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """ModuleNames say which modules are meant: by whole names, regular expressions for the beginning of a
+    name, parts, ends and globs.
+
+    linear: whether every linear module is meant, the head too, but no embedding.
+    """
+
+    whole: frozenset[str] = frozenset()
+    regexes: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+    globs: tuple[str, ...] = ()
+    linear: bool = False
+
+    def has(self, module: str) -> bool:
+        """Tell whether a module is meant."""
+        return (
+            module in self.whole
+            or (self.linear and module != EMBEDDING)
+            or any(part in module for part in self.parts)
+            or module.endswith(self.ends)
+            or any(fnmatch.fnmatchcase(module, glob) for glob in self.globs)
+            or any(_compiled(regex).match(module) for regex in self.regexes)
+        )
+
+
+@dataclass(frozen=True)
+class ByName(WeightFormat):
+    """A checkpoint whose weights rest in several formats: the first rule that has a weight's module."""
+
+    rules: tuple[tuple[ModuleNames, WeightFormat], ...] = ()
+    unread: tuple[str, ...] = ()
+    """Ends of the names of tensors that no product of ours reads, such as scales of activations."""
+
+    def of(self, tensor: str) -> WeightFormat:
+        """Return the format of a weight: dense where no rule has it."""
+        module = tensor.removesuffix(".weight")
+        return next((format for names, format in self.rules if names.has(module)), DENSE)
+
+    def ignores(self, tensor: str) -> bool:
+        """Tell whether a tensor is one of those that no product of ours reads."""
+        return tensor.endswith(self.unread)
+
+
+def linears(format: WeightFormat, *, head: bool = False) -> tuple[tuple[ModuleNames, WeightFormat], ...]:
+    """Return the rules by which all linear modules but routers rest in `format`, the head only if `head`."""
+    excepted = ModuleNames(whole=frozenset() if head else frozenset({HEAD}), ends=ROUTERS)
+    return (excepted, DENSE), (ModuleNames(linear=True), format)
+
+
+@lru_cache(maxsize=4096)
+def _compiled(regex: str) -> re.Pattern[str]:
+    return re.compile(regex)
+
+
+def checked_regex(regex: str, key: str) -> str:
+    """Return a regular expression for the beginning of a module's name. Raises UnsupportedModelError, naming
+    `key`, for one that is none or may take forever."""
+    try:
+        re.compile(regex)
+        fits = (
+            len(regex) <= MAX_PATTERN
+            and len(_QUANTIFIERS.findall(regex)) <= _MOST
+            and not _NESTED.search(regex)
+        )
+    except (re.error, OverflowError, RecursionError):
+        fits = False
+    if not fits:
+        raise UnsupportedModelError(
+            f"{key} has the pattern {regex[:80]!r}; supported: regular expressions of at most {MAX_PATTERN} "
+            f"characters with at most {_MOST} quantifiers, none of a group"
+        )
+    return regex

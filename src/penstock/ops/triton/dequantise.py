@@ -1,0 +1,99 @@
+"""Write matrices of few bits as numbers, for products of many rows."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.arch.formats.format import WeightFormat
+from penstock.ops.matrix import Matrix
+from penstock.ops.triton.codes import FOUR_BITS, INT4, INT8, decoded, kind_of, scale_of
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _dequantise(  # type: ignore[no-untyped-def]
+    codes,
+    scale,
+    zero,
+    second,
+    y,
+    first,
+    rows,
+    inner,
+    down,
+    s_w,
+    s_s,
+    s_y,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KIND: tl.constexpr,
+    PLACES: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    SECOND: tl.constexpr,
+) -> None:
+    """ROWS rows of WORDS words of codes as numbers: in float32 as the reference has them, rounded once."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    column = word // 8 * (8 * PLACES) + word % 8
+    there = row < rows
+    words = tl.load(
+        codes + row.to(tl.int64)[:, None] * s_w + word[None, :],
+        mask=there[:, None] & (column < inner)[None, :],
+        other=0,
+    )
+    scales_at = ((first + row) // down).to(tl.int64)[:, None] * s_s
+    for place in tl.static_range(PLACES):
+        at = column + 8 * place
+        inside = there[:, None] & (at < inner)[None, :]
+        values = decoded(words, place, KIND)
+        if ZEROS:
+            values -= tl.load(zero + scales_at + (at // GROUP)[None, :], mask=inside, other=0).to(tl.float32)
+        elif KIND <= INT8:
+            values -= 8.0 if KIND == INT4 else 128.0
+        scales = scale_of(tl.load(scale + scales_at + (at // GROUP)[None, :], mask=inside, other=0), SCALES)
+        if SECOND == 2:
+            scales /= tl.load(second + row, mask=there, other=1.0)[:, None]
+        values *= scales
+        if SECOND == 1:
+            values *= tl.load(second + row, mask=there, other=0.0)[:, None]
+        tl.store(
+            y + row.to(tl.int64)[:, None] * s_y + at[None, :], values.to(y.dtype.element_ty), mask=inside
+        )
+
+
+def dequantise(weight: Matrix, rows: slice, out: Tensor) -> None:
+    """Write some rows of a matrix to `out` `[rows, in]`, rounded to its dtype once."""
+    kind, parts, inner = kind_of(weight.format), weight.parts, weight.shape[1]
+    assert kind is not None, weight.format
+    words, zero, second = parts["codes"][rows].view(torch.int32), parts.get("zero"), parts.get("second")
+    scale, each = parts["scale"], 64
+    scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
+    _dequantise[(triton.cdiv(len(words), 16), triton.cdiv(words.shape[1], each))](
+        words,
+        scale,
+        scale if zero is None else zero,
+        scale if second is None else second[rows],
+        out,
+        rows.start,
+        len(words),
+        inner,
+        kind.down,
+        words.stride(0),
+        scale.stride(0),
+        out.stride(0),
+        ROWS=16,
+        WORDS=each,
+        GROUP=1 << 30 if kind.group >= inner else kind.group,
+        KIND=kind.codes,
+        PLACES=8 if kind.codes in FOUR_BITS else 4,
+        SCALES=kind.scales,
+        ZEROS=zero is not None,
+        SECOND=kind.second,
+    )
+
+
+def reads(format: WeightFormat) -> bool:
+    """Tell whether `dequantise` reads a format."""
+    return kind_of(format) is not None

@@ -1,0 +1,199 @@
+"""Weights of few bits, read from checkpoints as quantisers write them: the numbers that they stand for, and
+the tokens of the models that they are."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tiny
+from members import pass_of
+from penstock.api.llm import LLM
+from penstock.arch.layout import group_layouts
+from penstock.base.errors import CheckpointError
+from penstock.step.params import SamplingParams
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.pack.writer import write_pack
+from penstock.weights.streaming.source import RandomSource
+from penstock.weights.streaming.stream import group_views
+from quantised import SCHEMES, checkpoints
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+def matrices(path: Path) -> dict[str, torch.Tensor]:
+    """Every matrix of a checkpoint, dequantised, by its group and name."""
+    found = {}
+    with Checkpoint.open(path) as checkpoint:
+        layouts = group_layouts(checkpoint.spec, checkpoint.names, "float32")
+        checkpoint.verify(layouts)
+        for layout in layouts:
+            whole = torch.empty(layout.size, dtype=torch.uint8)
+            checkpoint.read_piece(layout, 0, whole)
+            for name, matrix in group_views(layout, whole).matrices.items():
+                found[f"{layout.id} {name}"] = matrix.dequantised(torch.empty(0))
+    return found
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_numbers(scheme: str, tmp_path: Path) -> None:
+    few, dense = checkpoints(tiny.checkpoint("llama"), tmp_path, SCHEMES[scheme])
+    mine, theirs = matrices(few), matrices(dense)
+    assert mine.keys() == theirs.keys()
+    for name, matrix in mine.items():
+        assert torch.equal(matrix, theirs[name]), name
+
+
+def outputs(path: Path, **settings: object) -> list[object]:
+    with LLM(path, device="cpu", dtype="float32", max_length=64, **settings) as llm:  # type: ignore[arg-type]
+        assert settings.get("device_memory") is None or llm.booted.weights.stats().streams
+        return [(one.tokens, one.logprobs) for one in llm.generate(tiny.prompts()[1:4], GREEDY)]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", ["llama_biases", "qwen3_moe"])
+def test_tokens(scheme: str, name: str, tmp_path: Path) -> None:
+    few, dense = checkpoints(tiny.checkpoint(name), tmp_path, SCHEMES[scheme])
+    assert outputs(few) == outputs(dense)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_streamed_and_ranks(scheme: str, name: str, tmp_path: Path) -> None:
+    few, dense = checkpoints(tiny.checkpoint(name), tmp_path, SCHEMES[scheme])
+    resident = pass_of(few, 0)
+    for mine, theirs in zip(resident, pass_of(dense, 0), strict=True):
+        assert torch.equal(mine, theirs)
+    for mine, theirs in zip(resident, pass_of(few, 0, part=0.4), strict=True):
+        assert torch.equal(mine, theirs)
+    for mine, theirs in zip(pass_of(few, 2), pass_of(dense, 2), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_random_weights_are_numbers(scheme: str, tmp_path: Path) -> None:
+    few, _ = checkpoints(tiny.checkpoint("llama"), tmp_path, SCHEMES[scheme])
+    shape = Shape.open(few)
+    for layout in group_layouts(shape.spec, shape.names, "float32"):
+        whole = torch.empty(layout.size, dtype=torch.uint8)
+        RandomSource("float32").read(layout, 0, whole, False)
+        for matrix in group_views(layout, whole).matrices.values():
+            numbers = matrix.dequantised(torch.empty(0))
+            assert numbers.isfinite().all()
+            assert 1e-6 < numbers.abs().mean() < 10
+
+
+@pytest.mark.parametrize("scheme", ["gptq_asymmetric", "modelopt_nvfp4", "fp8", "packed_order"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_packs(scheme: str, name: str, tmp_path: Path) -> None:
+    few, dense = checkpoints(tiny.checkpoint(name), tmp_path, SCHEMES[scheme])
+    with Checkpoint.open(few) as checkpoint:
+        write_pack(checkpoint, tmp_path / "pack", "float32")
+    assert outputs(tmp_path / "pack") == outputs(dense)
+    resident, streamed = pass_of(few, 0), pass_of(few, 0, part=0.3)
+    assert all(torch.equal(*both) for both in zip(resident, streamed, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "file"),
+    [("gptq_asymmetric", "quantize_config.json"), ("modelopt_nvfp4", "hf_quant_config.json")],
+)
+def test_settings_beside_the_config(scheme: str, file: str, tmp_path: Path) -> None:
+    few, dense = checkpoints(tiny.checkpoint("llama"), tmp_path, SCHEMES[scheme])
+    config = json.loads((few / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    settings.pop("quant_method")
+    if file.startswith("hf"):
+        settings = {"producer": {"name": "modelopt"}, "quantization": settings}
+    (few / "config.json").write_text(json.dumps(config))
+    (few / file).write_text(json.dumps(settings))
+    assert outputs(few) == outputs(dense)
+
+
+def broken(tmp_path: Path, scheme: str, change: Callable[[dict[str, torch.Tensor], str], None]) -> str:
+    """What is said of a checkpoint of which a tensor of one projection is changed."""
+    few, _ = checkpoints(tiny.checkpoint("llama"), tmp_path, SCHEMES[scheme])
+    tensors = load_file(few / "model.safetensors")
+    change(tensors, "model.layers.1.mlp.down_proj.")
+    save_file(
+        {name: one.contiguous() for name, one in tensors.items()}, few / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(CheckpointError) as caught:
+        outputs(few)
+    said = str(caught.value)
+    assert str(few / "model.safetensors") in said or "lacks" in said
+    assert "model.layers.1.mlp.down_proj" in said
+    assert len(said) < 400
+    return said
+
+
+def set_one(name: str, value: float) -> Callable[[dict[str, torch.Tensor], str], None]:
+    def change(tensors: dict[str, torch.Tensor], at: str) -> None:
+        kind = tensors[at + name].dtype
+        flat = tensors[at + name].flatten().float()
+        flat[min(3, len(flat) - 1)] = value
+        tensors[at + name] = flat.to(kind).view(tensors[at + name].shape)
+
+    return change
+
+
+def cast(name: str, kind: torch.dtype) -> Callable[[dict[str, torch.Tensor], str], None]:
+    def change(tensors: dict[str, torch.Tensor], at: str) -> None:
+        tensors[at + name] = tensors[at + name].to(kind)
+
+    return change
+
+
+def shorter(name: str) -> Callable[[dict[str, torch.Tensor], str], None]:
+    def change(tensors: dict[str, torch.Tensor], at: str) -> None:
+        tensors[at + name] = tensors[at + name][:-1]
+
+    return change
+
+
+def without(name: str) -> Callable[[dict[str, torch.Tensor], str], None]:
+    def change(tensors: dict[str, torch.Tensor], at: str) -> None:
+        del tensors[at + name]
+
+    return change
+
+
+BROKEN = [
+    ("gptq", set_one("scales", float("nan")), "no numbers"),
+    ("gptq", set_one("scales", 0), "scales of 0"),
+    ("gptq", shorter("scales"), "shape"),
+    ("gptq", shorter("qweight"), "shape"),
+    ("gptq", cast("qweight", torch.int64), "dtype"),
+    ("gptq", lambda tensors, at: tensors[at + "qzeros"].fill_(0x11111111), "zero point of 2"),
+    ("gptq", without("qzeros"), "lacks"),
+    ("gptq_order", set_one("g_idx", 99), "names group 99"),
+    ("gptq_order", set_one("g_idx", -1), "names group -1"),
+    ("gptq_order", lambda tensors, at: tensors[at + "g_idx"].zero_(), "uneven"),
+    ("gptq_order", without("g_idx"), "lacks"),
+    ("gptq_8", lambda tensors, at: tensors[at + "g_idx"].zero_(), "another order"),
+    ("awq", set_one("scales", float("inf")), "infinite"),
+    ("packed", cast("weight_scale", torch.float64), "dtype"),
+    ("packed", shorter("weight_scale"), "shape"),
+    ("packed", set_one("weight_shape", 7), "says"),
+    ("packed_bfloat16", without("weight_packed"), "lacks"),
+    ("fp8", shorter("weight_scale_inv"), "shape"),
+    ("fp8", set_one("weight_scale_inv", float("nan")), "no numbers"),
+    ("fp8", set_one("weight", float("nan")), "no numbers"),
+    ("fp8_exponents", set_one("weight_scale_inv", 255), "no numbers"),
+    ("fp8_exponents", cast("weight_scale_inv", torch.float32), "exponents"),
+    ("mxfp4", set_one("weight_scale", 255), "no numbers"),
+    ("nvfp4", set_one("weight_global_scale", 0), "scales of 0"),
+    ("nvfp4", cast("weight_scale", torch.uint8), "float8_e4m3fn"),
+    ("modelopt_nvfp4", set_one("weight_scale_2", float("inf")), "infinite"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "change", "said"), BROKEN)
+def test_broken_files(
+    scheme: str, change: Callable[[dict[str, torch.Tensor], str], None], said: str, tmp_path: Path
+) -> None:
+    assert said in broken(tmp_path, scheme, change)

@@ -1,0 +1,47 @@
+"""Products with matrices of few bits, interpreted on the CPU, against plain torch."""
+
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip(
+        "kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True
+    )
+
+from penstock.ops.activation import silu_mul
+from penstock.ops.triton.few_bits import FewBitsTuning, dequantise, few_rows, suits
+from quantised import SCHEMES, matrix_of
+
+READ = [name for name in SCHEMES if "order" not in name and name != "packed_odd"]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("scheme", READ)
+def test_product(scheme: str, gated: bool) -> None:
+    rng = torch.Generator().manual_seed(len(scheme))
+    width = 288 if "mx" in scheme or "nv" in scheme else 320
+    weight = torch.randn(48, width, generator=rng) / width**0.5
+    few, plain = matrix_of(SCHEMES[scheme], weight)
+    assert torch.equal(few.dequantised(plain), plain)
+    x = torch.randn(3, width, generator=rng).bfloat16()
+    bias = torch.randn(48, generator=rng).bfloat16()
+    want = x.float() @ plain.T + bias.float()
+    want = silu_mul(want) if gated else want
+    for tuning in (FewBitsTuning(16, 64, 1), FewBitsTuning(32, 128, 2)):
+        if not suits(x, few):
+            pytest.skip("a format that the kernel leaves alone")
+        got = few_rows(x, few, bias, gated=gated, tuning=tuning).float()
+        assert (got - want).abs().max() < 2e-2 * want.abs().max()
+
+
+@pytest.mark.parametrize("scheme", READ)
+def test_dequantised(scheme: str) -> None:
+    rng = torch.Generator().manual_seed(len(scheme))
+    few, plain = matrix_of(SCHEMES[scheme], torch.randn(64, 304, generator=rng) / 17)
+    for rows in (slice(0, 64), slice(32, 48), slice(7, 30)):
+        out = torch.full((rows.stop - rows.start, 304), torch.nan)
+        dequantise(few, rows, out)
+        assert torch.equal(out, plain[rows])
+        assert torch.equal(few.dequantised(plain, rows), plain[rows])
