@@ -1468,7 +1468,7 @@ def test_an_interrupt_while_a_loss_is_told_is_recovered_from(tmp_path: Path) -> 
         struck = False
 
         def emit(self, record: logging.LogRecord) -> None:
-            if "anew" in record.getMessage() and not self.struck:
+            if "computed again" in record.getMessage() and not self.struck:
                 self.struck = True
                 raise KeyboardInterrupt
 

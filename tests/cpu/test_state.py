@@ -239,7 +239,7 @@ def test_what_is_refused(model: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="no layer of hybrid keeps KV"):
         kv_layout(replace(spec, stack=spec.stack[:1]), "float32", BLOCK)
     chosen = LONG | {"host_kv_memory": host(model, 60), "attention_policy": "topk:4"}
-    with pytest.raises(ConfigError, match="layers all keep the same KV"):
+    with pytest.raises(ConfigError, match="layers do not all keep the same KV"):
         outputs(model, **chosen)
     draft = Share(Row(0), 4, (1, 2), 0, (BlockId(0),), True, 4, ShareKind.VERIFY)
     with pytest.raises(AssertionError, match="could not be taken back"):
