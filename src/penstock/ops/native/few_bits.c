@@ -101,7 +101,7 @@ INLINE uint16_t to_half(float value)
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define LANES 16
 #define UNROLL _Pragma("GCC unroll 16")
-#define TILE(rows) ((rows) == 1 ? 8 : (rows) <= 4 ? 4 : 2)
+#define TILE(rows) ((rows) == 1 ? 8 : 4)
 #define EIGHT_SHORT 256.0f
 typedef __m512 vec;
 typedef __m512i raw;
@@ -112,6 +112,14 @@ INLINE vec v_load(const float *at) { return _mm512_loadu_ps(at); }
 INLINE vec v_all(float value) { return _mm512_set1_ps(value); }
 INLINE void v_store(float *at, vec value) { _mm512_storeu_ps(at, value); }
 INLINE vec v_fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+
+INLINE float v_sum(vec value)
+{
+    __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(value), _mm512_extractf32x8_ps(value, 1));
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
 
 INLINE vec table_of(int kind)
 {
@@ -174,7 +182,7 @@ INLINE vec part(int kind, int grain, raw words, int p, terms its)
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define LANES 8
 #define UNROLL _Pragma("GCC unroll 16")
-#define TILE(rows) ((rows) <= 2 ? 4 : (rows) <= 4 ? 2 : 1)
+#define TILE(rows) ((rows) <= 2 ? 4 : 2)
 #define EIGHT_SHORT 256.0f
 typedef __m256 vec;
 typedef __m256i raw;
@@ -185,6 +193,13 @@ INLINE vec v_load(const float *at) { return _mm256_loadu_ps(at); }
 INLINE vec v_all(float value) { return _mm256_set1_ps(value); }
 INLINE void v_store(float *at, vec value) { _mm256_storeu_ps(at, value); }
 INLINE vec v_fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+
+INLINE float v_sum(vec value)
+{
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
 
 INLINE terms terms_of(int kind, int grain, const float *scale, const float *zero)
 {
@@ -231,7 +246,7 @@ INLINE vec part(int kind, int grain, raw words, int p, terms its)
 #include <arm_neon.h>
 #define LANES 4
 #define UNROLL _Pragma("GCC unroll 16")
-#define TILE(rows) ((rows) <= 2 ? 4 : (rows) <= 4 ? 4 : 2)
+#define TILE(rows) 4
 #define EIGHT_SHORT 256.0f
 typedef float32x4_t vec;
 typedef struct { uint32x4_t low, high; } raw;
@@ -242,6 +257,7 @@ INLINE vec v_load(const float *at) { return vld1q_f32(at); }
 INLINE vec v_all(float value) { return vdupq_n_f32(value); }
 INLINE void v_store(float *at, vec value) { vst1q_f32(at, value); }
 INLINE vec v_fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
+INLINE float v_sum(vec value) { return vaddvq_f32(value); }
 
 INLINE terms terms_of(int kind, int grain, const float *scale, const float *zero)
 {
@@ -297,6 +313,12 @@ INLINE vec v_load(const float *at) { vec v; memcpy(&v, at, sizeof v); return v; 
 INLINE void v_store(float *at, vec value) { memcpy(at, &value, sizeof value); }
 INLINE vec v_fma(vec a, vec b, vec c) { EACH c.of[i] += a.of[i] * b.of[i]; return c; }
 
+INLINE float v_sum(vec value)
+{
+    const float *of = value.of;
+    return ((of[0] + of[4]) + (of[2] + of[6])) + ((of[1] + of[5]) + (of[3] + of[7]));
+}
+
 INLINE terms terms_of(int kind, int grain, const float *scale, const float *zero)
 {
     terms made;
@@ -328,17 +350,6 @@ INLINE vec part(int kind, int grain, raw words, int p, terms its)
     return values;
 }
 #endif
-
-/* The sum of the lanes, pairs of neighbours first. */
-INLINE float v_sum(vec value)
-{
-    float lanes[LANES];
-    v_store(lanes, value);
-    for (int count = LANES / 2; count; count /= 2)
-        for (int i = 0; i < count; i++)
-            lanes[i] = lanes[2 * i] + lanes[2 * i + 1];
-    return lanes[0];
-}
 
 /* ---- scales */
 
@@ -389,26 +400,26 @@ static int64_t width_of(const struct matrix *m)
     return (m->inner + run - 1) / run * run;
 }
 
-/* Numbers of groups, one for every 16 * grain columns or, if grain is 0, for every column. */
+/* Numbers of groups as products take them: one a group if groups are whole runs, else one for every 16 *
+   grain columns or, if grain is 0, for every column. */
 static void spread(const struct matrix *m, int kind, const void *of_groups, float *groups, float *to)
 {
-    int64_t width = width_of(m), unit = m->grain ? 16 * m->grain : 1;
-    if (unit == m->group && m->groups * unit >= width) {
+    int64_t width = width_of(m), unit = m->grain ? 16 * m->grain : 1, at = 0;
+    if (unit == run_of(m->kind) || (unit == m->group && m->groups * unit >= width)) {
         to_floats(kind, of_groups, m->groups, to);
         return;
     }
     to_floats(kind, of_groups, m->groups, groups);
     if (m->groups_of) {
-        for (int64_t at = 0; at < width; at++)
+        for (; at < width; at++)
             to[at] = at < m->inner ? groups[m->groups_of[at]] : 0;
         return;
     }
-    int64_t units = width / unit, at = 0;
-    for (int64_t group = 0; group < m->groups; group++) {
-        int64_t end = group + 1 == m->groups ? units : (group + 1) * m->group / unit;
-        for (; at < end; at++)
+    for (int64_t group = 0, each = m->group / unit; group < m->groups; group++)
+        for (int64_t end = at + each; at < end && at < width / unit; at++)
             to[at] = groups[group];
-    }
+    for (; at < width / unit; at++)
+        to[at] = groups[m->groups - 1];
 }
 
 /* The scales and zero points of a row, as `spread` has them. */
@@ -438,43 +449,64 @@ struct product {
     int y_kind, failed;
 };
 
-#define MOST 8 /* Rows of x in a block. */
+#define MOST 4 /* Rows of x in a block. */
 
-INLINE int block_of(int64_t rows) { return rows > 4 ? 8 : rows > 2 ? 4 : (int)rows; }
+INLINE int block_of(int64_t rows) { return rows > 2 ? 4 : (int)rows; }
+
+/* What a tile is made of: rows of the matrix, their terms at the columns that are next, and sums. */
+struct state {
+    raw words[TILE(1)];
+    terms its[TILE(1)];
+    vec acc[16];
+};
+
+/* LANES columns of a run, and of a block of x at them. The terms of a whole run are there already. */
+INLINE void step(int kind, int grain, const int rows, const int p, int64_t run, const float *x,
+                 const float *const *scale, const float *const *zero, struct state *s)
+{
+    const int parts = run_of(kind) / LANES, high = TILE(rows), shared = grain ? 16 * grain / LANES : 1;
+    if (p >= parts)
+        return;
+    if (shared < parts && p % shared == 0) {
+        int64_t at = (run * parts + p) / shared * (grain ? 1 : LANES);
+        UNROLL for (int w = 0; w < high; w++)
+            s->its[w] = terms_of(kind, grain, scale[w] + at, zero[w] + at);
+    }
+    vec some[MOST];
+    UNROLL for (int r = 0; r < rows; r++)
+        some[r] = v_load(x + (p * rows + r) * LANES);
+    UNROLL for (int w = 0; w < high; w++) {
+        vec values = part(kind, grain, s->words[w], p, s->its[w]);
+        UNROLL for (int r = 0; r < rows; r++)
+            s->acc[w * rows + r] = v_fma(values, some[r], s->acc[w * rows + r]);
+    }
+}
 
 /* TILE rows of the matrix times a block of x: sums [TILE, rows]. */
 INLINE void tile(int kind, int grain, const int rows, const struct matrix *m, const float *x,
                  const uint8_t *const *codes, const float *const *scale, const float *const *zero, float *sums)
 {
-    const int parts = run_of(kind) / LANES, high = TILE(rows);
-    const int steps = grain ? 16 * grain / LANES : 1; /* Parts that share terms. */
-    int64_t runs = width_of(m) / run_of(kind);
-    vec acc[16];
+    const int high = TILE(rows), whole = grain && 16 * grain == run_of(kind);
+    int64_t runs = width_of(m) / run_of(kind), each = whole && m->groups > 1 ? m->group / run_of(kind) : runs;
+    struct state s;
     UNROLL for (int i = 0; i < high * rows; i++)
-        acc[i] = v_zero();
-    for (int64_t run = 0; run < runs; run++) {
-        raw words[TILE(1)];
-        terms its[TILE(1)];
-        UNROLL for (int w = 0; w < high; w++)
-            words[w] = raw_of(kind, codes[w] + 32 * run);
-        UNROLL for (int p = 0; p < parts; p++) {
-            vec some[MOST];
-            if (p % steps == 0) {
-                int64_t at = (run * parts + p) / steps * (grain ? 1 : LANES);
-                UNROLL for (int w = 0; w < high; w++)
-                    its[w] = terms_of(kind, grain, scale[w] + at, zero[w] + at);
-            }
-            UNROLL for (int r = 0; r < rows; r++)
-                some[r] = v_load(x + ((run * parts + p) * rows + r) * LANES);
-            UNROLL for (int w = 0; w < high; w++) {
-                vec values = part(kind, grain, words[w], p, its[w]);
-                UNROLL for (int r = 0; r < rows; r++)
-                    acc[w * rows + r] = v_fma(values, some[r], acc[w * rows + r]);
-            }
+        s.acc[i] = v_zero();
+    for (int64_t first = 0, group = 0; first < runs; first += each, group++) {
+        int64_t end = first + each < runs ? first + each : runs;
+        if (whole)
+            UNROLL for (int w = 0; w < high; w++)
+                s.its[w] = terms_of(kind, grain, scale[w] + group, zero[w] + group);
+        for (int64_t run = first; run < end; run++) {
+            UNROLL for (int w = 0; w < high; w++)
+                s.words[w] = raw_of(kind, codes[w] + 32 * run);
+#define STEP(p) step(kind, grain, rows, p, run, x, scale, zero, &s);
+            STEP(0) STEP(1) STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7)
+            STEP(8) STEP(9) STEP(10) STEP(11) STEP(12) STEP(13) STEP(14) STEP(15)
+            x += run_of(kind) * rows;
         }
     }
-    for (int i = 0; i < high * rows; i++)
-        sums[i] = v_sum(acc[i]);
+    UNROLL for (int i = 0; i < high * rows; i++)
+        sums[i] = v_sum(s.acc[i]);
 }
 
 typedef void tile_call(const struct matrix *, const float *, const uint8_t *const *, const float *const *,
@@ -487,25 +519,25 @@ typedef void tile_call(const struct matrix *, const float *, const uint8_t *cons
     {                                                                                                          \
         tile(kind, grain, rows, m, x, codes, scale, zero, sums);                                               \
     }
-#define BLOCKS(kind, grain) ONE(kind, grain, 1) ONE(kind, grain, 2) ONE(kind, grain, 4) ONE(kind, grain, 8)
+#define BLOCKS(kind, grain) ONE(kind, grain, 1) ONE(kind, grain, 2) ONE(kind, grain, 4)
 #define NAMES(kind, grain)                                                                                     \
     {                                                                                                          \
-        tile_##kind##_##grain##_1, tile_##kind##_##grain##_2, tile_##kind##_##grain##_4, tile_##kind##_##grain##_8 \
+        tile_##kind##_##grain##_1, tile_##kind##_##grain##_2, tile_##kind##_##grain##_4 \
     }
 BLOCKS(INT4, 0) BLOCKS(INT4, 1) BLOCKS(INT4, 2) BLOCKS(INT4, 4)
 BLOCKS(E2M1, 0) BLOCKS(E2M1, 1) BLOCKS(E2M1, 2) BLOCKS(E2M1, 4)
 BLOCKS(INT8, 0) BLOCKS(INT8, 1) BLOCKS(INT8, 2)
 BLOCKS(E4M3, 0) BLOCKS(E4M3, 1) BLOCKS(E4M3, 2)
 
-static tile_call *const tiles[4][4][4] = {
+static tile_call *const tiles[4][4][3] = {
     [INT4] = {NAMES(INT4, 0), NAMES(INT4, 1), NAMES(INT4, 2), NAMES(INT4, 4)},
     [INT8] = {NAMES(INT8, 0), NAMES(INT8, 1), NAMES(INT8, 2)},
     [E2M1] = {NAMES(E2M1, 0), NAMES(E2M1, 1), NAMES(E2M1, 2), NAMES(E2M1, 4)},
     [E4M3] = {NAMES(E4M3, 0), NAMES(E4M3, 1), NAMES(E4M3, 2)},
 };
 
-INLINE int place_of(int count) { return count == 8 ? 3 : count == 4 ? 2 : count - 1; }
-INLINE int high_of(int rows) { return rows == 1 ? TILE(1) : rows == 2 ? TILE(2) : rows == 4 ? TILE(4) : TILE(8); }
+INLINE int place_of(int count) { return count == 4 ? 2 : count - 1; }
+INLINE int high_of(int rows) { return rows == 1 ? TILE(1) : rows == 2 ? TILE(2) : TILE(4); }
 
 INLINE float get(int kind, const void *from, int64_t at)
 {
@@ -657,16 +689,19 @@ struct whole {
     int y_kind, failed;
 };
 
-INLINE void decode_run(int kind, int grain, const uint8_t *codes, int64_t run, const float *scale,
-                       const float *zero, float *to)
+INLINE void decode_run(int kind, int grain, const struct matrix *m, const uint8_t *codes, int64_t run,
+                       const float *scale, const float *zero, float *to)
 {
-    const int parts = run_of(kind) / LANES, steps = grain ? 16 * grain / LANES : 1;
+    const int parts = run_of(kind) / LANES, shared = grain ? 16 * grain / LANES : 1;
     raw words = raw_of(kind, codes + 32 * run);
     terms its = {v_zero(), v_zero()};
     UNROLL for (int p = 0; p < parts; p++) {
-        int64_t at = (run * parts + p) / steps * (grain ? 1 : LANES);
-        if (p % steps == 0)
+        if (p % shared == 0) {
+            int64_t at = (run * parts + p) / shared * (grain ? 1 : LANES);
+            if (shared == parts)
+                at = m->groups > 1 ? run * run_of(kind) / m->group : 0;
             its = terms_of(kind, grain, scale + at, zero + at);
+        }
         v_store(to + p * LANES, part(kind, grain, words, p, its));
     }
 }
@@ -674,7 +709,7 @@ INLINE void decode_run(int kind, int grain, const uint8_t *codes, int64_t run, c
 static void decode(const struct matrix *m, const uint8_t *codes, int64_t run, const float *scale,
                    const float *zero, float *to)
 {
-#define CASE(kind, grain) decode_run(kind, grain, codes, run, scale, zero, to)
+#define CASE(kind, grain) decode_run(kind, grain, m, codes, run, scale, zero, to)
 #define FOUR(kind)                                                                                             \
     switch (m->grain) {                                                                                        \
     case 4: CASE(kind, 4); break;                                                                              \
