@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from penstock.ops.native import few_bits
+
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
     from triton.runtime import JITFunction
@@ -69,6 +71,12 @@ def sum_kernels() -> ModuleType | None:
 def format_kernels(name: str) -> ModuleType | None:
     """Return the kernels of a storage format, by the name of their module."""
     return _kernels(name)
+
+
+def native_kernels() -> ModuleType | None:
+    """Return the kernels for matrices of few bits on a CPU, or None where plain torch computes. Their `suits`
+    and `reads` say whether this machine has them."""
+    return None if _launches.plain else few_bits
 
 
 def _kernels(name: str) -> ModuleType | None:

@@ -25,7 +25,7 @@ FOLDER = "native"
 """The directory of compiled kernels below the cache."""
 SOURCE = Path(__file__).with_name("few_bits.c")
 _FLAGS = ["-O3", "-shared", "-fPIC", "-std=gnu11", "-ffp-contract=off"]
-_TARGETS = (["-march=native"], ["-mcpu=native"], [])
+_TARGETS: tuple[list[str], ...] = (["-march=native"], ["-mcpu=native"], [])
 """Flags that say which processor to compile for, the best first: compilers know the first, the second, or
 neither."""
 _DIGEST_BYTES = 32

@@ -446,7 +446,7 @@ struct product {
     void *y;
     const void *bias;
     int64_t y_stride, rows, each, next;
-    int y_kind, failed;
+    int y_kind, adds, failed;
 };
 
 #define MOST 4 /* Rows of x in a block. */
@@ -566,7 +566,10 @@ static void finish(const struct product *given, int64_t row, int64_t first, int 
             sum = m->divided ? sum / m->second[row] : sum * m->second[row];
         if (given->bias)
             sum += get(given->y_kind, given->bias, row);
-        put(given->y_kind, given->y, (first + r) * given->y_stride + row, sum);
+        int64_t at = (first + r) * given->y_stride + row;
+        if (given->adds)
+            sum += get(given->y_kind, given->y, at);
+        put(given->y_kind, given->y, at, sum);
     }
 }
 
@@ -657,9 +660,9 @@ static void run_on(parallel_call *parallel, int threads, void (*part_of)(void *)
 #define LEAST 65536 /* Bytes of codes for which another thread is worth its while. */
 
 /* y [rows, height] = x [rows, inner] @ m.T + bias, all three of one kind of number, rows strided by so many
-   numbers. parallel: GOMP_parallel, or null. Returns 0, or 1 if there is no memory. */
+   numbers. adds: the product is added to what y is. parallel: GOMP_parallel, or null. Returns 0, or 1 if there is no memory. */
 int few_bits_product(const struct matrix *m, const void *x, int64_t x_stride, int64_t rows, int kind, void *y,
-                     int64_t y_stride, const void *bias, int threads, parallel_call *parallel)
+                     int64_t y_stride, const void *bias, int adds, int threads, parallel_call *parallel)
 {
     int64_t width = width_of(m), padded = 0;
     for (int64_t first = 0; first < rows; first += MOST)
@@ -674,7 +677,7 @@ int few_bits_product(const struct matrix *m, const void *x, int64_t x_stride, in
     share = m->height / (4 * (int64_t)threads);
     each = each < share ? each : share;
     each = (each / 8 + 1) * 8;
-    struct product about = {m, wide, y, bias, y_stride, rows, each, 0, kind, 0};
+    struct product about = {m, wide, y, bias, y_stride, rows, each, 0, kind, adds, 0};
     run_on(parallel, threads, work, &about);
     free(wide);
     return about.failed;
