@@ -14,14 +14,15 @@ class Matrix:
     """A matrix `[out, in]`. `dense` is the matrix itself, or None where only `format` can read `parts`.
     `joined` are the matrices that it consists of, one below the other, if their formats differ."""
 
-    __slots__ = ("dense", "format", "joined", "native", "parts", "shape")
+    __slots__ = ("dense", "format", "joined", "native", "native_address", "parts", "shape")
 
     def __init__(self, format: Format, shape: tuple[int, int], parts: Mapping[str, Tensor]) -> None:
         self.format, self.shape, self.parts = format, shape, parts
         self.dense = parts.get("")
         self.joined: tuple[Matrix, ...] = ()
         self.native: object = None
-        """What kernels for a CPU are given of it; theirs."""
+        """The description of this matrix that kernels for a CPU have made, and keep here."""
+        self.native_address = 0
         if isinstance(format, Joined):
             self.joined = tuple(
                 Matrix(one, (height, shape[1]), its) for one, height, its in format.apart(parts)

@@ -400,16 +400,25 @@ static int64_t width_of(const struct matrix *m)
     return (m->inner + run - 1) / run * run;
 }
 
-/* Numbers of groups as products take them: one a group if groups are whole runs, else one for every 16 *
-   grain columns or, if grain is 0, for every column. */
-static void spread(const struct matrix *m, int kind, const void *of_groups, float *groups, float *to)
+/* Whether products take numbers of groups as they are: one a group that is whole runs or 16 * grain columns.
+   Else they take one for every 16 * grain columns or, if grain is 0, for every column. */
+INLINE int as_they_are(const struct matrix *m)
+{
+    int64_t unit = 16 * m->grain;
+    return unit && (unit == run_of(m->kind) || (unit == m->group && m->groups * unit >= width_of(m)));
+}
+
+/* How many numbers products take of a row's groups. */
+static int64_t units_of(const struct matrix *m)
+{
+    if (as_they_are(m))
+        return m->groups;
+    return m->grain ? width_of(m) / (16 * m->grain) : width_of(m);
+}
+
+static void spread(const struct matrix *m, const float *groups, float *to)
 {
     int64_t width = width_of(m), unit = m->grain ? 16 * m->grain : 1, at = 0;
-    if (unit == run_of(m->kind) || (unit == m->group && m->groups * unit >= width)) {
-        to_floats(kind, of_groups, m->groups, to);
-        return;
-    }
-    to_floats(kind, of_groups, m->groups, groups);
     if (m->groups_of) {
         for (; at < width; at++)
             to[at] = at < m->inner ? groups[m->groups_of[at]] : 0;
@@ -422,14 +431,31 @@ static void spread(const struct matrix *m, int kind, const void *of_groups, floa
         to[at] = groups[m->groups - 1];
 }
 
-/* The scales and zero points of a row, as `spread` has them. */
-static void read_terms(const struct matrix *m, int64_t row, float *groups, float *scale, float *zero)
+/* The scales and zero points of some rows, `units` numbers a row. groups: room for those of a row. */
+static void read_terms(const struct matrix *m, int64_t row, int64_t rows, int64_t units, float *groups,
+                       float *scale, float *zero)
 {
     static const int64_t sizes[] = {4, 2, 2, 1, 1, 1};
-    const char *its = (const char *)m->scale + row / m->down * m->groups * sizes[m->scale_kind];
-    spread(m, m->scale_kind, its, groups, scale);
-    if (m->zero)
-        spread(m, BYTE, m->zero + row * m->groups, groups, zero);
+    const char *scales = m->scale;
+    int64_t size = m->groups * sizes[m->scale_kind];
+    if (as_they_are(m) && m->down == 1) {
+        to_floats(m->scale_kind, scales + row * size, rows * m->groups, scale);
+        if (m->zero)
+            to_floats(BYTE, m->zero + row * m->groups, rows * m->groups, zero);
+        return;
+    }
+    for (int64_t w = 0; w < rows; w++) {
+        float *to = as_they_are(m) ? scale + w * units : groups;
+        to_floats(m->scale_kind, scales + (row + w) / m->down * size, m->groups, to);
+        if (to == groups)
+            spread(m, groups, scale + w * units);
+        if (!m->zero)
+            continue;
+        to = as_they_are(m) ? zero + w * units : groups;
+        to_floats(BYTE, m->zero + (row + w) * m->groups, m->groups, to);
+        if (to == groups)
+            spread(m, groups, zero + w * units);
+    }
 }
 
 static void fill_middle(const struct matrix *m, float *zero, int64_t count)
@@ -488,6 +514,7 @@ INLINE void tile(int kind, int grain, const int rows, const struct matrix *m, co
 {
     const int high = TILE(rows), whole = grain && 16 * grain == run_of(kind);
     int64_t runs = width_of(m) / run_of(kind), each = whole && m->groups > 1 ? m->group / run_of(kind) : runs;
+    int64_t below = high * m->row_bytes, ahead = below <= 32768 ? below : 1536; /* Into L2. */
     struct state s;
     UNROLL for (int i = 0; i < high * rows; i++)
         s.acc[i] = v_zero();
@@ -497,8 +524,10 @@ INLINE void tile(int kind, int grain, const int rows, const struct matrix *m, co
             UNROLL for (int w = 0; w < high; w++)
                 s.its[w] = terms_of(kind, grain, scale[w] + group, zero[w] + group);
         for (int64_t run = first; run < end; run++) {
-            UNROLL for (int w = 0; w < high; w++)
+            UNROLL for (int w = 0; w < high; w++) {
                 s.words[w] = raw_of(kind, codes[w] + 32 * run);
+                __builtin_prefetch(codes[w] + 32 * run + ahead, 0, 2);
+            }
 #define STEP(p) step(kind, grain, rows, p, run, x, scale, zero, &s);
             STEP(0) STEP(1) STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7)
             STEP(8) STEP(9) STEP(10) STEP(11) STEP(12) STEP(13) STEP(14) STEP(15)
@@ -578,8 +607,7 @@ static void work(void *about)
 {
     struct product *given = about;
     const struct matrix *m = given->m;
-    int64_t width = width_of(m), units = m->grain ? width / (16 * m->grain) : width;
-    units = (units + 15) / 16 * 16;
+    int64_t width = width_of(m), units = units_of(m);
     int tallest = TILE(1);
     float *room = malloc((size_t)((2 * tallest) * units + m->groups) * sizeof *room);
     if (!room) {
@@ -590,8 +618,6 @@ static void work(void *about)
     const float *scale[TILE(1)], *zero[TILE(1)];
     const uint8_t *codes[TILE(1)];
     float sums[TILE(1) * MOST];
-    for (int w = 0; w < tallest; w++)
-        scale[w] = room + w * units, zero[w] = room + (tallest + w) * units;
     if (m->kind <= INT8 && !m->zero)
         fill_middle(m, room + tallest * units, tallest * units);
     int high = high_of(block_of(given->rows)), last = given->rows % MOST, grain = m->grain == 4 ? 3 : m->grain;
@@ -603,18 +629,20 @@ static void work(void *about)
         if (from >= m->height)
             break;
         for (int64_t row = from; row < end; row += high) {
-            for (int w = 0; w < high; w++) {
-                int64_t its = row + w < m->height ? row + w : m->height - 1;
-                codes[w] = m->codes + its * m->row_bytes;
-                read_terms(m, its, groups, room + w * units, room + (tallest + w) * units);
+            int there = m->height - row < high ? (int)(m->height - row) : high;
+            for (int w = 0; w < high; w++) { /* Below the matrix its last row stands in. */
+                int its = w < there ? w : there - 1;
+                codes[w] = m->codes + (row + its) * m->row_bytes;
+                scale[w] = room + its * units, zero[w] = room + (tallest + its) * units;
             }
+            read_terms(m, row, there, units, groups, room, room + tallest * units);
             const float *x = given->x;
             for (int64_t first = 0; first < given->rows; first += MOST) {
                 int rows = block_of(given->rows - first), each = high_of(rows);
                 tile_call *call = tiles[m->kind][grain][place_of(rows)];
                 for (int w = 0; w < high; w += each) {
                     call(m, x, codes + w, scale + w, zero + w, sums);
-                    for (int i = 0; i < each && row + w + i < m->height; i++)
+                    for (int i = 0; i < each && w + i < there; i++)
                         finish(given, row + w + i, first, rows, sums + i * rows);
                 }
                 x += (int64_t)rows * width;
@@ -738,7 +766,7 @@ static void dequantise_rows(void *about)
 {
     struct whole *given = about;
     const struct matrix *m = given->m;
-    int64_t width = width_of(m), units = m->grain ? width / (16 * m->grain) : width;
+    int64_t units = units_of(m);
     int run = run_of(m->kind);
     float *room = malloc((size_t)(2 * units + m->groups) * sizeof *room), some[64];
     if (!room) {
@@ -755,7 +783,7 @@ static void dequantise_rows(void *about)
             break;
         for (int64_t at = from; at < end; at++) {
             int64_t row = given->first + at;
-            read_terms(m, row, room + 2 * units, scale, zero);
+            read_terms(m, row, 1, units, room + 2 * units, scale, zero);
             if (m->second && m->divided)
                 for (int64_t i = 0; i < units; i++)
                     scale[i] /= m->second[row];

@@ -6,7 +6,6 @@ the other rows of x. Kernels run on torch's own threads, as many as torch would 
 
 import ctypes
 import re
-from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import ClassVar
@@ -112,21 +111,15 @@ def library() -> FewBitsLibrary | None:
 def suits(x: Tensor, weight: Matrix) -> bool:
     """Tell whether `few_rows` computes a product."""
     return (
-        0 < len(x) <= _MOST_ROWS.get(x.dtype, 0)
+        0 < x.shape[0] <= _MOST_ROWS.get(x.dtype, 0)
         and x.stride(1) == 1
-        and _reads(weight.format)
-        and library() is not None
+        and (weight.native is not None or reads(weight.format))
     )
-
-
-@lru_cache(maxsize=256)
-def _reads(format: Format) -> bool:
-    return isinstance(format, Integers | Float8 | Float4)
 
 
 def reads(format: Format) -> bool:
     """Tell whether `dequantise` reads a format here."""
-    return _reads(format) and library() is not None
+    return isinstance(format, Integers | Float8 | Float4) and library() is not None
 
 
 def few_rows(
@@ -138,8 +131,8 @@ def few_rows(
     """
     found = library()
     assert found is not None, "suits() says whether there are kernels"
-    rows, kind = len(x), _NUMBERS[x.dtype]
-    y = x.new_empty(rows, weight.shape[0]) if out is None else out
+    rows, kind = x.shape[0], _NUMBERS[x.dtype]
+    y = torch.empty(rows, weight.shape[0], dtype=x.dtype) if out is None else out
     assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
     assert (y.dtype, y.stride(1)) == (x.dtype, 1), (y.dtype, y.stride())
     if bias is not None:
@@ -170,8 +163,9 @@ def dequantise(weight: Matrix, rows: slice, out: Tensor) -> None:
 def _address(weight: Matrix) -> int:
     """Return the address of the `struct matrix` of a matrix, made at its first use."""
     if weight.native is None:
-        weight.native = _numbers(weight)
-    return ctypes.addressof(weight.native)  # type: ignore[arg-type]
+        weight.native = numbers = _numbers(weight)
+        weight.native_address = ctypes.addressof(numbers)
+    return weight.native_address
 
 
 def _numbers(weight: Matrix) -> _Numbers:
