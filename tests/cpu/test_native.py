@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 
@@ -13,13 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
+import tiny
+from penstock.base.config import Config
+from penstock.bench.doctor.checkup import checkup
+from penstock.engine.boot import boot
 from penstock.ops.kernels import native_kernels, plain_torch
 from penstock.ops.linear import add_linear, gated, linear
 from penstock.ops.matrix import Matrix
 from penstock.ops.native import few_bits
 from penstock.ops.native.compiler import FOLDER, NativeError, load
 from penstock.ops.native.few_bits import FewBitsLibrary, dequantise, few_rows, find_library
-from quantised import SCHEMES, matrix_of
+from penstock.weights.checkpoint.reader import Checkpoint
+from quantised import SCHEMES, checkpoints, matrix_of
 
 WAYS = {"best": (), "no_avx512": ("-mno-avx512f",), "portable": ("-mno-avx512f", "-mno-avx2")}
 """Flags that leave out instructions which this processor may have. Another compiler may not know them."""
@@ -333,3 +339,29 @@ def test_two_processes(tmp_path: Path) -> None:
     started = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) for _ in range(2)]
     assert [one.wait(100) for one in started] == [0, 0]
     assert len(files(tmp_path)) == 1
+
+
+# ---- what a person sees
+
+
+def test_doctor_and_boot_say_why(tmp_path: Path, unsought: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    few, _ = checkpoints(tiny.checkpoint("llama"), tmp_path, SCHEMES["packed"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    config = Config(few, device="cpu", dtype="float32", cache=tmp_path / "cache", max_length=64)
+    why = "there is no C compiler (cc, gcc or clang)"
+    assert any(why in note for note in checkup(config, quick=True).notes)
+    said: list[str] = []
+    with Checkpoint.open(few) as checkpoint, closing(boot(config, checkpoint, say=said.append).engine):
+        assert [line for line in said if why in line] == [
+            f"kernels for weights of few bits: none, plain torch computes much slower: {why}"
+        ]
+
+
+def test_boot_compiles(tmp_path: Path, unsought: None) -> None:
+    few, dense = checkpoints(tiny.checkpoint("llama"), tmp_path, SCHEMES["packed"])
+    for path, kernels, count in ((dense, True, 0), (few, False, 0), (few, True, 1)):
+        cache = tmp_path / f"cache{count}"
+        config = Config(path, device="cpu", dtype="float32", cache=cache, max_length=64, kernels=kernels)
+        with Checkpoint.open(path) as checkpoint, closing(boot(config, checkpoint).engine):
+            assert len(files(cache) if (cache / FOLDER).exists() else []) == count

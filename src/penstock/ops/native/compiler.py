@@ -19,8 +19,6 @@ import tempfile
 from hashlib import blake2b
 from pathlib import Path
 
-from penstock.base.errors import PenstockError
-
 FOLDER = "native"
 """The directory of compiled kernels below the cache."""
 SOURCE = Path(__file__).with_name("few_bits.c")
@@ -33,8 +31,8 @@ _SECONDS = 300
 """Seconds after which a compiler has failed."""
 
 
-class NativeError(PenstockError):
-    """There are no CPU kernels, for a reason that the message says."""
+class NativeError(Exception):
+    """Says why there are no CPU kernels. Plain torch then computes, and no caller sees this."""
 
 
 def load(cache: Path, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
