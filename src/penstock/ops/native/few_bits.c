@@ -526,7 +526,8 @@ INLINE void tile(int kind, int grain, const int rows, const struct matrix *m, co
         for (int64_t run = first; run < end; run++) {
             UNROLL for (int w = 0; w < high; w++) {
                 s.words[w] = raw_of(kind, codes[w] + 32 * run);
-                __builtin_prefetch(codes[w] + 32 * run + ahead, 0, 2);
+                if (run % 2 == 0) /* A line holds two runs. */
+                    __builtin_prefetch(codes[w] + 32 * run + ahead, 0, 2);
             }
 #define STEP(p) step(kind, grain, rows, p, run, x, scale, zero, &s);
             STEP(0) STEP(1) STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7)
@@ -584,22 +585,36 @@ INLINE void put(int kind, void *to, int64_t at, float value)
         ((uint16_t *)to)[at] = kind == BFLOAT16 ? to_bfloat(value) : to_half(value);
 }
 
-static void finish(const struct product *given, int64_t row, int64_t first, int rows, const float *sums)
+/* Rows of the matrix from `row` on, times a block of x from its row `first` on: from sums to results. */
+INLINE void finish_as(int kind, const struct product *given, int64_t row, int count, int64_t first, int rows,
+                      const float *sums)
 {
     const struct matrix *m = given->m;
-    for (int r = 0; r < rows && first + r < given->rows; r++) {
-        float sum = sums[r];
-        if (m->kind == E4M3)
-            sum *= EIGHT_SHORT;
-        if (m->second)
-            sum = m->divided ? sum / m->second[row] : sum * m->second[row];
-        if (given->bias)
-            sum += get(given->y_kind, given->bias, row);
-        int64_t at = (first + r) * given->y_stride + row;
-        if (given->adds)
-            sum += get(given->y_kind, given->y, at);
-        put(given->y_kind, given->y, at, sum);
-    }
+    int there = given->rows - first < rows ? (int)(given->rows - first) : rows;
+    for (int r = 0; r < there; r++)
+        for (int w = 0; w < count; w++) {
+            int64_t at = (first + r) * given->y_stride + row + w;
+            float sum = sums[w * rows + r];
+            if (m->kind == E4M3)
+                sum *= EIGHT_SHORT;
+            if (m->second)
+                sum = m->divided ? sum / m->second[row + w] : sum * m->second[row + w];
+            if (given->bias)
+                sum += get(kind, given->bias, row + w);
+            if (given->adds)
+                sum += get(kind, given->y, at);
+            put(kind, given->y, at, sum);
+        }
+}
+
+static void finish(const struct product *given, int64_t row, int count, int64_t first, int rows, const float *sums)
+{
+    if (given->y_kind == FLOAT32)
+        finish_as(FLOAT32, given, row, count, first, rows, sums);
+    else if (given->y_kind == BFLOAT16)
+        finish_as(BFLOAT16, given, row, count, first, rows, sums);
+    else
+        finish_as(FLOAT16, given, row, count, first, rows, sums);
 }
 
 /* A thread's part: runs of rows of the matrix, until there are none. */
@@ -642,8 +657,8 @@ static void work(void *about)
                 tile_call *call = tiles[m->kind][grain][place_of(rows)];
                 for (int w = 0; w < high; w += each) {
                     call(m, x, codes + w, scale + w, zero + w, sums);
-                    for (int i = 0; i < each && w + i < there; i++)
-                        finish(given, row + w + i, first, rows, sums + i * rows);
+                    if (w < there)
+                        finish(given, row + w, there - w < each ? there - w : each, first, rows, sums);
                 }
                 x += (int64_t)rows * width;
             }
