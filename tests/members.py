@@ -15,6 +15,7 @@ from penstock.arch.layout import GroupLayout, group_layouts, kv_layout, state_la
 from penstock.arch.shards import Shard
 from penstock.kv.movement.pool import KVPool, StatePool
 from penstock.models.decoder import Decoder
+from penstock.ops.kernels import plain_torch
 from penstock.ops.norm import add_rms_norm
 from penstock.step.plan import BlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
@@ -90,6 +91,8 @@ class Rank:
     """Of the weights, as much is on the device."""
     rows_at_rest: int = 0
     """As of `mixture`."""
+    kernels: bool = True
+    """Whether our own kernels compute."""
     weights: WeightStream = field(init=False)
     pool: KVPool = field(init=False)
 
@@ -113,18 +116,18 @@ class Rank:
     @torch.inference_mode()
     def run(self, plans: Sequence[Plan]) -> list[Tensor]:
         """The logits that each plan asks for, `[rows, vocab]`: those of samples, then those of prompts."""
-        found = []
-        for plan in plans:
-            step = self._inputs.build(plan, torch.zeros(4, dtype=torch.int64))
-            hidden = self._decoder.forward(self.weights, self.pool.layers, step.inputs)
-            with self._decoder.head(self.weights, hidden) as logits_of:
-                parts = [
-                    logits_of(part).float()
-                    for part in (slice(step.samples), slice(step.samples, len(hidden)))
-                ]
-            assert all(part.dtype is torch.float32 for part in parts)
-            found.append(torch.cat(parts))
-        return found
+        with plain_torch(not self.kernels):
+            return [self._pass(plan) for plan in plans]
+
+    def _pass(self, plan: Plan) -> Tensor:
+        step = self._inputs.build(plan, torch.zeros(4, dtype=torch.int64))
+        hidden = self._decoder.forward(self.weights, self.pool.layers, step.inputs)
+        with self._decoder.head(self.weights, hidden) as logits_of:
+            parts = [
+                logits_of(part).float() for part in (slice(step.samples), slice(step.samples, len(hidden)))
+            ]
+        assert all(part.dtype is torch.float32 for part in parts)
+        return torch.cat(parts)
 
 
 def together(ranks: Sequence[Rank], plans: Sequence[Plan]) -> list[list[Tensor]]:

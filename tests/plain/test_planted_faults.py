@@ -44,7 +44,8 @@ def flaws(fault: Fault) -> Iterator[str]:
         yield flaw
         return
     try:
-        ast.parse((ROOT / fault.file).read_text().replace(fault.old, fault.new))
+        if fault.file.endswith(".py"):
+            ast.parse((ROOT / fault.file).read_text().replace(fault.old, fault.new))
     except SyntaxError as error:
         yield f"it is no Python: {error}"
     for test in fault.tests:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.arch.formats.dense import DENSE
 from penstock.arch.shards import Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
@@ -39,6 +40,7 @@ from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.store.blocks import BlockStore
 from penstock.memory.device import choose_device, device_name, give_back, left_by, lift_cap
 from penstock.ops.kernels import kernels_of, plain_torch
+from penstock.ops.native.few_bits import find_library
 from penstock.sched.rules import SchedulerLimits
 from penstock.step.plan import ModelRole
 from penstock.weights.checkpoint.reader import Checkpoint
@@ -213,6 +215,9 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
             why = "since there is no Triton" if config.kernels else "as asked"
             say(f"kernels: plain torch computes, {why}")
         outline = where.agree(settle(config, model, device, say, where.shard, context.draft))
+        native = device.type == "cpu" and config.kernels and outline.spec.format != DENSE
+        if native and (why := find_library(config.cache.expanduser())):
+            say(f"kernels for weights of few bits: none, plain torch computes much slower: {why}")
         sums = [where.collectives(one.spec, one.dtype) for one in outline.models]
         if (collectives := sums[0]) is not None and device.type == "cuda":
             few = f"of up to {collectives.rows} rows in one launch, " if collectives.rows else ""

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from penstock.ops.native import few_bits
+
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
     from triton.runtime import JITFunction
@@ -32,6 +34,12 @@ def triton_kernels(name: str) -> ModuleType | None:
     That is where Triton is not installed, and within `plain_torch`.
     """
     return None if _launches.plain else _loaded(name)
+
+
+def native_kernels() -> ModuleType | None:
+    """Return the kernels for matrices of few bits on a CPU, or None where plain torch computes. Their `suits`
+    and `reads` say whether this machine has them."""
+    return None if _launches.plain else few_bits
 
 
 @functools.cache

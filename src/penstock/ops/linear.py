@@ -8,13 +8,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.ops.activation import silu_mul
-from penstock.ops.kernels import triton_kernels
+from penstock.ops.kernels import native_kernels, triton_kernels
 from penstock.ops.matrix import Matrix
 
 _FEW_ROWS = 256
 """Rows up to which a float32 product on a CPU is bound by reading the weights."""
 _SCRATCH_BYTES = 32 << 20
-"""Bytes of a matrix of few bits that are dequantised at a time: products of many rows are as fast so."""
+"""Bytes of a matrix of few bits that are dequantised at a time on a GPU: many rows are as fast in pieces."""
+_CPU_SCRATCH_BYTES = 2 << 20
+"""The same on a CPU, where it stays in a core's cache, and in memory that the process keeps."""
 
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
@@ -52,6 +54,9 @@ def add_linear(x: Tensor, weight: Matrix, onto: Tensor) -> None:
     if weight.dense is not None:
         torch.addmm(onto, x, weight.dense.t(), out=onto)
         return
+    if not x.is_cuda and (kernels := _few_rows_of_format(x, weight)):
+        kernels.few_rows(x, weight, out=onto, adds=True)
+        return
     for rows, matrix in _parts(weight):
         add_linear(x, matrix, onto[:, rows])
     if not weight.joined:
@@ -65,19 +70,28 @@ def gated(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     x: `[tokens, in]`.
     weight: `[2 * inner, in]`, the gate first.
     """
+    if not x.is_cuda:
+        return silu_mul(linear(x, weight, bias))
     if weight.dense is None:
         if kernels := _few_rows_of_format(x, weight):
             product: Tensor = kernels.few_rows(x, weight, bias, gated=True)
             return product
-    elif x.is_cuda and (kernel := _few_rows_kernel(x, weight.dense)):
+    elif kernel := _few_rows_kernel(x, weight.dense):
         return kernel(x, weight.dense, bias, gated=True)
     return silu_mul(linear(x, weight, bias))
 
 
 def _few_rows_of_format(x: Tensor, weight: Matrix) -> ModuleType | None:
     """Return the kernels of the matrix's format, if they compute this product of few rows."""
-    kernels = triton_kernels(weight.format.kernels) if x.is_cuda and weight.format.kernels else None
+    kernels = _format_kernels(x, weight)
     return kernels if kernels is not None and kernels.suits(x, weight) else None
+
+
+def _format_kernels(x: Tensor, weight: Matrix) -> ModuleType | None:
+    """Return the kernels that there are for the matrix's format where x is."""
+    if not weight.format.kernels:
+        return None
+    return triton_kernels(weight.format.kernels) if x.is_cuda else native_kernels()
 
 
 def _parts(weight: Matrix) -> Iterator[tuple[slice, Matrix]]:
@@ -90,13 +104,15 @@ def _parts(weight: Matrix) -> Iterator[tuple[slice, Matrix]]:
 
 def _rows_at_a_time(x: Tensor, weight: Matrix) -> int:
     """Return how many rows of a matrix are dequantised at a time."""
-    return min(weight.shape[0], max(1, _SCRATCH_BYTES // (weight.shape[1] * x.itemsize)))
+    scratch = _SCRATCH_BYTES if x.is_cuda else _CPU_SCRATCH_BYTES
+    return min(weight.shape[0], max(1, scratch // (weight.shape[1] * x.itemsize)))
 
 
 def _dequantised(x: Tensor, weight: Matrix) -> Iterator[tuple[slice, Tensor]]:
-    """Yield runs of rows of the matrix in the dtype of x, one after the other in the same memory on a GPU."""
+    """Yield runs of rows of the matrix in the dtype of x, one after the other in the same memory if kernels
+    dequantise."""
     (height, inner), each = weight.shape, _rows_at_a_time(x, weight)
-    kernels = triton_kernels(weight.format.kernels) if x.is_cuda and weight.format.kernels else None
+    kernels = _format_kernels(x, weight)
     if kernels is None or not kernels.reads(weight.format):
         for first in range(0, height, each):
             rows = slice(first, min(first + each, height))

@@ -30,6 +30,7 @@ from penstock.memory.probe import (
     memory_read,
 )
 from penstock.ops.kernels import kernels_of
+from penstock.ops.native.few_bits import find_library
 from penstock.weights.checkpoint.shape import Shape
 
 _HOST_SHARE = 0.8
@@ -106,7 +107,7 @@ def checkup(
     cpu = torch.device("cpu")
     room = MemoryRoom(device_budget(config, device), int(free_memory(cpu) * _HOST_SHARE) if on_gpu else None)
     about = machine()
-    notes = _notes(about, device)
+    notes = _notes(about, device, config.cache.expanduser())
     try:
         disk = None if quick else disk_read(config.model)
     except DeviceError as error:
@@ -164,7 +165,7 @@ def _steps(
     return found.costs
 
 
-def _notes(about: MachineInfo, device: torch.device) -> list[str]:
+def _notes(about: MachineInfo, device: torch.device, cache: Path) -> list[str]:
     """Return notes for a user who wonders about speed."""
     notes = []
     if device.type == "cuda" and about.triton is None:
@@ -183,6 +184,8 @@ def _notes(about: MachineInfo, device: torch.device) -> list[str]:
                 "this processor multiplies bfloat16 in software; float32 is faster on it, and what auto "
                 "chooses"
             )
+        if why := find_library(cache):
+            notes.append(f"weights of few bits are computed by plain torch, much slower: {why}")
     return notes
 
 
