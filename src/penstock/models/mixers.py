@@ -42,14 +42,7 @@ class Forward(Protocol):
     def __call__(
         self, mixer: "Mixer", x: Tensor, weights: GroupViews, cache: tuple[Tensor, ...], mixing: Mixing
     ) -> Tensor:
-        """Attend from the wanted positions, after writing the planes of all tokens to the cache and to
-        `mixing.cold`.
-
-        Returns `[rows, output_size]`.
-
-        x: `[tokens, hidden]`.
-        cache: the layer's planes in pages.
-        """
+        """Compute the mixer for the step's tokens and return `[rows, output_size]`."""
 
 
 def attention(

@@ -1,0 +1,156 @@
+"""Compare two versions of the server, in turns: streams at once, and the time to the first token.
+
+    PYTHONPATH=src python3 benchmarks/server_before_after.py --before TREE --out
+    docs/results/cpu_server_doors.json
+
+TREE holds another version's `src`. Both servers run at once over the shipped model on CPUs, one thread each;
+the one that is not asked waits. Each round asks both, in an order that alternates: 64 streams of --tokens
+tokens, then 20 requests one after the other. What is compared is the quotient of the two in each round;
+printed are its median and the 95 % interval of the median by resampling. Prompts are new in each round, so
+that no prefix is found.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+from recording import need_commit, write
+
+STREAMS, ALONE = 64, 20
+
+
+async def first_token(port: int, prompt: str, tokens: int) -> tuple[float, float]:
+    """Return the seconds until the first token of a streamed completion, and until its end."""
+    body = json.dumps(
+        {
+            "model": "m",
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "stream": True,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+    ).encode()
+    begun = time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        b"Connection: close\r\nContent-Length: " + str(len(body)).encode() + b"\r\n\r\n" + body
+    )
+    first = 0.0
+    while line := await reader.readline():
+        if not first and line.startswith(b"data:"):
+            first = time.perf_counter() - begun
+    writer.close()
+    assert first, "an answer without a token"
+    return first, time.perf_counter() - begun
+
+
+async def round_of(port: int, number: int, tokens: int) -> dict[str, float]:
+    """Return what one server takes in one round."""
+    words = random.Random(number)
+    made = [f"Story {words.random():.9f} of {at} in round {number}:" for at in range(STREAMS + ALONE)]
+    begun = time.perf_counter()
+    burst = await asyncio.gather(*(first_token(port, prompt, tokens) for prompt in made[:STREAMS]))
+    rate = STREAMS * tokens / (time.perf_counter() - begun)
+    alone = [(await first_token(port, prompt, 1))[0] for prompt in made[STREAMS:]]
+    return {
+        "tokens/s of streams": rate,
+        "TTFT of 64 at once": median(one for one, _ in burst),
+        "TTFT alone": median(alone),
+    }
+
+
+def started(tree: Path, port: int) -> subprocess.Popen[bytes]:
+    """Start a server of the version in `tree`, on one thread."""
+    environment = os.environ | {
+        "PYTHONPATH": str(tree / "src"),
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "serve",
+        "--name",
+        "m",
+        "--port",
+        str(port),
+        "--device",
+        "cpu",
+    ]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+async def ready(port: int) -> None:
+    """Wait until a server answers."""
+    for _ in range(600):
+        try:
+            await first_token(port, "Hello", 1)
+        except (OSError, AssertionError):
+            await asyncio.sleep(0.2)
+        else:
+            return
+    sys.exit(f"no server answers at port {port}")
+
+
+def interval(ratios: list[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the median, by resampling."""
+    rng = random.Random(0)
+    medians = sorted(median(rng.choices(ratios, k=len(ratios))) for _ in range(4000))
+    return medians[100], medians[3899]
+
+
+async def measure(rounds: int, tokens: int, ports: tuple[int, int]) -> dict[str, dict[str, list[float]]]:
+    """Return what both servers took in each round, by what was measured and which server."""
+    for port in ports:
+        await ready(port)
+        for number in range(-3, 0):
+            await round_of(port, number * 1000 - port, tokens)
+    found: dict[str, dict[str, list[float]]] = {}
+    for number in range(rounds):
+        for which in (0, 1) if number % 2 else (1, 0):
+            for what, value in (await round_of(ports[which], 2 * number + which, tokens)).items():
+                found.setdefault(what, {"before": [], "after": []})[("before", "after")[which]].append(value)
+    return found
+
+
+def main() -> None:
+    """Measure, print a line for each comparison and write the results."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--before", type=Path, required=True)
+    parser.add_argument("--before-commit", default="")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    need_commit(given.out)
+    here, ports = Path(__file__).resolve().parents[1], (18471, 18472)
+    servers = [started(tree, port) for tree, port in zip((given.before, here), ports, strict=True)]
+    try:
+        found = asyncio.run(measure(given.rounds, given.tokens, ports))
+    finally:
+        for server in servers:
+            server.terminate()
+            server.wait()
+    rows = []
+    for what, both in found.items():
+        ratios = [after / before for before, after in zip(both["before"], both["after"], strict=True)]
+        low, high = interval(ratios)
+        change = f"{median(ratios) - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})"
+        print(f"{what:24} {median(both['before']):10.4g} {median(both['after']):10.4g}  {change}")
+        rows.append({"what": what, **both, "ratio": median(ratios), "ratio_95": [low, high]})
+    if given.out:
+        write(given.out, {"before_commit": given.before_commit, "rounds": given.rounds, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
