@@ -63,7 +63,9 @@ def rounded(
     weight: Tensor, bits: int, group: int, seed: torch.Generator, dtype: torch.dtype, *,
     symmetric: bool, ordered: bool = False,
 ) -> Rounded:  # fmt: skip
-    """Round to nearest; some scales are negative, and columns belong to groups in any order if `ordered`."""
+    """Round to nearest; some scales are negative, columns belong to groups in any order if `ordered`, and some
+    zero points are the least and the largest there are.
+    """
     height, width = weight.shape
     group = group if group > 0 else width
     groups = torch.arange(width) // group
@@ -79,6 +81,7 @@ def rounded(
         scales[:, at] = spread.clamp(min=1e-3) / most
         if not symmetric:
             zeros[:, at] = (-low / scales[:, at]).round().clamp(0, most)
+            zeros[at % 16 :: 16, at], zeros[(at + 8) % 16 :: 16, at] = 0, most
     if symmetric:
         scales *= torch.where(torch.rand(scales.shape, generator=seed) < 0.3, -1, 1)
     scales = scales.to(dtype)
