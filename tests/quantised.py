@@ -63,8 +63,9 @@ def rounded(
     weight: Tensor, bits: int, group: int, seed: torch.Generator, dtype: torch.dtype, *,
     symmetric: bool, ordered: bool = False,
 ) -> Rounded:  # fmt: skip
-    """Round to nearest; some scales are negative, columns belong to groups in any order if `ordered`, and some
-    zero points are the least and the largest there are.
+    """Round to nearest, with some negative scales, and zero points that are the least and the largest.
+
+    ordered: columns belong to groups in any order.
     """
     height, width = weight.shape
     group = group if group > 0 else width
