@@ -163,9 +163,9 @@ def dequantise(weight: Matrix, rows: slice, out: Tensor) -> None:
 def _address(weight: Matrix) -> int:
     """Return the address of the `struct matrix` of a matrix, made at its first use."""
     if weight.native is None:
-        weight.native = numbers = _numbers(weight)
-        weight.native_address = ctypes.addressof(numbers)
-    return weight.native_address
+        weight.native = _numbers(weight)
+    assert isinstance(weight.native, _Numbers)
+    return ctypes.addressof(weight.native)
 
 
 def _numbers(weight: Matrix) -> _Numbers:

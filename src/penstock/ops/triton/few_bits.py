@@ -359,9 +359,13 @@ def suits(x: Tensor, weight: Matrix) -> bool:
 
 
 def few_bits_tuning(rows: int, outer: int, inner: int, group: int, many: int) -> FewBitsTuning:
-    """Return how a product is cut: the one place for constants. rows: 16, 32 or 64; outer: of the matrix,
-    `inner`
-    columns each; group: columns that share a scale; many: multiprocessors."""
+    """Return how a product is cut: the one place for constants.
+
+    rows: 16, 32 or 64.
+    outer: rows of the matrix, of `inner` columns each.
+    group: columns that share a scale.
+    many: multiprocessors.
+    """
     cols = 128 if outer >= 64 * many else 64
     step = min(256, max(128, group)) if group < inner else 256
     tiles = triton.cdiv(outer, cols)
