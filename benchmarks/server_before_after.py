@@ -71,7 +71,7 @@ async def round_of(port: int, number: int, tokens: int) -> dict[str, float]:
 def started(tree: Path, port: int) -> subprocess.Popen[bytes]:
     """Start a server of the version in `tree`, on one thread."""
     environment = os.environ | {
-        "PYTHONPATH": str(tree / "src"),
+        "PYTHONPATH": f"{tree / 'src'}:{os.environ.get('PYTHONPATH', '')}",
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
     }
@@ -128,13 +128,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--before", type=Path, required=True)
     parser.add_argument("--before-commit", default="")
+    parser.add_argument("--after", type=Path, default=Path(__file__).resolve().parents[1])
+    parser.add_argument("--port", type=int, default=18471, help="the first of the two servers' ports")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     need_commit(given.out)
-    here, ports = Path(__file__).resolve().parents[1], (18471, 18472)
-    servers = [started(tree, port) for tree, port in zip((given.before, here), ports, strict=True)]
+    ports = (given.port, given.port + 1)
+    servers = [started(tree, port) for tree, port in zip((given.before, given.after), ports, strict=True)]
     try:
         found = asyncio.run(measure(given.rounds, given.tokens, ports))
     finally:

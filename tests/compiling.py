@@ -117,6 +117,15 @@ def pointwise(*, gains: bool) -> None:
     )
 
 
+def one_head() -> None:
+    """Of one KV head: fewer numbers than a program has threads."""
+    turns = empty(8, DIM // 2, dtype=torch.float32), empty(8, DIM // 2, dtype=torch.float32)
+    triton_pointwise.rope_(empty(8, 1, DIM), empty(8, 1, DIM), *turns)
+    cache = empty(2, 64, SIZE, 1, DIM).unbind(0)
+    where = empty(8, dtype=torch.int64)
+    triton_pointwise.project(empty(8, 3 * DIM), *turns, cache, where, heads=1, gains=None, eps=1e-5)
+
+
 def linear() -> None:
     triton_linear.one_row(empty(1, HIDDEN), empty(6144, HIDDEN))
     triton_linear.one_row(empty(1, HIDDEN), empty(2 * INNER, HIDDEN), gated=True)
@@ -215,6 +224,7 @@ CASES: dict[str, Callable[[], None]] = {
     "write": write,
     "pointwise": lambda: pointwise(gains=False),
     "pointwise, norms of heads": lambda: pointwise(gains=True),
+    "pointwise, one head": one_head,
     "linear": linear,
     "linear, few rows": lambda: few_rows(16, 32),
     "linear, more rows": lambda: few_rows(64),
@@ -239,6 +249,19 @@ CASES: dict[str, Callable[[], None]] = {
     "experts, many": lambda: experts(4096),
     "experts, float32": lambda: experts(100, torch.float32),
 }
+
+
+def meets(ptx: str) -> bool:
+    """Whether all threads of a program meet between each read of global memory and the next write."""
+    read = False
+    for line in ptx.splitlines():
+        if "bar.sync" in line:
+            read = False
+        elif "ld.global" in line:
+            read = True
+        elif "st.global" in line and read:
+            return False
+    return True
 
 
 @contextmanager
@@ -276,6 +299,7 @@ def main(capability: int, names: list[str], *, early_only: bool = False) -> None
 
     def seen(kernel: Any) -> None:
         told = {"case": case, "kernel": kernel.name, "shared": kernel.metadata.shared, "early": early}
+        told["meets"] = meets(kernel.asm["ptx"])
         print(json.dumps(told), flush=True)
 
     ways = (True,) if early_only else (False, True) if capability >= 90 else (False,)

@@ -57,6 +57,19 @@ def test_every_kernel_compiles_for_it_and_fits(
     assert not [kernel for kernel in kernels if kernel["shared"] > most]
 
 
+def test_what_changes_in_place_waits_until_all_threads_have_read_it(tmp_path: Path) -> None:
+    """Threads share what is read, and one of them writes: without a barrier a late one reads what is new.
+
+    That takes a pause between two warps of one program, as a GPU shared by processes makes it.
+    """
+    pytest.importorskip("triton.backends.nvidia")
+    cases = ("merge", "fold, one", "fold, some", "pointwise, one head")
+    kernels = list(map(json.loads, _run("-m", "compiling", "89", *cases, cache=tmp_path).splitlines()))[1:]
+    changing = ("_merge", "_fold", "_rope", "_project")
+    assert {kernel["kernel"] for kernel in kernels} >= set(changing)
+    assert not [one for one in kernels if one["kernel"] in changing and not one["meets"]]
+
+
 NAMES = """
 import sys
 from triton.runtime import JITFunction

@@ -133,6 +133,7 @@ def _turn(  # type: ignore[no-untyped-def]
         left, right = left.to(x.dtype.element_ty).to(tl.float32), right.to(x.dtype.element_ty).to(tl.float32)
     turned = (left * cos - right * sin).to(x.dtype.element_ty)
     other = (right * cos + left * sin).to(x.dtype.element_ty)
+    tl.debug_barrier()  # several threads may have read one number, where these are few
     tl.store(at, turned, mask=inside)
     tl.store(at + HALF, other, mask=inside)
     return turned, other

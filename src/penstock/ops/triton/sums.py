@@ -185,6 +185,7 @@ def _sum(  # type: ignore[no-untyped-def]
         low, high = _numbers(_rounded(low, high, KIND), KIND)
         before_low, before_high = _numbers(before, KIND)
         total = _rounded(low + before_low, high + before_high, KIND)
+        tl.debug_barrier()  # several threads may have read one number, where these are few
         tl.store(residual + row * s_r + cols, total, mask=there)
         low, high = _numbers(total, KIND)
         if tl.float32 == KIND:

@@ -147,6 +147,7 @@ def _fold(  # type: ignore[no-untyped-def]
         weight = weight * fade + tl.sum(share, 0)
         acc = acc * fade + tl.sum(share[:, None] * piece, 0)
         top = higher
+    tl.debug_barrier()  # all threads have read the state
     tl.store(state, acc / weight, mask=col_in)
     tl.store(level_at, top + tl.log(weight))
 
@@ -298,6 +299,7 @@ def _merge(  # type: ignore[no-untyped-def]
     mixed = tl.where((wa > 0.0)[:, None], a * (wa / share)[:, None], 0.0) + tl.where(
         (wb > 0.0)[:, None], b * (wb / share)[:, None], 0.0
     )
+    tl.debug_barrier()  # several threads read a row's log-sum-exp, and one replaces it
     tl.store(a_at, mixed.to(out_a.dtype.element_ty), mask=inside)
     tl.store(la_at, top + tl.log(share), mask=row_in)
 
