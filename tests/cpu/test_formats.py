@@ -3,6 +3,7 @@ handles weights handles it: checkpoints, packs, streaming, ranks, plans and boun
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.reader import Pack
 from penstock.weights.pack.writer import write_pack
+from penstock.weights.streaming import source
 from penstock.weights.streaming.residency import padded
 from penstock.weights.streaming.source import RandomSource
 from penstock.weights.streaming.views import group_views
@@ -170,6 +172,22 @@ def test_random_weights_have_the_dtypes_of_the_format(pairs: Callable[[str], Pai
     assert qkv.parts["values"].dtype == torch.int8
     assert qkv.parts["values"].unique().numel() > 200
     assert 0.01 < qkv.parts["scale"].std() < 0.03
+
+
+def test_random_numbers_are_made_once_for_all_threads(pairs: Callable[[str], Pair]) -> None:
+    """They take 96 MiB while they are made."""
+    with Checkpoint.open(pairs("llama")[0]) as checkpoint:
+        layout = group_layouts(checkpoint.spec, checkpoint.names, "bfloat16")[1]
+    source.random_numbers.cache_clear()
+    made = RandomSource("bfloat16", seed=1)
+    dtypes = {field.dtype for field in layout.fields if not field.name.endswith("norm")}
+
+    def read(_: int) -> None:
+        made.read(layout, 0, torch.empty(layout.size, dtype=torch.uint8), False)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(read, range(32)))
+    assert source.random_numbers.cache_info().misses == len(dtypes | {"bfloat16"})
 
 
 @pytest.mark.parametrize("kind", ["int16", "float32"])

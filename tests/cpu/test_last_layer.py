@@ -4,6 +4,7 @@ same."""
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from unittest.mock import patch
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from penstock import LLM, SamplingParams
 from penstock.arch.layout import group_layouts, kv_layout
 from penstock.kv.movement.pool import KVPool
 from penstock.models import decoder, mixers
+from penstock.models.residual import Residual
 from penstock.ops.attention.attend import Attended
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.views import Blank
@@ -157,3 +159,29 @@ def test_steps_for_which_kernels_are_compiled(tokens: int, sequences: int, lengt
         assert len(plan.shares) <= sequences
         assert all(share.stop <= length for share in plan.shares)
         assert len(runner.run(plan).results) == len(plan.shares)
+
+
+def test_attention_does_not_hold_the_input_of_its_layer() -> None:
+    """Which is as large as the hidden states, and would lie beside queries, keys and what they see."""
+    inputs: list[ReferenceType[Tensor]] = []
+    alive: list[bool] = []
+    normed, attend = Residual.normed, mixers.attend
+
+    def norming(self: Residual, weight: Tensor | None) -> Tensor:
+        found = normed(self, weight)
+        inputs.append(ref(found))
+        return found
+
+    def attending(*given: object, **more: object) -> Attended:
+        alive.append(inputs[-1]() is not None)
+        return attend(*given, **more)  # type: ignore[arg-type]
+
+    with (
+        patch.object(Residual, "normed", norming),
+        patch.object(mixers, "attend", attending),
+        engine("llama") as llm,
+    ):
+        alive.clear()
+        llm.generate([[5, 6, 7, 8]], QUICK)
+    assert len(alive) > 16
+    assert not any(alive)

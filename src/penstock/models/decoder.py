@@ -80,11 +80,14 @@ class Decoder:
         """
         wanted, ends = inputs.wanted, self._ends(inputs) if layers is None else None
         embedding = weights.take(EMBEDDING)
-        rows = self._embed(inputs.tokens, embedding.matrices["embedding"].tensor)
+        residual = Residual(
+            self._embed(inputs.tokens, embedding.matrices["embedding"].tensor),
+            self.spec.norm_eps,
+            self._collectives,
+        )
         weights.release(EMBEDDING)
         if self.spec.embedding_scale != 1.0:
-            rows.mul_(self.spec.embedding_scale)
-        residual = Residual(rows, self.spec.norm_eps, self._collectives)
+            residual.x.mul_(self.spec.embedding_scale)
         for layer in range(self.spec.layers) if layers is None else layers:
             spec = self._local.stack[layer]
             last = wanted if layer == ends else None
@@ -155,8 +158,8 @@ class Decoder:
     ) -> None:
         group = GroupId(GroupKind.ATTENTION, mixing.layer)
         w = weights.take(group)
-        x = residual.normed(w.vectors.get("norm"))
-        seen = FORWARD[type(spec.mixer)](spec.mixer, x, w, cache, mixing)
+        # The input is in no variable here, so a mixer can let go of it.
+        seen = FORWARD[type(spec.mixer)](spec.mixer, residual.normed(w.vectors.get("norm")), w, cache, mixing)
         if mixing.wanted is not None:
             residual.keep(mixing.wanted)
         bias, after = w.vectors.get("out_bias"), w.vectors.get("norm_after")

@@ -53,6 +53,7 @@ def attention(
     inputs, wanted, seen_by, w = mixing.inputs, mixing.wanted, mixing.inputs.attention, weights
     k_cache, v_cache = cache
     qkv = linear(x, w.matrices["qkv"], w.vectors.get("qkv_bias"))
+    del x  # Attention needs its memory.
     norms = HeadNorms(w.vectors["q_norm"], w.vectors["k_norm"], mixing.norm_eps) if mixer.qk_norm else None
     q, k, v = project(
         qkv, inputs.cos, inputs.sin, (k_cache, v_cache), seen_by, heads=mixer.heads, norms=norms

@@ -1,6 +1,7 @@
 """Reads the bytes of groups from a pack or a checkpoint, or makes random numbers of which only the speed
 matters."""
 
+import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -88,8 +89,8 @@ class RandomSource:
     ones."""
 
     def __init__(self, dtype: str, seed: int = 0, std: float = 0.02) -> None:
-        self._seed, self._std = seed, std
-        _random(dtype, seed, std)  # Made before many threads ask for it.
+        self._seed, self._std, self._one_at_a_time = seed, std, threading.Lock()
+        self._numbers(dtype, None)  # While no other memory is taken.
 
     def read(self, layout: GroupLayout, start: int, into: Tensor, check: bool) -> None:
         """Make a piece, as `WeightSource.read` says."""
@@ -100,7 +101,7 @@ class RandomSource:
             if first >= last:
                 continue
             ones = field.name.endswith("norm")
-            block = _ones(field.dtype) if ones else _random(field.dtype, self._seed, self._std, field.random)
+            block = _ones(field.dtype) if ones else self._numbers(field.dtype, field.random)
             # A place of its own in the period for every field of every group.
             place = hash((layout.id.layer, layout.id.expert, len(layout.fields), number)) % _PERIOD
             shift = place * STORED_BYTES[field.dtype]
@@ -115,9 +116,13 @@ class RandomSource:
         """Do nothing: there is nothing to close."""
         pass
 
+    def _numbers(self, dtype: str, among: range | None) -> np.ndarray[Any, Any]:
+        with self._one_at_a_time:  # The cache alone lets every thread that asks make its own.
+            return random_numbers(dtype, self._seed, self._std, among)
+
 
 @lru_cache(maxsize=16)
-def _random(dtype: str, seed: int, std: float, among: range | None = None) -> np.ndarray[Any, Any]:
+def random_numbers(dtype: str, seed: int, std: float, among: range | None) -> np.ndarray[Any, Any]:
     """Return the bytes of _PERIOD random numbers, of those `among` which they are, or normal ones, or, of a
     dtype without fractions, any."""
     kind: torch.dtype = getattr(torch, dtype)
