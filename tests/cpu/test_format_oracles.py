@@ -6,6 +6,7 @@ which share nothing with the package or with `quantised`. Each matrix is read wh
 """
 
 from collections.abc import Mapping
+from random import Random
 
 import numpy as np
 import pytest
@@ -17,12 +18,16 @@ from compressed_tensors.entrypoints.convert.converters.fp8block_dequantizer impo
 from compressed_tensors.entrypoints.convert.converters.modelopt_nvfp4 import ModelOptNvfp4Converter
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize
+from compressed_tensors.utils.match import is_match, match_targets
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.quantizers.quantizers_utils import should_convert_module
 
+from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import matrix
+from penstock.arch.formats.integers import Integers
 from penstock.arch.formats.methods import read_format
 
 AT = "model.layers.0.self_attn.q_proj."
@@ -379,6 +384,78 @@ def test_mxfp4(seed: Draw) -> None:
     assert torch.equal(oss[0].t(), wanted)
     experts = Fp8Dequantize(None)._dequantize_one(packed.view(torch.int8), exponents, torch.float32)
     assert torch.equal(experts, wanted)
+
+
+MODULES = [
+    f"model.layers.{layer}.{name}"
+    for layer in (0, 1, 11)
+    for name in (
+        "self_attn.q_proj",
+        "self_attn.o_proj",
+        "mlp.gate",
+        "mlp.gate_proj",
+        "mlp.experts.3.down_proj",
+    )
+]
+TARGETS = [
+    *MODULES[:7], "lm_head", "Linear", "re:.*mlp.*", "re:.*down_proj$", "re:model.layers.1.*",
+    "re:.*mlp.gate$", "re:.*self_attn.(q|k|v)_proj", "re:lm_head", "re:layers.0.*",
+    "re:.*layers.(0|11).*proj", "Embedding",
+]  # fmt: skip
+SCHEMES: dict[str, dict[str, object]] = {
+    "Integers 4": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": True},
+    "Integers 8": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+    "Integers 32": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True},
+}
+
+
+@pytest.mark.parametrize("number", range(200))
+def test_which_modules_a_group_means(number: int) -> None:
+    """Groups overlap: whole names come first, then patterns by their text, then classes."""
+    random = Random(number)
+    drawn = random.sample(TARGETS[:-1], random.randrange(1, 9))
+    ignored = random.sample(TARGETS, random.randrange(3))
+    ignored = [one for one in ignored if one != "Linear"]
+    groups = {f"group_{at}": drawn[at::3] for at in range(3)}
+    by_target = {
+        target: label for label, targets in zip(SCHEMES, groups.values(), strict=True) for target in targets
+    }
+    config = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ignored,
+        "config_groups": {
+            name: {"targets": targets, "weights": weights}
+            for (name, targets), weights in zip(groups.items(), SCHEMES.values(), strict=True)
+        },
+    }  # fmt: skip
+    format = read_format({"quantization_config": config}, "config.json", "float32")
+    linear = torch.nn.Linear(1, 1)
+    for module in (*MODULES, "lm_head", "model.embed_tokens"):
+        kind = torch.nn.Embedding(1, 1) if "embed" in module else linear
+        found = [] if is_match(module, kind, ignored) else match_targets(module, kind, by_target)
+        mine = format.of(f"{module}.weight")
+        label = f"Integers {mine.checkpoint_group or mine.bits}" if isinstance(mine, Integers) else ""
+        assert label.replace(" 16", " 4") == (by_target[found[0]] if found else ""), module
+
+
+@pytest.mark.parametrize("number", range(200))
+def test_which_modules_are_not_converted(number: int) -> None:
+    """As transformers reads the list: a beginning up to a dot, an end, or a pattern."""
+    random = Random(number)
+    some = ["lm_head", "mlp.gate", "model.layers.1", "gate", "model.layers.*.mlp", "layers.0", "q_proj"]
+    some += [
+        "model.layers.1.self_attn|model.layers.0.mlp",
+        "down_proj",
+        "model.layers.(0|11)",
+        "model.layers.1.",
+    ]
+    listed = random.sample(some, random.randrange(4))
+    key = random.choice(["modules_to_not_convert", "ignored_layers"])
+    config = {"quant_method": "fp8", "weight_block_size": [16, 16], key: listed}
+    format = read_format({"quantization_config": config}, "config.json", "float32")
+    for module in MODULES:
+        if not module.endswith("mlp.gate"):  # Routers are never converted.
+            wanted = should_convert_module(module, listed)
+            assert (format.of(f"{module}.weight") != DENSE) == wanted, module
 
 
 # ---- FP8 in blocks

@@ -118,9 +118,12 @@ def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
     for group in words.objects("config_groups").values():
         scheme = _scheme(group, group.text("format", kind) or kind, dtype)
         rules.append((group.names("targets"), scheme))
-    # Whole names come before patterns, and these before classes of modules.
+    # Whole names come before patterns, those in the order of their text, and these before classes of modules.
     exact = [(ModuleNames(whole=names.whole), scheme) for names, scheme in rules if names.whole]
-    regex = [(ModuleNames(regexes=names.regexes), scheme) for names, scheme in rules if names.regexes]
+    patterns = sorted(
+        ((one, scheme) for names, scheme in rules for one in names.regexes), key=lambda rule: rule[0]
+    )
+    regex = [(ModuleNames(regexes=(one,)), scheme) for one, scheme in patterns]
     every = [(ModuleNames(linear=True), scheme) for names, scheme in rules if names.linear]
     return ByName(METHOD, rules=((words.names("ignore"), DENSE), *exact, *regex, *every), unread=_UNREAD)
 
