@@ -5,12 +5,15 @@ Oracles are compressed-tensors, transformers, and for GPTQ, AWQ and AutoRound fo
 which share nothing with the package or with `quantised`. Each matrix is read whole and as ranks cut it.
 """
 
+import functools
 from collections.abc import Mapping
+from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
@@ -24,11 +27,15 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
 
+import tiny
+from penstock import LLM, SamplingParams
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import matrix
 from penstock.arch.formats.integers import Integers
 from penstock.arch.formats.methods import read_format
+from quantised import SCHEMES, checkpoints
 
 AT = "model.layers.0.self_attn.q_proj."
 Tensors = Mapping[str, Tensor]
@@ -402,7 +409,7 @@ TARGETS = [
     "re:.*mlp.gate$", "re:.*self_attn.(q|k|v)_proj", "re:lm_head", "re:layers.0.*",
     "re:.*layers.(0|11).*proj", "Embedding",
 ]  # fmt: skip
-SCHEMES: dict[str, dict[str, object]] = {
+WAYS: dict[str, dict[str, object]] = {
     "Integers 4": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": True},
     "Integers 8": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
     "Integers 32": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True},
@@ -418,13 +425,13 @@ def test_which_modules_a_group_means(number: int) -> None:
     ignored = [one for one in ignored if one != "Linear"]
     groups = {f"group_{at}": drawn[at::3] for at in range(3)}
     by_target = {
-        target: label for label, targets in zip(SCHEMES, groups.values(), strict=True) for target in targets
+        target: label for label, targets in zip(WAYS, groups.values(), strict=True) for target in targets
     }
     config = {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ignored,
         "config_groups": {
             name: {"targets": targets, "weights": weights}
-            for (name, targets), weights in zip(groups.items(), SCHEMES.values(), strict=True)
+            for (name, targets), weights in zip(groups.items(), WAYS.values(), strict=True)
         },
     }  # fmt: skip
     format = read_format({"quantization_config": config}, "config.json", "float32")
@@ -498,3 +505,48 @@ def test_fp8_exponents_in_float32(seed: Draw) -> None:
 def test_fp8_of_one_scale(seed: Draw, scale: Tensor, config: Mapping[str, object]) -> None:
     weight = eights(seed, 41, 83)
     same(config, {"weight": weight, "weight_scale": scale}, weight.float() * scale)
+
+
+# ---- whole checkpoints
+
+WHOLE = [
+    "packed", "packed_asymmetric", "packed_channel", "packed_8", "signed", "signed_asymmetric",
+    "fp8_channel", "fp8_blocks", "mxfp8", "mxfp4", "fp8", "fp8_128", "fp8_bfloat16", "fp8_exponents",
+]  # fmt: skip
+"""Those that transformers dequantises in float32. It rounds weights with scales of 16 bits, and NVFP4."""
+
+
+@functools.cache
+def divisible(family: str) -> Path:
+    """A model of which groups and blocks divide every matrix: transformers reads no other."""
+    path = tiny.folder() / f"divisible_{family}"
+    more = {"moe_intermediate_size": 128} if family == "qwen3_moe" else {}
+    return tiny.write(tiny.CASES[family], path, hidden_size=128, intermediate_size=256, head_dim=32, **more)
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning:transformers")
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        *(("llama", scheme) for scheme in WHOLE),
+        *(("mixtral", scheme) for scheme in ("packed", "fp8", "fp8_channel")),
+        *(("qwen3_moe", scheme) for scheme in ("packed", "fp8", "fp8_channel")),
+    ],
+)
+def test_transformers_says_the_same_of_a_checkpoint(family: str, scheme: str, tmp_path: Path) -> None:
+    """Of the same files: config, names and tensors."""
+    few, _ = checkpoints(divisible(family), tmp_path, SCHEMES[scheme])
+    theirs = SCHEMES[scheme].config["quant_method"] == "fp8"
+    asked = FineGrainedFP8Config(dequantize=True) if theirs else CompressedTensorsConfig(run_compressed=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        few, dtype=torch.float32, attn_implementation="eager", quantization_config=asked
+    ).eval()
+    prompts = tiny.prompts()[1:4]
+    with LLM(few, device="cpu", dtype="float32", max_length=64, kernels=False) as llm:
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=tiny.VOCAB)
+        found = llm.generate(prompts, params)
+    for prompt, one in zip(prompts, found, strict=True):
+        wanted = tiny.decode(model, prompt, 12)
+        assert list(one.tokens) == wanted.tokens
+        for entry, row in zip(one.logprobs, wanted.after_prompt, strict=True):
+            assert tiny.distance(tiny.dense(entry), row) < tiny.LIMIT

@@ -184,6 +184,8 @@ BROKEN = [
     ("gptq_order", without("g_idx"), "lacks"),
     ("gptq_8", lambda tensors, at: tensors[at + "g_idx"].zero_(), "another order"),
     ("awq", set_one("scales", float("inf")), "infinite"),
+    ("packed_asymmetric", without("weight_zero_point"), "lacks"),
+    ("signed_asymmetric", without("weight_zero_point"), "lacks"),
     ("packed", cast("weight_scale", torch.float64), "dtype"),
     ("packed", shorter("weight_scale"), "shape"),
     ("packed", set_one("weight_shape", 7), "says"),
