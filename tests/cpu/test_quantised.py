@@ -13,7 +13,7 @@ import tiny
 from members import pass_of
 from penstock.api.llm import LLM
 from penstock.arch.layout import group_layouts
-from penstock.base.errors import CheckpointError
+from penstock.base.errors import CheckpointError, UnsupportedModelError
 from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
@@ -211,3 +211,37 @@ def test_broken_files(
     scheme: str, change: Callable[[dict[str, torch.Tensor], str], None], said: str, tmp_path: Path
 ) -> None:
     assert said in broken(tmp_path, scheme, change)
+
+
+def test_scales_of_activations_that_weights_need_are_not_passed_over(tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor], at: str) -> None:
+        tensors[at + "pre_quant_scale"] = torch.full((80,), 2.0)
+
+    assert "pre_quant_scale" in broken(tmp_path, "modelopt_nvfp4", change)
+
+
+@pytest.mark.parametrize(
+    ("apply", "refused"),
+    [
+        ([{"targets": ["Linear"], "location": "weight_output"}], False),
+        ([{"targets": ["Linear"], "location": "weight_input", "inverse": True}], False),
+        ([{"location": "weight_output"}, {"targets": ["re:.*down_proj$"], "location": "input"}], True),
+        ([{"location": "k_cache"}], True),
+        (["output"], True),
+        ("weight_inputs", True),
+        (7, True),
+    ],
+)
+def test_rotations_of_activations_are_refused(apply: object, refused: bool, tmp_path: Path) -> None:
+    few, dense = checkpoints(tiny.checkpoint("llama"), tmp_path, SCHEMES["packed"])
+    config = json.loads((few / "config.json").read_text())
+    groups = {"R1": {"type": "hadamard", "apply": apply}}
+    config["quantization_config"]["transform_config"] = {"config_groups": groups}
+    (few / "config.json").write_text(json.dumps(config))
+    if refused:
+        with pytest.raises(
+            UnsupportedModelError, match=r"transform_config\.config_groups\.R1: key 'apply' is"
+        ):
+            outputs(few)
+    else:
+        assert outputs(few, kernels=False) == outputs(dense)
