@@ -386,7 +386,8 @@ def test_mxfp4(seed: Draw) -> None:
     """As compressed-tensors, as gpt-oss in transformers, and as its reader of four-bit experts."""
     height, width = 13, 96
     packed = words(seed, height, width // 8).view(torch.uint8)
-    exponents = torch.randint(4, 250, (height, 3), generator=seed).to(torch.uint8)
+    exponents = torch.randint(0, 255, (height, 3), generator=seed).to(torch.uint8)
+    exponents[0] = torch.tensor([0, 1, 254])
     tensors = {"weight_packed": packed, "weight_scale": exponents}
     weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
     kind = "mxfp4-pack-quantized"
@@ -481,7 +482,8 @@ def test_fp8_blocks(seed: Draw, block: tuple[int, int], kept: torch.dtype, name:
     config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}
     for down, across, over in ((2, 3, 0), (3, 2, 5)):
         height, width = down * block[0] - over, across * block[1] - over
-        bytes_of = torch.randint(8, 240, (down, across), generator=seed).to(torch.uint8)
+        bytes_of = torch.randint(0, 255, (down, across), generator=seed).to(torch.uint8)
+        bytes_of[0, 0] = 0
         scale = bytes_of.view(kept) if kept.itemsize == 1 else scales(seed, down, across).to(kept)
         weight = eights(seed, height, width)
         whole = 2.0 ** (bytes_of.float() - 127) if kept.itemsize == 1 else scale.float()
