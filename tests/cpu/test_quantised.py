@@ -198,7 +198,6 @@ BROKEN = [
     ("fp8", cast("weight_scale_inv", torch.float8_e4m3fn), "dtype"),
     ("fp8_exponents", cast("weight_scale_inv", torch.int8), "dtype"),
     ("fp8", cast("weight", torch.int8), "dtype"),
-    ("mxfp4", cast("weight_packed", torch.int8), "dtype"),
     ("mxfp4", set_one("weight_scale", 255), "no numbers"),
     ("nvfp4", set_one("weight_global_scale", 0), "scales of 0"),
     ("nvfp4", cast("weight_scale", torch.uint8), "float8_e4m3fn"),

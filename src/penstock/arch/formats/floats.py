@@ -217,8 +217,7 @@ class Float4(WeightFormat):
         """Return codes and scales."""
         height, width = sum(one.taken[0] for one in sources), sources[0].taken[1]
         halved = tuple(
-            TensorSlice(beside(one, self.codes), (one.shape[0], -(-one.shape[1] // 2)), dtypes=("uint8",))
-            for one in sources
+            TensorSlice(beside(one, self.codes), (one.shape[0], -(-one.shape[1] // 2))) for one in sources
         )
         codes = StoredTensor(
             "codes", (height, packed_bytes(width, 4)), "uint8", halved, _Codes(tuple(sources), 4)
