@@ -93,11 +93,10 @@ def rounded(
 def gptq(bits: int, group: int, *, symmetric: bool = True, ordered: bool = False, version: int = 1) -> Scheme:
     def make(weight: Tensor, seed: torch.Generator) -> Made:
         one = rounded(weight, bits, group, seed, torch.float16, symmetric=symmetric, ordered=ordered)
-        most = (1 << bits) - 1
-        stored = (one.zeros - 1) & most if version == 1 else one.zeros
+        ones = sum(1 << at for at in range(0, 32, bits))  # Taken from words, not from each code.
         tensors = {
             "qweight": words(one.codes, bits).t().contiguous(),
-            "qzeros": words(stored.t(), bits),
+            "qzeros": words(one.zeros.t(), bits) - (ones if version == 1 else 0),
             "scales": one.scales.t().contiguous(),
         }
         if ordered or bits == 8:  # Others are left out, as some tools do.
@@ -259,7 +258,7 @@ def nvfp4(*, modelopt: bool = False) -> Scheme:
                 "weight_scale_2": second,
                 "input_scale": torch.tensor(1.0),
             }
-            return tensors, E2M1[codes] * wide * second
+            return tensors, E2M1[codes] * (wide * second)
         inverse = second.reciprocal()
         tensors = {"weight_packed": both, "weight_scale": small, "weight_global_scale": inverse[None]}
         return tensors, E2M1[codes] * (wide / inverse)

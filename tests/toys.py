@@ -218,11 +218,19 @@ def read_tilted(config: families._Reader) -> ModelSpec:
     return replace(spec, stack=(first, *stack))
 
 
+def read_all_tilted(config: families._Reader) -> ModelSpec:
+    """The same with no other layers."""
+    spec = read_tilted(config)
+    _, *others = spec.stack
+    return replace(spec, stack=(others[0], *others))
+
+
 @contextmanager
 def tilted_known() -> Iterator[None]:
-    """Penstock runs models of the family `tilted`."""
+    """Penstock runs models of the families `tilted` and `all_tilted`."""
+    known = {"tilted": families.Family(read_tilted), "all_tilted": families.Family(read_all_tilted)}
     with (
-        patch.dict(families.FAMILIES, {"tilted": families.Family(read_tilted)}),
+        patch.dict(families.FAMILIES, known),
         patch.dict(mixers.FORWARD, {Tilted: tilted}),
     ):
         yield

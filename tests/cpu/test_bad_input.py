@@ -215,6 +215,12 @@ def test_settings_that_are_none(name: str, value: object) -> None:
         refused(ConfigError, word, call=open_model(tiny.checkpoint("llama"), **settings, **{name: value}))
 
 
+def test_what_is_known_of_a_huge_disk_fits_into_memory(tmp_path: Path) -> None:
+    large = {"disk_kv_memory": "9999TiB", "host_kv_memory": "1MiB", "kv_directory": tmp_path}
+    with open_model(tiny.checkpoint("llama"), **large)() as llm:
+        assert llm.generate([[1, 2]], SamplingParams(max_tokens=1))
+
+
 def test_policies_for_what_has_none() -> None:
     """Whether a context is beyond the device or none can be."""
     refused(

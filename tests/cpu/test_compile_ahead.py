@@ -1,7 +1,10 @@
 """Kernels are compiled before requests need them: those that steps launch, and no others."""
 
+import importlib
+import re
 from contextlib import closing
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,6 +14,8 @@ from penstock.base.config import Config
 from penstock.bench.shapes import SHAPES
 from penstock.engine import boot as booting
 from penstock.engine import hardware
+from penstock.ops import kernels
+from penstock.ops import triton as triton_folder
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.residency import padded
 from penstock.worker.ahead import ZeroFilled, compile_ahead
@@ -25,6 +30,25 @@ def test_memory_is_zeros_while_kernels_are_noted() -> None:
     with ZeroFilled():
         new = torch.empty(1 << 20)
         assert not any(bool(x.any()) for x in (new, torch.empty_like(new), new.new_empty(1 << 20)))
+
+
+def test_every_kernel_that_is_launched_is_noted() -> None:
+    """A launch of any other would be real while launches are noted, over memory that means nothing."""
+    pytest.importorskip("triton")
+
+    def loaded(name: str) -> ModuleType:
+        return importlib.import_module(f"{triton_folder.__name__}.{name}")
+
+    launched = {}
+    for file in Path(triton_folder.__path__[0]).glob("*.py"):
+        text = file.read_text()
+        own = re.findall(r"^@triton\.jit.*\ndef (\w+)", text, re.MULTILINE)
+        launched |= {
+            f"{file.stem}.{name}": vars(loaded(file.stem))[name] for name in own if f"{name}[" in text
+        }
+    noted = {id(value) for name in kernels._MODULES for value in vars(loaded(name)).values()}
+    assert len(launched) > 20
+    assert [name for name, kernel in launched.items() if id(kernel) not in noted] == []
 
 
 def test_nothing_is_compiled_for_a_cpu() -> None:

@@ -279,6 +279,26 @@ def test_nothing_is_written_for_padding() -> None:
         assert torch.equal(newest[:-1], step._newest[:-1])
 
 
+def test_padding_has_a_row_of_state_of_its_own(tmp_path: Path) -> None:
+    with (
+        toys.hybrid_known(),
+        opened(toys.hybrid_checkpoint(tmp_path / "model")) as llm,
+        torch.inference_mode(),
+    ):
+        runner = llm.booted.engine._ranks
+        assert isinstance(runner, Runner)
+        assert runner.target.graphs is not None
+        assert runner.target.pool is not None
+        state = runner.target.pool.state
+        assert state is not None
+        rows = state._rows.random_(0, 60)
+        before = rows.clone()
+        runner.target.graphs._step.give((), 7)
+        Played(runner.target.graphs, 7).replay()
+        assert torch.equal(before[:-1], rows[:-1])
+        assert not torch.equal(before[-1], rows[-1])
+
+
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 16, 64, 100, 256, 1000])
 def test_row_counts(most: int) -> None:
     counts = row_counts(most)

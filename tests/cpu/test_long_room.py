@@ -25,7 +25,7 @@ from penstock.engine.plan import Hardware, limits_of
 from penstock.engine.settling import settle
 from penstock.engine.team import Place
 from penstock.kv.movement.hostpool import HostPool
-from penstock.kv.movement.sizes import record_bytes, sketch_layout
+from penstock.kv.movement.sizes import record_bytes, sketch_layout, staging_bytes
 from penstock.kv.store.segments import StoreError, sizes
 from penstock.kv.store.sizes import least_cap
 from penstock.memory.arena import Arena, PinningError
@@ -99,6 +99,9 @@ def test_policies_hold_sketches_of_all_blocks_in_host_memory() -> None:
     assert found.host_bytes - replace(found, blocks=found.blocks - 10).host_bytes == 10 * (
         LAYOUT.block_bytes + sketch
     )
+    blocks = found.blocks * (LAYOUT.block_bytes + sketch) + found.on_disk * sketch
+    passing = staging_bytes(LAYOUT, found.tile_tokens, found.chunk_tokens)
+    assert found.host_bytes == blocks + 2 * passing, "what is chosen passes by itself"
     assert found.host_bytes <= 128 * MIB
 
 
@@ -106,6 +109,10 @@ def test_disk_is_beside_the_host_and_passes_through_it() -> None:
     found = room(**BOTH, host_kv_memory="128MiB", disk_kv_memory="1GiB", kv_tile=64, kv_store="off")
     assert found is not None
     assert found.on_disk == (1 << 30) // LAYOUT.block_bytes
+    settings = {"host_kv_memory": "128MiB", "disk_kv_memory": "1GiB", "kv_tile": 64, "kv_store": "off"}
+    half = room(**BOTH, **settings, tensor_parallel=2)
+    assert half is not None
+    assert half.on_disk == found.on_disk // 2, "each rank has its part of the disk"
     assert found.host_bytes <= 128 * MIB
     assert found.blocks < 128 * MIB // LAYOUT.block_bytes
     with pytest.raises(ConfigError, match="by way of host memory"):

@@ -56,6 +56,15 @@ def test_contexts_longer_than_the_device_give_the_same(model: Path) -> None:
     assert close(found, outputs(model))
 
 
+@pytest.mark.parametrize(("policy", "same"), [("topk:100", True), ("topk:1", False)])
+def test_policies_choose_blocks_of_these_planes(policy: str, same: bool, tmp_path: Path) -> None:
+    """Where all layers have the same."""
+    model = toys.made_checkpoint(tmp_path / "model", "all_tilted")
+    long = {"kv_blocks": 6, "max_step_tokens": 24, "kv_tile": 32, "host_kv_memory": host(model, 60)}
+    found = outputs(model, **long, attention_policy=policy, prefill_policy=policy)
+    assert close(found, outputs(model)) == same
+
+
 def test_contexts_on_disk_give_the_same(model: Path, tmp_path: Path) -> None:
     with Checkpoint.open(model) as checkpoint:
         layout = kv_layout(checkpoint.spec, "float32", BLOCK)

@@ -13,7 +13,7 @@ import tiny
 from members import pass_of
 from penstock.api.llm import LLM
 from penstock.arch.layout import group_layouts
-from penstock.base.errors import CheckpointError
+from penstock.base.errors import CheckpointError, UnsupportedModelError
 from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
@@ -184,6 +184,8 @@ BROKEN = [
     ("gptq_order", without("g_idx"), "lacks"),
     ("gptq_8", lambda tensors, at: tensors[at + "g_idx"].zero_(), "another order"),
     ("awq", set_one("scales", float("inf")), "infinite"),
+    ("packed_asymmetric", without("weight_zero_point"), "lacks"),
+    ("signed_asymmetric", without("weight_zero_point"), "lacks"),
     ("packed", cast("weight_scale", torch.float64), "dtype"),
     ("packed", shorter("weight_scale"), "shape"),
     ("packed", set_one("weight_shape", 7), "says"),
@@ -193,6 +195,9 @@ BROKEN = [
     ("fp8", set_one("weight", float("nan")), "no numbers"),
     ("fp8_exponents", set_one("weight_scale_inv", 255), "no numbers"),
     ("fp8_exponents", cast("weight_scale_inv", torch.float32), "exponents"),
+    ("fp8", cast("weight_scale_inv", torch.float8_e4m3fn), "dtype"),
+    ("fp8_exponents", cast("weight_scale_inv", torch.int8), "dtype"),
+    ("fp8", cast("weight", torch.int8), "dtype"),
     ("mxfp4", set_one("weight_scale", 255), "no numbers"),
     ("nvfp4", set_one("weight_global_scale", 0), "scales of 0"),
     ("nvfp4", cast("weight_scale", torch.uint8), "float8_e4m3fn"),
@@ -205,3 +210,37 @@ def test_broken_files(
     scheme: str, change: Callable[[dict[str, torch.Tensor], str], None], said: str, tmp_path: Path
 ) -> None:
     assert said in broken(tmp_path, scheme, change)
+
+
+def test_scales_of_activations_that_weights_need_are_not_passed_over(tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor], at: str) -> None:
+        tensors[at + "pre_quant_scale"] = torch.full((80,), 2.0)
+
+    assert "pre_quant_scale" in broken(tmp_path, "modelopt_nvfp4", change)
+
+
+@pytest.mark.parametrize(
+    ("apply", "refused"),
+    [
+        ([{"targets": ["Linear"], "location": "weight_output"}], False),
+        ([{"targets": ["Linear"], "location": "weight_input", "inverse": True}], False),
+        ([{"location": "weight_output"}, {"targets": ["re:.*down_proj$"], "location": "input"}], True),
+        ([{"location": "k_cache"}], True),
+        (["output"], True),
+        ("weight_inputs", True),
+        (7, True),
+    ],
+)
+def test_rotations_of_activations_are_refused(apply: object, refused: bool, tmp_path: Path) -> None:
+    few, dense = checkpoints(tiny.checkpoint("llama"), tmp_path, SCHEMES["packed"])
+    config = json.loads((few / "config.json").read_text())
+    groups = {"R1": {"type": "hadamard", "apply": apply}}
+    config["quantization_config"]["transform_config"] = {"config_groups": groups}
+    (few / "config.json").write_text(json.dumps(config))
+    if refused:
+        with pytest.raises(
+            UnsupportedModelError, match=r"transform_config\.config_groups\.R1: key 'apply' is"
+        ):
+            outputs(few)
+    else:
+        assert outputs(few, kernels=False) == outputs(dense)

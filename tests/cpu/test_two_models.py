@@ -180,6 +180,13 @@ def test_other_tokens_are_refused() -> None:
     refused(ConfigError, r"101 tokens was asked for, but the model has 97", other)
 
 
+def test_more_ranks_than_heads_of_the_draft_are_refused() -> None:
+    narrow = tiny.folder() / "narrow"
+    if not narrow.exists():
+        tiny.write(tiny.CASES["llama"], narrow, num_attention_heads=2, num_key_value_heads=1)
+    refused(ConfigError, "more than the draft model's 2 query heads", narrow, tensor_parallel=4)
+
+
 def test_several_ranks_take_no_pack_as_a_draft(tmp_path: Path) -> None:
     with Checkpoint.open(LLAMA) as checkpoint:
         write_pack(checkpoint, tmp_path / "pack", "float32")

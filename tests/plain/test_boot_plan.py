@@ -164,6 +164,8 @@ def test_a_cpu_streams_through_a_part_of_its_own_memory() -> None:
     plan = planned(DENSE, CPU, 0.6)
     assert 0 < plan.beside < whole(DENSE) / 8
     assert plan.limits.host == plan.beside
+    there = plan.placement.resting(Tier.DEVICE) + plan.placement.device_ring.size
+    assert plan.budget.weights == there + plan.beside, "that part holds no KV"
     both = planned(DENSE, CPU, 0.6, device_memory="1GiB", host_memory="3GiB")
     assert (both.beside, both.limits.host) == (0, 2 * GIB)
 

@@ -94,6 +94,11 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"penstock {__version__}\n"
 
 
+def test_a_group_without_a_command_shows_its_help_as_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval"]) == 2
+    assert capsys.readouterr().err.startswith("Usage: penstock eval [OPTIONS] COMMAND [ARGS]...\n\n")
+
+
 @pytest.mark.parametrize("name", list(COMMANDS))
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "-h"]) == 0

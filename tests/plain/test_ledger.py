@@ -73,6 +73,17 @@ def test_cached_blocks_are_given_up_longest_unused_first_and_tails_before_heads(
     ledger.check([order])
 
 
+def test_blocks_that_are_released_first_are_given_up_before_others_in_their_order() -> None:
+    ledger = BlockLedger(5)
+    others, copied = sealed(ledger, A, B), sealed(ledger, C, D, E)
+    ledger.release(others)
+    ledger.hold(copied[1])
+    ledger.release_first(copied)
+    assert [block for block, _ in ledger.next_evicted(5)] == [2, 4, 1, 0]
+    assert [ledger.allocate(1)[0] for _ in range(4)] == [2, 4, 1, 0]
+    ledger.check([[*copied, *others]])
+
+
 def test_free_blocks_are_used_before_cached_ones() -> None:
     ledger = BlockLedger(5)
     ledger.release(sealed(ledger, A, B))
@@ -323,6 +334,21 @@ def test_cached_host_blocks_are_given_up_from_the_end_of_what_they_continue() ->
     assert ledger.allocate(3) == [1, 2, 3]
     assert [ledger.find(key) for key in (A, B, C, D)] == [0, None, None, None]
     ledger.check([[HostBlockId(1), HostBlockId(2), HostBlockId(3)]])
+
+
+def test_what_others_copy_up_is_in_host_memory() -> None:
+    """Blocks of the file are read by the request that they belong to, and not by transfers."""
+    ledger = HostLedger(4, on_disk=2)
+    blocks = ledger.allocate(4)
+    for block, key, parent in zip(blocks, (A, B, C, D), (None, A, B, C), strict=True):
+        ledger.seal(block, key, parent)
+    for _ in range(2):
+        assert [ledger.find(key) for key in (A, B, C, D)] == [0, 1, 2, 3]
+        assert ledger.run_of((A, B, C, D)) == [0, 1]
+        assert ledger.run_of((C, D)) == []
+        ledger.check([blocks])
+        ledger.release(blocks)
+        blocks = []
 
 
 def test_a_host_block_is_private_until_it_has_a_key_or_another_holder() -> None:

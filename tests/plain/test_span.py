@@ -148,6 +148,26 @@ def test_nothing_is_given_up_behind_the_end() -> None:
     assert (span.computed, span.fast_decode_until, len(span.pages)) == (9, 11, 3)
 
 
+def test_a_shorter_span_has_no_place_for_a_decode_without_bookkeeping() -> None:
+    span = grown(pools(), NINE, 9)
+    span.note_fast_decode()
+    assert span.fast_decode_until == 11
+    span.truncate(5)
+    assert span.fast_decode_until == 0
+
+
+def test_a_long_span_reserves_its_tail_besides_its_mirrors() -> None:
+    """Mirrored pages are given up for others, so they are no part of the three that a tail needs."""
+    tokens = [*NINE, *NINE[:3]]
+    span = grown(pools(blocks=8, host=9), tokens, 12, long=True)
+    span.tokens += [1, 1]
+    span.grow(1)
+    assert (span.mirrored, len(span.pages)) == (3, 4)
+    assert span.reserve(100) == 2
+    span.drop_mirrors(3)
+    assert (span.mirrored, span.reserve(100)) == (0, 2)
+
+
 # -- shares that verify a draft
 # ------------------------------------------------------------------------------------------------------------
 

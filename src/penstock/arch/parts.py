@@ -24,8 +24,9 @@ class Held:
     vocabulary: range
 
 
-def held(spec: ModelSpec, shard: Shard) -> Held:
-    """Return the rows that a rank has. Raises ConfigError if one of the ranks would have none."""
+def held(spec: ModelSpec, shard: Shard, whose: str = "the model's") -> Held:
+    """Return the rows that a rank has. Raises ConfigError if one of the ranks would have none; `whose` rows
+    they are is said there."""
     dense = not all(spec.moe_layers)
     expert_inner = spec.moe.intermediate_size if spec.moe else 0
     for count, what in (
@@ -36,7 +37,7 @@ def held(spec: ModelSpec, shard: Shard) -> Held:
     ):
         if count < shard.ranks:
             raise ConfigError(
-                f"tensor_parallel={shard.ranks} is more than the model's {count} {what}; give a "
+                f"tensor_parallel={shard.ranks} is more than {whose} {count} {what}; give a "
                 f"tensor_parallel of at most {count}"
             )
     return Held(cut(spec.intermediate_size, shard), cut(expert_inner, shard), cut(spec.vocab_size, shard))

@@ -205,6 +205,10 @@ def keywords_of(
     def decorate(init: Callable[[Owner, Made], None]) -> Callable[Concatenate[Owner, P], None]:
         @functools.wraps(init)
         def __init__(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            try:
+                own.bind(*args, **kwargs)
+            except TypeError as error:  # Whoever calls has never heard of `made`.
+                raise TypeError(f"{type(self).__name__}() {error}") from None
             init(self, made(*args, **kwargs))
 
         own = inspect.signature(made)

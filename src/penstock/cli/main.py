@@ -114,6 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code if isinstance(code, int) else 0
     except click.Abort:
         return INTERRUPTED
+    except click.exceptions.NoArgsIsHelpError as error:  # A group of commands, and none was named.
+        error.show()
+        return error.exit_code
     except click.ClickException as error:
         return _report(session, _usage(error), error.exit_code)
     except PenstockError as error:

@@ -102,9 +102,9 @@ def device_of(config: Config, local: int) -> torch.device:
 
 def team_config(config: Config, *models: Model) -> Config:
     """Return the settings of each rank. Raises ConfigError for what several ranks, or so many of one of these
-    models, cannot do."""
-    for model in models:
-        held(model.spec, Shard(0, config.tensor_parallel))
+    models, cannot do. A second model is the draft model."""
+    for model, whose in zip(models, ("the model's", "the draft model's"), strict=False):
+        held(model.spec, Shard(0, config.tensor_parallel), whose)
         if isinstance(model, Pack):
             raise ConfigError(
                 f"tensor_parallel={config.tensor_parallel} needs a checkpoint, of which each rank reads its "

@@ -113,16 +113,34 @@ def _grid(whole: "Tensor", shape: tuple[int, ...]) -> "Tensor":
 def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
     """Return the formats of a checkpoint's weights. Raises UnsupportedModelError, naming the key."""
     words = Words(config, f"{where}: quantization_config")
+    _refuse_rotations(words)
     kind = words.text("format", "")
     rules = []
     for group in words.objects("config_groups").values():
         scheme = _scheme(group, group.text("format", kind) or kind, dtype)
         rules.append((group.names("targets"), scheme))
-    # Whole names come before patterns, and these before classes of modules.
+    # Whole names come before patterns, those in the order of their text, and these before classes of modules.
     exact = [(ModuleNames(whole=names.whole), scheme) for names, scheme in rules if names.whole]
-    regex = [(ModuleNames(regexes=names.regexes), scheme) for names, scheme in rules if names.regexes]
+    patterns = sorted(
+        ((one, scheme) for names, scheme in rules for one in names.regexes), key=lambda rule: rule[0]
+    )
+    regex = [(ModuleNames(regexes=(one,)), scheme) for one, scheme in patterns]
     every = [(ModuleNames(linear=True), scheme) for names, scheme in rules if names.linear]
     return ByName(METHOD, rules=((words.names("ignore"), DENSE), *exact, *regex, *every), unread=_UNREAD)
+
+
+def _refuse_rotations(words: Words) -> None:
+    """Raise UnsupportedModelError if anything but weights is to be transformed, which every step would do."""
+    transforms = words.object("transform_config")
+    for transform in transforms.objects("config_groups").values() if transforms is not None else ():
+        applied = transform.get("apply", [])
+        places = [one.get("location") if isinstance(one, dict) else one for one in _listed(applied)]
+        if not all(place in ("weight_input", "weight_output") for place in places):
+            transform.refuse("apply", "transforms at weight_input and weight_output, which weights contain")
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
 
 
 def _scheme(group: Words, kind: str, dtype: str) -> WeightFormat:

@@ -17,7 +17,7 @@ from penstock.arch.formats.codes import (
     spread,
     unpacked,
 )
-from penstock.arch.formats.format import ALL, StoredTensor, TensorSlice, WeightFormat, beside
+from penstock.arch.formats.format import ALL, NUMBERS, StoredTensor, TensorSlice, WeightFormat, beside
 from penstock.arch.formats.repack import below_each_other, checked_scales, exactly, places
 from penstock.base.errors import CheckpointError
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # Torch takes 1.2 s to import; `penstock plan` does without.
     from torch import Tensor
 
 E4M3, E8M0 = "float8_e4m3fn", "e8m0"
+_BYTES = "uint8", "float8_e8m0fnu"
+"""Dtypes of E8M0 exponents in checkpoints."""
 _NUMBERS, _EXPONENTS, _ONE = range(0x10, 0x38), range(119, 122), range(1, 2)
 """Random weights are drawn from these: codes of eight bits near one, exponents of small numbers, and one."""
 
@@ -70,7 +72,9 @@ class Float8(WeightFormat):
     def stored(self, dtype: str, sources: Sequence[TensorSlice]) -> tuple[StoredTensor, ...]:
         """Return codes and scales."""
         height = sum(source.taken[0] for source in sources)
-        values = tuple(TensorSlice(beside(one, "weight"), one.shape) for one in sources)
+        values = tuple(
+            TensorSlice(beside(one, "weight"), one.shape, dtypes=(E4M3, "uint8")) for one in sources
+        )
         codes = StoredTensor(
             "codes",
             (height, packed_bytes(self.width, 8)),
@@ -86,6 +90,7 @@ class Float8(WeightFormat):
                 (),
                 also=tuple(beside(one, name) for name in self.scales[1:]),
                 loose=True,
+                dtypes=(*NUMBERS, *_BYTES),
             )
             for one in sources
         ]
@@ -160,10 +165,17 @@ def _floats(scales: "Tensor", name: str) -> "Tensor":
 
 
 def _exponents(scales: "Tensor", name: str) -> "Tensor":
-    """Return E8M0 exponents, uint8. Raises CheckpointError for scales that are not of one byte, and for those
-    that are no numbers."""
+    """Return E8M0 exponents, uint8, of such or of powers of two, which some write for them. Raises
+    CheckpointError for other scales, and for those that are no numbers."""
     if scales.element_size() != 1:
-        raise CheckpointError(f"tensor {name} has scales of {scales.dtype}; exponents in uint8 are read")
+        halves, exponents = scales.float().frexp()
+        exponents = exponents + (NO_EXPONENT // 2 - 1)  # frexp has numbers from a half on.
+        if bool(((halves != 0.5) | (exponents < 0) | (exponents >= NO_EXPONENT)).any()):
+            raise CheckpointError(
+                f"tensor {name} has scales of {scales.dtype} that are no powers of two; config.json calls "
+                "for exponents in uint8, or powers of two"
+            )
+        return exponents.byte()
     exponents = as_bytes(scales)
     if bool((exponents == NO_EXPONENT).any()):
         raise CheckpointError(f"tensor {name} has scales that are no numbers; download it again")
@@ -172,7 +184,8 @@ def _exponents(scales: "Tensor", name: str) -> "Tensor":
 
 @dataclass(frozen=True)
 class Float4(WeightFormat):
-    """A number is `E2M1[code] * scale`, for NVFP4 times or divided by a second scale of the whole tensor.
+    """A number is `E2M1[code] * scale`. The scale of NVFP4 is first multiplied or divided by a second one, of
+    the whole tensor.
 
     Parts, at rest on every tier: `codes`, uint8, see `codes.packed`; `scale` `[out, in / group]`, E8M0
     exponents in uint8 or float8_e4m3fn; and `second`, float32 `[out]`, for NVFP4.
@@ -230,14 +243,12 @@ class Float4(WeightFormat):
     def dequantise(self, parts: "Mapping[str, Tensor]", rows: slice = ALL) -> "Tensor":
         """Return the matrix in float32, `[out, in]`."""
         codes, scale, second = parts["codes"][rows], parts["scale"][rows], parts.get("second")
-        second = None if second is None else second[rows]
-        width = self.width
         scales = powers_of_two(scale) if self.scale == E8M0 else scale.float()
-        if second is not None and self.divided:
-            scales = scales / second[:, None]
-        table = scales.new_tensor(E2M1)
-        values = table[unpacked(codes, 4, width).int()].mul_(spread(scales, self.group, width))
-        return values if second is None or self.divided else values.mul_(second[:, None])
+        if second is not None:  # The scales come first, as in both libraries that write such files.
+            wide = second[rows][:, None]
+            scales = scales / wide if self.divided else scales * wide
+        values = scales.new_tensor(E2M1)[unpacked(codes, 4, self.width).int()]
+        return values.mul_(spread(scales, self.group, self.width))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ WORD = 32
 class GPTQPacking(Packing):
     """Words along the input, first code in the low bits; zero points along the output.
 
-    plus_one: whether zero points are stored as one less, as in the first version of the format.
+    plus_one: whether zero points are stored as one less, as in the first version of the format. GPTQModel and
+        AutoRound subtract that from words: a zero point of 0 borrows from the next.
     """
 
     plus_one: bool = True
@@ -61,8 +62,8 @@ class GPTQPacking(Packing):
 
     def read_zeros(self, whole: "Tensor", shape: tuple[int, ...], bits: int) -> "Tensor":
         """Return the zero points as codes, uint8 `[out, groups]`."""
-        zeros = in_words(as_bytes(whole), bits, shape[0]).t()
-        return (zeros + 1) & ((1 << bits) - 1) if self.plus_one else zeros
+        ones = sum(1 << at for at in range(0, WORD, bits))
+        return in_words(as_bytes(whole + ones if self.plus_one else whole), bits, shape[0]).t()
 
 
 def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
@@ -105,7 +106,7 @@ def read_auto_round(config: Mapping[str, object], where: str, dtype: str) -> Wei
         words.text("packing_format", "auto_round:auto_gptq").removeprefix("auto_round:").removeprefix("auto_")
     )
     if layout not in _LAYOUTS:
-        words.refuse("packing_format", "auto_round:auto_gptq, auto_round:auto_awq")
+        words.refuse("packing_format", "auto_round:auto_gptq, auto_round:gptqmodel, auto_round:auto_awq")
     words.one_of("data_type", "int", ("int",))
     packing = _LAYOUTS[layout]
     rules = []
@@ -115,4 +116,8 @@ def read_auto_round(config: Mapping[str, object], where: str, dtype: str) -> Wei
     return ByName("auto-round", rules=(*rules, *linears(_integers(words, words, packing))))
 
 
-_LAYOUTS: dict[str, Packing] = {"gptq": GPTQPacking(), "awq": AWQPacking()}
+_LAYOUTS: dict[str, Packing] = {
+    "gptq": GPTQPacking(),
+    "gptqmodel": GPTQPacking(plus_one=False),
+    "awq": AWQPacking(),
+}

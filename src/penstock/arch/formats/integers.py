@@ -155,10 +155,13 @@ class _Repack:
         order = packing.order(source)
         if order is not None and not self.format.ordered:
             order = replace(order, optional=True)
+        zeros = packing.zeros(source, groups, bits)
+        if zeros is not None and self.format.zeros:
+            zeros = replace(zeros, optional=False)
         reads: dict[str, tuple[TensorSlice | None, ...]] = {
             "codes": (packing.codes(source, bits), order, packing.extent(source)),
-            "zero": (packing.zeros(source, groups, bits),),
-            "scale": (packing.scales(source, groups), packing.zeros(source, groups, bits)),
+            "zero": (zeros,),
+            "scale": (packing.scales(source, groups), zeros),
         }
         return tuple(one for one in reads.get(self.part, (order,)) if one is not None)
 

@@ -8,7 +8,8 @@ from penstock.arch.formats.format import WeightFormat
 from penstock.arch.formats.names import ByName, ModuleNames, linears
 from penstock.arch.formats.words import Words
 
-_UNREAD = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".pre_quant_scale")
+_UNREAD = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
+"""Scales of activations that are quantised. `pre_quant_scale` is of others: a product without it is wrong."""
 _FORMATS: dict[str, WeightFormat] = {
     "NVFP4": Float4("modelopt", 16, "float8_e4m3fn", codes="weight", second="weight_scale_2"),
     "FP8": Float8("modelopt", block=(0, 0)),

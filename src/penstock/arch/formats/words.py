@@ -8,6 +8,8 @@ from penstock.base.errors import UnsupportedModelError
 
 _MOST = 10_000
 """Entries of a list or object that are read."""
+_SHOWN = 120
+"""Characters of what a stranger wrote that a message repeats."""
 
 
 class Words:
@@ -27,7 +29,7 @@ class Words:
 
     def unsupported(self, what: str, supported: str) -> UnsupportedModelError:
         """Return the error for `what`, which is not among what is `supported`."""
-        return UnsupportedModelError(f"{self._where}: {what}; supported: {supported}")
+        return UnsupportedModelError(f"{self._where}: {what[:_SHOWN]}; supported: {supported}")
 
     def text(self, key: str, default: str) -> str:
         """Return the string at `key`."""
@@ -69,7 +71,7 @@ class Words:
             or not all(isinstance(v, dict) for v in value.values())
         ):
             self.refuse(key, "an object of objects")
-        return {name: Words(one, f"{self._where}.{key}.{name}") for name, one in value.items()}
+        return {name: Words(one, f"{self._where}.{key}.{name[:_SHOWN]}") for name, one in value.items()}
 
     def list(self, key: str) -> tuple[str, ...]:
         """Return the strings in the list at `key`; none for nothing."""

@@ -22,6 +22,8 @@ _SHORTEST = 32
 """Uses of an epoch, at least."""
 _LONG_GONE = 1 << 20
 """Bytes for blocks that were forgotten, besides 8 for each block of the tier."""
+_MOST_LONG_GONE = 1 << 28
+"""Bytes for them at most. A tier of more than 32 million blocks remembers fewer for each of its own."""
 _FIRST_USE = 0.75
 """The chance of a return from which on a block that was used once is worth a write."""
 
@@ -94,7 +96,8 @@ class Prospect(Generic[Key]):
         self._eldest: list[tuple[int, _Block[Key]]] | None = None
         """A heap of blocks that are queued, or were, by birth. It is there only while the order is FIFO."""
         self._births = 0
-        self._long_gone = bytearray(1 << (8 * blocks + _LONG_GONE).bit_length() - 1)
+        places = min(8 * blocks + _LONG_GONE, _MOST_LONG_GONE)
+        self._long_gone = bytearray(1 << places.bit_length() - 1)
         """8 bits of the hash of each forgotten block's key, at the place that other bits of it name. Later
         ones overwrite earlier."""
         self._there: dict[Key, _Block[Key]] = {}

@@ -799,18 +799,15 @@ static void dequantise_rows(void *about)
         for (int64_t at = from; at < end; at++) {
             int64_t row = given->first + at;
             read_terms(m, row, 1, units, room + 2 * units, scale, zero);
-            if (m->second && m->divided)
+            if (m->second)
                 for (int64_t i = 0; i < units; i++)
-                    scale[i] /= m->second[row];
+                    scale[i] = m->divided ? scale[i] / m->second[row] : scale[i] * m->second[row];
             for (int64_t column = 0; column < m->inner; column += run) {
                 int many = (int)(m->inner - column < run ? m->inner - column : run);
                 decode(m, m->codes + row * m->row_bytes, column / run, scale, zero, some);
                 if (m->kind == E4M3 && EIGHT_SHORT != 1.0f)
                     for (int i = 0; i < many; i++)
                         some[i] *= EIGHT_SHORT;
-                if (m->second && !m->divided)
-                    for (int i = 0; i < many; i++)
-                        some[i] *= m->second[row];
                 int64_t start = at * given->y_stride + column;
                 if (m->order)
                     for (int i = 0; i < many; i++)

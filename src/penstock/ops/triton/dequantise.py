@@ -53,11 +53,11 @@ def _dequantise(  # type: ignore[no-untyped-def]
         elif KIND <= INT8:
             values -= 8.0 if KIND == INT4 else 128.0
         scales = scale_of(tl.load(scale + scales_at + (at // GROUP)[None, :], mask=inside, other=0), SCALES)
+        if SECOND == 1:
+            scales *= tl.load(second + row, mask=there, other=1.0)[:, None]
         if SECOND == 2:
             scales /= tl.load(second + row, mask=there, other=1.0)[:, None]
         values *= scales
-        if SECOND == 1:
-            values *= tl.load(second + row, mask=there, other=0.0)[:, None]
         tl.store(
             y + row.to(tl.int64)[:, None] * s_y + at[None, :], values.to(y.dtype.element_ty), mask=inside
         )
