@@ -359,6 +359,7 @@ REFUSED: list[tuple[str, Any, int, str | None]] = [
     (CHAT, {"model": "shipped"}, 400, "messages"),
     (CHAT, {"model": "shipped", "messages": []}, 400, "messages"),
     (CHAT, {"model": "shipped", "messages": [{"content": "a"}]}, 400, "role"),
+    (CHAT, {"model": "shipped", "messages": [*TALK, {"role": "user"}]}, 400, "messages[1].content"),
     (
         CHAT,
         {"model": "shipped", "messages": [{"role": "user", "content": [{"type": "image_url", "url": "a"}]}]},

@@ -114,9 +114,10 @@ def boot(
         say(f"prefixes are not shared, since {blocker}")
     longest, length = engine.scheduler.longest, outline.limits.max_length
     if longest < length:
+        room = "kv_blocks or host_kv_memory" if config.kv_blocks is not None else "host_kv_memory"
         say(
             f"requests are limited to {longest:,} tokens of the context's {length:,}, since KV has no room "
-            "for more; raise host_kv_memory for longer ones"
+            f"for more; raise {room} for longer ones"
         )
     return Booted(
         engine,

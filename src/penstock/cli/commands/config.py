@@ -24,7 +24,7 @@ _EXAMPLES = """
 
 
 @click.command(cls=Command, examples=_EXAMPLES, configurable=False)
-@click.argument("action", type=click.Choice(["check"]))
+@click.argument("action", type=click.Choice(["check"]), metavar="check")
 @click.argument("file", required=False, type=click.Path(path_type=Path), metavar="[FILE]")
 @option(
     _SHOWN,

@@ -137,6 +137,11 @@ def _chat_text(
         )
     for name, given in (("chat_template_kwargs", asked.chat_template_kwargs), ("tools", asked.tools)):
         _expect_few(name, given)
+    for number, message in enumerate(asked.messages or ()):
+        if message.role == "user" and message.content is None:
+            raise FieldError(
+                "a message of the user has no content; give it a text", f"messages[{number}].content"
+            )
     variables = _asked_for(asked, reads) | (asked.chat_template_kwargs or {})
     messages = template_messages(asked.messages or (), dialect)
     described = tools.described if tools else None
