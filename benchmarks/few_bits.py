@@ -71,9 +71,9 @@ def tunings(sweep: bool) -> Iterator[FewBitsTuning | None]:
     yield None
     if sweep:
         for cols, step, splits, stages, warps in itertools.product(
-            (64, 128), (128, 256), (1, 2, 4, 8), (3, 4, 6), (4, 8)
+            (32, 64, 128), (128, 256), (1, 2, 4, 8), (3, 4, 6), (1, 2, 4, 8)
         ):
-            if cols * 4 // warps >= 64:
+            if 64 <= cols * 4 // warps <= 256:  # A warp has at least 16 rows.
                 yield FewBitsTuning(cols, step, splits, stages, warps)
 
 

@@ -3,11 +3,14 @@
     PYTHONPATH=src python3 benchmarks/server_before_after.py --before TREE --out
     docs/results/cpu_server_doors.json
 
-TREE holds another version's `src`. Both servers run at once over the shipped model on CPUs, one thread each;
+TREE holds another version's `src`. Two servers run at once over the shipped model on CPUs, one thread each;
 the one that is not asked waits. Each round asks both, in an order that alternates: 64 streams of --tokens
-tokens, then 20 requests one after the other. What is compared is the quotient of the two in each round;
-printed are its median and the 95 % interval of the median by resampling. Prompts are new in each round, so
-that no prefix is found.
+tokens, then 20 requests one after the other. Prompts are new in each round, so that no prefix is found.
+
+A process is faster or slower than another of the same version by some percent for as long as it lives. So
+there are several pairs of processes, and which version starts first alternates. What is compared is the
+median of the quotients of a pair's rounds; printed are the median of these over all pairs, and its 95 %
+interval by resampling pairs. With TREE of the same version it is to be 0.
 """
 
 import argparse
@@ -110,7 +113,7 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 
 
 async def measure(rounds: int, tokens: int, ports: tuple[int, int]) -> dict[str, dict[str, list[float]]]:
-    """Return what both servers took in each round, by what was measured and which server."""
+    """Return what a pair of servers took in each round, by what was measured and which server."""
     for port in ports:
         await ready(port)
         for number in range(-3, 0):
@@ -130,28 +133,47 @@ def main() -> None:
     parser.add_argument("--before-commit", default="")
     parser.add_argument("--after", type=Path, default=Path(__file__).resolve().parents[1])
     parser.add_argument("--port", type=int, default=18471, help="the first of the two servers' ports")
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--pairs", type=int, default=8, help="pairs of processes")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of each pair")
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     need_commit(given.out)
-    ports = (given.port, given.port + 1)
-    servers = [started(tree, port) for tree, port in zip((given.before, given.after), ports, strict=True)]
-    try:
-        found = asyncio.run(measure(given.rounds, given.tokens, ports))
-    finally:
-        for server in servers:
-            server.terminate()
-            server.wait()
+    pairs = []
+    for pair in range(given.pairs):
+        ports = (given.port, given.port + 1)
+        places = list(zip((given.before, given.after), ports, strict=True))
+        servers = [started(tree, port) for tree, port in places[:: 1 if pair % 2 else -1]]
+        try:
+            pairs.append(asyncio.run(measure(given.rounds, given.tokens, ports)))
+        finally:
+            for server in servers:
+                server.terminate()
+                server.wait()
+        print(
+            f"pair {pair + 1}",
+            {what: round(quotient(both), 4) for what, both in pairs[-1].items()},
+            flush=True,
+        )
     rows = []
-    for what, both in found.items():
-        ratios = [after / before for before, after in zip(both["before"], both["after"], strict=True)]
+    for what in pairs[0]:
+        ratios = [quotient(pair[what]) for pair in pairs]
         low, high = interval(ratios)
         change = f"{median(ratios) - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})"
-        print(f"{what:24} {median(both['before']):10.4g} {median(both['after']):10.4g}  {change}")
-        rows.append({"what": what, **both, "ratio": median(ratios), "ratio_95": [low, high]})
+        old, new = (
+            median([one for pair in pairs for one in pair[what][which]]) for which in ("before", "after")
+        )
+        print(f"{what:24} {old:10.4g} {new:10.4g}  {change}")
+        both = [pair[what] for pair in pairs]
+        rows.append({"what": what, "pairs": both, "ratio": median(ratios), "ratio_95": [low, high]})
     if given.out:
-        write(given.out, {"before_commit": given.before_commit, "rounds": given.rounds, "rows": rows})
+        about = {"before_commit": given.before_commit, "pairs": given.pairs, "rounds": given.rounds}
+        write(given.out, about | {"rows": rows})
+
+
+def quotient(both: dict[str, list[float]]) -> float:
+    """Return the median of a pair's quotients, after over before."""
+    return median(after / before for before, after in zip(both["before"], both["after"], strict=True))
 
 
 if __name__ == "__main__":
