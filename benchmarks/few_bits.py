@@ -105,7 +105,7 @@ def main() -> None:
             want = x.float() @ plain.T
             ways = list(tunings(given.sweep))
             # Compiled side by side; what needs more memory than there is fails here, and is passed over.
-            with ThreadPoolExecutor(12) as pool:
+            with ThreadPoolExecutor(1 if given.tiny else 12) as pool:  # The interpreter takes one at a time.
                 done = list(pool.map(lambda way, x=x, first=first: attempt(x, first, way), ways))
             for way, got in zip(ways, done, strict=True):
                 if got is None:
