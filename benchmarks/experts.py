@@ -32,7 +32,8 @@ from decode_attention import read_ceiling, seconds_each
 from recording import need_commit, write
 from torch import Tensor
 
-from penstock.arch.layout import GroupId
+from penstock.arch.formats.dense import DENSE
+from penstock.arch.layout import GroupId, MixtureLayout
 from penstock.arch.spec import MoeSpec
 from penstock.memory.probe import matmul_rate
 from penstock.models.moe import mixture
@@ -82,6 +83,7 @@ class Layer:
             [[w.data_ptr() for w in one.values()] for one in self.weights], device=device
         )
         self.moe = MoeSpec(shape.experts, shape.top_k, shape.inner, normalise=True)
+        self.mixtures = {0: MixtureLayout(shape.experts, (DENSE, DENSE))}
 
     def random(self, *size: int) -> Tensor:
         return torch.empty(size, dtype=DTYPE, device=self.device).normal_(generator=self.generator)
@@ -149,9 +151,8 @@ class Bench:
 
         def call(i: int) -> None:
             order, blocks = placed[i]
-            products(
-                self.steps[i][0], order, blocks, self.layer.addresses, h, y, tuning, range(blocks.shape[1])
-            )
+            x, every = self.steps[i][0], range(blocks.shape[1])
+            products(x, order, blocks, self.layer.addresses, h, y, tuning, every, (DENSE, DENSE))
 
         return call
 

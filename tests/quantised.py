@@ -6,7 +6,7 @@ the packed tensors stand for, by the numbers before they were packed.
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -356,12 +356,20 @@ def checkpoints(
     return few, same
 
 
-def matrix_of(scheme: Scheme, weight: Tensor, seed: int = 3) -> tuple[Matrix, Tensor]:
-    """A matrix as it rests, and in float32 as `scheme` has it."""
+def matrix_of(
+    scheme: Scheme, weight: Tensor, seed: int = 3, *, rows: Sequence[range] = (), columns: range | None = None
+) -> tuple[Matrix, Tensor]:
+    """A matrix as it rests, and in float32 as `scheme` has it.
+
+    rows, columns: a rank's, one run below the other; all by default.
+    """
     name = "model.layers.0.self_attn.q_proj.weight"
     made, plain = scheme.make(weight, torch.Generator().manual_seed(seed))
     tensors = {name.removesuffix("weight") + part: one for part, one in made.items()}
-    sources = [matrix(name, *weight.shape)]
+    runs = rows or (range(len(weight)),)
+    sources = [matrix(name, *weight.shape, rows=run, columns=columns) for run in runs]
+    plain = torch.cat([plain[run.start : run.stop] for run in runs])
+    plain = plain if columns is None else plain[:, columns.start : columns.stop].contiguous()
     format = (
         read_format({"quantization_config": scheme.config}, "config.json", "float32").of(name).cut(sources)
     )
@@ -377,4 +385,4 @@ def matrix_of(scheme: Scheme, weight: Tensor, seed: int = 3) -> tuple[Matrix, Te
             stored.shape,
             getattr(torch, stored.dtype),
         )
-    return Matrix(format, (weight.shape[0], weight.shape[1]), parts), plain
+    return Matrix(format, (plain.shape[0], plain.shape[1]), parts), plain

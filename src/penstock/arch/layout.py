@@ -5,7 +5,7 @@ A group is the unit in which weights rest and move: one contiguous run. Projecti
 are fused, one below the other, so that a layer needs four matrix products and a group one copy.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -106,6 +106,24 @@ class GroupLayout:
         """Return the fields that are no part of a matrix: norms and biases."""
         stored = {field.name for matrix in self.matrices for _, field in matrix.parts}
         return tuple(field for field in self.fields if field.name not in stored)
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureLayout:
+    """A MixtureLayout says how many experts a layer has, and in which formats their matrices rest.
+
+    formats: of gate_up and down; None if they differ from expert to expert.
+    """
+
+    experts: int
+    formats: tuple[WeightFormat, ...] | None
+
+    @property
+    def kernels(self) -> str:
+        """Return the module of `penstock.ops.triton` that computes the layer's experts at once. If empty, a
+        GPU computes one after another."""
+        modules = {format.expert_kernels for format in self.formats or ()}
+        return modules.pop() if len(modules) == 1 else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +307,18 @@ def group_layouts(
         ]
     groups.append(lay.group(GroupId(GroupKind.HEAD), head))
     return tuple(groups)
+
+
+def mixture_layouts(layouts: Iterable[GroupLayout]) -> dict[int, MixtureLayout]:
+    """Return what each layer that is a mixture has, by the layer's number."""
+    found = dict[int, MixtureLayout]()
+    for layout in layouts:
+        if layout.id.kind is GroupKind.EXPERT:
+            formats = tuple(matrix.format for matrix in layout.matrices)
+            before = found.get(layout.id.layer, MixtureLayout(0, formats))
+            alike = before.formats == formats
+            found[layout.id.layer] = MixtureLayout(before.experts + 1, before.formats if alike else None)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,9 +189,7 @@ class Decoder:
         scores = linear(x, w.matrices["router"])
         weights.release(group)
         assert weights.experts is not None, "a mixture without experts"
-        mixed = mixture(
-            x, scores, moe, layer, weights.experts, self.spec.format, rows_at_rest=self._rows_at_rest
-        )
+        mixed = mixture(x, scores, moe, layer, weights.experts, rows_at_rest=self._rows_at_rest)
         residual.add(mixed, after, spec.scale)
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.arch.layout import GroupId
+from penstock.arch.layout import GroupId, MixtureLayout
 from penstock.ops.attention.inputs import AttentionInputs, Tiles
 from penstock.ops.matrix import GroupViews
 
@@ -79,6 +79,10 @@ class ExpertWeights(Protocol):
     by `waves`, several at a time; or the same by `each`, one at a time. Beside these, `at_rest` lends experts
     where they are, without moving them.
     """
+
+    @property
+    def mixtures(self) -> Mapping[int, MixtureLayout]:
+        """Return how many experts each layer has, and their formats."""
 
     def table(self, layer: int) -> Tensor | None:
         """Return the addresses of all tensors of a layer's experts, int64 `[experts, tensors]` on the device.

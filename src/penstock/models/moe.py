@@ -8,8 +8,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import WeightFormat
 from penstock.arch.layout import GroupId, GroupKind
 from penstock.arch.spec import MoeSpec
 from penstock.models.inputs import ExpertWeights
@@ -28,7 +26,6 @@ def mixture(
     moe: MoeSpec,
     layer: int,
     experts: ExpertWeights,
-    format: WeightFormat = DENSE,
     *,
     rows_at_rest: int = 0,
 ) -> Tensor:
@@ -39,8 +36,11 @@ def mixture(
     borrowed, each once for all its tokens. Where all of them are on the device, the host does not learn which
     these are. rows_at_rest: an expert with at most so many tokens is computed on the host if it stays there.
     """
-    if grouped(x.device, format):
-        mixed = Grouped(x, scores, moe.top_k, moe.intermediate_size, normalise=moe.normalise, format=format)
+    layout = experts.mixtures[layer]
+    if grouped(x.device, layout):
+        mixed = Grouped(
+            x, scores, moe.top_k, moe.intermediate_size, normalise=moe.normalise, formats=layout.formats
+        )
         return _many_at_a_time(mixed, x, layer, experts, rows_at_rest)
     shares, chosen = scores.float().softmax(-1).topk(moe.top_k)
     if moe.normalise:

@@ -84,6 +84,7 @@ _MODULES = (
     "attention",
     "experts",
     "few_bits",
+    "few_bits_experts",
     "linear",
     "pointwise",
     "routing",

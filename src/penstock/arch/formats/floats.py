@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from penstock.arch.formats.codes import (
     E2M1,
+    EXPERT_KERNELS,
     NO_EXPONENT,
     as_bytes,
     floats_of,
+    in_steps,
     in_words,
     packed,
     packed_bytes,
@@ -51,6 +53,11 @@ class Float8(WeightFormat):
     width: int = 0
     """Columns of the matrix; set by `cut`."""
     kernels: ClassVar[str] = "few_bits"
+
+    @property
+    def expert_kernels(self) -> str:
+        """Return the module for experts of few bits, if it reads blocks of this width."""
+        return EXPERT_KERNELS if in_steps(self.across, self.width) else ""
 
     def cut(self, sources: Sequence[TensorSlice]) -> "Float8":
         """Return the format with blocks that divide where parts begin, and where they are joined."""
@@ -193,6 +200,11 @@ class Float4(WeightFormat):
     width: int = 0
     """Columns of the matrix; set by `cut`."""
     kernels: ClassVar[str] = "few_bits"
+
+    @property
+    def expert_kernels(self) -> str:
+        """Return the module for experts of few bits, if it reads groups of this size."""
+        return EXPERT_KERNELS if self.group >= 16 and in_steps(self.group, self.width) else ""
 
     def cut(self, sources: Sequence[TensorSlice]) -> "Float4":
         """Return the format with groups that divide where a rank's part begins."""

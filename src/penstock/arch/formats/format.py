@@ -132,14 +132,13 @@ class WeightFormat:
         return True
 
     @property
-    def groups_experts(self) -> bool:
-        """Tell whether many experts are computed at once: whether the module `kernels` has `products`, as
-        `penstock.ops.triton.experts` has for dense ones.
+    def expert_kernels(self) -> str:
+        """Return the module of `penstock.ops.triton` whose `products` computes many experts at once. If
+        empty, a GPU computes one expert after another.
 
-        Its table has the addresses of all tensors of an expert, in the order of the expert's group. Without
-        it a GPU computes one expert after another.
+        Its table has the addresses of all tensors of an expert, in the order of the expert's group.
         """
-        return False
+        return ""
 
     def of(self, tensor: str) -> "WeightFormat":
         """Return the format of one weight of the checkpoint. A format may exclude weights by name."""

@@ -5,7 +5,14 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import TYPE_CHECKING, ClassVar
 
-from penstock.arch.formats.codes import packed, packed_bytes, spread, unpacked
+from penstock.arch.formats.codes import (
+    EXPERT_KERNELS,
+    in_steps,
+    packed,
+    packed_bytes,
+    spread,
+    unpacked,
+)
 from penstock.arch.formats.format import ALL, StoredTensor, TensorSlice, WeightFormat
 from penstock.arch.formats.repack import below_each_other, checked_scales, exactly, places
 from penstock.base.errors import CheckpointError
@@ -90,6 +97,12 @@ class Integers(WeightFormat):
     def fuses(self) -> bool:
         """Tell whether matrices that read the same activations can be one: not if each has its own order."""
         return not self.ordered
+
+    @property
+    def expert_kernels(self) -> str:
+        """Return the module for experts of few bits, if it reads these: not in another order."""
+        reads = not self.ordered and in_steps(self.group, self.width, 32 if self.zeros else 16)
+        return EXPERT_KERNELS if reads else ""
 
     def cut(self, sources: Sequence[TensorSlice]) -> "Integers":
         """Return the format with groups that divide at the columns where a rank's part begins."""

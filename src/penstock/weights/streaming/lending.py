@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from penstock.arch.layout import GroupId, GroupLayout
+from penstock.arch.layout import GroupId, GroupLayout, MixtureLayout
 from penstock.ops.matrix import GroupViews
 from penstock.weights.streaming.experts import Experts
 from penstock.weights.streaming.views import group_views, sent_addresses
@@ -16,9 +16,16 @@ class ExpertStream:
     """Lends the experts of all layers: on the device one at a time or in waves, or where they rest on the
     host."""
 
-    def __init__(self, layouts: Sequence[GroupLayout], slots: Experts, device: torch.device) -> None:
-        """Lend nothing yet. layouts: of all experts, layer by layer."""
-        self._slots, self._device = slots, device
+    def __init__(
+        self,
+        layouts: Sequence[GroupLayout],
+        mixtures: Mapping[int, MixtureLayout],
+        slots: Experts,
+        device: torch.device,
+    ) -> None:
+        """Lend nothing yet. layouts: of all experts, layer by layer. mixtures: what each of these layers
+        has."""
+        self._slots, self.mixtures, self._device = slots, mixtures, device
         self._layouts = {layout.id: layout for layout in layouts}
         self._of_layer: dict[int, list[GroupId]] = {}
         for id in self._layouts:
