@@ -150,9 +150,8 @@ class Bench:
         ]
 
         def call(i: int) -> None:
-            order, blocks = placed[i]
-            x, every = self.steps[i][0], range(blocks.shape[1])
-            products(x, order, blocks, self.layer.addresses, h, y, tuning, every, (DENSE, DENSE))
+            x, every = self.steps[i][0], range(placed[i][1].shape[1])
+            products(x, placed[i], self.layer.addresses, h, y, tuning, every, (DENSE, DENSE))
 
         return call
 

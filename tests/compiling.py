@@ -179,7 +179,7 @@ def experts(tokens: int, dtype: torch.dtype = BF16) -> None:
     h, y = empty(tokens * top, inner, dtype=dtype), empty(tokens * top, hidden, dtype=dtype)
     table = empty(number, 2, dtype=torch.int64)
     x, every = empty(tokens, hidden, dtype=dtype), range(blocks.shape[1])
-    triton_experts.products(x, order, blocks, table, h, y, tuning, every, (DENSE, DENSE))
+    triton_experts.products(x, (order, blocks), table, h, y, tuning, every, (DENSE, DENSE))
     triton_experts.combine(y, shares)
 
 
@@ -195,8 +195,7 @@ def few_bits_experts(name: str, *classes: int, dtype: torch.dtype = BF16) -> Non
         bound = most_blocks(tokens * top, number, tuning.rows)
         triton_few_bits_experts.products(
             empty(tokens, hidden, dtype=dtype),
-            empty(tokens * top, dtype=torch.int32),
-            empty(3, bound, dtype=torch.int32),
+            (empty(tokens * top, dtype=torch.int32), empty(3, bound, dtype=torch.int32)),
             empty(number, tensors, dtype=torch.int64),
             empty(tokens * top, inner, dtype=dtype),
             empty(tokens * top, hidden, dtype=dtype),

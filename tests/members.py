@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tiny
-from penstock.arch.layout import GroupLayout, group_layouts, kv_layout, state_layout
+from penstock.arch.layout import GroupKind, GroupLayout, group_layouts, kv_layout, state_layout
 from penstock.arch.shards import Shard
 from penstock.kv.movement.pool import KVPool, StatePool
 from penstock.models.decoder import Decoder
@@ -101,7 +101,9 @@ class Rank:
         layouts = tuple(map(self.change, group_layouts(spec, self.model.names, self.dtype, self.shard)))
         total = sum(map(padded, layouts))
         least = max(map(padded, layouts)) * 3
-        limits = WeightLimits(total if self.part == 1 else max(int(self.part * total), least), total)
+        sizes = [padded(layout) for layout in layouts if layout.id.kind is GroupKind.EXPERT]
+        host = total + len(sizes) * max(sizes, default=0) - sum(sizes)  # Slots are of one size.
+        limits = WeightLimits(total if self.part == 1 else max(int(self.part * total), least), host)
         placement, experts, _ = solve_model(layouts, spec.tied_embeddings, limits, RATES, disk=False)
         source = self.source or CheckpointSource(self.model)
         self.weights = WeightStream(placement, layouts, Sources(source, source), CPU, experts=experts)

@@ -330,18 +330,22 @@ def is_quantised(name: str, value: Tensor) -> bool:
 
 
 def checkpoints(
-    source: Path, folder: Path, scheme: Scheme, dtype: torch.dtype = torch.float32
+    source: Path, folder: Path, scheme: Scheme, others: Mapping[str, Scheme | None] | None = None
 ) -> tuple[Path, Path]:
-    """A checkpoint quantised as `scheme` has it, and a dense one in float32 that is the same model."""
+    """A checkpoint quantised as `scheme` has it, and a dense one in float32 that is the same model.
+
+    others: by a part of their names, matrices that are quantised otherwise, or not; the config must say so.
+    """
     few, same = folder / "few", folder / "dense"
     numbers, plain = dict[str, Tensor](), dict[str, Tensor]()
     seed = torch.Generator().manual_seed(11)
     for file in sorted(source.glob("*.safetensors")):
         for tensor, value in load_file(file).items():
-            if not is_quantised(tensor, value):
+            its = next((one for part, one in (others or {}).items() if part in tensor), scheme)
+            if its is None or not is_quantised(tensor, value):
                 numbers[tensor] = plain[tensor] = value
                 continue
-            made, matrix = scheme.make(value, seed)
+            made, matrix = its.make(value, seed)
             at = tensor.removesuffix("weight")
             numbers |= {at + name: one.contiguous() for name, one in made.items()}
             plain[tensor] = matrix

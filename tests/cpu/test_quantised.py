@@ -3,6 +3,7 @@ the tokens of the models that they are."""
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.pack.writer import write_pack
 from penstock.weights.streaming.source import RandomSource
 from penstock.weights.streaming.stream import group_views
-from quantised import SCHEMES, checkpoints
+from quantised import SCHEMES, checkpoints, gptq
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -80,6 +81,34 @@ def test_streamed_and_ranks(scheme: str, name: str, tmp_path: Path) -> None:
                 torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=0)
             else:
                 assert torch.equal(mine, theirs)
+
+
+def test_experts_in_several_formats(tmp_path: Path) -> None:
+    """Of one layer all have more bits; of another one has, and one is dense: they stream through the same
+    slots, from host memory and from a pack, and rest there."""
+    eight, four = gptq(8, 32, symmetric=False), gptq(4, 32, symmetric=False)
+    layer, one, plain = "layers.0.mlp.experts", "layers.1.mlp.experts.2", "layers.1.mlp.experts.4"
+    override = {f".*{layer}": {"bits": 8}, f".*{one}": {"bits": 8}, f"-:.*{plain}": {}}
+    scheme = replace(four, config=four.config | {"dynamic": override})
+    few, dense = checkpoints(
+        tiny.checkpoint("qwen3_moe"), tmp_path, scheme, {layer: eight, one: eight, plain: None}
+    )
+    want = pass_of(dense, 0)
+    for part in (0.3, 0.5, 0.7):
+        for rows_at_rest in (0, 2):
+            found = pass_of(few, 0, part=part, kernels=False, rows_at_rest=rows_at_rest)
+            assert all(map(torch.equal, found, want))
+    with Checkpoint.open(few) as checkpoint:
+        write_pack(checkpoint, tmp_path / "pack", "float32")
+    settings = {"device": "cpu", "dtype": "float32", "max_length": 64, "kv_blocks": 40, "kernels": False}
+    with LLM(tmp_path / "pack", **settings) as llm:  # type: ignore[arg-type]
+        budget = llm.memory.budget
+    beside = budget.activations + budget.kv
+    device, host = (beside + int(part * budget.weights) for part in (0.5, 0.8))
+    with LLM(tmp_path / "pack", **settings, device_memory=device, host_memory=host) as llm:  # type: ignore[arg-type]
+        found = [(one.tokens, one.logprobs) for one in llm.generate(tiny.prompts()[1:4], GREEDY)]
+        assert llm.memory.weights.read
+    assert found == outputs(dense)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -57,7 +57,7 @@ def _interpreted() -> Iterator[None]:
     nothing around them."""
     compute = triton_experts.products
 
-    def products(x: Tensor, order: Tensor, blocks: Tensor, table: Tensor, h: Tensor, *rest: object) -> None:
+    def products(x: Tensor, arranged: object, table: Tensor, h: Tensor, *rest: object) -> None:
         size = h.shape[1] * x.shape[1] * x.element_size()
         matrices = [
             one
@@ -65,7 +65,7 @@ def _interpreted() -> Iterator[None]:
             for one in ((gate_up, gate_up + 2 * size), (down, down + size))
         ]
         with bounds.lent(span for span in matrices if span[0] not in (0, NOWHERE)):
-            compute(x, order, blocks, table, h, *rest)  # type: ignore[arg-type]
+            compute(x, arranged, table, h, *rest)  # type: ignore[arg-type]
 
     with (
         patch.object(experts, "_kernels", lambda device: triton_experts),
@@ -353,8 +353,7 @@ def _at(address: int, count: int, dtype: torch.dtype) -> Tensor:
 
 def _products(
     x: Tensor,
-    order: Tensor,
-    blocks: Tensor,
+    arranged: tuple[Tensor, Tensor],
     table: Tensor,
     h: Tensor,
     y: Tensor,
@@ -363,7 +362,7 @@ def _products(
     formats: object,
 ) -> None:
     """What kernels of the toy format would do: the reference for each block, from the addresses alone."""
-    (inner, hidden), top_k = (h.shape[1], x.shape[1]), len(y) // len(x)
+    (inner, hidden), top_k, (order, blocks) = (h.shape[1], x.shape[1]), len(y) // len(x), arranged
     for expert, start, end in blocks[:, part.start : part.stop].T.tolist():
         if expert < 0 or not table[expert, 0]:
             continue

@@ -45,7 +45,7 @@ def _interpreted() -> Iterator[None]:
     of, and nothing around them."""
     compute = kernels.products
 
-    def products(x: Tensor, order: Tensor, blocks: Tensor, table: Tensor, h: Tensor, *rest: object) -> None:
+    def products(x: Tensor, arranged: object, table: Tensor, h: Tensor, *rest: object) -> None:
         shapes = (2 * h.shape[1], x.shape[1]), (x.shape[1], h.shape[1])
         sizes = [
             prod(stored.shape) * STORED_BYTES[stored.dtype]
@@ -54,7 +54,7 @@ def _interpreted() -> Iterator[None]:
         ]
         rows = (zip(row, sizes, strict=True) for row in table.tolist())
         with bounds.lent((at, at + size) for row in rows for at, size in row if at):
-            compute(x, order, blocks, table, h, *rest)  # type: ignore[arg-type]
+            compute(x, arranged, table, h, *rest)  # type: ignore[arg-type]
 
     names = {"routing": triton_routing, "experts": triton_experts, "few_bits_experts": kernels}
     with (

@@ -83,7 +83,7 @@ class Grouped:
             assert self._starts is not None, "which experts are used is not known"
             part = range(self._starts[experts.start], self._starts[experts.stop])
         self._products.products(
-            self._x, self.order, self._blocks, table, self._h, self.y, self._tuning, part, self._formats
+            self._x, (self.order, self._blocks), table, self._h, self.y, self._tuning, part, self._formats
         )
 
     def total(self) -> Tensor:

@@ -190,8 +190,7 @@ def _down(  # type: ignore[no-untyped-def]
 
 def products(
     x: Tensor,
-    order: Tensor,
-    blocks: Tensor,
+    arranged: tuple[Tensor, Tensor],
     table: Tensor,
     h: Tensor,
     y: Tensor,
@@ -202,13 +201,14 @@ def products(
     """Compute the blocks `part` through those of their experts that have an address: their pairs' rows of y
     are written, no others.
 
-    x `[tokens, hidden]` (rows strided); order, blocks from `arrange`; table int64 `[experts, 2]`, addresses
-    of gate_up `[2 * inner, hidden]`, gate first, and down `[hidden, inner]`, contiguous, of x's dtype, at
-    multiples of 16, 0 for an expert that is not there; h `[pairs, inner]`, overwritten; y `[pairs, hidden]`.
+    x `[tokens, hidden]` (rows strided); arranged: order and blocks from `arrange`; table int64
+    `[experts, 2]`, addresses of gate_up `[2 * inner, hidden]`, gate first, and down `[hidden, inner]`,
+    contiguous, of x's dtype, at multiples of 16, 0 for an expert that is not there; h `[pairs, inner]`,
+    overwritten; y `[pairs, hidden]`.
     Products are summed up in fp32. Rounded are gate and up, the activation, its product with up, and the
     output. formats: of gate_up and down, dense.
     """
-    (pairs, inner), (tokens, hidden) = h.shape, x.shape
+    (pairs, inner), (tokens, hidden), (order, blocks) = h.shape, x.shape, arranged
     first, count = part.start, len(part)
     bound, likely = blocks.shape[1], max(min(pairs, len(table)), pairs // tuning.rows)
     assert len(order) == pairs, (order.shape, h.shape)

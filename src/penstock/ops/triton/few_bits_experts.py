@@ -268,8 +268,7 @@ def _expert_products(  # type: ignore[no-untyped-def]
 
 def products(
     x: Tensor,
-    order: Tensor,
-    blocks: Tensor,
+    arranged: tuple[Tensor, Tensor],
     table: Tensor,
     h: Tensor,
     y: Tensor,
@@ -282,7 +281,7 @@ def products(
     table: int64 `[experts, tensors]`, addresses of the tensors that the formats of gate_up and down store, in
     their order, at multiples of 16; 0 for an expert that is not there.
     """
-    pairs, (tokens, hidden) = len(h), x.shape
+    pairs, (tokens, hidden), (order, blocks) = len(h), x.shape, arranged
     gate_up, down = map(kind_of, formats)
     assert gate_up is not None, formats[0]
     assert down is not None, formats[1]
@@ -296,13 +295,13 @@ def products(
     assert 0 <= part.start <= part.stop <= blocks.shape[1], (part, blocks.shape)
     if not part:
         return
-    step = _Step(table, order, blocks, pairs // tokens, tuning, part)
+    step = _MixtureStep(table, order, blocks, pairs // tokens, tuning, part)
     _product(x, h, gate_up, step, 0, gated=True)
     _product(h, y, down, step, gate_up.tensors, gated=False)
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _MixtureStep:
     """Holds what both products of a step share. top: experts of a token."""
 
     table: Tensor
@@ -313,7 +312,7 @@ class _Step:
     part: range
 
 
-def _product(x: Tensor, y: Tensor, kind: CodeKind, step: _Step, at: int, *, gated: bool) -> None:
+def _product(x: Tensor, y: Tensor, kind: CodeKind, step: _MixtureStep, at: int, *, gated: bool) -> None:
     """Launch one product: y `[pairs, outer]` of x `[rows, inner]`. at: the first address of the matrix in a
     row of the table. gated: see the kernel."""
     tuning, outer, inner = step.tuning, y.shape[1], x.shape[1]

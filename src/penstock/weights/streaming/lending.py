@@ -30,8 +30,9 @@ class ExpertStream:
         self._of_layer: dict[int, list[GroupId]] = {}
         for id in self._layouts:
             self._of_layer.setdefault(id.layer, []).append(id)
-        self._views: dict[int, GroupViews] = {}
-        """By the address of a slot: all experts' fields lie alike."""
+        alike = dict[object, dict[int, GroupViews]]()
+        self._views = {layer: alike.setdefault(mixture.formats, {}) for layer, mixture in mixtures.items()}
+        """Of each layer by the address of a slot: fields of experts in the same formats lie alike."""
 
     def table(self, layer: int) -> None:
         """Return None: some of the experts come and go."""
@@ -64,9 +65,12 @@ class ExpertStream:
             yield {expert: self._in_slot(expert, slot) for expert, slot in slots.items()}
 
     def _in_slot(self, expert: GroupId, slot: Tensor) -> GroupViews:
-        views = self._views.get(slot.data_ptr())
+        known = self._views[expert.layer]
+        views = known.get(slot.data_ptr())
         if views is None:
-            views = self._views[slot.data_ptr()] = group_views(self._layouts[expert], slot)
+            views = group_views(self._layouts[expert], slot)
+            if self.mixtures[expert.layer].formats is not None:
+                known[slot.data_ptr()] = views
         return views
 
     def _table(self, wave: Sequence[GroupId]) -> Tensor:
