@@ -39,7 +39,8 @@ class TensorSlice:
 
     tensor: name in the checkpoint.
     shape: shape of the whole tensor there.
-    rows, columns: the part that is taken. None takes all.
+    rows, columns: the part that is taken. None takes all. Rows may lie apart, at equal distances.
+    index: which tensor of a stack is meant, such as one expert's; `shape` is then that of one tensor.
     """
 
     tensor: str
@@ -50,6 +51,7 @@ class TensorSlice:
     optional: bool = False
     loose: bool = False
     dtypes: tuple[str, ...] = ()
+    index: int | None = None
 
     @property
     def taken(self) -> tuple[int, ...]:
