@@ -110,7 +110,9 @@ class Rank:
         state = StatePool(state_layout(spec, self.dtype, self.shard), 4, CPU) if spec.has_state else None
         self.pool = KVPool(kv_layout(spec, self.dtype, BLOCK, self.shard), PAGES, CPU, state)
         self._inputs = InputBuilder(spec, CPU, BlockTables(4, 8, CPU), block_size=BLOCK)
-        self._decoder = Decoder(spec, self.shard, self.member, rows_at_rest=self.rows_at_rest)
+        self._decoder = Decoder(
+            spec, self.shard, self.member, rows_at_rest=self.rows_at_rest, dtype=getattr(torch, self.dtype)
+        )
 
     def load(self) -> None:
         self.weights.load()

@@ -7,7 +7,7 @@ the packed tensors stand for, by the numbers before they were packed.
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -324,17 +324,35 @@ SCHEMES: dict[str, Scheme] = {
 }  # fmt: skip
 
 
-def is_quantised(name: str, value: Tensor) -> bool:
-    """Whether quantisers touch a tensor: linear modules inside layers, but routers."""
-    return ".layers." in name and value.dim() == 2 and not name.endswith(ROUTERS)
+def is_quantised(name: str, value: Tensor, also: tuple[str, ...] = ()) -> bool:
+    """Whether quantisers touch a tensor: linear modules inside layers, but routers, and what is in `also`."""
+    return name in also or (".layers." in name and value.dim() == 2 and not name.endswith(ROUTERS))
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def with_ends(scheme: Scheme) -> tuple[Scheme, tuple[str, ...]]:
+    """A scheme whose head and embedding are quantised too, as far as the format can say so."""
+    if scheme.config["quant_method"] == "gptq":
+        return replace(scheme, config=scheme.config | {"lm_head": True}), (HEAD,)
+    (group,) = scheme.config["config_groups"].values()  # type: ignore[attr-defined]
+    groups = {"config_groups": {"group_0": group | {"targets": ["Linear", "Embedding"]}}}
+    left = {"ignore": [name for name in scheme.config["ignore"] if name != "lm_head"]}  # type: ignore[attr-defined]
+    return replace(scheme, config=scheme.config | groups | left), (HEAD, EMBEDDING)
 
 
 def checkpoints(
-    source: Path, folder: Path, scheme: Scheme, others: Mapping[str, Scheme | None] | None = None
+    source: Path,
+    folder: Path,
+    scheme: Scheme,
+    others: Mapping[str, Scheme | None] | None = None,
+    also: tuple[str, ...] = (),
 ) -> tuple[Path, Path]:
     """A checkpoint quantised as `scheme` has it, and a dense one in float32 that is the same model.
 
-    others: by a part of their names, matrices that are quantised otherwise, or not; the config must say so.
+    others: by a part of their names, matrices that are quantised otherwise, or not. also: weights outside of
+    layers that are quantised. The config must say so.
     """
     few, same = folder / "few", folder / "dense"
     numbers, plain = dict[str, Tensor](), dict[str, Tensor]()
@@ -342,7 +360,7 @@ def checkpoints(
     for file in sorted(source.glob("*.safetensors")):
         for tensor, value in load_file(file).items():
             its = next((one for part, one in (others or {}).items() if part in tensor), scheme)
-            if its is None or not is_quantised(tensor, value):
+            if its is None or not is_quantised(tensor, value, also):
                 numbers[tensor] = plain[tensor] = value
                 continue
             made, matrix = its.make(value, seed)

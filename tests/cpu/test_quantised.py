@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import tiny
 from members import pass_of
 from penstock.api.llm import LLM
+from penstock.arch.formats.dense import DENSE
 from penstock.arch.layout import group_layouts
 from penstock.base.errors import CheckpointError
 from penstock.step.params import SamplingParams
@@ -21,7 +22,7 @@ from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.pack.writer import write_pack
 from penstock.weights.streaming.source import RandomSource
 from penstock.weights.streaming.stream import group_views
-from quantised import SCHEMES, checkpoints, gptq
+from quantised import EMBEDDING, HEAD, SCHEMES, checkpoints, gptq, with_ends
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -109,6 +110,36 @@ def test_experts_in_several_formats(tmp_path: Path) -> None:
         found = [(one.tokens, one.logprobs) for one in llm.generate(tiny.prompts()[1:4], GREEDY)]
         assert llm.memory.weights.read
     assert found == outputs(dense)
+
+
+ENDS = [name for name, one in SCHEMES.items() if one.config["quant_method"] in ("gptq", "compressed-tensors")]
+
+
+@pytest.mark.parametrize("scheme", ENDS)
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_head_and_embedding(scheme: str, name: str, tmp_path: Path) -> None:
+    """Rows of the embedding are looked up and dequantised; a head that it is, or its own, multiplies by few
+    bits. Alone, streamed, on ranks that divide the vocabulary, as a pack."""
+    its, also = with_ends(SCHEMES[scheme])
+    if name == "llama_tied" and len(also) == 1:
+        pytest.skip("no embedding in this format")
+    many = tiny.write(tiny.CASES[name], tmp_path / "source", vocab_size=104)
+    few, dense = checkpoints(many, tmp_path, its, also=also)
+    alone, together = pass_of(dense, 0), pass_of(dense, 2)
+    for kernels in (False, True):
+        resident = pass_of(few, 0, kernels=kernels)
+        assert all(map(torch.equal, resident, pass_of(few, 0, part=0.4, kernels=kernels)))
+        ranks = pass_of(few, 2, kernels=kernels)
+        for mine, theirs in zip([*resident, *ranks], [*alone, *together], strict=True):
+            torch.testing.assert_close(mine, theirs, atol=2e-4 if kernels else 0, rtol=0)
+    with Checkpoint.open(few) as checkpoint:
+        layouts = group_layouts(checkpoint.spec, checkpoint.names, "float32")
+        ends = [one.format for layout in (layouts[0], layouts[-1]) for one in layout.matrices]
+        assert [format != DENSE for format in ends] == [name in also for name in (EMBEDDING, HEAD)][
+            : len(ends)
+        ]
+        write_pack(checkpoint, tmp_path / "pack", "float32")
+    assert outputs(tmp_path / "pack", kernels=False) == outputs(dense)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -336,7 +336,7 @@ class _Layer:
         fields, matrices, offset = list[Field](), list[MatrixLayout](), 0
         for name, sources in tensors.items():
             is_matrix = len(sources[0].shape) == 2
-            format = self._format(id, sources) if is_matrix else DENSE
+            format = self._format(sources) if is_matrix else DENSE
             parts = []
             for stored in format.stored(self.dtype, sources):
                 label = f"{name}.{stored.name}" if stored.name else name
@@ -351,14 +351,9 @@ class _Layer:
                 matrices.append(MatrixLayout(name, (outer, inner), format, tuple(parts)))
         return GroupLayout(id, tuple(fields), offset, tuple(matrices))
 
-    def _format(self, id: GroupId, sources: Sequence[TensorSlice]) -> WeightFormat:
+    def _format(self, sources: Sequence[TensorSlice]) -> WeightFormat:
         """Return the format of matrices that are read by one product."""
         formats = tuple(self.spec.format.of(source.tensor) for source in sources)
-        if id.kind is GroupKind.EMBEDDING and formats[0] != DENSE:
-            raise UnsupportedModelError(
-                f"{sources[0].tensor} is quantised, which is not supported; use a checkpoint whose embedding "
-                "is not"
-            )
         together = formats[0].fuses and len(set(formats)) == 1
         return (formats[0] if together or len(formats) == 1 else Joined(formats=formats)).cut(sources)
 

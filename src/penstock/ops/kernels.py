@@ -82,6 +82,7 @@ def _functions(module: ModuleType) -> "list[JITFunction[Any]]":
 
 _MODULES = (
     "attention",
+    "dequantise",
     "experts",
     "few_bits",
     "few_bits_experts",

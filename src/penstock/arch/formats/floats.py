@@ -118,6 +118,11 @@ class Float8(WeightFormat):
             scale = scale.repeat_interleave(self.down, 0)[first - above * self.down :][: stop - first]
         return values.mul_(scale)
 
+    def look_up(self, parts: "Mapping[str, Tensor]", rows: "Tensor") -> "Tensor":
+        """Return some rows of the matrix in float32, each with the scales of its block."""
+        codes, scale = parts["codes"][rows], parts["scale"][rows // self.down]
+        return replace(self, down=1).dequantise({"codes": codes, "scale": scale})
+
 
 @dataclass(frozen=True)
 class _BlockScales:

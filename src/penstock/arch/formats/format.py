@@ -174,6 +174,14 @@ class WeightFormat:
         """
         raise NotImplementedError
 
+    def look_up(self, parts: "Mapping[str, Tensor]", rows: "Tensor") -> "Tensor":
+        """Compute some rows of the matrix in plain torch, as `dequantise` does: `[count, in]`.
+
+        rows: int64 `[count]`, in any order. A format that keeps no row of its own of a part for each row of
+        the matrix says here how they are found.
+        """
+        return self.dequantise({name: part[rows] for name, part in parts.items()})
+
     def operations(self, shape: tuple[int, ...], tokens: float) -> float:
         """Return the floating-point operations of multiplying a matrix of `shape` by so many tokens."""
         return 2 * prod(shape) * tokens

@@ -148,6 +148,11 @@ class Integers(WeightFormat):
         put_back[:, order] = codes
         return put_back
 
+    def look_up(self, parts: "Mapping[str, Tensor]", rows: "Tensor") -> "Tensor":
+        """Return some rows of the matrix in float32; all rows share one order of columns."""
+        shared = ("order", "groups")
+        return self.dequantise({name: part if name in shared else part[rows] for name, part in parts.items()})
+
 
 @dataclass(frozen=True)
 class _Repack:

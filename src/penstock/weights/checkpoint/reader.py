@@ -307,9 +307,12 @@ class Checkpoint:
                 or (layer is not None and int(layer[1]) >= self.spec.layers)
                 or self.spec.format.ignores(name)
             )
-        head, embedding = self._shards.tensors[_HEAD], self._shards.tensors[_EMBEDDING]
-        alike = (head.entry.dtype, head.entry.shape) == (embedding.entry.dtype, embedding.entry.shape)
-        if not alike or not self._same(head, embedding):
+        head, embedding = self._shards.tensors[_HEAD], self._shards.tensors.get(_EMBEDDING)
+        alike = embedding is not None and (
+            (head.entry.dtype, head.entry.shape) == (embedding.entry.dtype, embedding.entry.shape)
+            and self._same(head, embedding)
+        )
+        if not alike:
             raise CheckpointError(
                 f"{head.file.path} holds a {_HEAD} that is not {_EMBEDDING}, while config.json ties them; "
                 "if it is the right head, set tie_word_embeddings to false"
