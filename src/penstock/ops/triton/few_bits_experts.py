@@ -46,7 +46,7 @@ _TUNINGS = (
 """Tunings up to so many pairs for each expert, on average: the one place for constants. `depth` is the most
 columns at a time."""
 _SHALLOW = 128
-"""Columns at a time where a group has no more, so that a step lies within a group."""
+"""Most columns at a time where a group has no more, so that a step may lie within a group."""
 _NUMBERS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _SCALES = {str(kind)[6:]: its for kind, its in _NUMBERS.items()} | {"uint8": tl.uint8}
 _RAW = {torch.uint8: tl.uint8, torch.int16: tl.int16, torch.int32: tl.int32}
@@ -317,7 +317,8 @@ def _product(x: Tensor, y: Tensor, kind: CodeKind, step: _MixtureStep, at: int, 
     row of the table. gated: see the kernel."""
     tuning, outer, inner = step.tuning, y.shape[1], x.shape[1]
     four, group = kind.codes in FOUR_BITS, min(kind.group, inner)
-    depth = _SHALLOW if group <= _SHALLOW else tuning.depth
+    depth = tuning.depth if group > _SHALLOW else min(tuning.depth, _SHALLOW)
+    depth = max(depth, 128 if four else 64)  # An operand has at least 16 words of each row.
     scales, scale_type = -(-inner // group), _SCALES[kind.scale_dtype]
     each = RUN_SCALES.get((kind.codes, kind.scales, kind.group)) if COMPILED else None
     raw = each is not None and scales % each.itemsize == 0 and x.dtype == torch.bfloat16
