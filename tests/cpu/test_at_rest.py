@@ -18,6 +18,7 @@ from penstock.models import moe
 from penstock.ops.linear import gated, linear
 from penstock.ops.matrix import GroupViews, Matrix
 from penstock.weights.streaming.lending import ExpertStream
+from quantised import SCHEMES, checkpoints
 
 MOST = 1 << 20
 """Tokens of an expert: no step has as many."""
@@ -87,6 +88,19 @@ def test_on_two_ranks(part: float, at_rest: list[GroupId]) -> None:
     want = pass_of(tiny.checkpoint("qwen3_moe"), 2, part=part)
     assert same(want, pass_of(tiny.checkpoint("qwen3_moe"), 2, part=part, rows_at_rest=2))
     assert at_rest
+
+
+@pytest.mark.parametrize("scheme", ["gptq", "gptq_order", "awq", "packed_8", "fp8_128", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_experts_of_few_bits(scheme: str, ranks: int, tmp_path: Path, at_rest: list[GroupId]) -> None:
+    """Whole, and cut by rows and columns for ranks; by plain torch, and by the kernels for a CPU."""
+    few, dense = checkpoints(tiny.checkpoint("mixtral"), tmp_path, SCHEMES[scheme])
+    for kernels in (False, True):
+        resident = pass_of(few, ranks, kernels=kernels)
+        assert kernels or same(resident, pass_of(dense, ranks))
+        at_rest.clear()
+        assert same(resident, pass_of(few, ranks, part=0.4, kernels=kernels, rows_at_rest=2))
+        assert at_rest
 
 
 def test_a_product_at_rest_is_the_feed_forward() -> None:

@@ -118,12 +118,13 @@ class MixtureLayout:
     experts: int
     formats: tuple[WeightFormat, ...] | None
 
-    @property
-    def kernels(self) -> str:
-        """Return the module of `penstock.ops.triton` that computes the layer's experts at once. If empty, a
-        GPU computes one after another."""
+    kernels: str = field(init=False, repr=False, compare=False)
+    """The module of `penstock.ops.triton` that computes the layer's experts at once. If empty, a GPU computes
+    one after another."""
+
+    def __post_init__(self) -> None:
         modules = {format.expert_kernels for format in self.formats or ()}
-        return modules.pop() if len(modules) == 1 else ""
+        object.__setattr__(self, "kernels", modules.pop() if len(modules) == 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,14 +312,14 @@ def group_layouts(
 
 def mixture_layouts(layouts: Iterable[GroupLayout]) -> dict[int, MixtureLayout]:
     """Return what each layer that is a mixture has, by the layer's number."""
-    found = dict[int, MixtureLayout]()
+    formats = dict[int, list[tuple[WeightFormat, ...]]]()
     for layout in layouts:
         if layout.id.kind is GroupKind.EXPERT:
-            formats = tuple(matrix.format for matrix in layout.matrices)
-            before = found.get(layout.id.layer, MixtureLayout(0, formats))
-            alike = before.formats == formats
-            found[layout.id.layer] = MixtureLayout(before.experts + 1, before.formats if alike else None)
-    return found
+            formats.setdefault(layout.id.layer, []).append(tuple(one.format for one in layout.matrices))
+    return {
+        layer: MixtureLayout(len(every), every[0] if every.count(every[0]) == len(every) else None)
+        for layer, every in formats.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
