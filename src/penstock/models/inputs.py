@@ -75,9 +75,9 @@ class Weights(Protocol):
 class ExpertWeights(Protocol):
     """Lends the experts of mixtures, groups that a layer's router names as the pass goes.
 
-    A step borrows a layer's experts in one of three ways: all of them by `table`; those that its tokens chose
-    by `waves`, several at a time; or the same by `each`, one at a time. Beside these, `at_rest` lends experts
-    where they are, without moving them.
+    A step borrows a layer's experts in one of four ways: all of them by `table`; those that its tokens chose
+    by `waves`, several at a time, or as views by `waves_of_views`; or these by `each`, one at a time. Beside
+    these, `at_rest` lends experts where they are, without moving them.
     """
 
     @property
@@ -97,6 +97,10 @@ class ExpertWeights(Protocol):
         Work with a wave is queued before the next wave is asked for, which ends the loan. Raises
         CheckpointError.
         """
+
+    def waves_of_views(self, experts: Sequence[GroupId]) -> Iterator[Mapping[GroupId, GroupViews]]:
+        """Yield these experts of one layer in waves, as views of some of them; asking for the next ends the
+        loan. Raises CheckpointError."""
 
     def each(self, experts: Sequence[GroupId]) -> Iterator[tuple[GroupId, GroupViews]]:
         """Yield these experts of one layer in their order, one at a time; asking for the next ends the loan.

@@ -11,15 +11,47 @@ from torch import Tensor
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import WeightFormat
 from penstock.arch.layout import MixtureLayout
-from penstock.ops.activation import silu_mul
-from penstock.ops.kernels import triton_kernels
+from penstock.ops.activation import silu_mul, silu_mul_into
+from penstock.ops.kernels import native_kernels, triton_kernels
 from penstock.ops.linear import dense_linear
+from penstock.ops.matrix import GroupViews
 
 
 def grouped(device: torch.device, mixture: MixtureLayout) -> bool:
     """Tell whether these experts may be computed many at a time on this device: whether `Grouped` works
     there."""
     return bool(mixture.kernels) and _kernels(device) is not None
+
+
+_PIECE = 32768
+"""Numbers that torch computes on one thread: where it divides rows among threads, bits may depend on how."""
+
+
+def few_tokens(x: Tensor, mixture: MixtureLayout) -> bool:
+    """Tell whether kernels for a CPU take any of these experts at once for so few tokens: whether
+    `few_outputs` works."""
+    formats = mixture.formats
+    if x.is_cuda or formats is None or not formats[0].kernels:
+        return False
+    kernels = native_kernels()
+    return kernels is not None and kernels.takes_each(x, formats)
+
+
+def few_outputs(x: Tensor, experts: Sequence[GroupViews], counts: Sequence[int]) -> Tensor:
+    """Return the outputs of experts, the next `counts` rows of x through each of them: x and result
+    `[rows, hidden]`."""
+    kernels = native_kernels()
+    assert kernels is not None, "few_tokens() says whether there are kernels"
+    gate_up, down = ([one.matrices[name] for one in experts] for name in ("gate_up", "down"))
+    both = x.new_empty(len(x), gate_up[0].shape[0])
+    kernels.few_rows_each(x, gate_up, counts, both)
+    inner = x.new_empty(len(x), both.shape[1] // 2)
+    each = max(1, _PIECE // inner.shape[1])
+    for part, into in zip(torch.split(both, each), torch.split(inner, each), strict=True):
+        silu_mul_into(part, into)
+    out = torch.empty_like(x)
+    kernels.few_rows_each(inner, down, counts, out)
+    return out
 
 
 class Grouped:

@@ -50,6 +50,14 @@ class ExpertStream:
             yield wave, table
             self._slots.release_wave(wave)
 
+    def waves_of_views(self, experts: Sequence[GroupId]) -> Iterator[Mapping[GroupId, GroupViews]]:
+        """Yield these experts of one layer as views of their slots, in the waves of `waves`. Raises
+        CheckpointError."""
+        for wave in self._slots.waves(experts):
+            self._slots.take_wave(wave)
+            yield {expert: self._in_slot(expert, self._slots.slot(expert)) for expert in wave}
+            self._slots.release_wave(wave)
+
     def each(self, experts: Sequence[GroupId]) -> Iterator[tuple[GroupId, GroupViews]]:
         """Yield these experts of one layer, each on the device until the next is asked for. Raises
         CheckpointError."""

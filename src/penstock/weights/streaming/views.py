@@ -62,6 +62,11 @@ class StillExperts:
         if experts:
             yield experts, self.table(experts[0].layer)
 
+    def waves_of_views(self, experts: Sequence[GroupId]) -> Iterator[Mapping[GroupId, GroupViews]]:
+        """Yield all of them at once, if there are any."""
+        if experts:
+            yield {expert: self._views(expert) for expert in experts}
+
     def each(self, experts: Sequence[GroupId]) -> Iterator[tuple[GroupId, GroupViews]]:
         """Yield each expert and its views."""
         return ((expert, self._views(expert)) for expert in experts)
