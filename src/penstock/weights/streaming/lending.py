@@ -1,7 +1,8 @@
 """Lends experts that come and go: as views of the slots that `Experts` fills."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from penstock.arch.layout import GroupId, GroupLayout, MixtureLayout
 from penstock.ops.matrix import GroupViews
 from penstock.weights.streaming.experts import Experts
 from penstock.weights.streaming.views import group_views, sent_addresses
+
+_Lent = TypeVar("_Lent")
 
 
 class ExpertStream:
@@ -43,19 +46,22 @@ class ExpertStream:
 
         The host waits for nothing but what comes from DISK.
         """
-        for wave in self._slots.waves(experts):
-            # Sent ahead of the wait for the wave itself, among whose copies it has its turn on the link.
-            table = self._table(wave)
-            self._slots.take_wave(wave)
-            yield wave, table
-            self._slots.release_wave(wave)
+        return self._waves(experts, self._table)
 
     def waves_of_views(self, experts: Sequence[GroupId]) -> Iterator[Mapping[GroupId, GroupViews]]:
         """Yield these experts of one layer as views of their slots, in the waves of `waves`. Raises
         CheckpointError."""
+        return (views for _, views in self._waves(experts, self._in_slots))
+
+    def _waves(
+        self, experts: Sequence[GroupId], lent: Callable[[Sequence[GroupId]], _Lent]
+    ) -> Iterator[tuple[Sequence[GroupId], _Lent]]:
         for wave in self._slots.waves(experts):
+            # A table is sent ahead of the wait for the wave itself, among whose copies it has its turn on the
+            # link.
+            found = lent(wave)
             self._slots.take_wave(wave)
-            yield {expert: self._in_slot(expert, self._slots.slot(expert)) for expert in wave}
+            yield wave, found
             self._slots.release_wave(wave)
 
     def each(self, experts: Sequence[GroupId]) -> Iterator[tuple[GroupId, GroupViews]]:
@@ -81,9 +87,12 @@ class ExpertStream:
                 known[slot.data_ptr()] = views
         return views
 
+    def _in_slots(self, wave: Sequence[GroupId]) -> Mapping[GroupId, GroupViews]:
+        return {expert: self._in_slot(expert, self._slots.slot(expert)) for expert in wave}
+
     def _table(self, wave: Sequence[GroupId]) -> Tensor:
         """Return the addresses of the wave's experts on the device, with 0 for the others of their layer."""
         none = (0,) * len(self._layouts[wave[0]].fields)
-        lent = {expert: self._in_slot(expert, self._slots.slot(expert)).addresses for expert in wave}
+        lent = {expert: views.addresses for expert, views in self._in_slots(wave).items()}
         every = self._of_layer[wave[0].layer]
         return sent_addresses([lent.get(expert, none) for expert in every], self._device)
