@@ -23,6 +23,8 @@ def grouped(device: torch.device, mixture: MixtureLayout) -> bool:
     return bool(mixture.kernels) and _kernels(device) is not None
 
 
+_FEW_TOKENS = 16
+"""Tokens whose pairs are all in memory at once on a CPU; more are bound by the products themselves."""
 _PIECE = 32768
 """Numbers that torch computes on one thread: where it divides rows among threads, bits may depend on how."""
 
@@ -31,7 +33,7 @@ def few_tokens(x: Tensor, mixture: MixtureLayout) -> bool:
     """Tell whether kernels for a CPU take any of these experts at once for so few tokens: whether
     `few_outputs` works."""
     formats = mixture.formats
-    if x.is_cuda or formats is None or not formats[0].kernels:
+    if x.is_cuda or len(x) > _FEW_TOKENS or formats is None or not formats[0].kernels:
         return False
     kernels = native_kernels()
     return kernels is not None and kernels.takes_each(x, formats)
