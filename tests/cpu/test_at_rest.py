@@ -14,10 +14,15 @@ import tiny
 import toys
 from members import pass_of
 from penstock.arch.layout import GroupId
+from penstock.arch.shards import Shard
 from penstock.models import moe
 from penstock.ops.linear import gated, linear
 from penstock.ops.matrix import GroupViews, Matrix
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.pack.reader import Pack
+from penstock.weights.pack.writer import write_pack
 from penstock.weights.streaming.lending import ExpertStream
+from penstock.weights.streaming.source import PackSource
 from quantised import SCHEMES, checkpoints
 
 MOST = 1 << 20
@@ -101,6 +106,18 @@ def test_experts_of_few_bits(scheme: str, ranks: int, tmp_path: Path, at_rest: l
         at_rest.clear()
         assert same(resident, pass_of(few, ranks, part=0.4, kernels=kernels, rows_at_rest=2))
         assert at_rest
+
+
+@pytest.mark.parametrize("scheme", ["gptq_order", "awq", "fp8_128", "nvfp4"])
+def test_experts_of_few_bits_from_packs_of_ranks(scheme: str, tmp_path: Path, at_rest: list[GroupId]) -> None:
+    few, _ = checkpoints(tiny.checkpoint("mixtral"), tmp_path, SCHEMES[scheme])
+    want, sources = pass_of(few, 2), list[PackSource]()
+    for rank in range(2):
+        with Checkpoint.open(few) as checkpoint:
+            write_pack(checkpoint, tmp_path / str(rank), "float32", shard=Shard(rank, 2))
+        sources.append(PackSource(Pack.open(tmp_path / str(rank), Shard(rank, 2))))
+    assert same(want, pass_of(few, 2, source=sources, part=0.4, rows_at_rest=2))
+    assert at_rest
 
 
 def test_a_product_at_rest_is_the_feed_forward() -> None:

@@ -14,15 +14,16 @@ import tiny
 from members import pass_of
 from penstock.api.llm import LLM
 from penstock.arch.formats.dense import DENSE
+from penstock.arch.formats.methods import read_format
 from penstock.arch.layout import group_layouts
-from penstock.base.errors import CheckpointError
+from penstock.base.errors import CheckpointError, UnsupportedModelError
 from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.pack.writer import write_pack
 from penstock.weights.streaming.source import RandomSource
 from penstock.weights.streaming.stream import group_views
-from quantised import EMBEDDING, HEAD, SCHEMES, checkpoints, gptq, with_ends
+from quantised import EMBEDDING, HEAD, SCHEMES, checkpoints, fp8, gptq, with_ends
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -140,6 +141,21 @@ def test_head_and_embedding(scheme: str, name: str, tmp_path: Path) -> None:
         ]
         write_pack(checkpoint, tmp_path / "pack", "float32")
     assert outputs(tmp_path / "pack", kernels=False) == outputs(dense)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_embedding_with_one_scale(name: str, tmp_path: Path) -> None:
+    """Of FP8, where the config names it among what is converted besides linear modules."""
+    whole, blocks = fp8((0, 0), name="weight_scale", flat=True), SCHEMES["fp8"]
+    its = replace(blocks, config=blocks.config | {"modules_to_convert": ["embed_tokens"]})
+    source = tiny.checkpoint(name)
+    few, dense = checkpoints(source, tmp_path, its, {EMBEDDING: whole}, also=(EMBEDDING,))
+    for ranks in (0, 2):
+        for mine, theirs in zip(pass_of(few, ranks, kernels=False), pass_of(dense, ranks), strict=True):
+            assert torch.equal(mine, theirs)
+    other = its.config | {"modules_to_convert": ["embed_tokens", "ngram_table"]}
+    with pytest.raises(UnsupportedModelError, match="modules_to_convert"):
+        read_format({"quantization_config": other}, "config.json", "float32")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
