@@ -1,9 +1,10 @@
 """Time one layer's mixture of experts by kernels, in all and step by step, beside the bytes and operations it
 needs, and beside a loop over experts.
 
-    PYTHONPATH=src python3 benchmarks/experts.py --out experts.json PYTHONPATH=src python3
-    benchmarks/experts.py --sweep                     products with other tunings too PYTHONPATH=src python3
-    benchmarks/experts.py --tiny --device cpu         the same code over tiny shapes, interpreted
+    PYTHONPATH=src python3 benchmarks/experts.py --out experts.json
+    PYTHONPATH=src python3 benchmarks/experts.py --sweep               products with other tunings too
+    PYTHONPATH=src python3 benchmarks/experts.py --format mxfp4        experts of few bits: int4, fp8, nvfp4
+    PYTHONPATH=src python3 benchmarks/experts.py --tiny --device cpu   the same code, tiny shapes, interpreted
 
 The whole is checked against plain arithmetic before it is timed. A graph holds calls for several steps with
 tokens of their own, so that experts are not found in the L2 cache. `ideal` is the larger of two: each used
@@ -29,10 +30,11 @@ os.environ.setdefault("TRITON_INTERPRET", str(int("cpu" in sys.argv)))  # read w
 
 import torch
 from decode_attention import read_ceiling, seconds_each
+from few_bits import FORMATS, random_matrix
 from recording import need_commit, write
 from torch import Tensor
 
-from penstock.arch.layout import GroupId
+from penstock.arch.layout import GroupId, MixtureLayout
 from penstock.arch.spec import MoeSpec
 from penstock.memory.probe import matmul_rate
 from penstock.models.moe import mixture
@@ -40,11 +42,17 @@ from penstock.ops import experts
 from penstock.ops.experts import experts_reference
 from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.triton import experts as triton_experts
+from penstock.ops.triton import few_bits_experts as triton_few_bits_experts
 from penstock.ops.triton import routing as triton_routing
-from penstock.ops.triton.experts import ExpertTuning, combine, expert_tuning, products
+from penstock.ops.triton.experts import ExpertTuning, combine
 from penstock.ops.triton.routing import arrange, choose
 
 DTYPE = torch.bfloat16
+KERNELS = {
+    "routing": triton_routing,
+    "experts": triton_experts,
+    "few_bits_experts": triton_few_bits_experts,
+}
 MAX_ERROR = 4e-2
 """Of the whole, relative to the largest value: a few roundings of what is between the products."""
 
@@ -63,33 +71,39 @@ TINY = (Shape("tiny", 64, 24, 12, 3), Shape("tiny, odd", 50, 33, 4, 2))
 
 
 class Layer:
-    """Random experts, and what is borrowed of them."""
+    """Random experts in a format, and what is borrowed of them."""
 
-    def __init__(self, shape: Shape, device: str) -> None:
-        self.shape, self.device = shape, device
+    def __init__(self, shape: Shape, device: str, format: str) -> None:
+        self.shape, self.device, self.format = shape, device, format
         self.generator = torch.Generator(device).manual_seed(0)
         self.weights = [
             {
-                "gate_up": self.random(2 * shape.inner, shape.hidden),
-                "down": self.random(shape.hidden, shape.inner),
+                "gate_up": self.matrix(2 * shape.inner, shape.hidden, 2 * at),
+                "down": self.matrix(shape.hidden, shape.inner, 2 * at + 1),
             }
-            for _ in range(shape.experts)
+            for at in range(shape.experts)
         ]
-        for one in self.weights:
-            for matrix in one.values():
-                matrix.mul_(matrix.shape[1] ** -0.5)
-        self.addresses = torch.tensor(
-            [[w.data_ptr() for w in one.values()] for one in self.weights], device=device
-        )
+        parts = [[part for w in one.values() for part in w.parts.values()] for one in self.weights]
+        self.bytes = sum(part.nbytes for part in parts[0])
+        self.addresses = torch.tensor([[part.data_ptr() for part in one] for one in parts], device=device)
         self.moe = MoeSpec(shape.experts, shape.top_k, shape.inner, normalise=True)
+        self.formats = tuple(one.format for one in self.weights[0].values())
+        self.mixtures = {0: MixtureLayout(shape.experts, self.formats)}
+        if not self.mixtures[0].kernels:
+            sys.exit(f"{shape.name} in {format}: no kernel takes such experts many at a time")
+        self.kernels = KERNELS[self.mixtures[0].kernels]
+
+    def matrix(self, height: int, width: int, seed: int) -> Matrix:
+        if self.format != "dense":
+            return random_matrix(FORMATS[self.format], (height, width), seed, self.device)
+        return Matrix.of(self.random(height, width).mul_(width**-0.5))
 
     def random(self, *size: int) -> Tensor:
         return torch.empty(size, dtype=DTYPE, device=self.device).normal_(generator=self.generator)
 
     def each(self, experts: Sequence[GroupId]) -> Iterator[tuple[GroupId, GroupViews]]:
         for group in experts:
-            matrices = {name: Matrix.of(one) for name, one in self.weights[group.expert].items()}
-            yield group, GroupViews(matrices, {}, ())
+            yield group, GroupViews(self.weights[group.expert], {}, ())
 
     def table(self, layer: int) -> Tensor:
         return self.addresses
@@ -105,7 +119,7 @@ class Bench:
             for _ in range(steps)
         ]
         self.pairs = tokens * self.shape.top_k
-        self.tuning = expert_tuning(self.pairs, self.shape.experts, DTYPE)
+        self.tuning = layer.kernels.expert_tuning(self.pairs, self.shape.experts, DTYPE)
 
     def whole(self, step: tuple[Tensor, Tensor]) -> Tensor:
         return mixture(*step, self.layer.moe, 0, self.layer)
@@ -116,7 +130,8 @@ class Bench:
 
     def error(self) -> float:
         """Of the first step, relative to the largest value."""
-        (x, scores), weights = self.steps[0], [(one["gate_up"], one["down"]) for one in self.layer.weights]
+        x, scores = self.steps[0]
+        weights = [(one["gate_up"].dequantised(x), one["down"].dequantised(x)) for one in self.layer.weights]
         _, want = experts_reference(x, scores, self.shape.top_k, weights, normalise=True)
         return float((self.whole((x, scores)).float() - want.float()).abs().max() / want.float().abs().max())
 
@@ -126,9 +141,8 @@ class Bench:
         used = statistics.mean(
             int((choose(scores, shape.top_k, normalise=True)[0].unique()).numel()) for _, scores in self.steps
         )
-        weights = used * 3 * shape.hidden * shape.inner
         between = self.pairs * (2 * shape.inner + 2 * shape.hidden) + 2 * self.tokens * shape.hidden
-        return (weights + between) * item, 6.0 * self.pairs * shape.hidden * shape.inner
+        return used * self.layer.bytes + between * item, 6.0 * self.pairs * shape.hidden * shape.inner
 
     def parts(self) -> Iterator[tuple[str, Callable[[int], object]]]:
         """Each kernel, or two, by itself."""
@@ -148,10 +162,9 @@ class Bench:
         ]
 
         def call(i: int) -> None:
-            order, blocks = placed[i]
-            products(
-                self.steps[i][0], order, blocks, self.layer.addresses, h, y, tuning, range(blocks.shape[1])
-            )
+            x, every = self.steps[i][0], range(placed[i][1].shape[1])
+            layer = self.layer
+            layer.kernels.products(x, placed[i], layer.addresses, h, y, tuning, every, layer.formats)
 
         return call
 
@@ -203,6 +216,7 @@ def rows_of(bench: Bench, rates: tuple[float, float], sweep: bool, tiny: bool) -
     ideal = max(moved / rates[0], operations / rates[1])
     named = {
         "shape": bench.shape.name,
+        "format": bench.layer.format,
         "tokens": bench.tokens,
         "mb": moved / 1e6,
         "gflop": operations / 1e9,
@@ -232,6 +246,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tokens", type=int, nargs="+", help="[1 16 64 256 8192]")
     parser.add_argument("--shapes", nargs="+", help="names, or parts of them")
+    parser.add_argument("--format", choices=("dense", *FORMATS), default="dense")
     parser.add_argument(
         "--sweep", action="store_true", help="try other tunings; the best three of each are told"
     )
@@ -246,12 +261,12 @@ def main() -> None:
     rows = []
     if not on_device:
         patch.object(experts, "_kernels", lambda device: triton_experts).start()
-        patch.object(experts, "triton_kernels", {"routing": triton_routing}.get).start()
+        patch.object(experts, "triton_kernels", KERNELS.get).start()
     with torch.inference_mode():
         for shape in TINY if args.tiny else SHAPES:
             if args.shapes and not any(name in shape.name for name in args.shapes):
                 continue
-            layer = Layer(shape, args.device)
+            layer = Layer(shape, args.device, args.format)
             for tokens in counts:
                 bench = Bench(layer, tokens, (20 if tokens <= 256 else 3) if on_device else 2)
                 for row in rows_of(bench, rates, args.sweep, args.tiny):

@@ -50,9 +50,11 @@ TINY = {"tiny": (64, 256)}
 AT_LEAST, MAX_ERROR = 1 << 30, 2e-2
 
 
-def random_matrix(format: WeightFormat, shape: tuple[int, int], seed: int) -> Matrix:
+def random_matrix(
+    format: WeightFormat, shape: tuple[int, int], seed: int, device: str | None = None
+) -> Matrix:
     """Return a matrix of random codes and small scales, on the device."""
-    device = "cpu" if "--tiny" in sys.argv else "cuda"
+    device = device or ("cpu" if "--tiny" in sys.argv else "cuda")
     rng, sources = torch.Generator(device).manual_seed(seed), [matrix("model.layers.0.mlp.w.weight", *shape)]
     cut, parts = format.cut(sources), dict[str, Tensor]()
     for stored in cut.stored("bfloat16", sources):

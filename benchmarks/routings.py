@@ -28,7 +28,6 @@ import torch
 from recording import environment, need_commit
 from torch import Tensor
 
-from penstock.arch.formats.format import WeightFormat
 from penstock.arch.layout import GroupKind, group_layouts
 from penstock.arch.spec import MoeSpec
 from penstock.base.config import Config
@@ -246,7 +245,6 @@ def _step(booted: Booted, case: Case, plan: Plan, name: str | None, rng: torch.G
         moe: MoeSpec,
         layer: int,
         experts: ExpertWeights,
-        format: WeightFormat,
         **more: int,
     ) -> Tensor:
         if name is not None:
@@ -254,7 +252,7 @@ def _step(booted: Booted, case: Case, plan: Plan, name: str | None, rng: torch.G
             own.copy_(
                 forced[: len(own)].to(own.dtype)
             )  # Converted on the host: nothing more is allocated on the device.
-        return mixture(x, own, moe, layer, experts, format, **more)
+        return mixture(x, own, moe, layer, experts, **more)
 
     with patch.object(decoder, "mixture", routed):
         booted.engine._ranks.run(plan)  # type: ignore[union-attr]

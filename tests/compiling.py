@@ -19,6 +19,7 @@ from triton.runtime import JITFunction, driver
 from triton.runtime.jit import MockTensor
 
 import quantised
+from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import matrix
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
 from penstock.ops.kernels import pdl_launches
@@ -26,6 +27,7 @@ from penstock.ops.matrix import Matrix
 from penstock.ops.triton import attention as triton_attention
 from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton import few_bits as triton_few_bits
+from penstock.ops.triton import few_bits_experts as triton_few_bits_experts
 from penstock.ops.triton import linear as triton_linear
 from penstock.ops.triton import pointwise as triton_pointwise
 from penstock.ops.triton import routing as triton_routing
@@ -33,11 +35,14 @@ from penstock.ops.triton import sampling as triton_sampling
 from penstock.ops.triton import steps as triton_steps
 from penstock.ops.triton import sums as triton_sums
 from penstock.ops.triton import tiles as triton_tiles
+from penstock.ops.triton.routing import most_blocks
 
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """By compute capability: bytes of shared memory that a program may have (CUDA C++ Programming Guide,
 technical specifications)."""
 BF16 = torch.bfloat16
+SIZES = (1536, 2048), (2048, 768)
+"""Of gate_up and down in Qwen3-30B-A3B."""
 HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCAB, SIZE = 32, 8, 128, 4096, 14336, 128256, 64
 
 
@@ -173,10 +178,31 @@ def experts(tokens: int, dtype: torch.dtype = BF16) -> None:
     order, blocks, _ = triton_routing.arrange(chosen, number, tuning.rows)
     h, y = empty(tokens * top, inner, dtype=dtype), empty(tokens * top, hidden, dtype=dtype)
     table = empty(number, 2, dtype=torch.int64)
-    triton_experts.products(
-        empty(tokens, hidden, dtype=dtype), order, blocks, table, h, y, tuning, range(blocks.shape[1])
-    )
+    x, every = empty(tokens, hidden, dtype=dtype), range(blocks.shape[1])
+    triton_experts.products(x, (order, blocks), table, h, y, tuning, every, (DENSE, DENSE))
     triton_experts.combine(y, shares)
+
+
+def few_bits_experts(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:
+    """Of as many tokens, of the sizes in `experts`."""
+    number, top, hidden, inner = 128, 8, 2048, 768
+    sources = [matrix("model.layers.0.self_attn.q_proj.weight", outer, wide) for outer, wide in SIZES]
+    few, _ = quantised.matrix_of(quantised.SCHEMES[name], torch.zeros(64, 256))
+    formats = few.format.cut(sources[:1]), few.format.cut(sources[1:])
+    tensors = sum(len(one.stored("bfloat16", [of])) for one, of in zip(formats, sources, strict=True))
+    for tokens in classes:
+        tuning = triton_few_bits_experts.expert_tuning(tokens * top, number, dtype)
+        bound = most_blocks(tokens * top, number, tuning.rows)
+        triton_few_bits_experts.products(
+            empty(tokens, hidden, dtype=dtype),
+            (empty(tokens * top, dtype=torch.int32), empty(3, bound, dtype=torch.int32)),
+            empty(number, tensors, dtype=torch.int64),
+            empty(tokens * top, inner, dtype=dtype),
+            empty(tokens * top, hidden, dtype=dtype),
+            tuning,
+            range(bound),
+            formats,
+        )
 
 
 def sums(dtype: torch.dtype, dim: int = HIDDEN) -> None:
@@ -244,6 +270,15 @@ CASES: dict[str, Callable[[], None]] = {
     "few bits, MXFP8": lambda: few_bits("mxfp8", 16),
     "few bits, MXFP4": lambda: few_bits("mxfp4", 1, 64),
     "few bits, NVFP4": lambda: few_bits("nvfp4", 16),
+    "few bits experts, integers": lambda: few_bits_experts("gptq_128", 4, 4096),
+    "few bits experts, small groups": lambda: few_bits_experts("gptq", 100),
+    "few bits experts, zero points": lambda: few_bits_experts("awq", 4, 512),
+    "few bits experts, eight": lambda: few_bits_experts("gptq_8", 4, 4096),
+    "few bits experts, FP8": lambda: few_bits_experts("fp8_128", 4, 100, 4096),
+    "few bits experts, MXFP4": lambda: few_bits_experts("mxfp4", 4, 4096),
+    "few bits experts, NVFP4": lambda: few_bits_experts("nvfp4", 4, 4096),
+    "few bits experts, float16": lambda: few_bits_experts("awq", 4, 4096, dtype=torch.float16),
+    "few bits experts, float32": lambda: few_bits_experts("mxfp4", 4, dtype=torch.float32),
     "experts, few": lambda: experts(4),
     "experts, some": lambda: experts(100),
     "experts, many": lambda: experts(4096),
@@ -284,7 +319,8 @@ def elsewhere(capability: int, seen: Callable[[Any], None]) -> Iterator[None]:
 
     with ExitStack() as patched:
         patched.enter_context(patch.object(JITFunction, "run", only_compiled))
-        patched.enter_context(patch.object(triton_experts, "_shared_memory", lambda _: SHARED[capability]))
+        for module in (triton_experts, triton_few_bits_experts):
+            patched.enter_context(patch.object(module, "shared_memory", lambda _: SHARED[capability]))
         counts = {triton_attention: 80, triton_tiles: 80, triton_linear: 132, triton_few_bits: 132}
         for module, count in counts.items():
             patched.enter_context(patch.object(module, "multiprocessors", lambda _, count=count: count))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tiny
-from penstock.arch.layout import GroupLayout, group_layouts, kv_layout, state_layout
+from penstock.arch.layout import GroupKind, GroupLayout, group_layouts, kv_layout, state_layout
 from penstock.arch.shards import Shard
 from penstock.kv.movement.pool import KVPool, StatePool
 from penstock.models.decoder import Decoder
@@ -101,14 +101,18 @@ class Rank:
         layouts = tuple(map(self.change, group_layouts(spec, self.model.names, self.dtype, self.shard)))
         total = sum(map(padded, layouts))
         least = max(map(padded, layouts)) * 3
-        limits = WeightLimits(total if self.part == 1 else max(int(self.part * total), least), total)
+        sizes = [padded(layout) for layout in layouts if layout.id.kind is GroupKind.EXPERT]
+        host = total + len(sizes) * max(sizes, default=0) - sum(sizes)  # Slots are of one size.
+        limits = WeightLimits(total if self.part == 1 else max(int(self.part * total), least), host)
         placement, experts, _ = solve_model(layouts, spec.tied_embeddings, limits, RATES, disk=False)
         source = self.source or CheckpointSource(self.model)
         self.weights = WeightStream(placement, layouts, Sources(source, source), CPU, experts=experts)
         state = StatePool(state_layout(spec, self.dtype, self.shard), 4, CPU) if spec.has_state else None
         self.pool = KVPool(kv_layout(spec, self.dtype, BLOCK, self.shard), PAGES, CPU, state)
         self._inputs = InputBuilder(spec, CPU, BlockTables(4, 8, CPU), block_size=BLOCK)
-        self._decoder = Decoder(spec, self.shard, self.member, rows_at_rest=self.rows_at_rest)
+        self._decoder = Decoder(
+            spec, self.shard, self.member, rows_at_rest=self.rows_at_rest, dtype=getattr(torch, self.dtype)
+        )
 
     def load(self) -> None:
         self.weights.load()

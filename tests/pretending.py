@@ -36,7 +36,7 @@ from penstock.memory.arena import Arena
 from penstock.memory.streams import CallerStream
 from penstock.ops.attention import dense
 from penstock.ops.kernels import noted
-from penstock.ops.triton import experts
+from penstock.ops.triton import experts, few_bits_experts
 from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.scheduler import Scheduler, Storage
 from penstock.step.plan import Plan
@@ -107,7 +107,8 @@ def pretended() -> Iterator[None]:
         patched.enter_context(patch.object(carrier, "more_streams", lambda *_: (CallerStream(),) * 2))
         patched.enter_context(patch.object(Arena, "_register", lambda *_: None))
         patched.enter_context(patch.object(dense, "dense", dense.dense_reference))
-        patched.enter_context(patch.object(experts, "_shared_memory", lambda _: SHARED[90]))
+        for module in (experts, few_bits_experts):
+            patched.enter_context(patch.object(module, "shared_memory", lambda _: SHARED[90]))
         patched.enter_context(Pretended())
         yield
 

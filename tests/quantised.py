@@ -6,8 +6,8 @@ the packed tensors stand for, by the numbers before they were packed.
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -323,24 +323,46 @@ SCHEMES: dict[str, Scheme] = {
 }  # fmt: skip
 
 
-def is_quantised(name: str, value: Tensor) -> bool:
-    """Whether quantisers touch a tensor: linear modules inside layers, but routers."""
-    return ".layers." in name and value.dim() == 2 and not name.endswith(ROUTERS)
+def is_quantised(name: str, value: Tensor, also: tuple[str, ...] = ()) -> bool:
+    """Whether quantisers touch a tensor: linear modules inside layers, but routers, and what is in `also`."""
+    return name in also or (".layers." in name and value.dim() == 2 and not name.endswith(ROUTERS))
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def with_ends(scheme: Scheme) -> tuple[Scheme, tuple[str, ...]]:
+    """A scheme whose head and embedding are quantised too, as far as the format can say so."""
+    if scheme.config["quant_method"] == "gptq":
+        return replace(scheme, config=scheme.config | {"lm_head": True}), (HEAD,)
+    (group,) = scheme.config["config_groups"].values()  # type: ignore[attr-defined]
+    groups = {"config_groups": {"group_0": group | {"targets": ["Linear", "Embedding"]}}}
+    left = {"ignore": [name for name in scheme.config["ignore"] if name != "lm_head"]}  # type: ignore[attr-defined]
+    return replace(scheme, config=scheme.config | groups | left), (HEAD, EMBEDDING)
 
 
 def checkpoints(
-    source: Path, folder: Path, scheme: Scheme, dtype: torch.dtype = torch.float32
+    source: Path,
+    folder: Path,
+    scheme: Scheme,
+    others: Mapping[str, Scheme | None] | None = None,
+    also: tuple[str, ...] = (),
 ) -> tuple[Path, Path]:
-    """A checkpoint quantised as `scheme` has it, and a dense one in float32 that is the same model."""
+    """A checkpoint quantised as `scheme` has it, and a dense one in float32 that is the same model.
+
+    others: by a part of their names, matrices that are quantised otherwise, or not. also: weights outside of
+    layers that are quantised. The config must say so.
+    """
     few, same = folder / "few", folder / "dense"
     numbers, plain = dict[str, Tensor](), dict[str, Tensor]()
     seed = torch.Generator().manual_seed(11)
     for file in sorted(source.glob("*.safetensors")):
         for tensor, value in load_file(file).items():
-            if not is_quantised(tensor, value):
+            its = next((one for part, one in (others or {}).items() if part in tensor), scheme)
+            if its is None or not is_quantised(tensor, value, also):
                 numbers[tensor] = plain[tensor] = value
                 continue
-            made, matrix = scheme.make(value, seed)
+            made, matrix = its.make(value, seed)
             at = tensor.removesuffix("weight")
             numbers |= {at + name: one.contiguous() for name, one in made.items()}
             plain[tensor] = matrix
@@ -355,12 +377,20 @@ def checkpoints(
     return few, same
 
 
-def matrix_of(scheme: Scheme, weight: Tensor, seed: int = 3) -> tuple[Matrix, Tensor]:
-    """A matrix as it rests, and in float32 as `scheme` has it."""
+def matrix_of(
+    scheme: Scheme, weight: Tensor, seed: int = 3, *, rows: Sequence[range] = (), columns: range | None = None
+) -> tuple[Matrix, Tensor]:
+    """A matrix as it rests, and in float32 as `scheme` has it.
+
+    rows, columns: a rank's, one run below the other; all by default.
+    """
     name = "model.layers.0.self_attn.q_proj.weight"
     made, plain = scheme.make(weight, torch.Generator().manual_seed(seed))
     tensors = {name.removesuffix("weight") + part: one for part, one in made.items()}
-    sources = [matrix(name, *weight.shape)]
+    runs = rows or (range(len(weight)),)
+    sources = [matrix(name, *weight.shape, rows=run, columns=columns) for run in runs]
+    plain = torch.cat([plain[run.start : run.stop] for run in runs])
+    plain = plain if columns is None else plain[:, columns.start : columns.stop].contiguous()
     format = (
         read_format({"quantization_config": scheme.config}, "config.json", "float32").of(name).cut(sources)
     )
@@ -376,4 +406,4 @@ def matrix_of(scheme: Scheme, weight: Tensor, seed: int = 3) -> tuple[Matrix, Te
             stored.shape,
             getattr(torch, stored.dtype),
         )
-    return Matrix(format, (weight.shape[0], weight.shape[1]), parts), plain
+    return Matrix(format, (plain.shape[0], plain.shape[1]), parts), plain

@@ -14,10 +14,16 @@ import tiny
 import toys
 from members import pass_of
 from penstock.arch.layout import GroupId
+from penstock.arch.shards import Shard
 from penstock.models import moe
 from penstock.ops.linear import gated, linear
 from penstock.ops.matrix import GroupViews, Matrix
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.pack.reader import Pack
+from penstock.weights.pack.writer import write_pack
 from penstock.weights.streaming.lending import ExpertStream
+from penstock.weights.streaming.source import PackSource
+from quantised import SCHEMES, checkpoints
 
 MOST = 1 << 20
 """Tokens of an expert: no step has as many."""
@@ -86,6 +92,31 @@ def test_in_a_format_of_few_bits(tmp_path: Path, at_rest: list[GroupId]) -> None
 def test_on_two_ranks(part: float, at_rest: list[GroupId]) -> None:
     want = pass_of(tiny.checkpoint("qwen3_moe"), 2, part=part)
     assert same(want, pass_of(tiny.checkpoint("qwen3_moe"), 2, part=part, rows_at_rest=2))
+    assert at_rest
+
+
+@pytest.mark.parametrize("scheme", ["gptq", "gptq_order", "awq", "packed_8", "fp8_128", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_experts_of_few_bits(scheme: str, ranks: int, tmp_path: Path, at_rest: list[GroupId]) -> None:
+    """Whole, and cut by rows and columns for ranks; by plain torch, and by the kernels for a CPU."""
+    few, dense = checkpoints(tiny.checkpoint("mixtral"), tmp_path, SCHEMES[scheme])
+    for kernels in (False, True):
+        resident = pass_of(few, ranks, kernels=kernels)
+        assert kernels or same(resident, pass_of(dense, ranks))
+        at_rest.clear()
+        assert same(resident, pass_of(few, ranks, part=0.4, kernels=kernels, rows_at_rest=2))
+        assert at_rest
+
+
+@pytest.mark.parametrize("scheme", ["gptq_order", "awq", "fp8_128", "nvfp4"])
+def test_experts_of_few_bits_from_packs_of_ranks(scheme: str, tmp_path: Path, at_rest: list[GroupId]) -> None:
+    few, _ = checkpoints(tiny.checkpoint("mixtral"), tmp_path, SCHEMES[scheme])
+    want, sources = pass_of(few, 2), list[PackSource]()
+    for rank in range(2):
+        with Checkpoint.open(few) as checkpoint:
+            write_pack(checkpoint, tmp_path / str(rank), "float32", shard=Shard(rank, 2))
+        sources.append(PackSource(Pack.open(tmp_path / str(rank), Shard(rank, 2))))
+    assert same(want, pass_of(few, 2, source=sources, part=0.4, rows_at_rest=2))
     assert at_rest
 
 

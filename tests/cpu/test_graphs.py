@@ -22,7 +22,7 @@ import pairs
 import tiny
 import toys
 from penstock import LLM, SamplingParams
-from penstock.arch.layout import GroupId, GroupKind, group_layouts
+from penstock.arch.layout import GroupId, GroupKind, group_layouts, mixture_layouts
 from penstock.arch.spec import ModelSpec
 from penstock.engine.boot import boot
 from penstock.engine.placing import Override
@@ -31,6 +31,7 @@ from penstock.ops.attention import attend
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows
 from penstock.step.plan import BlockId, HostBlockId, ModelRole, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.residency import WeightLimits, padded
 from penstock.worker.graphs import DecodeGraphs, DecodeStep, _Program
 from penstock.worker.runner import Runner
@@ -320,14 +321,14 @@ def test_what_cannot_be_recorded_says_why() -> None:
     def blocker(name: str, *, gpu: bool = True, experts_rest: bool) -> str | None:
         return graph_blocker(spec_of(name), cuda=gpu, kernels=gpu, experts_rest=experts_rest)
 
-    few = replace(spec_of("mixtral"), format=toys.Int8())
-    assert "one expert after another" in str(graph_blocker(few, cuda=True, kernels=True, experts_rest=True))
-    assert (
-        graph_blocker(
-            replace(spec_of("llama"), format=toys.Int8()), cuda=True, kernels=True, experts_rest=True
-        )
-        is None
-    )
+    def blocker_of_few(name: str) -> str | None:
+        shape = Shape.open(tiny.checkpoint(name))
+        few = replace(shape.spec, format=toys.Int8())
+        mixtures = mixture_layouts(group_layouts(few, shape.names, "float32")).values()
+        return graph_blocker(few, cuda=True, kernels=True, experts_rest=True, mixtures=mixtures)
+
+    assert "one expert after another" in str(blocker_of_few("mixtral"))
+    assert blocker_of_few("llama") is None
     assert "no CUDA device" in str(blocker("llama", gpu=False, experts_rest=True))
     assert "experts stream" in str(blocker("mixtral", experts_rest=False))
     assert "length" in str(blocker("llama_dynamic", experts_rest=True))

@@ -23,7 +23,13 @@ from penstock.ops.linear import add_linear, gated, linear
 from penstock.ops.matrix import Matrix
 from penstock.ops.native import few_bits
 from penstock.ops.native.compiler import FOLDER, NativeError, load
-from penstock.ops.native.few_bits import FewBitsLibrary, dequantise, few_rows, find_library
+from penstock.ops.native.few_bits import (
+    FewBitsLibrary,
+    dequantise,
+    few_rows,
+    few_rows_each,
+    find_library,
+)
 from penstock.weights.checkpoint.reader import Checkpoint
 from quantised import SCHEMES, checkpoints, matrix_of
 
@@ -126,6 +132,24 @@ def test_dequantised(scheme: str, way: str) -> None:
             out = torch.full(some.shape, torch.nan, dtype=dtype)
             dequantise(few, slice(rows.start, min(rows.stop, len(plain))), out)
             assert torch.equal(out, some.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_products_at_once(scheme: str, dtype: torch.dtype, way: str, threads: None) -> None:
+    """Rows with a matrix each are what they are one by one, on any number of threads."""
+    matrices = [example(scheme, 300, 200)[0] for _ in range(4)]
+    for at, few in enumerate(matrices):  # Four different ones.
+        few.parts["codes"].copy_(few.parts["codes"].roll(at, 0))
+    (height, width), counts = matrices[0].shape, (1, 6, 2, 3)
+    x = torch.randn(12, width + 3, generator=torch.Generator().manual_seed(4)).to(dtype)[:, :width]
+    want = torch.cat([few_rows(part, few) for part, few in zip(x.split(counts), matrices, strict=True)])
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        out = torch.full((14, height + 2), torch.nan, dtype=dtype)
+        few_rows_each(x, matrices, counts, out[1:-1, 1:-1])
+        assert torch.equal(out[1:-1, 1:-1], want)
+        assert out.isnan().sum() == out.numel() - want.numel()
 
 
 @pytest.mark.parametrize("scheme", ["gptq_asymmetric", "gptq_order", "packed_8", "fp8_channel", "nvfp4"])

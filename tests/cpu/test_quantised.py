@@ -3,6 +3,7 @@ the tokens of the models that they are."""
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from safetensors.torch import load_file, save_file
 import tiny
 from members import pass_of
 from penstock.api.llm import LLM
+from penstock.arch.formats.dense import DENSE
+from penstock.arch.formats.methods import read_format
 from penstock.arch.layout import group_layouts
 from penstock.base.errors import CheckpointError, UnsupportedModelError
 from penstock.step.params import SamplingParams
@@ -20,7 +23,7 @@ from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.pack.writer import write_pack
 from penstock.weights.streaming.source import RandomSource
 from penstock.weights.streaming.stream import group_views
-from quantised import SCHEMES, checkpoints
+from quantised import EMBEDDING, HEAD, SCHEMES, checkpoints, fp8, gptq, with_ends
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -80,6 +83,79 @@ def test_streamed_and_ranks(scheme: str, name: str, tmp_path: Path) -> None:
                 torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=0)
             else:
                 assert torch.equal(mine, theirs)
+
+
+def test_experts_in_several_formats(tmp_path: Path) -> None:
+    """Of one layer all have more bits; of another one has, and one is dense: they stream through the same
+    slots, from host memory and from a pack, and rest there."""
+    eight, four = gptq(8, 32, symmetric=False), gptq(4, 32, symmetric=False)
+    layer, one, plain = "layers.0.mlp.experts", "layers.1.mlp.experts.2", "layers.1.mlp.experts.4"
+    override = {f".*{layer}": {"bits": 8}, f".*{one}": {"bits": 8}, f"-:.*{plain}": {}}
+    scheme = replace(four, config=four.config | {"dynamic": override})
+    few, dense = checkpoints(
+        tiny.checkpoint("qwen3_moe"), tmp_path, scheme, {layer: eight, one: eight, plain: None}
+    )
+    want = pass_of(dense, 0)
+    for part in (0.3, 0.5, 0.7):
+        for rows_at_rest in (0, 2):
+            found = pass_of(few, 0, part=part, kernels=False, rows_at_rest=rows_at_rest)
+            assert all(map(torch.equal, found, want))
+    with Checkpoint.open(few) as checkpoint:
+        write_pack(checkpoint, tmp_path / "pack", "float32")
+    settings = {"device": "cpu", "dtype": "float32", "max_length": 64, "kv_blocks": 40, "kernels": False}
+    with LLM(tmp_path / "pack", **settings) as llm:  # type: ignore[arg-type]
+        budget = llm.memory.budget
+    beside = budget.activations + budget.kv
+    device, host = (beside + int(part * budget.weights) for part in (0.5, 0.8))
+    with LLM(tmp_path / "pack", **settings, device_memory=device, host_memory=host) as llm:  # type: ignore[arg-type]
+        found = [(one.tokens, one.logprobs) for one in llm.generate(tiny.prompts()[1:4], GREEDY)]
+        assert llm.memory.weights.read
+    assert found == outputs(dense)
+
+
+ENDS = [name for name, one in SCHEMES.items() if one.config["quant_method"] in ("gptq", "compressed-tensors")]
+
+
+@pytest.mark.parametrize("scheme", ENDS)
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_head_and_embedding(scheme: str, name: str, tmp_path: Path) -> None:
+    """Rows of the embedding are looked up and dequantised; a head that it is, or its own, multiplies by few
+    bits. Alone, streamed, on ranks that divide the vocabulary, as a pack."""
+    its, also = with_ends(SCHEMES[scheme])
+    if name == "llama_tied" and len(also) == 1:
+        pytest.skip("no embedding in this format")
+    many = tiny.write(tiny.CASES[name], tmp_path / "source", vocab_size=104)
+    few, dense = checkpoints(many, tmp_path, its, also=also)
+    alone, together = pass_of(dense, 0), pass_of(dense, 2)
+    for kernels in (False, True):
+        resident = pass_of(few, 0, kernels=kernels)
+        assert all(map(torch.equal, resident, pass_of(few, 0, part=0.4, kernels=kernels)))
+        ranks = pass_of(few, 2, kernels=kernels)
+        for mine, theirs in zip([*resident, *ranks], [*alone, *together], strict=True):
+            torch.testing.assert_close(mine, theirs, atol=2e-4 if kernels else 0, rtol=0)
+    with Checkpoint.open(few) as checkpoint:
+        layouts = group_layouts(checkpoint.spec, checkpoint.names, "float32")
+        ends = [one.format for layout in (layouts[0], layouts[-1]) for one in layout.matrices]
+        assert [format != DENSE for format in ends] == [name in also for name in (EMBEDDING, HEAD)][
+            : len(ends)
+        ]
+        write_pack(checkpoint, tmp_path / "pack", "float32")
+    assert outputs(tmp_path / "pack", kernels=False) == outputs(dense)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_embedding_with_one_scale(name: str, tmp_path: Path) -> None:
+    """Of FP8, where the config names it among what is converted besides linear modules."""
+    whole, blocks = fp8((0, 0), name="weight_scale", flat=True), SCHEMES["fp8"]
+    its = replace(blocks, config=blocks.config | {"modules_to_convert": ["embed_tokens"]})
+    source = tiny.checkpoint(name)
+    few, dense = checkpoints(source, tmp_path, its, {EMBEDDING: whole}, also=(EMBEDDING,))
+    for ranks in (0, 2):
+        for mine, theirs in zip(pass_of(few, ranks, kernels=False), pass_of(dense, ranks), strict=True):
+            assert torch.equal(mine, theirs)
+    other = its.config | {"modules_to_convert": ["embed_tokens", "ngram_table"]}
+    with pytest.raises(UnsupportedModelError, match="modules_to_convert"):
+        read_format({"quantization_config": other}, "config.json", "float32")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -25,6 +25,8 @@ LARGE = (
     "experts, some",
     "few bits, integers",
     "few bits, NVFP4",
+    "few bits experts, zero points",
+    "few bits experts, float16",
 )
 """Each kernel once, and where one takes most."""
 EARLY = (

@@ -46,6 +46,7 @@ from penstock.weights.streaming.views import StillExperts
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-2, torch.float16: 4e-3}
 """Of the largest number; the interpreter truncates to bf16 where a GPU rounds."""
+KERNELS = {"routing": triton_routing, "experts": triton_experts}
 NOWHERE = 1 << 62
 """An address at which there is no memory."""
 
@@ -56,7 +57,7 @@ def _interpreted() -> Iterator[None]:
     nothing around them."""
     compute = triton_experts.products
 
-    def products(x: Tensor, order: Tensor, blocks: Tensor, table: Tensor, h: Tensor, *rest: object) -> None:
+    def products(x: Tensor, arranged: object, table: Tensor, h: Tensor, *rest: object) -> None:
         size = h.shape[1] * x.shape[1] * x.element_size()
         matrices = [
             one
@@ -64,11 +65,11 @@ def _interpreted() -> Iterator[None]:
             for one in ((gate_up, gate_up + 2 * size), (down, down + size))
         ]
         with bounds.lent(span for span in matrices if span[0] not in (0, NOWHERE)):
-            compute(x, order, blocks, table, h, *rest)  # type: ignore[arg-type]
+            compute(x, arranged, table, h, *rest)  # type: ignore[arg-type]
 
     with (
         patch.object(experts, "_kernels", lambda device: triton_experts),
-        patch.object(experts, "triton_kernels", {"routing": triton_routing}.get),
+        patch.object(experts, "triton_kernels", KERNELS.get),
         patch.object(triton_experts, "products", products),
     ):
         yield
@@ -351,10 +352,17 @@ def _at(address: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def _products(
-    x: Tensor, order: Tensor, blocks: Tensor, table: Tensor, h: Tensor, y: Tensor, tuning: object, part: range
+    x: Tensor,
+    arranged: tuple[Tensor, Tensor],
+    table: Tensor,
+    h: Tensor,
+    y: Tensor,
+    tuning: object,
+    part: range,
+    formats: object,
 ) -> None:
     """What kernels of the toy format would do: the reference for each block, from the addresses alone."""
-    (inner, hidden), top_k = (h.shape[1], x.shape[1]), len(y) // len(x)
+    (inner, hidden), top_k, (order, blocks) = (h.shape[1], x.shape[1]), len(y) // len(x), arranged
     for expert, start, end in blocks[:, part.start : part.stop].T.tolist():
         if expert < 0 or not table[expert, 0]:
             continue
@@ -377,11 +385,10 @@ def test_a_format_may_bring_its_own_products_of_many_experts(tmp_path: Path) -> 
     with toys.known():
         few, dense = toys.checkpoints("mixtral", tmp_path)
         want, one_by_one = pass_of(dense, 0), pass_of(few, 0)
-        kernels = SimpleNamespace(products=_products)
+        kernels = SimpleNamespace(products=_products, expert_tuning=expert_tuning)
         with (
-            patch.object(toys.Int8, "groups_experts", True),
-            patch.object(toys.Int8, "kernels", "toys"),
-            patch.object(experts, "triton_kernels", {"toys": kernels, "routing": triton_routing}.get),
+            patch.object(toys.Int8, "expert_kernels", "toys"),
+            patch.object(experts, "triton_kernels", (KERNELS | {"toys": kernels}).get),
             patch.object(ExpertStream, "each", _not_one_by_one),
             patch.object(StillExperts, "each", _not_one_by_one),
         ):

@@ -11,6 +11,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 
 from penstock.ops.activation import silu_mul
+from penstock.ops.triton.dequantise import look_up
 from penstock.ops.triton.few_bits import FewBitsTuning, dequantise, few_rows, suits
 from quantised import SCHEMES, matrix_of
 
@@ -45,3 +46,15 @@ def test_dequantised(scheme: str) -> None:
         dequantise(few, rows, out)
         assert torch.equal(out, plain[rows])
         assert torch.equal(few.dequantised(plain, rows), plain[rows])
+
+
+@pytest.mark.parametrize("scheme", READ)
+def test_rows_looked_up(scheme: str) -> None:
+    """Any rows, in any order, some of them twice."""
+    rng = torch.Generator().manual_seed(len(scheme))
+    few, plain = matrix_of(SCHEMES[scheme], torch.randn(64, 304, generator=rng) / 17)
+    rows = torch.tensor([63, 0, 17, 17, 5, *range(20, 40), 1])
+    out = torch.full((len(rows), 304), torch.nan)
+    look_up(few, rows, out)
+    assert torch.equal(out, plain[rows])
+    assert torch.equal(few.format.look_up(few.parts, rows), plain[rows])

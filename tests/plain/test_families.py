@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.arch.families import FAMILIES, MOST, family_of, read_spec
-from penstock.arch.layout import ALIGNMENT, GroupKind, GroupLayout, group_layouts, kv_layout
+from penstock.arch.layout import ALIGNMENT, GroupKind, GroupLayout, group_layouts, kv_layout, mixture_layouts
 from penstock.arch.mixers.attention import Attention
 from penstock.arch.rope import attention_scale, inverse_frequencies
 from penstock.arch.spec import DTYPE_BYTES, LayerSpec, Mlp, ModelSpec, MoeSpec, RopeKind, RopeSpec
@@ -574,6 +574,25 @@ def test_groups_of_a_mixture_of_experts() -> None:
         group for group in layouts("mixtral") if group.id.kind is GroupKind.EXPERT and group.id.expert == 3
     )
     assert [source.tensor.split(".")[-2] for source in expert.fields[0].sources] == ["w1", "w3"]
+
+
+def test_experts_that_differ_are_computed_one_by_one() -> None:
+    """Of layer 0 one expert has more bits; of layer 2 gate and up rest unlike; layer 1 is dense."""
+
+    def kernels(**dynamic: object) -> list[str]:
+        config = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": True, "dynamic": dynamic}
+        return [one.kernels for one in mixture_layouts(layouts("qwen3_moe", **keys(config))).values()]
+
+    def keys(config: dict[str, object]) -> dict[str, object]:
+        return MOE_KEYS | {"quantization_config": config}
+
+    few = "few_bits_experts"
+    assert kernels() == [few, few]
+    assert kernels(**{"-:.*experts": {}}) == ["experts", "experts"]
+    assert kernels(**{".*layers.0.mlp.experts.2": {"bits": 8}}) == ["", few]
+    assert kernels(**{".*layers.2.mlp.experts.*gate_proj": {"bits": 8}}) == [few, ""]
+    assert kernels(**{".*layers.2.mlp.experts.*down_proj": {"bits": 8}}) == [few, few]
+    assert kernels(**{"-:.*layers.2.mlp.experts.*down_proj": {}}) == [few, ""]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

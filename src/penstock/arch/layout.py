@@ -5,7 +5,7 @@ A group is the unit in which weights rest and move: one contiguous run. Projecti
 are fused, one below the other, so that a layer needs four matrix products and a group one copy.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -106,6 +106,25 @@ class GroupLayout:
         """Return the fields that are no part of a matrix: norms and biases."""
         stored = {field.name for matrix in self.matrices for _, field in matrix.parts}
         return tuple(field for field in self.fields if field.name not in stored)
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureLayout:
+    """A MixtureLayout says how many experts a layer has, and in which formats their matrices rest.
+
+    formats: of gate_up and down; None if they differ from expert to expert.
+    """
+
+    experts: int
+    formats: tuple[WeightFormat, ...] | None
+
+    kernels: str = field(init=False, repr=False, compare=False)
+    """The module of `penstock.ops.triton` that computes the layer's experts at once. If empty, a GPU computes
+    one after another."""
+
+    def __post_init__(self) -> None:
+        modules = {format.expert_kernels for format in self.formats or ()}
+        object.__setattr__(self, "kernels", modules.pop() if len(modules) == 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +310,18 @@ def group_layouts(
     return tuple(groups)
 
 
+def mixture_layouts(layouts: Iterable[GroupLayout]) -> dict[int, MixtureLayout]:
+    """Return what each layer that is a mixture has, by the layer's number."""
+    formats = dict[int, list[tuple[WeightFormat, ...]]]()
+    for layout in layouts:
+        if layout.id.kind is GroupKind.EXPERT:
+            formats.setdefault(layout.id.layer, []).append(tuple(one.format for one in layout.matrices))
+    return {
+        layer: MixtureLayout(len(every), every[0] if every.count(every[0]) == len(every) else None)
+        for layer, every in formats.items()
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """Lays out the groups of a layer, as one rank holds them."""
@@ -306,7 +337,7 @@ class _Layer:
         fields, matrices, offset = list[Field](), list[MatrixLayout](), 0
         for name, sources in tensors.items():
             is_matrix = len(sources[0].shape) == 2
-            format = self._format(id, sources) if is_matrix else DENSE
+            format = self._format(sources) if is_matrix else DENSE
             parts = []
             for stored in format.stored(self.dtype, sources):
                 label = f"{name}.{stored.name}" if stored.name else name
@@ -321,14 +352,9 @@ class _Layer:
                 matrices.append(MatrixLayout(name, (outer, inner), format, tuple(parts)))
         return GroupLayout(id, tuple(fields), offset, tuple(matrices))
 
-    def _format(self, id: GroupId, sources: Sequence[TensorSlice]) -> WeightFormat:
+    def _format(self, sources: Sequence[TensorSlice]) -> WeightFormat:
         """Return the format of matrices that are read by one product."""
         formats = tuple(self.spec.format.of(source.tensor) for source in sources)
-        if id.kind is GroupKind.EMBEDDING and formats[0] != DENSE:
-            raise UnsupportedModelError(
-                f"{sources[0].tensor} is quantised, which is not supported; use a checkpoint whose embedding "
-                "is not"
-            )
         together = formats[0].fuses and len(set(formats)) == 1
         return (formats[0] if together or len(formats) == 1 else Joined(formats=formats)).cut(sources)
 

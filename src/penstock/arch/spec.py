@@ -102,8 +102,7 @@ class ModelSpec:
     stack: the layers, in order.
     max_length: positions that the model was trained for, scaling included.
     dtype: dtype of the checkpoint: float32, float16 or bfloat16.
-    format: storage format of the matrices of mixers, feed-forwards and experts. Embedding, routers and head
-        are dense.
+    format: storage format of all matrices; it says of each by name whether it rests otherwise.
     """
 
     family: str

@@ -80,7 +80,8 @@ def _make_model(
         choosing=(bool(policies and policies.rows), bool(policies and policies.runs)),
         scratch=scratch,
     )
-    return LoadedModel(Decoder(settled.spec, settled.shard, collectives), inputs, sampler)
+    dtype: torch.dtype = getattr(torch, settled.dtype)
+    return LoadedModel(Decoder(settled.spec, settled.shard, collectives, dtype=dtype), inputs, sampler)
 
 
 def blank_runner(

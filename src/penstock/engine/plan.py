@@ -12,7 +12,7 @@ from math import ceil
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from penstock.arch.layout import GroupKind, GroupLayout, KVLayout, state_layout
+from penstock.arch.layout import GroupKind, GroupLayout, KVLayout, mixture_layouts, state_layout
 from penstock.arch.shards import Shard
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.config import Config
@@ -180,7 +180,13 @@ class Outline(Generic[Far]):
     def blocker(self, *, experts_rest: bool) -> str | None:
         """Return why steps cannot be recorded here, or None if they can."""
         found = self.hardware
-        return graph_blocker(self.spec, cuda=found.cuda, kernels=found.kernels, experts_rest=experts_rest)
+        return graph_blocker(
+            self.spec,
+            cuda=found.cuda,
+            kernels=found.kernels,
+            experts_rest=experts_rest,
+            mixtures=mixture_layouts(self.layouts).values(),
+        )
 
     def demand(self, activations: int) -> Demand:
         """Return what the device must have room for besides weights.

@@ -16,6 +16,7 @@ from penstock.models.mixers import FORWARD, Mixing
 from penstock.models.moe import mixture
 from penstock.models.residual import Residual
 from penstock.ops.activation import soft_cap
+from penstock.ops.embedding import look_up
 from penstock.ops.linear import add_linear, gated, linear
 from penstock.ops.matrix import Matrix
 from penstock.ops.norm import rms_norm
@@ -54,15 +55,17 @@ class Decoder:
         collectives: Collectives | None = None,
         *,
         rows_at_rest: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Compute with this model. spec: of the whole model. collectives: needed for a shard of several
-        ranks. rows_at_rest: as of `mixture`. Raises ConfigError for too many ranks."""
+        ranks. rows_at_rest: as of `mixture`. dtype: of activations, needed where the embedding is quantised.
+        Raises ConfigError for too many ranks."""
         shard = shard or WHOLE
         assert shard.ranks == 1 or collectives is not None, f"{shard} without collectives"
         self.spec = spec
         self._local, self._vocabulary = local_spec(spec, shard), held(spec, shard).vocabulary
         self._collectives = collectives if shard.ranks > 1 else None
-        self._rows_at_rest = rows_at_rest
+        self._rows_at_rest, self._dtype = rows_at_rest, dtype
 
     def forward(
         self,
@@ -81,7 +84,7 @@ class Decoder:
         wanted, ends = inputs.wanted, self._ends(inputs) if layers is None else None
         embedding = weights.take(EMBEDDING)
         residual = Residual(
-            self._embed(inputs.tokens, embedding.matrices["embedding"].tensor),
+            self._embed(inputs.tokens, embedding.matrices["embedding"]),
             self.spec.norm_eps,
             self._collectives,
         )
@@ -137,16 +140,15 @@ class Decoder:
         yield logits
         weights.release(group)
 
-    def _embed(self, tokens: Tensor, rows: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor, rows: Matrix) -> Tensor:
         """Return `[tokens, hidden]` of the embedding's rows on this rank; tokens of other ranks' rows get
         zeros."""
         if self._collectives is None:
-            return torch.nn.functional.embedding(tokens, rows)
+            return look_up(tokens, rows, self._dtype)
         mine = tokens - self._vocabulary.start
-        others = (mine < 0) | (mine >= len(rows))
-        return torch.nn.functional.embedding(mine.masked_fill_(others, 0), rows).masked_fill_(
-            others.unsqueeze(1), 0
-        )
+        others = (mine < 0) | (mine >= rows.shape[0])
+        found = look_up(mine.masked_fill_(others, 0), rows, self._dtype)
+        return found.masked_fill_(others.unsqueeze(1), 0)
 
     def _mix(
         self,
@@ -192,9 +194,7 @@ class Decoder:
         scores = linear(x, w.matrices["router"])
         weights.release(group)
         assert weights.experts is not None, "a mixture without experts"
-        mixed = mixture(
-            x, scores, moe, layer, weights.experts, self.spec.format, rows_at_rest=self._rows_at_rest
-        )
+        mixed = mixture(x, scores, moe, layer, weights.experts, rows_at_rest=self._rows_at_rest)
         residual.add(mixed, after, spec.scale)
 
 

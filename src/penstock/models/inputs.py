@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.arch.layout import GroupId
+from penstock.arch.layout import GroupId, MixtureLayout
 from penstock.ops.attention.inputs import AttentionInputs, Tiles
 from penstock.ops.matrix import GroupViews
 
@@ -75,10 +75,14 @@ class Weights(Protocol):
 class ExpertWeights(Protocol):
     """Lends the experts of mixtures, groups that a layer's router names as the pass goes.
 
-    A step borrows a layer's experts in one of three ways: all of them by `table`; those that its tokens chose
-    by `waves`, several at a time; or the same by `each`, one at a time. Beside these, `at_rest` lends experts
-    where they are, without moving them.
+    A step borrows a layer's experts in one of four ways: all of them by `table`; those that its tokens chose
+    by `waves`, several at a time, or as views by `waves_of_views`; or these by `each`, one at a time. Beside
+    these, `at_rest` lends experts where they are, without moving them.
     """
+
+    @property
+    def mixtures(self) -> Mapping[int, MixtureLayout]:
+        """Return how many experts each layer has, and their formats."""
 
     def table(self, layer: int) -> Tensor | None:
         """Return the addresses of all tensors of a layer's experts, int64 `[experts, tensors]` on the device.
@@ -93,6 +97,10 @@ class ExpertWeights(Protocol):
         Work with a wave is queued before the next wave is asked for, which ends the loan. Raises
         CheckpointError.
         """
+
+    def waves_of_views(self, experts: Sequence[GroupId]) -> Iterator[Mapping[GroupId, GroupViews]]:
+        """Yield these experts of one layer in waves, as views of some of them; asking for the next ends the
+        loan. Raises CheckpointError."""
 
     def each(self, experts: Sequence[GroupId]) -> Iterator[tuple[GroupId, GroupViews]]:
         """Yield these experts of one layer in their order, one at a time; asking for the next ends the loan.

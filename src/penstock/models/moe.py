@@ -8,13 +8,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import WeightFormat
 from penstock.arch.layout import GroupId, GroupKind
 from penstock.arch.spec import MoeSpec
 from penstock.models.inputs import ExpertWeights
 from penstock.ops.activation import silu_mul_into
-from penstock.ops.experts import Grouped, grouped
+from penstock.ops.experts import Grouped, few_outputs, few_tokens, grouped
 from penstock.ops.linear import gated, linear
 from penstock.ops.matrix import GroupViews
 
@@ -28,7 +26,6 @@ def mixture(
     moe: MoeSpec,
     layer: int,
     experts: ExpertWeights,
-    format: WeightFormat = DENSE,
     *,
     rows_at_rest: int = 0,
 ) -> Tensor:
@@ -39,8 +36,11 @@ def mixture(
     borrowed, each once for all its tokens. Where all of them are on the device, the host does not learn which
     these are. rows_at_rest: an expert with at most so many tokens is computed on the host if it stays there.
     """
-    if grouped(x.device, format):
-        mixed = Grouped(x, scores, moe.top_k, moe.intermediate_size, normalise=moe.normalise, format=format)
+    layout = experts.mixtures[layer]
+    if grouped(x.device, layout):
+        mixed = Grouped(
+            x, scores, moe.top_k, moe.intermediate_size, normalise=moe.normalise, formats=layout.formats
+        )
         return _many_at_a_time(mixed, x, layer, experts, rows_at_rest)
     shares, chosen = scores.float().softmax(-1).topk(moe.top_k)
     if moe.normalise:
@@ -50,13 +50,33 @@ def mixture(
     counts = torch.bincount(chosen.flatten(), minlength=moe.experts).tolist()
     spans = _spans(layer, counts)
     y = x.new_empty(len(pairs), x.shape[1])
-    scratch = _Scratch(x, moe.intermediate_size)
     with _at_rest(x, y, pairs, spans, experts, rows_at_rest) as others:
-        for group, weights in experts.each(others):
-            for start in range(spans[group].start, spans[group].stop, scratch.rows):
-                part = slice(start, min(start + scratch.rows, spans[group].stop))
-                y.index_copy_(0, pairs[part], scratch.expert(x, tokens[part], weights))
+        if few_tokens(x, layout):
+            _few_tokens(x, y, pairs, spans, others, experts)
+        else:
+            scratch = _Scratch(x, moe.intermediate_size)
+            for group, weights in experts.each(others):
+                for start in range(spans[group].start, spans[group].stop, scratch.rows):
+                    part = slice(start, min(start + scratch.rows, spans[group].stop))
+                    y.index_copy_(0, pairs[part], scratch.expert(x, tokens[part], weights))
     return torch.bmm(shares.to(x.dtype).unsqueeze(1), y.view(-1, moe.top_k, x.shape[1])).squeeze(1)
+
+
+def _few_tokens(
+    x: Tensor,
+    y: Tensor,
+    pairs: Tensor,
+    spans: Mapping[GroupId, slice],
+    others: Sequence[GroupId],
+    experts: ExpertWeights,
+) -> None:
+    """Compute these experts of few bits on a CPU, as many at a time as are lent: their rows of y, as
+    `_at_rest` has it."""
+    for wave in experts.waves_of_views(others):
+        mine = torch.cat([pairs[spans[group]] for group in wave])
+        counts = [spans[group].stop - spans[group].start for group in wave]
+        rows = x.index_select(0, mine // (len(y) // len(x)))
+        y.index_copy_(0, mine, few_outputs(rows, list(wave.values()), counts))
 
 
 def _many_at_a_time(

@@ -10,15 +10,50 @@ from torch import Tensor
 
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import WeightFormat
-from penstock.ops.activation import silu_mul
-from penstock.ops.kernels import triton_kernels
+from penstock.arch.layout import MixtureLayout
+from penstock.ops.activation import silu_mul, silu_mul_into
+from penstock.ops.kernels import native_kernels, triton_kernels
 from penstock.ops.linear import dense_linear
+from penstock.ops.matrix import GroupViews
 
 
-def grouped(device: torch.device, format: WeightFormat) -> bool:
-    """Tell whether experts of this format may be computed many at a time on this device: whether `Grouped`
-    works there."""
-    return format.groups_experts and _kernels(device) is not None
+def grouped(device: torch.device, mixture: MixtureLayout) -> bool:
+    """Tell whether these experts may be computed many at a time on this device: whether `Grouped` works
+    there."""
+    return bool(mixture.kernels) and _kernels(device) is not None
+
+
+_FEW_TOKENS = 16
+"""Tokens whose pairs are all in memory at once on a CPU; more are bound by the products themselves."""
+_PIECE = 32768
+"""Numbers that torch computes on one thread: where it divides rows among threads, bits may depend on how."""
+
+
+def few_tokens(x: Tensor, mixture: MixtureLayout) -> bool:
+    """Tell whether kernels for a CPU take any of these experts at once for so few tokens: whether
+    `few_outputs` works."""
+    formats = mixture.formats
+    if x.is_cuda or len(x) > _FEW_TOKENS or formats is None or not formats[0].kernels:
+        return False
+    kernels = native_kernels()
+    return kernels is not None and kernels.takes_each(x, formats)
+
+
+def few_outputs(x: Tensor, experts: Sequence[GroupViews], counts: Sequence[int]) -> Tensor:
+    """Return the outputs of experts, the next `counts` rows of x through each of them: x and result
+    `[rows, hidden]`."""
+    kernels = native_kernels()
+    assert kernels is not None, "few_tokens() says whether there are kernels"
+    gate_up, down = ([one.matrices[name] for one in experts] for name in ("gate_up", "down"))
+    both = x.new_empty(len(x), gate_up[0].shape[0])
+    kernels.few_rows_each(x, gate_up, counts, both)
+    inner = x.new_empty(len(x), both.shape[1] // 2)
+    each = max(1, _PIECE // inner.shape[1])
+    for part, into in zip(torch.split(both, each), torch.split(inner, each), strict=True):
+        silu_mul_into(part, into)
+    out = torch.empty_like(x)
+    kernels.few_rows_each(inner, down, counts, out)
+    return out
 
 
 class Grouped:
@@ -37,20 +72,22 @@ class Grouped:
         inner: int,
         *,
         normalise: bool,
-        format: WeightFormat = DENSE,
+        formats: Sequence[WeightFormat] | None = None,
     ) -> None:
         """Choose experts; the host waits for nothing.
 
         x: `[tokens, hidden]`. scores: `[tokens, experts]`; each token takes the top_k highest, of equal ones
-        those of the lower experts. inner: rows of gate, and of up. format: of the experts; its kernels
-        compute the products."""
+        those of the lower experts. inner: rows of gate, and of up. formats: of gate_up and down of all
+        experts, dense by default; their kernels compute the products."""
         kernels, routing = _kernels(x.device), triton_kernels("routing")
         assert kernels is not None, f"no kernels on {x.device}"
         assert routing is not None
-        self._kernels, self._x = kernels, x
-        self._products = kernels if format == DENSE else triton_kernels(format.kernels)
+        self._kernels, self._x, self._formats = kernels, x, formats or (DENSE, DENSE)
+        products = triton_kernels(self._formats[0].expert_kernels)
+        assert products is not None, formats
+        self._products = products
         tokens, experts = scores.shape
-        self._tuning = kernels.expert_tuning(tokens * top_k, experts, x.dtype)
+        self._tuning = products.expert_tuning(tokens * top_k, experts, x.dtype)
         chosen, self._shares = routing.choose(scores, top_k, normalise=normalise)
         self.order, self._blocks, self._counts = routing.arrange(chosen, experts, self._tuning.rows)
         """Pairs in the order of their experts, int32 `[pairs]`."""
@@ -72,14 +109,16 @@ class Grouped:
         of none but these.
 
         table: int64 `[experts, tensors]` on the device, addresses or 0; of dense experts those of gate_up
-        `[2 * inner, hidden]`, gate first, and down `[hidden, inner]`.
+        `[2 * inner, hidden]`, gate first, and down `[hidden, inner]`; of others those of each tensor that
+        the formats of both store.
         """
         part = range(self._blocks.shape[1])
         if experts is not None:
             assert self._starts is not None, "which experts are used is not known"
             part = range(self._starts[experts.start], self._starts[experts.stop])
-        assert self._products is not None
-        self._products.products(self._x, self.order, self._blocks, table, self._h, self.y, self._tuning, part)
+        self._products.products(
+            self._x, (self.order, self._blocks), table, self._h, self.y, self._tuning, part, self._formats
+        )
 
     def total(self) -> Tensor:
         """Return the sum of each token's experts by their shares, `[tokens, hidden]`, when all pairs have

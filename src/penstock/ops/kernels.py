@@ -85,6 +85,7 @@ _MODULES = (
     "dequantise",
     "experts",
     "few_bits",
+    "few_bits_experts",
     "linear",
     "pointwise",
     "routing",

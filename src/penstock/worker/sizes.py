@@ -1,8 +1,10 @@
 """Sizes of steps, and what a model keeps from being recorded as CUDA graphs or shared: plain arithmetic, for
 those who record and for those who plan."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from penstock.arch.layout import MixtureLayout
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec, RopeKind
 
 _GRAPH_BYTES = 16 << 20
@@ -26,18 +28,26 @@ class StepSizes:
     block_size: int
 
 
-def graph_blocker(spec: ModelSpec, *, cuda: bool, kernels: bool, experts_rest: bool) -> str | None:
+def graph_blocker(
+    spec: ModelSpec,
+    *,
+    cuda: bool,
+    kernels: bool,
+    experts_rest: bool,
+    mixtures: Iterable[MixtureLayout] = (),
+) -> str | None:
     """Return why decode steps cannot be recorded as CUDA graphs, or None if they can.
 
     cuda: whether the device is a CUDA device.
     kernels: whether kernels of ours read pages there.
     experts_rest: whether all experts, if there are any, stay on the device.
+    mixtures: of the layers that are one.
     """
     if not kernels:
         return "no kernel of our own reads pages" if cuda else "there is no CUDA device"
     if spec.moe is not None and not experts_rest:
         return "experts stream, and the host has to know which of them a router chooses"
-    if spec.moe is not None and not spec.format.groups_experts:
+    if not all(mixture.kernels for mixture in mixtures):
         return "the host launches one expert after another, and has to know which of them a router chooses"
     if spec.rope.kind is RopeKind.DYNAMIC:
         return "frequencies depend on each request's length"

@@ -14,6 +14,8 @@ RUN_BITS = 256
 """Bits of a run of codes; see `packed`."""
 NO_EXPONENT = 255
 """The E8M0 exponent that is no number."""
+EXPERT_KERNELS = "few_bits_experts"
+"""The module of `penstock.ops.triton` that multiplies with many experts of few bits at once."""
 
 
 def as_bytes(words: "Tensor") -> "Tensor":
@@ -82,3 +84,9 @@ def spread(scales: "Tensor", size: int, width: int) -> "Tensor":
     if size * scales.shape[1] == width:
         return scales.unsqueeze(2).expand(-1, -1, size).flatten(1)
     return scales.repeat_interleave(size, 1)[:, :width]
+
+
+def in_steps(group: int, width: int, least: int = 16) -> bool:
+    """Tell whether steps of a kernel lie within groups of columns or hold whole ones: whether groups are
+    whole rows, or a power of two from `least` on."""
+    return group >= width or (group >= least and group & (group - 1) == 0)

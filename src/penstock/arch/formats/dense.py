@@ -17,9 +17,9 @@ class Dense(WeightFormat):
     name: str = "dense"
 
     @property
-    def groups_experts(self) -> bool:
-        """Return True."""
-        return True
+    def expert_kernels(self) -> str:
+        """Return the module for dense experts."""
+        return "experts"
 
     def stored(self, dtype: str, sources: Sequence[TensorSlice]) -> tuple[StoredTensor, ...]:
         """Return one tensor, the matrix. Its name is empty."""

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from penstock.arch.formats.codes import (
     E2M1,
+    EXPERT_KERNELS,
     NO_EXPONENT,
     as_bytes,
     floats_of,
+    in_steps,
     in_words,
     packed,
     packed_bytes,
@@ -53,6 +55,11 @@ class Float8(WeightFormat):
     width: int = 0
     """Columns of the matrix; set by `cut`."""
     kernels: ClassVar[str] = "few_bits"
+
+    @property
+    def expert_kernels(self) -> str:
+        """Return the module for experts of few bits, if it reads blocks of this width."""
+        return EXPERT_KERNELS if in_steps(self.across, self.width) else ""
 
     def cut(self, sources: Sequence[TensorSlice]) -> "Float8":
         """Return the format with blocks that divide where parts begin, and where they are joined."""
@@ -115,6 +122,11 @@ class Float8(WeightFormat):
         if self.down > 1:
             scale = scale.repeat_interleave(self.down, 0)[first - above * self.down :][: stop - first]
         return values.mul_(scale)
+
+    def look_up(self, parts: "Mapping[str, Tensor]", rows: "Tensor") -> "Tensor":
+        """Return some rows of the matrix in float32, each with the scales of its block."""
+        codes, scale = parts["codes"][rows], parts["scale"][rows // self.down]
+        return replace(self, down=1).dequantise({"codes": codes, "scale": scale})
 
 
 @dataclass(frozen=True)
@@ -196,7 +208,8 @@ class Float4(WeightFormat):
     """Columns that share a scale in the checkpoint."""
     scale: str = E8M0
     codes: str = "weight_packed"
-    """The name of the tensor of codes beside the weight's."""
+    scales: str = "weight_scale"
+    """The names of the tensors of codes and scales beside the weight's."""
     second: str = ""
     """The name of the second scale's tensor; empty where there is none."""
     divided: bool = False
@@ -207,6 +220,11 @@ class Float4(WeightFormat):
     """Columns of the matrix; set by `cut`."""
     kernels: ClassVar[str] = "few_bits"
 
+    @property
+    def expert_kernels(self) -> str:
+        """Return the module for experts of few bits, if it reads groups of this size."""
+        return EXPERT_KERNELS if self.group >= 16 and in_steps(self.group, self.width) else ""
+
     def cut(self, sources: Sequence[TensorSlice]) -> "Float4":
         """Return the format with groups that divide where a rank's part begins."""
         columns = sources[0].columns
@@ -216,17 +234,13 @@ class Float4(WeightFormat):
     def stored(self, dtype: str, sources: Sequence[TensorSlice]) -> tuple[StoredTensor, ...]:
         """Return codes and scales."""
         height, width = sum(one.taken[0] for one in sources), sources[0].taken[1]
-        halved = tuple(
-            TensorSlice(beside(one, self.codes), (one.shape[0], -(-one.shape[1] // 2))) for one in sources
-        )
+        halved = tuple(map(self.codes_of, sources))
         codes = StoredTensor(
             "codes", (height, packed_bytes(width, 4)), "uint8", halved, _Codes(tuple(sources), 4)
         )
         kept = "uint8" if self.scale == E8M0 else E4M3
         whole = tuple(
-            TensorSlice(
-                beside(one, "weight_scale"), (one.shape[0], -(-one.shape[1] // self.checkpoint_group))
-            )
+            TensorSlice(beside(one, self.scales), (one.shape[0], self.groups_of(one)), index=one.index)
             for one in sources
         )
         scales = _GroupScales(self, tuple(sources))
@@ -239,6 +253,15 @@ class Float4(WeightFormat):
                 StoredTensor("second", (height,), "float32", seconds, _Seconds(heights, seconds), _ONE)
             )
         return tuple(parts)
+
+    def groups_of(self, source: TensorSlice) -> int:
+        """Return how many scales a row of the whole matrix has in the checkpoint."""
+        return -(-source.shape[1] // self.checkpoint_group)
+
+    def codes_of(self, source: TensorSlice) -> TensorSlice:
+        """Return the tensor with the codes of a matrix, two of them a byte."""
+        height, width = source.shape
+        return TensorSlice(beside(source, self.codes), (height, -(-width // 2)), index=source.index)
 
     def dequantise(self, parts: "Mapping[str, Tensor]", rows: slice = ALL) -> "Tensor":
         """Return the matrix in float32, `[out, in]`."""
@@ -263,7 +286,8 @@ class _Codes:
         for source, whole in zip(self.sources, wholes, strict=True):
             assert whole is not None
             rows, columns = source.rows or range(source.shape[0]), source.columns or range(source.shape[1])
-            single = in_words(as_bytes(whole[rows.start : rows.stop]), self.bits, source.shape[1])
+            taken = as_bytes(whole[rows.start : rows.stop : rows.step]).flatten(1)
+            single = in_words(taken, self.bits, source.shape[1])
             single = single[:, columns.start : columns.stop]
             if self.bits == 8 and bool(((single & 0x7F) == 0x7F).any()):
                 raise CheckpointError(
@@ -286,12 +310,12 @@ class _GroupScales:
             assert whole is not None
             whole, (height, width) = self._checked(source, whole), source.shape
             rows, columns = source.rows or range(height), source.columns or range(width)
-            kept = whole[rows.start : rows.stop]
+            kept = whole[rows.start : rows.stop : rows.step]
             parts.append(kept[:, places(kept, columns, self.format.group, self.format.checkpoint_group)])
         return below_each_other(parts)
 
     def _checked(self, source: TensorSlice, scales: "Tensor") -> "Tensor":
-        name = beside(source, "weight_scale")
+        name = beside(source, self.format.scales)
         if self.format.scale == E8M0:
             return _exponents(scales, name)
         if not scales.is_floating_point() or scales.element_size() != 1:

@@ -39,7 +39,8 @@ class TensorSlice:
 
     tensor: name in the checkpoint.
     shape: shape of the whole tensor there.
-    rows, columns: the part that is taken. None takes all.
+    rows, columns: the part that is taken. None takes all. Rows may lie apart, at equal distances.
+    index: which tensor of a stack is meant, such as one expert's; `shape` is then that of one tensor.
     """
 
     tensor: str
@@ -50,6 +51,7 @@ class TensorSlice:
     optional: bool = False
     loose: bool = False
     dtypes: tuple[str, ...] = ()
+    index: int | None = None
 
     @property
     def taken(self) -> tuple[int, ...]:
@@ -132,14 +134,13 @@ class WeightFormat:
         return True
 
     @property
-    def groups_experts(self) -> bool:
-        """Tell whether many experts are computed at once: whether the module `kernels` has `products`, as
-        `penstock.ops.triton.experts` has for dense ones.
+    def expert_kernels(self) -> str:
+        """Return the module of `penstock.ops.triton` whose `products` computes many experts at once. If
+        empty, a GPU computes one expert after another.
 
-        Its table has the addresses of all tensors of an expert, in the order of the expert's group. Without
-        it a GPU computes one expert after another.
+        Its table has the addresses of all tensors of an expert, in the order of the expert's group.
         """
-        return False
+        return ""
 
     def of(self, tensor: str) -> "WeightFormat":
         """Return the format of one weight of the checkpoint. A format may exclude weights by name."""
@@ -172,6 +173,14 @@ class WeightFormat:
         parts: the tensors of `stored`, by name.
         """
         raise NotImplementedError
+
+    def look_up(self, parts: "Mapping[str, Tensor]", rows: "Tensor") -> "Tensor":
+        """Compute some rows of the matrix in plain torch, as `dequantise` does: `[count, in]`.
+
+        rows: int64 `[count]`, in any order. A format that keeps no row of its own of a part for each row of
+        the matrix says here how they are found.
+        """
+        return self.dequantise({name: part[rows] for name, part in parts.items()})
 
     def operations(self, shape: tuple[int, ...], tokens: float) -> float:
         """Return the floating-point operations of multiplying a matrix of `shape` by so many tokens."""

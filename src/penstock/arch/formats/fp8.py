@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.floats import E8M0, Float8
 from penstock.arch.formats.format import WeightFormat
-from penstock.arch.formats.names import ByName, ModuleNames, checked_regex, linears
+from penstock.arch.formats.names import EMBEDDING, ByName, ModuleNames, checked_regex, linears
 from penstock.arch.formats.words import Words
 
 _UNREAD = (".activation_scale", ".input_scale", ".q_scale", ".k_scale", ".v_scale")
@@ -16,8 +16,10 @@ def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
     words = Words(config, f"{where}: quantization_config")
     words.one_of("fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
     words.one_of("expert_dtype", "fp8", ("fp8",))
-    if words.list("modules_to_convert"):
-        words.refuse("modules_to_convert", "embeddings that are not quantised")
+    tables = words.list("modules_to_convert")  # By ends of their names; each has one scale.
+    if not all(name and EMBEDDING.endswith(name) for name in tables):
+        words.refuse("modules_to_convert", EMBEDDING)
+    table = Float8("fp8", block=(0, 0))
     exponents = words.one_of("scale_fmt", "float", ("float", "ue8m0")) == "ue8m0"
     block = words.block("weight_block_size") if words.get("weight_block_size") is not None else (1, 0)
     names = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
@@ -26,6 +28,5 @@ def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
     key = f"{where}: quantization_config.modules_to_not_convert"
     # As Hugging Face reads the list: a name's beginning up to a dot or its end, which may be a pattern.
     patterns = tuple(rf"(?:{checked_regex(one, key)})(?:(?<=\.)|(?=\.|$))" for one in listed)
-    return ByName(
-        "fp8", rules=((ModuleNames(regexes=patterns, ends=listed), DENSE), *linears(format)), unread=_UNREAD
-    )
+    excepted, embedding = ModuleNames(regexes=patterns, ends=listed), ModuleNames(ends=tables)
+    return ByName("fp8", rules=((excepted, DENSE), (embedding, table), *linears(format)), unread=_UNREAD)

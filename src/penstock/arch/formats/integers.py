@@ -5,7 +5,14 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import TYPE_CHECKING, ClassVar
 
-from penstock.arch.formats.codes import packed, packed_bytes, spread, unpacked
+from penstock.arch.formats.codes import (
+    EXPERT_KERNELS,
+    in_steps,
+    packed,
+    packed_bytes,
+    spread,
+    unpacked,
+)
 from penstock.arch.formats.format import ALL, StoredTensor, TensorSlice, WeightFormat
 from penstock.arch.formats.repack import below_each_other, checked_scales, exactly, places
 from penstock.base.errors import CheckpointError
@@ -91,6 +98,12 @@ class Integers(WeightFormat):
         """Tell whether matrices that read the same activations can be one: not if each has its own order."""
         return not self.ordered
 
+    @property
+    def expert_kernels(self) -> str:
+        """Return the module for experts of few bits, if it reads these: not in another order."""
+        reads = not self.ordered and in_steps(self.group, self.width, 32 if self.zeros else 16)
+        return EXPERT_KERNELS if reads else ""
+
     def cut(self, sources: Sequence[TensorSlice]) -> "Integers":
         """Return the format with groups that divide at the columns where a rank's part begins."""
         width, columns = sources[0].taken[1], sources[0].columns
@@ -134,6 +147,11 @@ class Integers(WeightFormat):
         put_back = codes.new_zeros(codes.shape)
         put_back[:, order] = codes
         return put_back
+
+    def look_up(self, parts: "Mapping[str, Tensor]", rows: "Tensor") -> "Tensor":
+        """Return some rows of the matrix in float32; all rows share one order of columns."""
+        shared = ("order", "groups")
+        return self.dequantise({name: part if name in shared else part[rows] for name, part in parts.items()})
 
 
 @dataclass(frozen=True)

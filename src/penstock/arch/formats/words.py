@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NoReturn
 
-from penstock.arch.formats.names import ModuleNames, checked_regex
+from penstock.arch.formats.names import EMBEDDING, ModuleNames, checked_regex
 from penstock.base.errors import UnsupportedModelError
 
 _MOST = 10_000
@@ -82,13 +82,14 @@ class Words:
 
     def names(self, key: str) -> ModuleNames:
         """Return the modules that the list at `key` names: whole names, regular expressions after `re:`, and
-        the class Linear."""
+        the classes Linear and Embedding."""
         listed = self.list(key)
         regexes = tuple(
             checked_regex(one[3:], f"{self._where}.{key}") for one in listed if one.startswith("re:")
         )
         whole = frozenset(one for one in listed if not one.startswith("re:"))
-        return ModuleNames(whole - {"Linear"}, regexes, linear="Linear" in whole)
+        named = whole - {"Linear", "Embedding"} | ({EMBEDDING} if "Embedding" in whole else set())
+        return ModuleNames(named, regexes, linear="Linear" in whole)
 
     def block(self, key: str) -> tuple[int, int]:
         """Return the two whole numbers at `key`, as a list or as text ("128x128")."""

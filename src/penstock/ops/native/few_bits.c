@@ -702,28 +702,98 @@ static void run_on(parallel_call *parallel, int threads, void (*part_of)(void *)
 
 #define LEAST 65536 /* Bytes of codes for which another thread is worth its while. */
 
+/* Rows of x in whole blocks. */
+static int64_t padded_of(int64_t rows)
+{
+    int64_t padded = 0;
+    for (int64_t first = 0; first < rows; first += MOST)
+        padded += block_of(rows - first);
+    return padded;
+}
+
+static float *room_for(int64_t numbers)
+{
+    return aligned_alloc(64, (size_t)((numbers * sizeof(float) + 63) / 64 * 64));
+}
+
+/* Rows of the matrix that a thread takes at a time. */
+static int64_t each_of(const struct matrix *m, int threads)
+{
+    int64_t each = LEAST / (m->row_bytes + 1), share = m->height / (4 * (int64_t)threads);
+    each = each < share ? each : share;
+    return (each / 8 + 1) * 8;
+}
+
 /* y [rows, height] = x [rows, inner] @ m.T + bias, all three of one kind of number, rows strided by so many
    numbers. adds: the product is added to what y is. parallel: GOMP_parallel, or null. Returns 0, or 1 if there is no memory. */
 int few_bits_product(const struct matrix *m, const void *x, int64_t x_stride, int64_t rows, int kind, void *y,
                      int64_t y_stride, const void *bias, int adds, int threads, parallel_call *parallel)
 {
-    int64_t width = width_of(m), padded = 0;
-    for (int64_t first = 0; first < rows; first += MOST)
-        padded += block_of(rows - first);
-    float *wide = aligned_alloc(64, (size_t)((padded * width * sizeof(float) + 63) / 64 * 64));
+    int64_t padded = padded_of(rows);
+    float *wide = room_for(padded * width_of(m));
     if (!wide)
         return 1;
     widen(m, x, kind, x_stride, rows, wide);
-    int64_t bytes = m->height * m->row_bytes * padded, each = LEAST / (m->row_bytes + 1), share;
-    if (bytes < 2 * LEAST)
+    if (m->height * m->row_bytes * padded < 2 * LEAST)
         threads = 1;
-    share = m->height / (4 * (int64_t)threads);
-    each = each < share ? each : share;
-    each = (each / 8 + 1) * 8;
-    struct product about = {m, wide, y, bias, y_stride, rows, each, 0, kind, adds, 0};
+    struct product about = {m, wide, y, bias, y_stride, rows, each_of(m, threads), 0, kind, adds, 0};
     run_on(parallel, threads, work, &about);
     free(wide);
     return about.failed;
+}
+
+/* One of several products: rows of x with a matrix. */
+struct call {
+    const struct matrix *m;
+    const void *x;
+    void *y;
+    int64_t rows;
+};
+
+struct several {
+    struct product *products;
+    int count;
+};
+
+/* A thread's part of all of them: it begins with the next while others end the one before. */
+static void work_on_several(void *about)
+{
+    struct several *given = about;
+    for (int i = 0; i < given->count; i++)
+        work(&given->products[i]);
+}
+
+/* Several products at once, without bias: x and y of one kind of number, rows strided alike. Returns as few_bits_product. */
+int few_bits_products(const struct call *calls, int count, int kind, int64_t x_stride, int64_t y_stride, int threads,
+                      parallel_call *parallel)
+{
+    int64_t numbers = 0, bytes = 0;
+    for (int i = 0; i < count; i++) {
+        int64_t padded = padded_of(calls[i].rows);
+        numbers += padded * width_of(calls[i].m);
+        bytes += calls[i].m->height * calls[i].m->row_bytes * padded;
+    }
+    if (bytes < 2 * LEAST)
+        threads = 1;
+    struct product *products = malloc((size_t)count * sizeof *products);
+    float *wide = room_for(numbers), *next = wide;
+    int failed = !products || !wide;
+    for (int i = 0; i < count && !failed; i++) {
+        const struct call *its = &calls[i];
+        struct product one = {its->m, next, its->y, 0, y_stride, its->rows, each_of(its->m, threads), 0, kind, 0, 0};
+        products[i] = one;
+        widen(its->m, its->x, kind, x_stride, its->rows, next);
+        next += padded_of(its->rows) * width_of(its->m);
+    }
+    if (!failed) {
+        struct several about = {products, count};
+        run_on(parallel, threads, work_on_several, &about);
+        for (int i = 0; i < count; i++)
+            failed |= products[i].failed;
+    }
+    free(products);
+    free(wide);
+    return failed;
 }
 
 /* ---- dequantising */

@@ -6,6 +6,7 @@ the other rows of x. Kernels run on torch's own threads, as many as torch would 
 
 import ctypes
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 from typing import ClassVar
@@ -43,12 +44,22 @@ class _Numbers(ctypes.Structure):
     ]
 
 
+class _Call(ctypes.Structure):
+    """Holds what `struct call` of few_bits.c does."""
+
+    _fields_: ClassVar = [
+        ("matrix", ctypes.c_void_p), ("x", ctypes.c_void_p), ("y", ctypes.c_void_p), ("rows", ctypes.c_int64),
+    ]  # fmt: skip
+
+
 class FewBitsLibrary:
     """The compiled kernels, and the threads that they run on."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, number, whole = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         self.product, self.dequantise = library.few_bits_product, library.few_bits_dequantise
+        self.products = library.few_bits_products
+        self.products.argtypes = [pointer, whole, whole, number, number, whole, pointer]
         self.product.argtypes = [
             pointer, pointer, number, number, whole, pointer, number, pointer, whole, whole, pointer,
         ]  # fmt: skip
@@ -117,6 +128,11 @@ def suits(x: Tensor, weight: Matrix) -> bool:
     )
 
 
+def takes_each(x: Tensor, formats: Sequence[WeightFormat]) -> bool:
+    """Tell whether `few_rows_each` multiplies any rows of x with matrices in these formats."""
+    return 0 < x.shape[0] <= _MOST_ROWS.get(x.dtype, 0) and all(map(reads, formats))
+
+
 def reads(format: WeightFormat) -> bool:
     """Tell whether `dequantise` reads a format here."""
     return isinstance(format, Integers | Float8 | Float4) and library() is not None
@@ -144,6 +160,30 @@ def few_rows(
     if failed:
         raise MemoryError("no memory for a product of few bits")
     return y
+
+
+def few_rows_each(x: Tensor, weights: Sequence[Matrix], counts: Sequence[int], out: Tensor) -> None:
+    """Write products of rows of x, the next `counts` of them with each of as many matrices, to `out`: as
+    `few_rows` finds them one by one, but in one call.
+
+    x `[rows, in]`, out `[rows, height]`, rows of both strided. Raises MemoryError.
+    """
+    found = library()
+    assert found is not None, "reads() says whether there are kernels"
+    assert x.dtype == out.dtype, (x.dtype, out.dtype)
+    assert x.stride(1) == out.stride(1) == 1, (x.stride(), out.stride())
+    assert len(x) == len(out) == sum(counts), (x.shape, out.shape, counts)
+    calls, size = (_Call * len(weights))(), x.itemsize
+    x_at, y_at, x_stride, y_stride = x.data_ptr(), out.data_ptr(), x.stride(0), out.stride(0)
+    for call, weight, count in zip(calls, weights, counts, strict=True):
+        assert weight.shape == (out.shape[1], x.shape[1]), (weight.shape, x.shape, out.shape)
+        call.matrix, call.x, call.y, call.rows = _address(weight), x_at, y_at, count
+        x_at += count * x_stride * size
+        y_at += count * y_stride * size
+    if found.products(
+        calls, len(calls), _NUMBERS[x.dtype], x_stride, y_stride, torch.get_num_threads(), found.parallel
+    ):
+        raise MemoryError("no memory for products of few bits")
 
 
 def dequantise(weight: Matrix, rows: slice, out: Tensor) -> None:

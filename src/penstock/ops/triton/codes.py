@@ -139,17 +139,18 @@ def to_words(values, COLS: tl.constexpr, RUNS: tl.constexpr):  # type: ignore[no
 def decoded(words, place: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return codes of words in float32 by plain arithmetic, for the interpreter."""
     if KIND == INT4:
-        return ((words >> (4 * place)) & 15).to(tl.float32)
-    if KIND == INT8:
-        return ((words >> (8 * place)) & 255).to(tl.float32)
-    if KIND == E2M1:
+        values = ((words >> (4 * place)) & 15).to(tl.float32)
+    elif KIND == INT8:
+        values = ((words >> (8 * place)) & 255).to(tl.float32)
+    elif KIND == E2M1:
         code = (words >> (4 * place)) & 15
         size = ((code & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
+        values = tl.where((code & 8) != 0, -size, size)
     else:
         code = (words >> (8 * place)) & 255
         size = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    negative = (code & (8 if KIND == E2M1 else 128)) != 0
-    return tl.where(negative, -size, size)
+        values = tl.where((code & 128) != 0, -size, size)
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,16 +162,25 @@ class CodeKind:
     scales: int
     down: int = 1
     second: int = 0
+    zeros: bool = False
+    scale_dtype: str = "uint8"
+
+    @property
+    def tensors(self) -> int:
+        """Return how many tensors such a matrix rests in: codes, scales, and what else there is."""
+        return 2 + self.zeros + (self.second > 0)
 
 
 @lru_cache(maxsize=256)
 def kind_of(format: WeightFormat) -> CodeKind | None:
     """Return what the kernel has to know of a format; None for one that it does not read."""
     if isinstance(format, Integers) and not format.ordered:
-        return CodeKind(INT4.value if format.bits == 4 else INT8.value, format.group, NUMBERS.value)
+        codes = INT4.value if format.bits == 4 else INT8.value
+        return CodeKind(codes, format.group, NUMBERS.value, zeros=format.zeros, scale_dtype=format.scale)
     if isinstance(format, Float8):
         scales = EXPONENTS if format.scale == E8M0 else NUMBERS
-        return CodeKind(E4M3.value, format.across, scales.value, down=format.down)
+        kept = "uint8" if format.scale == E8M0 else format.scale
+        return CodeKind(E4M3.value, format.across, scales.value, format.down, scale_dtype=kept)
     if isinstance(format, Float4) and format.group >= 16:
         second = 0 if not format.second else 2 if format.divided else 1
         scales = EXPONENTS if format.scale == E8M0 else EIGHTS

@@ -17,6 +17,7 @@ def _dequantise(  # type: ignore[no-untyped-def]
     zero,
     second,
     y,
+    chosen,
     first,
     rows,
     inner,
@@ -32,18 +33,21 @@ def _dequantise(  # type: ignore[no-untyped-def]
     SCALES: tl.constexpr,
     ZEROS: tl.constexpr,
     SECOND: tl.constexpr,
+    CHOSEN: tl.constexpr,
 ) -> None:
-    """ROWS rows of WORDS words of codes as numbers: in float32 as the reference has them, rounded once."""
+    """ROWS rows of WORDS words of codes as numbers: in float32 as the reference has them, rounded once. These
+    rows are those from `first` on, or, where CHOSEN, those that `chosen` names."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     column = word // 8 * (8 * PLACES) + word % 8
     there = row < rows
+    own = tl.load(chosen + row, mask=there, other=0).to(tl.int32) if CHOSEN else first + row
     words = tl.load(
-        codes + row.to(tl.int64)[:, None] * s_w + word[None, :],
+        codes + own.to(tl.int64)[:, None] * s_w + word[None, :],
         mask=there[:, None] & (column < inner)[None, :],
         other=0,
     )
-    scales_at = ((first + row) // down).to(tl.int64)[:, None] * s_s
+    scales_at = (own // down).to(tl.int64)[:, None] * s_s
     for place in tl.static_range(PLACES):
         at = column + 8 * place
         inside = there[:, None] & (at < inner)[None, :]
@@ -54,9 +58,9 @@ def _dequantise(  # type: ignore[no-untyped-def]
             values -= 8.0 if KIND == INT4 else 128.0
         scales = scale_of(tl.load(scale + scales_at + (at // GROUP)[None, :], mask=inside, other=0), SCALES)
         if SECOND == 1:
-            scales *= tl.load(second + row, mask=there, other=1.0)[:, None]
+            scales *= tl.load(second + own, mask=there, other=1.0)[:, None]
         if SECOND == 2:
-            scales /= tl.load(second + row, mask=there, other=1.0)[:, None]
+            scales /= tl.load(second + own, mask=there, other=1.0)[:, None]
         values *= scales
         tl.store(
             y + row.to(tl.int64)[:, None] * s_y + at[None, :], values.to(y.dtype.element_ty), mask=inside
@@ -65,19 +69,30 @@ def _dequantise(  # type: ignore[no-untyped-def]
 
 def dequantise(weight: Matrix, rows: slice, out: Tensor) -> None:
     """Write some rows of a matrix to `out` `[rows, in]`, rounded to its dtype once."""
+    _launch(weight, rows.start, None, out)
+
+
+def look_up(weight: Matrix, rows: Tensor, out: Tensor) -> None:
+    """Write the rows of a matrix that `rows`, int64 `[count]`, names to `out` `[count, in]`, rounded to its
+    dtype once."""
+    _launch(weight, 0, rows, out)
+
+
+def _launch(weight: Matrix, first: int, chosen: Tensor | None, out: Tensor) -> None:
     kind, parts, inner = kind_of(weight.format), weight.parts, weight.shape[1]
     assert kind is not None, weight.format
-    words, zero, second = parts["codes"][rows].view(torch.int32), parts.get("zero"), parts.get("second")
+    words, zero, second = parts["codes"].view(torch.int32), parts.get("zero"), parts.get("second")
     scale, each = parts["scale"], 64
     scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
-    _dequantise[(triton.cdiv(len(words), 16), triton.cdiv(words.shape[1], each))](
+    _dequantise[(triton.cdiv(len(out), 16), triton.cdiv(words.shape[1], each))](
         words,
         scale,
         scale if zero is None else zero,
-        scale if second is None else second[rows],
+        scale if second is None else second,
         out,
-        rows.start,
-        len(words),
+        words if chosen is None else chosen,
+        first,
+        len(out),
         inner,
         kind.down,
         words.stride(0),
@@ -91,6 +106,7 @@ def dequantise(weight: Matrix, rows: slice, out: Tensor) -> None:
         SCALES=kind.scales,
         ZEROS=zero is not None,
         SECOND=kind.second,
+        CHOSEN=chosen is not None,
     )
 
 

@@ -8,6 +8,7 @@ A row's numbers are its own: they depend on the tuning, which is chosen by the s
 and neither on the other rows of its block nor on which experts are computed in the same call.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
+
+from penstock.arch.formats.format import WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ def expert_tuning(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTuning:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _place(first, count, PARTS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+def place_of(first, count, PARTS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return this program's block and its part of the columns: GROUP blocks have the same part one after
     another, while it is in the cache."""
     program = tl.program_id(0)
@@ -91,7 +94,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
     WIDEN: tl.constexpr,
 ) -> None:
     """Compute COLS columns of `silu(gate) * up` of one block's pairs."""
-    block, part = _place(first, count, tl.cdiv(INNER, COLS), GROUP)
+    block, part = place_of(first, count, tl.cdiv(INNER, COLS), GROUP)
     expert = tl.load(blocks + block)
     if expert < 0:
         return
@@ -152,7 +155,7 @@ def _down(  # type: ignore[no-untyped-def]
     WIDEN: tl.constexpr,
 ) -> None:
     """Compute COLS columns of one block's outputs, each to its pair's row."""
-    block, part = _place(first, count, tl.cdiv(HIDDEN, COLS), GROUP)
+    block, part = place_of(first, count, tl.cdiv(HIDDEN, COLS), GROUP)
     expert = tl.load(blocks + block)
     if expert < 0:
         return
@@ -187,24 +190,25 @@ def _down(  # type: ignore[no-untyped-def]
 
 def products(
     x: Tensor,
-    order: Tensor,
-    blocks: Tensor,
+    arranged: tuple[Tensor, Tensor],
     table: Tensor,
     h: Tensor,
     y: Tensor,
     tuning: ExpertTuning,
     part: range,
+    formats: Sequence[WeightFormat],
 ) -> None:
     """Compute the blocks `part` through those of their experts that have an address: their pairs' rows of y
     are written, no others.
 
-    x `[tokens, hidden]` (rows strided); order, blocks from `arrange`; table int64 `[experts, 2]`, addresses
-    of gate_up `[2 * inner, hidden]`, gate first, and down `[hidden, inner]`, contiguous, of x's dtype, at
-    multiples of 16, 0 for an expert that is not there; h `[pairs, inner]`, overwritten; y `[pairs, hidden]`.
+    x `[tokens, hidden]` (rows strided); arranged: order and blocks from `arrange`; table int64
+    `[experts, 2]`, addresses of gate_up `[2 * inner, hidden]`, gate first, and down `[hidden, inner]`,
+    contiguous, of x's dtype, at multiples of 16, 0 for an expert that is not there; h `[pairs, inner]`,
+    overwritten; y `[pairs, hidden]`.
     Products are summed up in fp32. Rounded are gate and up, the activation, its product with up, and the
-    output.
+    output. formats: of gate_up and down, dense.
     """
-    (pairs, inner), (tokens, hidden) = h.shape, x.shape
+    (pairs, inner), (tokens, hidden), (order, blocks) = h.shape, x.shape, arranged
     first, count = part.start, len(part)
     bound, likely = blocks.shape[1], max(min(pairs, len(table)), pairs // tuning.rows)
     assert len(order) == pairs, (order.shape, h.shape)
@@ -270,11 +274,11 @@ def _divided(tuning: ExpertTuning, width: int, blocks: int, x: Tensor) -> tuple[
         if tuning.rows <= _FEW_ROWS and 2 * depth <= _DEEPEST:
             depth *= 2
     stage = (tuning.rows + columns) * depth * x.element_size()
-    return columns, depth, max(1, min(tuning.stages, _shared_memory(x.device) // stage))
+    return columns, depth, max(1, min(tuning.stages, shared_memory(x.device) // stage))
 
 
 @lru_cache(maxsize=16)
-def _shared_memory(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> int:
     """Return the bytes that a program may have."""
     return (
         1 << 30

@@ -174,16 +174,23 @@ class Checkpoint:
         if made is not None:
             return made
         assert field.repack is not None
-        wholes = list[torch.Tensor | None]()
+        wholes, read = list[torch.Tensor | None](), dict[tuple[str, int | None], torch.Tensor]()
         for source in field.sources:
             if source.optional and self._find(source) is None:
                 wholes.append(None)
                 continue
+            if (known := read.get((source.tensor, source.index))) is not None:
+                wholes.append(known)
+                continue
             stored = self._check(source, field)
-            whole = torch.empty(stored.entry.shape, dtype=stored_dtype(stored))
+            shape = stored.entry.shape if source.index is None else source.shape
+            whole = torch.empty(shape, dtype=stored_dtype(stored))
             with readable():
-                stored.file.read_into(bytes_of(whole), stored.entry.offset)
+                stored.file.read_into(
+                    bytes_of(whole), stored.entry.offset + (source.index or 0) * whole.nbytes
+                )
             wholes.append(whole)
+            read[source.tensor, source.index] = whole
         try:
             tensor: torch.Tensor = field.repack(wholes).contiguous()
         except CheckpointError as fault:
@@ -261,10 +268,14 @@ class Checkpoint:
                 "again"
             )
         where = f"{stored.file.path}: tensor {stored.name}"
-        if stored.entry.shape != source.shape and not source.loose:
+        shape, stack = stored.entry.shape, ""
+        if source.index is not None:
+            stack = f"at least {source.index + 1} of "
+            shape = shape[1:] if shape and source.index < shape[0] else ()
+        if shape != source.shape and not source.loose:
             raise CheckpointError(
                 f"{where} has shape {shown(list(stored.entry.shape))}; config.json calls for "
-                f"{list(source.shape)}; fetch config.json and the weights of the same model"
+                f"{stack}{list(source.shape)}; fetch config.json and the weights of the same model"
             )
         if field.repack is not None:
             kinds = {**ROUNDED, **EXACT}
@@ -296,9 +307,12 @@ class Checkpoint:
                 or (layer is not None and int(layer[1]) >= self.spec.layers)
                 or self.spec.format.ignores(name)
             )
-        head, embedding = self._shards.tensors[_HEAD], self._shards.tensors[_EMBEDDING]
-        alike = (head.entry.dtype, head.entry.shape) == (embedding.entry.dtype, embedding.entry.shape)
-        if not alike or not self._same(head, embedding):
+        head, embedding = self._shards.tensors[_HEAD], self._shards.tensors.get(_EMBEDDING)
+        alike = embedding is not None and (
+            (head.entry.dtype, head.entry.shape) == (embedding.entry.dtype, embedding.entry.shape)
+            and self._same(head, embedding)
+        )
+        if not alike:
             raise CheckpointError(
                 f"{head.file.path} holds a {_HEAD} that is not {_EMBEDDING}, while config.json ties them; "
                 "if it is the right head, set tie_word_embeddings to false"

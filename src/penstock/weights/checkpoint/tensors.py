@@ -44,10 +44,13 @@ class Lines:
     @classmethod
     def of(cls, source: TensorSlice) -> Self:
         """Return the lines that a source takes."""
-        row, above = prod(source.shape[1:]), source.rows.start if source.rows else 0
+        row, rows = prod(source.shape[1:]), source.rows or range(source.shape[0])
+        start = (source.index or 0) * prod(source.shape) + rows.start * row
         if source.columns is not None:
-            return cls(above * row + source.columns.start, len(source.columns), row)
-        return cls(above * row, prod(source.taken), prod(source.taken))
+            return cls(start + source.columns.start, len(source.columns), row * rows.step)
+        if rows.step > 1:
+            return cls(start, row, row * rows.step)
+        return cls(start, prod(source.taken), prod(source.taken))
 
 
 def stored_dtype(stored: ShardTensor) -> torch.dtype:

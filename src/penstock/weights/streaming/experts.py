@@ -1,11 +1,12 @@
 """Experts are groups that only some tokens need, and that a layer's router names as it goes. Those used most
 often stay closest.
 
-All experts are of one size, so a tier is a row of equal slots. Most of them are homes; through the others,
-the ring, experts come for one use. When one that came is used clearly more often than one that stays, they
-change places: the slot it came in becomes its home, and the other's home becomes a slot of the ring. Tiers
-stay exclusive: what leaves DEVICE takes the newcomer's home on HOST; what leaves HOST is forgotten, since the
-store holds everything. Several may be taken before any is released: a wave, of those that were expected next.
+Slots are as large as the largest expert, so a tier is a row of equal slots. Most of them are homes; through
+the others, the ring, experts come for one use. When one that came is used clearly more often than one that
+stays, they change places: the slot it came in becomes its home, and the other's home becomes a slot of the
+ring. Tiers stay exclusive: what leaves DEVICE takes the newcomer's home on HOST; what leaves HOST is
+forgotten, since the store holds everything. Several may be taken before any is released: a wave, of those
+that were expected next.
 
 Why this is safe. All bookkeeping is done by the thread that computes. One stream copies, in order. Its copy
 into a slot waits for the mark that the last release of the slot left on the compute stream; arithmetic waits
@@ -47,7 +48,7 @@ from penstock.arch.layout import GroupId, GroupLayout
 from penstock.base.tiers import Tier
 from penstock.memory.streams import Stream, Ticket
 from penstock.memory.tasks import Task, Workers, wait
-from penstock.weights.streaming.residency import PIECE, ExpertRoom, spread
+from penstock.weights.streaming.residency import PIECE, ExpertRoom, padded, spread
 from penstock.weights.streaming.source import WeightSource
 from penstock.weights.streaming.waits import StreamWaits
 
@@ -130,7 +131,8 @@ class Experts:
         """Yield the experts that stay on DEVICE and HOST, and where they are to be loaded."""
         for id, home in self.homes.items():
             if home.tier is not Tier.DISK:
-                yield self._layouts[id], (self._device if home.tier is Tier.DEVICE else self._host)[home.slot]
+                slot = (self._device if home.tier is Tier.DEVICE else self._host)[home.slot]
+                yield self._layouts[id], slot[: padded(self._layouts[id])]
 
     def expect(self, experts: Sequence[GroupId]) -> None:
         """Note that these will be taken next, in this order, and begin to fetch them."""
@@ -263,8 +265,8 @@ class Experts:
             self._queue.popleft()
 
     def _reads(self, id: GroupId, host_slot: int) -> list[Task]:
-        into, empty = self._host[host_slot], self._empty[host_slot]
         layout, check = self._layouts[id], id not in self._checked
+        into, empty = self._host[host_slot][: padded(layout)], self._empty[host_slot]
 
         def piece(start: int) -> None:
             if empty is not None:

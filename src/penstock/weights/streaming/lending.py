@@ -1,30 +1,41 @@
 """Lends experts that come and go: as views of the slots that `Experts` fills."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from penstock.arch.layout import GroupId, GroupLayout
+from penstock.arch.layout import GroupId, GroupLayout, MixtureLayout
 from penstock.ops.matrix import GroupViews
 from penstock.weights.streaming.experts import Experts
 from penstock.weights.streaming.views import group_views, sent_addresses
+
+_Lent = TypeVar("_Lent")
 
 
 class ExpertStream:
     """Lends the experts of all layers: on the device one at a time or in waves, or where they rest on the
     host."""
 
-    def __init__(self, layouts: Sequence[GroupLayout], slots: Experts, device: torch.device) -> None:
-        """Lend nothing yet. layouts: of all experts, layer by layer."""
-        self._slots, self._device = slots, device
+    def __init__(
+        self,
+        layouts: Sequence[GroupLayout],
+        mixtures: Mapping[int, MixtureLayout],
+        slots: Experts,
+        device: torch.device,
+    ) -> None:
+        """Lend nothing yet. layouts: of all experts, layer by layer. mixtures: what each of these layers
+        has."""
+        self._slots, self.mixtures, self._device = slots, mixtures, device
         self._layouts = {layout.id: layout for layout in layouts}
         self._of_layer: dict[int, list[GroupId]] = {}
         for id in self._layouts:
             self._of_layer.setdefault(id.layer, []).append(id)
-        self._views: dict[int, GroupViews] = {}
-        """By the address of a slot: all experts' fields lie alike."""
+        alike = dict[object, dict[int, GroupViews]]()
+        self._views = {layer: alike.setdefault(mixture.formats, {}) for layer, mixture in mixtures.items()}
+        """Of each layer by the address of a slot: fields of experts in the same formats lie alike."""
 
     def table(self, layer: int) -> None:
         """Return None: some of the experts come and go."""
@@ -35,11 +46,22 @@ class ExpertStream:
 
         The host waits for nothing but what comes from DISK.
         """
+        return self._waves(experts, self._table)
+
+    def waves_of_views(self, experts: Sequence[GroupId]) -> Iterator[Mapping[GroupId, GroupViews]]:
+        """Yield these experts of one layer as views of their slots, in the waves of `waves`. Raises
+        CheckpointError."""
+        return (views for _, views in self._waves(experts, self._in_slots))
+
+    def _waves(
+        self, experts: Sequence[GroupId], lent: Callable[[Sequence[GroupId]], _Lent]
+    ) -> Iterator[tuple[Sequence[GroupId], _Lent]]:
         for wave in self._slots.waves(experts):
-            # Sent ahead of the wait for the wave itself, among whose copies it has its turn on the link.
-            table = self._table(wave)
+            # A table is sent ahead of the wait for the wave itself, among whose copies it has its turn on the
+            # link.
+            found = lent(wave)
             self._slots.take_wave(wave)
-            yield wave, table
+            yield wave, found
             self._slots.release_wave(wave)
 
     def each(self, experts: Sequence[GroupId]) -> Iterator[tuple[GroupId, GroupViews]]:
@@ -57,14 +79,20 @@ class ExpertStream:
             yield {expert: self._in_slot(expert, slot) for expert, slot in slots.items()}
 
     def _in_slot(self, expert: GroupId, slot: Tensor) -> GroupViews:
-        views = self._views.get(slot.data_ptr())
+        known = self._views[expert.layer]
+        views = known.get(slot.data_ptr())
         if views is None:
-            views = self._views[slot.data_ptr()] = group_views(self._layouts[expert], slot)
+            views = group_views(self._layouts[expert], slot)
+            if self.mixtures[expert.layer].formats is not None:
+                known[slot.data_ptr()] = views
         return views
+
+    def _in_slots(self, wave: Sequence[GroupId]) -> Mapping[GroupId, GroupViews]:
+        return {expert: self._in_slot(expert, self._slots.slot(expert)) for expert in wave}
 
     def _table(self, wave: Sequence[GroupId]) -> Tensor:
         """Return the addresses of the wave's experts on the device, with 0 for the others of their layer."""
         none = (0,) * len(self._layouts[wave[0]].fields)
-        lent = {expert: self._in_slot(expert, self._slots.slot(expert)).addresses for expert in wave}
+        lent = {expert: views.addresses for expert, views in self._in_slots(wave).items()}
         every = self._of_layer[wave[0].layer]
         return sent_addresses([lent.get(expert, none) for expert in every], self._device)

@@ -178,7 +178,8 @@ def solve_model(
     def solved(most: int | None) -> tuple[Placement, ExpertRoom | None]:
         if not experts:
             return solve(uses, replace(limits, disk=most), rates, piece=piece), None
-        return solve_mixture(uses, experts[0], len(experts), replace(limits, disk=most), rates, piece=piece)
+        largest = max(experts)  # Slots are of one size, so that any expert may come to any of them.
+        return solve_mixture(uses, largest, len(experts), replace(limits, disk=most), rates, piece=piece)
 
     try:
         return *solved(0), False

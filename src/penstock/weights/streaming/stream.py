@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from penstock.arch.layout import GroupId, GroupKind, GroupLayout
+from penstock.arch.layout import GroupId, GroupKind, GroupLayout, mixture_layouts
 from penstock.base.meter import WeightStats
 from penstock.base.tiers import Tier
 from penstock.base.trace import Trace
@@ -22,7 +22,7 @@ from penstock.weights.streaming.loading import LOADERS, Loading, counted, load
 from penstock.weights.streaming.residency import ExpertRoom, Placement, piece_of
 from penstock.weights.streaming.ring import Link, RingRun, StreamRates
 from penstock.weights.streaming.source import Sources, WeightSource
-from penstock.weights.streaming.views import Standing, StillExperts, experts_of, group_views, next_run
+from penstock.weights.streaming.views import Standing, StillExperts, group_views, next_run
 from penstock.weights.streaming.waits import StreamWaits
 
 _FIRST = GroupId(GroupKind.ATTENTION, 0)
@@ -68,7 +68,7 @@ class WeightStream:
         self._waits = StreamWaits(trace)
         self._moving: list[Feeder | Experts] = []
         self.experts: StillExperts | ExpertStream | None = None
-        mixed = experts_of(layouts)
+        mixtures = mixture_layouts(layouts)
         if experts is not None:
             those = [layout for layout in layouts if layout.id.kind is GroupKind.EXPERT]
             slots = Experts(
@@ -86,10 +86,10 @@ class WeightStream:
                 resident |= places
             else:
                 self._moving.append(slots)
-                self.experts = ExpertStream(those, slots, device)
+                self.experts = ExpertStream(those, mixtures, slots, device)
         self._views = {id: group_views(self._layouts[id], place) for id, place in resident.items()}
-        if mixed and self.experts is None:
-            self.experts = StillExperts(self._views.__getitem__, mixed, device)
+        if mixtures and self.experts is None:
+            self.experts = StillExperts(self._views.__getitem__, mixtures, device)
         self._in_ring = [
             group_views(self._layouts[self._id(run)], self._arena.bytes[run.offset :]) for run in ring.runs
         ]

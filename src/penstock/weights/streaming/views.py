@@ -1,6 +1,5 @@
 """Makes views of groups in memory, and lends groups that do not move."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -8,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.arch.layout import GroupId, GroupKind, GroupLayout
+from penstock.arch.layout import GroupId, GroupKind, GroupLayout, MixtureLayout, mixture_layouts
 from penstock.memory.device import send
 from penstock.ops.matrix import GroupViews, Matrix
 
@@ -38,18 +37,22 @@ class StillExperts:
     """Lends experts that are all on the device for good: `ExpertWeights` without any motion."""
 
     def __init__(
-        self, views: Callable[[GroupId], GroupViews], experts: Mapping[int, int], device: torch.device
+        self,
+        views: Callable[[GroupId], GroupViews],
+        mixtures: Mapping[int, MixtureLayout],
+        device: torch.device,
     ) -> None:
-        """Lend nothing yet. views: what lends one expert. experts: how many each layer has that is a
-        mixture."""
-        self._views, self._experts, self._device = views, experts, device
+        """Lend nothing yet. views: what lends one expert. mixtures: what each layer has that is one."""
+        self._views, self.mixtures, self._device = views, mixtures, device
         self._tables: dict[int, Tensor] = {}
 
     def table(self, layer: int) -> Tensor:
         """Return the addresses of all experts of a layer, int64 `[experts, tensors]`, the same tensor each
         time."""
         if layer not in self._tables:
-            every = (GroupId(GroupKind.EXPERT, layer, expert) for expert in range(self._experts[layer]))
+            every = (
+                GroupId(GroupKind.EXPERT, layer, expert) for expert in range(self.mixtures[layer].experts)
+            )
             addresses = [self._views(expert).addresses for expert in every]
             self._tables[layer] = sent_addresses(addresses, self._device)
         return self._tables[layer]
@@ -58,6 +61,11 @@ class StillExperts:
         """Yield all of them at once, if there are any."""
         if experts:
             yield experts, self.table(experts[0].layer)
+
+    def waves_of_views(self, experts: Sequence[GroupId]) -> Iterator[Mapping[GroupId, GroupViews]]:
+        """Yield all of them at once, if there are any."""
+        if experts:
+            yield {expert: self._views(expert) for expert in experts}
 
     def each(self, experts: Sequence[GroupId]) -> Iterator[tuple[GroupId, GroupViews]]:
         """Yield each expert and its views."""
@@ -104,12 +112,12 @@ class Blank:
     def __init__(self, layouts: Sequence[GroupLayout], device: torch.device) -> None:
         self._layouts = {layout.id: layout for layout in layouts}
         self._bytes = torch.zeros(max(layout.size for layout in layouts), dtype=torch.uint8, device=device)
-        self._experts = experts_of(layouts)
+        self._mixtures = mixture_layouts(layouts)
 
     @property
     def experts(self) -> StillExperts | None:
         """Return what lends the experts, anew each time: their tables are gone when a layer is."""
-        return StillExperts(self.take, self._experts, self._bytes.device) if self._experts else None
+        return StillExperts(self.take, self._mixtures, self._bytes.device) if self._mixtures else None
 
     def take(self, group: GroupId) -> GroupViews:
         """Return views of zeros."""
@@ -117,11 +125,6 @@ class Blank:
 
     def release(self, group: GroupId) -> None:
         """Do nothing: the zeros stay."""
-
-
-def experts_of(layouts: Sequence[GroupLayout]) -> Counter[int]:
-    """Return how many experts each layer has that is a mixture."""
-    return Counter(layout.id.layer for layout in layouts if layout.id.kind is GroupKind.EXPERT)
 
 
 def next_run(runs: Sequence[int], at: int, ring: int) -> int:

@@ -1,0 +1,24 @@
+"""Looks rows of the embedding up, in whatever storage format it rests."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.ops.kernels import triton_kernels
+from penstock.ops.matrix import Matrix
+
+
+def look_up(tokens: Tensor, weight: Matrix, dtype: torch.dtype | None) -> Tensor:
+    """Return the rows of an embedding `[vocabulary, hidden]` that tokens, int64 `[tokens]`, name.
+
+    dtype: of the result, where the embedding is not dense; rows are rounded to it once.
+    """
+    if weight.dense is not None:
+        return F.embedding(tokens, weight.dense)
+    assert dtype is not None, f"an embedding in format {weight.format.name} has no dtype of activations"
+    kernels = triton_kernels("dequantise") if tokens.is_cuda else None
+    if kernels is not None and kernels.reads(weight.format):
+        out = torch.empty(len(tokens), weight.shape[1], dtype=dtype, device=tokens.device)
+        kernels.look_up(weight, tokens, out)
+        return out
+    return weight.format.look_up(weight.parts, tokens).to(dtype)

@@ -1,0 +1,370 @@
+"""Products of a mixture's tokens with all of its experts at once, whose matrices rest in few bits.
+
+A program has the pairs of one block, all of one expert (`routing`), and COLS rows of that expert's matrix,
+STEP columns of it at a time. Codes become operands in registers, as in `few_bits`, whose docstring says how
+scales are applied. So a matrix is read once for each block of rows, and never written as numbers.
+
+A row's numbers are its own: they depend on the tuning, which is chosen by the step's tokens and the shapes,
+and neither on the other rows of its block nor on which experts are computed in the same call.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.arch.formats.codes import packed_bytes
+from penstock.arch.formats.format import WeightFormat
+from penstock.ops.triton.codes import (
+    COMPILED,
+    FOUR_BITS,
+    INT4,
+    INT8,
+    NUMBERS,
+    RUN_SCALES,
+    CodeKind,
+    activations,
+    decoded,
+    kind_of,
+    paired,
+    scale_of,
+    take_apart,
+    to_words,
+)
+from penstock.ops.triton.experts import ExpertTuning, place_of, shared_memory
+from penstock.ops.triton.pointwise import silu
+
+_TUNINGS = (
+    (4, ExpertTuning(16, 64, 256, warps=4, stages=4, group=1)),
+    (16, ExpertTuning(32, 64, 256, warps=4, stages=3, group=1)),
+    (64, ExpertTuning(64, 128, 128, warps=4, stages=3, group=4)),
+    (None, ExpertTuning(128, 128, 128, warps=8, stages=3, group=8)),
+)
+"""Tunings up to so many pairs for each expert, on average: the one place for constants. `depth` is the most
+columns at a time."""
+_SHALLOW = 128
+"""Most columns at a time where a group has no more, so that a step may lie within a group."""
+_NUMBERS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_SCALES = {str(kind)[6:]: its for kind, its in _NUMBERS.items()} | {"uint8": tl.uint8}
+_RAW = {torch.uint8: tl.uint8, torch.int16: tl.int16, torch.int32: tl.int32}
+
+
+def expert_tuning(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTuning:
+    """Return the tuning of a step with so many pairs."""
+    return next(tuning for most, tuning in _TUNINGS if most is None or pairs <= most * experts)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _terms(  # type: ignore[no-untyped-def]
+    at,
+    column,
+    INNER: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    COLS: tl.constexpr,
+    RUNS: tl.constexpr,
+):
+    """Return scales or zero points in float32 `[COLS, RUNS * 8]`: of the groups that columns `[RUNS]` are in,
+    for each word of a run. at: where each row's begin, `[COLS, 1]`."""
+    group = tl.minimum(column, INNER - 1) // GROUP
+    return to_words(scale_of(tl.load(at + group[None, :]), SCALES), COLS, RUNS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _added(  # type: ignore[no-untyped-def]
+    sums,
+    operand,
+    at,
+    column,
+    INNER: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Return `sums` `[COLS, ROWS]` and the product of an operand `[COLS, WORDS]` with activations of its
+    columns `[ROWS, WORDS]`."""
+    x = activations(at, column, INNER, EVEN).to(operand.dtype)
+    return tl.dot(operand, tl.trans(x), sums, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["first", "count", "bound"])  # type: ignore[untyped-decorator]
+def _expert_products(  # type: ignore[no-untyped-def]
+    x,
+    table,
+    order,
+    blocks,
+    y,
+    first,
+    count,
+    bound,
+    s_x,
+    TOP: tl.constexpr,
+    TENSORS: tl.constexpr,
+    AT: tl.constexpr,
+    OUTER: tl.constexpr,
+    INNER: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STEP: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    DOWN: tl.constexpr,
+    KIND: tl.constexpr,
+    PLACES: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALE_TYPE: tl.constexpr,
+    RAW: tl.constexpr,
+    ZEROS: tl.constexpr,
+    SECOND: tl.constexpr,
+    GATED: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PTX: tl.constexpr,
+    REGISTERS: tl.constexpr,
+) -> None:
+    """Compute COLS rows of a matrix for the pairs of one block: where GATED, COLS / 2 numbers of
+    `silu(gate) * up` of each pair's token, to the pair's row in `order`; else of each such row, to its pair.
+
+    TENSORS: addresses of an expert. AT: the first of them that is this matrix's. SECOND: as in `few_bits`.
+    OPERAND: dtype of operands. PTX: what makes them; if empty, plain arithmetic.
+    """
+    WORDS: tl.constexpr = STEP // PLACES
+    RUN: tl.constexpr = 8 * PLACES
+    RUNS: tl.constexpr = STEP // RUN
+    SCALED: tl.constexpr = GROUP < STEP
+    WIDE: tl.constexpr = COLS // 2 if GATED else COLS
+    EVEN: tl.constexpr = INNER % STEP == 0
+    block, part = place_of(first, count, tl.cdiv(OUTER, WIDE), NEIGHBOURS)
+    expert = tl.load(blocks + block)
+    if expert < 0:
+        return
+    entry = table + expert * TENSORS + AT
+    address = tl.load(entry)
+    if address == 0:
+        return
+    codes = address.to(tl.pointer_type(tl.int32))
+    scale = tl.load(entry + 1).to(tl.pointer_type(SCALE_TYPE))
+    row = tl.load(blocks + bound + block) + tl.arange(0, ROWS)
+    there = row < tl.load(blocks + 2 * bound + block)
+    pair = tl.load(order + row, mask=there, other=0).to(tl.int64)
+    from_row = pair // TOP if GATED else tl.where(there, row, 0).to(tl.int64)
+    place = tl.arange(0, COLS)
+    # Rows beyond the last are the last again, and are not stored.
+    own = tl.minimum(part * WIDE + (place // 2 if GATED else place), OUTER - 1)
+    if GATED:
+        own += place % 2 * OUTER
+    word, run = tl.arange(0, WORDS), tl.arange(0, RUNS)
+    column = word // 8 * RUN + word % 8
+    # Of an address from memory the compiler does not know that it is a multiple of 16.
+    words_at = tl.multiple_of(codes + own.to(tl.int64)[:, None] * ROW_WORDS + word[None, :], [16, 16])
+    scales_at = (own // DOWN).to(tl.int64) * ROW_SCALES
+    x_at = x + from_row[:, None] * s_x + column[None, :]
+    sums = tl.zeros([COLS, ROWS], tl.float32)
+    for k in tl.range(0, INNER, STEP, num_stages=STAGES):
+        if EVEN:
+            words = tl.load(words_at + k // PLACES)
+        else:
+            words = tl.load(words_at + k // PLACES, mask=(k + column < INNER)[None, :], other=0)
+        # Zero points, for each half of a word, and what codes are multiplied by, for each quarter.
+        minus_0, minus_1, times_0, times_1, times_2, times_3 = words, words, words, words, words, words
+        runs = k + run * RUN
+        if SCALED:
+            at = scale + scales_at[:, None]
+            if RAW:  # A number has all scales of a run.
+                of_run = tl.load(at + (tl.minimum(runs, INNER - 1) // RUN)[None, :])
+                times_0 = to_words(of_run.to(tl.int32), COLS, RUNS)
+            else:
+                times_0 = _terms(at, runs, INNER, GROUP, SCALES, COLS, RUNS)
+                times_1, times_2, times_3 = times_0, times_0, times_0
+                if GROUP <= RUN // 2:
+                    times_2 = _terms(at, runs + RUN // 2, INNER, GROUP, SCALES, COLS, RUNS)
+                    times_3 = times_2
+                if GROUP <= RUN // 4:
+                    times_1 = _terms(at, runs + RUN // 4, INNER, GROUP, SCALES, COLS, RUNS)
+                    times_3 = _terms(at, runs + RUN // 4 * 3, INNER, GROUP, SCALES, COLS, RUNS)
+        if ZEROS:
+            zeros_at = tl.load(entry + 2).to(tl.pointer_type(tl.uint8)) + scales_at
+            if SCALED:
+                at = zeros_at[:, None]
+                minus_0 = _terms(at, runs, INNER, GROUP, NUMBERS, COLS, RUNS)
+                minus_1 = _terms(at, runs + RUN // 2, INNER, GROUP, NUMBERS, COLS, RUNS)
+            else:
+                of_step = tl.load(zeros_at + k // GROUP).to(tl.float32)
+                minus_0 = tl.broadcast_to(of_step[:, None], [COLS, WORDS])
+                minus_1 = minus_0
+        part_sums = sums if SCALED else tl.zeros([COLS, ROWS], tl.float32)
+        if PTX == "":
+            for at_place in tl.static_range(PLACES):
+                operand = decoded(words, at_place, KIND)
+                if ZEROS:
+                    operand -= minus_0 if 2 * at_place < PLACES else minus_1
+                elif KIND <= INT8:
+                    operand -= 8.0 if KIND == INT4 else 128.0
+                if SCALED:
+                    operand *= (
+                        times_0
+                        if 4 * at_place < PLACES
+                        else times_1
+                        if 2 * at_place < PLACES
+                        else times_2
+                        if 4 * at_place < 3 * PLACES
+                        else times_3
+                    )
+                begin = k + 8 * at_place
+                part_sums = _added(part_sums, operand.to(OPERAND), x_at + begin, begin + column, INNER, EVEN)
+        else:
+            if ZEROS:
+                if KIND == INT8:
+                    minus_0 = (minus_0 + 8388608.0).to(tl.int32, bitcast=True)
+                    minus_1 = (minus_1 + 8388608.0).to(tl.int32, bitcast=True)
+                else:
+                    minus_0, minus_1 = paired(-128.0 - minus_0), paired(-128.0 - minus_1)
+            if RAW:
+                given = [words, times_0]
+            elif SCALED:
+                times_0, times_1, times_2, times_3 = (
+                    paired(times_0),
+                    paired(times_1),
+                    paired(times_2),
+                    paired(times_3),
+                )
+                if ZEROS:
+                    given = [words, minus_0, minus_1, times_0, times_1, times_2, times_3]
+                else:
+                    given = [words, times_0, times_1, times_2, times_3]
+            elif ZEROS:
+                given = [words, minus_0, minus_1]
+            else:
+                given = [words]
+            operands = tl.inline_asm_elementwise(
+                PTX, REGISTERS, given, dtype=(tl.bfloat16,) * PLACES, is_pure=True, pack=2
+            )
+            for at_place in tl.static_range(PLACES):
+                begin = k + 8 * at_place
+                part_sums = _added(part_sums, operands[at_place], x_at + begin, begin + column, INNER, EVEN)
+        if SCALED:
+            sums = part_sums
+        else:
+            sums += part_sums * scale_of(tl.load(scale + scales_at + k // GROUP), SCALES)[:, None]
+    if SECOND:
+        more = tl.load(tl.load(entry + 2).to(tl.pointer_type(tl.float32)) + own)[:, None]
+        sums = sums * more if SECOND == 1 else sums / more
+    kind: tl.constexpr = y.dtype.element_ty
+    total = tl.trans(sums)
+    number = part * WIDE + tl.arange(0, WIDE)
+    if GATED:
+        gate, up = tl.split(tl.reshape(total, [ROWS, WIDE, 2]))
+        total = silu(gate.to(kind).to(tl.float32)).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
+    to_row = row.to(tl.int64) if GATED else pair
+    tl.store(
+        y + to_row[:, None] * OUTER + number[None, :],
+        total.to(kind),
+        mask=there[:, None] & (number < OUTER)[None, :],
+    )
+
+
+def products(
+    x: Tensor,
+    arranged: tuple[Tensor, Tensor],
+    table: Tensor,
+    h: Tensor,
+    y: Tensor,
+    tuning: ExpertTuning,
+    part: range,
+    formats: Sequence[WeightFormat],
+) -> None:
+    """Compute the blocks `part` through those of their experts that have an address, as `experts.products`.
+
+    table: int64 `[experts, tensors]`, addresses of the tensors that the formats of gate_up and down store, in
+    their order, at multiples of 16; 0 for an expert that is not there.
+    """
+    pairs, (tokens, hidden), (order, blocks) = len(h), x.shape, arranged
+    gate_up, down = map(kind_of, formats)
+    assert gate_up is not None, formats[0]
+    assert down is not None, formats[1]
+    assert len(order) == pairs, (order.shape, h.shape)
+    assert y.shape == (pairs, hidden), (y.shape, h.shape, x.shape)
+    assert table.shape[1] == gate_up.tensors + down.tensors, (table.shape, formats)
+    assert table.dtype == torch.int64, table.dtype
+    assert x.dtype == h.dtype == y.dtype, (x.dtype, h.dtype, y.dtype)
+    assert x.stride(1) == 1, x.stride()
+    assert all(one.is_contiguous() for one in (order, blocks, table, h, y))
+    assert 0 <= part.start <= part.stop <= blocks.shape[1], (part, blocks.shape)
+    if not part:
+        return
+    step = _MixtureStep(table, order, blocks, pairs // tokens, tuning, part)
+    _product(x, h, gate_up, step, 0, gated=True)
+    _product(h, y, down, step, gate_up.tensors, gated=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _MixtureStep:
+    """Holds what both products of a step share. top: experts of a token."""
+
+    table: Tensor
+    order: Tensor
+    blocks: Tensor
+    top: int
+    tuning: ExpertTuning
+    part: range
+
+
+def _product(x: Tensor, y: Tensor, kind: CodeKind, step: _MixtureStep, at: int, *, gated: bool) -> None:
+    """Launch one product: y `[pairs, outer]` of x `[rows, inner]`. at: the first address of the matrix in a
+    row of the table. gated: see the kernel."""
+    tuning, outer, inner = step.tuning, y.shape[1], x.shape[1]
+    four, group = kind.codes in FOUR_BITS, min(kind.group, inner)
+    depth = tuning.depth if group > _SHALLOW else min(tuning.depth, _SHALLOW)
+    depth = max(depth, 128 if four else 64)  # An operand has at least 16 words of each row.
+    scales, scale_type = -(-inner // group), _SCALES[kind.scale_dtype]
+    each = RUN_SCALES.get((kind.codes, kind.scales, kind.group)) if COMPILED else None
+    raw = each is not None and scales % each.itemsize == 0 and x.dtype == torch.bfloat16
+    if raw and each is not None:
+        scales, scale_type = scales // each.itemsize, _RAW[each]
+    ptx, registers = "", ""
+    if COMPILED and x.dtype == torch.bfloat16:
+        ptx, registers = take_apart(
+            kind.codes, zeros=kind.zeros, scaled=group < depth, raw=kind.scales if raw else 0
+        )
+    stage = depth * (tuning.rows * x.element_size() + tuning.columns * (4 if four else 8) // 8)
+    wide = tuning.columns // 2 if gated else tuning.columns
+    _expert_products[(len(step.part) * triton.cdiv(outer, wide),)](
+        x,
+        step.table,
+        step.order,
+        step.blocks,
+        y,
+        step.part.start,
+        len(step.part),
+        step.blocks.shape[1],
+        x.stride(0),
+        TOP=step.top,
+        TENSORS=step.table.shape[1],
+        AT=at,
+        OUTER=outer,
+        INNER=inner,
+        ROW_WORDS=packed_bytes(inner, 4 if four else 8) // 4,
+        ROW_SCALES=scales,
+        ROWS=tuning.rows,
+        COLS=tuning.columns,
+        STEP=depth,
+        NEIGHBOURS=tuning.group,
+        STAGES=max(1, min(tuning.stages, shared_memory(x.device) // stage)),
+        GROUP=1 << 30 if group >= inner else group,
+        DOWN=kind.down,
+        KIND=kind.codes,
+        PLACES=8 if four else 4,
+        SCALES=kind.scales,
+        SCALE_TYPE=scale_type,
+        RAW=raw,
+        ZEROS=kind.zeros,
+        SECOND=kind.second,
+        GATED=gated,
+        OPERAND=_NUMBERS[x.dtype] if COMPILED else tl.float32,
+        PTX=ptx,
+        REGISTERS=registers,
+        num_warps=tuning.warps,
+    )

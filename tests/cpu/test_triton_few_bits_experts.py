@@ -1,0 +1,172 @@
+"""Products with all experts of few bits at once, interpreted on the CPU, against the same experts dense."""
+
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip(
+        "kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True
+    )
+
+import bounds
+import tiny
+from members import pass_of
+from penstock.arch.formats.format import STORED_BYTES, matrix
+from penstock.arch.layout import MixtureLayout
+from penstock.ops import experts
+from penstock.ops.experts import Grouped, experts_reference
+from penstock.ops.matrix import Matrix
+from penstock.ops.triton import experts as triton_experts
+from penstock.ops.triton import few_bits_experts as kernels
+from penstock.ops.triton import routing as triton_routing
+from penstock.ops.triton.experts import ExpertTuning
+from penstock.weights.streaming.lending import ExpertStream
+from penstock.weights.streaming.views import StillExperts
+from quantised import SCHEMES, checkpoints, matrix_of
+
+TUNINGS = (
+    ExpertTuning(16, 64, 256, warps=4, stages=1, group=1),
+    ExpertTuning(32, 64, 128, warps=4, stages=1, group=2),
+)
+EXPERTS, TOP = 4, 2
+
+
+@pytest.fixture(autouse=True)
+def _interpreted() -> Iterator[None]:
+    """Mixtures on a CPU are computed by kernels, which may read the tensors that a table says the addresses
+    of, and nothing around them."""
+    compute = kernels.products
+
+    def products(x: Tensor, arranged: object, table: Tensor, h: Tensor, *rest: object) -> None:
+        shapes = (2 * h.shape[1], x.shape[1]), (x.shape[1], h.shape[1])
+        sizes = [
+            prod(stored.shape) * STORED_BYTES[stored.dtype]
+            for format, shape in zip(rest[-1], shapes, strict=True)  # type: ignore[call-overload]
+            for stored in format.stored("float32", [matrix("experts.weight", *shape)])
+        ]
+        rows = (zip(row, sizes, strict=True) for row in table.tolist())
+        with bounds.lent((at, at + size) for row in rows for at, size in row if at):
+            compute(x, arranged, table, h, *rest)  # type: ignore[arg-type]
+
+    names = {"routing": triton_routing, "experts": triton_experts, "few_bits_experts": kernels}
+    with (
+        patch.object(experts, "_kernels", lambda device: triton_experts),
+        patch.object(experts, "triton_kernels", names.get),
+        patch.object(kernels, "products", products),
+    ):
+        yield
+
+
+Expert = tuple[tuple[Matrix, Tensor], tuple[Matrix, Tensor]]
+"""Of one expert gate_up and down, as they rest and in float32."""
+
+
+@lru_cache(maxsize=3)
+def weights(scheme: str, hidden: int, inner: int, mine: range | None = None) -> list[Expert]:
+    """mine: the inner rows that a rank has."""
+    rng, rank = torch.Generator().manual_seed(len(scheme) + hidden), mine or range(inner)
+    rows = rank, range(rank.start + inner, rank.stop + inner)
+
+    def one(height: int, width: int, seed: int, **part: object) -> tuple[Matrix, Tensor]:
+        weight = torch.randn(height, width, generator=rng) / width**0.5
+        return matrix_of(SCHEMES[scheme], weight, seed, **part)  # type: ignore[arg-type]
+
+    return [
+        (one(2 * inner, hidden, 2 * at, rows=rows), one(hidden, inner, 2 * at + 1, columns=mine))
+        for at in range(EXPERTS)
+    ]
+
+
+def mixed(its: list[Expert], tokens: int, tuning: ExpertTuning) -> tuple[Grouped, Tensor, Tensor]:
+    """A mixture that is to be computed, its table, and what the dense experts give."""
+    hidden, inner = its[0][1][0].shape
+    rng = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, hidden + 8, generator=rng)[:, 4:-4]
+    scores = torch.randn(tokens, EXPERTS, generator=rng)
+    formats = tuple(matrix.format for matrix, _ in its[0])
+    assert MixtureLayout(EXPERTS, formats).kernels == "few_bits_experts"
+    with patch.object(kernels, "expert_tuning", lambda *_: tuning):
+        made = Grouped(x, scores, TOP, inner, normalise=True, formats=formats)
+    made._h.fill_(torch.nan)
+    made.y.fill_(torch.nan)
+    addresses = [[part.data_ptr() for matrix, _ in one for part in matrix.parts.values()] for one in its]
+    plain = [(gate_up[1], down[1]) for gate_up, down in its]
+    want = experts_reference(x, scores, TOP, plain, normalise=True)[1]
+    return made, torch.tensor(addresses), want
+
+
+ONE_BY_ONE = "gptq_order", "gptq_order_asymmetric", "packed_order", "packed_odd", "gptq_asymmetric"
+"""Columns in another order, groups of 24 columns, and zero points of groups of 16."""
+READ = [name for name in SCHEMES if name not in ONE_BY_ONE]
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-6 * float(want.abs().amax()))
+
+
+@pytest.mark.parametrize("scheme", READ)
+def test_products(scheme: str) -> None:
+    """Widths that are not whole steps, and runs of which a part is there."""
+    for tokens, tuning in zip((1, 9), TUNINGS, strict=True):
+        made, table, want = mixed(weights(scheme, 192, 64), tokens, tuning)
+        made.compute(table)
+        close(made.total(), want)
+
+
+@pytest.mark.parametrize("scheme", ["awq", "nvfp4", "fp8", "mxfp8"])
+def test_waves_compute_the_same(scheme: str) -> None:
+    """Some experts at a time; those that are not there have no address."""
+    its = weights(scheme, 256, 64)
+    whole, table, _ = mixed(its, 7, TUNINGS[0])
+    whole.compute(table)
+    some, table, _ = mixed(its, 7, TUNINGS[0])
+    some.counts()
+    for wave in (range(3), range(3, EXPERTS)):
+        lent = torch.zeros_like(table)
+        lent[wave.start : wave.stop] = table[wave.start : wave.stop]
+        some.compute(lent, wave)
+    assert torch.equal(some.total(), whole.total())
+
+
+@pytest.mark.parametrize("scheme", ["gptq", "awq", "signed_asymmetric", "fp8_128", "mxfp4", "nvfp4"])
+def test_ranks_add_up(scheme: str) -> None:
+    """The second begins amid a group of columns of down."""
+    total = torch.zeros(5, 128)
+    for mine in (range(48), range(48, 96)) if scheme != "awq" else (range(32), range(32, 96)):
+        made, table, _ = mixed(weights(scheme, 128, 96, mine), 5, TUNINGS[0])
+        made.compute(table)
+        total += made.total()
+    close(total, mixed(weights(scheme, 128, 96), 5, TUNINGS[0])[2])
+
+
+@pytest.mark.parametrize("scheme", ONE_BY_ONE)
+def test_what_kernels_do_not_read_is_computed_one_by_one(scheme: str) -> None:
+    format = matrix_of(SCHEMES[scheme], torch.zeros(64, 320))[0].format
+    assert MixtureLayout(EXPERTS, (format, format)).kernels == ""
+
+
+def not_one_by_one(self: object, experts: object) -> None:
+    raise AssertionError("an expert was taken by itself")
+
+
+@pytest.mark.parametrize("scheme", ["gptq", "nvfp4", "fp8"])
+def test_streamed(scheme: str, tmp_path: Path) -> None:
+    few, dense = checkpoints(tiny.checkpoint("qwen3_moe"), tmp_path, SCHEMES[scheme])
+    with patch.object(experts, "_kernels", lambda device: None):
+        want = pass_of(dense, 0)
+    with (
+        patch.object(ExpertStream, "each", not_one_by_one),
+        patch.object(StillExperts, "each", not_one_by_one),
+    ):
+        resident, streamed = pass_of(few, 0), pass_of(few, 0, part=0.4)
+    assert all(map(torch.equal, resident, streamed))
+    for mine, theirs in zip(resident, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5 * float(theirs.abs().amax()))
