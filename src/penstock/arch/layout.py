@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from penstock.arch.families import TensorNames
-from penstock.arch.formats.dense import DENSE
+from penstock.arch.formats.dense import DENSE, Dense
 from penstock.arch.formats.format import STORED_BYTES, TensorSlice, WeightFormat, matrix, stacked, vector
 from penstock.arch.formats.joined import Joined
 from penstock.arch.mixers.mixer import Plane, StateArray
@@ -324,7 +324,7 @@ class _Layer:
     def _format(self, id: GroupId, sources: Sequence[TensorSlice]) -> WeightFormat:
         """Return the format of matrices that are read by one product."""
         formats = tuple(self.spec.format.of(source.tensor) for source in sources)
-        if id.kind is GroupKind.EMBEDDING and formats[0] != DENSE:
+        if id.kind is GroupKind.EMBEDDING and not isinstance(formats[0], Dense):
             raise UnsupportedModelError(
                 f"{sources[0].tensor} is quantised, which is not supported; use a checkpoint whose embedding "
                 "is not"

@@ -24,6 +24,8 @@ from penstock.cli.terminal import one_line, say
 from penstock.engine.costs import costs_file, read_costs
 from penstock.engine.forecast import forecast
 from penstock.engine.machines import Machine, Work
+from penstock.weights.gguf.config import read_gguf_config
+from penstock.weights.gguf.files import GGUFFiles, is_gguf
 from penstock.weights.jsonfile import read_object
 from penstock.weights.streaming.ring import StreamRates
 
@@ -266,14 +268,15 @@ def open_model(model: str) -> tuple[str, ModelSpec, TensorNames]:
         if not file.exists():
             shapes = ", ".join(SHAPES)
             raise CheckpointError(
-                f"{file} does not exist; give a config.json, a directory with one, or one of the shapes "
-                f"{shapes}"
+                f"{file} does not exist; give a config.json, a directory with one, a GGUF file, or one of "
+                f"the shapes {shapes}"
             )
-        config, where, name = (
-            read_object(file, MAX_CONFIG_BYTES),
-            str(file),
-            one_line(file.resolve().parent.name),
-        )
+        where, named = str(file), file.resolve()
+        if is_gguf(file):
+            with GGUFFiles(file) as files:
+                config, name = read_gguf_config(files), one_line(named.name)
+        else:
+            config, name = read_object(file, MAX_CONFIG_BYTES), one_line(named.parent.name)
     return name, read_spec(config, where), family_of(config, where).names
 
 

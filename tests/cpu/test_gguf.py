@@ -1,0 +1,184 @@
+"""GGUF files as models: the numbers that blocks stand for, and the tokens of the models that they are."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.quants import dequantize
+
+import gguf_files
+import tiny
+from gguf_files import Made, Writing, source
+from members import pass_of
+from penstock.api.llm import LLM
+from penstock.arch.formats.format import matrix
+from penstock.arch.formats.gguf import FORMATS, Unpacked
+from penstock.arch.formats.gguf_blocks import QUANTISED, TYPES
+from penstock.arch.layout import group_layouts
+from penstock.ops.matrix import Matrix
+from penstock.step.params import SamplingParams
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.pack.writer import write_pack
+from penstock.weights.streaming.source import RandomSource
+from penstock.weights.streaming.stream import group_views
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+EDGES = np.array([0, 65504, -65504, 6e-8, -6e-8, 1, -1, 0.1], "<f2")
+
+
+def blocks(kind: str, count: int = 512) -> np.ndarray:
+    """Any blocks, with scales that are the least, the largest, negative and zero."""
+    seed, block = np.random.default_rng(3), QUANTISED[kind]
+    drawn = seed.integers(0, 256, (count, block.size), dtype=np.uint8)
+    drawn[:8, max((0, *block.halves)) + 2 : 12] = 255
+    drawn[8:16, max((0, *block.halves)) + 2 : 12] = 0
+    for number, at in enumerate(block.halves):
+        scales = seed.standard_normal(count).astype("<f2")
+        scales[: 64 : number + 1] = np.resize(EDGES, len(scales[: 64 : number + 1]))
+        drawn[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+    if kind == "MXFP4":
+        drawn[:, 0] = np.resize(np.arange(253), count)
+    return drawn
+
+
+def resting(kind: str, rows: np.ndarray, *, cut: range | None = None) -> Matrix:
+    """The matrix whose rows have these bytes, as it rests, or some columns of it."""
+    block = QUANTISED[kind]
+    height, width = len(rows), rows.shape[1] // block.size * block.values
+    sources = [matrix("model.layers.0.mlp.down_proj.weight", height, width, columns=cut)]
+    format, parts = FORMATS[kind].cut(sources), {}
+    for stored in format.stored("float32", sources):
+        assert stored.repack is not None
+        part = stored.repack([torch.from_numpy(rows)] * len(stored.sources)).contiguous()
+        assert (tuple(part.shape), part.dtype) == (stored.shape, getattr(torch, stored.dtype))
+        parts[stored.name] = part
+    return Matrix(format, (height, width if cut is None else len(cut)), parts)
+
+
+def same_bits(mine: torch.Tensor, theirs: np.ndarray) -> bool:
+    """Whether numbers have the same bits, but for the sign of zeros: that library has no negative one of four
+    bits."""
+    mine, theirs = mine + 0.0, theirs + 0.0
+    return bool(np.array_equal(mine.contiguous().numpy().view(np.int32), theirs.view(np.int32)))
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_numbers_are_those_of_the_library(kind: str) -> None:
+    block = QUANTISED[kind]
+    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] == (block.values, block.size)
+    rows = blocks(kind).reshape(64, -1)
+    theirs = dequantize(rows, gguf.GGMLQuantizationType[kind])
+    whole = resting(kind, rows).dequantised(torch.empty(0))
+    assert same_bits(whole, theirs)
+    for cut in (range(0, 128), range(40, 200), range(224, theirs.shape[1])):
+        assert same_bits(resting(kind, rows, cut=cut).dequantised(torch.empty(0)), theirs[:, cut].copy())
+    some = resting(kind, rows).dequantised(torch.empty(0), slice(3, 9))
+    assert torch.equal(some, whole[3:9])
+
+
+def test_types_have_the_numbers_of_the_library() -> None:
+    assert all(gguf.GGMLQuantizationType(number).name == one.name for number, one in TYPES.items())
+
+
+@pytest.mark.parametrize("kind", ["Q6_K", "MXFP4", "Q4_0"])
+def test_embeddings_are_unpacked(kind: str) -> None:
+    rows = gguf_files.draw(kind, 2050, 512, 0.1, np.random.default_rng(0))
+    sources = [matrix("model.embed_tokens.weight", 2050, 512, rows=range(1, 2049))]
+    (stored,) = Unpacked(inner=FORMATS[kind]).cut(sources).stored("bfloat16", sources)
+    assert stored.repack is not None
+    theirs = torch.from_numpy(dequantize(rows, gguf.GGMLQuantizationType[kind])[1:2049])
+    assert torch.equal(stored.repack([torch.from_numpy(rows)]), theirs.bfloat16())
+
+
+def outputs(path: Path, **settings: object) -> list[object]:
+    with LLM(path, device="cpu", dtype="float32", max_length=64, **settings) as llm:  # type: ignore[arg-type]
+        return [(one.tokens, one.logprobs) for one in llm.generate(tiny.prompts()[1:4], GREEDY)]
+
+
+def mixed(name: str) -> str:
+    """A mix of types, as most files have."""
+    if name.startswith(("token_embd", "output.")):
+        return "Q6_K"
+    return "Q6_K" if "attn_v" in name or "ffn_down" in name else "F16" if "blk.1.attn_k" in name else "Q4_K"
+
+
+def expect_same(made: Made) -> None:
+    """Tokens and log-probabilities are those of the dense model."""
+    same = outputs(made.dense)
+    assert outputs(made.file, kernels=False) == same
+    for (mine, its), (theirs, known) in zip(outputs(made.file), same, strict=True):
+        assert mine == theirs
+        assert its == pytest.approx(known, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *QUANTISED])
+def test_tokens_of_types(kind: str, tmp_path: Path) -> None:
+    expect_same(gguf_files.write(source("llama_biases"), tmp_path, Writing(kind)))
+
+
+FAMILIES = (
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "llama_tied",
+    "mixtral",
+    "qwen3_moe_normalised",
+    "qwen3_moe_dense_layer",
+)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_of_families(name: str, tmp_path: Path) -> None:
+    expect_same(gguf_files.write(source(name), tmp_path, Writing(mixed)))
+
+
+@pytest.mark.parametrize("writing", [Writing(mixed, split=4), Writing("Q8_0", fused=True),
+                                     Writing("Q4_K", alignment=256)],
+                         ids=["split", "fused", "aligned"])  # fmt: skip
+def test_tokens_of_layouts(writing: Writing, tmp_path: Path) -> None:
+    expect_same(gguf_files.write(source("llama"), tmp_path, writing))
+
+
+def test_experts_in_tensors_of_their_own(tmp_path: Path) -> None:
+    expect_same(gguf_files.write(source("mixtral"), tmp_path, Writing("Q4_K", apart=True)))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "MXFP4", "Q4_1"])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_streamed_and_ranks(name: str, kind: str, tmp_path: Path) -> None:
+    # A rank's columns begin inside of a block: 384 of 768, and 128 of 256.
+    made = gguf_files.write(source(name), tmp_path, Writing(kind))
+    resident = pass_of(made.file, 0, kernels=False)
+    streamed = pass_of(made.file, 0, part=0.4, kernels=False)
+    assert all(torch.equal(*both) for both in zip(resident, streamed, strict=True))
+    for ranks in (0, 2):
+        mine, theirs = pass_of(made.file, ranks, kernels=False), pass_of(made.dense, ranks, kernels=False)
+        assert all(torch.equal(*both) for both in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe_normalised"])
+def test_packs(name: str, tmp_path: Path) -> None:
+    made = gguf_files.write(source(name), tmp_path, Writing(mixed))
+    with Checkpoint.open(made.file) as checkpoint:
+        write_pack(checkpoint, tmp_path / "pack", "float32")
+        assert not write_pack(checkpoint, tmp_path / "pack", "float32")
+        print_ = checkpoint.fingerprint()
+    with Checkpoint.open(made.file) as again:
+        assert again.fingerprint() == print_
+    assert outputs(tmp_path / "pack", kernels=False) == outputs(made.dense)
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_random_weights_are_numbers(kind: str, tmp_path: Path) -> None:
+    made = gguf_files.write(source("llama"), tmp_path, Writing(kind))
+    shape = Shape.open(made.file)
+    for layout in group_layouts(shape.spec, shape.names, "float32"):
+        whole = torch.empty(layout.size, dtype=torch.uint8)
+        RandomSource("float32").read(layout, 0, whole, False)
+        for one in group_views(layout, whole).matrices.values():
+            numbers = one.dequantised(torch.empty(0))
+            assert numbers.isfinite().all()
+            assert 1e-6 < numbers.abs().mean() < 10
