@@ -236,7 +236,8 @@ def test_config(tmp_path: Path) -> None:
         "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 16, "rms_norm_eps": 1e-5,
         "max_position_embeddings": 64, "rope_theta": 10000.0, "vocab_size": 12, "tie_word_embeddings": True,
         "attention_bias": False, "mlp_bias": False, "dtype": "float32", "bos_token_id": None,
-        "eos_token_id": [], "pad_token_id": None, "sliding_window": None, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "eos_token_id": [], "pad_token_id": None, "sliding_window": None, "num_local_experts": 0,
+        "num_experts_per_tok": 0,
     }  # fmt: skip
     name, spec, _ = open_model(str(tmp_path / "m.gguf"))
     assert (name, spec.layers, spec.vocab_size) == ("m.gguf", 1, 12)

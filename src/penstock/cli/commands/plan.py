@@ -231,7 +231,7 @@ def command(
 ) -> None:
     """Forecast where the weights of MODEL would rest, how fast it would decode and take prompts in, what
     binds it, and what more of anything would buy. MODEL is a config.json or a directory with one, of which
-    nothing else is needed, or a shape that `bench` knows.
+    nothing else is needed, a GGUF file, or a shape that `bench` knows.
 
     Nothing is measured. Without --machine, sizes are those of this machine, 90 % of the first GPU and 80 % of
     free memory. Rates, and what a step costs beyond bytes, are as `penstock doctor` measured them here, if it
