@@ -51,6 +51,7 @@ class Float8(WeightFormat):
     width: int = 0
     """Columns of the matrix; set by `cut`."""
     kernels: ClassVar[str] = "few_bits"
+    native: ClassVar[str] = "few_bits"
 
     def cut(self, sources: Sequence[TensorSlice]) -> "Float8":
         """Return the format with blocks that divide where parts begin, and where they are joined."""
@@ -193,6 +194,7 @@ class Float4(WeightFormat):
     width: int = 0
     """Columns of the matrix; set by `cut`."""
     kernels: ClassVar[str] = "few_bits"
+    native: ClassVar[str] = "few_bits"
 
     def cut(self, sources: Sequence[TensorSlice]) -> "Float4":
         """Return the format with groups that divide where a rank's part begins."""

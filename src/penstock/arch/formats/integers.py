@@ -85,6 +85,7 @@ class Integers(WeightFormat):
     """Columns of the matrix; set by `cut`."""
     packing: Packing = field(default_factory=Packing)
     kernels: ClassVar[str] = "few_bits"
+    native: ClassVar[str] = "few_bits"
 
     @property
     def middle(self) -> int:
