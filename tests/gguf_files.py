@@ -114,6 +114,8 @@ class Writing:
     split: int = 0
     fused: bool = False
     alignment: int = 0
+    tensors: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """More of them, in float32."""
     apart: bool = False
     """Experts in tensors of their own, as old files have them."""
 
@@ -149,6 +151,8 @@ def write(checkpoint: Path, folder: Path, writing: Writing) -> Made:
     _metadata(writer, config, writing)
     for tensor, (stored, kind) in made_of.items():
         writer.add_tensor(tensor, stored, raw_dtype=Type[kind])
+    for tensor, more in writing.tensors.items():
+        writer.add_tensor(tensor, more)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,5 +1,9 @@
 """GGUF files as models: the numbers that blocks stand for, and the tokens of the models that they are."""
 
+import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -8,16 +12,22 @@ import pytest
 import torch
 from gguf.quants import dequantize
 
+import gguf_bytes
 import gguf_files
 import tiny
-from gguf_files import Made, Writing, source
+from gguf_files import WIDE, Made, Writing, source
 from members import pass_of
 from penstock.api.llm import LLM
 from penstock.arch.formats.format import matrix
 from penstock.arch.formats.gguf import FORMATS, Unpacked
 from penstock.arch.formats.gguf_blocks import QUANTISED, TYPES
 from penstock.arch.layout import group_layouts
+from penstock.arch.rope import inverse_frequencies
+from penstock.arch.spec import RopeKind, RopeSpec
+from penstock.base.errors import PenstockError
 from penstock.ops.matrix import Matrix
+from penstock.ops.native import blocks as native
+from penstock.ops.native.few_bits import find_library
 from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
@@ -26,6 +36,7 @@ from penstock.weights.streaming.source import RandomSource
 from penstock.weights.streaming.stream import group_views
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
+NATIVE = [kind for kind in QUANTISED if FORMATS[kind].native == "blocks"]
 EDGES = np.array([0, 65504, -65504, 6e-8, -6e-8, 1, -1, 0.1], "<f2")
 
 
@@ -182,3 +193,130 @@ def test_random_weights_are_numbers(kind: str, tmp_path: Path) -> None:
             numbers = one.dequantised(torch.empty(0))
             assert numbers.isfinite().all()
             assert 1e-6 < numbers.abs().mean() < 10
+
+
+@pytest.mark.parametrize("kind", NATIVE)
+def test_kernels_of_cpus(kind: str) -> None:
+    if find_library():
+        pytest.skip("no C compiler")
+    rows = blocks(kind).reshape(64, -1)
+    for cut in (None, range(40, 200)):
+        weight = resting(kind, rows, cut=cut)
+        plain = weight.dequantised(torch.empty(0))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            made = torch.empty(30, weight.shape[1], dtype=dtype)
+            native.dequantise(weight, slice(20, 50), made)
+            assert torch.equal(made, plain[20:50].to(dtype))
+    drawn = gguf_files.draw(kind, 70, 1024, 0.1, np.random.default_rng(1))
+    for cut in (None, range(300, 900)):
+        weight = resting(kind, drawn, cut=cut)
+        plain = weight.dequantised(torch.empty(0)).double()
+        for count in (1, 3, 16):
+            x, bias = torch.randn(count, plain.shape[1]), torch.randn(70)
+            assert native.suits(x, weight)
+            product = native.few_rows(x, weight, bias)
+            exact = x.double() @ plain.t() + bias
+            torch.testing.assert_close(product.double(), exact, atol=2e-5, rtol=1e-5)
+            assert torch.equal(native.few_rows(x[:1], weight, bias), product[:1])
+            onto = torch.ones(count, 100)[:, :70]
+            native.few_rows(x, weight, out=onto, adds=True)
+            torch.testing.assert_close(onto.double(), exact - bias + 1, atol=2e-5, rtol=1e-5)
+    assert not native.suits(torch.randn(17, 1024), weight)
+
+
+def test_sums_do_not_depend_on_threads() -> None:
+    if find_library():
+        pytest.skip("no C compiler")
+    weight = resting("Q4_K", gguf_files.draw("Q4_K", 3000, 512, 0.1, np.random.default_rng(1)))
+    x, before = torch.randn(3, 512), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = native.few_rows(x, weight)
+        torch.set_num_threads(3)
+        assert torch.equal(native.few_rows(x, weight), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_rope_of_llama_3(tmp_path: Path) -> None:
+    """Files have the divisors that Llama 3.1's scaling leads to, and not its numbers."""
+    checkpoint = source("llama_llama3")
+    rope = json.loads((checkpoint / "config.json").read_text())["rope_parameters"]
+    plain = RopeSpec(rope["rope_theta"], WIDE["head_dim"])
+    scaled = replace(plain, kind=RopeKind.LLAMA3, factor=8.0, original_length=64)
+    divisors = np.array(inverse_frequencies(plain)) / np.array(inverse_frequencies(scaled))
+    more = {"rope_freqs.weight": divisors.astype(np.float32)}
+    made = gguf_files.write(checkpoint, tmp_path, Writing("Q8_0", tensors=more))
+    expect_same(made)
+    with Checkpoint.open(made.file) as opened:
+        assert opened.spec.rope == replace(scaled, low_freq_factor=1.0, high_freq_factor=4.0)
+
+
+def matrices(path: Path) -> None:
+    with Checkpoint.open(path) as checkpoint:
+        layouts = group_layouts(checkpoint.spec, checkpoint.names, "float32")
+        checkpoint.verify(layouts)
+        for layout in layouts:
+            checkpoint.read_piece(layout, 0, torch.empty(layout.size, dtype=torch.uint8))
+
+
+def broken(path: Path) -> str:
+    """What is said of a file that is read whole."""
+    with pytest.raises(PenstockError) as caught:
+        matrices(path)
+    said = str(caught.value)
+    assert str(path) in said
+    assert len(said) < 400
+    assert "\n" not in said
+    return said
+
+
+def changed(name: str, **to: object) -> list[gguf_bytes.Tensor]:
+    return [replace(one, **to) if one.name == name else one for one in gguf_bytes.tensors()]  # type: ignore[arg-type]
+
+
+SMALL, More = gguf_bytes.tensors(), gguf_bytes.Tensor
+STRANGE: list[tuple[list[gguf_bytes.Tensor], str]] = [
+    (SMALL[:-1], "lacks tensor blk.0.ffn_down.weight that its metadata calls for"),
+    ([*SMALL, More("blk.0.attn_sinks.weight", (2,), 0, bytes(8))], "holds tensor 'blk.0.att"),
+    ([*SMALL, More("blk.0.ffn_gate_exps.weight", (8,), 0, bytes(32))], "holds tensor 'blk.0.ffn"),
+    (changed("blk.0.attn_q.weight", extents=(8, 4), data=bytes(128)), "blk.0.attn_q.weight has shape [4, 8]"),
+    (changed("blk.0.attn_k.weight", extents=(8, 6), data=bytes(192)), "has 6 rows, which are no heads"),
+    (changed("output_norm.weight", extents=(32,), kind=8, data=bytes(34)), "is [32] of Q8_0; supported: F32"),
+    (changed("blk.0.ffn_up.weight", extents=(64, 16), kind=8, data=bytes(1088)),
+     "tensor blk.0.ffn_up.weight has shape [16, 68]; its metadata calls for [16, 34]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tensors", "said"), STRANGE)
+def test_tensors_that_do_not_fit(tensors: list[gguf_bytes.Tensor], said: str, tmp_path: Path) -> None:
+    assert said in broken(gguf_bytes.write(tmp_path / "m.gguf", gguf_bytes.LLAMA, tensors))
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "Q6_K", "MXFP4", "Q4_1"])
+@pytest.mark.parametrize("tensor", ["blk.1.ffn_down.weight", "token_embd.weight"])
+def test_scales_that_are_no_numbers(kind: str, tensor: str, tmp_path: Path) -> None:
+    made = gguf_files.write(source("llama"), tmp_path, Writing(kind))
+    place = {one.name: one for one in gguf.GGUFReader(made.file).tensors}[tensor].data_offset
+    with made.file.open("r+b") as opened:
+        opened.seek(
+            place + 5 * QUANTISED[kind].size + QUANTISED[kind].halves[-1] if kind != "MXFP4" else place
+        )
+        opened.write(b"\xff" if kind == "MXFP4" else b"\x00\x7e")
+    said = broken(made.file)
+    assert f"tensor {tensor}" in said
+    assert "no numbers" in said
+
+
+def test_a_lone_file_is_a_model_for_commands(tmp_path: Path) -> None:
+    made = gguf_files.write(source("llama"), tmp_path, Writing("Q4_K"))
+    command = [sys.executable, "-m", "penstock"]
+    packed = subprocess.run([*command, "pack", str(made.file)], capture_output=True, text=True, check=True)
+    assert "model.gguf.pack: 6 groups" in packed.stdout
+    planned = subprocess.run(
+        [*command, "plan", str(made.file), "--context", "128"], capture_output=True, text=True, check=True
+    )
+    assert planned.stdout.startswith("model.gguf: llama, 2 layers")
+    run = [*command, "run", str(made.file), "--device", "cpu", "--max-tokens", "2"]
+    asked = subprocess.run(run, capture_output=True, text=True, input="hello", check=False)
+    assert "no tokenizer" in asked.stderr

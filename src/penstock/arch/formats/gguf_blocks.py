@@ -32,8 +32,8 @@ class BlockType:
     halves: tuple[int, ...] = ()
 
     def row_bytes(self, width: int) -> int:
-        """Return the bytes of a row of so many numbers, a multiple of `values`."""
-        return width // self.values * self.size
+        """Return the bytes of a row of so many numbers, in whole blocks."""
+        return -(-width // self.values) * self.size
 
 
 PLAIN = {
