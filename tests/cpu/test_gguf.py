@@ -24,7 +24,7 @@ from penstock.arch.formats.gguf_blocks import QUANTISED, TYPES
 from penstock.arch.layout import group_layouts
 from penstock.arch.rope import inverse_frequencies
 from penstock.arch.spec import RopeKind, RopeSpec
-from penstock.base.errors import PenstockError
+from penstock.base.errors import CheckpointError, PenstockError
 from penstock.ops.matrix import Matrix
 from penstock.ops.native import blocks as native
 from penstock.ops.native.few_bits import find_library
@@ -306,6 +306,18 @@ def test_scales_that_are_no_numbers(kind: str, tensor: str, tmp_path: Path) -> N
     said = broken(made.file)
     assert f"tensor {tensor}" in said
     assert "no numbers" in said
+
+
+def test_a_directory_of_gguf_files(tmp_path: Path) -> None:
+    gguf_bytes.write(tmp_path / "b.gguf", gguf_bytes.LLAMA, SMALL)
+    with pytest.raises(CheckpointError, match=r"has no config.json; to load a GGUF file, give it .*b\.gguf"):
+        Checkpoint.open(tmp_path)
+
+
+def test_ranks_as_processes(tmp_path: Path) -> None:
+    made = gguf_files.write(source("llama"), tmp_path, Writing(mixed))
+    ranks = outputs(made.file, tensor_parallel=2, kernels=False)
+    assert ranks == outputs(made.dense, tensor_parallel=2, kernels=False)
 
 
 def test_a_lone_file_is_a_model_for_commands(tmp_path: Path) -> None:

@@ -221,8 +221,8 @@ def _format(type: BlockType) -> WeightFormat:
 
 
 FORMATS = {name: _format(type) for name, type in QUANTISED.items()}
-"""How matrices of each type rest. Q4_0, Q8_0 and MXFP4 are formats of ours in as many bytes. Others would be
-rounded or grow: their scales are nested, or a minimum stands where ours have a whole zero point."""
+"""Matrices of each type rest in these. Q4_0, Q8_0 and MXFP4 are formats of ours in as many bytes. Others
+would be rounded or grow: their scales are nested, or a minimum stands where ours have a whole zero point."""
 
 
 @dataclass(frozen=True)

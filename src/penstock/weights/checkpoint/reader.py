@@ -358,6 +358,8 @@ def read_config(path: Path) -> Mapping[str, object]:
     if is_gguf(path):
         with GGUFFiles(path) as files:
             return read_gguf_config(files)
+    if not os.path.lexists(path / "config.json") and (loose := sorted(path.glob("*.gguf"))):
+        raise CheckpointError(f"{path} has no config.json; to load a GGUF file, give it by name: {loose[0]}")
     config = read_object(path / "config.json", MAX_CONFIG_BYTES)
     if config.get("quantization_config") is not None:
         return config

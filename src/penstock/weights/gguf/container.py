@@ -29,7 +29,7 @@ MAX_ALIGNMENT = 1 << 20
 _FIRST_READ = 1 << 20
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-"""What `array` calls the types of values, by their numbers."""
+"""The types of values are called so by `array`, by their numbers."""
 _BOOL = 7
 Value: TypeAlias = "int | float | bool | str | list[bytes] | array[int] | array[float]"
 """A value of metadata: arrays of strings stay bytes until somebody wants them."""
@@ -124,7 +124,8 @@ class _Cursor:
         return CheckpointError(f"{self.file.path} is damaged: {what}; fetch the file again")
 
     def _need(self, count: int, what: str) -> None:
-        """Have `count` more bytes. Raises CheckpointError if the file or the allowed header ends before."""
+        """Read on until there are `count` more bytes. Raises CheckpointError if the file, or the allowed
+        header, ends before."""
         end = self.at + count
         if end <= len(self._data):
             return

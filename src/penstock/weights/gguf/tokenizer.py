@@ -89,10 +89,10 @@ def read_gguf_tokenizer(path: Path) -> GGUFTokenizer | None:
     kind = metadata.get("tokenizer.ggml.model")
     if kind in (None, "none", "no_vocab"):
         return None
-    return _Vocabulary(metadata, path).tokenizer()
+    return _TokenizerMetadata(metadata, path).tokenizer()
 
 
-class _Vocabulary:
+class _TokenizerMetadata:
     """Reads the metadata of a tokenizer."""
 
     def __init__(self, metadata: Mapping[str, Value], path: Path) -> None:
