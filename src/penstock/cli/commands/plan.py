@@ -268,8 +268,8 @@ def open_model(model: str) -> tuple[str, ModelSpec, TensorNames]:
         if not file.exists():
             shapes = ", ".join(SHAPES)
             raise CheckpointError(
-                f"{file} does not exist; give a config.json, a directory with one, a GGUF file, or one of "
-                f"the shapes {shapes}"
+                f"{file} does not exist; give a config.json, a directory with one, or one of the shapes "
+                f"{shapes}, or a GGUF file"
             )
         where, named = str(file), file.resolve()
         if is_gguf(file):
