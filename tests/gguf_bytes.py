@@ -1,9 +1,13 @@
 """GGUF files made by hand, byte by byte, sound or as broken as a test wants them; without torch."""
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
+
+from penstock.base.errors import CheckpointError, PenstockError
 
 NUMBERS = {
     0: "<B",
@@ -123,3 +127,35 @@ def tensors(vocabulary: int = 10, kind: int = 0, size: int = 4) -> list[Tensor]:
 def write(path: Path, *given: object, **more: object) -> Path:
     path.write_bytes(file(*given, **more))  # type: ignore[arg-type]
     return path
+
+
+TOKENS: dict[str, object] = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": [
+        "<unk>",
+        "<s>",
+        "</s>",
+        "<|im_end|>",
+        "a",
+        "b",
+        "\u2581",
+        "ab",
+        "\u2581ab",
+        "<0x21>",
+    ],
+    "tokenizer.ggml.token_type": [As(5, kind) for kind in (2, 3, 3, 3, 1, 1, 1, 1, 1, 6)],
+    "tokenizer.ggml.scores": [-0.0, 0.0, 0.0, 0.0, -9.0, -9.0, -9.0, -1.0, -2.0, 0.0],
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+}
+"""Metadata of a small tokenizer."""
+
+
+def refusal(call: Callable[[], object], kind: type[PenstockError] = CheckpointError) -> str:
+    """What is said, in one line that is not long."""
+    with pytest.raises(kind) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 600
+    return message
