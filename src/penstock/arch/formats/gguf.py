@@ -189,9 +189,11 @@ class _Unpack:
         for source, whole in zip(self.sources, wholes, strict=True):
             assert whole is not None
             rows = source.rows or range(source.shape[0])
-            starts = range(rows.start, rows.stop, _UNPACKED_ROWS)
-            some = [self._rows(source, whole, at, min(at + _UNPACKED_ROWS, rows.stop)) for at in starts]
-            parts.append(below_each_other(some))
+            made = self._rows(source, whole, rows.start, rows.start + 1).new_empty(len(rows), source.shape[1])
+            for at in range(rows.start, rows.stop, _UNPACKED_ROWS):
+                some = self._rows(source, whole, at, min(at + _UNPACKED_ROWS, rows.stop))
+                made[at - rows.start : at - rows.start + len(some)] = some
+            parts.append(made)
         return below_each_other(parts)
 
     def _rows(self, source: TensorSlice, whole: "Tensor", first: int, last: int) -> "Tensor":

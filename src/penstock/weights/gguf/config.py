@@ -124,6 +124,7 @@ def read_gguf_config(files: GGUFFiles) -> dict[str, object]:
     embedding = files.tensors.get(EMBEDDING)
     if embedding is None or len(embedding.info.shape) != 2:
         raise CheckpointError(f"{files.path} lacks tensor {EMBEDDING}, a matrix; fetch the file again")
+    is_mixture = metadata.whole("expert_count", 0, low=0) > 0
     heads, hidden = metadata.whole("attention.head_count"), metadata.whole("embedding_length")
     dim = metadata.whole("attention.key_length", hidden // heads)
     metadata.only("attention.value_length", dim)
@@ -136,7 +137,7 @@ def read_gguf_config(files: GGUFFiles) -> dict[str, object]:
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.whole("attention.head_count_kv", heads),
         "head_dim": dim,
-        "intermediate_size": metadata.whole("feed_forward_length", 1),
+        "intermediate_size": metadata.whole("feed_forward_length", 1 if is_mixture else None),
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": metadata.whole("context_length"),
         "rope_theta": metadata.number("rope.freq_base", 10000.0),
