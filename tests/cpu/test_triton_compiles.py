@@ -25,6 +25,7 @@ LARGE = (
     "experts, some",
     "few bits, integers",
     "few bits, NVFP4",
+    "blocks of GGUF",
 )
 """Each kernel once, and where one takes most."""
 EARLY = (

@@ -85,6 +85,7 @@ def _functions(module: ModuleType) -> "list[JITFunction[Any]]":
 
 _MODULES = (
     "attention",
+    "blocks",
     "experts",
     "few_bits",
     "linear",

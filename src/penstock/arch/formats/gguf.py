@@ -113,6 +113,7 @@ class Blocks(WeightFormat):
     """Columns of the first block that belong to another rank; set by `cut`."""
     width: int = 0
     """Columns of the matrix; set by `cut`."""
+    kernels: ClassVar[str] = "blocks"
     native: ClassVar[str] = "blocks"
 
     @property
