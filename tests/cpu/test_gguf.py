@@ -19,7 +19,7 @@ from gguf_files import WIDE, Made, Writing, source
 from members import pass_of
 from penstock.api.llm import LLM
 from penstock.arch.formats.format import matrix
-from penstock.arch.formats.gguf import FORMATS, Unpacked
+from penstock.arch.formats.gguf import BLOCK_TYPES, FORMATS, Unpacked
 from penstock.arch.formats.gguf_blocks import QUANTISED, TYPES
 from penstock.arch.layout import group_layouts
 from penstock.arch.rope import inverse_frequencies
@@ -91,6 +91,9 @@ def test_numbers_are_those_of_the_library(kind: str) -> None:
 
 
 def test_types_have_the_numbers_of_the_library() -> None:
+    """Kernels count the types that rest in blocks in this order."""
+    kinds = ["Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"]
+    assert list(BLOCK_TYPES) == kinds
     assert all(gguf.GGMLQuantizationType(number).name == one.name for number, one in TYPES.items())
 
 

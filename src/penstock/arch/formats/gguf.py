@@ -226,6 +226,11 @@ def _format(type: BlockType) -> WeightFormat:
 FORMATS = {name: _format(type) for name, type in QUANTISED.items()}
 """Matrices of each type rest in these. Q4_0, Q8_0 and MXFP4 are formats of ours in as many bytes. Others
 would be rounded or grow: their scales are nested, or a minimum stands where ours have a whole zero point."""
+BLOCK_TYPES = {
+    name: number
+    for number, name in enumerate(name for name, format in FORMATS.items() if isinstance(format, Blocks))
+}
+"""Types that rest in blocks, as kernels count them."""
 
 
 @dataclass(frozen=True)

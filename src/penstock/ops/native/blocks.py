@@ -10,19 +10,12 @@ import torch
 from torch import Tensor
 
 from penstock.arch.formats.format import WeightFormat
-from penstock.arch.formats.gguf import Blocks
+from penstock.arch.formats.gguf import BLOCK_TYPES, Blocks
 from penstock.ops.matrix import Matrix
 from penstock.ops.native.few_bits import NUMBERS, library
 
 _MOST_ROWS = 16
 """Rows of x up to which a product by these kernels is faster than to dequantise the matrix for torch."""
-_TYPES = {
-    name: number
-    for number, name in enumerate(
-        ("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
-    )
-}
-"""Types of blocks, as blocks.c counts them."""
 
 
 class _Blocks(ctypes.Structure):
@@ -42,7 +35,7 @@ def suits(x: Tensor, weight: Matrix) -> bool:
 
 def reads(format: WeightFormat) -> bool:
     """Tell whether `dequantise` reads a format here."""
-    return isinstance(format, Blocks) and format.type in _TYPES and library() is not None
+    return isinstance(format, Blocks) and library() is not None
 
 
 def few_rows(
@@ -89,7 +82,8 @@ def _address(weight: Matrix) -> int:
         height, inner = weight.shape
         weight.native = _Blocks(
             blocks=blocks.data_ptr(), height=height, inner=inner, row_bytes=blocks.shape[1],
-            type=_TYPES[format.type], values=format.block.values, size=format.block.size, skip=format.skip,
+            type=BLOCK_TYPES[format.type], values=format.block.values, size=format.block.size,
+            skip=format.skip,
         )  # fmt: skip
     assert isinstance(weight.native, _Blocks)
     return ctypes.addressof(weight.native)

@@ -8,16 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.arch.formats.format import WeightFormat
-from penstock.arch.formats.gguf import Blocks
+from penstock.arch.formats.gguf import BLOCK_TYPES, Blocks
 from penstock.ops.matrix import Matrix
 
 Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = (tl.constexpr(kind) for kind in range(10))
-_TYPES = {
-    name: number
-    for number, name in enumerate(
-        ("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
-    )
-}
 _EACH = 1024
 """Numbers that a program writes."""
 
@@ -145,7 +139,8 @@ def dequantise(weight: Matrix, rows: slice, out: Tensor) -> None:
     count = blocks.shape[1] // block.size
     _dequantise[(len(blocks), triton.cdiv(count * block.values, _EACH))](
         blocks, out, count, format.skip, weight.shape[1], blocks.stride(0), out.stride(0),
-        TYPE=_TYPES[format.type], SIZE=block.size, VALUES=block.values, EACH=_EACH, enable_fp_fusion=False,
+        TYPE=BLOCK_TYPES[format.type], SIZE=block.size, VALUES=block.values, EACH=_EACH,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -156,4 +151,4 @@ def suits(x: Tensor, weight: Matrix) -> bool:
 
 def reads(format: WeightFormat) -> bool:
     """Tell whether `dequantise` reads a format."""
-    return isinstance(format, Blocks) and format.type in _TYPES
+    return isinstance(format, Blocks)
