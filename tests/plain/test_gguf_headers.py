@@ -230,6 +230,20 @@ def test_config(tmp_path: Path) -> None:
     assert (name, spec.layers, spec.vocab_size) == ("m.gguf", 1, 12)
 
 
+def test_a_header_alone_is_planned(tmp_path: Path) -> None:
+    factors = Tensor("rope_freqs.weight", (2,), 0, struct.pack("<2f", 1, 8))
+    data = file(LLAMA, [*tensors(12), factors])
+    path = tmp_path / "m.gguf"
+    path.write_bytes(data)
+    with GGUFFiles(path) as files:
+        start = min(one.info.offset for one in files.tensors.values())
+    path.write_bytes(data[:start])
+    assert "cut short" in refusal(lambda: GGUFFiles(path))
+    assert open_model(str(path))[1].vocab_size == 12
+    path.write_bytes(data[:300])
+    assert "cut short" in refusal(lambda: open_model(str(path)))
+
+
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({"general.architecture": "mamba"}, "general.architecture is 'mamba'; supported: llama, qwen2"),
     ({"general.architecture": As(4, 3)}, "general.architecture is 3"),

@@ -273,7 +273,7 @@ def open_model(model: str) -> tuple[str, ModelSpec, TensorNames]:
             )
         where, named = str(file), file.resolve()
         if is_gguf(file):
-            with GGUFFiles(file) as files:
+            with GGUFFiles(file, whole=False) as files:
                 config, name = read_gguf_config(files), one_line(named.name)
         else:
             config, name = read_object(file, MAX_CONFIG_BYTES), one_line(named.parent.name)

@@ -70,9 +70,12 @@ class Header:
     tensors: tuple[TensorInfo, ...]
 
 
-def read_header(file: DiskFile) -> Header:
+def read_header(file: DiskFile, *, whole: bool = True) -> Header:
     """Return the header of an open file. Raises CheckpointError, naming file, key or tensor, for whatever
-    breaks the format, and for types of tensors that are not read."""
+    breaks the format, and for types of tensors that are not read.
+
+    whole: whether the tensors must be there, too.
+    """
     with readable():
         cursor = _Cursor(file)
         if bytes(cursor.take(4, "its magic")) != MAGIC:
@@ -102,7 +105,8 @@ def read_header(file: DiskFile) -> Header:
                 f"{MAX_ALIGNMENT}; fetch the file again"
             )
         start = -(-cursor.at // alignment) * alignment
-        return Header(metadata, _placed(file, infos, start, alignment))
+        end = file.size if whole else MAX_SIZE
+        return Header(metadata, _placed(file, infos, range(start, end), alignment))
 
 
 def _expect_at_most(file: DiskFile, count: int, most: int, what: str) -> None:
@@ -252,17 +256,17 @@ def _info(cursor: _Cursor) -> TensorInfo:
     return TensorInfo(name, extents[::-1], type, offset)
 
 
-def _placed(file: DiskFile, infos: list[TensorInfo], start: int, alignment: int) -> tuple[TensorInfo, ...]:
-    """Return the tensors with their places in the file. Raises CheckpointError for those that are not
-    aligned, overlap, come twice or end after the file does."""
-    placed = tuple(TensorInfo(one.name, one.shape, one.type, start + one.offset) for one in infos)
+def _placed(file: DiskFile, infos: list[TensorInfo], room: range, alignment: int) -> tuple[TensorInfo, ...]:
+    """Return the tensors with their places in `room`, bytes of the file. Raises CheckpointError for those
+    that are not aligned, overlap, come twice or end after it."""
+    placed = tuple(TensorInfo(one.name, one.shape, one.type, room.start + one.offset) for one in infos)
     if len({one.name for one in placed}) < len(placed):
         names = sorted(one.name for one in placed)
         twice = next(name for name, other in pairwise(names) if name == other)
         raise CheckpointError(
             f"{file.path} is damaged: tensor {shown(twice)} is there twice; fetch the file again"
         )
-    at = start
+    at = room.start
     for one in sorted(placed, key=lambda one: one.offset):
         what = f"tensor {shown(one.name)}"
         if one.offset % alignment:
@@ -275,7 +279,7 @@ def _placed(file: DiskFile, infos: list[TensorInfo], start: int, alignment: int)
                 f"{file.path} is damaged: {what} overlaps the one before it; fetch the file again"
             )
         at = one.offset + one.size
-        if at > file.size:
+        if at > room.stop:
             raise CheckpointError(
                 f"{file.path} is cut short or damaged: it has {file.size} bytes, but {what} ends at {at}; "
                 "fetch the file again"

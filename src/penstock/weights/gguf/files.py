@@ -41,8 +41,10 @@ class GGUFTensor:
 class GGUFFiles:
     """Holds the GGUF files of a model open: metadata, and tensors by their names. Weights are not read."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, whole: bool = True) -> None:
         """Open the file at `path`, and those that it was split into beside it.
+
+        whole: whether the tensors must be there, beside the headers.
 
         Raises CheckpointError, naming the file, for what is missing or damaged.
         """
@@ -51,10 +53,10 @@ class GGUFFiles:
         with ExitStack() as opened:
             self._opened = opened
             self.files = [self._open(path)]
-            header = read_header(self.files[0])
+            header = read_header(self.files[0], whole=whole)
             self.metadata: Mapping[str, Value] = header.metadata
             self._add(self.files[0], header.tensors)
-            self._open_others(header.metadata)
+            self._open_others(header.metadata, whole)
             self._opened = opened.pop_all()
 
     @property
@@ -67,7 +69,7 @@ class GGUFFiles:
         with readable():
             return self._opened.enter_context(DiskFile(path))
 
-    def _open_others(self, metadata: Mapping[str, Value]) -> None:
+    def _open_others(self, metadata: Mapping[str, Value], whole: bool) -> None:
         count, number = (_whole(metadata, key, self.path) for key in ("split.count", "split.no"))
         if count <= 1:
             return
@@ -91,7 +93,7 @@ class GGUFFiles:
                     "put the file itself there"
                 )
             self.files.append(self._open(path))
-            header = read_header(self.files[-1])
+            header = read_header(self.files[-1], whole=whole)
             if (_whole(header.metadata, "split.no", path), _whole(header.metadata, "split.count", path)) != (
                 other, count,
             ):  # fmt: skip
