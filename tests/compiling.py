@@ -21,10 +21,12 @@ from triton.runtime.jit import MockTensor
 import quantised
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import matrix
+from penstock.arch.formats.gguf import FORMATS
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
 from penstock.ops.kernels import pdl_launches
 from penstock.ops.matrix import Matrix
 from penstock.ops.triton import attention as triton_attention
+from penstock.ops.triton import blocks as triton_blocks
 from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton import few_bits as triton_few_bits
 from penstock.ops.triton import few_bits_experts as triton_few_bits_experts
@@ -230,6 +232,16 @@ def few_bits(name: str, *classes: int) -> None:
         triton_few_bits.dequantise(large, slice(0, 1024), empty(1024, inner))
 
 
+def blocks(*kinds: str) -> None:
+    """Of the size of an 8B Llama, blocks of GGUF dequantised."""
+    for kind in kinds:
+        sources = [matrix("model.layers.0.mlp.down_proj.weight", HIDDEN, INNER)]
+        format = FORMATS[kind].cut(sources)
+        (stored,) = format.stored("bfloat16", sources)
+        large = Matrix(format, (HIDDEN, INNER), {"blocks": empty(*stored.shape, dtype=torch.uint8)})
+        triton_blocks.dequantise(large, slice(0, 1024), empty(1024, INNER))
+
+
 CASES: dict[str, Callable[[], None]] = {
     "decode, one row": lambda: decode(1),
     "decode, many rows": lambda: decode(64, joins=True),
@@ -279,6 +291,7 @@ CASES: dict[str, Callable[[], None]] = {
     "few bits experts, NVFP4": lambda: few_bits_experts("nvfp4", 4, 4096),
     "few bits experts, float16": lambda: few_bits_experts("awq", 4, 4096, dtype=torch.float16),
     "few bits experts, float32": lambda: few_bits_experts("mxfp4", 4, dtype=torch.float32),
+    "blocks of GGUF": lambda: blocks(*(kind for kind, one in FORMATS.items() if triton_blocks.reads(one))),
     "experts, few": lambda: experts(4),
     "experts, some": lambda: experts(100),
     "experts, many": lambda: experts(4096),

@@ -144,6 +144,21 @@ def _read_words(path: Path) -> None:
     tokenizer.render_chat([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "There"}])
 
 
+def _gguf(path: Path) -> None:
+    import gguf_bytes
+
+    gguf_bytes.write(path / "model.gguf", gguf_bytes.LLAMA | gguf_bytes.TOKENS, gguf_bytes.tensors())
+
+
+def _read_gguf(path: Path) -> None:
+    from penstock.api.text.tokenizer import Tokenizer
+
+    _read_checkpoint(path / "model.gguf")
+    tokenizer = Tokenizer.from_model(path / "model.gguf")
+    if tokenizer is not None:
+        tokenizer.decode(tokenizer.encode("ab ab!"))
+
+
 def _pack(path: Path) -> None:
     import tiny
     from penstock.weights.checkpoint.reader import Checkpoint
@@ -227,6 +242,7 @@ KINDS = {
     "generation": Kind("generation_config.json", _checkpoint, _read_checkpoint, "json"),
     "header": Kind("model.safetensors", _checkpoint, _read_checkpoint, "header"),
     "index": Kind("model.safetensors.index.json", _shards, _read_checkpoint, "json"),
+    "gguf": Kind("model.gguf", _gguf, _read_gguf),
     "tokenizer": Kind("tokenizer.json", _words, _read_words, "json"),
     "tokenizer-config": Kind("tokenizer_config.json", _words, _read_words, "json"),
     "template": Kind("chat_template.jinja", _words, _read_words, "template"),

@@ -27,6 +27,7 @@ LARGE = (
     "few bits, NVFP4",
     "few bits experts, zero points",
     "few bits experts, float16",
+    "blocks of GGUF",
 )
 """Each kernel once, and where one takes most."""
 EARLY = (

@@ -12,7 +12,7 @@ from penstock.api.arguments import LLMArguments
 from penstock.api.driver import EngineDriver
 from penstock.api.limits import ServingLimits
 from penstock.api.outputs import Completion
-from penstock.api.reader import Message, Prompt, PromptReader, load_tokenizer, not_a_prompt
+from penstock.api.reader import Message, Prompt, PromptReader, not_a_prompt
 from penstock.api.sequences import SequenceGroup
 from penstock.api.snapshots import MemoryUse
 from penstock.api.stream import CompletionStream
@@ -79,7 +79,7 @@ class LLM:
             )
             opened.callback(weights.close)
             # A large vocabulary takes most of a second to load: that happens beside the weights.
-            tokenizer = beside.submit(load_tokenizer, config.model)
+            tokenizer = beside.submit(Tokenizer.from_model, config.model)
             defaults = weights.generation
             structures = Structures(tokenizer.result, weights.spec.vocab_size, defaults.eos_tokens)
             self._booted = boot(config, weights, say=log.info, trace=trace, loading=loading, guide=structures)

@@ -4,7 +4,6 @@ sees it."""
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
 from penstock.api.limits import ServingLimits
@@ -203,11 +202,6 @@ class PromptReader:
             )
 
         return sampling
-
-
-def load_tokenizer(model: Path) -> Tokenizer | None:
-    """Return the tokenizer of a model directory; None if it has none."""
-    return Tokenizer.from_directory(model) if (model / "tokenizer.json").exists() else None
 
 
 def not_a_prompt(given: object) -> RequestError:

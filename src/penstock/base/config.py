@@ -54,7 +54,7 @@ class Config(Declared):
 
     model: OptionalPath = setting(
         SHIPPED_MODEL,
-        help="Directory of the model: a Hugging Face checkpoint, or a pack.",
+        help="The model: the directory of a Hugging Face checkpoint or of a pack, or a GGUF file.",
         usual="the small model that comes with penstock",
     )
     _: KW_ONLY

@@ -11,6 +11,7 @@ import click
 from penstock.base.config import SHIPPED_MODEL as SHIPPED_MODEL
 from penstock.base.errors import CheckpointError, RequestError
 from penstock.cli.terminal import is_terminal, say
+from penstock.weights.gguf.files import is_gguf
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ def model_and_prompt(arguments: tuple[str, ...], file: str | None) -> tuple[Path
         return model_path(arguments[0] if arguments else None), _checked(_read_file(file), typed=False)
     if len(arguments) == 2:
         return model_path(arguments[0]), _prompt(arguments[1])
-    if arguments and not os.path.exists(os.path.join(arguments[0], "config.json")):
+    if arguments and not _is_model(arguments[0]):
         _doubt(arguments[0])
         return SHIPPED_MODEL, _prompt(arguments[0])
     model = Path(arguments[0]) if arguments else SHIPPED_MODEL
@@ -52,8 +53,15 @@ def model_and_prompt(arguments: tuple[str, ...], file: str | None) -> tuple[Path
     return model, _prompt("-")
 
 
+def _is_model(argument: str) -> bool:
+    """Tell whether a lone argument is a model, and not the prompt."""
+    return os.path.exists(os.path.join(argument, "config.json")) or (
+        os.path.isfile(argument) and is_gguf(Path(argument))
+    )
+
+
 def model_path(argument: str | None) -> Path:
-    """Return the model's directory; whether it holds a model is found out on loading.
+    """Return the model's directory or file; whether it holds a model is found out on loading.
 
     Raises CheckpointError if there is none.
     """

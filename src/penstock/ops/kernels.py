@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from penstock.ops.native import few_bits
+from penstock.ops.native import blocks, few_bits
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -36,10 +36,13 @@ def triton_kernels(name: str) -> ModuleType | None:
     return None if _launches.plain else _loaded(name)
 
 
-def native_kernels() -> ModuleType | None:
-    """Return the kernels for matrices of few bits on a CPU, or None where plain torch computes. Their `suits`
-    and `reads` say whether this machine has them."""
-    return None if _launches.plain else few_bits
+_NATIVE = {"few_bits": few_bits, "blocks": blocks}
+
+
+def native_kernels(name: str = "few_bits") -> ModuleType | None:
+    """Return a module of kernels for matrices of few bits on a CPU, or None where plain torch computes. Their
+    `suits` and `reads` say whether this machine has them."""
+    return None if _launches.plain else _NATIVE[name]
 
 
 @functools.cache
@@ -83,6 +86,7 @@ def _functions(module: ModuleType) -> "list[JITFunction[Any]]":
 _MODULES = (
     "attention",
     "dequantise",
+    "blocks",
     "experts",
     "few_bits",
     "few_bits_experts",

@@ -89,9 +89,10 @@ def _few_rows_of_format(x: Tensor, weight: Matrix) -> ModuleType | None:
 
 def _format_kernels(x: Tensor, weight: Matrix) -> ModuleType | None:
     """Return the kernels that there are for the matrix's format where x is."""
-    if not weight.format.kernels:
-        return None
-    return triton_kernels(weight.format.kernels) if x.is_cuda else native_kernels()
+    format = weight.format
+    if x.is_cuda:
+        return triton_kernels(format.kernels) if format.kernels else None
+    return native_kernels(format.native) if format.native else None
 
 
 def _parts(weight: Matrix) -> Iterator[tuple[slice, Matrix]]:

@@ -13,8 +13,10 @@ from penstock.api.text.detokenize import Detokenizer, Pieces, failures_as, growt
 from penstock.api.text.messages import conversation
 from penstock.api.text.processes import Pool, Process, serve
 from penstock.api.text.rendering import Template
-from penstock.base.errors import CheckpointError, PenstockError, RequestError
+from penstock.base.errors import CheckpointError, PenstockError, RequestError, UnsupportedModelError
 from penstock.weights.checkpoint.links import expect_inside
+from penstock.weights.gguf.files import is_gguf
+from penstock.weights.gguf.tokenizer import read_gguf_tokenizer
 
 MOST_BYTES = 256 << 20
 """Bytes that a tokenizer's file may have; the largest in use have some 35 MiB."""
@@ -52,8 +54,20 @@ class Tokenizer:
         self._longest: int | None = None
         """Bytes of a text that a token may stand for; 0 if there may be any number of them."""
         self._source: tuple[Path, str] | None = None
-        """The directory it was read from, and the digest of its tokenizer.json."""
+        """The directory or file it was read from, and the digest of its tokenizer.json."""
         self._aside: Pool | None = None
+
+    @classmethod
+    def from_model(cls, path: Path) -> "Tokenizer | None":
+        """Read the tokenizer of a model's directory or of its GGUF file; None if it has none. Raises as
+        `from_directory` does, and UnsupportedModelError for a kind of GGUF files that is not read."""
+        if is_gguf(path):
+            found = read_gguf_tokenizer(path)
+            if found is None:
+                return None
+            templates = _by_name(found.config.get("chat_template") or {})
+            return cls._of(path, path, found.tokenizer, found.config, templates)
+        return cls.from_directory(path) if (path / "tokenizer.json").exists() else None
 
     @classmethod
     def from_directory(cls, path: Path) -> "Tokenizer":
@@ -66,6 +80,17 @@ class Tokenizer:
         expect_inside(path)
         file = path / "tokenizer.json"
         source = _read(file)
+        config = _table(path / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:  # an older config: the map overrules it
+            config |= _table(path / "special_tokens_map.json")
+        return cls._of(path, file, source, config, _templates(path, config))
+
+    @classmethod
+    def _of(
+        cls, path: Path, file: Path, source: str, config: Mapping[str, object], templates: Mapping[str, str]
+    ) -> "Tokenizer":
+        """Return the tokenizer of the model at `path`, of the text of a tokenizer.json, which `file` has or
+        stands for."""
         with failures_as(
             lambda why: CheckpointError(f"{file} is not a tokenizer: {why}; fetch the file again")
         ):
@@ -76,15 +101,12 @@ class Tokenizer:
                 f"{file} makes texts {growth:,} times as long, and {MOST_GROWTH} times is the most that is "
                 "allowed; use another tokenizer"
             )
-        config = _table(path / "tokenizer_config.json")
-        if "added_tokens_decoder" not in config:  # an older config: the map overrules it
-            config |= _table(path / "special_tokens_map.json")
         names = {
             key: token
             for key, value in config.items()
             if key.endswith("_token") and (token := _content(value))
         }
-        read = cls(tokenizer, names, _templates(path, config))
+        read = cls(tokenizer, names, templates)
         read._source = path, hashlib.sha256(source.encode()).hexdigest()
         return read
 
@@ -274,8 +296,10 @@ class Tokenizer:
 def cut(directory: str, digest: str) -> None:
     """Do all that a process aside does: a Tokenizer's work on one text after the other."""
     try:
-        tokenizer = Tokenizer.from_directory(Path(directory))
-    except CheckpointError:
+        tokenizer = Tokenizer.from_model(Path(directory))
+    except (CheckpointError, UnsupportedModelError):
+        tokenizer = None
+    if tokenizer is None:
         return serve(lambda _: _OTHER)
 
     def answer(sent: bytes) -> bytes:
@@ -350,6 +374,11 @@ def _templates(path: Path, config: Mapping[str, object]) -> dict[str, str]:
     source = (
         found or config.get("chat_template") or _table(path / "chat_template.json").get("chat_template") or {}
     )
+    return _by_name(source)
+
+
+def _by_name(source: object) -> dict[str, str]:
+    """Return chat templates by name, of a list of them or of a single one."""
     if isinstance(source, list):
         source = {
             entry["name"]: entry["template"]

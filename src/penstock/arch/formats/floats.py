@@ -55,6 +55,7 @@ class Float8(WeightFormat):
     width: int = 0
     """Columns of the matrix; set by `cut`."""
     kernels: ClassVar[str] = "few_bits"
+    native: ClassVar[str] = "few_bits"
 
     @property
     def expert_kernels(self) -> str:
@@ -219,6 +220,7 @@ class Float4(WeightFormat):
     width: int = 0
     """Columns of the matrix; set by `cut`."""
     kernels: ClassVar[str] = "few_bits"
+    native: ClassVar[str] = "few_bits"
 
     @property
     def expert_kernels(self) -> str:

@@ -127,6 +127,8 @@ class WeightFormat:
     """The `quantization_config.quant_method` of a checkpoint, or "dense"."""
     kernels: ClassVar[str] = ""
     """Module of `penstock.ops.triton` that computes products. If empty, products dequantise."""
+    native: ClassVar[str] = ""
+    """Module of `penstock.ops.native` that computes products on a CPU. If empty, products dequantise."""
 
     @property
     def fuses(self) -> bool:

@@ -22,7 +22,12 @@ if TYPE_CHECKING:  # Torch takes 1.2 s to import; `penstock plan` does without.
 
 
 class Packing:
-    """A packing says where a checkpoint has the numbers of a matrix. Two are equal if their fields are."""
+    """A packing says where a checkpoint has the numbers of a matrix. Two are equal if their fields are.
+
+    may_be_zero: whether scales of zero are allowed, which most quantisers never write.
+    """
+
+    may_be_zero: ClassVar[bool] = False
 
     def codes(self, source: TensorSlice, bits: int) -> TensorSlice:
         """Return the tensor with the codes."""
@@ -87,6 +92,7 @@ class Integers(WeightFormat):
     """Columns of the matrix; set by `cut`."""
     packing: Packing = field(default_factory=Packing)
     kernels: ClassVar[str] = "few_bits"
+    native: ClassVar[str] = "few_bits"
 
     @property
     def middle(self) -> int:
@@ -220,7 +226,8 @@ class _Repack:
             self._expect_middle(source, zeros)
         self._expect_grid(source, packing.scales(source, 1), scales)
         scales = self._taken(source, packing.read_scales(scales, self._grid(source)))
-        return exactly(checked_scales(scales, name), self.format.scale, name)
+        scales = checked_scales(scales, name, zero=packing.may_be_zero)
+        return exactly(scales, self.format.scale, name)
 
     def _zero(self, source: TensorSlice, zeros: "Tensor") -> "Tensor":
         return self._taken(source, self._read_zeros(source, zeros))

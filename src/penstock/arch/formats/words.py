@@ -18,6 +18,11 @@ class Words:
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self._values, self._where = values, where
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Return the keys of the object."""
+        return tuple(self._values)
+
     def get(self, key: str, default: object = None) -> object:
         """Return what is at `key`; `default` for nothing and null."""
         value = self._values.get(key)

@@ -32,6 +32,7 @@ from penstock.memory.probe import (
 from penstock.ops.kernels import kernels_of
 from penstock.ops.native.few_bits import find_library
 from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.gguf.files import is_gguf
 
 _HOST_SHARE = 0.8
 """The share of the free host memory that is room for weights which do not fit on a device beside it."""
@@ -109,7 +110,7 @@ def checkup(
     about = machine()
     notes = _notes(about, device, config.cache.expanduser())
     try:
-        disk = None if quick else disk_read(config.model)
+        disk = None if quick else disk_read(config.model.parent if is_gguf(config.model) else config.model)
     except DeviceError as error:
         disk = None
         notes.append(str(error))

@@ -21,6 +21,7 @@ from penstock.memory.device import choose_device, device_name, give_back
 from penstock.memory.probe import matmul_rate
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.gguf.files import is_gguf
 from penstock.weights.streaming.residency import WeightLimits
 
 
@@ -105,5 +106,7 @@ def _open(target: Target) -> Checkpoint | Shape:
     source = target.source
     if not isinstance(source, Path):
         return Shape.of(source, target.name)
-    bare = (source / "config.json").exists() and not any(source.glob("*.safetensors*"))
+    bare = (
+        not is_gguf(source) and (source / "config.json").exists() and not any(source.glob("*.safetensors*"))
+    )
     return Shape.open(source) if bare else Checkpoint.open(source, target.config.cache.expanduser())

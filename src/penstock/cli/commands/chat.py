@@ -60,9 +60,9 @@ EXAMPLES = r"""
 def command(ctx: click.Context, /, **settings: object) -> None:
     """Talk with a model.
 
-    MODEL is a Hugging Face checkpoint directory; without it the small model that comes with penstock answers.
-    /help lists what can be typed besides messages. Where stdin is no terminal, each of its lines is a
-    message. Answers go to stdout, everything else to stderr.
+    MODEL is a Hugging Face checkpoint directory or a GGUF file; without it the small model that comes with
+    penstock answers. /help lists what can be typed besides messages. Where stdin is no terminal, each of its
+    lines is a message. Answers go to stdout, everything else to stderr.
     """
     asked = ctx.params
     if asked["system"] is not None and not asked["chat"]:

@@ -45,8 +45,8 @@ EXAMPLES = """
 @option(PACK, "--verify", is_flag=True, help="Check every byte of MODEL, a pack.")
 @debug_option
 def command(model: Path, out: Path | None, dtype: str | None, store: Path | None, verify: bool) -> None:
-    """Write the weights of MODEL, a checkpoint directory, as one run of bytes for each group, in the order of
-    their use.
+    """Write the weights of MODEL, a checkpoint directory or GGUF file, as one run of bytes for each
+    group, in the order of their use.
 
     Models larger than device and host memory stream from packs. `penstock run` makes one by itself where it
     is needed, in its cache directory (~/.cache/penstock), or takes the directory of one as MODEL. Killed or

@@ -24,6 +24,8 @@ from penstock.cli.terminal import one_line, say
 from penstock.engine.costs import costs_file, read_costs
 from penstock.engine.forecast import forecast
 from penstock.engine.machines import Machine, Work
+from penstock.weights.gguf.config import read_gguf_config
+from penstock.weights.gguf.files import GGUFFiles, is_gguf
 from penstock.weights.jsonfile import read_object
 from penstock.weights.streaming.ring import StreamRates
 
@@ -229,7 +231,7 @@ def command(
 ) -> None:
     """Forecast where the weights of MODEL would rest, how fast it would decode and take prompts in, what
     binds it, and what more of anything would buy. MODEL is a config.json or a directory with one, of which
-    nothing else is needed, or a shape that `bench` knows.
+    nothing else is needed, a GGUF file, or a shape that `bench` knows.
 
     Nothing is measured. Without --machine, sizes are those of this machine, 90 % of the first GPU and 80 % of
     free memory. Rates, and what a step costs beyond bytes, are as `penstock doctor` measured them here, if it
@@ -267,13 +269,14 @@ def open_model(model: str) -> tuple[str, ModelSpec, TensorNames]:
             shapes = ", ".join(SHAPES)
             raise CheckpointError(
                 f"{file} does not exist; give a config.json, a directory with one, or one of the shapes "
-                f"{shapes}"
+                f"{shapes}, or a GGUF file"
             )
-        config, where, name = (
-            read_object(file, MAX_CONFIG_BYTES),
-            str(file),
-            one_line(file.resolve().parent.name),
-        )
+        where, named = str(file), file.resolve()
+        if is_gguf(file):
+            with GGUFFiles(file, whole=False) as files:
+                config, name = read_gguf_config(files), one_line(named.name)
+        else:
+            config, name = read_object(file, MAX_CONFIG_BYTES), one_line(named.parent.name)
     return name, read_spec(config, where), family_of(config, where).names
 
 

@@ -125,9 +125,9 @@ class Screen:
 def command(ctx: click.Context, /, **settings: object) -> None:
     """Continue PROMPT, or answer it with --chat.
 
-    MODEL is a Hugging Face checkpoint directory; without it the small model that comes with penstock runs. A
-    PROMPT of - is read from stdin, and so is one that is left out where something is piped in. Text goes to
-    stdout as it is made, everything else to stderr.
+    MODEL is a Hugging Face checkpoint directory or a GGUF file; without it the small model that comes with
+    penstock runs. A PROMPT of - is read from stdin, and so is one that is left out where something is piped
+    in. Text goes to stdout as it is made, everything else to stderr.
     """
     asked = ctx.params
     if asked["system"] is not None and asked["chat"] is False:

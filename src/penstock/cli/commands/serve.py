@@ -119,8 +119,8 @@ def _flags(section: str, *names: str) -> Decorator:
 @engine_options
 @click.pass_context
 def command(ctx: click.Context, /, **settings: object) -> None:
-    """Serve MODEL, a Hugging Face checkpoint directory, or without it the small model that comes with
-    penstock.
+    """Serve MODEL, a Hugging Face checkpoint directory or GGUF file, or without it the small model that
+    comes with penstock.
 
     /v1/chat/completions, /v1/responses, /v1/completions, /v1/models, /tokenize and /detokenize; /health says
     that the server is alive, /ready that its model is loaded. The first Ctrl-C, or SIGTERM, lets requests

@@ -21,7 +21,8 @@ from pathlib import Path
 
 FOLDER = "native"
 """The directory of compiled kernels below the cache."""
-SOURCE = Path(__file__).with_name("few_bits.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("blocks.c", "few_bits.c"))
+"""The source, and what it includes."""
 _FLAGS = ["-O3", "-shared", "-fPIC", "-std=gnu11", "-ffp-contract=off"]
 _TARGETS: tuple[list[str], ...] = (["-march=native"], ["-mcpu=native"], [])
 """Flags that say which processor to compile for, the best first: compilers know the first, the second, or
@@ -68,7 +69,12 @@ def _name(compiler: list[str], flags: tuple[str, ...]) -> str:
     except (OSError, subprocess.SubprocessError) as fault:
         raise NativeError(f"the C compiler {shlex.join(compiler)} does not run: {fault}") from fault
     known = blake2b(digest_size=16)
-    for part in (SOURCE.read_bytes(), version.stdout, _processor(), repr((compiler, _FLAGS, flags)).encode()):
+    for part in (
+        *(file.read_bytes() for file in SOURCES),
+        version.stdout,
+        _processor(),
+        repr((compiler, _FLAGS, flags)).encode(),
+    ):
         known.update(len(part).to_bytes(8, "little") + part)
     return known.hexdigest()
 
@@ -129,7 +135,7 @@ def _compile(compiler: list[str], flags: tuple[str, ...], path: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="compiling-", dir=path.parent) as folder:
             made = Path(folder) / path.name
             for target in _TARGETS:
-                command = [*compiler, *_FLAGS, *target, *flags, "-o", str(made), str(SOURCE)]
+                command = [*compiler, *_FLAGS, *target, *flags, "-o", str(made), str(SOURCES[0])]
                 done = subprocess.run(
                     command, capture_output=True, text=True, errors="replace", timeout=_SECONDS
                 )

@@ -28,7 +28,7 @@ Measured on one core with AVX-512, 2048 x 8192, int4: 16 rows of bfloat16 3.4 ms
 against 4.7; 64 rows of float32 15 ms against 25, 512 rows 145 against 213.
 """
 _INT4, _INT8, _E2M1, _E4M3 = range(4)
-_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Kinds of numbers that x, results and scales may have, as few_bits.c counts them."""
 _EIGHTS, _EXPONENTS = 3, 4
 _OPENMP = re.compile(r"\S*/lib(gomp|omp|iomp5)\b[^/\s]*\.so[^/\s]*$")
@@ -64,6 +64,9 @@ class FewBitsLibrary:
             pointer, pointer, number, number, whole, pointer, number, pointer, whole, whole, pointer,
         ]  # fmt: skip
         self.dequantise.argtypes = [pointer, number, number, whole, pointer, number, whole, pointer]
+        self.blocks_product, self.blocks_dequantise = library.blocks_product, library.blocks_dequantise
+        self.blocks_product.argtypes = self.product.argtypes
+        self.blocks_dequantise.argtypes = self.dequantise.argtypes
         self.lanes: int = library.few_bits_lanes()
         self.parallel = _parallel()
 
@@ -147,7 +150,7 @@ def few_rows(
     """
     found = library()
     assert found is not None, "suits() says whether there are kernels"
-    rows, kind = x.shape[0], _NUMBERS[x.dtype]
+    rows, kind = x.shape[0], NUMBERS[x.dtype]
     y = torch.empty(rows, weight.shape[0], dtype=x.dtype) if out is None else out
     assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
     assert (y.dtype, y.stride(1)) == (x.dtype, 1), (y.dtype, y.stride())
@@ -181,7 +184,7 @@ def few_rows_each(x: Tensor, weights: Sequence[Matrix], counts: Sequence[int], o
         x_at += count * x_stride * size
         y_at += count * y_stride * size
     if found.products(
-        calls, len(calls), _NUMBERS[x.dtype], x_stride, y_stride, torch.get_num_threads(), found.parallel
+        calls, len(calls), NUMBERS[x.dtype], x_stride, y_stride, torch.get_num_threads(), found.parallel
     ):
         raise MemoryError("no memory for products of few bits")
 
@@ -193,7 +196,7 @@ def dequantise(weight: Matrix, rows: slice, out: Tensor) -> None:
     first, stop, _ = rows.indices(weight.shape[0])
     assert (*out.shape, out.stride(1)) == (stop - first, weight.shape[1], 1), (out.shape, out.stride())
     failed = found.dequantise(
-        _address(weight), first, stop - first, _NUMBERS[out.dtype], out.data_ptr(), out.stride(0),
+        _address(weight), first, stop - first, NUMBERS[out.dtype], out.data_ptr(), out.stride(0),
         torch.get_num_threads(), found.parallel,
     )  # fmt: skip
     if failed:
@@ -220,10 +223,10 @@ def _numbers(weight: Matrix) -> _Numbers:
         setattr(made, name, parts[part].data_ptr() if part in parts else None)
     if isinstance(format, Integers):
         made.kind, made.group = _INT4 if format.bits == 4 else _INT8, format.group
-        made.scale_kind = _NUMBERS[scale.dtype]
+        made.scale_kind = NUMBERS[scale.dtype]
     elif isinstance(format, Float8):
         made.kind, made.group, made.down = _E4M3, format.across, format.down
-        made.scale_kind = _EXPONENTS if format.scale == E8M0 else _NUMBERS[scale.dtype]
+        made.scale_kind = _EXPONENTS if format.scale == E8M0 else NUMBERS[scale.dtype]
     else:
         assert isinstance(format, Float4), format
         made.kind, made.group, made.divided = _E2M1, format.group, format.divided

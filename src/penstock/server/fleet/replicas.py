@@ -51,6 +51,7 @@ from penstock.server.fleet.requests import (
 from penstock.server.fleet.routing import SHARED, Affinity, PromptRoute
 from penstock.server.fleet.scale import Scale
 from penstock.server.monitoring.state import StateMonitor
+from penstock.weights.gguf.files import is_gguf
 
 _LOG = logging.getLogger("penstock")
 _NAME = "replica"
@@ -167,10 +168,10 @@ class Replicas:
     def load(self) -> RemoteBackend:
         """Start them, and wait for the first. Raises ConfigError for what Ray cannot do, and what the
         replica's model has raised."""
-        if not (self._config.model / "config.json").exists():
+        if not (self._config.model / "config.json").exists() and not is_gguf(self._config.model):
             raise CheckpointError(
-                f"{self._config.model} has no config.json; name a model's directory, the same on every "
-                "machine"
+                f"{self._config.model} has no config.json; name a model's directory or GGUF file, the "
+                "same on every machine"
             )
         try:
             self._connect()

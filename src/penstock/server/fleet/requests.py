@@ -10,9 +10,10 @@ from typing import Any, Self
 from penstock.api.limits import ServingLimits
 from penstock.api.llm import LLM
 from penstock.api.outputs import Delta
-from penstock.api.reader import Prompt, PromptReader, load_tokenizer
+from penstock.api.reader import Prompt, PromptReader
 from penstock.api.sequences import PreparedPrompt
 from penstock.api.structures import Structures
+from penstock.api.text.tokenizer import Tokenizer
 from penstock.base.errors import EngineClosedError, PenstockError
 from penstock.kv.ledger.keys import block_keys, root_key
 from penstock.sched.rules import admit
@@ -136,7 +137,7 @@ class RemoteReader(PromptReader):
 
     def __init__(self, model: Path, info: ReplicaInfo, *, replicas: int) -> None:
         """model: its directory, with the tokenizer. replicas: most that there will be."""
-        tokenizer, longest = load_tokenizer(model), info.limits.max_model_len
+        tokenizer, longest = Tokenizer.from_model(model), info.limits.max_model_len
 
         def why(_: int) -> str:
             return f"a replica holds {longest} in all; shorten it, or raise max_length or the memory for KV"

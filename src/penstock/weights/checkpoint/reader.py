@@ -1,5 +1,5 @@
-"""Reads a Hugging Face checkpoint directory: what model it is, whether it is whole, and its weights in the
-layout the engine wants."""
+"""Reads a Hugging Face checkpoint directory, or a GGUF file: what model it is, whether it is whole, and its
+weights in the layout the engine wants."""
 
 import dataclasses
 import hashlib
@@ -19,11 +19,13 @@ from penstock.arch.families import TensorNames, family_of, read_spec
 from penstock.arch.formats.format import STORED_BYTES, TensorSlice
 from penstock.arch.layout import ALIGNMENT, Field, GroupLayout
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
-from penstock.base.errors import CheckpointError
-from penstock.weights.checkpoint.generation import GenerationDefaults, open_generation
+from penstock.base.errors import CheckpointError, PenstockError
+from penstock.memory.disk import DiskFile
+from penstock.weights.checkpoint.generation import GenerationDefaults, open_generation, read_generation
+from penstock.weights.checkpoint.gguf import GGUFWeights
 from penstock.weights.checkpoint.identity import Digests, Hashing, Memory, same_bytes_remembered
 from penstock.weights.checkpoint.links import expect_inside
-from penstock.weights.checkpoint.shards import Shards, ShardTensor
+from penstock.weights.checkpoint.shards import Shards, ShardTensor, WeightFiles
 from penstock.weights.checkpoint.tensors import (
     EXACT,
     ROUNDED,
@@ -32,6 +34,9 @@ from penstock.weights.checkpoint.tensors import (
     read_part,
     stored_dtype,
 )
+from penstock.weights.gguf.config import naming_of, read_gguf_config, read_gguf_generation
+from penstock.weights.gguf.files import GGUFFiles, is_gguf
+from penstock.weights.gguf.tokenizer import read_gguf_tokenizer
 from penstock.weights.jsonfile import MAX_CONFIG_BYTES, read_object, readable, shown
 
 FINGERPRINT_BYTES = 16
@@ -58,7 +63,7 @@ class Checkpoint:
         path: Path,
         config: Mapping[str, object],
         generation: GenerationDefaults,
-        shards: Shards,
+        shards: WeightFiles,
         spec: ModelSpec,
         memory: Memory,
     ) -> None:
@@ -76,15 +81,17 @@ class Checkpoint:
     @classmethod
     def open(cls, path: Path, cache: Path | None = None) -> Self:
         """Open the checkpoint in directory `path`: config.json, generation_config.json if there, safetensors
-        in one file or in shards.
+        in one file or in shards. Or open the GGUF file at `path`, the first if the model was split.
 
         cache: the directory where digests of weight files are remembered, so that `fingerprint` need not read
         them again. Raises CheckpointError for what is missing, damaged or malformed, UnsupportedModelError
         for models this engine does not run.
         """
+        if is_gguf(path):
+            return cls._open_gguf(path, cache)
         if not os.path.isdir(path):  # Unlike Path.is_dir, an answer also for a path that cannot be looked at.
             fault = (
-                "is a file; name the directory it is in"
+                "is a file, and not of GGUF; name the directory it is in"
                 if os.path.exists(path)
                 else "does not exist; name a directory with config.json in it"
             )
@@ -100,6 +107,20 @@ class Checkpoint:
             shards.close()
             raise
         return cls(path, config, generation, shards, _with_dtype(spec, config, shards), Memory(cache))
+
+    @classmethod
+    def _open_gguf(cls, path: Path, cache: Path | None) -> Self:
+        files = GGUFFiles(path)
+        try:
+            config = read_gguf_config(files)
+            spec = read_spec(config, str(path))
+            generation = read_generation(read_gguf_generation(files), config, spec.vocab_size, str(path))
+            weights = GGUFWeights(files, naming_of(config, files.architecture), spec.head_dim)
+            _check_count(path, spec, len(weights.tensors))
+        except PenstockError:
+            files.close()
+            raise
+        return cls(path, config, generation, weights, spec, Memory(cache))
 
     def verify(self, layouts: Iterable[GroupLayout]) -> None:
         """Check that the files hold exactly the tensors that `layouts`, of the whole model, are made from, in
@@ -122,7 +143,8 @@ class Checkpoint:
             tied = ", or set tie_word_embeddings to true if its embedding is its head"
             hint = f"; fetch the file that has it{tied if missing == [_HEAD] else ''}"
             raise CheckpointError(
-                f"{self.path} lacks tensor {missing[0]}{_and_more(missing)} that config.json calls for{hint}"
+                f"{self.path} lacks tensor {self._shards.spelled(missing[0])}{_and_more(missing)} that "
+                f"{self._shards.described} calls for{hint}"
             )
         for source, field in sources.values():
             if not source.optional or self._find(source) is not None:
@@ -132,8 +154,8 @@ class Checkpoint:
         if extra:
             file = self._shards.tensors[extra[0]].file.path
             raise CheckpointError(
-                f"{file} holds tensor {shown(extra[0])}{_and_more(extra)} that the model in config.json "
-                "does not have; fetch config.json and the weights of the same model"
+                f"{file} holds tensor {shown(extra[0])}{_and_more(extra)} that the model in "
+                f"{self._shards.described} does not have; fetch config.json and the weights of the same model"
             )
 
     def read_piece(self, layout: GroupLayout, start: int, into: torch.Tensor) -> None:
@@ -194,7 +216,10 @@ class Checkpoint:
         try:
             tensor: torch.Tensor = field.repack(wholes).contiguous()
         except CheckpointError as fault:
-            raise CheckpointError(f"{self._check(field.sources[0], field).file.path}: {fault}") from fault
+            stored, said = self._check(field.sources[0], field), str(fault)
+            for source in field.sources:
+                said = said.replace(source.tensor, self._shards.spelled(source.tensor))
+            raise CheckpointError(f"{stored.file.path}: {said}") from fault
         assert (tuple(tensor.shape), tensor.dtype) == (field.shape, getattr(torch, field.dtype)), field.name
         made = tensor.view(-1).view(torch.uint8)
         with self._repacking:
@@ -239,6 +264,20 @@ class Checkpoint:
         what = {"format": _FINGERPRINT, "spec": repr(self.spec), "files": files}
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).digest()[:FINGERPRINT_BYTES]
 
+    def made_files(self) -> Mapping[str, bytes]:
+        """Return the files that a directory has beside its weights, by name, where they are made of a GGUF
+        file's header; nothing for a directory. Raises CheckpointError, UnsupportedModelError."""
+        if not is_gguf(self.path):
+            return {}
+        with GGUFFiles(self.path) as files:
+            made: dict[str, object] = {"generation_config.json": read_gguf_generation(files)}
+        made["config.json"], tokenizer = self.config, read_gguf_tokenizer(self.path)
+        written = {name: json.dumps(value, indent=1).encode() for name, value in made.items()}
+        if tokenizer is None:
+            return written
+        config = json.dumps(tokenizer.config, indent=1).encode()
+        return written | {"tokenizer.json": tokenizer.tokenizer.encode(), "tokenizer_config.json": config}
+
     def expect_unchanged(self) -> None:
         """Raise CheckpointError unless all that was read until now is what the fingerprint was made from, if
         it was made at all."""
@@ -264,8 +303,8 @@ class Checkpoint:
         stored = self._find(source)
         if stored is None:
             raise CheckpointError(
-                f"{self.path} lacks tensor {source.tensor} that config.json calls for; fetch the checkpoint "
-                "again"
+                f"{self.path} lacks tensor {self._shards.spelled(source.tensor)} that "
+                f"{self._shards.described} calls for; fetch the checkpoint again"
             )
         where = f"{stored.file.path}: tensor {stored.name}"
         shape, stack = stored.entry.shape, ""
@@ -274,7 +313,7 @@ class Checkpoint:
             shape = shape[1:] if shape and source.index < shape[0] else ()
         if shape != source.shape and not source.loose:
             raise CheckpointError(
-                f"{where} has shape {shown(list(stored.entry.shape))}; config.json calls for "
+                f"{where} has shape {shown(list(stored.entry.shape))}; {self._shards.described} calls for "
                 f"{stack}{list(source.shape)}; fetch config.json and the weights of the same model"
             )
         if field.repack is not None:
@@ -321,13 +360,20 @@ class Checkpoint:
 
     def _same(self, one: ShardTensor, other: ShardTensor) -> bool:
         """Tell whether two tensors of one size have the same bytes. Raises CheckpointError."""
+        assert isinstance(one.file, DiskFile), one.name
+        assert isinstance(other.file, DiskFile), other.name
         places = one.file, one.entry.offset, other.file, other.entry.offset
         return same_bytes_remembered(*places, one.entry.size, self._memory)
 
 
 def read_config(path: Path) -> Mapping[str, object]:
-    """Return config.json of a model's directory, with what a quantiser has written beside it. Raises
-    CheckpointError."""
+    """Return config.json of a model's directory, with what a quantiser has written beside it, or what stands
+    for it in a GGUF file. Raises CheckpointError, and UnsupportedModelError for a GGUF file."""
+    if is_gguf(path):
+        with GGUFFiles(path) as files:
+            return read_gguf_config(files)
+    if not os.path.lexists(path / "config.json") and (loose := sorted(path.glob("*.gguf"))):
+        raise CheckpointError(f"{path} has no config.json; to load a GGUF file, give it by name: {loose[0]}")
     config = read_object(path / "config.json", MAX_CONFIG_BYTES)
     if config.get("quantization_config") is not None:
         return config

@@ -2,10 +2,11 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from penstock.base.errors import CheckpointError
 from penstock.memory.disk import DiskFile
@@ -25,18 +26,54 @@ MAX_TENSORS = 500_000
 """Tensors that a checkpoint may have. The largest mixtures of experts have some 100,000."""
 
 
+class TensorBytes(Protocol):
+    """Gives the bytes of tensors: a file, or a view of one in which they lie in another order."""
+
+    @property
+    def path(self) -> Path:
+        """Return the path of the file."""
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill all of `buffer` from byte `offset`. Raises ReadError."""
+
+
 @dataclass(frozen=True, slots=True)
 class ShardTensor:
-    """A tensor is in a file."""
+    """A tensor is in a file, under the name that the file has for it."""
 
     name: str
-    file: DiskFile
+    file: TensorBytes
     entry: TensorEntry
+
+
+class WeightFiles(Protocol):
+    """Holds the weight files of a model open, and their tensors by the names that config.json leads to.
+
+    described: what messages call the description that tensors must fit.
+    """
+
+    described: str
+
+    @property
+    def files(self) -> Sequence[DiskFile]:
+        """Return the files."""
+
+    @property
+    def tensors(self) -> Mapping[str, ShardTensor]:
+        """Return the tensors."""
+
+    def spelled(self, tensor: str) -> str:
+        """Return the name of a tensor in these files."""
+
+    def close(self) -> None:
+        """Close the files."""
 
 
 class Shards:
     """Holds the weight files of a directory open, and their tensors by name. Headers are read, weights are
     not."""
+
+    described = "config.json"
 
     def __init__(self, path: Path) -> None:
         """Open the files. Raises CheckpointError, naming the file, when weights are missing, damaged,
@@ -72,6 +109,10 @@ class Shards:
                     "remove the file that is not of this model"
                 )
             self.tensors[name] = ShardTensor(name, file, entry)
+
+    def spelled(self, tensor: str) -> str:
+        """Return the same name: config.json leads to those of the files."""
+        return tensor
 
     def close(self) -> None:
         """Close the files."""

@@ -243,6 +243,12 @@ def file_checksum(path: Path) -> str:
         )
 
 
+def checksum(data: bytes | bytearray) -> str:
+    """Return the checksum, in hex, of a file that has this data."""
+    pieces = range(0, len(data), PIECE_BYTES)
+    return join_digests(piece_digest(memoryview(data)[start : start + PIECE_BYTES]) for start in pieces)
+
+
 def is_block_device(path: Path) -> bool:
     """Tell whether a path is a block device; not, if it cannot be looked at."""
     try:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -41,6 +41,7 @@ from penstock.weights.pack.manifest import Manifest, PackedRun, config_checksum,
 from penstock.weights.pack.reader import (
     THREADS,
     Pack,
+    checksum,
     file_checksum,
     in_order,
     is_block_device,
@@ -106,8 +107,8 @@ def write_locked(
     """Do what write_pack does, for whoever has `out` locked."""
     layouts = group_layouts(checkpoint.spec, checkpoint.names, dtype, shard)
     checkpoint.verify(group_layouts(checkpoint.spec, checkpoint.names, dtype))
-    sides = [file for pattern in _SIDE for file in sorted(checkpoint.path.glob(pattern))]
-    files = {file.relative_to(checkpoint.path).as_posix(): file_checksum(file) for file in sides}
+    sides = _sides(checkpoint)
+    files = {name: checksum(read()) for name, read in sides.items()}
     where = STORE if store is None else os.path.abspath(store)
     fingerprint, config = checkpoint.fingerprint().hex(), config_checksum(checkpoint.config)
     plan = Manifest(fingerprint, config, dtype, where, files, place(layouts), shard or WHOLE)
@@ -116,8 +117,22 @@ def write_locked(
         (out / JOURNAL).unlink(missing_ok=True)
         return False
     _expect_store(out, plan.store_path(out))
-    _Packing(checkpoint, out, layouts, plan, progress or (lambda count: None)).run()
+    _Packing(checkpoint, out, layouts, plan, sides, progress or (lambda count: None)).run()
     return True
+
+
+def _sides(checkpoint: Checkpoint) -> dict[str, Callable[[], bytes | bytearray]]:
+    """Return how each file that is to stand beside the weights is read, by its name: from the checkpoint's
+    directory, or from what was made of its header."""
+    found: dict[str, Callable[[], bytes | bytearray]] = {}
+    for file in (file for pattern in _SIDE for file in sorted(checkpoint.path.glob(pattern))):
+        found[file.relative_to(checkpoint.path).as_posix()] = partial(_whole_file, file)
+    return found | {name: partial(bytes, data) for name, data in checkpoint.made_files().items()}
+
+
+def _whole_file(path: Path) -> bytearray:
+    with readable(), DiskFile(path) as file:
+        return file.read(0, file.size)
 
 
 def _expect_store(out: Path, whole: Path) -> None:
@@ -166,6 +181,7 @@ class _Packing:
     out: Path
     layouts: Sequence[GroupLayout]
     plan: Manifest
+    sides: Mapping[str, Callable[[], bytes | bytearray]]
     progress: Progress
 
     def run(self) -> None:
@@ -213,7 +229,7 @@ class _Packing:
             return
         with suppress(FileNotFoundError):
             needed -= min(os.stat(target).st_blocks * 512, needed)
-        needed += SPARE_BYTES + sum(os.stat(self.checkpoint.path / name).st_size for name in self.plan.files)
+        needed += SPARE_BYTES + sum(len(read()) for read in self.sides.values())
         disk = os.statvfs(target.parent)
         free = disk.f_bavail * disk.f_frsize
         if needed > free:
@@ -235,12 +251,11 @@ class _Packing:
         return digests
 
     def _copy_sides(self) -> None:
-        for name, checksum in self.plan.files.items():
-            with readable(), DiskFile(self.checkpoint.path / name) as file:
-                data = file.read(0, file.size)
+        for name, promised in self.plan.files.items():
+            data = self.sides[name]()
             (self.out / name).parent.mkdir(exist_ok=True)
             write_file(self.out / name, data)
-            if file_checksum(self.out / name) != checksum:
+            if file_checksum(self.out / name) != promised:
                 raise CheckpointError(
                     f"{self.checkpoint.path / name} changed while it was packed; run the same command again"
                 )
