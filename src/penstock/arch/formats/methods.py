@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from penstock.arch.formats import awq, compressed, fp8, gptq, modelopt
+from penstock.arch.formats import awq, compressed, fp8, gptq, modelopt, recipe
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import WeightFormat
 from penstock.base.errors import UnsupportedModelError
@@ -14,6 +14,7 @@ FORMATS: dict[str, Callable[[Mapping[str, object], str, str], WeightFormat]] = {
     "awq": awq.read,
     "auto-round": gptq.read_auto_round,
     "modelopt": modelopt.read,
+    recipe.METHOD: recipe.read,
 }
 """Reader of `quantization_config`, by `quant_method`. Its second argument opens the messages of errors; the
 third is the dtype of weights that are not quantised."""

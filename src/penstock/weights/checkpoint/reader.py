@@ -20,6 +20,7 @@ from penstock.arch.formats.format import STORED_BYTES, TensorSlice
 from penstock.arch.layout import ALIGNMENT, Field, GroupLayout
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.errors import CheckpointError
+from penstock.memory.disk import DiskFile
 from penstock.weights.checkpoint.generation import GenerationDefaults, open_generation
 from penstock.weights.checkpoint.identity import Digests, Hashing, Memory, same_bytes_remembered
 from penstock.weights.checkpoint.links import expect_inside
@@ -231,6 +232,15 @@ class Checkpoint:
         ]
         what = {"format": _FINGERPRINT, "spec": repr(self.spec), "files": files}
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).digest()[:FINGERPRINT_BYTES]
+
+    def side_file(self, name: str) -> bytes:
+        """Return a file beside the weights, config.json with what a quantiser has written elsewhere. Raises
+        CheckpointError."""
+        path = self.path / name
+        if name == "config.json" and read_object(path, MAX_CONFIG_BYTES) != self.config:
+            return json.dumps(self.config, indent=2).encode() + b"\n"
+        with readable(), DiskFile(path) as file:
+            return bytes(file.read(0, file.size))
 
     def expect_unchanged(self) -> None:
         """Raise CheckpointError unless all that was read until now is what the fingerprint was made from, if

@@ -237,10 +237,13 @@ def in_order(tasks: Iterable[Callable[[], _T]], threads: int) -> Generator[_T, N
 def file_checksum(path: Path) -> str:
     """Return the checksum of a whole file, in hex. Raises CheckpointError."""
     with readable(), DiskFile(path) as file:
-        starts = range(0, file.size, PIECE_BYTES)
-        return join_digests(
-            piece_digest(file.read(start, min(PIECE_BYTES, file.size - start))) for start in starts
-        )
+        return data_checksum(file.read(0, file.size))
+
+
+def data_checksum(data: bytes | bytearray) -> str:
+    """Return the checksum, in hex, of a file that holds `data`."""
+    starts = range(0, len(data), PIECE_BYTES)
+    return join_digests(piece_digest(data[start : start + PIECE_BYTES]) for start in starts)
 
 
 def is_block_device(path: Path) -> bool:

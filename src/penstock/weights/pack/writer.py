@@ -23,10 +23,9 @@ from penstock.arch.layout import GroupLayout, group_layouts
 from penstock.arch.shards import WHOLE, Shard
 from penstock.base.errors import CheckpointError
 from penstock.base.units import format_size
-from penstock.memory.disk import DirectFile, DiskFile, ReadError
+from penstock.memory.disk import DirectFile, ReadError
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shards import INDEX, SINGLE
-from penstock.weights.jsonfile import readable
 from penstock.weights.pack.directory import (
     BESIDE,
     PackError,
@@ -38,9 +37,11 @@ from penstock.weights.pack.directory import (
     write_file,
 )
 from penstock.weights.pack.manifest import Manifest, PackedRun, config_checksum, decoded, encoded, place
+from penstock.weights.pack.quantising import QuantisedCheckpoint
 from penstock.weights.pack.reader import (
     THREADS,
     Pack,
+    data_checksum,
     file_checksum,
     in_order,
     is_block_device,
@@ -75,7 +76,7 @@ Progress = Callable[[int], None]
 
 
 def write_pack(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | QuantisedCheckpoint,
     out: Path,
     dtype: str,
     store: Path | None = None,
@@ -96,7 +97,7 @@ def write_pack(
 
 
 def write_locked(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | QuantisedCheckpoint,
     out: Path,
     dtype: str,
     store: Path | None = None,
@@ -107,7 +108,8 @@ def write_locked(
     layouts = group_layouts(checkpoint.spec, checkpoint.names, dtype, shard)
     checkpoint.verify(group_layouts(checkpoint.spec, checkpoint.names, dtype))
     sides = [file for pattern in _SIDE for file in sorted(checkpoint.path.glob(pattern))]
-    files = {file.relative_to(checkpoint.path).as_posix(): file_checksum(file) for file in sides}
+    names = [file.relative_to(checkpoint.path).as_posix() for file in sides]
+    files = {name: data_checksum(checkpoint.side_file(name)) for name in names}
     where = STORE if store is None else os.path.abspath(store)
     fingerprint, config = checkpoint.fingerprint().hex(), config_checksum(checkpoint.config)
     plan = Manifest(fingerprint, config, dtype, where, files, place(layouts), shard or WHOLE)
@@ -162,7 +164,7 @@ def _difference(one: Manifest, other: Manifest) -> str:
 class _Packing:
     """Writes one pack, for whoever has its directory locked."""
 
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | QuantisedCheckpoint
     out: Path
     layouts: Sequence[GroupLayout]
     plan: Manifest
@@ -236,10 +238,8 @@ class _Packing:
 
     def _copy_sides(self) -> None:
         for name, checksum in self.plan.files.items():
-            with readable(), DiskFile(self.checkpoint.path / name) as file:
-                data = file.read(0, file.size)
             (self.out / name).parent.mkdir(exist_ok=True)
-            write_file(self.out / name, data)
+            write_file(self.out / name, self.checkpoint.side_file(name))
             if file_checksum(self.out / name) != checksum:
                 raise CheckpointError(
                     f"{self.checkpoint.path / name} changed while it was packed; run the same command again"
