@@ -43,6 +43,8 @@ _FORMATS: dict[str, WeightFormat] = {
 }
 FEW_BITS = tuple(_FORMATS)
 """Names of the formats of few bits."""
+SHAPE_FORMATS = (BFLOAT16, *FEW_BITS)
+"""Names of the formats that random weights may have."""
 QUANTISED_TO = ("int4", "fp8", "int8")
 """Names of the formats that penstock quantises to."""
 
@@ -104,8 +106,15 @@ def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
     return Recipe(format, group, words.list("int8_modules")).weight_format()
 
 
-def config_in(format: str, config: Mapping[str, object]) -> dict[str, object]:
-    """Return a dense model's config.json with weights in a format of `FEW_BITS`, or in bf16."""
+def config_in(format: str | None, config: Mapping[str, object], where: str) -> Mapping[str, object]:
+    """Return a dense model's config.json with weights in a format of `SHAPE_FORMATS`; as it is for None.
+
+    where: opens the message of ConfigError, which a model that is quantised already raises.
+    """
+    if format is None:
+        return config
+    if config.get("quantization_config") is not None:
+        raise ConfigError(f"{where} has a format of few bits already; leave --format out")
     if format == BFLOAT16:
         return {**config, "dtype": "bfloat16"}
     return {**config, "quantization_config": Recipe.of(format).config()}

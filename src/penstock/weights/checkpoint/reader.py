@@ -21,6 +21,7 @@ from penstock.arch.layout import ALIGNMENT, Field, GroupLayout
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.errors import CheckpointError
 from penstock.memory.disk import DiskFile
+from penstock.weights.checkpoint.config import read_config
 from penstock.weights.checkpoint.generation import GenerationDefaults, open_generation
 from penstock.weights.checkpoint.identity import Digests, Hashing, Memory, same_bytes_remembered
 from penstock.weights.checkpoint.links import expect_inside
@@ -41,8 +42,6 @@ _FINGERPRINT = "penstock checkpoint", 3
 spec of version 2 did not name the types of mixers and formats."""
 _REPACKED = 8
 """Repacked tensors that are kept: as many as threads ask for at once, each for one piece after the other."""
-_BESIDE = {"quantize_config.json": "gptq", "hf_quant_config.json": "modelopt"}
-"""Files in which quantisers write their settings if not in config.json, and the methods that these are of."""
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -319,19 +318,6 @@ class Checkpoint:
         """Tell whether two tensors of one size have the same bytes. Raises CheckpointError."""
         places = one.file, one.entry.offset, other.file, other.entry.offset
         return same_bytes_remembered(*places, one.entry.size, self._memory)
-
-
-def read_config(path: Path) -> Mapping[str, object]:
-    """Return config.json of a model's directory, with what a quantiser has written beside it. Raises
-    CheckpointError."""
-    config = read_object(path / "config.json", MAX_CONFIG_BYTES)
-    if config.get("quantization_config") is not None:
-        return config
-    for name, method in _BESIDE.items():
-        if os.path.lexists(path / name):
-            settings = read_object(path / name, MAX_CONFIG_BYTES)
-            return config | {"quantization_config": {"quant_method": method} | settings}
-    return config
 
 
 def _check_count(path: Path, spec: ModelSpec, there: int) -> None:
