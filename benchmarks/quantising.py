@@ -1,13 +1,13 @@
-"""Measure what a model loses when penstock quantises it: log-perplexity of real texts, and answers to questions
-about long texts.
+"""Measure what a model loses when penstock quantises it: log-perplexity of real texts, and answers about long
+texts.
 
     PYTHONPATH=src python3 benchmarks/quantising.py --recipe int4 --text BOOK.txt --text PLAYS.txt --out FILE
     PYTHONPATH=src python3 benchmarks/quantising.py --recipe int4,32,self_attn,down_proj ...
 
-A recipe is a format, perhaps the columns of a group, and the modules that are kept in eight bits. Each is packed
-into a temporary directory. The texts are read from the letter `--from` on, in windows of 2,048 tokens. The
-dense model is measured first if FILE does not have it yet. `lost` is the share of the answers that the dense
-model gives right and the quantised one does not.
+A recipe is a format, perhaps the columns of a group, and the modules that are kept in eight bits. Each is
+packed into a temporary directory. The texts are read from the letter `--from` on, in windows of 2,048 tokens.
+The dense model is measured first if FILE does not have it yet. `lost` is the share of the answers that the
+dense model gives right and the quantised one does not.
 """
 
 import argparse

@@ -17,6 +17,7 @@ import torch
 
 from penstock.arch.families import TensorNames, family_of, read_spec
 from penstock.arch.formats.format import STORED_BYTES, TensorSlice
+from penstock.arch.formats.recipe import METHOD as QUANTISED_HERE
 from penstock.arch.layout import ALIGNMENT, Field, GroupLayout
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.errors import CheckpointError
@@ -92,6 +93,12 @@ class Checkpoint:
         expect_inside(path)
         config = read_config(path)
         spec = read_spec(config, str(path / "config.json"))
+        settings = config.get("quantization_config")
+        if isinstance(settings, dict) and settings.get("quant_method") == QUANTISED_HERE:
+            raise CheckpointError(
+                f"{path / 'config.json'} is that of a pack which `penstock pack --to` made, but {path} is no "
+                "pack; fetch manifest.json and weights.bin, or the model's own config.json"
+            )
         generation = open_generation(path, config, spec.vocab_size)
         shards = Shards(path)
         try:
