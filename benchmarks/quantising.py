@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, action="append", required=True)
     parser.add_argument("--from", dest="begin", type=int, default=200_000)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024])
     parser.add_argument("--depths", type=int, default=5)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--device", default="auto")
