@@ -161,7 +161,7 @@ RECIPES = {
     "int4": Recipe.of("int4", 8),
     "int8": Recipe.of("int8", 8),
     "fp8": Recipe.of("fp8"),
-    "mixed": Recipe.of("int4", 8, ("v_proj", "down_proj", "w2")),
+    "mixed": Recipe.of("int4", 8, ("v_proj", "o_proj")),
 }
 
 
@@ -288,6 +288,9 @@ def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     )
     assert "leave --group out" in refused(capsys, model, "--to", "fp8", "--group", "16", "--out", out)
     assert "leave --int8 out" in refused(capsys, model, "--to", "int8", "--int8", "o_proj", "--out", out)
+    assert "no module of the model has 'w7' in its name" in refused(
+        capsys, model, "--to", "int4", "--group", "8", "--int8", "v_proj,w7", "--out", out
+    )
     assert "give --to int4, too" in refused(capsys, model, "--group", "16", "--out", out)
     assert not out.exists()
     quantised_pack(model, out, RECIPES["int4"])

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -78,15 +78,7 @@ def _names(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
 @option(PACK, "--verify", is_flag=True, help="Check every byte of MODEL, a pack.")
 @debug_option
 def command(
-    model: Path,
-    out: Path | None,
-    dtype: str | None,
-    store: Path | None,
-    verify: bool,
-    format: str | None,
-    group: int | None,
-    int8: tuple[str, ...],
-    device: str,
+    model: Path, out: Path | None, dtype: str | None, store: Path | None, verify: bool, **asked: Any
 ) -> None:
     """Write the weights of MODEL, a checkpoint directory, as one run of bytes for each group, in the order of
     their use.
@@ -99,10 +91,11 @@ def command(
     are kept. That costs some quality, which `penstock eval perplexity` measures on a text.
     """
     if verify:
-        if out or dtype or store or format:
+        if out or dtype or store or asked["format"]:
             raise click.UsageError("--verify takes only the directory of a pack; leave the other options out")
         _verify(model)
         return
+    format, group, int8 = (asked[name] for name in ("format", "group", "int8"))
     if (group or int8) and format is None:
         raise click.UsageError("--group and --int8 say how to quantise; give --to int4, too")
     if os.path.exists(model / "manifest.json"):
@@ -122,7 +115,7 @@ def command(
         suffix = f"-{format}.pack" if format else ".pack"
         out = out or model.resolve().with_name(f"{model.resolve().name}{suffix}")
         dtype = dtype or checkpoint.spec.dtype
-        quantised = _quantised(checkpoint, recipe, dtype, device) if recipe else None
+        quantised = _quantised(checkpoint, recipe, dtype, asked["device"]) if recipe else None
         source = quantised or checkpoint
         total = place(group_layouts(source.spec, source.names, dtype))[-1].end
         try:

@@ -9,7 +9,7 @@ it first. Its bytes go when all its pieces have been taken.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
 from pathlib import Path
@@ -51,8 +51,8 @@ class QuantisedCheckpoint:
     def __init__(self, checkpoint: Checkpoint, recipe: Recipe, dtype: str, device: torch.device) -> None:
         """Read nothing yet. dtype: of all that stays dense. device: where numbers are computed.
 
-        Raises ConfigError for a checkpoint that is quantised already, and for groups that do not divide the
-        width of a matrix.
+        Raises ConfigError for a checkpoint that is quantised already, for groups that do not divide the width
+        of a matrix, and for names of modules that no matrix has.
         """
         if checkpoint.spec.format != DENSE:
             raise ConfigError(
@@ -68,6 +68,7 @@ class QuantisedCheckpoint:
         self._checkpoint, self._recipe, self._device = checkpoint, recipe, device
         self._dense = {one.id: one for one in group_layouts(checkpoint.spec, checkpoint.names, dtype)}
         _expect_groups(group_layouts(self.spec, self.names, dtype), recipe)
+        _expect_modules(self._dense.values(), recipe)
         self._making = dict[GroupId, _Making]()
         self._lock, self._computing = Lock(), Lock()
         self._lost = self._whole = 0.0
@@ -208,3 +209,12 @@ def _expect_groups(layouts: Sequence[GroupLayout], recipe: Recipe) -> None:
                 f"groups of {recipe.group} do not divide the {width} columns of {name}; give --group a "
                 f"divisor of {gcd(*widths)}, or --to fp8"
             )
+
+
+def _expect_modules(layouts: Iterable[GroupLayout], recipe: Recipe) -> None:
+    """Raise ConfigError for a name of modules to keep in eight bits that is no part of any matrix's."""
+    parts = (field for layout in layouts for matrix in layout.matrices for _, field in matrix.parts)
+    names = {source.tensor for field in parts for source in field.sources}
+    for part in recipe.int8:
+        if not any(part in name for name in names):
+            raise ConfigError(f"no module of the model has {part!r} in its name; give --int8 another")
