@@ -102,7 +102,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["/nowhere.txt"], "'/nowhere.txt' does not exist"),
+        (["/nowhere.txt"], "/nowhere.txt does not exist"),
         ([__file__, "/nowhere"], "/nowhere does not exist"),
         ([__file__, "--length", "1"], "'--length'"),
         ([__file__, "--length", "64", "--stride", "64"], "a --stride of at most 63"),

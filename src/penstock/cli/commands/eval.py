@@ -141,7 +141,7 @@ def ruler(**asked: Any) -> None:
 @command.command(
     cls=Command, examples=_PERPLEXITY, short_help="How well a model predicts a text, in nats a token."
 )
-@click.argument("file", type=click.Path(exists=True, path_type=Path))
+@click.argument("file", type=click.Path(path_type=Path))
 @click.argument("model", required=False, type=click.Path(path_type=Path))
 @with_options(
     option(
@@ -166,6 +166,8 @@ def perplexity(file: Path, length: int | None, stride: int | None, tokens: int |
     """Measure the log-perplexity of FILE, a text or a folder's .txt files: the mean negative log-probability
     of a token, given those before it in its window. It tells what weights of few bits lose. MODEL is a
     checkpoint directory or a pack; left out, it is the small model that comes with penstock."""
+    if not file.exists():
+        raise ConfigError(f"{file} does not exist; give a text file, or a folder with some")
     needed = None if length is None else length + 1
     config = settings_from(Config, asked, model=asked["model"], max_length=needed)
     _expect_folder(asked["out"])
