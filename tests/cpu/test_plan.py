@@ -263,17 +263,25 @@ def test_a_model_is_a_file_a_directory_or_a_name(capsys: pytest.CaptureFixture[s
     assert json_of(capsys, "8B", "--machine", "laptop")["parameters"] == 8_030_261_248
 
 
-@pytest.mark.parametrize("format", ["int4", "int8", "fp8", "mxfp4", "nvfp4", "bf16"])
+@pytest.mark.parametrize("format", ["int4", "int4:128", "int8", "fp8", "mxfp4", "nvfp4", "bf16"])
 def test_a_shape_has_the_format_that_is_asked_for(format: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Bytes of a weight: codes and scales, but for embedding and head."""
     dense, few = (json_of(capsys, "8B", "--machine", "h200", *more) for more in ([], ["--format", format]))
     head = 2 * 128256 * 4096
     bits = (few["weights"] - 2 * head) / (dense["weights"] - 2 * head) * 16
-    each = {"int4": 4.375, "int8": 8.25, "fp8": 8.002, "mxfp4": 4.25, "nvfp4": 4.5, "bf16": 16}
+    each = {
+        "int4": 4.375,
+        "int4:128": 4.1875,
+        "int8": 8.25,
+        "fp8": 8.002,
+        "mxfp4": 4.25,
+        "nvfp4": 4.5,
+        "bf16": 16,
+    }
     assert bits == pytest.approx(each[format], rel=2e-3)
-    named = "" if format == "bf16" else format
+    named = "" if format == "bf16" else format.partition(":")[0]
     assert (few["format"], few["dtype"], dense["format"]) == (named, "bfloat16", "")
-    said = f"weights in {format} for bfloat16" if named else "weights in bfloat16"
+    said = f"weights in {named} for bfloat16" if named else "weights in bfloat16"
     assert said in text_of(capsys, "8B", "--machine", "h200", "--format", format)
 
 
@@ -313,7 +321,8 @@ def test_a_config_with_a_format_is_enough(tmp_path: Path, capsys: pytest.Capture
         (["8B", "--machine", "toaster"], "'toaster' is not one of 'laptop'"),
         (["8B", "--machine", "cpu", "--host-memory", "8GiB"], "--host-memory is for machines with a GPU"),
         (["8B", "--batch", "0"], "--batch"),
-        (["8B", "--format", "int3"], "'int3' is not one of 'bf16', 'int4'"),
+        (["8B", "--format", "int3"], "'int3' is none of bf16, int4"),
+        (["8B", "--format", "fp8:64"], "fp8 has blocks of a fixed size"),
         (["8B", "--machine", "laptop", "--batch", "64"], "kv_blocks"),
         (["8B", "--machine", "laptop", "--context", "999999"], "131,072 positions"),
         (["8B", "--device-memory", "2GiB"], "too small for one group of weights"),

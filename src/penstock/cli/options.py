@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import click
 
-from penstock.arch.formats.recipe import SHAPE_FORMATS
+from penstock.arch.formats.recipe import SHAPE_FORMATS, Recipe
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError, RequestError
 from penstock.base.setting import MOST, UNKNOWN_WHOLE, SettingField, Size, settings_of
@@ -118,8 +118,9 @@ def weight_format(section: str) -> Decorator:
         section,
         "--format",
         "weight_format",
-        type=click.Choice(SHAPE_FORMATS),
-        help="Format of weights, as `penstock pack --to` makes them and two more. [the model's]",
+        callback=partial(_checked, Recipe.parse),
+        metavar="NAME",
+        help=f"Format of weights: {', '.join(SHAPE_FORMATS)}; int4:128 for groups of 128. [the model's]",
     )
 
 

@@ -75,6 +75,19 @@ class Recipe:
             )
         return cls(format, (group or GROUP) if grouped else 0, int8)
 
+    @classmethod
+    def parse(cls, text: str) -> "Recipe | None":
+        """Read a format of `SHAPE_FORMATS`, perhaps with a group: `int4`, `int4:128`. Return None for bf16.
+
+        Raises ConfigError.
+        """
+        name, colon, group = text.partition(":")
+        if name not in SHAPE_FORMATS or (name == BFLOAT16 and colon) or (colon and not group.isdecimal()):
+            raise ConfigError(
+                f"{text!r} is none of {', '.join(SHAPE_FORMATS)}, nor one with a group: int4:128"
+            )
+        return None if name == BFLOAT16 else cls.of(name, int(group) if colon else None)
+
     def config(self) -> dict[str, object]:
         """Return what config.json says of it in `quantization_config`."""
         group = {"group_size": self.group} if self.group else {}
@@ -107,7 +120,8 @@ def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
 
 
 def config_in(format: str | None, config: Mapping[str, object], where: str) -> Mapping[str, object]:
-    """Return a dense model's config.json with weights in a format of `SHAPE_FORMATS`; as it is for None.
+    """Return a dense model's config.json with weights in a format, as `Recipe.parse` reads it; as it is for
+    None.
 
     where: opens the message of ConfigError, which a model that is quantised already raises.
     """
@@ -115,9 +129,8 @@ def config_in(format: str | None, config: Mapping[str, object], where: str) -> M
         return config
     if config.get("quantization_config") is not None:
         raise ConfigError(f"{where} has a format of few bits already; leave --format out")
-    if format == BFLOAT16:
-        return {**config, "dtype": "bfloat16"}
-    return {**config, "quantization_config": Recipe.of(format).config()}
+    recipe = Recipe.parse(format)
+    return {**config, **({"quantization_config": recipe.config()} if recipe else {"dtype": "bfloat16"})}
 
 
 def name_of(format: WeightFormat) -> str:
