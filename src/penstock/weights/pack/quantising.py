@@ -1,6 +1,6 @@
 """Lets a dense checkpoint be packed in a format of few bits: groups are quantised as they are asked for.
 
-A matrix is read and quantised by runs of rows, so that memory holds a group of few bits and a run of rows,
+A matrix is read and quantised by runs of rows, so that memory holds a group of few bits and some of these,
 however large the model is. The same rows give the same bytes, in whatever order groups are asked for.
 
 Why this is safe with several threads: a group is made under a lock of its own by whoever asks for a piece of
@@ -10,7 +10,9 @@ it first. Its bytes go when all its pieces have been taken.
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import gcd
 from pathlib import Path
 from threading import Lock
@@ -30,10 +32,13 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.errors import CheckpointError, ConfigError
 from penstock.ops.quantise import quantise
 from penstock.weights.checkpoint.reader import FINGERPRINT_BYTES, Checkpoint
+from penstock.weights.pack.reader import in_order
 from penstock.weights.pieces import PAGE
 
 _CPU_NUMBERS, _GPU_NUMBERS = 1 << 20, 1 << 25
 """Numbers of a matrix that are quantised at a time."""
+_READERS = 4
+"""Threads that read such runs of rows; twice as many are read ahead."""
 
 
 @dataclass
@@ -155,20 +160,24 @@ class QuantisedCheckpoint:
             of_each = matrix.format.apart(parts)
         first = 0
         for format, height, its in of_each:
-            for run in _runs(format, height, matrix.shape[1], self._device):
-                rows = self._rows(dense, source, range(first + run.start, first + run.stop))
-                if not bool(rows.isfinite().all()):
-                    tensors = ", ".join(one.tensor for one in source.sources)
-                    raise CheckpointError(
-                        f"{self.path}: {tensors} has numbers that are infinite or none; download it again"
-                    )
-                self._quantise(rows, format, run, its)
+            runs = _runs(format, height, matrix.shape[1], self._device)
+            reading = (partial(self._rows, dense, source, first + run.start, len(run)) for run in runs)
+            with closing(in_order(reading, _READERS)) as read:
+                for run, rows in zip(runs, read, strict=True):
+                    if not self._quantise(rows, format, run, its):
+                        tensors = ", ".join(one.tensor for one in source.sources)
+                        raise CheckpointError(
+                            f"{self.path}: {tensors} has numbers that are infinite or none; download it again"
+                        )
             first += height
 
-    def _quantise(self, rows: Tensor, format: WeightFormat, run: range, parts: Mapping[str, Tensor]) -> None:
-        """Quantise rows of a matrix, and write them where they belong in its parts."""
+    def _quantise(self, rows: Tensor, format: WeightFormat, run: range, parts: Mapping[str, Tensor]) -> bool:
+        """Quantise rows of a matrix, and write them where they belong in its parts. Return False if not all
+        of them are numbers."""
         with self._computing:  # A CPU has no more threads than one of these takes, and a GPU not the memory.
             wide = rows.to(self._device).float()
+            if not bool(wide.isfinite().all()):
+                return False
             made, stands = quantise(wide, format)
             for name, part in made.items():
                 above = format.down if isinstance(format, Float8) and name == "scale" else 1
@@ -176,15 +185,16 @@ class QuantisedCheckpoint:
                 parts[name][begin : begin + len(part)].copy_(part)
             self._lost += float((wide - stands).square_().sum(dtype=torch.float64))
             self._whole += float(wide.square().sum(dtype=torch.float64))
+        return True
 
-    def _rows(self, dense: GroupLayout, source: Field, rows: range) -> Tensor:
-        """Return rows of a dense matrix, in its dtype."""
+    def _rows(self, dense: GroupLayout, source: Field, first: int, count: int) -> Tensor:
+        """Return `count` rows of a dense matrix, in its dtype."""
         width, kind = source.shape[1], getattr(torch, source.dtype)
-        begin = source.offset + rows.start * width * kind.itemsize
+        begin = source.offset + first * width * kind.itemsize
         before = begin % ALIGNMENT
-        read = torch.empty(before + len(rows) * width * kind.itemsize, dtype=torch.uint8)
+        read = torch.empty(before + count * width * kind.itemsize, dtype=torch.uint8)
         self._checkpoint.read_piece(dense, begin - before, read)
-        return read[before:].view(kind).view(len(rows), width)
+        return read[before:].view(kind).view(count, width)
 
 
 def _runs(format: WeightFormat, height: int, width: int, device: torch.device) -> list[range]:
