@@ -76,20 +76,20 @@ class PerplexityReport(JsonLine):
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """A window is the tokens `[start, stop)` of a text. Those from `counted` on count."""
+class TextWindow:
+    """A text window is the tokens `[start, stop)` of a text. Those from `counted` on count."""
 
     start: int
     stop: int
     counted: int
 
 
-def windows(tokens: int, length: int, stride: int) -> Iterator[Window]:
+def windows(tokens: int, length: int, stride: int) -> Iterator[TextWindow]:
     """Yield the windows of a text of so many tokens. Every token but the first counts in one of them."""
     counted = 1
     for start in range(0, tokens, stride):
         stop = min(start + length, tokens)
-        yield Window(start, stop, counted)
+        yield TextWindow(start, stop, counted)
         if stop == tokens:
             return
         counted = stop
@@ -145,7 +145,7 @@ def perplexity(llm: LLM, work: PerplexityWork, model: str, tell: Callable[[str],
     )
 
 
-def _loss(llm: LLM, tokens: Sequence[int], some: Sequence[Window]) -> float:
+def _loss(llm: LLM, tokens: Sequence[int], some: Sequence[TextWindow]) -> float:
     """Return the sum of the negative log-probabilities of the tokens that count in some windows."""
     prompts = [list(tokens[one.start : one.stop]) for one in some]
     found = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))

@@ -127,7 +127,7 @@ def command(
     with Pack.open(out) as pack:
         what = f"{len(pack.layouts)} groups, {format_size(pack.manifest.size)} in {format or pack.dtype}"
     seconds = time.perf_counter() - began
-    if quantised and written:
+    if quantised and quantised.error:
         what += f", of {format_size(quantised.dense_bytes)}, mean relative error {quantised.error:.2%}"
     click.echo(
         f"{out}: {what}, written in {seconds:.1f} s"
