@@ -22,6 +22,7 @@ from penstock.cli.commands.plan import MACHINES, parse_disk, parse_operations, p
 from penstock.cli.main import main
 from penstock.cli.plan_report import ASSUMED, format_count, format_pace, format_seconds
 from penstock.engine.costs import costs_file, keep_costs, read_costs
+from quantised import SCHEMES
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "benchmarks" / "shapes"
@@ -283,6 +284,23 @@ def test_a_shape_has_the_format_that_is_asked_for(format: str, capsys: pytest.Ca
     assert (few["format"], few["dtype"], dense["format"]) == (named, "bfloat16", "")
     said = f"weights in {named} for bfloat16" if named else "weights in bfloat16"
     assert said in text_of(capsys, "8B", "--machine", "h200", "--format", format)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    ["gptq_order", "auto_round", "awq", "packed_8", "fp8_128", "mxfp8", "mxfp4", "nvfp4", "modelopt_nvfp4"],
+)
+def test_a_config_of_any_quantiser_is_planned(
+    scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((FILES / "Mistral-7B" / "config.json").read_text())
+    settings = SCHEMES[scheme].config
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    few, dense = (
+        json_of(capsys, str(path), "--machine", "laptop") for path in (tmp_path, FILES / "Mistral-7B")
+    )
+    assert few["format"] in (settings["quant_method"], "auto-round", "gptq")
+    assert 0.25 < few["weights"] / dense["weights"] < 0.65
 
 
 def test_a_config_with_a_format_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
