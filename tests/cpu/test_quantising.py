@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +25,8 @@ from penstock.base.errors import CheckpointError, PenstockError
 from penstock.cli.main import main
 from penstock.engine.settling import settle
 from penstock.engine.store import root_of
+from penstock.evals.perplexity import PerplexityWork, perplexity
+from penstock.evals.phrases import generated_text
 from penstock.evals.run import EvalWork, evaluate
 from penstock.ops.quantise import quantise
 from penstock.step.params import SamplingParams
@@ -356,3 +359,14 @@ def test_the_shipped_model_still_answers_in_four_bits(tmp_path: Path) -> None:
         work = EvalWork("needle", ("single",), (512, 1000), 3, 2, 5, False)
         report = evaluate(llm, work, "shipped", lambda _: None)
     assert sum(cell.score for cell in report.cells) >= len(report.cells) - 0.5
+
+
+def test_the_shipped_model_hardly_loses_where_sensitive_modules_have_eight_bits(tmp_path: Path) -> None:
+    recipe = Recipe.of("int4", 32, ("self_attn", "down_proj"))
+    quantised_pack(SHIPPED_MODEL, tmp_path / "pack", recipe, "bfloat16")
+    work = PerplexityWork(generated_text(random.Random("stories"), 4000), "stories")
+    found = []
+    for path in (SHIPPED_MODEL, tmp_path / "pack"):
+        with LLM(path, device="cpu", dtype="bfloat16", max_length=2048) as llm:
+            found.append(perplexity(llm, work, "shipped", lambda _: None).log_perplexity)
+    assert abs(found[1] - found[0]) < 0.05
