@@ -411,6 +411,24 @@ def test_the_command_ends_with_a_line_of_json(
     assert json.loads(out.read_text()) == line
 
 
+@pytest.mark.parametrize("format", ["int4", "int8", "fp8", "mxfp4", "nvfp4", "bf16"])
+def test_random_weights_have_the_format_that_is_asked_for(
+    format: str, bare: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (bare / "config.json").write_text(json.dumps(TINY | {"hidden_size": 64, "intermediate_size": 128}))
+    arguments = ["bench", "decode", str(bare), *SMALL, "--output", "2", "--format", format]
+    assert main(arguments) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    named = "" if format == "bf16" else format
+    assert (json.loads(last)["format"], json.loads(last)["weights"]) == (named, "random")
+    assert f"random {named} weights" in table[0] if named else "random weights" in table[0]
+
+
+def test_a_format_is_for_random_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "decode", "--format", "int4"]) == 2
+    assert "--format is for random weights; give --shape" in capsys.readouterr().err
+
+
 def test_the_command_prints_only_json_when_asked(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "prefill", str(bare), *SMALL, "--json"]) == 0
     streams = capsys.readouterr()

@@ -16,6 +16,7 @@ from penstock.bench.doctor.limits import MeasuredRates, MemoryRoom, ModelLimits,
 from penstock.bench.shapes import SHAPES
 from penstock.cli.main import main
 from penstock.memory.probe import disk_read, matmul_rate, memory_copy, memory_read
+from penstock.ops.native.few_bits import find_library
 from penstock.weights.checkpoint.shape import Shape
 
 CPU = torch.device("cpu")
@@ -173,6 +174,7 @@ def test_the_command_speaks_json_in_one_line(bare: Path, capsys: pytest.CaptureF
         "reading the disk, which was not measured"
     }
     assert found["machine"]["torch"] == torch.__version__
+    assert found["few_bits"] == ("torch" if find_library() else "C")
 
 
 def test_the_command_speaks_to_people(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ import tiny
 from packs import read_group
 from penstock import LLM, Completion, SamplingParams
 from penstock.api.llm import SHIPPED_MODEL
+from penstock.arch.formats.recipe import Recipe
 from penstock.arch.shards import Shard
 from penstock.base.config import Config
 from penstock.base.errors import CheckpointError
@@ -32,6 +33,7 @@ from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.cache import cached_pack
 from penstock.weights.pack.directory import PackError
 from penstock.weights.pack.manifest import Manifest, parse
+from penstock.weights.pack.quantising import QuantisedCheckpoint
 from penstock.weights.pack.reader import Pack
 from penstock.weights.pack.writer import write_pack
 from penstock.weights.pieces import MANIFEST, piece_digest
@@ -169,6 +171,22 @@ def test_float16_and_bfloat16_share_no_kv(tmp_path: Path) -> None:
         again = answers(model, tmp_path, dtype=dtype)
         assert again.tokens == found.tokens
         assert again.cached_disk == 96
+
+
+def test_dense_weights_and_those_of_few_bits_share_no_kv(tmp_path: Path) -> None:
+    model = tiny.checkpoint("llama")
+    models = [model]
+    for recipe in (Recipe.of("int8", 8), Recipe.of("int4", 8), Recipe.of("int4", 16)):
+        models.append(tmp_path / f"{recipe.format} by {recipe.group}")
+        with Checkpoint.open(model) as checkpoint:
+            quantised = QuantisedCheckpoint(checkpoint, recipe, "float32", CPU)
+            write_pack(quantised, models[-1], "float32")
+    first = [answers(one, tmp_path) for one in models]
+    assert [found.cached_tokens for found in first] == [0] * len(models)
+    assert len(list((tmp_path / "kv").iterdir())) == len(models)
+    for one, found in zip(models, first, strict=True):
+        again = answers(one, tmp_path)
+        assert (again.tokens, again.cached_disk) == (found.tokens, 96)
 
 
 def test_what_a_policy_has_left_out_is_not_given_to_who_reads_everything(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from penstock.cli.commands.plan import MACHINES, parse_disk, parse_operations, p
 from penstock.cli.main import main
 from penstock.cli.plan_report import ASSUMED, format_count, format_pace, format_seconds
 from penstock.engine.costs import costs_file, keep_costs, read_costs
+from quantised import SCHEMES
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "benchmarks" / "shapes"
@@ -263,6 +264,63 @@ def test_a_model_is_a_file_a_directory_or_a_name(capsys: pytest.CaptureFixture[s
     assert json_of(capsys, "8B", "--machine", "laptop")["parameters"] == 8_030_261_248
 
 
+@pytest.mark.parametrize("format", ["int4", "int4:128", "int8", "fp8", "mxfp4", "nvfp4", "bf16"])
+def test_a_shape_has_the_format_that_is_asked_for(format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes of a weight: codes and scales, but for embedding and head."""
+    dense, few = (json_of(capsys, "8B", "--machine", "h200", *more) for more in ([], ["--format", format]))
+    head = 2 * 128256 * 4096
+    bits = (few["weights"] - 2 * head) / (dense["weights"] - 2 * head) * 16
+    each = {
+        "int4": 4.375,
+        "int4:128": 4.1875,
+        "int8": 8.25,
+        "fp8": 8.002,
+        "mxfp4": 4.25,
+        "nvfp4": 4.5,
+        "bf16": 16,
+    }
+    assert bits == pytest.approx(each[format], rel=2e-3)
+    named = "" if format == "bf16" else format.partition(":")[0]
+    assert (few["format"], few["dtype"], dense["format"]) == (named, "bfloat16", "")
+    said = f"weights in {named} for bfloat16" if named else "weights in bfloat16"
+    assert said in text_of(capsys, "8B", "--machine", "h200", "--format", format)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    ["gptq_order", "auto_round", "awq", "packed_8", "fp8_128", "mxfp8", "mxfp4", "nvfp4", "modelopt_nvfp4"],
+)
+def test_a_config_of_any_quantiser_is_planned(
+    scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((FILES / "Mistral-7B" / "config.json").read_text())
+    settings = SCHEMES[scheme].config
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    few, dense = (
+        json_of(capsys, str(path), "--machine", "laptop") for path in (tmp_path, FILES / "Mistral-7B")
+    )
+    assert few["format"] in (settings["quant_method"], "auto-round", "gptq")
+    assert 0.25 < few["weights"] / dense["weights"] < 0.65
+
+
+def test_a_config_with_a_format_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the quantiser's settings are in a file beside it."""
+    config = json.loads((FILES / "Mistral-7B" / "config.json").read_text())
+    settings = {"bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+    inside = config | {"quantization_config": {"quant_method": "gptq", **settings}}
+    (tmp_path / "config.json").write_text(json.dumps(inside))
+    first = json_of(capsys, str(tmp_path), "--machine", "laptop")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "quantize_config.json").write_text(json.dumps(settings))
+    assert json_of(capsys, str(tmp_path), "--machine", "laptop") == first
+    assert first["format"] == "gptq"
+    assert (
+        first["weights"] < 0.32 * json_of(capsys, str(FILES / "Mistral-7B"), "--machine", "laptop")["weights"]
+    )
+    assert main(["plan", str(tmp_path), "--machine", "laptop", "--format", "int4"]) == 2
+    assert "has a format of few bits already; leave --format out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -281,6 +339,8 @@ def test_a_model_is_a_file_a_directory_or_a_name(capsys: pytest.CaptureFixture[s
         (["8B", "--machine", "toaster"], "'toaster' is not one of 'laptop'"),
         (["8B", "--machine", "cpu", "--host-memory", "8GiB"], "--host-memory is for machines with a GPU"),
         (["8B", "--batch", "0"], "--batch"),
+        (["8B", "--format", "int3"], "'int3' is none of bf16, int4"),
+        (["8B", "--format", "fp8:64"], "fp8 has blocks of a fixed size"),
         (["8B", "--machine", "laptop", "--batch", "64"], "kv_blocks"),
         (["8B", "--machine", "laptop", "--context", "999999"], "131,072 positions"),
         (["8B", "--device-memory", "2GiB"], "too small for one group of weights"),

@@ -43,6 +43,8 @@ SERVED = "penstock serve "
 BATCH = "requests.jsonl"
 KV = "./kv"
 """Where README keeps KV."""
+FEW = "./few"
+"""Where README keeps weights of few bits."""
 LARGE, TRACE = "--device-memory 16GiB --host-memory 100GiB", "trace.json"
 """What README writes for a model larger than the GPU."""
 
@@ -210,6 +212,18 @@ def test_a_prefix_is_found_in_the_next_run_as_readme_says(tmp_path: Path) -> Non
     assert re.search(r"(\d+) of \1 records are as they were written", verified.stdout)
 
 
+def test_a_model_is_quantised_as_readme_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(beginning(tmp_path, 4_000))
+    pack, *others = [filled(line) for line in commands(README) if FEW in line]
+    for line in (pack, *others):
+        run_here(shlex.split(line)[1:], capsys, monkeypatch)
+    assert {shlex.split(line)[1] for line in others} == {"run", "eval"}
+    with Pack.open(tmp_path / FEW) as opened:
+        opened.verify()
+
+
 def test_the_server_answers_as_readme_says(tmp_path: Path) -> None:
     """At a port that is free, and asked by Python for what curl asks."""
     pytest.importorskip("uvicorn")
@@ -256,7 +270,7 @@ def test_a_batch_is_answered_as_readme_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [line for line in commands(README) if not any(one in line for one in (KV, SERVED, BATCH, "curl"))],
+    [line for line in commands(README) if not any(one in line for one in (KV, FEW, SERVED, BATCH, "curl"))],
 )
 def test_every_command_runs(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -110,7 +110,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     [
         ("run", ["Prompt", "Sampling", "Output", "Engine"]),
         ("chat", ["Prompt", "Sampling", "Output", "Engine"]),
-        ("pack", ["Pack"]),
+        ("pack", ["Pack", "Quantise"]),
         ("plan", ["Machine", "Work", "Engine", "Output"]),
     ],
 )

@@ -188,7 +188,11 @@ class Config(Declared):
         help="Devices to divide the model among, with a process (rank) for each.",
         unit="devices",
     )
-    cache: AnyPath = setting(CACHE, help="Directory for packs, and for digests of weight files.")
+    cache: AnyPath = setting(
+        CACHE,
+        help="Directory for packs, digests of weight files, and compiled CPU kernels.",
+        details="The kernels are in its directory native.",
+    )
     check: bool = setting(False, help="Check the KV ledger's invariants after every step (slow; for tests).")
 
     def changed(self) -> dict[str, object]:

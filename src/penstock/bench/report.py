@@ -10,6 +10,7 @@ class Subject:
 
     bench: the benchmark's name.
     weights: `random`, or `checkpoint` where they are the model's own.
+    format: of weights of few bits; empty for dense ones, which have the dtype.
     """
 
     bench: str
@@ -17,12 +18,13 @@ class Subject:
     weights: str
     parameters: int
     dtype: str
+    format: str
     device: str
 
     def __str__(self) -> str:
+        weights = f"{self.weights} {self.format} weights" if self.format else f"{self.weights} weights"
         return (
-            f"{self.model}: {self.parameters / 1e6:,.4g}M parameters, {self.dtype}, {self.weights} weights, "
-            f"{self.device}"
+            f"{self.model}: {self.parameters / 1e6:,.4g}M parameters, {self.dtype}, {weights}, {self.device}"
         )
 
 

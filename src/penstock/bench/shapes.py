@@ -1,6 +1,7 @@
 """Lists the shapes that speed is measured with: real sizes, random weights."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 _CONTEXT = 131072
 """Positions of every shape: how far its speed may be measured, not what anything was trained for."""
@@ -61,3 +62,8 @@ LAYERS_OF: Mapping[str, tuple[Mapping[str, object], tuple[int, int]]] = {
 }
 """Widths that real models have, and two numbers of layers of each: what steps are measured with, to tell what
 a layer takes."""
+
+
+def is_bare(path: Path) -> bool:
+    """Tell whether `path` is a model's directory with a config.json and no weights."""
+    return (path / "config.json").exists() and not any(path.glob("*.safetensors*"))

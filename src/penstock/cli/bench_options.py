@@ -20,6 +20,7 @@ from penstock.cli.options import (
     size,
     sizes,
     token_counts,
+    weight_format,
 )
 
 WORK = "Work"
@@ -33,6 +34,7 @@ MODEL = (
         type=click.Choice(list(SHAPES)),
         help="Random weights in this shape instead of a MODEL.",
     ),
+    weight_format(WORK),
 )
 BATCH = (
     option(
@@ -252,6 +254,7 @@ REPLAY = (
         help="A checkpoint directory, or one with a config.json.",
     ),
     option(SERVED, "--shape", type=click.Choice(list(SHAPES)), help="Random weights in this shape instead."),
+    weight_format(SERVED),
     option(
         SERVED,
         "--requests",

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import click
 
+from penstock.arch.formats.recipe import SHAPE_FORMATS, Recipe
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError, RequestError
 from penstock.base.setting import MOST, UNKNOWN_WHOLE, SettingField, Size, settings_of
@@ -108,6 +109,18 @@ def as_flags(text: str) -> str:
         r"\b[a-z]+_[a-z_]+\b",
         lambda name: f"--{name[0].replace('_', '-')}" if name[0] in ENGINE_SETTINGS else name[0],
         text,
+    )
+
+
+def weight_format(section: str) -> Decorator:
+    """Return the flag --format, of the weights of a model of which only the shape is there."""
+    return option(
+        section,
+        "--format",
+        "weight_format",
+        callback=partial(_checked, Recipe.parse),
+        metavar="NAME",
+        help=f"Format of weights: {', '.join(SHAPE_FORMATS)}; int4:128 for groups of 128. [the model's]",
     )
 
 

@@ -92,7 +92,7 @@ class _Canvas:
 
 def _head(canvas: _Canvas, it: Report) -> None:
     canvas.text(_LEFT, 34, it.model[:_LONGEST], 34 if len(it.model) < _LONGEST // 2 else 20)
-    size = f"{format_count(it.parameters)} parameters, {format_size(it.weights)} of weights in {it.dtype}"
+    size = f"{format_count(it.parameters)} parameters, {format_size(it.weights)} of {it.kind_of_weights}"
     canvas.text(_LEFT, 80, size, 15, _FAINT)
     canvas.text(
         _LEFT,

@@ -7,6 +7,7 @@ from typing import Self
 
 from penstock.arch import bounds
 from penstock.arch.families import TensorNames
+from penstock.arch.formats.recipe import name_of
 from penstock.arch.layout import GroupKind, group_layouts
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
@@ -141,6 +142,7 @@ class LongShown:
 class Report(JsonLine):
     """`kinds`: how many groups there are of each kind. `order`: of a pass, without experts.
 
+    format: of weights of few bits; empty for dense ones, which have the dtype.
     ranks: how many compute together; weights, tiers and `far` are then those of the last.
     """
 
@@ -149,6 +151,7 @@ class Report(JsonLine):
     layers: int
     parameters: int
     dtype: str
+    format: str
     weights: int
     batch: int
     context: int
@@ -179,6 +182,7 @@ class Report(JsonLine):
             layers=spec.layers,
             parameters=bounds.parameters(layouts),
             dtype=work.dtype,
+            format=name_of(spec.format),
             weights=sum(found.resting(tier) for tier in Tier),
             batch=work.batch,
             context=work.context,
@@ -212,13 +216,18 @@ class Report(JsonLine):
     @property
     def title(self) -> str:
         """Name the model, its size and its dtype."""
-        size = f"{format_size(self.weights)} of weights in {self.dtype}"
+        size = f"{format_size(self.weights)} of {self.kind_of_weights}"
         if self.ranks > 1:
             size += f" on each of {self.ranks} ranks"
         return (
             f"{self.model}: {self.family}, {self.layers} layers, {format_count(self.parameters)} parameters, "
             f"{size}"
         )
+
+    @property
+    def kind_of_weights(self) -> str:
+        """Name what weights rest in, and what is computed in."""
+        return f"weights in {self.format} for {self.dtype}" if self.format else f"weights in {self.dtype}"
 
     @property
     def subtitle(self) -> str:

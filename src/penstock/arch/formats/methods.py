@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from penstock.arch.formats import awq, compressed, fp8, gguf, gptq, modelopt, mxfp4
+from penstock.arch.formats import awq, compressed, fp8, gguf, gptq, modelopt, mxfp4, recipe
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import WeightFormat
 from penstock.base.errors import UnsupportedModelError
@@ -16,6 +16,7 @@ FORMATS: dict[str, Callable[[Mapping[str, object], str, str], WeightFormat]] = {
     "modelopt": modelopt.read,
     "gguf": gguf.read,
     "mxfp4": mxfp4.read,
+    recipe.METHOD: recipe.read,
 }
 """Reader of `quantization_config`, by `quant_method`. Its second argument opens the messages of errors; the
 third is the dtype of weights that are not quantised."""

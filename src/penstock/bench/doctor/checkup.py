@@ -34,6 +34,7 @@ from penstock.ops.native.few_bits import find_library
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.gguf.files import is_gguf
 
+_BY = {"Triton": "Triton kernels", "C": "C kernels, compiled here", "torch": "plain torch, much slower"}
 _HOST_SHARE = 0.8
 """The share of the free host memory that is room for weights which do not fit on a device beside it."""
 
@@ -76,6 +77,7 @@ class Checkup(JsonLine):
 
     device, name: such as `cuda:0`, and the device's own name.
     kernels: modules of our own kernels that compute on the device; none where plain torch does.
+    few_bits: what computes products with weights of few bits there: `Triton`, `C` or `torch`.
     steps: what steps cost on the device. None where it was not measured: on a CPU, or with `quick` before the
         first time.
     """
@@ -84,6 +86,7 @@ class Checkup(JsonLine):
     device: str
     name: str
     kernels: tuple[str, ...]
+    few_bits: str
     links: Links
     model: ModelCheck
     notes: tuple[str, ...]
@@ -140,8 +143,23 @@ def checkup(
     give_back(device)
     steps = _steps(device, dtype, config.cache.expanduser(), quick, again, say)
     return Checkup(
-        about, str(device), device_name(device), kernels_of(device), links, model, tuple(notes), steps
+        about,
+        str(device),
+        device_name(device),
+        kernels_of(device),
+        _few_bits(device, config.cache.expanduser()),
+        links,
+        model,
+        tuple(notes),
+        steps,
     )
+
+
+def _few_bits(device: torch.device, cache: Path) -> str:
+    """Name what computes products with weights of few bits on the device."""
+    if device.type == "cpu":
+        return "torch" if find_library(cache) else "C"
+    return "Triton" if kernels_of(device) else "torch"
 
 
 def _steps(
@@ -223,6 +241,7 @@ def _machine_rows(found: Checkup) -> list[tuple[str, str]]:
             if found.kernels
             else "none of our own; plain torch computes",
         ),
+        ("few bits", f"products with weights of few bits by {_BY[found.few_bits]}"),
     ]
     return rows + [("note", note) for note in found.notes]
 

@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 
 from penstock.arch import bounds
+from penstock.arch.formats.recipe import name_of
 from penstock.arch.layout import GroupLayout, group_layouts
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.bench.report import Subject
+from penstock.bench.shapes import is_bare
 from penstock.bench.speed.streaming import scratch
 from penstock.engine.boot import Booted, boot
 from penstock.engine.placing import Override, Say
@@ -21,7 +23,6 @@ from penstock.memory.device import choose_device, device_name, give_back
 from penstock.memory.probe import matmul_rate
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
-from penstock.weights.gguf.files import is_gguf
 from penstock.weights.streaming.residency import WeightLimits
 
 
@@ -73,6 +74,7 @@ class OpenModel:
             weights="random" if self.random else "checkpoint",
             parameters=bounds.parameters(self.layouts),
             dtype=self.dtype,
+            format=name_of(self.spec.format),
             device=device_name(self.device),
         )
 
@@ -106,7 +108,6 @@ def _open(target: Target) -> Checkpoint | Shape:
     source = target.source
     if not isinstance(source, Path):
         return Shape.of(source, target.name)
-    bare = (
-        not is_gguf(source) and (source / "config.json").exists() and not any(source.glob("*.safetensors*"))
+    return (
+        Shape.open(source) if is_bare(source) else Checkpoint.open(source, target.config.cache.expanduser())
     )
-    return Shape.open(source) if bare else Checkpoint.open(source, target.config.cache.expanduser())

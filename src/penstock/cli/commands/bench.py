@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from penstock.base.config import Config
+from penstock.arch.formats.recipe import config_in
+from penstock.base.config import SHIPPED_MODEL, Config
 from penstock.base.errors import ConfigError
 from penstock.base.report import JsonLine
 from penstock.base.units import parse_size
-from penstock.bench.shapes import SHAPES
+from penstock.bench.shapes import SHAPES, is_bare
 from penstock.cli.bench_options import (
     AT_ONCE,
     BATCH,
@@ -33,6 +34,7 @@ from penstock.cli.command import CONTEXT, Command, debug_option, option
 from penstock.cli.load import compute_with
 from penstock.cli.options import BLOCKS, DEVICE, with_options
 from penstock.cli.terminal import say
+from penstock.weights.checkpoint.config import read_config
 
 if TYPE_CHECKING:  # torch takes 1.2 s
     from penstock.bench.speed.setup import Target
@@ -114,18 +116,25 @@ def _prepare(given: dict[str, Any]) -> "tuple[Target, _Output]":
     Those that are not named here are settings of the engine. Torch is loaded after all that can be refused
     has been checked. Raises ConfigError and UsageError.
     """
-    model, shape = given.pop("model"), given.pop("shape")
+    model, shape, format = given.pop("model"), given.pop("shape"), given.pop("weight_format")
     if model is not None and shape is not None:
         raise click.UsageError("MODEL and --shape exclude each other; give one of them")
+    if format and not shape and not is_bare(model or SHIPPED_MODEL):
+        raise click.UsageError(
+            "--format is for random weights; give --shape, or a directory with only a config.json, or "
+            "quantise the model with `penstock pack --to`"
+        )
     output, threads = _Output.of(given), given.pop("threads")
     scratch, most = given.pop("scratch", None), given.pop("scratch_size", None)
     config = Config(model or Path(), **given)
 
     compute_with(threads)
-    from penstock.api.llm import SHIPPED_MODEL
     from penstock.bench.speed.setup import Target
 
     source = SHAPES[shape] if shape else model or SHIPPED_MODEL
+    if format:
+        config_file = SHAPES[shape] if shape else read_config(model)
+        source = config_in(format, config_file, str(model or shape))
     name = shape or (str(model) if model else "shipped")
     return Target(name, source, config, (scratch, parse_size(most)) if scratch else None), output
 

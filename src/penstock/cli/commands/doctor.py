@@ -19,7 +19,10 @@ _EXAMPLES = """
 
 @click.command(cls=Command, examples=_EXAMPLES)
 @click.argument("model", required=False, type=click.Path(path_type=Path))
-@with_options(*DEVICE[:3], flag(ENGINE_SETTINGS["cache"], help="Directory for costs of steps."))
+@with_options(
+    *DEVICE[:3],
+    flag(ENGINE_SETTINGS["cache"], help="Directory for costs of steps, and compiled CPU kernels."),
+)
 @option(OUTPUT, "--quick", is_flag=True, help="Skip the disk and the costs of steps.")
 @option(OUTPUT, "--again", is_flag=True, help="Measure the costs of steps anew, though they are kept.")
 @option(OUTPUT, "--json", is_flag=True, help="Print one line of JSON instead.")

@@ -1,11 +1,11 @@
 """`penstock eval`: hides things in long texts, asks a model for them, and shows by length and depth how often
-it is right."""
+it is right; and measures how well a model predicts a text."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -29,6 +29,9 @@ from penstock.cli.options import (
 from penstock.cli.summaries import kv_summary
 from penstock.cli.terminal import say
 
+if TYPE_CHECKING:  # torch takes 1.2 s
+    from penstock.api.llm import LLM
+
 WORK = "Work"
 TASKS = ("single", "keys", "variables", "words")
 _COUNT = click.IntRange(min=1)
@@ -42,9 +45,25 @@ _RULER = """
   penstock eval ruler ./my-model --picture ruler.png
   penstock eval ruler ./my-model --tasks variables,words --lengths 8192 --samples 16
 """
-
+_PERPLEXITY = """
+  penstock eval perplexity book.txt              the small model that comes with penstock
+  penstock eval perplexity book.txt ./my-model-int4.pack --tokens 100000
+"""
 
 _TEXT = "Hide things in this text file, or a folder's .txt files. [generated text]"
+_LINE = (
+    option(OUTPUT, "--json", is_flag=True, help="Print nothing but one line of JSON."),
+    option(OUTPUT, "--out", type=_FILE, metavar="FILE", help="Write the line of JSON to FILE, too."),
+)
+_ENGINE = (
+    *DEVICE,
+    *far_kv("what the lengths need"),
+    BEYOND_TRAINED,
+    *BLOCKS,
+    MAX_STEP_TOKENS,
+    THREADS,
+    debug_option,
+)
 _shared = with_options(
     option(
         WORK,
@@ -72,25 +91,19 @@ _shared = with_options(
         is_flag=True,
         help="Leave the model's chat template out; the prompt ends in the beginning of the answer.",
     ),
-    option(OUTPUT, "--json", is_flag=True, help="Print nothing but one line of JSON."),
-    option(OUTPUT, "--out", type=_FILE, metavar="FILE", help="Write the line of JSON to FILE, too."),
+    *_LINE,
     option(
         OUTPUT, "--picture", type=_FILE, metavar="FILE", help="Draw a heat map by depth and length, as a PNG."
     ),
-    *DEVICE,
-    *far_kv("what the lengths need"),
-    BEYOND_TRAINED,
-    *BLOCKS,
-    MAX_STEP_TOKENS,
-    THREADS,
-    debug_option,
+    *_ENGINE,
 )
 
 
 @click.group(context_settings=CONTEXT)
 @debug_option
 def command() -> None:
-    """Hide things in long texts, ask a model for them, and see by length and depth how often it is right."""
+    """Hide things in long texts, ask a model for them, and see by length and depth how often it is right; or
+    measure how well a model predicts a text."""
 
 
 @command.command(cls=Command, examples=_NEEDLE, short_help="One fact in a long text.")
@@ -125,17 +138,61 @@ def ruler(**asked: Any) -> None:
     _evaluate("ruler", asked["tasks"], asked)
 
 
+@command.command(
+    cls=Command, examples=_PERPLEXITY, short_help="How well a model predicts a text, in nats a token."
+)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("model", required=False, type=click.Path(path_type=Path))
+@with_options(
+    option(
+        WORK,
+        "--length",
+        type=click.IntRange(min=2),
+        metavar="N",
+        help="Tokens of a window. [2048, or what there is room for]",
+    ),
+    option(
+        WORK,
+        "--stride",
+        type=_COUNT,
+        metavar="N",
+        help="Tokens from a window to the next; the rest of a window is read again. [the length less 1]",
+    ),
+    option(WORK, "--tokens", type=_COUNT, metavar="N", help="Most tokens of the text. [all]"),
+    *_LINE,
+    *_ENGINE,
+)
+def perplexity(file: Path, length: int | None, stride: int | None, tokens: int | None, **asked: Any) -> None:
+    """Measure the log-perplexity of FILE, a text or a folder's .txt files: the mean negative log-probability
+    of a token, given those before it in its window. It tells what weights of few bits lose. MODEL is a
+    checkpoint directory or a pack; left out, it is the small model that comes with penstock."""
+    if not file.exists():
+        raise ConfigError(f"{file} does not exist; give a text file, or a folder with some")
+    needed = None if length is None else length + 1
+    config = settings_from(Config, asked, model=asked["model"], max_length=needed)
+    _expect_folder(asked["out"])
+
+    compute_with(asked["threads"])
+    from penstock.bench.machine import machine
+    from penstock.evals.perplexity import PerplexityWork
+    from penstock.evals.perplexity import perplexity as measure
+    from penstock.evals.prompts import text_of
+
+    work = PerplexityWork(text_of(file), str(file), length, stride, tokens)
+    tell = _teller(asked["json"])
+    with _opened(config, asked["json"]) as llm:
+        report = measure(llm, work, str(asked["model"] or "shipped"), tell)
+    line = report.line(settings=config.changed(), machine=asdict(machine()))
+    click.echo(line if asked["json"] else report)
+    _write(asked["out"], line)
+
+
 def _evaluate(name: str, tasks: tuple[str, ...], asked: Mapping[str, Any]) -> None:
     lengths, out, picture, json = (asked[flag] for flag in ("lengths", "out", "picture", "json"))
     config = settings_from(Config, asked, model=asked["model"], max_length=max(lengths) if lengths else None)
-    for file in (out, picture):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(
-                f"cannot write {file}: its directory does not exist; create it, or name another file"
-            )
+    _expect_folder(out, picture)
 
     compute_with(asked["threads"])
-    from penstock.api.llm import LLM
     from penstock.bench.machine import machine
     from penstock.evals.prompts import text_of
     from penstock.evals.run import EvalWork, evaluate
@@ -143,22 +200,47 @@ def _evaluate(name: str, tasks: tuple[str, ...], asked: Mapping[str, Any]) -> No
     work = EvalWork(name, tasks, lengths, *(asked[flag] for flag in ("depths", "samples", "seed", "raw")))
     if asked["text"] is not None:
         work = replace(work, source=str(asked["text"]), text=text_of(asked["text"]))
-    with loading_bar(json) as loading:
-        llm = LLM.from_config(config, progress=False if json else None, loading=loading)
-    with llm:
-        tell: Callable[[str], None] = (lambda _: None) if json else (lambda line: say(line, faint=True))
+    tell = _teller(json)
+    with _opened(config, json) as llm:
         report = evaluate(llm, work, str(asked["model"] or "shipped"), tell)
         kv = llm.memory.kv
     if kv is not None and kv.streams:
         tell(kv_summary(kv, report.seconds))
     line = report.line(settings=config.changed(), kv=asdict(kv) if kv else None, machine=asdict(machine()))
     click.echo(line if json else report)
+    _write(out, line)
+    if picture is not None:
+        from penstock.evals.picture import draw  # Pillow: 60 ms
+
+        draw(report, picture)
+
+
+def _opened(config: Config, json: bool) -> "LLM":
+    """Return the model to ask, loaded. json: show nothing meanwhile."""
+    from penstock.api.llm import LLM
+
+    with loading_bar(json) as loading:
+        return LLM.from_config(config, progress=False if json else None, loading=loading)
+
+
+def _teller(json: bool) -> Callable[[str], None]:
+    """Return what remarks are given to."""
+    return (lambda _: None) if json else (lambda line: say(line, faint=True))
+
+
+def _expect_folder(*files: Path | None) -> None:
+    """Raise ConfigError for a file to write whose directory is not there."""
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigError(
+                f"cannot write {file}: its directory does not exist; create it, or name another file"
+            )
+
+
+def _write(out: Path | None, line: str) -> None:
+    """Write the line of JSON to a file, if one is named. Raises ConfigError."""
     if out is not None:
         try:
             out.write_text(line + "\n")
         except OSError as error:
             raise ConfigError(f"cannot write {out}: {error.strerror}; name another file") from error
-    if picture is not None:
-        from penstock.evals.picture import draw  # Pillow: 60 ms
-
-        draw(report, picture)

@@ -6,22 +6,33 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.base.config import CACHE
+from penstock.arch.formats.recipe import GROUP, QUANTISED_TO, Recipe
+from penstock.base.config import CACHE, check_device
 from penstock.base.errors import CheckpointError
 from penstock.base.units import format_rate, format_size
 from penstock.cli.command import Command, debug_option, option
 from penstock.cli.progress import progress_bar
 from penstock.cli.terminal import is_terminal, say
 
-PACK = "Pack"
+if TYPE_CHECKING:  # torch takes 1.2 s
+    from penstock.weights.checkpoint.reader import Checkpoint
+    from penstock.weights.pack.quantising import QuantisedCheckpoint
+
+PACK, QUANTISE = "Pack", "Quantise"
 EXAMPLES = """
   penstock pack ./my-model                       into ./my-model.pack
   penstock pack ./my-model --out /fast/my-model --dtype bfloat16
+  penstock pack ./my-model --to int4             four bits a weight, into ./my-model-int4.pack
   penstock pack --verify ./my-model.pack         read every byte and compare it with the checksums
 """
+
+
+def _names(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
+    return tuple(filter(None, value.split(","))) if value else ()
 
 
 @click.command(cls=Command, examples=EXAMPLES)
@@ -42,25 +53,56 @@ EXAMPLES = """
     metavar="PATH",
     help="File or block device for the weights. [DIR/weights.bin]",
 )
+@option(
+    QUANTISE,
+    "--to",
+    "format",
+    type=click.Choice(QUANTISED_TO),
+    help="Format to quantise matrices to; without it weights are kept as they are.",
+)
+@option(
+    QUANTISE,
+    "--group",
+    type=click.IntRange(8, 4096),
+    metavar="N",
+    help=f"Columns that share a scale, for int4 and int8. [{GROUP}]",
+)
+@option(
+    QUANTISE,
+    "--int8",
+    callback=_names,
+    metavar="NAME,...",
+    help="With --to int4, modules to keep in eight bits: parts of their names. [none]",
+)
+@option(QUANTISE, "--device", default="auto", help="Device that computes: auto, cpu, cuda or cuda:N. [auto]")
 @option(PACK, "--verify", is_flag=True, help="Check every byte of MODEL, a pack.")
 @debug_option
-def command(model: Path, out: Path | None, dtype: str | None, store: Path | None, verify: bool) -> None:
+def command(
+    model: Path, out: Path | None, dtype: str | None, store: Path | None, verify: bool, **asked: Any
+) -> None:
     """Write the weights of MODEL, a checkpoint directory or GGUF file, as one run of bytes for each
     group, in the order of their use.
 
     Models larger than device and host memory stream from packs. `penstock run` makes one by itself where it
     is needed, in its cache directory (~/.cache/penstock), or takes the directory of one as MODEL. Killed or
     interrupted, the same command goes on where it stopped.
+
+    With --to the matrices of layers are rounded to few bits, without data; embedding, head, norms and routers
+    are kept. That costs some quality, which `penstock eval perplexity` measures on a text.
     """
     if verify:
-        if out or dtype or store:
+        if out or dtype or store or asked["format"]:
             raise click.UsageError("--verify takes only the directory of a pack; leave the other options out")
         _verify(model)
         return
+    format, group, int8 = (asked[name] for name in ("format", "group", "int8"))
+    if (group or int8) and format is None:
+        raise click.UsageError("--group and --int8 say how to quantise; give --to int4, too")
     if os.path.exists(model / "manifest.json"):
         raise CheckpointError(
             f"{model} is a pack already; give the model that it was made from, or --verify to check it"
         )
+    recipe = Recipe.of(format, group, int8) if format else None
 
     from penstock.arch.layout import group_layouts
     from penstock.weights.checkpoint.reader import Checkpoint  # torch: 1.2 s on two cores
@@ -70,23 +112,41 @@ def command(model: Path, out: Path | None, dtype: str | None, store: Path | None
 
     began = time.perf_counter()
     with Checkpoint.open(model, CACHE.expanduser()) as checkpoint:
-        out = out or model.resolve().with_name(f"{model.resolve().name}.pack")
+        suffix = f"-{format}.pack" if format else ".pack"
+        out = out or model.resolve().with_name(f"{model.resolve().name}{suffix}")
         dtype = dtype or checkpoint.spec.dtype
-        total = place(group_layouts(checkpoint.spec, checkpoint.names, dtype))[-1].end
+        quantised = _quantised(checkpoint, recipe, dtype, asked["device"]) if recipe else None
+        source = quantised or checkpoint
+        total = place(group_layouts(source.spec, source.names, dtype))[-1].end
         try:
-            with _progress("packing", total) as progress:
-                written = write_pack(checkpoint, out, dtype, store, progress)
+            with _progress("quantising" if recipe else "packing", total) as progress:
+                written = write_pack(source, out, dtype, store, progress)
         except KeyboardInterrupt:
             say(f"{out} is not finished; the same command goes on where it stopped", faint=True)
             raise
     with Pack.open(out) as pack:
-        what = f"{len(pack.layouts)} groups, {format_size(pack.manifest.size)} in {pack.dtype}"
+        what = f"{len(pack.layouts)} groups, {format_size(pack.manifest.size)} in {format or pack.dtype}"
     seconds = time.perf_counter() - began
+    if quantised and quantised.error:
+        what += f", of {format_size(quantised.dense_bytes)}, mean relative error {quantised.error:.2%}"
     click.echo(
         f"{out}: {what}, written in {seconds:.1f} s"
         if written
         else f"{out} is packed already: {what}; nothing to do"
     )
+    if quantised:
+        click.echo(
+            f"what that costs: penstock eval perplexity TEXT {out}, beside "
+            f"penstock eval perplexity TEXT {model}"
+        )
+
+
+def _quantised(checkpoint: "Checkpoint", recipe: Recipe, dtype: str, device: str) -> "QuantisedCheckpoint":
+    from penstock.memory.device import choose_device
+    from penstock.weights.pack.quantising import QuantisedCheckpoint
+
+    check_device(device)
+    return QuantisedCheckpoint(checkpoint, recipe, dtype, choose_device(device))
 
 
 def _verify(path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from penstock.arch.families import TensorNames, family_of, read_spec
+from penstock.arch.formats.recipe import config_in
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import CACHE, DTYPES, Config
 from penstock.base.errors import CheckpointError, ConfigError
@@ -19,14 +20,16 @@ from penstock.base.units import parse_size
 from penstock.bench.shapes import SHAPES
 from penstock.cli.command import Command, debug_option, option
 from penstock.cli.options import engine_flags, with_options
+from penstock.cli.options import weight_format as weight_format_flag
 from penstock.cli.plan_report import ASSUMED, Figure, Report, Setting
 from penstock.cli.terminal import one_line, say
 from penstock.engine.costs import costs_file, read_costs
 from penstock.engine.forecast import forecast
 from penstock.engine.machines import Machine, Work
+from penstock.weights.checkpoint.config import read_config
 from penstock.weights.gguf.config import read_gguf_config
 from penstock.weights.gguf.files import GGUFFiles, is_gguf
-from penstock.weights.jsonfile import read_object
+from penstock.weights.jsonfile import MAX_CONFIG_BYTES, read_object
 from penstock.weights.streaming.ring import StreamRates
 
 MACHINE, WORK, OUTPUT = "Machine", "Work", "Output"
@@ -46,10 +49,10 @@ EXAMPLES = """
   penstock plan ./my-model --machine desktop-24 --picture plan.png
   penstock plan ./my-model --device-memory 16GiB --host-memory 100GiB --disk-rate 3GB/s
   penstock plan 8B --machine laptop --batch 4 --context 2048 --json
+  penstock plan 70B --format int4 --machine desktop-16
   penstock plan 8B --machine desktop-24 --context 131072 --tensor-parallel 2
 """
 GIB = 1 << 30
-MAX_CONFIG_BYTES = 10_000_000
 _COUNT = click.IntRange(min=1)
 _OPERATIONS = re.compile(
     r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgtp]?)\s*(?:flops|flop/s)?\s*", re.IGNORECASE | re.ASCII
@@ -209,7 +212,7 @@ USUAL = "desktop-24"
     metavar="TYPE",
     help="Data type of weights and KV: auto, float32, float16 or bfloat16. [auto: the model's]",
 )
-@with_options(*engine_flags(*SETTINGS))
+@with_options(weight_format_flag(WORK), *engine_flags(*SETTINGS))
 @option(OUTPUT, "--json", is_flag=True, help="Print one line of JSON instead.")
 @option(
     OUTPUT,
@@ -225,6 +228,7 @@ def command(
     costs: Path | None,
     cache: Path,
     dtype: str,
+    weight_format: str | None,
     json: bool,
     picture: Path | None,
     **given: Any,
@@ -245,7 +249,7 @@ def command(
     batch, context, step_tokens = (given.pop(name) for name in ("batch", "context", "step_tokens"))
     settings = Config(Path(), **{name: given.pop(name) for name in SETTINGS})
     asked = {name: PARSERS[name](text) for name, text in given.items() if text is not None}
-    name, spec, names = open_model(model)
+    name, spec, names = open_model(model, weight_format)
     chosen = spec.dtype if dtype == "auto" else dtype
     setting, usual_step = settle(machine, asked, costs or kept_costs(machine, cache.expanduser(), chosen))
     work = Work(chosen, batch, context, step_tokens or usual_step, settings=settings)
@@ -258,8 +262,11 @@ def command(
     click.echo(report.line() if json else report)
 
 
-def open_model(model: str) -> tuple[str, ModelSpec, TensorNames]:
-    """Return a name to show, and the shape. Raises CheckpointError, UnsupportedModelError."""
+def open_model(model: str, weight_format: str | None = None) -> tuple[str, ModelSpec, TensorNames]:
+    """Return a name to show, and the shape. Raises CheckpointError, ConfigError, UnsupportedModelError.
+
+    weight_format: the format of weights instead of the model's; None is the model's.
+    """
     path = Path(model)
     if model in SHAPES and not path.exists():
         config, where, name = SHAPES[model], model, model
@@ -276,7 +283,9 @@ def open_model(model: str) -> tuple[str, ModelSpec, TensorNames]:
             with GGUFFiles(file, whole=False) as files:
                 config, name = read_gguf_config(files), one_line(named.name)
         else:
-            config, name = read_object(file, MAX_CONFIG_BYTES), one_line(named.parent.name)
+            config = read_config(path) if path.is_dir() else read_object(file, MAX_CONFIG_BYTES)
+            name = one_line(named.parent.name)
+    config = config_in(weight_format, config, where)
     return name, read_spec(config, where), family_of(config, where).names
 
 

@@ -8,6 +8,7 @@ from time import perf_counter
 import torch
 
 from penstock.api.snapshots import MemoryUse
+from penstock.arch.formats.recipe import name_of
 from penstock.base.meter import KVStats, MeterSample, Passes, PromptProgress, TierStats
 from penstock.engine.engine import Stats
 from penstock.memory.device import device_name, free_memory, total_memory
@@ -136,6 +137,8 @@ class State:
     family: str
     layers: int
     dtype: str
+    format: str
+    """The format of weights of few bits; empty for dense ones, which have the dtype."""
     device: str
     longest: int
     open: bool
@@ -191,6 +194,7 @@ class StateMonitor:
             family=spec.family,
             layers=spec.layers,
             dtype=self._llm.dtype,
+            format=name_of(spec.format),
             device=self._device,
             longest=self._llm.limits.max_model_len,
             open=self._broker.open,

@@ -17,10 +17,12 @@ import torch
 
 from penstock.arch.families import TensorNames, family_of, read_spec
 from penstock.arch.formats.format import STORED_BYTES, TensorSlice
+from penstock.arch.formats.recipe import METHOD as QUANTISED_HERE
 from penstock.arch.layout import ALIGNMENT, Field, GroupLayout
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.errors import CheckpointError, PenstockError
 from penstock.memory.disk import DiskFile
+from penstock.weights.checkpoint.config import read_config
 from penstock.weights.checkpoint.generation import GenerationDefaults, open_generation, read_generation
 from penstock.weights.checkpoint.gguf import GGUFWeights
 from penstock.weights.checkpoint.identity import Digests, Hashing, Memory, same_bytes_remembered
@@ -45,8 +47,6 @@ _FINGERPRINT = "penstock checkpoint", 3
 spec of version 2 did not name the types of mixers and formats."""
 _REPACKED = 8
 """Repacked tensors that are kept: as many as threads ask for at once, each for one piece after the other."""
-_BESIDE = {"quantize_config.json": "gptq", "hf_quant_config.json": "modelopt"}
-"""Files in which quantisers write their settings if not in config.json, and the methods that these are of."""
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -99,6 +99,12 @@ class Checkpoint:
         expect_inside(path)
         config = read_config(path)
         spec = read_spec(config, str(path / "config.json"))
+        settings = config.get("quantization_config")
+        if isinstance(settings, dict) and settings.get("quant_method") == QUANTISED_HERE:
+            raise CheckpointError(
+                f"{path / 'config.json'} is that of a pack which `penstock pack --to` made, but {path} is no "
+                "pack; fetch manifest.json and weights.bin, or the model's own config.json"
+            )
         generation = open_generation(path, config, spec.vocab_size)
         shards = Shards(path)
         try:
@@ -278,6 +284,15 @@ class Checkpoint:
         config = json.dumps(tokenizer.config, indent=1).encode()
         return written | {"tokenizer.json": tokenizer.tokenizer.encode(), "tokenizer_config.json": config}
 
+    def side_file(self, name: str) -> bytes:
+        """Return a file of a directory that stands beside the weights, config.json with what a quantiser has
+        written elsewhere. Raises CheckpointError."""
+        path = self.path / name
+        if name == "config.json" and read_object(path, MAX_CONFIG_BYTES) != self.config:
+            return json.dumps(self.config, indent=2).encode() + b"\n"
+        with readable(), DiskFile(path) as file:
+            return bytes(file.read(0, file.size))
+
     def expect_unchanged(self) -> None:
         """Raise CheckpointError unless all that was read until now is what the fingerprint was made from, if
         it was made at all."""
@@ -364,24 +379,6 @@ class Checkpoint:
         assert isinstance(other.file, DiskFile), other.name
         places = one.file, one.entry.offset, other.file, other.entry.offset
         return same_bytes_remembered(*places, one.entry.size, self._memory)
-
-
-def read_config(path: Path) -> Mapping[str, object]:
-    """Return config.json of a model's directory, with what a quantiser has written beside it, or what stands
-    for it in a GGUF file. Raises CheckpointError, and UnsupportedModelError for a GGUF file."""
-    if is_gguf(path):
-        with GGUFFiles(path) as files:
-            return read_gguf_config(files)
-    if not os.path.lexists(path / "config.json") and (loose := sorted(path.glob("*.gguf"))):
-        raise CheckpointError(f"{path} has no config.json; to load a GGUF file, give it by name: {loose[0]}")
-    config = read_object(path / "config.json", MAX_CONFIG_BYTES)
-    if config.get("quantization_config") is not None:
-        return config
-    for name, method in _BESIDE.items():
-        if os.path.lexists(path / name):
-            settings = read_object(path / name, MAX_CONFIG_BYTES)
-            return config | {"quantization_config": {"quant_method": method} | settings}
-    return config
 
 
 def _check_count(path: Path, spec: ModelSpec, there: int) -> None:

@@ -9,7 +9,7 @@ from typing import Self
 
 from penstock.arch.families import TensorNames, family_of, read_spec
 from penstock.arch.spec import ModelSpec
-from penstock.weights.checkpoint.reader import read_config
+from penstock.weights.checkpoint.config import read_config
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,9 @@ from penstock.arch.layout import GroupLayout, group_layouts
 from penstock.arch.shards import WHOLE, Shard
 from penstock.base.errors import CheckpointError
 from penstock.base.units import format_size
-from penstock.memory.disk import DirectFile, DiskFile, ReadError
+from penstock.memory.disk import DirectFile, ReadError
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shards import INDEX, SINGLE
-from penstock.weights.jsonfile import readable
 from penstock.weights.pack.directory import (
     BESIDE,
     PackError,
@@ -38,6 +37,7 @@ from penstock.weights.pack.directory import (
     write_file,
 )
 from penstock.weights.pack.manifest import Manifest, PackedRun, config_checksum, decoded, encoded, place
+from penstock.weights.pack.quantising import QuantisedCheckpoint
 from penstock.weights.pack.reader import (
     THREADS,
     Pack,
@@ -76,7 +76,7 @@ Progress = Callable[[int], None]
 
 
 def write_pack(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | QuantisedCheckpoint,
     out: Path,
     dtype: str,
     store: Path | None = None,
@@ -97,7 +97,7 @@ def write_pack(
 
 
 def write_locked(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | QuantisedCheckpoint,
     out: Path,
     dtype: str,
     store: Path | None = None,
@@ -121,18 +121,14 @@ def write_locked(
     return True
 
 
-def _sides(checkpoint: Checkpoint) -> dict[str, Callable[[], bytes | bytearray]]:
+def _sides(checkpoint: Checkpoint | QuantisedCheckpoint) -> dict[str, Callable[[], bytes | bytearray]]:
     """Return how each file that is to stand beside the weights is read, by its name: from the checkpoint's
     directory, or from what was made of its header."""
     found: dict[str, Callable[[], bytes | bytearray]] = {}
     for file in (file for pattern in _SIDE for file in sorted(checkpoint.path.glob(pattern))):
-        found[file.relative_to(checkpoint.path).as_posix()] = partial(_whole_file, file)
+        name = file.relative_to(checkpoint.path).as_posix()
+        found[name] = partial(checkpoint.side_file, name)
     return found | {name: partial(bytes, data) for name, data in checkpoint.made_files().items()}
-
-
-def _whole_file(path: Path) -> bytearray:
-    with readable(), DiskFile(path) as file:
-        return file.read(0, file.size)
 
 
 def _expect_store(out: Path, whole: Path) -> None:
@@ -177,7 +173,7 @@ def _difference(one: Manifest, other: Manifest) -> str:
 class _Packing:
     """Writes one pack, for whoever has its directory locked."""
 
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | QuantisedCheckpoint
     out: Path
     layouts: Sequence[GroupLayout]
     plan: Manifest

@@ -552,7 +552,7 @@ function showState(state) {
   model = state.model;
   write($("model"), state.model);
   $("state").className = state.open ? "state good" : "state bad";
-  write($("state"), state.open ? `${state.family}, ${state.layers} layers, ${state.dtype} on ${state.device}; up to ${number(state.longest)} tokens` : "Takes no more requests.");
+  write($("state"), state.open ? `${state.family}, ${state.layers} layers, ${state.format ? `${state.format} weights, ` : ""}${state.dtype} on ${state.device}; up to ${number(state.longest)} tokens` : "Takes no more requests.");
   write($("running"), number(state.running));
   write($("waiting"), number(state.waiting));
   write($("rate"), number(state.output_rate));
