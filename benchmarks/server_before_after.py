@@ -3,14 +3,14 @@
     PYTHONPATH=src python3 benchmarks/server_before_after.py --before TREE --out
     docs/results/cpu_server_doors.json
 
-TREE holds another version's `src`. Two servers run at once over the shipped model on CPUs, one thread each;
-the one that is not asked waits. Each round asks both, in an order that alternates: 64 streams of --tokens
-tokens, then 20 requests one after the other. Prompts are new in each round, so that no prefix is found.
+TREE holds another version's `src`. A server runs the shipped model on CPUs with one thread, and nothing
+else runs. In each of several pairs both versions are started, one after the other, in an order that
+alternates. Each is asked --rounds times, after three to warm it: 64 streams of --tokens tokens, then 20
+requests one after the other. Prompts are new in each round, so that no prefix is found.
 
 A process is faster or slower than another of the same version by some percent for as long as it lives. So
-there are several pairs of processes, and which version starts first alternates. What is compared is the
-median of the quotients of a pair's rounds; printed are the median of these over all pairs, and its 95 %
-interval by resampling pairs. With TREE of the same version it is to be 0.
+what is compared is the quotient of two processes' medians; printed are the median of these over all pairs,
+and its 95 % interval by resampling pairs. With TREE of the same version it is to be 0.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from statistics import median
 
 from recording import need_commit, write
 
-STREAMS, ALONE = 64, 20
+STREAMS, ALONE, WARM = 64, 20, 3
 
 
 async def first_token(port: int, prompt: str, tokens: int) -> tuple[float, float]:
@@ -112,17 +112,18 @@ def interval(ratios: list[float]) -> tuple[float, float]:
     return medians[100], medians[3899]
 
 
-async def measure(rounds: int, tokens: int, ports: tuple[int, int]) -> dict[str, dict[str, list[float]]]:
-    """Return what a pair of servers took in each round, by what was measured and which server."""
-    for port in ports:
+async def measure(tree: Path, port: int, rounds: int, tokens: int, seed: int) -> dict[str, list[float]]:
+    """Return what a new process of a version took in each round, by what was measured."""
+    server, found = started(tree, port), dict[str, list[float]]()
+    try:
         await ready(port)
-        for number in range(-3, 0):
-            await round_of(port, number * 1000 - port, tokens)
-    found: dict[str, dict[str, list[float]]] = {}
-    for number in range(rounds):
-        for which in (0, 1) if number % 2 else (1, 0):
-            for what, value in (await round_of(ports[which], 2 * number + which, tokens)).items():
-                found.setdefault(what, {"before": [], "after": []})[("before", "after")[which]].append(value)
+        for number in range(-WARM, rounds):
+            for what, value in (await round_of(port, seed * 1000 + number, tokens)).items():
+                if number >= 0:
+                    found.setdefault(what, []).append(value)
+    finally:
+        server.terminate()
+        server.wait()
     return found
 
 
@@ -132,48 +133,42 @@ def main() -> None:
     parser.add_argument("--before", type=Path, required=True)
     parser.add_argument("--before-commit", default="")
     parser.add_argument("--after", type=Path, default=Path(__file__).resolve().parents[1])
-    parser.add_argument("--port", type=int, default=18471, help="the first of the two servers' ports")
+    parser.add_argument("--port", type=int, default=18471, help="the first of two ports")
     parser.add_argument("--pairs", type=int, default=8, help="pairs of processes")
     parser.add_argument("--rounds", type=int, default=8, help="rounds of each pair")
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     need_commit(given.out)
-    pairs = []
+    pairs: list[dict[str, dict[str, list[float]]]] = []
+    trees = {"before": given.before, "after": given.after}
     for pair in range(given.pairs):
-        ports = (given.port, given.port + 1)
-        places = list(zip((given.before, given.after), ports, strict=True))
-        servers = [started(tree, port) for tree, port in places[:: 1 if pair % 2 else -1]]
-        try:
-            pairs.append(asyncio.run(measure(given.rounds, given.tokens, ports)))
-        finally:
-            for server in servers:
-                server.terminate()
-                server.wait()
+        pairs.append({})
+        for name in list(trees)[:: 1 if pair % 2 else -1]:
+            asked = (given.port + len(pairs[-1]), given.rounds, given.tokens, 2 * pair + len(pairs[-1]))
+            pairs[-1][name] = asyncio.run(measure(trees[name], *asked))
         print(
             f"pair {pair + 1}",
-            {what: round(quotient(both), 4) for what, both in pairs[-1].items()},
+            {what: round(quotient(pairs[-1], what), 4) for what in pairs[-1]["after"]},
             flush=True,
         )
     rows = []
-    for what in pairs[0]:
-        ratios = [quotient(pair[what]) for pair in pairs]
+    for what in pairs[0]["after"]:
+        ratios = [quotient(pair, what) for pair in pairs]
         low, high = interval(ratios)
         change = f"{median(ratios) - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})"
-        old, new = (
-            median([one for pair in pairs for one in pair[what][which]]) for which in ("before", "after")
-        )
+        old, new = (median(median(pair[name][what]) for pair in pairs) for name in trees)
         print(f"{what:24} {old:10.4g} {new:10.4g}  {change}")
-        both = [pair[what] for pair in pairs]
+        both = [{name: pair[name][what] for name in trees} for pair in pairs]
         rows.append({"what": what, "pairs": both, "ratio": median(ratios), "ratio_95": [low, high]})
     if given.out:
         about = {"before_commit": given.before_commit, "pairs": given.pairs, "rounds": given.rounds}
         write(given.out, about | {"rows": rows})
 
 
-def quotient(both: dict[str, list[float]]) -> float:
-    """Return the median of a pair's quotients, after over before."""
-    return median(after / before for before, after in zip(both["before"], both["after"], strict=True))
+def quotient(pair: dict[str, dict[str, list[float]]], what: str) -> float:
+    """Return what the later version's process took over what the earlier one's did, by their medians."""
+    return median(pair["after"][what]) / median(pair["before"][what])
 
 
 if __name__ == "__main__":
