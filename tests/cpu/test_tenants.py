@@ -3,6 +3,7 @@ sockets."""
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import time
@@ -437,6 +438,10 @@ def test_a_body_that_stalls_ends(tmp_path: Path) -> None:
                 answer += part
         assert answer.startswith(b"HTTP/1.1 408")
         assert b"send it faster" in answer
+        # The connection itself ends such a body after 30 seconds.
+        took = re.search(rb"came in (\d+) seconds", answer)
+        assert took is not None
+        assert int(took[1]) < 20
     finally:
         server.process.kill()
         server.process.wait()
