@@ -25,10 +25,12 @@ from penstock.arch.layout import group_layouts
 from penstock.arch.rope import inverse_frequencies
 from penstock.arch.spec import RopeKind, RopeSpec
 from penstock.base.errors import CheckpointError, PenstockError
+from penstock.memory.disk import DiskFile
 from penstock.ops.matrix import Matrix
 from penstock.ops.native import blocks as native
 from penstock.ops.native.few_bits import find_library
 from penstock.step.params import SamplingParams
+from penstock.weights.checkpoint.gguf import HeadRows
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.pack.writer import write_pack
@@ -239,6 +241,20 @@ def test_sums_do_not_depend_on_threads() -> None:
         assert torch.equal(native.few_rows(x, weight), alone)
     finally:
         torch.set_num_threads(before)
+
+
+def test_heads_are_read_from_any_byte(tmp_path: Path) -> None:
+    """Pieces of a group begin and end within heads, and within rows."""
+    begin, row, dim, heads = 5, 6, 4, 3
+    rows = np.random.default_rng(8).integers(0, 256, (heads * dim, row), dtype=np.uint8)
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(begin) + gguf_files.turned(rows, dim).tobytes())
+    with DiskFile(path) as file:
+        reader = HeadRows(file, begin, row, dim)
+        for start, stop in ((0, rows.size), (7, 9), (20, 50), (25, 72), (48, 49)):
+            read = bytearray(stop - start)
+            reader.read_into(memoryview(read), begin + start)
+            assert read == rows.tobytes()[start:stop], (start, stop)
 
 
 def test_rope_of_llama_3(tmp_path: Path) -> None:

@@ -85,6 +85,12 @@ def test_what_cannot_be_measured(llm: LLM) -> None:
             perplexity(llm, work, "shipped", lambda _: None)
 
 
+def test_a_text_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "folder.txt").mkdir()
+    assert main(["eval", "perplexity", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith("; name a file that can be read\n")
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = tmp_path / "stories.txt", tmp_path / "line.json"
     file.write_text(TEXT)

@@ -291,9 +291,12 @@ def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     )
     assert "leave --group out" in refused(capsys, model, "--to", "fp8", "--group", "16", "--out", out)
     assert "leave --int8 out" in refused(capsys, model, "--to", "int8", "--int8", "o_proj", "--out", out)
-    assert "no module of the model has 'w7' in its name" in refused(
-        capsys, model, "--to", "int4", "--group", "8", "--int8", "v_proj,w7", "--out", out
-    )
+    for name in ("w7", "lm_head"):  # Heads stay dense.
+        assert f"no module that is quantised has '{name}' in its name" in refused(
+            capsys, model, "--to", "int4", "--group", "8", "--int8", f"v_proj,{name}", "--out", out
+        )
+    odd = tiny.write(tiny.CASES["llama"], tmp_path / "odd", intermediate_size=44)
+    assert "ffn.0 down; give --to fp8\n" in refused(capsys, odd, "--to", "int4", "--group", "8", "--out", out)
     assert "give --to int4, too" in refused(capsys, model, "--group", "16", "--out", out)
     assert not out.exists()
     quantised_pack(model, out, RECIPES["int4"])

@@ -311,6 +311,9 @@ def test_rope(tmp_path: Path) -> None:
     yarn = rope(scaling__type="yarn", scaling__factor=4.0, scaling__original_context_length=32,
                 scaling__yarn_beta_fast=16.0)  # fmt: skip
     assert (yarn.kind, yarn.factor, yarn.original_length, yarn.beta_fast) == (RopeKind.YARN, 4, 32, 16)  # type: ignore[attr-defined]
+    usual = rope(scaling__type="yarn", scaling__factor=4.0, scaling__original_context_length=32,
+                 scaling__yarn_beta_fast=16.0, scaling__attn_factor=1.0)  # fmt: skip
+    assert usual == yarn
     factors = Tensor("rope_freqs.weight", (2,), 0, struct.pack("<2f", 1, 1))
     assert rope(factors) == plain
     unknown = replace(factors, data=struct.pack("<2f", 3, 8))
