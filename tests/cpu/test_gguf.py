@@ -21,6 +21,7 @@ from penstock.api.llm import LLM
 from penstock.arch.formats.format import matrix
 from penstock.arch.formats.gguf import BLOCK_TYPES, FORMATS, Unpacked
 from penstock.arch.formats.gguf_blocks import QUANTISED, TYPES
+from penstock.arch.formats.recipe import Recipe, name_of
 from penstock.arch.layout import group_layouts
 from penstock.arch.rope import inverse_frequencies
 from penstock.arch.spec import RopeKind, RopeSpec
@@ -33,7 +34,10 @@ from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.gguf import HeadRows
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.pack.quantising import QuantisedCheckpoint
+from penstock.weights.pack.reader import Pack
 from penstock.weights.pack.writer import write_pack
+from penstock.weights.pieces import STORE
 from penstock.weights.streaming.source import RandomSource
 from penstock.weights.streaming.stream import group_views
 
@@ -185,6 +189,29 @@ def test_packs(name: str, tmp_path: Path) -> None:
     with Checkpoint.open(made.file) as again:
         assert again.fingerprint() == print_
     assert outputs(tmp_path / "pack", kernels=False) == outputs(made.dense)
+
+
+def test_a_file_is_quantised_as_a_directory_is(tmp_path: Path) -> None:
+    made = gguf_files.write(source("llama"), tmp_path, Writing("F16"))
+    packs = {made.file: tmp_path / "of file", made.dense: tmp_path / "of directory"}
+    for model, pack in packs.items():
+        with Checkpoint.open(model) as checkpoint:
+            few = QuantisedCheckpoint(checkpoint, Recipe.of("int4", 32), "float32", torch.device("cpu"))
+            write_pack(few, pack, "float32")
+        with Pack.open(pack) as opened:
+            assert name_of(opened.spec.format) == "int4"
+    first, second = ((pack / STORE).read_bytes() for pack in packs.values())
+    assert first == second
+
+
+def test_files_of_other_metadata_are_other_models(tmp_path: Path) -> None:
+    prints = set[bytes]()
+    for base in (10000.0, 500000.0):
+        writing = Writing("Q8_0", {"llama.rope.freq_base": base})
+        made = gguf_files.write(source("llama"), tmp_path / str(base), writing)
+        with Checkpoint.open(made.file) as checkpoint:
+            prints.add(checkpoint.fingerprint())
+    assert len(prints) == 2
 
 
 @pytest.mark.parametrize("kind", QUANTISED)

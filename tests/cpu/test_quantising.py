@@ -168,6 +168,14 @@ RECIPES = {
 }
 
 
+def test_modules_of_eight_bits_have_the_groups_of_the_others() -> None:
+    every = Recipe.of("int4", 16, ("v_proj",)).weight_format()
+    for module, bits in (("v_proj", 8), ("q_proj", 4)):
+        one = every.of(f"model.layers.0.self_attn.{module}.weight")
+        assert isinstance(one, Integers)
+        assert (one.bits, one.checkpoint_group) == (bits, 16)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ["llama_biases", "qwen3_moe", "mixtral", "llama_tied"])
 def test_a_pack_is_the_model_that_its_numbers_stand_for(recipe: str, name: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import gguf_bytes
 from gguf_bytes import LLAMA, TOKENS, As, Tensor, file, refusal, tensors, write
 from penstock.api.text.tokenizer import Tokenizer
 from penstock.arch.families import TensorNames, read_spec
+from penstock.arch.formats.gguf import ByType
 from penstock.arch.spec import RopeKind
 from penstock.base.errors import PenstockError, UnsupportedModelError
 from penstock.cli.commands.plan import open_model
@@ -242,6 +243,14 @@ def test_a_header_alone_is_planned(tmp_path: Path) -> None:
     assert open_model(str(path))[1].vocab_size == 12
     path.write_bytes(data[:300])
     assert "cut short" in refusal(lambda: open_model(str(path)))
+
+
+def test_a_header_may_claim_any_number_of_experts(tmp_path: Path) -> None:
+    stack = Tensor("blk.0.ffn_gate_exps.weight", (32, 1, 2**50), 8, b"")
+    experts = {"llama.expert_count": 4, "llama.expert_used_count": 2}
+    path = write(tmp_path / "m.gguf", LLAMA | experts, [*tensors(), stack])
+    format = open_model(str(path))[1].format
+    assert format == ByType(types=(("Q8_0", ("model.layers.0.block_sparse_moe.experts.w1",)),))
 
 
 REFUSED: list[tuple[dict[str, object], str]] = [
