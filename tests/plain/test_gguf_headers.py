@@ -245,6 +245,14 @@ def test_a_header_alone_is_planned(tmp_path: Path) -> None:
     assert "cut short" in refusal(lambda: open_model(str(path)))
 
 
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_windows_that_are_refused(architecture: str, tmp_path: Path) -> None:
+    values = {key.replace("llama", architecture): value for key, value in LLAMA.items()}
+    values |= {"general.architecture": architecture, f"{architecture}.attention.sliding_window": 32}
+    path = write(tmp_path / "m.gguf", values, tensors())
+    assert "sliding_window is 32; supported: 0" in refusal(lambda: config(path), UnsupportedModelError)
+
+
 def test_a_header_may_claim_any_number_of_experts(tmp_path: Path) -> None:
     stack = Tensor("blk.0.ffn_gate_exps.weight", (32, 1, 2**50), 8, b"")
     experts = {"llama.expert_count": 4, "llama.expert_used_count": 2}
@@ -270,6 +278,8 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5"),
     ({"llama.attn_logit_softcapping": 30.0}, "softcapping is 30.0"),
     ({"llama.expert_gating_func": 2, "llama.expert_count": 2}, "expert_gating_func is 2"),
+    ({"llama.expert_weights_norm": False, "llama.expert_count": 2}, "norm is False; supported: True"),
+    ({"llama.expert_weights_scale": 2.5, "llama.expert_count": 2}, "scale is 2.5; supported: 1.0, 0.0"),
     ({"tokenizer.ggml.eos_token_id": "2"}, "eos_token_id is '2'"),
 ]
 

@@ -281,7 +281,7 @@ def _rope_scaling(
 
 
 def _llama3(tensor: GGUFTensor, config: Mapping[str, object]) -> dict[str, object] | None:
-    """Return the scaling of Llama 3.1 of which a tensor has the result: a divisor for each pair of a head.
+    """Return the scaling of Llama 3.1 that led to a tensor, which has a divisor for each pair of a head.
 
     Files do not have its numbers. The factor is the last divisor; frequencies that are blended begin and end
     where those of Llama 3.1 do, for some trained length that is a power of two.
