@@ -245,6 +245,25 @@ def test_a_header_alone_is_planned(tmp_path: Path) -> None:
     assert "cut short" in refusal(lambda: open_model(str(path)))
 
 
+@pytest.mark.parametrize(
+    ("kind", "other", "dtype"),
+    [(0, 0, "float32"), (1, 1, "float16"), (0, 1, "float16"), (30, 30, "bfloat16"), (1, 30, "bfloat16"),
+     (1, 8, "bfloat16")],
+)  # fmt: skip
+def test_dtype(kind: int, other: int, dtype: str, tmp_path: Path) -> None:
+    more = Tensor("blk.0.more.weight", (32, 2), other, bytes(256))
+    path = write(tmp_path / "m.gguf", LLAMA, [*tensors(kind=kind), more])
+    assert config(path)["dtype"] == dtype
+
+
+def test_words_that_are_no_control_tokens_end_nothing(tmp_path: Path) -> None:
+    named = 2, 3  # The file's own, and <|im_end|>.
+    for kind, ends in ((3, named), (1, named[:1])):
+        kinds = [As(5, one) for one in (2, 3, 3, kind, 1, 1, 1, 1, 1, 6)]
+        values = LLAMA | TOKENS | {"tokenizer.ggml.token_type": kinds}
+        assert config(write(tmp_path / "m.gguf", values, tensors()))["eos_token_id"] == list(ends)
+
+
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 def test_windows_that_are_refused(architecture: str, tmp_path: Path) -> None:
     values = {key.replace("llama", architecture): value for key, value in LLAMA.items()}
