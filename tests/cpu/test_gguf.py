@@ -34,6 +34,7 @@ from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.gguf import HeadRows
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.gguf.tokenizer import read_gguf_tokenizer
 from penstock.weights.pack.quantising import QuantisedCheckpoint
 from penstock.weights.pack.reader import Pack
 from penstock.weights.pack.writer import write_pack
@@ -43,6 +44,7 @@ from penstock.weights.streaming.stream import group_views
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 NATIVE = [kind for kind in QUANTISED if FORMATS[kind].native == "blocks"]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 EDGES = np.array([0, 65504, -65504, 6e-8, -6e-8, 1, -1, 0.1], "<f2")
 
 
@@ -189,6 +191,24 @@ def test_packs(name: str, tmp_path: Path) -> None:
     with Checkpoint.open(made.file) as again:
         assert again.fingerprint() == print_
     assert outputs(tmp_path / "pack", kernels=False) == outputs(made.dense)
+
+
+def test_packs_have_the_tokenizer_of_the_file(tmp_path: Path) -> None:
+    """Also its templates, and its sampling."""
+    more = {"tokenizer.chat_template": "{{ messages }}", "general.sampling.top_k": 7}
+    values = gguf_bytes.LLAMA | gguf_bytes.TOKENS | more
+    path = gguf_bytes.write(tmp_path / "m.gguf", values, gguf_bytes.tensors())
+    with Checkpoint.open(path) as checkpoint:
+        write_pack(checkpoint, tmp_path / "pack", "float32")
+        with Pack.open(tmp_path / "pack") as opened:
+            assert opened.generation == checkpoint.generation
+            assert opened.generation.top_k == 7
+    made = read_gguf_tokenizer(path)
+    assert made is not None
+    beside = {name: (tmp_path / "pack" / name).read_text() for name in TOKENIZER_FILES}
+    assert beside["tokenizer.json"] == made.tokenizer
+    assert json.loads(beside["tokenizer_config.json"]) == made.config
+    assert made.config["chat_template"]
 
 
 def test_a_file_is_quantised_as_a_directory_is(tmp_path: Path) -> None:
