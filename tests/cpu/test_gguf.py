@@ -3,6 +3,9 @@
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -191,6 +194,41 @@ def test_packs(name: str, tmp_path: Path) -> None:
     with Checkpoint.open(made.file) as again:
         assert again.fingerprint() == print_
     assert outputs(tmp_path / "pack", kernels=False) == outputs(made.dense)
+
+
+def test_threads_make_a_field_once(tmp_path: Path) -> None:
+    """Those that want other pieces of it wait for the one that makes it, and make it anew if that failed."""
+    made = gguf_files.write(source("llama"), tmp_path, Writing("Q6_K"))
+    with Checkpoint.open(made.file) as checkpoint:
+        layouts = group_layouts(checkpoint.spec, checkpoint.names, "float32")
+        layout = next(one for one in layouts if one.matrices and one.fields[-1].repack is not None)
+        field, calls = layout.fields[-1], list[int]()
+
+        def slowly(wholes: Sequence[torch.Tensor | None]) -> torch.Tensor:
+            calls.append(1)
+            time.sleep(0.1)
+            if len(calls) == 1:
+                raise CheckpointError("once")
+            assert field.repack is not None
+            return field.repack(wholes)
+
+        slow = replace(layout, fields=(replace(field, repack=slowly),))
+        pieces = [torch.empty(field.size, dtype=torch.uint8) for _ in range(4)]
+
+        def read(piece: torch.Tensor) -> bool:
+            try:
+                checkpoint.read_piece(slow, field.offset, piece)
+            except CheckpointError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(4) as threads:
+            assert sorted(threads.map(read, pieces)) == [False, True, True, True]
+        assert len(calls) == 2
+        assert not checkpoint._one_at_a_time
+        alone = torch.empty(field.size, dtype=torch.uint8)
+        checkpoint.read_piece(layout, field.offset, alone)
+        assert sum(torch.equal(piece, alone) for piece in pieces) >= 3
 
 
 def test_packs_have_the_tokenizer_of_the_file(tmp_path: Path) -> None:
