@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from penstock.arch.formats.recipe import config_in
 from penstock.base.errors import ConfigError
 from penstock.base.units import format_rate, format_size
 from penstock.cli.commands import plan
@@ -358,6 +359,11 @@ def test_refusals_are_one_line(
     assert streams.out == ""
     assert message in streams.err
     assert len(streams.err.splitlines()) == 1
+
+
+def test_weights_that_are_not_quantised_have_the_dtype_that_is_named() -> None:
+    assert config_in("bf16", {"dtype": "float32"}, "a model")["dtype"] == "bfloat16"
+    assert config_in(None, {"dtype": "float32"}, "a model") == {"dtype": "float32"}
 
 
 def test_gguf_files_of_a_directory_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
