@@ -3,6 +3,9 @@
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,22 +24,30 @@ from penstock.api.llm import LLM
 from penstock.arch.formats.format import matrix
 from penstock.arch.formats.gguf import BLOCK_TYPES, FORMATS, Unpacked
 from penstock.arch.formats.gguf_blocks import QUANTISED, TYPES
+from penstock.arch.formats.recipe import Recipe, name_of
 from penstock.arch.layout import group_layouts
 from penstock.arch.rope import inverse_frequencies
 from penstock.arch.spec import RopeKind, RopeSpec
 from penstock.base.errors import CheckpointError, PenstockError
+from penstock.memory.disk import DiskFile
 from penstock.ops.matrix import Matrix
 from penstock.ops.native import blocks as native
 from penstock.ops.native.few_bits import find_library
 from penstock.step.params import SamplingParams
+from penstock.weights.checkpoint.gguf import HeadRows
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.gguf.tokenizer import read_gguf_tokenizer
+from penstock.weights.pack.quantising import QuantisedCheckpoint
+from penstock.weights.pack.reader import Pack
 from penstock.weights.pack.writer import write_pack
+from penstock.weights.pieces import STORE
 from penstock.weights.streaming.source import RandomSource
 from penstock.weights.streaming.stream import group_views
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 NATIVE = [kind for kind in QUANTISED if FORMATS[kind].native == "blocks"]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 EDGES = np.array([0, 65504, -65504, 6e-8, -6e-8, 1, -1, 0.1], "<f2")
 
 
@@ -185,6 +196,82 @@ def test_packs(name: str, tmp_path: Path) -> None:
     assert outputs(tmp_path / "pack", kernels=False) == outputs(made.dense)
 
 
+def test_threads_make_a_field_once(tmp_path: Path) -> None:
+    """Those that want other pieces of it wait for the one that makes it, and make it anew if that failed."""
+    made = gguf_files.write(source("llama"), tmp_path, Writing("Q6_K"))
+    with Checkpoint.open(made.file) as checkpoint:
+        layouts = group_layouts(checkpoint.spec, checkpoint.names, "float32")
+        layout = next(one for one in layouts if one.matrices and one.fields[-1].repack is not None)
+        field, calls = layout.fields[-1], list[int]()
+
+        def slowly(wholes: Sequence[torch.Tensor | None]) -> torch.Tensor:
+            calls.append(1)
+            time.sleep(0.1)
+            if len(calls) == 1:
+                raise CheckpointError("once")
+            assert field.repack is not None
+            return field.repack(wholes)
+
+        slow = replace(layout, fields=(replace(field, repack=slowly),))
+        pieces = [torch.empty(field.size, dtype=torch.uint8) for _ in range(4)]
+
+        def read(piece: torch.Tensor) -> bool:
+            try:
+                checkpoint.read_piece(slow, field.offset, piece)
+            except CheckpointError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(4) as threads:
+            assert sorted(threads.map(read, pieces)) == [False, True, True, True]
+        assert len(calls) == 2
+        assert not checkpoint._one_at_a_time
+        alone = torch.empty(field.size, dtype=torch.uint8)
+        checkpoint.read_piece(layout, field.offset, alone)
+        assert sum(torch.equal(piece, alone) for piece in pieces) >= 3
+
+
+def test_packs_have_the_tokenizer_of_the_file(tmp_path: Path) -> None:
+    """Also its templates, and its sampling."""
+    more = {"tokenizer.chat_template": "{{ messages }}", "general.sampling.top_k": 7}
+    values = gguf_bytes.LLAMA | gguf_bytes.TOKENS | more
+    path = gguf_bytes.write(tmp_path / "m.gguf", values, gguf_bytes.tensors())
+    with Checkpoint.open(path) as checkpoint:
+        write_pack(checkpoint, tmp_path / "pack", "float32")
+        with Pack.open(tmp_path / "pack") as opened:
+            assert opened.generation == checkpoint.generation
+            assert opened.generation.top_k == 7
+    made = read_gguf_tokenizer(path)
+    assert made is not None
+    beside = {name: (tmp_path / "pack" / name).read_text() for name in TOKENIZER_FILES}
+    assert beside["tokenizer.json"] == made.tokenizer
+    assert json.loads(beside["tokenizer_config.json"]) == made.config
+    assert made.config["chat_template"]
+
+
+def test_a_file_is_quantised_as_a_directory_is(tmp_path: Path) -> None:
+    made = gguf_files.write(source("llama"), tmp_path, Writing("F16"))
+    packs = {made.file: tmp_path / "of file", made.dense: tmp_path / "of directory"}
+    for model, pack in packs.items():
+        with Checkpoint.open(model) as checkpoint:
+            few = QuantisedCheckpoint(checkpoint, Recipe.of("int4", 32), "float32", torch.device("cpu"))
+            write_pack(few, pack, "float32")
+        with Pack.open(pack) as opened:
+            assert name_of(opened.spec.format) == "int4"
+    first, second = ((pack / STORE).read_bytes() for pack in packs.values())
+    assert first == second
+
+
+def test_files_of_other_metadata_are_other_models(tmp_path: Path) -> None:
+    prints = set[bytes]()
+    for base in (10000.0, 500000.0):
+        writing = Writing("Q8_0", {"llama.rope.freq_base": base})
+        made = gguf_files.write(source("llama"), tmp_path / str(base), writing)
+        with Checkpoint.open(made.file) as checkpoint:
+            prints.add(checkpoint.fingerprint())
+    assert len(prints) == 2
+
+
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_random_weights_are_numbers(kind: str, tmp_path: Path) -> None:
     made = gguf_files.write(source("llama"), tmp_path, Writing(kind))
@@ -239,6 +326,20 @@ def test_sums_do_not_depend_on_threads() -> None:
         assert torch.equal(native.few_rows(x, weight), alone)
     finally:
         torch.set_num_threads(before)
+
+
+def test_heads_are_read_from_any_byte(tmp_path: Path) -> None:
+    """Pieces of a group begin and end within heads, and within rows."""
+    begin, row, dim, heads = 5, 6, 4, 3
+    rows = np.random.default_rng(8).integers(0, 256, (heads * dim, row), dtype=np.uint8)
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(begin) + gguf_files.turned(rows, dim).tobytes())
+    with DiskFile(path) as file:
+        reader = HeadRows(file, begin, row, dim)
+        for start, stop in ((0, rows.size), (7, 9), (20, 50), (25, 72), (48, 49)):
+            read = bytearray(stop - start)
+            reader.read_into(memoryview(read), begin + start)
+            assert read == rows.tobytes()[start:stop], (start, stop)
 
 
 def test_rope_of_llama_3(tmp_path: Path) -> None:

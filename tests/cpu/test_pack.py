@@ -467,7 +467,7 @@ def test_disk_that_fills_while_packing(tmp_path: Path, limit: int) -> None:
 
 def test_directories_that_are_not_to_be_taken(tmp_path: Path, llama: Path) -> None:
     model = tiny.checkpoint("llama")
-    assert "holds a pack of another model; remove it" in refusal(
+    assert "holds a pack of another model or format; remove it" in refusal(
         lambda: pack(tiny.checkpoint("qwen3"), llama), PackError
     )
     assert "holds a pack of another dtype (float32)" in refusal(

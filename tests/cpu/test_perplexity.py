@@ -4,7 +4,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from math import exp
+from math import exp, log
 from pathlib import Path
 
 import pytest
@@ -85,6 +85,12 @@ def test_what_cannot_be_measured(llm: LLM) -> None:
             perplexity(llm, work, "shipped", lambda _: None)
 
 
+def test_a_text_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "folder.txt").mkdir()
+    assert main(["eval", "perplexity", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith("; name a file that can be read\n")
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = tmp_path / "stories.txt", tmp_path / "line.json"
     file.write_text(TEXT)
@@ -94,6 +100,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     line = json.loads(out.read_text())
     assert (line["eval"], line["tokens"], line["length"], line["stride"]) == ("perplexity", 199, 64, 63)
     assert f"log-perplexity {line['log_perplexity']:.4f} a token" in printed
+    bits = line["log_perplexity"] * line["tokens"] / log(2)
+    assert line["bits_per_byte"] == pytest.approx(bits / line["text_bytes"])
+    assert 200 < line["text_bytes"] < 0.6 * len(TEXT.encode())  # Of the part that was read.
     assert main(["eval", "perplexity", str(file), str(SHIPPED_MODEL), *flags, "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["log_perplexity"] == pytest.approx(line["log_perplexity"], rel=1e-6)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from penstock.arch.formats.recipe import config_in
 from penstock.base.errors import ConfigError
 from penstock.base.units import format_rate, format_size
 from penstock.cli.commands import plan
@@ -340,6 +341,9 @@ def test_a_config_with_a_format_is_enough(tmp_path: Path, capsys: pytest.Capture
         (["8B", "--machine", "cpu", "--host-memory", "8GiB"], "--host-memory is for machines with a GPU"),
         (["8B", "--batch", "0"], "--batch"),
         (["8B", "--format", "int3"], "'int3' is none of bf16, int4"),
+        (["8B", "--format", "int4:0"], "nor one with a group of 8 to 4096"),
+        (["8B", "--format", "int4:4097"], "nor one with a group of 8 to 4096"),
+        (["8B", "--format", f"int4:{'9' * 5000}"], "nor one with a group of 8 to 4096"),
         (["8B", "--format", "fp8:64"], "fp8 has blocks of a fixed size"),
         (["8B", "--machine", "laptop", "--batch", "64"], "kv_blocks"),
         (["8B", "--machine", "laptop", "--context", "999999"], "131,072 positions"),
@@ -355,6 +359,18 @@ def test_refusals_are_one_line(
     assert streams.out == ""
     assert message in streams.err
     assert len(streams.err.splitlines()) == 1
+
+
+def test_weights_that_are_not_quantised_have_the_dtype_that_is_named() -> None:
+    assert config_in("bf16", {"dtype": "float32"}, "a model")["dtype"] == "bfloat16"
+    assert config_in(None, {"dtype": "float32"}, "a model") == {"dtype": "float32"}
+
+
+def test_gguf_files_of_a_directory_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "ba":
+        (tmp_path / f"{name}.gguf").touch()
+    assert main(["plan", str(tmp_path)]) == 2
+    assert f"or a GGUF file by name: {tmp_path / 'a.gguf'}\n" in capsys.readouterr().err
 
 
 def test_rates_as_people_write_them() -> None:

@@ -47,9 +47,9 @@ FORMATS: dict[str, WeightFormat] = {
     "int8": Integers(bits=8, checkpoint_group=32, packing=DensePacking()),
     "fp8": Float8(block=(16, 32)),
 }
-LOSES = {"int4": 0.083, "int4_symmetric": 0.09, "int8": 0.006, "fp8": 0.027}
+LOSES = {"int4": 0.0775, "int4_symmetric": 0.0818, "int8": 0.006, "fp8": 0.0255}
 """Relative errors of normal numbers in these formats. Rounding to the largest range loses 8.9 %, 10 %, 0.6 %
-and 2.7 %."""
+and 2.6 %; improving that range alone, 7.8 % and 8.2 % of int4."""
 
 
 def cut(format: WeightFormat, rows: int, columns: int) -> WeightFormat:
@@ -166,6 +166,14 @@ RECIPES = {
     "fp8": Recipe.of("fp8"),
     "mixed": Recipe.of("int4", 8, ("v_proj", "o_proj")),
 }
+
+
+def test_modules_of_eight_bits_have_the_groups_of_the_others() -> None:
+    every = Recipe.of("int4", 16, ("v_proj",)).weight_format()
+    for module, bits in (("v_proj", 8), ("q_proj", 4)):
+        one = every.of(f"model.layers.0.self_attn.{module}.weight")
+        assert isinstance(one, Integers)
+        assert (one.bits, one.checkpoint_group) == (bits, 16)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -291,9 +299,12 @@ def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     )
     assert "leave --group out" in refused(capsys, model, "--to", "fp8", "--group", "16", "--out", out)
     assert "leave --int8 out" in refused(capsys, model, "--to", "int8", "--int8", "o_proj", "--out", out)
-    assert "no module of the model has 'w7' in its name" in refused(
-        capsys, model, "--to", "int4", "--group", "8", "--int8", "v_proj,w7", "--out", out
-    )
+    for name in ("w7", "lm_head"):  # Heads stay dense.
+        assert f"no module that is quantised has '{name}' in its name" in refused(
+            capsys, model, "--to", "int4", "--group", "8", "--int8", f"v_proj,{name}", "--out", out
+        )
+    odd = tiny.write(tiny.CASES["llama"], tmp_path / "odd", intermediate_size=44)
+    assert "ffn.0 down; give --to fp8\n" in refused(capsys, odd, "--to", "int4", "--group", "8", "--out", out)
     assert "give --to int4, too" in refused(capsys, model, "--group", "16", "--out", out)
     assert not out.exists()
     quantised_pack(model, out, RECIPES["int4"])

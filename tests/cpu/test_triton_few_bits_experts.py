@@ -136,6 +136,23 @@ def test_waves_compute_the_same(scheme: str) -> None:
     assert torch.equal(some.total(), whole.total())
 
 
+def test_experts_between_others_may_have_no_address() -> None:
+    """Only rows of those that have one are written: an address of 0 is never read."""
+    its = weights("awq", 256, 64)
+    whole, table, _ = mixed(its, 7, TUNINGS[0])
+    whole.compute(table)
+    some, table, _ = mixed(its, 7, TUNINGS[0])
+    some.counts()
+    for first in (0, 1):
+        lent = torch.zeros_like(table)
+        lent[first::2] = table[first::2]
+        unread = some.y.clone()
+        some.compute(lent, range(EXPERTS))
+        changed = (some.y != unread) & ~some.y.isnan()
+        assert 0 < int(changed.any(1).sum()) < len(some.y)
+    assert torch.equal(some.total(), whole.total())
+
+
 @pytest.mark.parametrize("scheme", ["gptq", "awq", "signed_asymmetric", "fp8_128", "mxfp4", "nvfp4"])
 def test_ranks_add_up(scheme: str) -> None:
     """The second begins amid a group of columns of down."""

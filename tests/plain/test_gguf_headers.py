@@ -17,6 +17,7 @@ import gguf_bytes
 from gguf_bytes import LLAMA, TOKENS, As, Tensor, file, refusal, tensors, write
 from penstock.api.text.tokenizer import Tokenizer
 from penstock.arch.families import TensorNames, read_spec
+from penstock.arch.formats.gguf import ByType
 from penstock.arch.spec import RopeKind
 from penstock.base.errors import PenstockError, UnsupportedModelError
 from penstock.cli.commands.plan import open_model
@@ -244,6 +245,41 @@ def test_a_header_alone_is_planned(tmp_path: Path) -> None:
     assert "cut short" in refusal(lambda: open_model(str(path)))
 
 
+@pytest.mark.parametrize(
+    ("kind", "other", "dtype"),
+    [(0, 0, "float32"), (1, 1, "float16"), (0, 1, "float16"), (30, 30, "bfloat16"), (1, 30, "bfloat16"),
+     (1, 8, "bfloat16")],
+)  # fmt: skip
+def test_dtype(kind: int, other: int, dtype: str, tmp_path: Path) -> None:
+    more = Tensor("blk.0.more.weight", (32, 2), other, bytes(256))
+    path = write(tmp_path / "m.gguf", LLAMA, [*tensors(kind=kind), more])
+    assert config(path)["dtype"] == dtype
+
+
+def test_words_that_are_no_control_tokens_end_nothing(tmp_path: Path) -> None:
+    named = 2, 3  # The file's own, and <|im_end|>.
+    for kind, ends in ((3, named), (1, named[:1])):
+        kinds = [As(5, one) for one in (2, 3, 3, kind, 1, 1, 1, 1, 1, 6)]
+        values = LLAMA | TOKENS | {"tokenizer.ggml.token_type": kinds}
+        assert config(write(tmp_path / "m.gguf", values, tensors()))["eos_token_id"] == list(ends)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_windows_that_are_refused(architecture: str, tmp_path: Path) -> None:
+    values = {key.replace("llama", architecture): value for key, value in LLAMA.items()}
+    values |= {"general.architecture": architecture, f"{architecture}.attention.sliding_window": 32}
+    path = write(tmp_path / "m.gguf", values, tensors())
+    assert "sliding_window is 32; supported: 0" in refusal(lambda: config(path), UnsupportedModelError)
+
+
+def test_a_header_may_claim_any_number_of_experts(tmp_path: Path) -> None:
+    stack = Tensor("blk.0.ffn_gate_exps.weight", (32, 1, 2**50), 8, b"")
+    experts = {"llama.expert_count": 4, "llama.expert_used_count": 2}
+    path = write(tmp_path / "m.gguf", LLAMA | experts, [*tensors(), stack])
+    format = open_model(str(path))[1].format
+    assert format == ByType(types=(("Q8_0", ("model.layers.0.block_sparse_moe.experts.w1",)),))
+
+
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({"general.architecture": "mamba"}, "general.architecture is 'mamba'; supported: llama, qwen2"),
     ({"general.architecture": As(4, 3)}, "general.architecture is 3"),
@@ -261,6 +297,8 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5"),
     ({"llama.attn_logit_softcapping": 30.0}, "softcapping is 30.0"),
     ({"llama.expert_gating_func": 2, "llama.expert_count": 2}, "expert_gating_func is 2"),
+    ({"llama.expert_weights_norm": False, "llama.expert_count": 2}, "norm is False; supported: True"),
+    ({"llama.expert_weights_scale": 2.5, "llama.expert_count": 2}, "scale is 2.5; supported: 1.0, 0.0"),
     ({"tokenizer.ggml.eos_token_id": "2"}, "eos_token_id is '2'"),
 ]
 
@@ -311,6 +349,9 @@ def test_rope(tmp_path: Path) -> None:
     yarn = rope(scaling__type="yarn", scaling__factor=4.0, scaling__original_context_length=32,
                 scaling__yarn_beta_fast=16.0)  # fmt: skip
     assert (yarn.kind, yarn.factor, yarn.original_length, yarn.beta_fast) == (RopeKind.YARN, 4, 32, 16)  # type: ignore[attr-defined]
+    usual = rope(scaling__type="yarn", scaling__factor=4.0, scaling__original_context_length=32,
+                 scaling__yarn_beta_fast=16.0, scaling__attn_factor=1.0)  # fmt: skip
+    assert usual == yarn
     factors = Tensor("rope_freqs.weight", (2,), 0, struct.pack("<2f", 1, 1))
     assert rope(factors) == plain
     unknown = replace(factors, data=struct.pack("<2f", 3, 8))

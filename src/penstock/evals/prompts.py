@@ -124,7 +124,7 @@ def text_of(path: Path) -> str:
                     texts.append(opened.read(_MOST_TEXT - letters))
             except OSError as error:
                 raise ConfigError(
-                    f"cannot read {file}: {error.strerror}; give --text a file that can be read"
+                    f"cannot read {file}: {error.strerror}; name a file that can be read"
                 ) from error
             letters += len(texts[-1])
     return "\n\n".join(texts)

@@ -41,7 +41,7 @@ def _blocks(type: BlockType, whole: "Tensor") -> "Tensor":
 
 @dataclass(frozen=True)
 class BlockPacking(Packing):
-    """BlockPacking reads Q4_0 and Q8_0, of which each block of 32 numbers has a float16 scale of its own."""
+    """BlockPacking reads Q4_0 and Q8_0: each block of 32 numbers has a float16 scale of its own."""
 
     type: BlockType
     may_be_zero: ClassVar[bool] = True
@@ -67,7 +67,7 @@ class BlockPacking(Packing):
 
 @dataclass(frozen=True)
 class BlockFloat4(Float4):
-    """The format of MXFP4 blocks: an exponent, then codes of which the first 16 are in the low halves."""
+    """BlockFloat4 reads MXFP4 blocks: an exponent, then 16 bytes. Their low halves are the first 16 codes."""
 
     name: str = METHOD
 
@@ -144,7 +144,7 @@ class Blocks(WeightFormat):
 
 @dataclass(frozen=True)
 class _Checked:
-    """Takes a rank's blocks of whole tensors, whose scales must be numbers."""
+    """Takes a rank's blocks of whole tensors, and checks that their scales are numbers."""
 
     type: BlockType
     sources: tuple[TensorSlice, ...]

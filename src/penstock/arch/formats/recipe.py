@@ -17,6 +17,8 @@ VERSION = 1
 """Version of the arithmetic that finds codes and scales: another one makes another pack."""
 GROUP = 64
 """Columns that share a scale where no other number is asked for."""
+GROUPS = range(8, 4097)
+"""Numbers of such columns that may be asked for."""
 BFLOAT16 = "bf16"
 """The name of weights that are not quantised."""
 
@@ -82,9 +84,11 @@ class Recipe:
         Raises ConfigError.
         """
         name, colon, group = text.partition(":")
-        if name not in SHAPE_FORMATS or (name == BFLOAT16 and colon) or (colon and not group.isdecimal()):
+        sized = group.isdecimal() and len(group) <= len(str(GROUPS.stop)) and int(group) in GROUPS
+        if name not in SHAPE_FORMATS or (name == BFLOAT16 and colon) or (colon and not sized):
             raise ConfigError(
-                f"{text!r} is none of {', '.join(SHAPE_FORMATS)}, nor one with a group: int4:128"
+                f"{text[:40]!r} is none of {', '.join(SHAPE_FORMATS)}, nor one with a group of "
+                f"{GROUPS[0]} to {GROUPS[-1]}: int4:128"
             )
         return None if name == BFLOAT16 else cls.of(name, int(group) if colon else None)
 

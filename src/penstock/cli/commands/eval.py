@@ -164,8 +164,9 @@ def ruler(**asked: Any) -> None:
 )
 def perplexity(file: Path, length: int | None, stride: int | None, tokens: int | None, **asked: Any) -> None:
     """Measure the log-perplexity of FILE, a text or a folder's .txt files: the mean negative log-probability
-    of a token, given those before it in its window. It tells what weights of few bits lose. MODEL is a
-    checkpoint directory or a pack; left out, it is the small model that comes with penstock."""
+    of a token, given those before it in its window. Of a long text the first 4 million letters are read. It
+    tells what weights of few bits lose. MODEL is a checkpoint directory, a pack or a GGUF file; left out, it
+    is the small model that comes with penstock."""
     if not file.exists():
         raise ConfigError(f"{file} does not exist; give a text file, or a folder with some")
     needed = None if length is None else length + 1

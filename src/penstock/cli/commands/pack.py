@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.arch.formats.recipe import GROUP, QUANTISED_TO, Recipe
+from penstock.arch.formats.recipe import GROUP, GROUPS, QUANTISED_TO, Recipe
 from penstock.base.config import CACHE, check_device
 from penstock.base.errors import CheckpointError
 from penstock.base.units import format_rate, format_size
@@ -63,7 +63,7 @@ def _names(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
 @option(
     QUANTISE,
     "--group",
-    type=click.IntRange(8, 4096),
+    type=click.IntRange(GROUPS[0], GROUPS[-1]),
     metavar="N",
     help=f"Columns that share a scale, for int4 and int8. [{GROUP}]",
 )

@@ -273,10 +273,11 @@ def open_model(model: str, weight_format: str | None = None) -> tuple[str, Model
     else:
         file = path / "config.json" if path.is_dir() else path
         if not file.exists():
-            shapes = ", ".join(SHAPES)
+            shapes, loose = ", ".join(SHAPES), sorted(path.glob("*.gguf"))
+            such = f" by name: {loose[0]}" if loose else ""
             raise CheckpointError(
                 f"{file} does not exist; give a config.json, a directory with one, or one of the shapes "
-                f"{shapes}, or a GGUF file"
+                f"{shapes}, or a GGUF file{such}"
             )
         where, named = str(file), file.resolve()
         if is_gguf(file):

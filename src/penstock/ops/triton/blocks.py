@@ -68,7 +68,7 @@ def _two_bits(at, e):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _nested(at, e, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return numbers `e` of blocks of 256, of which each group has a scale."""
+    """Return numbers `e` of blocks of 256. Each group of a block has a scale."""
     if TYPE == Q2_K:
         scale = _byte(at + e // 16)
         code = _two_bits(at + 16, e).to(tl.float32)

@@ -1,7 +1,7 @@
-"""Products of a mixture's tokens with all of its experts at once, whose matrices rest in few bits.
+"""Computes a mixture's tokens with all of its experts at once, from matrices that rest in few bits.
 
 A program has the pairs of one block, all of one expert (`routing`), and COLS rows of that expert's matrix,
-STEP columns of it at a time. Codes become operands in registers, as in `few_bits`, whose docstring says how
+STEP columns of it at a time. Codes become operands in registers, as in `few_bits`: its docstring says how
 scales are applied. So a matrix is read once for each block of rows, and never written as numbers.
 
 A row's numbers are its own: they depend on the tuning, which is chosen by the step's tokens and the shapes,

@@ -77,7 +77,8 @@ class _Shaped:
         if part.turned:
             if part.shape[0] % self.head_dim or self.head_dim % 2:
                 raise CheckpointError(
-                    f"{what} has {part.shape[0]} rows, which are no heads of {self.head_dim}"
+                    f"{what} has {part.shape[0]} rows, which are no heads of {self.head_dim}; fetch the file "
+                    "again"
                 )
             file = HeadRows(stored.file, offset, row, self.head_dim)
         return ShardTensor(info.name, file, entry)

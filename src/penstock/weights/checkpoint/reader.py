@@ -77,6 +77,8 @@ class Checkpoint:
         self._hashing: Hashing | None = None
         self._repacked: dict[Field, torch.Tensor] = {}
         self._repacking = Lock()
+        self._one_at_a_time: dict[Field, Lock] = {}
+        """Of fields that a thread makes: others that want a piece of one wait for it."""
 
     @classmethod
     def open(cls, path: Path, cache: Path | None = None) -> Self:
@@ -196,11 +198,26 @@ class Checkpoint:
         into[at - start :].zero_()
 
     def _repack(self, field: Field) -> torch.Tensor:
-        """Return the bytes, flat uint8, of a field that its format makes of whole sources. Any thread may."""
+        """Return the bytes, flat uint8, of a field that its format makes of whole sources. Any thread may:
+        those that come while one makes them wait for it."""
         with self._repacking:
-            made = self._repacked.get(field)
-        if made is not None:
-            return made
+            if (made := self._repacked.get(field)) is not None:
+                return made
+            alone = self._one_at_a_time.setdefault(field, Lock())
+        with alone:
+            with self._repacking:
+                made = self._repacked.get(field)
+            if made is None:
+                made = self._made(field)
+            with self._repacking:
+                self._one_at_a_time.pop(field, None)
+                self._repacked[field] = made
+                while len(self._repacked) > _REPACKED:
+                    del self._repacked[next(iter(self._repacked))]
+        return made
+
+    def _made(self, field: Field) -> torch.Tensor:
+        """Make a field of its whole sources. Raises CheckpointError."""
         assert field.repack is not None
         wholes, read = list[torch.Tensor | None](), dict[tuple[str, int | None], torch.Tensor]()
         for source in field.sources:
@@ -227,12 +244,7 @@ class Checkpoint:
                 said = said.replace(source.tensor, self._shards.spelled(source.tensor))
             raise CheckpointError(f"{stored.file.path}: {said}") from fault
         assert (tuple(tensor.shape), tensor.dtype) == (field.shape, getattr(torch, field.dtype)), field.name
-        made = tensor.view(-1).view(torch.uint8)
-        with self._repacking:
-            self._repacked[field] = made
-            while len(self._repacked) > _REPACKED:
-                del self._repacked[next(iter(self._repacked))]
-        return made
+        return tensor.view(-1).view(torch.uint8)
 
     def identify(self) -> int:
         """Begin to find the fingerprint, on other threads, unless that has begun. Weights may be read

@@ -4,6 +4,7 @@ is refused."""
 import struct
 from array import array
 from collections.abc import Mapping
+from dataclasses import replace
 from math import isclose
 
 from penstock.arch.families import family_of
@@ -236,13 +237,15 @@ def _types(files: GGUFFiles, naming: Naming) -> dict[str, list[str]]:
     """Return the modules of each quantised type, of experts those of the first."""
     types: dict[str, list[str]] = {}
     for tensor in files.tensors.values():
-        if tensor.info.type.name in QUANTISED:
-            modules = [part.module for part in naming.parts(tensor.info) if part.kind == "weight"]
-            stacked = len(tensor.info.shape) == 3
-            names = {
-                module.replace(".experts.0.", ".experts.") for module in modules if ".experts.0." in module
-            }
-            types.setdefault(tensor.info.type.name, []).extend(sorted(names) if stacked else modules)
+        info = tensor.info
+        if info.type.name in QUANTISED:
+            stacked = len(info.shape) == 3
+            # All experts are named alike; a header alone may claim any number of them.
+            first = replace(info, shape=(1, *info.shape[1:])) if stacked else info
+            modules = (part.module for part in naming.parts(first) if part.kind == "weight")
+            types.setdefault(info.type.name, []).extend(
+                module.replace(".experts.0.", ".experts.") if stacked else module for module in modules
+            )
     return types
 
 
@@ -278,7 +281,7 @@ def _rope_scaling(
 
 
 def _llama3(tensor: GGUFTensor, config: Mapping[str, object]) -> dict[str, object] | None:
-    """Return the scaling of Llama 3.1 of which a tensor has the result: a divisor for each pair of a head.
+    """Return the scaling of Llama 3.1 that led to a tensor, which has a divisor for each pair of a head.
 
     Files do not have its numbers. The factor is the last divisor; frequencies that are blended begin and end
     where those of Llama 3.1 do, for some trained length that is a power of two.

@@ -116,7 +116,8 @@ class GGUFFiles:
             self.tensors[info.name] = GGUFTensor(file, info)
         if len(self.tensors) > MAX_TENSORS:
             raise CheckpointError(
-                f"{self.path} and the files beside it have more than {MAX_TENSORS:,} tensors"
+                f"{self.path} and the files beside it have more than {MAX_TENSORS:,} tensors; "
+                "fetch them again"
             )
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Makes the tokenizer.json and tokenizer_config.json that a GGUF file's metadata stand for.
 
-Two kinds of vocabularies are read: byte-level BPE (`gpt2`), whose texts are first divided as
+Two kinds of vocabularies are read: byte-level BPE (`gpt2`), for which texts are first divided as
 `tokenizer.ggml.pre` says, and SentencePiece's BPE (`llama`). Both become what the tokenizers library runs.
 """
 

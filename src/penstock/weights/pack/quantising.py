@@ -26,7 +26,7 @@ from penstock.arch.formats.floats import Float8
 from penstock.arch.formats.format import WeightFormat
 from penstock.arch.formats.integers import Integers
 from penstock.arch.formats.joined import Joined
-from penstock.arch.formats.recipe import Recipe
+from penstock.arch.formats.recipe import GROUPS, Recipe
 from penstock.arch.layout import ALIGNMENT, Field, GroupId, GroupLayout, MatrixLayout, group_layouts
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import CheckpointError, ConfigError
@@ -72,8 +72,9 @@ class QuantisedCheckpoint:
         self.names: TensorNames = checkpoint.names
         self._checkpoint, self._recipe, self._device = checkpoint, recipe, device
         self._dense = {one.id: one for one in group_layouts(checkpoint.spec, checkpoint.names, dtype)}
-        _expect_groups(group_layouts(self.spec, self.names, dtype), recipe)
-        _expect_modules(self._dense.values(), recipe)
+        layouts = group_layouts(self.spec, self.names, dtype)
+        _expect_groups(layouts, recipe)
+        _expect_modules(layouts, recipe)
         self._making = dict[GroupId, _Making]()
         self._lock, self._computing = Lock(), Lock()
         self._lost = self._whole = 0.0
@@ -218,18 +219,20 @@ def _expect_groups(layouts: Sequence[GroupLayout], recipe: Recipe) -> None:
             formats = matrix.format.formats if isinstance(matrix.format, Joined) else (matrix.format,)
             if any(isinstance(one, Integers) for one in formats):
                 widths.setdefault(matrix.shape[1], f"{layout.id} {matrix.name}")
+    common = gcd(*widths)
+    other = f"--group a divisor of {common}, or --to fp8" if common in GROUPS else "--to fp8"
     for width, name in widths.items():
         if width % recipe.group:
             raise ConfigError(
-                f"groups of {recipe.group} do not divide the {width} columns of {name}; give --group a "
-                f"divisor of {gcd(*widths)}, or --to fp8"
+                f"groups of {recipe.group} do not divide the {width} columns of {name}; give {other}"
             )
 
 
 def _expect_modules(layouts: Iterable[GroupLayout], recipe: Recipe) -> None:
-    """Raise ConfigError for a name of modules to keep in eight bits that is no part of any matrix's."""
-    parts = (field for layout in layouts for matrix in layout.matrices for _, field in matrix.parts)
-    names = {source.tensor for field in parts for source in field.sources}
+    """Raise ConfigError for a name of modules to keep in eight bits that is no part of the name of any matrix
+    that is quantised."""
+    matrices = (matrix for layout in layouts for matrix in layout.matrices if matrix.format != DENSE)
+    names = {one.tensor for matrix in matrices for _, field in matrix.parts for one in field.sources}
     for part in recipe.int8:
         if not any(part in name for name in names):
-            raise ConfigError(f"no module of the model has {part!r} in its name; give --int8 another")
+            raise ConfigError(f"no module that is quantised has {part!r} in its name; give --int8 another")

@@ -157,7 +157,7 @@ def _expect_same(out: Path, plan: Manifest) -> None:
 def _difference(one: Manifest, other: Manifest) -> str:
     """Return what they are not of the same of; empty if it is all the same."""
     for name, what in (
-        ("fingerprint", "model"),
+        ("fingerprint", "model or format"),
         ("config", "config.json"),
         ("dtype", "dtype"),
         ("shard", "shard"),
@@ -336,8 +336,8 @@ def _resume(out: Path, plan: Manifest, whole: Path, target: Path) -> list[bytes]
         return []
     if lines[0] != _head(plan):
         raise PackError(
-            f"{out} holds an unfinished pack of another model, dtype, shard or store; remove it or choose "
-            "another directory"
+            f"{out} holds an unfinished pack of another model, format, dtype, shard or store; remove it or "
+            "choose another directory"
         )
     found: list[bytes] = []
     for run, line in zip(plan.runs, lines[1:], strict=False):
