@@ -270,6 +270,7 @@ CASES: dict[str, Callable[[], None]] = {
     "steps": steps,
     "sums": lambda: sums(BF16),
     "sums, wide": lambda: sums(torch.float16, 2 * HIDDEN),
+    "sums, narrow": lambda: sums(BF16, 64),
     "sums, float32": lambda: sums(torch.float32),
     "fold, one": lambda: fold(1),
     "fold, some": lambda: fold(8),
@@ -347,8 +348,13 @@ def main(capability: int, names: list[str], *, early_only: bool = False) -> None
     case, early = "", False
 
     def seen(kernel: Any) -> None:
-        told = {"case": case, "kernel": kernel.name, "shared": kernel.metadata.shared, "early": early}
-        told["meets"] = meets(kernel.asm["ptx"])
+        told: dict[str, object] = {
+            "case": case,
+            "kernel": kernel.name,
+            "shared": kernel.metadata.shared,
+            "early": early,
+        }
+        told |= {"meets": meets(kernel.asm["ptx"]), "barriers": kernel.asm["ptx"].count("bar.sync")}
         print(json.dumps(told), flush=True)
 
     ways = (True,) if early_only else (False, True) if capability >= 90 else (False,)

@@ -107,8 +107,10 @@ def write_locked(
     """Do what write_pack does, for whoever has `out` locked."""
     layouts = group_layouts(checkpoint.spec, checkpoint.names, dtype, shard)
     checkpoint.verify(group_layouts(checkpoint.spec, checkpoint.names, dtype))
-    sides = _sides(checkpoint)
-    files = {name: checksum(read()) for name, read in sides.items()}
+    sides, files, side_bytes = _sides(checkpoint), dict[str, str](), 0
+    for name, read in sides.items():
+        data = read()
+        files[name], side_bytes = checksum(data), side_bytes + len(data)
     where = STORE if store is None else os.path.abspath(store)
     fingerprint, config = checkpoint.fingerprint().hex(), config_checksum(checkpoint.config)
     plan = Manifest(fingerprint, config, dtype, where, files, place(layouts), shard or WHOLE)
@@ -117,7 +119,7 @@ def write_locked(
         (out / JOURNAL).unlink(missing_ok=True)
         return False
     _expect_store(out, plan.store_path(out))
-    _Packing(checkpoint, out, layouts, plan, sides, progress or (lambda count: None)).run()
+    _Packing(checkpoint, out, layouts, plan, sides, side_bytes, progress or (lambda count: None)).run()
     return True
 
 
@@ -178,6 +180,7 @@ class _Packing:
     layouts: Sequence[GroupLayout]
     plan: Manifest
     sides: Mapping[str, Callable[[], bytes | bytearray]]
+    side_bytes: int
     progress: Progress
 
     def run(self) -> None:
@@ -225,7 +228,7 @@ class _Packing:
             return
         with suppress(FileNotFoundError):
             needed -= min(os.stat(target).st_blocks * 512, needed)
-        needed += SPARE_BYTES + sum(len(read()) for read in self.sides.values())
+        needed += SPARE_BYTES + self.side_bytes
         disk = os.statvfs(target.parent)
         free = disk.f_bavail * disk.f_frsize
         if needed > free:
