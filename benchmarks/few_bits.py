@@ -68,15 +68,16 @@ def random_matrix(
     return Matrix(cut, shape, parts)
 
 
-def tunings(sweep: bool) -> Iterator[FewBitsTuning | None]:
-    """Yield ways to cut a product, the usual one first."""
+def tunings(sweep: bool, height: int) -> Iterator[FewBitsTuning | None]:
+    """Yield ways to cut a product with a matrix of `height` rows, the usual one first."""
     yield None
     if sweep:
-        for cols, step, splits, stages, warps in itertools.product(
-            (32, 64, 128), (128, 256), (1, 2, 4, 8), (3, 4, 6), (1, 2, 4, 8)
+        for (cols, warps), splits, stages in itertools.product(
+            ((64, 4), (128, 4), (128, 8)), (1, 2, 4, 8, 16), (2, 3, 4)
         ):
-            if 64 <= cols * 4 // warps <= 256:  # A warp has at least 16 rows.
-                yield FewBitsTuning(cols, step, splits, stages, warps)
+            programs = height // cols * splits
+            if 120 <= programs <= 1100:  # One a multiprocessor or eight.
+                yield FewBitsTuning(cols, 128, splits, stages, warps)
 
 
 def main() -> None:
@@ -105,7 +106,7 @@ def main() -> None:
             x = torch.randn(rows, shape[1], device=plain.device).bfloat16()
             assert suits(x, first), name
             want = x.float() @ plain.T
-            ways = list(tunings(given.sweep))
+            ways = list(tunings(given.sweep, shape[0]))
             # Compiled side by side; what needs more memory than there is fails here, and is passed over.
             with ThreadPoolExecutor(1 if given.tiny else 12) as pool:  # The interpreter takes one at a time.
                 done = list(pool.map(lambda way, x=x, first=first: attempt(x, first, way), ways))

@@ -215,7 +215,7 @@ def sums(dtype: torch.dtype, dim: int = HIDDEN) -> None:
     )
 
 
-def few_bits(name: str, *classes: int) -> None:
+def few_bits(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:
     """Of the sizes of an 8B Llama, with and without a gate, and dequantised."""
     weight = torch.zeros(64, 256)
     for outer, inner in ((6144, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER)):
@@ -228,7 +228,7 @@ def few_bits(name: str, *classes: int) -> None:
         }
         large = Matrix(format, (outer, inner), parts)
         for rows in classes:
-            triton_few_bits.few_rows(empty(rows, inner), large, gated=outer == 2 * INNER)
+            triton_few_bits.few_rows(empty(rows, inner, dtype=dtype), large, gated=outer == 2 * INNER)
         triton_few_bits.dequantise(large, slice(0, 1024), empty(1024, inner))
 
 
@@ -277,12 +277,18 @@ CASES: dict[str, Callable[[], None]] = {
     "fold, capped": lambda: fold(8, cap=50.0),
     "fold, float32": lambda: fold(8, torch.float32),
     "few bits, integers": lambda: few_bits("gptq_128", 1, 64),
-    "few bits, zero points": lambda: few_bits("awq", 16),
-    "few bits, eight": lambda: few_bits("gptq_8", 16),
+    "few bits, zero points": lambda: few_bits("awq", 1, 16),
+    "few bits, eight": lambda: few_bits("gptq_8", 1, 16),
     "few bits, FP8": lambda: few_bits("fp8_128", 1, 64),
-    "few bits, MXFP8": lambda: few_bits("mxfp8", 16),
+    "few bits, MXFP8": lambda: few_bits("mxfp8", 1, 16),
     "few bits, MXFP4": lambda: few_bits("mxfp4", 1, 64),
-    "few bits, NVFP4": lambda: few_bits("nvfp4", 16),
+    "few bits, NVFP4": lambda: few_bits("nvfp4", 1, 16),
+    "few bits, float16": lambda: (
+        few_bits("awq", 1, 16, dtype=torch.float16),
+        few_bits("gptq_8", 16, dtype=torch.float16),
+        few_bits("mxfp4", 16, dtype=torch.float16),
+        few_bits("mxfp8", 16, dtype=torch.float16),
+    ),
     "few bits experts, integers": lambda: few_bits_experts("gptq_128", 4, 4096),
     "few bits experts, small groups": lambda: few_bits_experts("gptq", 100),
     "few bits experts, zero points": lambda: few_bits_experts("awq", 4, 512),
