@@ -1,4 +1,4 @@
-"""The product of one row of activations with a matrix of few bits, in float32 throughout.
+"""Computes the product of one row of activations with a matrix of few bits, in float32 throughout.
 
 Threads work apart from each other. Each has the same words of several rows of the matrix, takes them apart,
 and adds up products of its own. They meet once, at the end. With one row that is faster than a matrix
@@ -124,7 +124,7 @@ def _one_row(  # type: ignore[no-untyped-def]
     FETCHED: tl.constexpr,
     PTX: tl.constexpr,
 ) -> None:
-    """The numbers of ROWS rows of the matrix for each warp; GATED and SECOND: as in `few_bits`.
+    """Compute the numbers of ROWS rows of the matrix for each warp; GATED and SECOND: as in `few_bits`.
 
     Tensors have the axes LANES, WARPS, ROWS and 4: a thread has four words of each of its rows, half a run,
     and a warp has whole lines of them. The compiler deals out axes in this order, but the last first.
