@@ -1,4 +1,4 @@
-"""Blocks of GGUF that Triton kernels write as numbers, bit for bit those of the reference."""
+"""Blocks of GGUF in Triton kernels: numbers bit for bit those of the reference, and products against it."""
 
 import numpy as np
 import pytest
@@ -9,28 +9,65 @@ pytest.importorskip("triton")
 import gguf_files
 from penstock.arch.formats.format import matrix
 from penstock.arch.formats.gguf import FORMATS
+from penstock.ops.activation import silu_mul
 from penstock.ops.matrix import Matrix
-from penstock.ops.triton.blocks import dequantise, reads, suits
+from penstock.ops.triton.blocks import BlocksTuning, dequantise, few_rows, reads, suits
 
 READ = [name for name, format in FORMATS.items() if reads(format)]
+
+
+def resting(kind: str, height: int, width: int, cut: range | None = None) -> Matrix:
+    drawn = torch.from_numpy(gguf_files.draw(kind, height, width, 0.1, np.random.default_rng(2)))
+    sources = [matrix("model.layers.0.mlp.down_proj.weight", height, width, columns=cut)]
+    format = FORMATS[kind].cut(sources)
+    (stored,) = format.stored("float32", sources)
+    assert stored.repack is not None
+    blocks = stored.repack([drawn]).contiguous()
+    return Matrix(format, (height, width if cut is None else len(cut)), {"blocks": blocks})
 
 
 @pytest.mark.parametrize("kind", READ)
 @pytest.mark.parametrize("cut", [None, range(300, 900)])
 def test_dequantised(kind: str, cut: range | None) -> None:
-    drawn = torch.from_numpy(gguf_files.draw(kind, 40, 1280, 0.1, np.random.default_rng(2)))
-    sources = [matrix("model.layers.0.mlp.down_proj.weight", 40, 1280, columns=cut)]
-    format = FORMATS[kind].cut(sources)
-    (stored,) = format.stored("float32", sources)
-    assert stored.repack is not None
-    width = 1280 if cut is None else len(cut)
-    weight = Matrix(format, (40, width), {"blocks": stored.repack([drawn]).contiguous()})
+    weight = resting(kind, 40, 1280, cut)
     for rows in (slice(0, 40), slice(7, 30)):
         for dtype in (torch.float32, torch.float16):
-            out = torch.full((rows.stop - rows.start, width), torch.nan, dtype=dtype)
+            out = torch.full((rows.stop - rows.start, weight.shape[1]), torch.nan, dtype=dtype)
             dequantise(weight, rows, out)
             assert torch.equal(out, weight.format.dequantise(weight.parts, rows).to(dtype))
-    assert not suits(torch.zeros(1, width), weight)
+
+
+@pytest.mark.parametrize("kind", READ)
+@pytest.mark.parametrize(("cut", "gated"), [(None, False), (None, True), (range(300, 900), False)])
+def test_product(kind: str, cut: range | None, gated: bool) -> None:
+    weight, rng = resting(kind, 40, 1024, cut), torch.Generator().manual_seed(len(kind))
+    plain = weight.dequantised(torch.empty(0))
+    # The interpreter cuts bits of bfloat16 off where a device rounds.
+    ways = (torch.bfloat16, 2**-7, BlocksTuning(16, 1)), (torch.float16, 2**-11, BlocksTuning(32, 2))
+    for dtype, rounding, tuning in ways:
+        x = torch.randn(3, plain.shape[1], generator=rng).to(dtype)
+        bias = torch.randn(40, generator=rng).to(dtype)
+        assert suits(x, weight)
+        want = x.float() @ plain.T + bias.float()
+        want = silu_mul(want) if gated else want
+        got = few_rows(x, weight, bias, gated=gated, tuning=tuning).float()
+        allowed = 6 * rounding * want.abs().max() if gated else rounding * (want.abs() + 1e-2)
+        assert ((got - want).abs() <= allowed).all()
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    """However many there are, and if the last program is not full."""
+    weight, x = resting("Q4_K", 40, 512), torch.randn(20, 512).bfloat16()
+    whole = few_rows(x, weight, tuning=BlocksTuning(32, 2))
+    for some in (slice(0, 1), slice(3, 12), slice(4, 20)):
+        assert torch.equal(few_rows(x[some], weight, tuning=BlocksTuning(32, 2)), whole[some])
+
+
+def test_what_suits() -> None:
+    weight = resting("Q6_K", 16, 256)
+    assert suits(torch.zeros(64, 256).half(), weight)
+    assert not suits(torch.zeros(65, 256).half(), weight)
+    assert not suits(torch.zeros(1, 256), weight)
 
 
 def test_every_type_is_read() -> None:

@@ -1,0 +1,218 @@
+"""Take the blocks of GGUF apart as they rest: operands of products of words of codes, and scales of heads.
+
+Operands are made by PTX where kernels are compiled, and by plain arithmetic otherwise. Where the bits of a
+code and of its scale lie is said in penstock.arch.formats.gguf_blocks.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.arch.formats.gguf import BLOCK_TYPES
+from penstock.arch.formats.gguf_blocks import LEVELS, RESTING
+
+Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = (tl.constexpr(kind) for kind in range(10))
+_BYTE = tl.constexpr("prmt.b32 $0, $1, 0x4b000000, 0x765")
+MIDDLES = {"Q5_0": 16, "Q3_K": 4, "Q6_K": 32}
+"""What is taken away from codes of types without minima, but for those of `LEVELS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKind:
+    """A BlockKind is what kernels have to know of a type of blocks.
+
+    type: its number in `BLOCK_TYPES`.
+    unit, words, bits, high, group: as in `Resting`.
+    head: words of the heads of a unit.
+    leasts: whether groups have minima.
+    middle: what is taken away from codes.
+    levels: whether codes are those of `LEVELS`.
+    """
+
+    type: int
+    unit: int
+    words: int
+    bits: int
+    high: int
+    group: int
+    head: int
+    leasts: bool
+    middle: int
+    levels: bool
+
+
+@lru_cache(maxsize=16)
+def kind_of(name: str) -> BlockKind:
+    """Return what kernels have to know of a type, by its name."""
+    rest, levels = RESTING[name], name.startswith("IQ4")
+    head = rest.unit // rest.values * rest.head // 4
+    leasts = not levels and name not in MIDDLES
+    return BlockKind(
+        BLOCK_TYPES[name], rest.unit, rest.words, rest.bits, rest.high, rest.group, head, leasts,
+        MIDDLES.get(name, 0), levels,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def take_apart(kind: BlockKind, dtype: torch.dtype) -> tuple[str, str]:
+    """Return PTX that makes operands in bfloat16 or float16 of two words of codes, and its registers: a pair
+    in each.
+
+    Registers: the operands; the two words; the high bits of each, if there are any. A code of n bits becomes
+    the highest bits of the mantissa of 2 ** n, so an operand is the code plus 2 ** n where groups have
+    minima. Elsewhere it is the number itself, before its scale: the sum of that and a constant.
+    """
+    half = dtype == torch.float16
+    count, width = 32 // kind.bits, kind.bits + kind.high
+    mantissa, one = (10, 15 << 10) if half else (7, 127 << 7)
+    lines = ["{", ".reg .b32 a, b, c, d, e, f, one, minus;"]
+    first, second = f"${count}", f"${count + 1}"
+    if kind.levels:
+        lines += _levels(first, second, dtype)
+    else:
+        low = mantissa - width
+        base = one + (width << mantissa)
+        lines += [f"prmt.b32 a, {first}, {second}, 0x5410;", f"prmt.b32 b, {first}, {second}, 0x7632;"]
+        if kind.high:
+            lines += [f"prmt.b32 e, ${count + 2}, ${count + 3}, 0x5410;"]
+        if not kind.leasts:
+            minus = torch.tensor(-float((1 << width) + kind.middle), dtype=dtype).view(torch.int16).item()
+            lines += [f"mov.b32 one, {_twice(one)};", f"mov.b32 minus, {_twice(int(minus))};"]
+        for place in range(count):
+            into = f"${place}" if kind.leasts else "c"
+            word, at = "ab"[place * 2 // count], place % (count // 2) * kind.bits
+            lines += [*_shifted("c", word, at - low), _or(into, "c", kind.bits, low, _twice(base))]
+            if kind.high:
+                lines += _shifted("f", "e", place * kind.high - low - kind.bits)
+                lines += [_or(into, "f", kind.high, low + kind.bits, into)]
+            if not kind.leasts:
+                lines += [f"fma.rn.{'f16x2' if half else 'bf16x2'} ${place}, c, one, minus;"]
+    registers = ["=r"] * count + ["r"] * (4 if kind.high else 2)
+    return "\n".join([*lines, "}"]), ",".join(registers)
+
+
+def _twice(bits: int) -> str:
+    """Return a register that holds 16 bits twice."""
+    return f"0x{(bits & 0xFFFF) * 0x10001:08x}"
+
+
+def _shifted(into: str, word: str, right: int) -> list[str]:
+    return [f"shr.b32 {into}, {word}, {right};" if right > 0 else f"shl.b32 {into}, {word}, {-right};"]
+
+
+def _or(into: str, word: str, bits: int, at: int, rest: str) -> str:
+    """Return `into = word & mask | rest`."""
+    return f"lop3.b32 {into}, {word}, {_twice(((1 << bits) - 1) << at)}, {rest}, 0xea;"
+
+
+def _levels(first: str, second: str, dtype: torch.dtype) -> list[str]:
+    """Return PTX that looks codes up: low and high bytes of four numbers at a time."""
+    table = torch.tensor(LEVELS, dtype=torch.float32).to(dtype).view(torch.uint8).view(16, 2)
+    words = table.t().contiguous().view(torch.int32).tolist()
+    names = [f"{half}{at}" for half in "lh" for at in range(4)]
+    lines = [".reg .b32 " + ", ".join(names) + ", p, q, s, u, v, w, x, y;"]
+    lines += [
+        f"mov.b32 {name}, 0x{word & 0xFFFFFFFF:08x};"
+        for name, word in zip(names, (*words[0], *words[1]), strict=True)
+    ]
+    for half in range(2):
+        for number, word in enumerate((first, second)):
+            # The lowest three bits choose a byte of eight, the fourth which eight.
+            lines += [f"and.b32 s, {word}, 0x77777777;", f"shr.b32 p, {word}, 1;"]
+            lines += ["lop3.b32 p, p, 0x44444444, 0x32103210, 0xea;"]
+            lines += ["shr.b32 s, s, 16;", "shr.b32 p, p, 16;"] if half else []
+            for made, of in (("u", "l"), ("v", "h")):
+                lines += [f"prmt.b32 x, {of}0, {of}1, s;", f"prmt.b32 y, {of}2, {of}3, s;"]
+                lines += [f"prmt.b32 {made}, x, y, p;"]
+            lines += [f"prmt.b32 {'ac'[number]}, u, v, 0x5140;", f"prmt.b32 {'bd'[number]}, u, v, 0x7362;"]
+        for place, pair in enumerate(("a, c", "b, d")):
+            at = 4 * half + 2 * place
+            lines += [f"prmt.b32 ${at}, {pair}, 0x5410;", f"prmt.b32 ${at + 1}, {pair}, 0x7632;"]
+    return lines
+
+
+@triton.jit
+def level(code):  # type: ignore[no-untyped-def]
+    """Return the number of a code of IQ4_NL: `LEVELS` plus 127 are the bytes of four words."""
+    low = tl.where(code < 4, 1043076864, 1969839182)
+    high = tl.where(code < 12, -1516729216, -254229324)
+    word = tl.where(code < 8, low, high)
+    return (((word >> (8 * (code & 3))) & 255) - 127).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def decoded(words, high, place: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the codes at a place of words, int32, by plain arithmetic."""
+    code = (words >> (place * BITS)) & ((1 << BITS) - 1)
+    if HIGH:
+        code |= ((high >> (place * HIGH)) & ((1 << HIGH) - 1)) << BITS
+    return code
+
+
+@triton.jit
+def _half(word, high: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the float16 number in the low or the high half of words, in float32."""
+    bits = ((word >> 16) if high else word) & 0xFFFF
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _times(word, at: tl.constexpr, less: tl.constexpr, factor, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a byte of words, less a constant, times a float16 number in float32, rounded once.
+
+    Compiled, the byte becomes the mantissa of 2 ** 23, since devices convert integers slowly.
+    """
+    if WIDEN:
+        made = (((word >> (8 * at)) & 255).to(tl.float32) - less) * factor
+    else:
+        if at == 0:
+            bits = tl.inline_asm_elementwise(_BYTE + "0;", "=r,r", [word], tl.int32, True, 1)
+        elif at == 1:
+            bits = tl.inline_asm_elementwise(_BYTE + "1;", "=r,r", [word], tl.int32, True, 1)
+        elif at == 2:
+            bits = tl.inline_asm_elementwise(_BYTE + "2;", "=r,r", [word], tl.int32, True, 1)
+        else:
+            bits = tl.inline_asm_elementwise(_BYTE + "3;", "=r,r", [word], tl.int32, True, 1)
+        wide = bits.to(tl.float32, bitcast=True)
+        if less:  # noqa: SIM108 - Triton compiles both ends of an expression.
+            made = (wide - (8388608.0 + less)) * factor
+        else:
+            made = tl.fma(wide, factor, factor * -8388608.0)
+    return made
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scale_of(h0, h1, h2, h3, h4, g: tl.constexpr, TYPE: tl.constexpr, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the scale and the minimum of group `g` of a unit in float32, of the words of its heads. Of types
+    without minima the second is of no meaning."""
+    least = h0
+    word = h0 if g // 4 % 4 == 0 else h1 if g // 4 % 4 == 1 else h2 if g // 4 % 4 == 2 else h3
+    if TYPE == Q4_1 or TYPE == Q5_1:  # noqa: SIM109 - Triton knows no `in`.
+        word = h0 if g == 0 else h1 if g == 1 else h2 if g == 2 else h3
+        scale, least = _half(word, False), -_half(word, True)
+    elif TYPE == Q5_0 or TYPE == IQ4_NL:  # noqa: SIM109
+        scale = _half(h0 if g < 2 else h1, g % 2 == 1)
+    elif TYPE == Q2_K:
+        scale = _times(word & 0x0F0F0F0F, g % 4, 0, _half(h4, False), WIDEN)
+        least = _times((word >> 4) & 0x0F0F0F0F, g % 4, 0, _half(h4, True), WIDEN)
+    elif TYPE == Q3_K:
+        low = ((h0 if g // 4 % 2 == 0 else h1) >> (g // 8 * 4)) & 0x0F0F0F0F
+        high = (h2 >> (g // 4 * 2)) & 0x03030303
+        scale = _times(low | (high << 4), g % 4, 32, _half(h3, False), WIDEN)
+    elif TYPE == Q6_K:
+        scale = _times(word ^ -2139062144, g % 4, 128, _half(h4, False), WIDEN)
+    elif TYPE == IQ4_XS:
+        bits = ((h1 >> (4 * g)) & 15) | (((h0 >> (16 + 2 * g)) & 3) << 4)
+        scale = _times(bits, 0, 32, _half(h0, False), WIDEN)
+    else:
+        if g < 4:
+            scales, leasts = h1 & 0x3F3F3F3F, h2 & 0x3F3F3F3F
+        else:
+            scales = (h3 & 0x0F0F0F0F) | ((h1 >> 2) & 0x30303030)
+            leasts = ((h3 >> 4) & 0x0F0F0F0F) | ((h2 >> 2) & 0x30303030)
+        scale = _times(scales, g % 4, 0, _half(h0, False), WIDEN)
+        least = _times(leasts, g % 4, 0, _half(h0, True), WIDEN)
+    return scale, least
