@@ -15,7 +15,7 @@ from penstock.arch.formats.gguf import BLOCK_TYPES
 from penstock.arch.formats.gguf_blocks import LEVELS, RESTING
 
 Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = (tl.constexpr(kind) for kind in range(10))
-_BYTE = tl.constexpr("prmt.b32 $0, $1, 0x4b000000, 0x765")
+_BYTE = tl.constexpr("prmt.b32 $0, $1, 0x47000000, 0x76")
 MIDDLES = {"Q5_0": 16, "Q3_K": 4, "Q6_K": 32}
 """What is taken away from codes of types without minima, but for those of `LEVELS`."""
 
@@ -57,41 +57,29 @@ def kind_of(name: str) -> BlockKind:
 
 
 @lru_cache(maxsize=64)
-def take_apart(kind: BlockKind, dtype: torch.dtype) -> tuple[str, str]:
+def take_apart(kind: BlockKind, dtype: torch.dtype) -> tuple[tuple[str, ...], str]:
     """Return PTX that makes operands in bfloat16 or float16 of two words of codes, and its registers: a pair
-    in each.
+    in each. There is one piece for each place, or for each four of codes of `LEVELS`.
 
     Registers: the operands; the two words; the high bits of each, if there are any. A code of n bits becomes
-    the highest bits of the mantissa of 2 ** n, so an operand is the code plus 2 ** n where groups have
-    minima. Elsewhere it is the number itself, before its scale: the sum of that and a constant.
+    the highest bits of the mantissa of 2 ** n, so an operand is the code plus 2 ** n. Of codes of `LEVELS` it
+    is the level.
     """
-    half = dtype == torch.float16
-    count, width = 32 // kind.bits, kind.bits + kind.high
-    mantissa, one = (10, 15 << 10) if half else (7, 127 << 7)
-    lines = ["{", ".reg .b32 a, b, c, d, e, f, one, minus;"]
-    first, second = f"${count}", f"${count + 1}"
     if kind.levels:
-        lines += _levels(first, second, dtype)
-    else:
-        low = mantissa - width
-        base = one + (width << mantissa)
-        lines += [f"prmt.b32 a, {first}, {second}, 0x5410;", f"prmt.b32 b, {first}, {second}, 0x7632;"]
+        return (_levels(0, dtype), _levels(1, dtype)), ",".join(["=r"] * 4 + ["r"] * 2)
+    count, width = 32 // kind.bits, kind.bits + kind.high
+    mantissa, one = (10, 15 << 10) if dtype == torch.float16 else (7, 127 << 7)
+    low, base = mantissa - width, _twice(one + (width << mantissa))
+    pieces = []
+    for place in range(count):
+        half, at = ("0x5410", "0x7632")[place * 2 // count], place % (count // 2) * kind.bits
+        lines = ["{", ".reg .b32 c, d;", f"prmt.b32 c, $1, $2, {half};", _shifted(at - low)]
+        lines += [_or("d" if kind.high else "$0", kind.bits, low, base)]
         if kind.high:
-            lines += [f"prmt.b32 e, ${count + 2}, ${count + 3}, 0x5410;"]
-        if not kind.leasts:
-            minus = torch.tensor(-float((1 << width) + kind.middle), dtype=dtype).view(torch.int16).item()
-            lines += [f"mov.b32 one, {_twice(one)};", f"mov.b32 minus, {_twice(int(minus))};"]
-        for place in range(count):
-            into = f"${place}" if kind.leasts else "c"
-            word, at = "ab"[place * 2 // count], place % (count // 2) * kind.bits
-            lines += [*_shifted("c", word, at - low), _or(into, "c", kind.bits, low, _twice(base))]
-            if kind.high:
-                lines += _shifted("f", "e", place * kind.high - low - kind.bits)
-                lines += [_or(into, "f", kind.high, low + kind.bits, into)]
-            if not kind.leasts:
-                lines += [f"fma.rn.{'f16x2' if half else 'bf16x2'} ${place}, c, one, minus;"]
-    registers = ["=r"] * count + ["r"] * (4 if kind.high else 2)
-    return "\n".join([*lines, "}"]), ",".join(registers)
+            lines += ["prmt.b32 c, $3, $4, 0x5410;", _shifted(place * kind.high - low - kind.bits)]
+            lines += [_or("$0", kind.high, low + kind.bits, "d")]
+        pieces.append("\n".join([*lines, "}"]))
+    return tuple(pieces), ",".join(["=r"] + ["r"] * (4 if kind.high else 2))
 
 
 def _twice(bits: int) -> str:
@@ -99,39 +87,33 @@ def _twice(bits: int) -> str:
     return f"0x{(bits & 0xFFFF) * 0x10001:08x}"
 
 
-def _shifted(into: str, word: str, right: int) -> list[str]:
-    return [f"shr.b32 {into}, {word}, {right};" if right > 0 else f"shl.b32 {into}, {word}, {-right};"]
+def _shifted(right: int) -> str:
+    return f"shr.b32 c, c, {right};" if right > 0 else f"shl.b32 c, c, {-right};"
 
 
-def _or(into: str, word: str, bits: int, at: int, rest: str) -> str:
-    """Return `into = word & mask | rest`."""
-    return f"lop3.b32 {into}, {word}, {_twice(((1 << bits) - 1) << at)}, {rest}, 0xea;"
+def _or(into: str, bits: int, at: int, rest: str) -> str:
+    """Return `into = c & mask | rest`."""
+    return f"lop3.b32 {into}, c, {_twice(((1 << bits) - 1) << at)}, {rest}, 0xea;"
 
 
-def _levels(first: str, second: str, dtype: torch.dtype) -> list[str]:
-    """Return PTX that looks codes up: low and high bytes of four numbers at a time."""
-    table = torch.tensor(LEVELS, dtype=torch.float32).to(dtype).view(torch.uint8).view(16, 2)
-    words = table.t().contiguous().view(torch.int32).tolist()
-    names = [f"{half}{at}" for half in "lh" for at in range(4)]
-    lines = [".reg .b32 " + ", ".join(names) + ", p, q, s, u, v, w, x, y;"]
-    lines += [
-        f"mov.b32 {name}, 0x{word & 0xFFFFFFFF:08x};"
-        for name, word in zip(names, (*words[0], *words[1]), strict=True)
-    ]
-    for half in range(2):
-        for number, word in enumerate((first, second)):
-            # The lowest three bits choose a byte of eight, the fourth which eight.
-            lines += [f"and.b32 s, {word}, 0x77777777;", f"shr.b32 p, {word}, 1;"]
-            lines += ["lop3.b32 p, p, 0x44444444, 0x32103210, 0xea;"]
-            lines += ["shr.b32 s, s, 16;", "shr.b32 p, p, 16;"] if half else []
-            for made, of in (("u", "l"), ("v", "h")):
-                lines += [f"prmt.b32 x, {of}0, {of}1, s;", f"prmt.b32 y, {of}2, {of}3, s;"]
-                lines += [f"prmt.b32 {made}, x, y, p;"]
-            lines += [f"prmt.b32 {'ac'[number]}, u, v, 0x5140;", f"prmt.b32 {'bd'[number]}, u, v, 0x7362;"]
-        for place, pair in enumerate(("a, c", "b, d")):
-            at = 4 * half + 2 * place
-            lines += [f"prmt.b32 ${at}, {pair}, 0x5410;", f"prmt.b32 ${at + 1}, {pair}, 0x7632;"]
-    return lines
+def _levels(half: int, dtype: torch.dtype) -> str:
+    """Return PTX that looks up four codes of each of two words: the low and the high bytes of four at once."""
+    bytes_of = torch.tensor(LEVELS, dtype=torch.float32).to(dtype).view(torch.uint8).view(16, 2).t()
+    tables = bytes_of.contiguous().view(torch.int32).tolist()
+    low, high = ([f"0x{word & 0xFFFFFFFF:08x}" for word in table] for table in tables)
+    lines = ["{", ".reg .b32 a, b, c, d, p, s, u, v, x, y;"]
+    for word, made in (("$4", "ab"), ("$5", "cd")):
+        # The lowest three bits choose a byte of eight, the fourth which eight.
+        lines += [f"and.b32 s, {word}, 0x77777777;", f"shr.b32 p, {word}, 1;"]
+        lines += ["lop3.b32 p, p, 0x44444444, 0x32103210, 0xea;"]
+        lines += ["shr.b32 s, s, 16;", "shr.b32 p, p, 16;"] if half else []
+        for into, of in (("u", low), ("v", high)):
+            lines += [f"mov.b32 {name}, {word};" for name, word in zip(("x", "y"), of[:2], strict=True)]
+            lines += ["prmt.b32 x, x, y, s;", f"mov.b32 y, {of[2]};", f"mov.b32 {into}, {of[3]};"]
+            lines += [f"prmt.b32 y, y, {into}, s;", f"prmt.b32 {into}, x, y, p;"]
+        lines += [f"prmt.b32 {made[0]}, u, v, 0x5140;", f"prmt.b32 {made[1]}, u, v, 0x7362;"]
+    lines += ["prmt.b32 $0, a, c, 0x5410;", "prmt.b32 $1, a, c, 0x7632;"]
+    return "\n".join([*lines, "prmt.b32 $2, b, d, 0x5410;", "prmt.b32 $3, b, d, 0x7632;", "}"])
 
 
 @triton.jit
@@ -163,24 +145,22 @@ def _half(word, high: tl.constexpr):  # type: ignore[no-untyped-def]
 def _times(word, at: tl.constexpr, less: tl.constexpr, factor, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return a byte of words, less a constant, times a float16 number in float32, rounded once.
 
-    Compiled, the byte becomes the mantissa of 2 ** 23, since devices convert integers slowly.
+    Compiled, the byte becomes bits of the mantissa of 2 ** 15, since devices convert integers slowly. So both
+    products of the sum that is rounded are exact.
     """
     if WIDEN:
         made = (((word >> (8 * at)) & 255).to(tl.float32) - less) * factor
     else:
         if at == 0:
-            bits = tl.inline_asm_elementwise(_BYTE + "0;", "=r,r", [word], tl.int32, True, 1)
+            bits = tl.inline_asm_elementwise(_BYTE + "05;", "=r,r", [word], tl.int32, True, 1)
         elif at == 1:
-            bits = tl.inline_asm_elementwise(_BYTE + "1;", "=r,r", [word], tl.int32, True, 1)
+            bits = tl.inline_asm_elementwise(_BYTE + "15;", "=r,r", [word], tl.int32, True, 1)
         elif at == 2:
-            bits = tl.inline_asm_elementwise(_BYTE + "2;", "=r,r", [word], tl.int32, True, 1)
+            bits = tl.inline_asm_elementwise(_BYTE + "25;", "=r,r", [word], tl.int32, True, 1)
         else:
-            bits = tl.inline_asm_elementwise(_BYTE + "3;", "=r,r", [word], tl.int32, True, 1)
+            bits = tl.inline_asm_elementwise(_BYTE + "35;", "=r,r", [word], tl.int32, True, 1)
         wide = bits.to(tl.float32, bitcast=True)
-        if less:  # noqa: SIM108 - Triton compiles both ends of an expression.
-            made = (wide - (8388608.0 + less)) * factor
-        else:
-            made = tl.fma(wide, factor, factor * -8388608.0)
+        made = tl.fma(wide, factor, factor * (-32768.0 - less))
     return made
 
 

@@ -2,8 +2,10 @@
 
 A program has COLS rows of the matrix and takes a unit of columns at a time. Words of codes come in the layout
 of a product's left operand, and PTX makes an operand of each place of the words: columns that share a scale,
-or half of them. Operands are whole numbers and so exact. The sums of a group are multiplied by its scale in
-float32; a minimum is multiplied by the sum of the activations, which is a product with ones.
+or half of them. Operands are whole numbers and so exact: codes plus a power of two. What they are too large
+by is a product of a constant with the activations, which all rows of the matrix share. The sums of a group
+are multiplied by its scale in float32. Where groups have minima, the sum of the activations is multiplied by what
+is to be taken away in all.
 
 Programs have one or two warps: more would take the products of four warps, and wait after each.
 
@@ -43,26 +45,25 @@ def _activations(x_at, column, inner, EVEN: tl.constexpr, WIDEN: tl.constexpr): 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _operands(  # type: ignore[no-untyped-def]
+def _operands(
     words,
     above,
-    KIND: tl.constexpr,
-    HIGH: tl.constexpr,
-    PLACES: tl.constexpr,
+    HALF: tl.constexpr,
     PTX: tl.constexpr,
     REGISTERS: tl.constexpr,
-):
-    """Return an operand for each place of words, `[COLS, WORDS]`."""
+    HIGH: tl.constexpr,
+    LEVELS: tl.constexpr,
+):  # type: ignore[no-untyped-def]
+    """Return operands `[COLS, WORDS]` of words: of the next place, or of four places."""
     given = [words, above] if HIGH else [words]
-    if tl.bfloat16 == KIND:
-        if PLACES == 8:
-            made = tl.inline_asm_elementwise(PTX, REGISTERS, given, (tl.bfloat16,) * 8, True, 2)
-        else:
-            made = tl.inline_asm_elementwise(PTX, REGISTERS, given, (tl.bfloat16,) * 16, True, 2)
-    elif PLACES == 8:
-        made = tl.inline_asm_elementwise(PTX, REGISTERS, given, (tl.float16,) * 8, True, 2)
+    if LEVELS and HALF:
+        made = tl.inline_asm_elementwise(PTX, REGISTERS, given, (tl.float16,) * 4, True, 2)
+    elif LEVELS:
+        made = tl.inline_asm_elementwise(PTX, REGISTERS, given, (tl.bfloat16,) * 4, True, 2)
     else:
-        made = tl.inline_asm_elementwise(PTX, REGISTERS, given, (tl.float16,) * 16, True, 2)
+        made = (
+            tl.inline_asm_elementwise(PTX, REGISTERS, given, tl.float16 if HALF else tl.bfloat16, True, 2),
+        )
     return made
 
 
@@ -117,8 +118,9 @@ def _few_rows(  # type: ignore[no-untyped-def]
     HIGHS: tl.constexpr = (
         4 // (PLACES * HIGH // 8) if HIGH else 4
     )  # of what high bits of a word are, in 4 bytes
-    ABOVE: tl.constexpr = 1 << (BITS + HIGH) if LEASTS else 0  # by which operands are too large
-    KIND: tl.constexpr = x.dtype.element_ty
+    HALF: tl.constexpr = x.dtype.element_ty == tl.float16
+    CHUNK: tl.constexpr = 4 if LEVELS else 1  # places that are taken apart at once
+    ABOVE: tl.constexpr = 0 if LEVELS else 1 << (BITS + HIGH)  # is added to codes in operands
     WIDE: tl.constexpr = COLS // 2 if GATED else COLS
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     each = tl.cdiv(units, splits)
@@ -137,7 +139,8 @@ def _few_rows(  # type: ignore[no-untyped-def]
     if not EVEN:
         x_at -= skip
     acc = tl.zeros([COLS, ROWS], tl.float32)
-    ones = tl.full([COLS, WORDS], 1.0, tl.float32 if WIDEN else KIND)
+    KIND: tl.constexpr = tl.float32 if WIDEN else x.dtype.element_ty
+    ones, less = tl.full([COLS, WORDS], 1.0, KIND), tl.full([COLS, WORDS], -1.0 * (ABOVE + MIDDLE), KIND)
     if EARLY:
         gdc_wait()
     for u in tl.range(begin, end, num_stages=STAGES):
@@ -152,21 +155,23 @@ def _few_rows(  # type: ignore[no-untyped-def]
             above = words
             if HIGH:
                 above = tl.load(high_at + u * (UNIT // RUN * WORDS) + run * WORDS).to(tl.int32)
-            if WIDEN:  # The interpreter knows no PTX, and multiplies float32 alone.
-                operands = (words,)
-            else:
-                operands = _operands(words, above, x.dtype.element_ty, HIGH, PLACES, PTX, REGISTERS)
             for g in tl.static_range(PLACES // EACH):
                 part = tl.zeros([COLS, ROWS], tl.float32)
                 total = tl.zeros([COLS, ROWS], tl.float32)
                 for at in tl.static_range(g * EACH, g * EACH + EACH):
                     column = u * UNIT + run * RUN + at * WORDS
                     some = _activations(x_at + column, column + word - skip, inner, EVEN, WIDEN)
-                    if WIDEN:
+                    if WIDEN:  # The interpreter knows no PTX, and multiplies float32 alone.
                         code = decoded(words, above, at, BITS, HIGH)
-                        operand = level(code) if LEVELS else code.to(tl.float32) + (ABOVE - MIDDLE)
+                        operand = level(code) if LEVELS else code.to(tl.float32) + ABOVE
                     else:
-                        operand = operands[at]
+                        if at % CHUNK == 0:
+                            operands = _operands(
+                                words, above, HALF, PTX[at // CHUNK], REGISTERS, HIGH, LEVELS
+                            )
+                        operand = operands[at % CHUNK]
+                    if not LEVELS and not LEASTS:
+                        part = tl.dot(less, some, part, input_precision="ieee")
                     part = tl.dot(operand, some, part, input_precision="ieee")
                     if LEASTS:
                         total = tl.dot(ones, some, total, input_precision="ieee")
@@ -208,13 +213,14 @@ class BlocksTuning:
     """BlocksTuning says how a product is cut.
 
     cols: rows of the matrix a program has. splits: programs that share a sum. stages: units under way.
-    warps: of a program.
+    warps: of a program. registers: most of a thread; None leaves that to the compiler.
     """
 
     cols: int
     splits: int
     stages: int = 3
     warps: int = 1
+    registers: int | None = None
 
 
 def few_rows(
@@ -286,6 +292,7 @@ def few_rows(
         PTX=ptx,
         REGISTERS=registers,
         num_warps=tuning.warps,
+        maxnreg=tuning.registers,
         **pdl_launch_options(early),
     )
     return y
