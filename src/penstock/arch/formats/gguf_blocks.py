@@ -160,8 +160,9 @@ class Resting:
 
     A run of codes is `words` words of 32 bits, little end first. The bits of word i from bit `j * bits` on
     are the lowest ones of the code of column `j * words + i` of the run. So place j of all words is a group
-    of columns that share a scale, or half of one. Where codes have `high` bits more, those of word i are a
-    number of `32 / bits * high` bits, in the same order.
+    of columns that share a scale, or half of one. Where codes have `high` bits more, these are in numbers of
+    16 bits in the same order: number i has those of as many columns `j * words + i` as it has room for, of
+    one run or of two.
 
     unit: columns of whole runs and whole blocks.
     words: of a run.
@@ -191,11 +192,16 @@ class Resting:
         """Return the codes of a word."""
         return 32 // self.bits
 
+    @property
+    def paired(self) -> bool:
+        """Tell whether numbers of high bits have those of two runs. These are units."""
+        return self.high * self.places == 8
+
     def parts(self, units: int) -> tuple[int, int, int]:
         """Return the bytes of the codes, of the high bits and of the heads of so many units."""
         return (
             units * self.unit * self.bits // 8,
-            units * self.unit * self.high // 8,
+            -(-units * self.unit * self.high // (16 * self.words)) * 2 * self.words,
             units * self.unit // self.values * self.head,
         )
 
@@ -209,46 +215,44 @@ class Resting:
         rows, count, size = blocks.shape
         whole = blocks.new_zeros(rows, self.row_bytes(units))
         single, heads = (take(blocks.reshape(-1, size)) for take in (self.codes, self.heads))
-        codes = blocks.new_zeros(rows, units * self.unit)
-        codes[:, : count * self.values] = single.reshape(rows, -1)
-        runs = codes.view(rows, -1, self.places, self.words)
         end, high_end, _ = accumulate(self.parts(units))
-        whole[:, :end] = _joined(runs & ((1 << self.bits) - 1), self.bits)
+        whole[:, :end] = self._joined(single.reshape(rows, -1) & ((1 << self.bits) - 1), end, self.bits)
         if self.high:
-            whole[:, end:high_end] = _joined(runs >> self.bits, self.high)
+            whole[:, end:high_end] = self._joined(
+                single.reshape(rows, -1) >> self.bits, high_end - end, self.high, 2
+            )
         whole[:, high_end : high_end + count * self.head] = heads.reshape(rows, -1)
         return whole
 
     def take(self, whole: "Tensor", units: int) -> "Tensor":
         """Return the numbers of rows as they rest, float32 `[rows, units * unit]`."""
         end, high_end, heads_end = accumulate(self.parts(units))
-        codes = _apart(whole[:, :end], self.bits, self.words)
+        codes = self._apart(whole[:, :end], self.bits)
         if self.high:
-            codes |= _apart(whole[:, end:high_end], self.high, self.words, 32 // self.bits) << self.bits
+            high = self._apart(whole[:, end:high_end], self.high, 2)
+            codes |= high[:, : codes.shape[1]] << self.bits
         heads = whole[:, high_end:heads_end].reshape(-1, self.head)
         return self.numbers(codes.reshape(-1, self.values), heads).view(len(whole), -1)
 
+    def _joined(self, fields: "Tensor", end: int, bits: int, size: int = 4) -> "Tensor":
+        """Return numbers of `bits` bits, uint8 `[rows, columns]`, as numbers of `size` bytes, uint8
+        `[rows, end]`, filled up with zeros."""
+        rows, count = fields.shape
+        whole = fields.new_zeros(rows, end * 8 // bits)
+        whole[:, :count] = fields
+        apart = whole.view(rows, -1, size, 8 // bits, self.words)
+        made = apart[:, :, :, 0].clone()
+        for place in range(1, 8 // bits):
+            made |= apart[:, :, :, place] << place * bits
+        return made.transpose(2, 3).reshape(rows, end)
 
-def _joined(fields: "Tensor", bits: int) -> "Tensor":
-    """Return numbers of `bits` bits, uint8 `[rows, runs, places, words]`, as bytes of words."""
-    rows, runs, _, words = fields.shape
-    apart = fields.view(rows, runs, -1, 8 // bits, words)
-    made = apart[:, :, :, 0].clone()
-    for place in range(1, 8 // bits):
-        made |= apart[:, :, :, place] << place * bits
-    return made.transpose(2, 3).reshape(rows, -1)
-
-
-def _apart(joined: "Tensor", bits: int, words: int, places: int = 0) -> "Tensor":
-    """Return numbers of `bits` bits one a byte, uint8 `[rows, columns]`, of what `_joined` returns.
-
-    places: of a word, if they are fewer than fill 32 bits.
-    """
-    runs = joined.reshape(len(joined), -1, words, (places or 32 // bits) * bits // 8).transpose(2, 3)
-    made = runs.unsqueeze(3).expand(-1, -1, -1, 8 // bits, -1).clone()
-    for place in range(8 // bits):
-        made[:, :, :, place] >>= place * bits
-    return (made & ((1 << bits) - 1)).flatten(1)
+    def _apart(self, joined: "Tensor", bits: int, size: int = 4) -> "Tensor":
+        """Return numbers of `bits` bits one a byte, uint8 `[rows, columns]`, of what `_joined` returns."""
+        runs = joined.reshape(len(joined), -1, self.words, size).transpose(2, 3)
+        made = runs.unsqueeze(3).expand(-1, -1, -1, 8 // bits, -1).clone()
+        for place in range(8 // bits):
+            made[:, :, :, place] >>= place * bits
+        return (made & ((1 << bits) - 1)).flatten(1)
 
 
 def _behind(blocks: "Tensor", *parts: slice, empty: int = 0) -> "Tensor":

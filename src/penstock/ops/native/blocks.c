@@ -16,7 +16,8 @@ enum block { Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS };
 struct blocks {
     const uint8_t *blocks;              /* [height, row_bytes] */
     int64_t height, inner, row_bytes, high_at, heads_at; /* where high bits and heads begin in a row */
-    int32_t type, unit, skip, code_bytes, high_bytes, head_bytes; /* skip: columns of a row that are not the matrix's */
+    int32_t type, unit, skip, code_bytes, head_bytes; /* skip: columns of a row that are not the matrix's */
+    int32_t high_bytes, paired;         /* high bits of as many units */
 };
 
 INLINE float half_at(const uint8_t *at) { return of_half((uint16_t)(at[0] | at[1] << 8)); }
@@ -33,30 +34,20 @@ struct scales {
     float scale[16], least[16];
 };
 
-/* High bits of sixteen words, which have `size` bytes each. */
-INLINE words16 high_bits(const uint8_t *at, int size)
-{
-    if (size == 1) {
-        bytes16 some;
-        memcpy(&some, at, sizeof some);
-        return __builtin_convertvector(some, words16);
-    }
-    halves16 some;
-    memcpy(&some, at, sizeof some);
-    return __builtin_convertvector(some, words16);
-}
-
 /* The numbers of a unit: (code - middle) * scale - least. Runs are of `words` words; words have codes of `bits` bits,
-   and `more` bits apart. */
-INLINE void put_codes(const uint8_t *codes, const uint8_t *high, int unit, int words, int bits, int more, int group,
-                      float middle, const struct scales *of, float *to)
+   and `more` bits apart, from bit `first` on of numbers of sixteen. */
+INLINE void put_codes(const uint8_t *codes, const uint8_t *high, int unit, int words, int bits, int more, int first,
+                      int group, float middle, const struct scales *of, float *to)
 {
-    const int places = 32 / bits, size = places * more / 8;
+    const int places = 32 / bits;
     for (int at = 0; at < unit / places; at += 16) {
         words16 low, above = {0};
         memcpy(&low, codes + 4 * at, sizeof low);
-        if (more)
-            above = high_bits(high + size * at, size);
+        if (more) {
+            halves16 some;
+            memcpy(&some, high + 2 * at, sizeof some);
+            above = __builtin_convertvector(some, words16) >> (uint32_t)first;
+        }
         for (int place = 0; place < places; place++) {
             words16 code = low & ((1u << bits) - 1);
             if (more)
@@ -123,8 +114,9 @@ INLINE void six_bits(const uint8_t *head, struct scales *of)
 static void decode_unit(const struct blocks *m, int64_t row, int64_t at, float *to)
 {
     const uint8_t *line = m->blocks + row * m->row_bytes;
-    const uint8_t *codes = line + at * m->code_bytes, *high = line + m->high_at + at * m->high_bytes;
-    const uint8_t *head = line + m->heads_at + at * m->head_bytes;
+    const uint8_t *codes = line + at * m->code_bytes, *head = line + m->heads_at + at * m->head_bytes;
+    const uint8_t *high = line + m->high_at + at / m->paired * m->high_bytes;
+    const int first = (int)(at % m->paired) * 8;
     struct scales of = {{0}, {0}};
     switch (m->type) {
     case Q4_1:
@@ -132,16 +124,16 @@ static void decode_unit(const struct blocks *m, int64_t row, int64_t at, float *
         for (int g = 0; g < 4; g++)
             of.scale[g] = half_at(head + 4 * g), of.least[g] = -half_at(head + 4 * g + 2);
         if (m->type == Q4_1)
-            put_codes(codes, high, 128, 16, 4, 0, 32, 0, &of, to);
+            put_codes(codes, high, 128, 16, 4, 0, 0, 32, 0, &of, to);
         else
-            put_codes(codes, high, 128, 16, 4, 1, 32, 0, &of, to);
+            put_codes(codes, high, 128, 16, 4, 1, first, 32, 0, &of, to);
         break;
     case Q5_0:
     case IQ4_NL:
         for (int g = 0; g < 4; g++)
             of.scale[g] = half_at(head + 2 * g);
         if (m->type == Q5_0)
-            put_codes(codes, high, 128, 16, 4, 1, 32, 16, &of, to);
+            put_codes(codes, high, 128, 16, 4, 1, first, 32, 16, &of, to);
         else
             put_levels(codes, 128, 16, &of, to);
         break;
@@ -150,27 +142,27 @@ static void decode_unit(const struct blocks *m, int64_t row, int64_t at, float *
             of.scale[g] = half_at(head + 16) * (float)(head[g] & 15);
             of.least[g] = half_at(head + 18) * (float)(head[g] >> 4);
         }
-        put_codes(codes, high, 256, 16, 2, 0, 16, 0, &of, to);
+        put_codes(codes, high, 256, 16, 2, 0, 0, 16, 0, &of, to);
         break;
     case Q3_K:
         for (int g = 0; g < 16; g++) {
             int low = head[g % 8] >> (g / 8 * 4) & 15, two = head[8 + g % 4] >> (g / 4 * 2) & 3;
             of.scale[g] = (float)((low | two << 4) - 32) * half_at(head + 12);
         }
-        put_codes(codes, high, 256, 16, 2, 1, 16, 4, &of, to);
+        put_codes(codes, high, 256, 16, 2, 1, 0, 16, 4, &of, to);
         break;
     case Q4_K:
         six_bits(head, &of);
-        put_codes(codes, high, 256, 32, 4, 0, 32, 0, &of, to);
+        put_codes(codes, high, 256, 32, 4, 0, 0, 32, 0, &of, to);
         break;
     case Q5_K:
         six_bits(head, &of);
-        put_codes(codes, high, 256, 32, 4, 1, 32, 0, &of, to);
+        put_codes(codes, high, 256, 32, 4, 1, first, 32, 0, &of, to);
         break;
     case Q6_K:
         for (int g = 0; g < 16; g++)
             of.scale[g] = (float)(int8_t)head[g] * half_at(head + 16);
-        put_codes(codes, high, 256, 16, 4, 2, 16, 32, &of, to);
+        put_codes(codes, high, 256, 16, 4, 2, 0, 16, 32, &of, to);
         break;
     default:
         for (int g = 0; g < 8; g++) {

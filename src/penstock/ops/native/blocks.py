@@ -26,7 +26,7 @@ class _Blocks(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("height", "inner", "row_bytes", "high_at", "heads_at")),
         *(
             (name, ctypes.c_int32)
-            for name in ("type", "unit", "skip", "code_bytes", "high_bytes", "head_bytes")
+            for name in ("type", "unit", "skip", "code_bytes", "head_bytes", "high_bytes", "paired")
         ),
     ]
 
@@ -83,10 +83,12 @@ def _address(weight: Matrix) -> int:
         assert isinstance(format, Blocks)
         assert blocks.is_contiguous()
         (height, inner), (codes, high, heads), units = weight.shape, format.parts, format.units
+        paired = 2 if format.resting.paired else 1
         weight.native = _Blocks(
             blocks=blocks.data_ptr(), height=height, inner=inner, row_bytes=blocks.shape[1], high_at=codes,
             heads_at=codes + high, type=BLOCK_TYPES[format.type], unit=format.resting.unit, skip=format.skip,
-            code_bytes=codes // units, high_bytes=high // units, head_bytes=heads // units,
+            code_bytes=codes // units, head_bytes=heads // units,
+            high_bytes=high // -(-units // paired), paired=paired,
         )  # fmt: skip
     assert isinstance(weight.native, _Blocks)
     return ctypes.addressof(weight.native)

@@ -25,7 +25,7 @@ class BlockKind:
     """A BlockKind is what kernels have to know of a type of blocks.
 
     type: its number in `BLOCK_TYPES`.
-    unit, words, bits, high, group: as in `Resting`.
+    unit, words, bits, high, paired, group: as in `Resting`.
     head: words of the heads of a unit.
     leasts: whether groups have minima.
     middle: what is taken away from codes.
@@ -37,6 +37,7 @@ class BlockKind:
     words: int
     bits: int
     high: int
+    paired: bool
     group: int
     head: int
     leasts: bool
@@ -51,7 +52,7 @@ def kind_of(name: str) -> BlockKind:
     head = rest.unit // rest.values * rest.head // 4
     leasts = not levels and name not in MIDDLES
     return BlockKind(
-        BLOCK_TYPES[name], rest.unit, rest.words, rest.bits, rest.high, rest.group, head, leasts,
+        BLOCK_TYPES[name], rest.unit, rest.words, rest.bits, rest.high, rest.paired, rest.group, head, leasts,
         MIDDLES.get(name, 0), levels,
     )  # fmt: skip
 
@@ -97,7 +98,7 @@ def _or(into: str, bits: int, at: int, rest: str) -> str:
 
 
 def _levels(half: int, dtype: torch.dtype) -> str:
-    """Return PTX that looks up four codes of each of two words: the low and the high bytes of four at once."""
+    """Return PTX that looks up four codes of each of two words, the low and high bytes of four at once."""
     bytes_of = torch.tensor(LEVELS, dtype=torch.float32).to(dtype).view(torch.uint8).view(16, 2).t()
     tables = bytes_of.contiguous().view(torch.int32).tolist()
     low, high = ([f"0x{word & 0xFFFFFFFF:08x}" for word in table] for table in tables)
@@ -134,7 +135,7 @@ def decoded(words, high, place: tl.constexpr, BITS: tl.constexpr, HIGH: tl.const
     return code
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _half(word, high: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the float16 number in the low or the high half of words, in float32."""
     bits = ((word >> 16) if high else word) & 0xFFFF

@@ -4,8 +4,8 @@ A program has COLS rows of the matrix and takes a unit of columns at a time. Wor
 of a product's left operand, and PTX makes an operand of each place of the words: columns that share a scale,
 or half of them. Operands are whole numbers and so exact: codes plus a power of two. What they are too large
 by is a product of a constant with the activations, which all rows of the matrix share. The sums of a group
-are multiplied by its scale in float32. Where groups have minima, the sum of the activations is multiplied by what
-is to be taken away in all.
+are multiplied by its scale in float32. Where groups have minima, the sum of the activations is multiplied by
+all that is to be taken away.
 
 Programs have one or two warps: more would take the products of four warps, and wait after each.
 
@@ -45,7 +45,7 @@ def _activations(x_at, column, inner, EVEN: tl.constexpr, WIDEN: tl.constexpr): 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _operands(
+def _operands(  # type: ignore[no-untyped-def]
     words,
     above,
     HALF: tl.constexpr,
@@ -53,7 +53,7 @@ def _operands(
     REGISTERS: tl.constexpr,
     HIGH: tl.constexpr,
     LEVELS: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """Return operands `[COLS, WORDS]` of words: of the next place, or of four places."""
     given = [words, above] if HIGH else [words]
     if LEVELS and HALF:
@@ -94,6 +94,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
     WORDS: tl.constexpr,
     BITS: tl.constexpr,
     HIGH: tl.constexpr,
+    PAIRED: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD: tl.constexpr,
     LEASTS: tl.constexpr,
@@ -115,9 +116,6 @@ def _few_rows(  # type: ignore[no-untyped-def]
     PLACES: tl.constexpr = 32 // BITS
     RUN: tl.constexpr = WORDS * PLACES
     EACH: tl.constexpr = GROUP // WORDS
-    HIGHS: tl.constexpr = (
-        4 // (PLACES * HIGH // 8) if HIGH else 4
-    )  # of what high bits of a word are, in 4 bytes
     HALF: tl.constexpr = x.dtype.element_ty == tl.float16
     CHUNK: tl.constexpr = 4 if LEVELS else 1  # places that are taken apart at once
     ABOVE: tl.constexpr = 0 if LEVELS else 1 << (BITS + HIGH)  # is added to codes in operands
@@ -133,7 +131,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
     row, word = tl.arange(0, ROWS), tl.arange(0, WORDS)
     line = own.to(tl.int64) * s_w * 4
     words_at = codes + line[:, None] + word[None, :]
-    high_at = high + line[:, None] * HIGHS + word[None, :]
+    high_at = high + line[:, None] * 2 + word[None, :]
     heads_at = heads + line
     x_at = x + tl.minimum(row, rows - 1)[:, None] * s_x + word[None, :]
     if not EVEN:
@@ -153,7 +151,9 @@ def _few_rows(  # type: ignore[no-untyped-def]
         for run in tl.static_range(UNIT // RUN):
             words = tl.load(words_at + u * (UNIT // RUN * WORDS) + run * WORDS)
             above = words
-            if HIGH:
+            if PAIRED:
+                above = tl.load(high_at + u // 2 * WORDS).to(tl.int32) >> (u % 2 * 8)
+            elif HIGH:
                 above = tl.load(high_at + u * (UNIT // RUN * WORDS) + run * WORDS).to(tl.int32)
             for g in tl.static_range(PLACES // EACH):
                 part = tl.zeros([COLS, ROWS], tl.float32)
@@ -278,6 +278,7 @@ def few_rows(
         WORDS=kind.words,
         BITS=kind.bits,
         HIGH=kind.high,
+        PAIRED=kind.paired,
         GROUP=kind.group,
         HEAD=kind.head,
         LEASTS=kind.leasts,

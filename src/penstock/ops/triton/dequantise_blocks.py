@@ -89,6 +89,7 @@ def _dequantise(  # type: ignore[no-untyped-def]
     WORDS: tl.constexpr,
     BITS: tl.constexpr,
     HIGH: tl.constexpr,
+    PAIRED: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD: tl.constexpr,
 ) -> None:
@@ -97,7 +98,6 @@ def _dequantise(  # type: ignore[no-untyped-def]
     s_w: 16 bytes of a row.
     """
     PLACES: tl.constexpr = 32 // BITS
-    HIGHS: tl.constexpr = 16 // (PLACES * HIGH // 8) if HIGH else 16  # of what high bits are, in 16 bytes
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     word = (tl.program_id(1) * EACH + tl.arange(0, EACH))[None, :]
     first = word // WORDS * (WORDS * PLACES) + word % WORDS
@@ -105,7 +105,11 @@ def _dequantise(  # type: ignore[no-untyped-def]
     words = tl.load(codes + row * s_w * 4 + word, mask=mask, other=0)
     above = words
     if HIGH:
-        above = tl.load(high + row * s_w * HIGHS + word, mask=mask, other=0).to(tl.int32)
+        unit = word // WORDS
+        high_at = (unit // 2 * WORDS + word % WORDS) if PAIRED else word
+        above = tl.load(high + row * s_w * 8 + high_at, mask=mask, other=0).to(tl.int32)
+        if PAIRED:
+            above >>= unit % 2 * 8
     for place in tl.static_range(PLACES):
         at = first + place * WORDS
         column = at - skip
@@ -116,15 +120,13 @@ def _dequantise(  # type: ignore[no-untyped-def]
 
 
 def resting_parts(weight: Matrix, rows: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the words of a matrix's codes, int32, its high bits, a uint8 or uint16 for each word, and its
-    heads, int32: each `[rows, ...]`, of one part of memory."""
+    """Return the words of a matrix's codes, int32, its high bits, int16, and its heads, int32: each
+    `[rows, ...]`, and a part of the rows."""
     format, blocks = weight.format, weight.parts["blocks"]
     assert isinstance(format, Blocks)
     end, high, _ = format.parts
-    kind = kind_of(format.type)
     words, heads = blocks[rows].view(torch.int32), blocks[rows, end + high :].view(torch.int32)
-    above = blocks[rows, end:]
-    return words, above.view(torch.int16) if 32 // kind.bits * kind.high == 16 else above, heads
+    return words, blocks[rows, end:].view(torch.int16), heads
 
 
 def dequantise(weight: Matrix, rows: slice, out: Tensor) -> None:
@@ -137,8 +139,8 @@ def dequantise(weight: Matrix, rows: slice, out: Tensor) -> None:
     _dequantise[(triton.cdiv(len(out), 16), triton.cdiv(many, each))](
         codes, high, heads.view(torch.uint8), out, len(out), format.skip, weight.shape[1],
         codes.stride(0) // 4, out.stride(0), ROWS=16, EACH=each, TYPE=kind.type, UNIT=kind.unit,
-        WORDS=kind.words, BITS=kind.bits, HIGH=kind.high, GROUP=kind.group, HEAD=kind.head,
-        enable_fp_fusion=False,
+        WORDS=kind.words, BITS=kind.bits, HIGH=kind.high, PAIRED=kind.paired, GROUP=kind.group,
+        HEAD=kind.head, enable_fp_fusion=False,
     )  # fmt: skip
 
 
