@@ -60,7 +60,8 @@ def kind_of(name: str) -> BlockKind:
 @lru_cache(maxsize=64)
 def take_apart(kind: BlockKind, dtype: torch.dtype) -> tuple[tuple[str, ...], str]:
     """Return PTX that makes operands in bfloat16 or float16 of two words of codes, and its registers: a pair
-    in each. There is one piece for each place, or for each four of codes of `LEVELS`.
+    in each. There is one piece for each place, or for each four of codes of `LEVELS`. Where high bits are of
+    two runs, the pieces of the second follow.
 
     Registers: the operands; the two words; the high bits of each, if there are any. A code of n bits becomes
     the highest bits of the mantissa of 2 ** n, so an operand is the code plus 2 ** n. Of codes of `LEVELS` it
@@ -72,12 +73,13 @@ def take_apart(kind: BlockKind, dtype: torch.dtype) -> tuple[tuple[str, ...], st
     mantissa, one = (10, 15 << 10) if dtype == torch.float16 else (7, 127 << 7)
     low, base = mantissa - width, _twice(one + (width << mantissa))
     pieces = []
-    for place in range(count):
+    for number in range(count * (2 if kind.paired else 1)):
+        place = number % count
         half, at = ("0x5410", "0x7632")[place * 2 // count], place % (count // 2) * kind.bits
         lines = ["{", ".reg .b32 c, d;", f"prmt.b32 c, $1, $2, {half};", _shifted(at - low)]
         lines += [_or("d" if kind.high else "$0", kind.bits, low, base)]
         if kind.high:
-            lines += ["prmt.b32 c, $3, $4, 0x5410;", _shifted(place * kind.high - low - kind.bits)]
+            lines += ["prmt.b32 c, $3, $4, 0x5410;", _shifted(number * kind.high - low - kind.bits)]
             lines += [_or("$0", kind.high, low + kind.bits, "d")]
         pieces.append("\n".join([*lines, "}"]))
     return tuple(pieces), ",".join(["=r"] + ["r"] * (4 if kind.high else 2))
@@ -127,11 +129,11 @@ def level(code):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def decoded(words, high, place: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr):  # type: ignore[no-untyped-def]
+def decoded(words, high, place: tl.constexpr, number: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the codes at a place of words, int32, by plain arithmetic."""
     code = (words >> (place * BITS)) & ((1 << BITS) - 1)
     if HIGH:
-        code |= ((high >> (place * HIGH)) & ((1 << HIGH) - 1)) << BITS
+        code |= ((high >> (number * HIGH)) & ((1 << HIGH) - 1)) << BITS
     return code
 
 

@@ -94,7 +94,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
     WORDS: tl.constexpr,
     BITS: tl.constexpr,
     HIGH: tl.constexpr,
-    PAIRED: tl.constexpr,
+    UNITS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD: tl.constexpr,
     LEASTS: tl.constexpr,
@@ -121,9 +121,9 @@ def _few_rows(  # type: ignore[no-untyped-def]
     ABOVE: tl.constexpr = 0 if LEVELS else 1 << (BITS + HIGH)  # is added to codes in operands
     WIDE: tl.constexpr = COLS // 2 if GATED else COLS
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
-    each = tl.cdiv(units, splits)
+    each = tl.cdiv(tl.cdiv(units, UNITS), splits)
     begin = split * each
-    end = tl.minimum(begin + each, units)
+    end = tl.minimum(begin + each, tl.cdiv(units, UNITS))
     place = tl.arange(0, COLS)
     own = tl.minimum(tile * WIDE + (place // 2 if GATED else place), outer - 1)
     if GATED:
@@ -141,44 +141,57 @@ def _few_rows(  # type: ignore[no-untyped-def]
     ones, less = tl.full([COLS, WORDS], 1.0, KIND), tl.full([COLS, WORDS], -1.0 * (ABOVE + MIDDLE), KIND)
     if EARLY:
         gdc_wait()
-    for u in tl.range(begin, end, num_stages=STAGES):
-        h0, h1 = tl.load(heads_at + u * HEAD), tl.load(heads_at + u * HEAD + 1)
-        h2, h3, h4 = h0, h0, h0
-        if HEAD >= 4:
-            h2, h3 = tl.load(heads_at + u * HEAD + 2), tl.load(heads_at + u * HEAD + 3)
-        if HEAD == 5:
-            h4 = tl.load(heads_at + u * HEAD + 4)
-        for run in tl.static_range(UNIT // RUN):
-            words = tl.load(words_at + u * (UNIT // RUN * WORDS) + run * WORDS)
-            above = words
-            if PAIRED:
-                above = tl.load(high_at + u // 2 * WORDS).to(tl.int32) >> (u % 2 * 8)
-            elif HIGH:
-                above = tl.load(high_at + u * (UNIT // RUN * WORDS) + run * WORDS).to(tl.int32)
-            for g in tl.static_range(PLACES // EACH):
-                part = tl.zeros([COLS, ROWS], tl.float32)
-                total = tl.zeros([COLS, ROWS], tl.float32)
-                for at in tl.static_range(g * EACH, g * EACH + EACH):
-                    column = u * UNIT + run * RUN + at * WORDS
-                    some = _activations(x_at + column, column + word - skip, inner, EVEN, WIDEN)
-                    if WIDEN:  # The interpreter knows no PTX, and multiplies float32 alone.
-                        code = decoded(words, above, at, BITS, HIGH)
-                        operand = level(code) if LEVELS else code.to(tl.float32) + ABOVE
-                    else:
-                        if at % CHUNK == 0:
-                            operands = _operands(
-                                words, above, HALF, PTX[at // CHUNK], REGISTERS, HIGH, LEVELS
-                            )
-                        operand = operands[at % CHUNK]
-                    if not LEVELS and not LEASTS:
-                        part = tl.dot(less, some, part, input_precision="ieee")
-                    part = tl.dot(operand, some, part, input_precision="ieee")
+    for step in tl.range(begin, end, num_stages=STAGES):
+        if UNITS == 2:
+            both = tl.load(high_at + step * WORDS).to(tl.int32)
+        for unit in tl.static_range(UNITS):
+            u, there = step, True
+            if UNITS == 2:  # The last step may lack one.
+                u, there = 2 * step + unit, 2 * step + unit < units
+            h0, h1 = tl.load(heads_at + u * HEAD, there, 0), tl.load(heads_at + u * HEAD + 1, there, 0)
+            h2, h3, h4 = h0, h0, h0
+            if HEAD >= 4:
+                h2 = tl.load(heads_at + u * HEAD + 2, there, 0)
+                h3 = tl.load(heads_at + u * HEAD + 3, there, 0)
+            if HEAD == 5:
+                h4 = tl.load(heads_at + u * HEAD + 4, there, 0)
+            for run in tl.static_range(UNIT // RUN):
+                words = tl.load(words_at + u * (UNIT // RUN * WORDS) + run * WORDS, there, 0)
+                above = words
+                if UNITS == 2:
+                    above = both
+                elif HIGH:
+                    above = tl.load(high_at + u * (UNIT // RUN * WORDS) + run * WORDS).to(tl.int32)
+                for g in tl.static_range(PLACES // EACH):
+                    part = tl.zeros([COLS, ROWS], tl.float32)
+                    total = tl.zeros([COLS, ROWS], tl.float32)
+                    for at in tl.static_range(g * EACH, g * EACH + EACH):
+                        column = u * UNIT + run * RUN + at * WORDS
+                        some = _activations(x_at + column, column + word - skip, inner, EVEN, WIDEN)
+                        if WIDEN:  # The interpreter knows no PTX, and multiplies float32 alone.
+                            code = decoded(words, above, at, unit * PLACES + at, BITS, HIGH)
+                            operand = level(code) if LEVELS else code.to(tl.float32) + ABOVE
+                        else:
+                            if at % CHUNK == 0:
+                                operands = _operands(
+                                    words,
+                                    above,
+                                    HALF,
+                                    PTX[(unit * PLACES + at) // CHUNK],
+                                    REGISTERS,
+                                    HIGH,
+                                    LEVELS,
+                                )
+                            operand = operands[at % CHUNK]
+                        if not LEVELS and not LEASTS:
+                            part = tl.dot(less, some, part, input_precision="ieee")
+                        part = tl.dot(operand, some, part, input_precision="ieee")
+                        if LEASTS:
+                            total = tl.dot(ones, some, total, input_precision="ieee")
+                    scale, least = scale_of(h0, h1, h2, h3, h4, run * (PLACES // EACH) + g, TYPE, WIDEN)
+                    acc += part * scale[:, None]
                     if LEASTS:
-                        total = tl.dot(ones, some, total, input_precision="ieee")
-                scale, least = scale_of(h0, h1, h2, h3, h4, run * (PLACES // EACH) + g, TYPE, WIDEN)
-                acc += part * scale[:, None]
-                if LEASTS:
-                    acc -= total * (scale * ABOVE + least)[:, None]
+                        acc -= total * (scale * ABOVE + least)[:, None]
     last = True
     if JOINS:
         base = parts + tile.to(tl.int64) * splits * (ROWS * COLS) + row[None, :] * COLS + place[:, None]
@@ -245,8 +258,10 @@ def few_rows(
     assert x.shape[1] == inner, (x.shape, weight.shape)
     assert x.stride(1) == 1, x.stride()
     y = torch.empty(rows, outer, dtype=x.dtype, device=x.device) if out is None else out
+    each = 2 if kind.paired else 1
+    steps = triton.cdiv(units, each)
     padded = max(8, triton.next_power_of_2(rows))
-    tuning = tuning or blocks_tuning(padded, height, units, multiprocessors(x.device))
+    tuning = tuning or blocks_tuning(padded, height, steps, multiprocessors(x.device))
     codes, high, heads = resting_parts(weight)
     joins, early = tuning.splits > 1, uses_pdl()
     tiles = triton.cdiv(outer, tuning.cols // (2 if gated else 1))
@@ -278,13 +293,13 @@ def few_rows(
         WORDS=kind.words,
         BITS=kind.bits,
         HIGH=kind.high,
-        PAIRED=kind.paired,
+        UNITS=each,
         GROUP=kind.group,
         HEAD=kind.head,
         LEASTS=kind.leasts,
         MIDDLE=kind.middle,
         LEVELS=kind.levels,
-        EVEN=format.skip == 0 and inner == units * kind.unit,
+        EVEN=format.skip == 0 and inner == steps * each * kind.unit,
         GATED=gated,
         BIASED=bias is not None,
         JOINS=joins,
@@ -305,14 +320,14 @@ def suits(x: Tensor, weight: Matrix) -> bool:
     return halves and 0 < len(x) <= MOST_ROWS and x.stride(1) == 1 and reads(weight.format)
 
 
-def blocks_tuning(rows: int, outer: int, units: int, many: int) -> BlocksTuning:
+def blocks_tuning(rows: int, outer: int, steps: int, many: int) -> BlocksTuning:
     """Return how a product is cut: the one place for constants.
 
     rows: 8, 16, 32 or 64.
-    outer: rows of the matrix, of `units` units each.
+    outer: rows of the matrix, of `steps` steps each.
     many: multiprocessors.
     """
     cols, warps = (32, 1) if rows <= 16 else (64, 2)
     tiles = triton.cdiv(outer, 32)
-    each = max(2, triton.cdiv(units, max(1, 10 * many // tiles)))
-    return BlocksTuning(cols, triton.cdiv(units, each), warps=warps)
+    each = max(2, triton.cdiv(steps, max(1, 10 * many // tiles)))
+    return BlocksTuning(cols, triton.cdiv(steps, each), warps=warps)

@@ -115,7 +115,9 @@ def _dequantise(  # type: ignore[no-untyped-def]
         column = at - skip
         inside = (row < rows) & (column >= 0) & (column < inner)
         head_at = heads + row * s_w * 16 + at // UNIT * (4 * HEAD)
-        value = _number(decoded(words, above, place, BITS, HIGH), head_at, at % UNIT // GROUP, inside, TYPE)
+        value = _number(
+            decoded(words, above, place, place, BITS, HIGH), head_at, at % UNIT // GROUP, inside, TYPE
+        )
         tl.store(y + row * s_y + column, value.to(y.dtype.element_ty), mask=inside)
 
 
