@@ -240,7 +240,7 @@ def blocks(*kinds: str) -> None:
         (stored,) = format.stored("bfloat16", sources)
         large = Matrix(format, (HIDDEN, INNER), {"blocks": empty(*stored.shape, dtype=torch.uint8)})
         triton_blocks.dequantise(large, slice(0, 1024), empty(1024, INNER))
-        for rows, dtype in ((1, BF16), (16, torch.float16), (64, BF16)):
+        for rows, dtype in ((16, torch.float16), (64, BF16)):
             triton_blocks.few_rows(empty(rows, INNER, dtype=dtype), large, gated=rows == 16)
 
 

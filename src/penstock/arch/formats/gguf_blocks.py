@@ -306,4 +306,4 @@ RESTING: "Mapping[str, Resting]" = {
     "IQ4_NL": Resting(128, 16, 4, 0, 32, 2, 32, _low(2), _first(2), _iq4_nl),
     "IQ4_XS": Resting(256, 32, 4, 0, 256, 8, 32, _low(8), _first(8), _iq4_xs),
 }  # fmt: skip
-"""How the types rest that are no formats of ours."""
+"""Says of each type that is no format of ours how it rests, by its name."""

@@ -17,7 +17,7 @@ from penstock.arch.formats.gguf_blocks import LEVELS, RESTING
 Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = (tl.constexpr(kind) for kind in range(10))
 _BYTE = tl.constexpr("prmt.b32 $0, $1, 0x47000000, 0x76")
 MIDDLES = {"Q5_0": 16, "Q3_K": 4, "Q6_K": 32}
-"""What is taken away from codes of types without minima, but for those of `LEVELS`."""
+"""Say what is taken away from codes of types without minima, by their names; nothing is from `LEVELS`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from penstock.arch.formats.gguf import Blocks
 from penstock.ops.kernels import counters, pdl_launch_options, uses_pdl
 from penstock.ops.matrix import Matrix
-from penstock.ops.triton.block_codes import decoded, kind_of, level, scale_of, take_apart
+from penstock.ops.triton.block_codes import BlockKind, decoded, kind_of, level, scale_of, take_apart
 from penstock.ops.triton.codes import COMPILED
 from penstock.ops.triton.dequantise_blocks import dequantise as dequantise
 from penstock.ops.triton.dequantise_blocks import reads as reads
@@ -261,7 +261,7 @@ def few_rows(
     each = 2 if kind.paired else 1
     steps = triton.cdiv(units, each)
     padded = max(8, triton.next_power_of_2(rows))
-    tuning = tuning or blocks_tuning(padded, height, steps, multiprocessors(x.device))
+    tuning = tuning or blocks_tuning(padded, (height, steps), kind, multiprocessors(x.device))
     codes, high, heads = resting_parts(weight)
     joins, early = tuning.splits > 1, uses_pdl()
     tiles = triton.cdiv(outer, tuning.cols // (2 if gated else 1))
@@ -320,14 +320,18 @@ def suits(x: Tensor, weight: Matrix) -> bool:
     return halves and 0 < len(x) <= MOST_ROWS and x.stride(1) == 1 and reads(weight.format)
 
 
-def blocks_tuning(rows: int, outer: int, steps: int, many: int) -> BlocksTuning:
+def blocks_tuning(rows: int, shape: tuple[int, int], kind: BlockKind, many: int) -> BlocksTuning:
     """Return how a product is cut: the one place for constants.
 
     rows: 8, 16, 32 or 64.
-    outer: rows of the matrix, of `steps` steps each.
+    shape: rows of the matrix, and steps of each.
+    kind: of the blocks.
     many: multiprocessors.
     """
-    cols, warps = (32, 1) if rows <= 16 else (64, 2)
-    tiles = triton.cdiv(outer, 32)
-    each = max(2, triton.cdiv(steps, max(1, 10 * many // tiles)))
-    return BlocksTuning(cols, triton.cdiv(steps, each), warps=warps)
+    outer, steps = shape
+    each = max(2, triton.cdiv(steps, max(1, 10 * many // triton.cdiv(outer, 32))))
+    splits = triton.cdiv(steps, each)
+    if rows <= 16:
+        return BlocksTuning(32, splits, warps=2 if kind.paired and rows == 16 else 1)
+    # Two units of more rows are more than registers hold, and their activations than some devices share.
+    return BlocksTuning(32, splits, 2, 2) if kind.paired else BlocksTuning(64, splits, warps=2)
