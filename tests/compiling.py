@@ -233,13 +233,15 @@ def few_bits(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:
 
 
 def blocks(*kinds: str) -> None:
-    """Of the size of an 8B Llama, blocks of GGUF dequantised."""
+    """Of the size of an 8B Llama, blocks of GGUF dequantised, and products of few rows."""
     for kind in kinds:
         sources = [matrix("model.layers.0.mlp.down_proj.weight", HIDDEN, INNER)]
         format = FORMATS[kind].cut(sources)
         (stored,) = format.stored("bfloat16", sources)
         large = Matrix(format, (HIDDEN, INNER), {"blocks": empty(*stored.shape, dtype=torch.uint8)})
         triton_blocks.dequantise(large, slice(0, 1024), empty(1024, INNER))
+        for rows, dtype in ((16, torch.float16), (64, BF16)):
+            triton_blocks.few_rows(empty(rows, INNER, dtype=dtype), large, gated=rows == 16)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -298,7 +300,10 @@ CASES: dict[str, Callable[[], None]] = {
     "few bits experts, NVFP4": lambda: few_bits_experts("nvfp4", 4, 4096),
     "few bits experts, float16": lambda: few_bits_experts("awq", 4, 4096, dtype=torch.float16),
     "few bits experts, float32": lambda: few_bits_experts("mxfp4", 4, dtype=torch.float32),
-    "blocks of GGUF": lambda: blocks(*(kind for kind, one in FORMATS.items() if triton_blocks.reads(one))),
+    "blocks of GGUF, old ones": lambda: blocks("Q4_1", "Q5_0", "Q5_1", "IQ4_NL"),
+    "blocks of GGUF, few bits": lambda: blocks("Q2_K", "Q3_K"),
+    "blocks of GGUF, four and five bits": lambda: blocks("Q4_K", "Q5_K"),
+    "blocks of GGUF, six bits and levels": lambda: blocks("Q6_K", "IQ4_XS"),
     "experts, few": lambda: experts(4),
     "experts, some": lambda: experts(100),
     "experts, many": lambda: experts(4096),
@@ -341,7 +346,8 @@ def elsewhere(capability: int, seen: Callable[[Any], None]) -> Iterator[None]:
         patched.enter_context(patch.object(JITFunction, "run", only_compiled))
         for module in (triton_experts, triton_few_bits_experts):
             patched.enter_context(patch.object(module, "shared_memory", lambda _: SHARED[capability]))
-        counts = {triton_attention: 80, triton_tiles: 80, triton_linear: 132, triton_few_bits: 132}
+        counts = {triton_attention: 80, triton_tiles: 80, triton_linear: 132}
+        counts |= {triton_few_bits: 132, triton_blocks: 132}
         for module, count in counts.items():
             patched.enter_context(patch.object(module, "multiprocessors", lambda _, count=count: count))
         yield

@@ -35,7 +35,7 @@ from penstock.ops.triton.codes import (
 )
 from penstock.ops.triton.dequantise import dequantise as dequantise
 from penstock.ops.triton.dequantise import reads as reads
-from penstock.ops.triton.few_bits_row import one_row
+from penstock.ops.triton.few_bits_row import RowTuning, one_row
 from penstock.ops.triton.pointwise import silu
 from penstock.ops.triton.ptx import less, pairs_of
 from penstock.ops.triton.tuning import multiprocessors
@@ -210,7 +210,7 @@ def few_rows(
     *,
     gated: bool = False,
     out: Tensor | None = None,
-    tuning: FewBitsTuning | None = None,
+    tuning: FewBitsTuning | RowTuning | None = None,
 ) -> Tensor:
     """Return `x @ weight.T + bias`: x `[rows, in]` of at most MOST_ROWS, rows strided; result `[rows, out]`.
 
@@ -224,8 +224,8 @@ def few_rows(
     assert 0 < rows <= MOST_ROWS, x.shape
     assert x.shape[1] == inner, (x.shape, weight.shape)
     assert x.stride(1) == 1, x.stride()
-    if rows == 1 and tuning is None:
-        return one_row(x, weight, bias, gated=gated, out=out)
+    if isinstance(tuning, RowTuning) or (rows == 1 and tuning is None):
+        return one_row(x, weight, bias, gated=gated, out=out, tuning=tuning)
     y = torch.empty(rows, outer, dtype=x.dtype, device=x.device) if out is None else out
     padded = max(16, triton.next_power_of_2(rows))
     bits = 4 if kind.codes in FOUR_BITS else 8
