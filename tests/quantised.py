@@ -209,7 +209,7 @@ def fp8(
         wide = scales.float().repeat_interleave(down, 0)[:height].repeat_interleave(across, 1)[:, :width]
         values = (weight.float() / wide).to(torch.float8_e4m3fn)
         kept = scales.flatten() if flat else scales
-        if exponents is not None:
+        if exponents is not None and exponents.itemsize == 1:
             kept = (scales.float().log2() + 127).to(torch.uint8).view(exponents)
         return {"weight": values, name: kept}, values.float() * wide
 

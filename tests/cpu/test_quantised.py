@@ -14,7 +14,7 @@ import tiny
 from members import pass_of
 from penstock.api.llm import LLM
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.methods import read_format
+from penstock.arch.formats.methods import read_format, with_shapes
 from penstock.arch.layout import group_layouts
 from penstock.base.errors import CheckpointError, UnsupportedModelError
 from penstock.step.params import SamplingParams
@@ -156,6 +156,123 @@ def test_embedding_with_one_scale(name: str, tmp_path: Path) -> None:
     other = its.config | {"modules_to_convert": ["embed_tokens", "ngram_table"]}
     with pytest.raises(UnsupportedModelError, match="modules_to_convert"):
         read_format({"quantization_config": other}, "config.json", "float32")
+
+
+WHERE_SCALES_ARE = [
+    (torch.float32, "weight_scale_inv", None),
+    (torch.bfloat16, "scale", None),
+    (torch.float32, "qscale_weight", None),
+    (torch.float32, "scale", torch.float8_e8m0fnu),
+    (torch.float32, "qscale_weight", torch.uint8),
+    (torch.float32, "weight_scale", torch.float32),
+]
+
+
+@pytest.mark.parametrize(("dtype", "name", "exponents"), WHERE_SCALES_ARE)
+@pytest.mark.parametrize("announced", [(16, 16), (128, 128), None])
+def test_blocks_follow_from_the_shapes_of_scales(
+    dtype: torch.dtype,
+    name: str,
+    exponents: torch.dtype | None,
+    announced: tuple[int, int] | None,
+    tmp_path: Path,
+) -> None:
+    """Whatever config.json says: of experts runs of 8 columns share a scale, of queries rows; keys have one
+    scale, the first output projection one for 8 x 32. Alone, on ranks, as a pack."""
+    made = [fp8(block, dtype=dtype, name=name, exponents=exponents) for block in BLOCKS]
+    few, dense = checkpoints(
+        tiny.checkpoint("qwen3_moe"), tmp_path, made[0],
+        {"experts": made[1], "q_proj": made[2], "k_proj": made[3], "layers.0.self_attn.o_proj": made[4]},
+    )  # fmt: skip
+    path = few / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["weight_block_size"] = list(announced) if announced else None
+    path.write_text(json.dumps(config))
+    mine, theirs = matrices(few), matrices(dense)
+    assert all(torch.equal(matrix, theirs[key]) for key, matrix in mine.items())
+    for one, other in zip(pass_of(few, 2, kernels=False), pass_of(dense, 2), strict=True):
+        assert torch.equal(one, other)
+    with Checkpoint.open(few) as checkpoint:
+        listed = checkpoint.config["quantization_config"].get("weight_blocks", {})  # type: ignore[attr-defined]
+        for one in ("down", "gate", "up"):
+            assert f"model.layers.0.mlp.experts.*.{one}_proj" in listed["1x8"]
+        write_pack(checkpoint, tmp_path / "pack", "float32")
+    assert outputs(tmp_path / "pack", kernels=False) == outputs(dense)
+
+
+BLOCKS = [(16, 16), (1, 8), (1, 0), (0, 0), (8, 32)]
+
+
+def test_experts_of_one_layer_in_several_blocks(tmp_path: Path) -> None:
+    whole, rows = fp8((16, 16)), fp8((1, 16))
+    few, dense = checkpoints(tiny.checkpoint("qwen3_moe"), tmp_path, whole, {"layers.1.mlp.experts.2.": rows})
+    mine, theirs = matrices(few), matrices(dense)
+    assert all(torch.equal(matrix, theirs[key]) for key, matrix in mine.items())
+
+
+@pytest.mark.parametrize(
+    ("shape", "grid", "said", "block"),
+    [
+        ((576, 1408), (5, 11), (128, 128), (128, 128)),
+        ((576, 1408), (5, 11), (64, 0), (128, 128)),
+        ((576, 1408), (9, 11), (128, 128), (64, 128)),
+        ((576, 1408), (1, 44), (128, 128), (576, 32)),
+        ((576, 1408), (576,), (128, 128), (1, 1408)),
+        ((576, 1408), (576, 1), (1, 0), (1, 0)),
+        ((576, 1408), (), (128, 128), (128, 128)),
+        ((576, 1408), (1, 1), (128, 128), (128, 128)),
+        ((640, 256), (4, 2), (128, 128), (160, 128)),
+        ((384, 256), (2, 2), (192, 128), (192, 128)),
+        ((384, 256), (2, 2), (128, 128), None),  # 192 and 256 fit.
+        ((576, 1408), (7, 11), (128, 128), None),
+        ((576, 1408), (0, 11), (128, 128), None),
+        ((576, 1408), (5, 2000), (128, 128), None),
+        ((576, 1408), (5, 11, 1), (128, 128), None),
+        ((576, 1408), (5,), (128, 128), None),
+    ],
+)  # fmt: skip
+def test_which_block_a_scale_has(
+    shape: tuple[int, int], grid: tuple[int, ...], said: tuple[int, int], block: tuple[int, int] | None
+) -> None:
+    config = {"quant_method": "fp8", "weight_block_size": list(said) if all(said) else None}
+    if not all(said):
+        said = (1, 0)
+    name = "model.layers.0.mlp.up_proj"
+    tensors = {f"{name}.weight": ("w.safetensors", shape), f"{name}.scale": ("s.safetensors", grid)}
+    whole = {"quantization_config": config}
+    if block is None:
+        with pytest.raises(CheckpointError) as caught:
+            with_shapes(whole, "config.json", tensors)
+        for part in (
+            f"s.safetensors: tensor {name}.scale",
+            str(list(grid)),
+            str(list(shape)),
+            "weight_block_size",
+        ):
+            assert part in str(caught.value)
+        return
+    format = read_format(with_shapes(whole, "config.json", tensors), "config.json", "float32").of(
+        f"{name}.weight"
+    )
+    assert format.block == (said if block == said else block)  # type: ignore[attr-defined]
+
+
+def test_a_file_is_named_that_holds_the_tensor(tmp_path: Path) -> None:
+    """Weights and scales may be in several files, and scales have several names."""
+    few, _ = checkpoints(tiny.checkpoint("llama"), tmp_path, fp8((16, 16), name="scale"))
+    tensors = load_file(few / "model.safetensors")
+    (few / "model.safetensors").unlink()
+    tensors["model.layers.1.mlp.down_proj.scale"][0, 0] = float("nan")
+    parts = {name: f"model-0000{1 + name.endswith('scale')}-of-00002.safetensors" for name in tensors}
+    for file in sorted(set(parts.values())):
+        save_file({name: one for name, one in tensors.items() if parts[name] == file}, few / file)
+    (few / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
+    with pytest.raises(CheckpointError) as caught:
+        outputs(few)
+    assert (
+        f"{few / 'model-00002-of-00002.safetensors'}: tensor model.layers.1.mlp.down_proj.scale has"
+        in str(caught.value)
+    )
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -320,3 +437,14 @@ def test_rotations_of_activations_are_refused(apply: object, refused: bool, tmp_
             outputs(few)
     else:
         assert outputs(few, kernels=False) == outputs(dense)
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [7, [], {"": ["a"]}, {"0x16": ["a"]}, {"16x": ["a"]}, {"9" * 5000 + "x1": ["a"]}, {"1x2x3": []}, {"16x16": "a"},
+     {"٣x٣": ["a"]}, {"16x16": [7]}],
+)  # fmt: skip
+def test_blocks_that_are_none_are_refused(blocks: object) -> None:
+    config = {"quant_method": "fp8", "weight_blocks": blocks}
+    with pytest.raises(UnsupportedModelError, match=r"^config.json: quantization_config.*weight_blocks"):
+        read_format({"quantization_config": config}, "config.json", "float32")

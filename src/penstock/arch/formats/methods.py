@@ -41,3 +41,19 @@ def read_format(config: Mapping[str, object], where: str, dtype: str) -> WeightF
             f"{known}: most models are published in one of these, too"
         )
     return FORMATS[method](asked, where, dtype)
+
+
+def with_shapes(
+    config: Mapping[str, object], where: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> Mapping[str, object]:
+    """Return a config.json with what only the shapes of a checkpoint's tensors say of its format.
+
+    where: opens the messages of errors.
+    tensors: file and shape of each tensor.
+
+    Raises CheckpointError for shapes that the format cannot have.
+    """
+    asked = config.get("quantization_config")
+    if not isinstance(asked, dict) or asked.get("quant_method") != fp8.METHOD:
+        return config
+    return {**config, "quantization_config": fp8.with_blocks(asked, where, tensors)}

@@ -17,6 +17,7 @@ import torch
 
 from penstock.arch.families import TensorNames, family_of, read_spec
 from penstock.arch.formats.format import STORED_BYTES, TensorSlice
+from penstock.arch.formats.methods import with_shapes
 from penstock.arch.formats.recipe import METHOD as QUANTISED_HERE
 from penstock.arch.layout import ALIGNMENT, Field, GroupLayout
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
@@ -99,19 +100,22 @@ class Checkpoint:
             )
             raise CheckpointError(f"checkpoint {path} {fault}")
         expect_inside(path)
-        config = read_config(path)
-        spec = read_spec(config, str(path / "config.json"))
+        config, where = read_config(path), str(path / "config.json")
+        spec = read_spec(config, where)
         settings = config.get("quantization_config")
         if isinstance(settings, dict) and settings.get("quant_method") == QUANTISED_HERE:
             raise CheckpointError(
-                f"{path / 'config.json'} is that of a pack which `penstock pack --to` made, but {path} is no "
+                f"{where} is that of a pack which `penstock pack --to` made, but {path} is no "
                 "pack; fetch manifest.json and weights.bin, or the model's own config.json"
             )
         generation = open_generation(path, config, spec.vocab_size)
         shards = Shards(path)
         try:
             _check_count(path, spec, len(shards.tensors))
-        except CheckpointError:
+            shapes = {name: (str(one.file.path), one.entry.shape) for name, one in shards.tensors.items()}
+            config = with_shapes(config, where, shapes)
+            spec = read_spec(config, where)
+        except PenstockError:
             shards.close()
             raise
         return cls(path, config, generation, shards, _with_dtype(spec, config, shards), Memory(cache))
@@ -239,10 +243,11 @@ class Checkpoint:
         try:
             tensor: torch.Tensor = field.repack(wholes).contiguous()
         except CheckpointError as fault:
-            stored, said = self._check(field.sources[0], field), str(fault)
+            file, said = self._check(field.sources[0], field).file, str(fault)
             for source in field.sources:
-                said = said.replace(source.tensor, self._shards.spelled(source.tensor))
-            raise CheckpointError(f"{stored.file.path}: {said}") from fault
+                if source.tensor in said and (named := self._find(source)) is not None:
+                    file, said = named.file, said.replace(source.tensor, named.name)
+            raise CheckpointError(f"{file.path}: {said}") from fault
         assert (tuple(tensor.shape), tensor.dtype) == (field.shape, getattr(torch, field.dtype)), field.name
         return tensor.view(-1).view(torch.uint8)
 
