@@ -90,9 +90,12 @@ def rounded(
     return Rounded(codes.clamp(0, most).long(), zeros.long(), scales, groups)
 
 
-def gptq(bits: int, group: int, *, symmetric: bool = True, ordered: bool = False, version: int = 1) -> Scheme:
+def gptq(
+    bits: int, group: int, *, symmetric: bool = True, ordered: bool = False, version: int = 1,
+    dtype: torch.dtype = torch.float16,
+) -> Scheme:  # fmt: skip
     def make(weight: Tensor, seed: torch.Generator) -> Made:
-        one = rounded(weight, bits, group, seed, torch.float16, symmetric=symmetric, ordered=ordered)
+        one = rounded(weight, bits, group, seed, dtype, symmetric=symmetric, ordered=ordered)
         ones = sum(1 << at for at in range(0, 32, bits))  # Taken from words, not from each code.
         tensors = {
             "qweight": words(one.codes, bits).t().contiguous(),
@@ -118,9 +121,9 @@ def auto_round(group: int) -> Scheme:
     return Scheme(config, gptq(4, group).make, (8, 8))
 
 
-def awq(group: int) -> Scheme:
+def awq(group: int, *, dtype: torch.dtype = torch.float16) -> Scheme:
     def make(weight: Tensor, seed: torch.Generator) -> Made:
-        one = rounded(weight, 4, group, seed, torch.float16, symmetric=False)
+        one = rounded(weight, 4, group, seed, dtype, symmetric=False)
 
         def mixed(codes: Tensor) -> Tensor:
             return words(codes.unflatten(1, (-1, 8))[:, :, list(_AWQ_ORDER)].flatten(1), 4)
@@ -268,6 +271,17 @@ def nvfp4(*, modelopt: bool = False) -> Scheme:
     if modelopt:
         config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*mlp.gate"]}
     return Scheme(config, make, (1, 16))
+
+
+def sized(scheme: Scheme, size: float) -> Scheme:
+    """The same with all scales multiplied by a power of two."""
+
+    def make(weight: Tensor, seed: torch.Generator) -> Made:
+        tensors, matrix = scheme.make(weight, seed)
+        name = next(name for name in ("scales", "weight_scale") if name in tensors)
+        return tensors | {name: tensors[name] * size}, matrix * size
+
+    return replace(scheme, make=make)
 
 
 SCHEMES: dict[str, Scheme] = {

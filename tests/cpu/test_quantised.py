@@ -14,7 +14,8 @@ import tiny
 from members import pass_of
 from penstock.api.llm import LLM
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.methods import read_format, with_shapes
+from penstock.arch.formats.format import FileTensor
+from penstock.arch.formats.methods import read_format, with_stored
 from penstock.arch.layout import group_layouts
 from penstock.base.errors import CheckpointError, UnsupportedModelError
 from penstock.step.params import SamplingParams
@@ -23,7 +24,7 @@ from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.pack.writer import write_pack
 from penstock.weights.streaming.source import RandomSource
 from penstock.weights.streaming.stream import group_views
-from quantised import EMBEDDING, HEAD, SCHEMES, checkpoints, fp8, gptq, with_ends
+from quantised import EMBEDDING, HEAD, SCHEMES, awq, checkpoints, fp8, gptq, packed_rows, sized, with_ends
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -238,11 +239,14 @@ def test_which_block_a_scale_has(
     if not all(said):
         said = (1, 0)
     name = "model.layers.0.mlp.up_proj"
-    tensors = {f"{name}.weight": ("w.safetensors", shape), f"{name}.scale": ("s.safetensors", grid)}
+    tensors = {
+        f"{name}.weight": FileTensor("w.safetensors", "float8_e4m3fn", shape),
+        f"{name}.scale": FileTensor("s.safetensors", "float32", grid),
+    }
     whole = {"quantization_config": config}
     if block is None:
         with pytest.raises(CheckpointError) as caught:
-            with_shapes(whole, "config.json", tensors)
+            with_stored(whole, "config.json", tensors, "bfloat16")
         for part in (
             f"s.safetensors: tensor {name}.scale",
             str(list(grid)),
@@ -251,7 +255,7 @@ def test_which_block_a_scale_has(
         ):
             assert part in str(caught.value)
         return
-    format = read_format(with_shapes(whole, "config.json", tensors), "config.json", "float32").of(
+    format = read_format(with_stored(whole, "config.json", tensors, "bfloat16"), "config.json", "float32").of(
         f"{name}.weight"
     )
     assert format.block == (said if block == said else block)  # type: ignore[attr-defined]
@@ -439,10 +443,54 @@ def test_rotations_of_activations_are_refused(apply: object, refused: bool, tmp_
         assert outputs(few, kernels=False) == outputs(dense)
 
 
+OF_DTYPE = {
+    "gptq": lambda dtype: gptq(4, 32, dtype=dtype),
+    "gptq_order": lambda dtype: gptq(8, 16, symmetric=False, ordered=True, dtype=dtype),
+    "awq": lambda dtype: awq(32, dtype=dtype),
+    "packed": lambda dtype: packed_rows(4, 32, dtype=dtype),
+}
+
+
+@pytest.mark.parametrize("name", OF_DTYPE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("size", [1, 2.0**-22, 2.0**20])
+def test_scales_rest_in_the_dtype_of_the_file(
+    name: str, dtype: torch.dtype, size: float, tmp_path: Path
+) -> None:
+    """Also where the model's dtype, or float16, cannot hold them. Where files have several, in float32."""
+    if dtype is torch.float16 and size != 1:
+        pytest.skip("beyond float16")
+    its = sized(OF_DTYPE[name](dtype), size)
+    few, dense = checkpoints(tiny.checkpoint("llama"), tmp_path, its)
+    config = json.loads((few / "config.json").read_text())
+    (few / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    mine, theirs = matrices(few), matrices(dense)
+    assert all(torch.equal(matrix, theirs[key]) for key, matrix in mine.items())
+    assert dtypes_of_scales(few) == {str(dtype).removeprefix("torch.")}
+    assert all(map(torch.equal, pass_of(few, 2, kernels=False), pass_of(dense, 2)))
+    with Checkpoint.open(few) as checkpoint:
+        write_pack(checkpoint, tmp_path / "pack", "float32")
+    assert outputs(tmp_path / "pack", kernels=False) == outputs(dense)
+
+
+def test_scales_of_several_dtypes_rest_in_float32(tmp_path: Path) -> None:
+    small = sized(gptq(4, 32, dtype=torch.bfloat16), 2.0**-40)
+    few, dense = checkpoints(tiny.checkpoint("qwen3_moe"), tmp_path, SCHEMES["gptq"], {"experts.3": small})
+    mine, theirs = matrices(few), matrices(dense)
+    assert all(torch.equal(matrix, theirs[key]) for key, matrix in mine.items())
+    assert dtypes_of_scales(few) == {"float32"}
+
+
+def dtypes_of_scales(path: Path) -> set[str]:
+    with Checkpoint.open(path) as checkpoint:
+        layouts = group_layouts(checkpoint.spec, checkpoint.names, "float32")
+    return {field.dtype for one in layouts for field in one.fields if field.name.endswith(".scale")}
+
+
 @pytest.mark.parametrize(
     "blocks",
-    [7, [], {"": ["a"]}, {"0x16": ["a"]}, {"16x": ["a"]}, {"9" * 5000 + "x1": ["a"]}, {"1x2x3": []}, {"16x16": "a"},
-     {"٣x٣": ["a"]}, {"16x16": [7]}],
+    [7, [], {"": ["a"]}, {"0x16": ["a"]}, {"16x": ["a"]}, {"9" * 5000 + "x1": ["a"]}, {"1x2x3": []},
+     {"16x16": "a"}, {"٣x٣": ["a"]}, {"16x16": [7]}],
 )  # fmt: skip
 def test_blocks_that_are_none_are_refused(blocks: object) -> None:
     config = {"quant_method": "fp8", "weight_blocks": blocks}

@@ -7,7 +7,7 @@ from math import prod
 
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.floats import E8M0, Float8
-from penstock.arch.formats.format import WeightFormat
+from penstock.arch.formats.format import FileTensor, WeightFormat
 from penstock.arch.formats.names import EMBEDDING, ByName, ModuleNames, checked_regex, linears
 from penstock.arch.formats.words import Words
 from penstock.base.errors import CheckpointError
@@ -57,33 +57,33 @@ def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
 
 
 def with_blocks(
-    config: Mapping[str, object], where: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    config: Mapping[str, object], where: str, tensors: Mapping[str, FileTensor]
 ) -> Mapping[str, object]:
     """Return a `quantization_config` that names the block of every matrix that has another than it says.
 
     Blocks follow from the shapes of weights and scales. Modules are listed under the key `weight_blocks`, by
     their block, such as "64x128"; `experts.*` stands for every expert of a layer.
 
-    tensors: file and shape of each tensor of the checkpoint.
+    tensors: those of the checkpoint.
 
     Raises CheckpointError, naming file, tensor and shapes, for scales that fit no block, and
     UnsupportedModelError as `read` does.
     """
     plain = {key: value for key, value in config.items() if key != _BLOCKS}
     format, found = read(plain, where, "float32"), dict[str, dict[str, tuple[int, int] | None]]()
-    for name, (_, shape) in tensors.items():
+    for name, weight in tensors.items():
         module = name.removesuffix(".weight")
         scale = next((key for one in _NAMES if (key := f"{module}.{one}") in tensors), None)
-        if module == name or scale is None or len(shape) != 2:
+        if module == name or scale is None or len(weight.shape) != 2:
             continue
-        its = format.of(name)
+        its, grid = format.of(name), tensors[scale].shape
         if isinstance(its, Float8) and its.scales == _NAMES:
-            block = _block(shape, tensors[scale][1], its.block)
+            block = _block(weight.shape, grid, its.block)
             if block is None:
-                file, grid = tensors[scale]
                 raise CheckpointError(
-                    f"{file}: tensor {scale} has shape {list(grid)}, which fits weights {list(shape)} "
-                    f"neither in the blocks of {where} nor in others; set weight_block_size to theirs"
+                    f"{tensors[scale].file}: tensor {scale} has shape {list(grid)}, which fits weights "
+                    f"{list(weight.shape)} neither in the blocks of {where} nor in others; set "
+                    "weight_block_size to theirs"
                 )
             found.setdefault(_of_all_experts(module), {})[module] = None if block == its.block else block
     listed = dict[str, list[str]]()

@@ -21,6 +21,10 @@ if TYPE_CHECKING:  # Torch takes 1.2 s to import; `penstock plan` does without.
     from torch import Tensor
 
 
+SCALES = "stored_scales"
+"""A key of our own in `quantization_config`: the dtype in which all scales rest."""
+
+
 class Packing:
     """A packing says where a checkpoint has the numbers of a matrix. Two are equal if their fields are.
 

@@ -16,8 +16,8 @@ from typing import Self
 import torch
 
 from penstock.arch.families import TensorNames, family_of, read_spec
-from penstock.arch.formats.format import STORED_BYTES, TensorSlice
-from penstock.arch.formats.methods import with_shapes
+from penstock.arch.formats.format import STORED_BYTES, FileTensor, TensorSlice
+from penstock.arch.formats.methods import with_stored
 from penstock.arch.formats.recipe import METHOD as QUANTISED_HERE
 from penstock.arch.layout import ALIGNMENT, Field, GroupLayout
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
@@ -112,8 +112,8 @@ class Checkpoint:
         shards = Shards(path)
         try:
             _check_count(path, spec, len(shards.tensors))
-            shapes = {name: (str(one.file.path), one.entry.shape) for name, one in shards.tensors.items()}
-            config = with_shapes(config, where, shapes)
+            found = {name: _found(one) for name, one in shards.tensors.items()}
+            config = with_stored(config, where, found, spec.dtype)
             spec = read_spec(config, where)
         except PenstockError:
             shards.close()
@@ -396,6 +396,12 @@ class Checkpoint:
         assert isinstance(other.file, DiskFile), other.name
         places = one.file, one.entry.offset, other.file, other.entry.offset
         return same_bytes_remembered(*places, one.entry.size, self._memory)
+
+
+def _found(stored: ShardTensor) -> FileTensor:
+    """Return what a format may know of a tensor."""
+    entry = stored.entry
+    return FileTensor(str(stored.file.path), {**ROUNDED, **EXACT}.get(entry.dtype, ""), entry.shape)
 
 
 def _check_count(path: Path, spec: ModelSpec, there: int) -> None:
