@@ -5,6 +5,7 @@ the packed tensors stand for, by the numbers before they were packed.
 """
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -273,13 +274,23 @@ def nvfp4(*, modelopt: bool = False) -> Scheme:
     return Scheme(config, make, (1, 16))
 
 
+_SCALES = "weight_scale_2", "weight_global_scale", "scales", "weight_scale", "weight_scale_inv", "scale"
+
+
 def sized(scheme: Scheme, size: float) -> Scheme:
-    """The same with all scales multiplied by a power of two."""
+    """The same with all scales multiplied by a power of two, in float32 where their dtype ends before."""
 
     def make(weight: Tensor, seed: torch.Generator) -> Made:
         tensors, matrix = scheme.make(weight, seed)
-        name = next(name for name in ("scales", "weight_scale") if name in tensors)
-        return tensors | {name: tensors[name] * size}, matrix * size
+        name = next(name for name in _SCALES if name in tensors)
+        one = tensors[name]
+        if one.itemsize == 1:
+            changed = (one.view(torch.uint8) + int(math.log2(size))).view(one.dtype)
+        else:
+            exact = one.float() * (1 / size if name == "weight_global_scale" else size)
+            changed = exact.to(one.dtype)
+            changed = exact if not torch.equal(changed.float(), exact) else changed
+        return tensors | {name: changed}, matrix * size
 
     return replace(scheme, make=make)
 
@@ -392,11 +403,12 @@ def checkpoints(
 
 
 def matrix_of(
-    scheme: Scheme, weight: Tensor, seed: int = 3, *, rows: Sequence[range] = (), columns: range | None = None
-) -> tuple[Matrix, Tensor]:
+    scheme: Scheme, weight: Tensor, seed: int = 3, *, rows: Sequence[range] = (),
+    columns: range | None = None, dtype: str = "float32",
+) -> tuple[Matrix, Tensor]:  # fmt: skip
     """A matrix as it rests, and in float32 as `scheme` has it.
 
-    rows, columns: a rank's, one run below the other; all by default.
+    rows, columns: a rank's, one run below the other; all by default. dtype: of activations.
     """
     name = "model.layers.0.self_attn.q_proj.weight"
     made, plain = scheme.make(weight, torch.Generator().manual_seed(seed))
@@ -409,7 +421,7 @@ def matrix_of(
         read_format({"quantization_config": scheme.config}, "config.json", "float32").of(name).cut(sources)
     )
     parts = {}
-    for stored in format.stored("float32", sources):
+    for stored in format.stored(dtype, sources):
         assert stored.repack is not None
         read = [
             next((tensors[one] for one in (source.tensor, *source.also) if one in tensors), None)

@@ -118,6 +118,28 @@ def test_embeddings_are_unpacked(kind: str) -> None:
     assert torch.equal(stored.repack([torch.from_numpy(rows)]), theirs.bfloat16())
 
 
+@pytest.mark.parametrize("kind", NATIVE)
+def test_blocks_beyond_float16_are_refused(kind: str) -> None:
+    """By the numbers that they stand for: a large scale alone is none."""
+    rows = gguf_files.draw(kind, 4, 512, 0.1, np.random.default_rng(0))
+    block, sources = QUANTISED[kind], [matrix("model.layers.0.mlp.down_proj.weight", 4, 512)]
+    for large in (20, 60000):
+        every = rows.reshape(-1, block.size).copy()
+        for at in block.halves:
+            every[:, at : at + 2] = np.array([large], "<f2").view(np.uint8)
+        every = every.reshape(rows.shape)
+        beyond = bool(np.abs(dequantize(every, gguf.GGMLQuantizationType[kind])).max() > 65504)
+        assert beyond or large == 20
+        for dtype in ("float16", "bfloat16", "float32"):
+            (stored,) = FORMATS[kind].cut(sources).stored(dtype, sources)
+            assert stored.repack is not None
+            if beyond and dtype == "float16":
+                with pytest.raises(CheckpointError, match=r"down_proj.* numbers of float16 end at 65,504"):
+                    stored.repack([torch.from_numpy(every)])
+            else:
+                stored.repack([torch.from_numpy(every)])
+
+
 def outputs(path: Path, **settings: object) -> list[object]:
     with LLM(path, device="cpu", dtype="float32", max_length=64, **settings) as llm:  # type: ignore[arg-type]
         return [(one.tokens, one.logprobs) for one in llm.generate(tiny.prompts()[1:4], GREEDY)]

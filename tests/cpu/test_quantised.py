@@ -2,6 +2,7 @@
 the tokens of the models that they are."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,19 @@ from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.pack.writer import write_pack
 from penstock.weights.streaming.source import RandomSource
 from penstock.weights.streaming.stream import group_views
-from quantised import EMBEDDING, HEAD, SCHEMES, awq, checkpoints, fp8, gptq, packed_rows, sized, with_ends
+from quantised import (
+    EMBEDDING,
+    HEAD,
+    SCHEMES,
+    awq,
+    checkpoints,
+    fp8,
+    gptq,
+    matrix_of,
+    packed_rows,
+    sized,
+    with_ends,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -471,6 +484,18 @@ def test_scales_rest_in_the_dtype_of_the_file(
     with Checkpoint.open(few) as checkpoint:
         write_pack(checkpoint, tmp_path / "pack", "float32")
     assert outputs(tmp_path / "pack", kernels=False) == outputs(dense)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weights_beyond_float16_are_refused(scheme: str) -> None:
+    """Never infinite in silence: with scales just large enough they are not read, in bfloat16 they are."""
+    its, plain = SCHEMES[scheme], torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    its = replace(its, config={**its.config, "stored_scales": "float32"})
+    _, numbers = matrix_of(its, plain, dtype="float16")
+    large = sized(its, 2.0 ** math.ceil(math.log2(65504 / float(numbers.abs().max()))))
+    matrix_of(large, plain, dtype="bfloat16")
+    with pytest.raises(CheckpointError, match=r"tensor model.* leads to weights of up to .* float16"):
+        matrix_of(large, plain, dtype="float16")
 
 
 def test_scales_of_several_dtypes_rest_in_float32(tmp_path: Path) -> None:

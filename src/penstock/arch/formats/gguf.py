@@ -12,7 +12,7 @@ from penstock.arch.formats.format import ALL, StoredTensor, TensorSlice, WeightF
 from penstock.arch.formats.gguf_blocks import DECODERS, QUANTISED, BlockType, fields, half
 from penstock.arch.formats.integers import Integers, Packing
 from penstock.arch.formats.names import EMBEDDING, ROUTERS
-from penstock.arch.formats.repack import below_each_other, checked_scales
+from penstock.arch.formats.repack import LARGEST, below_each_other, checked_scales, within
 from penstock.arch.formats.words import Words
 from penstock.base.errors import CheckpointError
 
@@ -23,6 +23,8 @@ METHOD = "gguf"
 _EXPERT = re.compile(r"\.experts\.\d{1,9}\.")
 _RANDOM = range(8, 32)
 """Random blocks are of such bytes: as float16 numbers they are from 2**-13 to 2**-7."""
+_MOST = 128 * 32
+"""What multiplies a scale of any type at most."""
 _UNPACKED_ROWS = 1024
 """Rows that are dequantised at a time where a matrix does not rest in few bits."""
 _CASTS = {"float32": "float", "float16": "half", "bfloat16": "bfloat16"}
@@ -132,7 +134,7 @@ class Blocks(WeightFormat):
         block, height = self.block, sum(source.taken[0] for source in sources)
         row = -(-(self.skip + self.width) // block.values) * block.size
         raw = tuple(_raw(block, source) for source in sources)
-        repack = _Checked(block, tuple(sources))
+        repack = _Checked(block, dtype, tuple(sources))
         return (StoredTensor("blocks", (height, row), "uint8", raw, repack, _RANDOM),)
 
     def dequantise(self, parts: "Mapping[str, Tensor]", rows: slice = ALL) -> "Tensor":
@@ -147,6 +149,7 @@ class _Checked:
     """Takes a rank's blocks of whole tensors, and checks that their scales are numbers."""
 
     type: BlockType
+    dtype: str
     sources: tuple[TensorSlice, ...]
 
     def __call__(self, wholes: "Sequence[Tensor | None]") -> "Tensor":
@@ -157,8 +160,12 @@ class _Checked:
             rows, columns = source.rows or range(source.shape[0]), source.columns or range(source.shape[1])
             first, last = columns.start // values, -(-columns.stop // values)
             taken = whole[rows.start : rows.stop, first * size : last * size]
-            for at in self.type.halves:
-                checked_scales(half(_blocks(self.type, taken), at), source.tensor, zero=True)
+            halves = (half(_blocks(self.type, taken), at) for at in self.type.halves)
+            scales = [checked_scales(one, source.tensor, zero=True) for one in halves]
+            if self.dtype == "float16" and max(float(one.abs().max()) for one in scales) * _MOST > LARGEST:
+                for at in range(0, len(taken), _UNPACKED_ROWS):
+                    some = _blocks(self.type, taken[at : at + _UNPACKED_ROWS])
+                    within(DECODERS[self.type.name](some), self.dtype, source.tensor)
             parts.append(taken)
         return below_each_other(parts)
 
