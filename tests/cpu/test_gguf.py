@@ -22,7 +22,7 @@ from gguf_files import WIDE, Made, Writing, source
 from members import pass_of
 from penstock.api.llm import LLM
 from penstock.arch.formats.format import matrix
-from penstock.arch.formats.gguf import BLOCK_TYPES, FORMATS, Unpacked
+from penstock.arch.formats.gguf import BLOCK_TYPES, FORMATS, ByType, Unpacked
 from penstock.arch.formats.gguf_blocks import QUANTISED, TYPES
 from penstock.arch.formats.recipe import Recipe, name_of
 from penstock.arch.layout import group_layouts
@@ -30,6 +30,8 @@ from penstock.arch.rope import inverse_frequencies
 from penstock.arch.spec import RopeKind, RopeSpec
 from penstock.base.errors import CheckpointError, PenstockError
 from penstock.memory.disk import DiskFile
+from penstock.ops.embedding import look_up
+from penstock.ops.kernels import plain_torch
 from penstock.ops.matrix import Matrix
 from penstock.ops.native import blocks as native
 from penstock.ops.native.few_bits import find_library
@@ -106,6 +108,43 @@ def test_types_have_the_numbers_of_the_library() -> None:
     kinds = ["Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"]
     assert list(BLOCK_TYPES) == kinds
     assert all(gguf.GGMLQuantizationType(number).name == one.name for number, one in TYPES.items())
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize("kernels", [False, True])
+def test_rows_of_an_embedding_are_those_of_the_dense_one(kind: str, kernels: bool) -> None:
+    """To the bit, in any order and of any rank, as they were where embeddings rested dense."""
+    rows = gguf_files.draw(kind, 96, 512, 0.1, np.random.default_rng(0))
+    name, tokens = "model.embed_tokens.weight", torch.tensor([7, 0, 31, 7, 95, 30])
+    format = ByType(types=((kind, (name.removesuffix(".weight"),)),)).of(name)
+    assert format == FORMATS[kind]
+    for part in (range(96), range(31, 96)):
+        sources = [matrix(name, 96, 512, rows=part)]
+        cut, mine = format.cut(sources), tokens.clamp(part.start, part.stop - 1) - part.start
+        parts = {one.name: one.repack([torch.from_numpy(rows)] * len(one.sources)).contiguous()  # type: ignore[misc]
+                 for one in cut.stored("float32", sources)}  # fmt: skip
+        weight = Matrix(cut, (len(part), 512), parts)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            (dense,) = Unpacked(inner=format).cut(sources).stored(str(dtype).removeprefix("torch."), sources)
+            assert dense.repack is not None
+            with plain_torch(not kernels):
+                found = look_up(mine, weight, dtype)
+            assert torch.equal(found, dense.repack([torch.from_numpy(rows)])[mine])
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_embeddings_rest_in_their_blocks(name: str, tmp_path: Path) -> None:
+    made = gguf_files.write(source(name), tmp_path, Writing(mixed))
+    with Checkpoint.open(made.file) as checkpoint:
+        embedding = group_layouts(checkpoint.spec, checkpoint.names, "bfloat16")[0]
+        block, (height, width) = QUANTISED["Q6_K"], embedding.matrices[0].shape
+        assert embedding.matrices[0].format.kernels == "blocks"
+        assert embedding.fields[0].size == height * block.row_bytes(width)
+    resident = pass_of(made.file, 0)
+    assert all(map(torch.equal, resident, pass_of(made.file, 0, part=0.4)))
+    for ranks in (0, 2):
+        mine, theirs = pass_of(made.file, ranks, kernels=False), pass_of(made.dense, ranks, kernels=False)
+        assert all(map(torch.equal, mine, theirs))
 
 
 @pytest.mark.parametrize("kind", ["Q6_K", "MXFP4", "Q4_0"])

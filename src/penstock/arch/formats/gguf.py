@@ -11,7 +11,7 @@ from penstock.arch.formats.floats import Float4
 from penstock.arch.formats.format import ALL, StoredTensor, TensorSlice, WeightFormat
 from penstock.arch.formats.gguf_blocks import DECODERS, QUANTISED, BlockType, fields, half
 from penstock.arch.formats.integers import Integers, Packing
-from penstock.arch.formats.names import EMBEDDING, ROUTERS
+from penstock.arch.formats.names import ROUTERS
 from penstock.arch.formats.repack import LARGEST, below_each_other, checked_scales, within
 from penstock.arch.formats.words import Words
 from penstock.base.errors import CheckpointError
@@ -134,7 +134,7 @@ class Blocks(WeightFormat):
         block, height = self.block, sum(source.taken[0] for source in sources)
         row = -(-(self.skip + self.width) // block.values) * block.size
         raw = tuple(_raw(block, source) for source in sources)
-        repack = _Checked(block, dtype, tuple(sources))
+        repack = _Checked(self, dtype, tuple(sources))
         return (StoredTensor("blocks", (height, row), "uint8", raw, repack, _RANDOM),)
 
     def dequantise(self, parts: "Mapping[str, Tensor]", rows: slice = ALL) -> "Tensor":
@@ -148,24 +148,24 @@ class Blocks(WeightFormat):
 class _Checked:
     """Takes a rank's blocks of whole tensors, and checks that their scales are numbers."""
 
-    type: BlockType
+    format: Blocks
     dtype: str
     sources: tuple[TensorSlice, ...]
 
     def __call__(self, wholes: "Sequence[Tensor | None]") -> "Tensor":
-        parts = []
+        parts, block = [], self.format.block
         for source, whole in zip(self.sources, wholes, strict=True):
             assert whole is not None
-            values, size = self.type.values, self.type.size
+            values, size = block.values, block.size
             rows, columns = source.rows or range(source.shape[0]), source.columns or range(source.shape[1])
             first, last = columns.start // values, -(-columns.stop // values)
             taken = whole[rows.start : rows.stop, first * size : last * size]
-            halves = (half(_blocks(self.type, taken), at) for at in self.type.halves)
+            halves = (half(_blocks(block, taken), at) for at in block.halves)
             scales = [checked_scales(one, source.tensor, zero=True) for one in halves]
             if self.dtype == "float16" and max(float(one.abs().max()) for one in scales) * _MOST > LARGEST:
                 for at in range(0, len(taken), _UNPACKED_ROWS):
-                    some = _blocks(self.type, taken[at : at + _UNPACKED_ROWS])
-                    within(DECODERS[self.type.name](some), self.dtype, source.tensor)
+                    some = self.format.dequantise({"blocks": taken}, slice(at, at + _UNPACKED_ROWS))
+                    within(some, self.dtype, source.tensor)
             parts.append(taken)
         return below_each_other(parts)
 
@@ -251,15 +251,13 @@ class ByType(WeightFormat):
     types: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def of(self, tensor: str) -> WeightFormat:
-        """Return the format of a weight; dense for types that are not quantised. Embeddings and routers are
-        dense at rest."""
+        """Return the format of a weight; dense for types that are not quantised. Routers rest dense."""
         module = tensor.removesuffix(".weight")
         types = _by_module(self.types)
         type = types.get(module) or types.get(_EXPERT.sub(".experts.", module))
         if type is None:
             return DENSE
-        dense = module == EMBEDDING or module.endswith(ROUTERS)
-        return Unpacked(inner=FORMATS[type]) if dense else FORMATS[type]
+        return Unpacked(inner=FORMATS[type]) if module.endswith(ROUTERS) else FORMATS[type]
 
 
 @lru_cache(maxsize=4)
