@@ -25,10 +25,11 @@ from penstock.arch.formats.format import matrix
 from penstock.arch.formats.gguf import BLOCK_TYPES, FORMATS, ByType, Unpacked
 from penstock.arch.formats.gguf_blocks import QUANTISED, TYPES
 from penstock.arch.formats.recipe import Recipe, name_of
-from penstock.arch.layout import group_layouts
+from penstock.arch.layout import GroupKind, group_layouts
 from penstock.arch.rope import inverse_frequencies
 from penstock.arch.spec import RopeKind, RopeSpec
 from penstock.base.errors import CheckpointError, PenstockError
+from penstock.cli.commands.plan import open_model
 from penstock.memory.disk import DiskFile
 from penstock.ops.embedding import look_up
 from penstock.ops.kernels import plain_torch
@@ -243,6 +244,24 @@ def test_streamed_and_ranks(name: str, kind: str, tmp_path: Path) -> None:
     for ranks in (0, 2):
         mine, theirs = pass_of(made.file, ranks, kernels=False), pass_of(made.dense, ranks, kernels=False)
         assert all(torch.equal(*both) for both in zip(mine, theirs, strict=True))
+
+
+def test_experts_of_several_types(tmp_path: Path) -> None:
+    """Layers differ in types, and so in size: slots are of the largest, plans add up by tensor."""
+
+    def of(name: str) -> str:
+        return mixed(name) if "blk.0" in name else "Q5_K" if "ffn_down" in name else "Q2_K"
+
+    made = gguf_files.write(source("mixtral"), tmp_path, Writing(of))
+    with Checkpoint.open(made.file) as checkpoint:
+        layouts = group_layouts(checkpoint.spec, checkpoint.names, "float32")
+        sizes = {one.size for one in layouts if one.id.kind is GroupKind.EXPERT}
+        _, spec, names = open_model(str(made.file))
+        assert group_layouts(spec, names, "float32") == layouts
+    assert len(sizes) == 2
+    want = pass_of(made.dense, 0, kernels=False)
+    for part in (0.3, 0.5, 0.8):
+        assert all(map(torch.equal, pass_of(made.file, 0, part=part, kernels=False), want))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe_normalised"])
