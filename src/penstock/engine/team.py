@@ -13,6 +13,7 @@ from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError, DeviceError
+from penstock.engine.budget import Budget
 from penstock.engine.contexts import LongRoom
 from penstock.engine.placing import Model
 from penstock.engine.plan import Outline
@@ -43,6 +44,12 @@ class Place:
     def least(self, value: int) -> int:
         """Return the smallest value of any rank, which all of them then use."""
         return self.group.least(value) if self.group is not None else value
+
+    def shares(self, budget: Budget) -> tuple[str, ...]:
+        """Return the budgets of all ranks as text, in order of rank. To be called on all at once."""
+        if self.group is None:
+            return (str(budget),)
+        return tuple(one.decode() for one in self.group.exchange(str(budget).encode()))
 
     def agree(self, outline: Outline[LongRoom]) -> Outline[LongRoom]:
         """Return the outline with the least limits and far KV of any rank: a plan names slots for all."""
@@ -78,6 +85,13 @@ class Place:
         self.last.callback(collectives.close)
         collectives.open()
         return collectives
+
+
+def memory_of(shares: Sequence[str]) -> list[str]:
+    """Return lines that say how the memory of each rank is divided: one where all have the same."""
+    if len(set(shares)) > 1:
+        return [f"memory of rank {rank} {share}" for rank, share in enumerate(shares)]
+    return [f"memory {f'of each of {len(shares)} ranks ' if len(shares) > 1 else ''}{shares[0]}"]
 
 
 def device_of(config: Config, local: int) -> torch.device:
