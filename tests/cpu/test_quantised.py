@@ -18,12 +18,14 @@ from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import FileTensor
 from penstock.arch.formats.methods import read_format, with_stored
 from penstock.arch.layout import group_layouts
+from penstock.arch.shards import Shard
 from penstock.base.errors import CheckpointError, UnsupportedModelError
 from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.pack.reader import Pack
 from penstock.weights.pack.writer import write_pack
-from penstock.weights.streaming.source import RandomSource
+from penstock.weights.streaming.source import PackSource, RandomSource
 from penstock.weights.streaming.stream import group_views
 from quantised import (
     EMBEDDING,
@@ -314,6 +316,25 @@ def test_packs(scheme: str, name: str, tmp_path: Path) -> None:
     assert outputs(tmp_path / "pack", kernels=False) == outputs(dense)
     resident, streamed = pass_of(few, 0), pass_of(few, 0, part=0.3)
     assert all(torch.equal(*both) for both in zip(resident, streamed, strict=True))
+
+
+@pytest.mark.parametrize(
+    "scheme", ["gptq_asymmetric", "gptq_order", "nvfp4", "fp8", "fp8_exponents", "packed_odd"]
+)
+def test_packs_of_ranks(scheme: str, tmp_path: Path) -> None:
+    """Each rank of a checkpoint of few bits streams from a pack of its part, as of any other."""
+    few, dense = checkpoints(tiny.checkpoint("llama"), tmp_path, SCHEMES[scheme])
+    sources = []
+    for rank in range(2):
+        shard, path = Shard(rank, 2), tmp_path / str(rank)
+        with Checkpoint.open(few) as checkpoint:
+            assert write_pack(checkpoint, path, "float32", shard=shard)
+        pack = Pack.open(path, shard)
+        pack.verify()
+        sources.append(PackSource(pack))
+    found = pass_of(few, 2, source=sources, part=0.6, kernels=False)
+    for mine, theirs in zip(found, pass_of(dense, 2), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ class _Part:
     disk: DiskLedger | None
     """The books of what all ranks' stores have."""
     shares: tuple[str, ...]
-    """How each rank's memory is divided."""
+    """The division of each rank's memory."""
 
 
 def _build(config: Config, model: Model, where: Place, opened: ExitStack, context: BootContext) -> _Part:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.arch.formats.recipe import quantised_here
 from penstock.arch.parts import held
 from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec
@@ -120,10 +121,11 @@ def team_config(config: Config, *models: Model) -> Config:
     for model, whose in zip(models, ("the model's", "the draft model's"), strict=False):
         held(model.spec, Shard(0, config.tensor_parallel), whose)
         if isinstance(model, Pack):
+            few = quantised_here(model.config)
             raise ConfigError(
                 f"tensor_parallel={config.tensor_parallel} needs a checkpoint, of which each rank reads its "
-                f"part, but {model.path} is a pack; "
-                "give the checkpoint it was made of"
+                f"part, but {model.path} is a pack; give the checkpoint it was made of"
+                + (", or one that is published in few bits, or leave tensor_parallel out" if few else "")
             )
     if config.host_kv_memory is None and config.disk_kv_memory is None:
         return replace(

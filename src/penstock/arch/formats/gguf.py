@@ -24,7 +24,7 @@ _EXPERT = re.compile(r"\.experts\.\d{1,9}\.")
 _RANDOM = range(8, 32)
 """Random blocks are of such bytes: as float16 numbers they are from 2**-13 to 2**-7."""
 _MOST = 128 * 32
-"""What multiplies a scale of any type at most."""
+"""A scale of any type is multiplied by at most this."""
 _UNPACKED_ROWS = 1024
 """Rows that are dequantised at a time where a matrix does not rest in few bits."""
 _CASTS = {"float32": "float", "float16": "half", "bfloat16": "bfloat16"}

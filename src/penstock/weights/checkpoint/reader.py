@@ -18,7 +18,7 @@ import torch
 from penstock.arch.families import TensorNames, family_of, read_spec
 from penstock.arch.formats.format import STORED_BYTES, FileTensor, TensorSlice
 from penstock.arch.formats.methods import with_stored
-from penstock.arch.formats.recipe import METHOD as QUANTISED_HERE
+from penstock.arch.formats.recipe import quantised_here
 from penstock.arch.layout import ALIGNMENT, Field, GroupLayout
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.errors import CheckpointError, PenstockError
@@ -102,8 +102,7 @@ class Checkpoint:
         expect_inside(path)
         config, where = read_config(path), str(path / "config.json")
         spec = read_spec(config, where)
-        settings = config.get("quantization_config")
-        if isinstance(settings, dict) and settings.get("quant_method") == QUANTISED_HERE:
+        if quantised_here(config):
             raise CheckpointError(
                 f"{where} is that of a pack which `penstock pack --to` made, but {path} is no "
                 "pack; fetch manifest.json and weights.bin, or the model's own config.json"

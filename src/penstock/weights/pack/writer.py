@@ -105,6 +105,8 @@ def write_locked(
     shard: Shard | None = None,
 ) -> bool:
     """Do what write_pack does, for whoever has `out` locked."""
+    if isinstance(checkpoint, QuantisedCheckpoint) and (shard or WHOLE) != WHOLE:
+        raise PackError(f"{out}: a model is quantised as a whole, not as {shard}; pack it without ranks")
     layouts = group_layouts(checkpoint.spec, checkpoint.names, dtype, shard)
     checkpoint.verify(group_layouts(checkpoint.spec, checkpoint.names, dtype))
     sides, files, side_bytes = _sides(checkpoint), dict[str, str](), 0
