@@ -4,7 +4,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -20,8 +20,9 @@ from penstock.arch.formats.floats import Float8
 from penstock.arch.formats.format import WeightFormat, matrix
 from penstock.arch.formats.integers import Integers
 from penstock.arch.formats.recipe import DensePacking, Recipe
+from penstock.arch.shards import Shard
 from penstock.base.config import Config
-from penstock.base.errors import CheckpointError, PenstockError
+from penstock.base.errors import CheckpointError, ConfigError, PenstockError
 from penstock.cli.main import main
 from penstock.engine.settling import settle
 from penstock.engine.store import root_of
@@ -117,7 +118,7 @@ def test_an_outlier_is_worth_a_coarser_scale_where_it_loses_less() -> None:
 
 
 def quantised_pack(
-    model: Path, out: Path, recipe: Recipe, dtype: str = "float32", **more: Callable[[int], None]
+    model: Path, out: Path, recipe: Recipe, dtype: str = "float32", **more: object
 ) -> QuantisedCheckpoint:
     with Checkpoint.open(model) as checkpoint:
         source = QuantisedCheckpoint(checkpoint, recipe, dtype, CPU)
@@ -309,6 +310,10 @@ def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert not out.exists()
     quantised_pack(model, out, RECIPES["int4"])
     assert "is a pack already" in refused(capsys, out, "--to", "int4")
+    with pytest.raises(PenstockError, match="is quantised as a whole, not as rank 0 of 2"):
+        quantised_pack(model, tmp_path / "rank", RECIPES["int4"], shard=Shard(0, 2))
+    with pytest.raises(ConfigError, match=r"is a pack; give the checkpoint .* or leave tensor_parallel out"):
+        LLM(out, device="cpu", tensor_parallel=2)
     (out / MANIFEST).unlink()
     assert "is no pack; fetch manifest.json" in refused(capsys, out, "--to", "int4")
 

@@ -10,8 +10,10 @@ import gguf_files
 from penstock.arch.formats.format import matrix
 from penstock.arch.formats.gguf import FORMATS
 from penstock.arch.formats.gguf_blocks import LEVELS
+from penstock.ops import embedding
 from penstock.ops.activation import silu_mul
 from penstock.ops.matrix import Matrix
+from penstock.ops.triton import blocks
 from penstock.ops.triton.block_codes import kind_of, take_apart
 from penstock.ops.triton.blocks import BlocksTuning, dequantise, few_rows, reads, suits
 
@@ -128,6 +130,16 @@ def test_what_is_compiled_makes_the_operands(kind: str, dtype: torch.dtype) -> N
                     code |= (above[side] >> number * of.high & (1 << of.high) - 1) << of.bits
                 want = LEVELS[code] if of.levels else code + (1 << of.bits + of.high)
                 assert got[number, side] == want
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_rows_of_an_embedding(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By these kernels, as on a GPU."""
+    weight = resting(kind, 40, 512)
+    monkeypatch.setattr(embedding, "native_kernels", lambda _: blocks)
+    tokens = torch.tensor([39, 0, 7, 7])
+    found = embedding.look_up(tokens, weight, torch.float16)
+    assert torch.equal(found, weight.format.dequantise(weight.parts)[tokens].half())
 
 
 def test_every_type_is_read() -> None:

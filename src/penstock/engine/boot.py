@@ -35,7 +35,15 @@ from penstock.engine.placing import BootContext, Model, Override, PlacedWeights,
 from penstock.engine.plan import BootPlan, Rest
 from penstock.engine.settling import Settled, settle
 from penstock.engine.store import carry_rates, ledger_of, open_store, outlives, root_of
-from penstock.engine.team import Place, described, device_of, open_described, share_threads, team_config
+from penstock.engine.team import (
+    Place,
+    described,
+    device_of,
+    memory_of,
+    open_described,
+    share_threads,
+    team_config,
+)
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.store.blocks import BlockStore
 from penstock.memory.device import choose_device, device_name, give_back, left_by, lift_cap
@@ -107,7 +115,8 @@ def boot(
         by = f"{config.tensor_parallel} x {device_name(device)}, {weights} weights there"
         engine = Engine(scheduler, ranks, carry_rates(scheduler.tiers.rates, part.store, by))
         opened.pop_all()
-    say(f"memory {plan.budget}")
+    for line in memory_of(part.shares):
+        say(line)
     if outline.far:
         say(f"long contexts: {outline.far}")
     if config.prefix_cache and (blocker := prefix_blocker(outline.spec)):
@@ -203,6 +212,8 @@ class _Part:
     store: BlockStore | None
     disk: DiskLedger | None
     """The books of what all ranks' stores have."""
+    shares: tuple[str, ...]
+    """The division of each rank's memory."""
 
 
 def _build(config: Config, model: Model, where: Place, opened: ExitStack, context: BootContext) -> _Part:
@@ -269,9 +280,10 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
         _record(plan, runner, say, ModelRole.TARGET)
         if of_draft is not None:
             _record(of_draft, runner, say, ModelRole.DRAFT)
+        shares = where.shares(plan.budget)
         if where.group is not None:
             where.group.check()
-        return _Part(plan, runner, weights, root, store, disk)
+        return _Part(plan, runner, weights, root, store, disk, shares)
 
 
 def _draft_weights(

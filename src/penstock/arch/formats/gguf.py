@@ -11,8 +11,8 @@ from penstock.arch.formats.floats import Float4
 from penstock.arch.formats.format import ALL, StoredTensor, TensorSlice, WeightFormat
 from penstock.arch.formats.gguf_blocks import QUANTISED, RESTING, BlockType, Resting, fields, half
 from penstock.arch.formats.integers import Integers, Packing
-from penstock.arch.formats.names import EMBEDDING, ROUTERS
-from penstock.arch.formats.repack import below_each_other, checked_scales
+from penstock.arch.formats.names import ROUTERS
+from penstock.arch.formats.repack import LARGEST, below_each_other, checked_scales, within
 from penstock.arch.formats.words import Words
 from penstock.base.errors import CheckpointError
 
@@ -23,6 +23,8 @@ METHOD = "gguf"
 _EXPERT = re.compile(r"\.experts\.\d{1,9}\.")
 _RANDOM = range(8, 32)
 """Random blocks are of such bytes: as float16 numbers they are from 2**-13 to 2**-7."""
+_MOST = 128 * 32
+"""A scale of any type is multiplied by at most this."""
 _UNPACKED_ROWS = 1024
 """Rows that are dequantised at a time where a matrix does not rest in few bits."""
 _REPACKED_ROWS = 1024
@@ -153,11 +155,8 @@ class Blocks(WeightFormat):
         """Return the blocks."""
         height = sum(source.taken[0] for source in sources)
         raw = tuple(_raw(self.block, source) for source in sources)
-        return (
-            StoredTensor(
-                "blocks", (height, self.row_bytes), "uint8", raw, _Put(self, tuple(sources)), _RANDOM
-            ),
-        )
+        repack = _Put(self, dtype, tuple(sources))
+        return (StoredTensor("blocks", (height, self.row_bytes), "uint8", raw, repack, _RANDOM),)
 
     def dequantise(self, parts: "Mapping[str, Tensor]", rows: slice = ALL) -> "Tensor":
         """Return the matrix in float32, `[out, in]`."""
@@ -171,6 +170,7 @@ class _Put:
     they rest."""
 
     format: Blocks
+    dtype: str
     sources: tuple[TensorSlice, ...]
 
     def __call__(self, wholes: "Sequence[Tensor | None]") -> "Tensor":
@@ -184,9 +184,15 @@ class _Put:
             for at in range(0, len(rows), _REPACKED_ROWS):
                 some = slice(rows.start + at, min(rows.start + at + _REPACKED_ROWS, rows.stop))
                 taken = whole[some, first * size : last * size].reshape(-1, last - first, size)
-                for place in block.halves:
-                    checked_scales(half(taken.flatten(0, 1), place), source.tensor, zero=True)
-                made[at : at + len(taken)] = self.format.resting.put(taken, self.format.units)
+                halves = (half(taken.flatten(0, 1), place) for place in block.halves)
+                scales = [checked_scales(one, source.tensor, zero=True) for one in halves]
+                put = made[at : at + len(taken)]
+                put[:] = self.format.resting.put(taken, self.format.units)
+                if (
+                    self.dtype == "float16"
+                    and max(float(one.abs().max()) for one in scales) * _MOST > LARGEST
+                ):
+                    within(self.format.dequantise({"blocks": put}), self.dtype, source.tensor)
             parts.append(made)
         return below_each_other(parts)
 
@@ -272,15 +278,13 @@ class ByType(WeightFormat):
     types: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def of(self, tensor: str) -> WeightFormat:
-        """Return the format of a weight; dense for types that are not quantised. Embeddings and routers are
-        dense at rest."""
+        """Return the format of a weight; dense for types that are not quantised. Routers rest dense."""
         module = tensor.removesuffix(".weight")
         types = _by_module(self.types)
         type = types.get(module) or types.get(_EXPERT.sub(".experts.", module))
         if type is None:
             return DENSE
-        dense = module == EMBEDDING or module.endswith(ROUTERS)
-        return Unpacked(inner=FORMATS[type]) if dense else FORMATS[type]
+        return Unpacked(inner=FORMATS[type]) if module.endswith(ROUTERS) else FORMATS[type]
 
 
 @lru_cache(maxsize=4)

@@ -137,6 +137,12 @@ def config_in(format: str | None, config: Mapping[str, object], where: str) -> M
     return {**config, **({"quantization_config": recipe.config()} if recipe else {"dtype": "bfloat16"})}
 
 
+def quantised_here(config: Mapping[str, object]) -> bool:
+    """Tell whether a config.json is that of a model which was quantised by a recipe."""
+    settings = config.get("quantization_config")
+    return isinstance(settings, dict) and settings.get("quant_method") == METHOD
+
+
 def name_of(format: WeightFormat) -> str:
     """Return the name by which reports call a model's format: that of most of its matrices, such as int4
     or gptq; empty for dense weights."""
