@@ -379,17 +379,18 @@ def config_of(out: Path) -> dict[str, object]:
 
 
 def test_mixes_have_more_and_more_bits() -> None:
-    last = {"llama": "down_proj", "qwen3_moe": "down_proj", "mixtral": "w2"}
-    for name, down in last.items():
+    attention = ("k_proj", "v_proj", "o_proj")
+    last = dict.fromkeys(("llama", "qwen3_moe"), ("down_proj", "up_proj")) | {"mixtral": ("w2", "w3")}
+    for name, (down, up) in last.items():
         with Checkpoint.open(tiny.checkpoint(name)) as checkpoint:
             free, asked = mix.mixes(checkpoint, None), mix.mixes(checkpoint, 8)
             bits = [QuantisedCheckpoint(checkpoint, one, "float32", CPU).bits for one in asked]
-        assert [one.group for one in free] == [64, 32, 32, 32]
+        assert [one.group for one in free] == [64, 32, 32, 32, 32]
         assert [one.int8 for one in free[1:]] == [one.int8 for one in asked]
         assert [one.int8 for one in asked] == [
-            (), ("k_proj", "v_proj", "o_proj"), ("k_proj", "v_proj", "o_proj", down)
+            (), attention, (*attention, down), (*attention, down, up)
         ]  # fmt: skip
-        assert [one.group for one in asked] == [8, 8, 8]
+        assert [one.group for one in asked] == [8, 8, 8, 8]
         assert bits == sorted(bits)
 
 
@@ -426,12 +427,12 @@ def test_an_interrupted_choice_goes_on(name: str, tmp_path: Path, monkeypatch: p
     assert sorted(os.listdir(tmp_path)) == ["out.trial", "whole"]
     assert mixed(model, tmp_path / "out", again) == whole
     assert again[0] == told[1]
-    assert len(again) == 3  # The second mix, the third, and that none loses little.
+    assert len(again) == 4  # The second mix, the third, the last, and that none loses little.
     for file in (STORE, MANIFEST, "config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
     assert sorted(os.listdir(tmp_path)) == ["out", "whole"]
     assert mixed(model, tmp_path / "out", again) == whole
-    assert len(again) == 3
+    assert len(again) == 4
 
 
 def test_a_store_elsewhere_gets_the_choice(tmp_path: Path) -> None:
@@ -490,12 +491,12 @@ def test_the_model_writes_its_own_text() -> None:
 
 
 def test_the_shipped_model_keeps_what_it_knows(tmp_path: Path, shared_data: Path) -> None:
-    """As `penstock pack --to int4` makes it, where plain int4 loses 0.2 of a book that the model knows."""
+    """As `penstock pack --to int4` makes it, where plain int4 loses 0.2 and more of a book that it knows."""
     out = tmp_path / "pack"
     assert main(["pack", str(SHIPPED_MODEL), "--to", "int4", "--device", "cpu", "--out", str(out)]) == 0
-    assert (out / STORE).stat().st_size < 0.5 * (SHIPPED_MODEL / "model.safetensors").stat().st_size
+    assert (out / STORE).stat().st_size < 0.56 * (SHIPPED_MODEL / "model.safetensors").stat().st_size
     book = (shared_data / "war_and_peace" / "2600-0.txt").read_text(encoding="utf-8-sig")
-    work = PerplexityWork(book[200_000:], "book", tokens=4096)
+    work = PerplexityWork(book[800_000:], "book", tokens=4096)
     found = []
     for path in (SHIPPED_MODEL, out):
         with LLM(path, device="cpu", dtype="bfloat16", max_length=2048) as llm:
