@@ -3,8 +3,8 @@
 What four bits cost depends on the model, so it is measured, without anybody's data: the model writes a text.
 Each sequence begins with a random token, so that much of what the model knows is reached, and goes on with
 tokens that are drawn from the model. The mean negative log-probability of such a text grows by the
-Kullback-Leibler divergence of the quantised model from the dense one. Packs of more and more bits are made in
-turn and run by the engine, until one of them loses at most MOST.
+Kullback-Leibler divergence of the quantised model from the dense one. Packs of more and more bits are made
+and run by the engine, until one of them loses at most MOST.
 """
 
 import os
@@ -12,7 +12,7 @@ import random
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.api.llm import LLM
@@ -32,31 +32,34 @@ SEQUENCES, TOKENS = 64, 63
 """The model's own text: sequences, and tokens of each with the random one."""
 SMALL = GROUP // 2
 """Columns that share a scale in all mixes but the first, where no number is asked for."""
-KEPT = (("k_proj", "v_proj", "o_proj"), ("down_proj", "w2"), ("up_proj", "w3"))
-"""Modules that a mix has in eight bits beside those of the mix before it, those first where four bits cost
-most for a byte. Each family has some of them."""
+KEPT = (
+    (("k_proj", "v_proj", "o_proj"), 0.42),
+    (("down_proj", "w2"), 0.28),
+    (("mlp.up_proj",), 0.16),
+)
+"""Modules that a mix has in eight bits beside those of the mix before it, by parts of names of which each
+family has some, and what is then left of the first mix's loss, as measured with the shipped model. Those come
+first where four bits cost most for a byte. Experts keep gate and up in one format, or a GPU computes them one
+by one."""
+_LEFT_BY_SMALL = 0.85
+"""The same of groups of SMALL columns."""
 
 
-def mixes(checkpoint: Checkpoint, group: int | None) -> list[Recipe]:
-    """Return the recipes that are tried for a dense model, those of fewest bits first.
+def mixes(checkpoint: Checkpoint, group: int | None) -> dict[Recipe, float]:
+    """Return the recipes that are tried for a dense model, those of fewest bits first, and the part of the
+    first one's loss that each is likely to have.
 
     group: columns that share a scale; None has them chosen, too.
     """
     layouts = group_layouts(checkpoint.spec, checkpoint.names, checkpoint.spec.dtype)
-    modules = {
-        source.tensor.split(".")[-2]
-        for layout in layouts
-        for matrix in layout.matrices
-        for _, field in matrix.parts
-        for source in field.sources
-    }
-    found, int8 = [Recipe.of("int4", group)], tuple[str, ...]()
+    tensors = [source.tensor for layout in layouts for field in layout.fields for source in field.sources]
+    found, int8 = {Recipe.of("int4", group): 1.0}, tuple[str, ...]()
     if group is None:
-        found.append(Recipe.of("int4", SMALL))
-    for more in KEPT:
-        int8 += tuple(name for name in more if name in modules)
-        found.append(Recipe.of("int4", group or SMALL, int8))
-    return [replace(recipe, measured=True) for recipe in found]
+        found[Recipe.of("int4", SMALL)] = _LEFT_BY_SMALL
+    for more, left in KEPT:
+        int8 += tuple(part for part in more if any(part in tensor for tensor in tensors))
+        found.setdefault(Recipe.of("int4", group or SMALL, int8), left)
+    return {replace(recipe, measured=True): left for recipe, left in found.items()}
 
 
 def write_mix(
@@ -68,8 +71,8 @@ def write_mix(
     device: str,
     tell: Callable[[str], None],
 ) -> QuantisedCheckpoint:
-    """Write the pack of a dense model into `out`, by the first of its mixes that loses at most MOST, or by
-    the last. Return what it was made from.
+    """Write the pack of a dense model into `out`, by a mix that loses at most MOST, or else by the one of
+    most bits. Return what it was made from.
 
     Packs are tried in a directory beside `out`, which then takes its place. After an interrupt that directory
     is gone on with, and mixes before its own are not tried again, since they lost too much. None is tried if
@@ -79,12 +82,12 @@ def write_mix(
     tell: called with what each mix loses.
     Raises what LLM, QuantisedCheckpoint and write_pack raise.
     """
-    recipes, trial = mixes(checkpoint, group), out.with_name(f"{out.name}.trial")
-    tried = [QuantisedCheckpoint(checkpoint, one, dtype, choose_device(device)) for one in recipes]
-    taken = _is_taken(out)
+    left, trial, taken = mixes(checkpoint, group), out.with_name(f"{out.name}.trial"), _is_taken(out)
+    mine = [QuantisedCheckpoint(checkpoint, recipe, dtype, choose_device(device)) for recipe in left]
     begun = recipe_in(out if taken else trial)
-    tried = tried[recipes.index(begun) if begun in recipes else 0 :]
-    source = tried[0] if taken else _tried(tried, trial, dtype, device, tell)
+    first = list(left).index(begun) if begun in left else 0
+    job = _Trials(mine[first:], list(left.values())[first:], trial, dtype, device, tell)
+    source = mine[first] if taken else job.run()
     if not taken and store is None:
         with suppress(OSError):  # Where `out` is a disk of its own the pack is made again.
             os.replace(trial, out)
@@ -104,26 +107,51 @@ def _is_taken(out: Path) -> bool:
         return True
 
 
-def _tried(
-    sources: Sequence[QuantisedCheckpoint], trial: Path, dtype: str, device: str, tell: Callable[[str], None]
-) -> QuantisedCheckpoint:
-    """Return the first of these that loses at most MOST, or the last, with its pack in `trial`."""
-    with _opened(sources[0].path, dtype, device) as llm:
-        texts = own_text(llm)
-        before = log_perplexity(llm, texts)
-    for source in sources:
-        write_pack(source, trial, dtype)
-        with _opened(trial, dtype, device) as llm:
-            loss = log_perplexity(llm, texts) - before
-        tell(
-            f"{source.recipe}: {source.bits:.2f} bits a weight; the model's own text loses {loss:.3f} a token"
-        )
-        if loss <= MOST:
-            return source
-        if source is not sources[-1]:
-            shutil.rmtree(trial)
-    tell(f"none of these loses less than {MOST}; --to int8 does")
-    return source
+@dataclass(frozen=True, slots=True)
+class _Trials:
+    """Tries mixes in a directory. left: see `mixes`; the others: see `write_mix`."""
+
+    sources: Sequence[QuantisedCheckpoint]
+    left: Sequence[float]
+    trial: Path
+    dtype: str
+    device: str
+    tell: Callable[[str], None]
+
+    def run(self) -> QuantisedCheckpoint:
+        """Return one of the mixes that loses at most MOST, or the last, with its pack in the directory."""
+        with self._opened(self.sources[0].path) as llm:
+            texts = own_text(llm)
+            before = log_perplexity(llm, texts)
+        at = 0
+        while True:
+            source = self.sources[at]
+            write_pack(source, self.trial, self.dtype)
+            with self._opened(self.trial) as llm:
+                loss = log_perplexity(llm, texts) - before
+            bits = f"{source.bits:.2f} bits a weight"
+            self.tell(f"{source.recipe}: {bits}; the model's own text loses {loss:.3f} a token")
+            if loss <= MOST:
+                return source
+            if source is self.sources[-1]:
+                self.tell(f"no mix loses less than {MOST}; --to int8 does")
+                return source
+            shutil.rmtree(self.trial)
+            at = following(self.left, at, loss)
+
+    def _opened(self, model: Path) -> LLM:
+        """Return a model to write or to read such a text. Few steps are not worth recording."""
+        return LLM(
+            model, dtype=self.dtype, device=self.device, max_length=TOKENS + 1, max_sequences=SEQUENCES,
+            graphs=False, prefix_cache=False, progress=False,
+        )  # fmt: skip
+
+
+def following(left: Sequence[float], at: int, loss: float) -> int:
+    """Return which mix is tried after mix `at` lost so much: the next that is likely to lose at most MOST, or
+    the last. left: of each mix, see `mixes`."""
+    likely = (later for later in range(at + 1, len(left)) if loss * left[later] <= MOST * left[at])
+    return next(likely, len(left) - 1)
 
 
 def own_text(llm: LLM) -> list[list[int]]:
@@ -145,11 +173,3 @@ def log_perplexity(llm: LLM, texts: Sequence[list[int]]) -> float:
     found = llm.generate(texts, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
     scores = [score.logprob for one in found for score in one.prompt_logprobs or () if score is not None]
     return -sum(scores) / len(scores)
-
-
-def _opened(model: Path, dtype: str, device: str) -> LLM:
-    """Return a model to write or to read such a text. Few steps are not worth recording."""
-    return LLM(
-        model, dtype=dtype, device=device, max_length=TOKENS + 1, max_sequences=SEQUENCES, graphs=False,
-        prefix_cache=False, progress=False,
-    )  # fmt: skip
