@@ -456,6 +456,13 @@ def test_a_store_elsewhere_gets_the_choice(tmp_path: Path) -> None:
     model, told = tiny.checkpoint("llama"), list[str]()
     mixed(model, tmp_path / "out", told, tmp_path / "store")
     mixed(model, tmp_path / "beside", told)
+    tried = len(told)
+    (tmp_path / "out.trial").mkdir()
+    (tmp_path / "out.trial" / "letters").touch()
+    mixed(model, tmp_path / "out", told, tmp_path / "store")
+    assert len(told) == tried
+    assert os.listdir(tmp_path / "out.trial") == ["letters"]
+    shutil.rmtree(tmp_path / "out.trial")
     assert (tmp_path / "store").read_bytes() == (tmp_path / "beside" / STORE).read_bytes()
     assert sorted(os.listdir(tmp_path)) == ["beside", "out", "store"]
     with Pack.open(tmp_path / "out") as pack:

@@ -93,7 +93,8 @@ def write_mix(
             os.replace(trial, out)
             sync_directory(out.parent)
     write_pack(source, out, dtype, store)
-    shutil.rmtree(trial, ignore_errors=True)
+    if recipe_in(trial) in left:  # And not a stranger's directory of that name.
+        shutil.rmtree(trial)
     return source
 
 
