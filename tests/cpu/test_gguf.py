@@ -23,7 +23,7 @@ from members import pass_of
 from penstock.api.llm import LLM
 from penstock.arch.formats.format import matrix
 from penstock.arch.formats.gguf import BLOCK_TYPES, FORMATS, ByType, Unpacked
-from penstock.arch.formats.gguf_blocks import QUANTISED, TYPES
+from penstock.arch.formats.gguf_blocks import QUANTISED, RESTING, TYPES
 from penstock.arch.formats.recipe import Recipe, name_of
 from penstock.arch.layout import GroupKind, group_layouts
 from penstock.arch.rope import inverse_frequencies
@@ -138,9 +138,9 @@ def test_embeddings_rest_in_their_blocks(name: str, tmp_path: Path) -> None:
     made = gguf_files.write(source(name), tmp_path, Writing(mixed))
     with Checkpoint.open(made.file) as checkpoint:
         embedding = group_layouts(checkpoint.spec, checkpoint.names, "bfloat16")[0]
-        block, (height, width) = QUANTISED["Q6_K"], embedding.matrices[0].shape
+        resting, (height, width) = RESTING["Q6_K"], embedding.matrices[0].shape
         assert embedding.matrices[0].format.kernels == "blocks"
-        assert embedding.fields[0].size == height * block.row_bytes(width)
+        assert embedding.fields[0].size == height * resting.row_bytes(-(-width // resting.unit))
     resident = pass_of(made.file, 0)
     assert all(map(torch.equal, resident, pass_of(made.file, 0, part=0.4)))
     for ranks in (0, 2):
