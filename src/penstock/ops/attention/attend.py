@@ -31,7 +31,7 @@ from penstock.ops.attention.inputs import (
     Rows,
     Tiles,
 )
-from penstock.ops.kernels import triton_kernels
+from penstock.ops.kernels import native_kernels, triton_kernels
 from penstock.ops.runs import suits_run
 
 
@@ -55,6 +55,15 @@ def reads_pages(device: torch.device) -> bool:
 def _kernels(x: Tensor) -> ModuleType | None:
     """Return the kernels over pages for tensors where `x` is, or None."""
     return triton_kernels("attention") if x.is_cuda else None
+
+
+def _row_kernels(q: Tensor, cache: Cache, layer: LayerAttention) -> ModuleType | None:
+    """Return the kernels over pages that attend with rows: Triton's on a GPU, those in C on a CPU; or
+    None."""
+    if kernels := _kernels(q):
+        return kernels
+    native = None if q.is_cuda else native_kernels("attention")
+    return native if native is not None and native.suits(q, cache, layer) else None
 
 
 def scratch_bytes(
@@ -162,7 +171,7 @@ def _attend_rows(
     if more:
         out = torch.empty(out.shape, dtype=torch.float32, device=q.device)
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
-    if kernels := _kernels(q):
+    if kernels := _row_kernels(q, cache, layer):
         kernels.paged_decode(q[: rows.count], cache, rows, layer, out=out, lse=lse)
     else:
         attend_rows(q, cache, rows, layer, out, lse)
