@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.ops.attention.attend import attend
-from penstock.ops.attention.inputs import AttentionInputs, LayerAttention, Rows
+from penstock.ops.attention.inputs import AttentionInputs, LayerAttention, QueryRun, Rows
 from penstock.ops.kernels import plain_torch
 from penstock.ops.native import attention, few_bits
 from penstock.ops.native.compiler import NativeError, load
@@ -107,6 +107,27 @@ def test_rows(shape: tuple[int, int, int], dtype: torch.dtype, window: int | Non
     torch.testing.assert_close(lse.double(), want_lse, rtol=2e-6, atol=2e-6)
     wide, _ = made.found(layer, torch.float32)
     torch.testing.assert_close(wide.double(), want, rtol=0, atol=2e-6 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("window", [None, 1, 20])
+@pytest.mark.parametrize("start", [0, 21])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_runs(dtype: torch.dtype, start: int, window: int | None) -> None:
+    """Each query of a run sees the keys up to its own, and none behind it."""
+    made, layer = Made(4, 2, 64, dtype, (40,)), LayerAttention(0.125, window, lse=True)
+    run = QueryRun(0, 40 - start, start, made.rows.table[0].long())
+    assert attention.suits_run(run)
+    assert not attention.suits_run(QueryRun(0, 40, 100, run.blocks))
+    rng = torch.Generator().manual_seed(1)
+    q = torch.randn(run.count, 8, 64, generator=rng).to(dtype)[:, :4]
+    (k,), (v,) = made.keys, made.values
+    made.keys, made.values = ([x[: start + at + 1] for at in range(run.count)] for x in (k, v))
+    made.q = q
+    lse = torch.full((run.count, 4), torch.nan)
+    out = attention.paged_run(q, made.cache, run, layer, lse=lse)
+    want, want_lse = made.wanted(layer)
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=TOLERANCE[dtype] * float(want.abs().max()))
+    torch.testing.assert_close(lse.double(), want_lse, rtol=2e-6, atol=2e-6)
 
 
 def test_large_scores() -> None:

@@ -60,8 +60,11 @@ def _kernels(x: Tensor) -> ModuleType | None:
 def _row_kernels(q: Tensor, cache: Cache, layer: LayerAttention) -> ModuleType | None:
     """Return the kernels over pages that attend with rows: Triton's on a GPU, those in C on a CPU; or
     None."""
-    if kernels := _kernels(q):
-        return kernels
+    return _kernels(q) or _native_kernels(q, cache, layer)
+
+
+def _native_kernels(q: Tensor, cache: Cache, layer: LayerAttention) -> ModuleType | None:
+    """Return the kernels in C over pages, if they suit."""
     native = None if q.is_cuda else native_kernels("attention")
     return native if native is not None and native.suits(q, cache, layer) else None
 
@@ -194,6 +197,9 @@ def _attend_paged(
     ):
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if layer.lse else None
         return kernels.paged_run(q, cache, run, layer, lse=lse), lse
+    if (native := _native_kernels(q, cache, layer)) and native.suits_run(run):
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if layer.lse else None
+        return native.paged_run(q, cache, run, layer, lse=lse), lse
     if layer.window is not None and run.start + run.count > layer.window and not layer.lse:
         return attend_window(q, cache, run, layer), None
     return _attend_chunk(q, k, v, cache, run, layer, more=run.start > 0)

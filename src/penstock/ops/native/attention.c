@@ -22,7 +22,7 @@ struct rows {
     const void *k, *v;      /* [blocks, block_size, kv_heads, dim] */
     void *out;              /* [rows, heads, dim], contiguous */
     float *lse;             /* [rows, heads], contiguous, or null */
-    const int32_t *table;   /* [rows, columns] */
+    const int32_t *table;   /* [rows, columns]; without columns that of all rows */
     const int32_t *lengths; /* [rows] */
     int64_t rows, kv_heads, group, dim, columns, block_size, window; /* window: keys that are seen, or 0: all */
     int64_t q_row, q_head, k_block, k_token, k_head, v_block, v_token, v_head;
