@@ -227,9 +227,10 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
             why = "since there is no Triton" if config.kernels else "as asked"
             say(f"kernels: plain torch computes, {why}")
         outline = where.agree(settle(config, model, device, say, where.shard, context.draft))
-        native = device.type == "cpu" and config.kernels and outline.spec.format != DENSE
+        native = device.type == "cpu" and config.kernels
         if native and (why := find_library(config.cache.expanduser())):
-            say(f"kernels for weights of few bits: none, plain torch computes much slower: {why}")
+            what = "attention" if outline.spec.format == DENSE else "weights of few bits"
+            say(f"kernels for {what}: none, plain torch computes much slower: {why}")
         sums = [where.collectives(one.spec, one.dtype) for one in outline.models]
         if (collectives := sums[0]) is not None and device.type == "cuda":
             few = f"of up to {collectives.rows} rows in one launch, " if collectives.rows else ""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from penstock.ops.native import blocks, few_bits
+from penstock.ops.native import attention, blocks, few_bits
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -36,12 +36,12 @@ def triton_kernels(name: str) -> ModuleType | None:
     return None if _launches.plain else _loaded(name)
 
 
-_NATIVE = {"few_bits": few_bits, "blocks": blocks}
+_NATIVE = {"attention": attention, "few_bits": few_bits, "blocks": blocks}
 
 
 def native_kernels(name: str = "few_bits") -> ModuleType | None:
-    """Return a module of kernels for matrices of few bits on a CPU, or None where plain torch computes. Their
-    `suits` and `reads` say whether this machine has them."""
+    """Return a module of `penstock.ops.native`, or None where plain torch computes. Its `suits` and `reads`
+    say whether this machine has kernels."""
     return None if _launches.plain else _NATIVE[name]
 
 

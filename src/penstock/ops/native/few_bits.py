@@ -67,6 +67,8 @@ class FewBitsLibrary:
         self.blocks_product, self.blocks_dequantise = library.blocks_product, library.blocks_dequantise
         self.blocks_product.argtypes = self.product.argtypes
         self.blocks_dequantise.argtypes = self.dequantise.argtypes
+        self.attend_rows = library.attend_rows
+        self.attend_rows.argtypes, self.attend_rows.restype = [pointer, whole, pointer], None
         self.lanes: int = library.few_bits_lanes()
         self.parallel = _parallel()
 
