@@ -11,6 +11,7 @@ from penstock.arch.shards import WHOLE
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
+from penstock.engine.budget import memory_of
 from penstock.engine.draft import DraftModel, beyond_trained, check_draft
 from penstock.engine.plan import (
     USUAL,
@@ -25,7 +26,6 @@ from penstock.engine.plan import (
     limits_of,
     plan_boot,
 )
-from penstock.engine.team import memory_of
 from penstock.weights.streaming.residency import WeightLimits, padded
 
 GIB, MIB = 1 << 30, 1 << 20

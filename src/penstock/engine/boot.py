@@ -19,7 +19,7 @@ from penstock.base.config import Config
 from penstock.base.errors import DeviceError
 from penstock.base.trace import Trace
 from penstock.base.units import format_size
-from penstock.engine.budget import Budget
+from penstock.engine.budget import Budget, memory_of
 from penstock.engine.contexts import LongRoom
 from penstock.engine.engine import Engine, Ranks
 from penstock.engine.measuring import activation_peak
@@ -39,7 +39,6 @@ from penstock.engine.team import (
     Place,
     described,
     device_of,
-    memory_of,
     open_described,
     share_threads,
     team_config,

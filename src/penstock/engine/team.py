@@ -88,13 +88,6 @@ class Place:
         return collectives
 
 
-def memory_of(shares: Sequence[str]) -> list[str]:
-    """Return lines that say how the memory of each rank is divided: one where all have the same."""
-    if len(set(shares)) > 1:
-        return [f"memory of rank {rank} {share}" for rank, share in enumerate(shares)]
-    return [f"memory {f'of each of {len(shares)} ranks ' if len(shares) > 1 else ''}{shares[0]}"]
-
-
 def device_of(config: Config, local: int) -> torch.device:
     """Return the device of the `local`th rank of a machine. Raises DeviceError if it is not there,
     ConfigError if one device was named for all."""

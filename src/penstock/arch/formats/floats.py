@@ -162,12 +162,13 @@ class _BlockScales:
                 f"tensor {name} has shape {list(whole.shape)}; weights of {height} x {width} in blocks of "
                 f"{down} x {across}, as config.json has them, need {list(grid)}"
             )
-        within(_floats(whole, name), self.dtype, name, _MOST_E4M3)
         kept = (
             _exponents(whole, name)
             if format.scale == E8M0
             else exactly(_floats(whole, name), format.scale, name)
         )
+        scales = powers_of_two(kept) if format.scale == E8M0 else kept
+        within(scales, self.dtype, name, _MOST_E4M3)
         kept = kept.expand(*grid)
         rows, columns = source.rows or range(height), source.columns or range(width)
         kept = kept[places(kept, rows, format.down, down)]
@@ -331,8 +332,9 @@ class _GroupScales:
     def _checked(self, source: TensorSlice, scales: "Tensor") -> "Tensor":
         name = beside(source, self.format.scales)
         if self.format.scale == E8M0:
-            within(_floats(scales, name), self.dtype, name, E2M1[7])
-            return _exponents(scales, name)
+            exponents = _exponents(scales, name)
+            within(powers_of_two(exponents), self.dtype, name, E2M1[7])
+            return exponents
         if not scales.is_floating_point() or scales.element_size() != 1:
             raise CheckpointError(f"tensor {name} has scales of {scales.dtype}; float8_e4m3fn is read")
         return checked_scales(scales, name, zero=True)
