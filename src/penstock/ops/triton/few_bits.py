@@ -316,6 +316,8 @@ def few_bits_tuning(rows: int, outer: int, inner: int, group: int, many: int, bi
     bits: of a code.
     """
     cols, step = 128 if rows > 16 and outer >= 64 * many else 64, 128
-    splits = max(1, min(8, 4 * many // triton.cdiv(outer, cols), inner // 1024))
+    # Long rows pay for parts of few sums.
+    programs = many * (4 if rows == 16 and inner >= 8192 else 2)
+    splits = max(1, min(8, programs // triton.cdiv(outer, cols), inner // 1024))
     each = step * (2 * rows + cols * bits // 8)
     return FewBitsTuning(cols, step, splits, max(2, min(4, _ROOM // each)))
