@@ -87,7 +87,8 @@ def _dequantise(  # type: ignore[no-untyped-def]
             t0, t1, t2, t3 = t0 * by, t1 * by, t2 * by, t3 * by
         if SECOND == 2:
             by = tl.load(second + own, mask=there, other=1.0)[:, None]
-            t0, t1, t2, t3 = t0 / by, t1 / by, t2 / by, t3 / by
+            t0, t1 = tl.div_rn(t0, by), tl.div_rn(t1, by)
+            t2, t3 = tl.div_rn(t2, by), tl.div_rn(t3, by)
         whole = operands(
             words,
             z0,
@@ -129,7 +130,7 @@ def _dequantise(  # type: ignore[no-untyped-def]
         if SECOND == 1:
             scales *= tl.load(second + own, mask=there, other=1.0)[:, None]
         if SECOND == 2:
-            scales /= tl.load(second + own, mask=there, other=1.0)[:, None]
+            scales = tl.div_rn(scales, tl.load(second + own, mask=there, other=1.0)[:, None])
         values *= scales
         tl.store(
             y + row.to(tl.int64)[:, None] * s_y + at[None, :], values.to(y.dtype.element_ty), mask=inside
