@@ -77,7 +77,7 @@ def outputs(path: Path, **settings: object) -> list[object]:
 @pytest.mark.parametrize("name", ["llama_biases", "qwen3_moe"])
 def test_tokens(scheme: str, name: str, tmp_path: Path) -> None:
     few, dense = checkpoints(tiny.checkpoint(name), tmp_path, SCHEMES[scheme])
-    same = outputs(dense)
+    same = outputs(dense, kernels=False)
     assert outputs(few, kernels=False) == same
     for (mine, its), (theirs, known) in zip(outputs(few), same, strict=True):
         assert mine == theirs
@@ -88,8 +88,8 @@ def test_tokens(scheme: str, name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_streamed_and_ranks(scheme: str, name: str, tmp_path: Path) -> None:
     few, dense = checkpoints(tiny.checkpoint(name), tmp_path, SCHEMES[scheme])
-    alone, together = pass_of(dense, 0), pass_of(dense, 2)
     for kernels in (False, True):
+        alone, together = pass_of(dense, 0, kernels=kernels), pass_of(dense, 2, kernels=kernels)
         resident = pass_of(few, 0, kernels=kernels)
         for mine, theirs in zip(resident, pass_of(few, 0, part=0.4, kernels=kernels), strict=True):
             assert torch.equal(mine, theirs)
@@ -111,7 +111,7 @@ def test_experts_in_several_formats(tmp_path: Path) -> None:
     few, dense = checkpoints(
         tiny.checkpoint("qwen3_moe"), tmp_path, scheme, {layer: eight, one: eight, plain: None}
     )
-    want = pass_of(dense, 0)
+    want = pass_of(dense, 0, kernels=False)
     for part in (0.3, 0.5, 0.7):
         for rows_at_rest in (0, 2):
             found = pass_of(few, 0, part=part, kernels=False, rows_at_rest=rows_at_rest)
@@ -126,7 +126,7 @@ def test_experts_in_several_formats(tmp_path: Path) -> None:
     with LLM(tmp_path / "pack", **settings, device_memory=device, host_memory=host) as llm:  # type: ignore[arg-type]
         found = [(one.tokens, one.logprobs) for one in llm.generate(tiny.prompts()[1:4], GREEDY)]
         assert llm.memory.weights.read
-    assert found == outputs(dense)
+    assert found == outputs(dense, kernels=False)
 
 
 ENDS = [name for name, one in SCHEMES.items() if one.config["quant_method"] in ("gptq", "compressed-tensors")]
@@ -142,8 +142,8 @@ def test_head_and_embedding(scheme: str, name: str, tmp_path: Path) -> None:
         pytest.skip("no embedding in this format")
     many = tiny.write(tiny.CASES[name], tmp_path / "source", vocab_size=104)
     few, dense = checkpoints(many, tmp_path, its, also=also)
-    alone, together = pass_of(dense, 0), pass_of(dense, 2)
     for kernels in (False, True):
+        alone, together = pass_of(dense, 0, kernels=kernels), pass_of(dense, 2, kernels=kernels)
         resident = pass_of(few, 0, kernels=kernels)
         assert all(map(torch.equal, resident, pass_of(few, 0, part=0.4, kernels=kernels)))
         ranks = pass_of(few, 2, kernels=kernels)
@@ -156,7 +156,7 @@ def test_head_and_embedding(scheme: str, name: str, tmp_path: Path) -> None:
             : len(ends)
         ]
         write_pack(checkpoint, tmp_path / "pack", "float32")
-    assert outputs(tmp_path / "pack", kernels=False) == outputs(dense)
+    assert outputs(tmp_path / "pack", kernels=False) == outputs(dense, kernels=False)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied"])
@@ -167,7 +167,7 @@ def test_embedding_with_one_scale(name: str, tmp_path: Path) -> None:
     source = tiny.checkpoint(name)
     few, dense = checkpoints(source, tmp_path, its, {EMBEDDING: whole}, also=(EMBEDDING,))
     for ranks in (0, 2):
-        for mine, theirs in zip(pass_of(few, ranks, kernels=False), pass_of(dense, ranks), strict=True):
+        for mine, theirs in zip(pass_of(few, ranks, kernels=False), pass_of(dense, ranks, kernels=False), strict=True):
             assert torch.equal(mine, theirs)
     other = its.config | {"modules_to_convert": ["embed_tokens", "ngram_table"]}
     with pytest.raises(UnsupportedModelError, match="modules_to_convert"):
@@ -206,14 +206,14 @@ def test_blocks_follow_from_the_shapes_of_scales(
     path.write_text(json.dumps(config))
     mine, theirs = matrices(few), matrices(dense)
     assert all(torch.equal(matrix, theirs[key]) for key, matrix in mine.items())
-    for one, other in zip(pass_of(few, 2, kernels=False), pass_of(dense, 2), strict=True):
+    for one, other in zip(pass_of(few, 2, kernels=False), pass_of(dense, 2, kernels=False), strict=True):
         assert torch.equal(one, other)
     with Checkpoint.open(few) as checkpoint:
         listed = checkpoint.config["quantization_config"].get("weight_blocks", {})  # type: ignore[attr-defined]
         for one in ("down", "gate", "up"):
             assert f"model.layers.0.mlp.experts.*.{one}_proj" in listed["1x8"]
         write_pack(checkpoint, tmp_path / "pack", "float32")
-    assert outputs(tmp_path / "pack", kernels=False) == outputs(dense)
+    assert outputs(tmp_path / "pack", kernels=False) == outputs(dense, kernels=False)
 
 
 BLOCKS = [(16, 16), (1, 8), (1, 0), (0, 0), (8, 32)]
@@ -313,7 +313,7 @@ def test_packs(scheme: str, name: str, tmp_path: Path) -> None:
     few, dense = checkpoints(tiny.checkpoint(name), tmp_path, SCHEMES[scheme])
     with Checkpoint.open(few) as checkpoint:
         write_pack(checkpoint, tmp_path / "pack", "float32")
-    assert outputs(tmp_path / "pack", kernels=False) == outputs(dense)
+    assert outputs(tmp_path / "pack", kernels=False) == outputs(dense, kernels=False)
     resident, streamed = pass_of(few, 0), pass_of(few, 0, part=0.3)
     assert all(torch.equal(*both) for both in zip(resident, streamed, strict=True))
 
@@ -333,7 +333,7 @@ def test_packs_of_ranks(scheme: str, tmp_path: Path) -> None:
         pack.verify()
         sources.append(PackSource(pack))
     found = pass_of(few, 2, source=sources, part=0.6, kernels=False)
-    for mine, theirs in zip(found, pass_of(dense, 2), strict=True):
+    for mine, theirs in zip(found, pass_of(dense, 2, kernels=False), strict=True):
         assert torch.equal(mine, theirs)
 
 
@@ -350,7 +350,7 @@ def test_settings_beside_the_config(scheme: str, file: str, tmp_path: Path) -> N
         settings = {"producer": {"name": "modelopt"}, "quantization": settings}
     (few / "config.json").write_text(json.dumps(config))
     (few / file).write_text(json.dumps(settings))
-    assert outputs(few, kernels=False) == outputs(dense)
+    assert outputs(few, kernels=False) == outputs(dense, kernels=False)
 
 
 def broken(tmp_path: Path, scheme: str, change: Callable[[dict[str, torch.Tensor], str], None]) -> str:
@@ -474,7 +474,7 @@ def test_rotations_of_activations_are_refused(apply: object, refused: bool, tmp_
         ):
             outputs(few)
     else:
-        assert outputs(few, kernels=False) == outputs(dense)
+        assert outputs(few, kernels=False) == outputs(dense, kernels=False)
 
 
 OF_DTYPE = {
@@ -501,10 +501,10 @@ def test_scales_rest_in_the_dtype_of_the_file(
     mine, theirs = matrices(few), matrices(dense)
     assert all(torch.equal(matrix, theirs[key]) for key, matrix in mine.items())
     assert dtypes_of_scales(few) == {str(dtype).removeprefix("torch.")}
-    assert all(map(torch.equal, pass_of(few, 2, kernels=False), pass_of(dense, 2)))
+    assert all(map(torch.equal, pass_of(few, 2, kernels=False), pass_of(dense, 2, kernels=False)))
     with Checkpoint.open(few) as checkpoint:
         write_pack(checkpoint, tmp_path / "pack", "float32")
-    assert outputs(tmp_path / "pack", kernels=False) == outputs(dense)
+    assert outputs(tmp_path / "pack", kernels=False) == outputs(dense, kernels=False)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
