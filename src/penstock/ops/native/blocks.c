@@ -19,12 +19,19 @@ struct blocks {
     int32_t type, values, size, skip;   /* skip: columns of a row's first block that are not the matrix's */
 };
 
-INLINE float half_at(const uint8_t *at) { return of_half((uint16_t)(at[0] | at[1] << 8)); }
+INLINE float half_at(const uint8_t *at)
+{
+    uint16_t half = (uint16_t)(at[0] | at[1] << 8);
+#ifdef __F16C__
+    return _cvtsh_ss(half);
+#else
+    return of_half(half);
+#endif
+}
 
-/* Sixteen bytes, and as many numbers: compilers unroll loops as short as these and leave vectors alone. */
+/* Sixteen bytes: compilers unroll loops as short as these and leave vectors alone. */
 typedef uint8_t bytes16 __attribute__((vector_size(16)));
 typedef int8_t signed16 __attribute__((vector_size(16)));
-typedef float floats16 __attribute__((vector_size(64)));
 
 INLINE bytes16 load16(const uint8_t *at)
 {
@@ -36,18 +43,32 @@ INLINE bytes16 load16(const uint8_t *at)
 /* to = codes * scale - least, of `count` codes. */
 INLINE void put_codes(const uint8_t *codes, int count, float scale, float least, float *to)
 {
-    for (int i = 0; i < count; i += 16) {
-        floats16 some = __builtin_convertvector(load16(codes + i), floats16) * scale - least;
-        memcpy(to + i, &some, sizeof some);
-    }
+    for (int i = 0; i < count; i += LANES)
+        v_store(to + i, v_sub(v_mul(v_bytes(codes + i), v_all(scale)), v_all(least)));
 }
 
+/* to = (codes - middle) * scale. */
 INLINE void put_signed(const uint8_t *codes, int count, float middle, float scale, float *to)
 {
-    for (int i = 0; i < count; i += 16) {
-        floats16 some = (__builtin_convertvector(load16(codes + i), floats16) - middle) * scale;
-        memcpy(to + i, &some, sizeof some);
-    }
+    for (int i = 0; i < count; i += LANES)
+        v_store(to + i, v_mul(v_sub(v_bytes(codes + i), v_all(middle)), v_all(scale)));
+}
+
+/* Sixteen bytes: the numbers of their low halves, and of their high ones, code * scale - least. */
+INLINE void put_halves(const uint8_t *bytes, const float *scale, const float *least, float *low, float *high)
+{
+#if LANES == 16 /* All numbers that there are make a table, which is looked up by the lowest four bits. */
+    __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes));
+    vec numbers = table_of(INT4), table = v_sub(v_mul(numbers, v_all(scale[0])), v_all(least[0]));
+    v_store(low, _mm512_permutexvar_ps(codes, table));
+    table = v_sub(v_mul(numbers, v_all(scale[1])), v_all(least[1]));
+    v_store(high, _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), table));
+#else
+    bytes16 both = load16(bytes), codes = both & 15;
+    put_codes((const uint8_t *)&codes, 16, scale[0], least[0], low);
+    codes = both >> 4;
+    put_codes((const uint8_t *)&codes, 16, scale[1], least[1], high);
+#endif
 }
 
 /* The low halves of `count` bytes, then the high ones. */
@@ -101,10 +122,9 @@ INLINE signed16 levels_of(bytes16 codes)
 
 INLINE void put_levels(const uint8_t *bytes, float scale, float *to)
 {
-    bytes16 both = load16(bytes);
-    floats16 low = __builtin_convertvector(levels_of(both & 15), floats16) * scale;
-    floats16 high = __builtin_convertvector(levels_of(both >> 4), floats16) * scale;
-    memcpy(to, &low, sizeof low), memcpy(to + 16, &high, sizeof high);
+    bytes16 both = load16(bytes), above[2]; /* Levels are from -127 on: 128 more makes them bytes. */
+    above[0] = (bytes16)levels_of(both & 15) ^ 128, above[1] = (bytes16)levels_of(both >> 4) ^ 128;
+    put_signed((const uint8_t *)above, 32, 128, scale, to);
 }
 
 /* The scale and the minimum of group g of eight, in six bits each. */
@@ -116,24 +136,23 @@ INLINE void six_bits(const uint8_t *s, int g, int *scale, int *least)
         *scale = (s[g + 4] & 15) | (s[g - 4] >> 2 & 48), *least = s[g + 4] >> 4 | (s[g] >> 2 & 48);
 }
 
-INLINE void put_grouped(const uint8_t *b, const uint8_t *codes, float *to)
+/* The scale and what is taken away of group g of eight. */
+INLINE void grouped(const uint8_t *b, int g, float *scale, float *least)
 {
-    float d = half_at(b), m = half_at(b + 2);
-    for (int g = 0; g < 8; g++) {
-        int scale, least;
-        six_bits(b + 4, g, &scale, &least);
-        put_codes(codes + 32 * g, 32, scale * d, least * m, to + 32 * g);
-    }
+    int whole, below;
+    six_bits(b + 4, g, &whole, &below);
+    *scale = whole * half_at(b), *least = below * half_at(b + 2);
 }
 
-static void decode_block(int type, const uint8_t *b, float *to)
+INLINE void decode_as(int type, const uint8_t *b, float *to)
 {
     uint8_t codes[256];
     switch (type) {
-    case Q4_1:
-        halves(b + 4, 16, codes);
-        put_codes(codes, 32, half_at(b), -half_at(b + 2), to);
+    case Q4_1: {
+        float d = half_at(b), m = -half_at(b + 2), scale[2] = {d, d}, least[2] = {m, m};
+        put_halves(b + 4, scale, least, to, to + 16);
         break;
+    }
     case Q5_0:
         halves(b + 6, 16, codes);
         add_fifth(b + 2, codes);
@@ -162,15 +181,23 @@ static void decode_block(int type, const uint8_t *b, float *to)
         }
         break;
     case Q4_K:
-        for (int p = 0; p < 4; p++)
-            halves(b + 16 + 32 * p, 32, codes + 64 * p);
-        put_grouped(b, codes, to);
+        for (int p = 0; p < 4; p++) {
+            float scale[2], least[2];
+            for (int i = 0; i < 2; i++)
+                grouped(b, 2 * p + i, scale + i, least + i);
+            for (int i = 0; i < 32; i += 16)
+                put_halves(b + 16 + 32 * p + i, scale, least, to + 64 * p + i, to + 64 * p + 32 + i);
+        }
         break;
     case Q5_K:
         for (int p = 0; p < 4; p++)
             halves(b + 48 + 32 * p, 32, codes + 64 * p);
         add_high(b + 16, 32, 1, 4, codes);
-        put_grouped(b, codes, to);
+        for (int g = 0; g < 8; g++) {
+            float scale, least;
+            grouped(b, g, &scale, &least);
+            put_codes(codes + 32 * g, 32, scale, least, to + 32 * g);
+        }
         break;
     case Q6_K:
         for (int h = 0; h < 2; h++) {
@@ -191,6 +218,11 @@ static void decode_block(int type, const uint8_t *b, float *to)
     }
 }
 
+INLINE int values_of(int type)
+{
+    return type == Q4_1 || type == Q5_0 || type == Q5_1 || type == IQ4_NL ? 32 : 256;
+}
+
 INLINE int64_t blocks_of(const struct blocks *m) { return (m->skip + m->inner + m->values - 1) / m->values; }
 
 struct block_work {
@@ -202,22 +234,88 @@ struct block_work {
     int y_kind, adds, failed;
 };
 
-/* Sums of one row of the matrix with four rows of x or fewer, [rows, width] as `widen_blocks` makes them. */
-INLINE void add_products(const float *w, int values, const float *x, int64_t width, const int rows, vec *acc)
+#define TALL 4 /* Rows of the matrix at a time: as many sums do not wait for each other, and x is read once for all. */
+
+/* A block of each of TALL rows of the matrix, [TALL, 256], times rows of x, [rows, width]: added to acc [rows, TALL]. */
+INLINE void add_products(const float (*w)[256], const int values, const float *x, int64_t width, const int rows, vec *acc)
 {
-    for (int i = 0; i < values; i += LANES) {
-        vec of_w = v_load(w + i);
-        for (int r = 0; r < rows; r++)
-            acc[r] = v_fma(of_w, v_load(x + r * width + i), acc[r]);
+    for (int i = 0; i < values; i += LANES)
+        UNROLL for (int r = 0; r < rows; r++) {
+            vec of_x = v_load(x + r * width + i);
+            UNROLL for (int high = 0; high < TALL; high++)
+                acc[r * TALL + high] = v_fma(v_load(w[high] + i), of_x, acc[r * TALL + high]);
+        }
+}
+
+INLINE void decode_tile(const int type, const uint8_t *const *blocks, int64_t size, int64_t at, int64_t ahead,
+                        float (*w)[256])
+{
+    UNROLL for (int high = 0; high < TALL; high++) {
+        const uint8_t *b = blocks[high] + at * size;
+        __builtin_prefetch(b + ahead, 0, 2); /* Of the rows that are next. */
+        decode_as(type, b, w[high]);
     }
 }
+
+/* TALL rows of the matrix times all rows of x: sums acc [rows, TALL]. */
+INLINE void block_tile(const int type, const struct blocks *m, const uint8_t *const *blocks, const float *x,
+                       int64_t rows, vec *acc)
+{
+    const int values = values_of(type);
+    int64_t count = blocks_of(m), width = count * values, ahead = TALL * m->row_bytes;
+    float w[TALL][256] __attribute__((aligned(64)));
+    if (rows == 1) { /* Sums stay in registers. */
+        vec sums[TALL];
+        UNROLL for (int high = 0; high < TALL; high++)
+            sums[high] = v_zero();
+        for (int64_t at = 0; at < count; at++) {
+            decode_tile(type, blocks, m->size, at, ahead, w);
+            add_products(w, values, x + at * values, width, 1, sums);
+        }
+        UNROLL for (int high = 0; high < TALL; high++)
+            acc[high] = sums[high];
+        return;
+    }
+    for (int64_t i = 0; i < rows * TALL; i++)
+        acc[i] = v_zero();
+    for (int64_t at = 0; at < count; at++) {
+        decode_tile(type, blocks, m->size, at, ahead, w);
+        const float *its = x + at * values;
+        int64_t r = 0;
+        for (; r + 2 <= rows; r += 2)
+            add_products(w, values, its + r * width, width, 2, acc + r * TALL);
+        if (r < rows)
+            add_products(w, values, its + r * width, width, 1, acc + r * TALL);
+    }
+}
+
+typedef void block_tile_call(const struct blocks *, const uint8_t *const *, const float *, int64_t, vec *);
+
+#define OF_TYPE(type)                                                                                          \
+    static void decode_##type(const uint8_t *b, float *to) { decode_as(type, b, to); }                          \
+    static void block_tile_##type(const struct blocks *m, const uint8_t *const *blocks, const float *x,        \
+                                  int64_t rows, vec *acc)                                                      \
+    {                                                                                                          \
+        block_tile(type, m, blocks, x, rows, acc);                                                             \
+    }
+OF_TYPE(Q4_1) OF_TYPE(Q5_0) OF_TYPE(Q5_1) OF_TYPE(Q2_K) OF_TYPE(Q3_K)
+OF_TYPE(Q4_K) OF_TYPE(Q5_K) OF_TYPE(Q6_K) OF_TYPE(IQ4_NL) OF_TYPE(IQ4_XS)
+
+#define EACH_TYPE(name)                                                                                        \
+    {                                                                                                          \
+        name(Q4_1), name(Q5_0), name(Q5_1), name(Q2_K), name(Q3_K), name(Q4_K), name(Q5_K), name(Q6_K),        \
+            name(IQ4_NL), name(IQ4_XS)                                                                         \
+    }
+#define TILE_OF(type) [type] = block_tile_##type
+#define DECODE_OF(type) [type] = decode_##type
+static block_tile_call *const block_tiles[] = EACH_TYPE(TILE_OF);
+static void (*const decoders[])(const uint8_t *, float *) = EACH_TYPE(DECODE_OF);
 
 static void multiply_rows(void *about)
 {
     struct block_work *given = about;
     const struct blocks *m = given->m;
-    int64_t count = blocks_of(m), width = count * m->values;
-    vec *acc = aligned_alloc(64, (size_t)((given->rows * sizeof(vec) + 63) / 64 * 64));
+    vec *acc = aligned_alloc(64, (size_t)((given->rows * TALL * sizeof(vec) + 63) / 64 * 64));
     if (!acc) {
         __atomic_store_n(&given->failed, 1, __ATOMIC_RELAXED);
         return;
@@ -227,28 +325,22 @@ static void multiply_rows(void *about)
         int64_t end = from + given->each < given->height ? from + given->each : given->height;
         if (from >= given->height)
             break;
-        for (int64_t row = from; row < end; row++) {
-            float w[256];
+        for (int64_t row = from; row < end; row += TALL) {
+            int there = end - row < TALL ? (int)(end - row) : TALL;
+            const uint8_t *blocks[TALL]; /* Below the part its last row stands in. */
+            for (int high = 0; high < TALL; high++)
+                blocks[high] = m->blocks + (row + (high < there ? high : there - 1)) * m->row_bytes;
+            block_tiles[m->type](m, blocks, given->x, given->rows, acc);
             for (int64_t r = 0; r < given->rows; r++)
-                acc[r] = v_zero();
-            for (int64_t at = 0; at < count; at++) {
-                decode_block(m->type, m->blocks + row * m->row_bytes + at * m->size, w);
-                const float *x = given->x + at * m->values;
-                int64_t r = 0;
-                for (; r + 4 <= given->rows; r += 4)
-                    add_products(w, m->values, x + r * width, width, 4, acc + r);
-                for (; r < given->rows; r++)
-                    add_products(w, m->values, x + r * width, width, 1, acc + r);
-            }
-            for (int64_t r = 0; r < given->rows; r++) {
-                int64_t place = r * given->y_stride + row;
-                float sum = v_sum(acc[r]);
-                if (given->bias)
-                    sum += get(given->y_kind, given->bias, row);
-                if (given->adds)
-                    sum += get(given->y_kind, given->y, place);
-                put(given->y_kind, given->y, place, sum);
-            }
+                for (int high = 0; high < there; high++) {
+                    int64_t place = r * given->y_stride + row + high;
+                    float sum = v_sum(acc[r * TALL + high]);
+                    if (given->bias)
+                        sum += get(given->y_kind, given->bias, row + high);
+                    if (given->adds)
+                        sum += get(given->y_kind, given->y, place);
+                    put(given->y_kind, given->y, place, sum);
+                }
         }
     }
     free(acc);
@@ -267,7 +359,7 @@ int blocks_product(const struct blocks *m, const void *x, int64_t x_stride, int6
         for (int64_t i = 0; i < m->inner; i++)
             wide[r * width + m->skip + i] = get(kind, x, r * x_stride + i);
     int64_t share = m->height / (4 * (int64_t)threads), each = LEAST / (4 * m->row_bytes) + 1;
-    each = each < share ? each : share + 1;
+    each = ((each < share ? each : share) / TALL + 1) * TALL;
     struct block_work about = {m, wide, y, bias, 0, m->height, rows, y_stride, each, 0, kind, adds, 0};
     run_on(parallel, m->height * m->row_bytes < LEAST ? 1 : threads, multiply_rows, &about);
     free(wide);
@@ -287,7 +379,7 @@ static void dequantise_block_rows(void *about)
         for (int64_t row = from; row < end; row++)
             for (int64_t at = 0; at < count; at++) {
                 float w[256];
-                decode_block(m->type, m->blocks + (given->first + row) * m->row_bytes + at * m->size, w);
+                decoders[m->type](m->blocks + (given->first + row) * m->row_bytes + at * m->size, w);
                 int64_t column = at * m->values - m->skip;
                 for (int i = 0; i < m->values; i++)
                     if (column + i >= 0 && column + i < m->inner)

@@ -112,6 +112,22 @@ INLINE vec v_load(const float *at) { return _mm512_loadu_ps(at); }
 INLINE vec v_all(float value) { return _mm512_set1_ps(value); }
 INLINE void v_store(float *at, vec value) { _mm512_storeu_ps(at, value); }
 INLINE vec v_fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vec v_mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
+INLINE vec v_sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
+INLINE vec v_max(vec a, vec b) { return _mm512_max_ps(a, b); }
+INLINE vec v_bytes(const uint8_t *at) /* Numbers 0 to 255. */
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at)));
+}
+
+INLINE vec v_get(int kind, const void *from)
+{
+    if (kind == FLOAT32)
+        return _mm512_loadu_ps(from);
+    __m256i words = _mm256_loadu_si256(from);
+    return kind == FLOAT16 ? _mm512_cvtph_ps(words)
+                           : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+}
 
 INLINE float v_sum(vec value)
 {
@@ -135,6 +151,8 @@ INLINE terms terms_of(int kind, int grain, const float *scale, const float *zero
         return made;
     }
     made.scale = v_all(*scale), made.zero = kind <= INT8 ? v_all(*zero) : v_zero();
+    if (kind == INT8)
+        made.zero = _mm512_add_ps(made.zero, v_all(0x1p23f));
     if (kind == INT4)
         made.scale = _mm512_mul_ps(_mm512_sub_ps(table_of(kind), made.zero), made.scale);
     if (kind == E2M1)
@@ -170,6 +188,11 @@ INLINE vec part(int kind, int grain, raw words, int p, terms its)
                                              high, high, high, high);
     __m512i codes = _mm512_srlv_epi32(words, shifts);
     if (kind == INT8) {
+        if (grain > 0) { /* A code is the lowest bits of 2^23 and more: no conversion is needed. */
+            vec above = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
+                codes, _mm512_set1_epi32(255), _mm512_set1_epi32(0x4b000000), 0xea));
+            return _mm512_mul_ps(_mm512_sub_ps(above, its.zero), its.scale);
+        }
         vec values = _mm512_cvtepi32_ps(_mm512_and_si512(codes, _mm512_set1_epi32(255)));
         return _mm512_mul_ps(_mm512_sub_ps(values, its.zero), its.scale);
     }
@@ -193,6 +216,22 @@ INLINE vec v_load(const float *at) { return _mm256_loadu_ps(at); }
 INLINE vec v_all(float value) { return _mm256_set1_ps(value); }
 INLINE void v_store(float *at, vec value) { _mm256_storeu_ps(at, value); }
 INLINE vec v_fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE vec v_mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
+INLINE vec v_sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
+INLINE vec v_max(vec a, vec b) { return _mm256_max_ps(a, b); }
+INLINE vec v_bytes(const uint8_t *at) /* Numbers 0 to 255. */
+{
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)at)));
+}
+
+INLINE vec v_get(int kind, const void *from)
+{
+    if (kind == FLOAT32)
+        return _mm256_loadu_ps(from);
+    __m128i words = _mm_loadu_si128(from);
+    return kind == FLOAT16 ? _mm256_cvtph_ps(words)
+                           : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));
+}
 
 INLINE float v_sum(vec value)
 {
@@ -257,6 +296,24 @@ INLINE vec v_load(const float *at) { return vld1q_f32(at); }
 INLINE vec v_all(float value) { return vdupq_n_f32(value); }
 INLINE void v_store(float *at, vec value) { vst1q_f32(at, value); }
 INLINE vec v_fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
+INLINE vec v_mul(vec a, vec b) { return vmulq_f32(a, b); }
+INLINE vec v_sub(vec a, vec b) { return vsubq_f32(a, b); }
+INLINE vec v_max(vec a, vec b) { return vmaxq_f32(a, b); }
+INLINE vec v_bytes(const uint8_t *at) /* Numbers 0 to 255. */
+{
+    uint32_t four;
+    memcpy(&four, at, sizeof four);
+    return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))));
+}
+
+INLINE vec v_get(int kind, const void *from)
+{
+    if (kind == FLOAT32)
+        return vld1q_f32(from);
+    uint16x4_t words = vld1_u16(from);
+    return kind == FLOAT16 ? vcvt_f32_f16(vreinterpret_f16_u16(words))
+                           : vreinterpretq_f32_u32(vshll_n_u16(words, 16));
+}
 INLINE float v_sum(vec value) { return vaddvq_f32(value); }
 
 INLINE terms terms_of(int kind, int grain, const float *scale, const float *zero)
@@ -312,6 +369,21 @@ INLINE vec v_zero(void) { return v_all(0); }
 INLINE vec v_load(const float *at) { vec v; memcpy(&v, at, sizeof v); return v; }
 INLINE void v_store(float *at, vec value) { memcpy(at, &value, sizeof value); }
 INLINE vec v_fma(vec a, vec b, vec c) { EACH c.of[i] += a.of[i] * b.of[i]; return c; }
+INLINE vec v_mul(vec a, vec b) { EACH a.of[i] *= b.of[i]; return a; }
+INLINE vec v_sub(vec a, vec b) { EACH a.of[i] -= b.of[i]; return a; }
+INLINE vec v_max(vec a, vec b) { EACH a.of[i] = a.of[i] > b.of[i] ? a.of[i] : b.of[i]; return a; }
+INLINE vec v_bytes(const uint8_t *at) { vec v; EACH v.of[i] = at[i]; return v; } /* Numbers 0 to 255. */
+
+INLINE vec v_get(int kind, const void *from)
+{
+    vec v;
+    const uint16_t *words = from;
+    if (kind == FLOAT32)
+        memcpy(&v, from, sizeof v);
+    else
+        EACH v.of[i] = kind == FLOAT16 ? of_half(words[i]) : of_bits((uint32_t)words[i] << 16);
+    return v;
+}
 
 INLINE float v_sum(vec value)
 {
