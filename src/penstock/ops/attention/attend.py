@@ -31,7 +31,7 @@ from penstock.ops.attention.inputs import (
     Rows,
     Tiles,
 )
-from penstock.ops.kernels import triton_kernels
+from penstock.ops.kernels import row_kernels, triton_kernels
 from penstock.ops.runs import suits_run
 
 
@@ -164,6 +164,8 @@ def _attend_rows(
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
     if kernels := _kernels(q):
         kernels.paged_decode(q[: rows.count], cache, rows, layer, out=out, lse=lse)
+    elif not more and (ours := row_kernels("attention", out)) and ours.suits(q, cache, layer):
+        ours.paged_decode(q[: rows.count], cache, rows, layer, out=out)
     else:
         attend_rows(q, cache, rows, layer, out, lse)
     return (out, lse) if more and lse is not None else None

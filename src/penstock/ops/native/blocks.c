@@ -6,7 +6,7 @@
    A block is made numbers once for a few rows of x. Sums are by one thread, of as many partial sums as a vector
    has lanes, in the order of columns: they depend neither on the number of threads nor on the other rows of x.
 
-   This is the file that is compiled: it takes single numbers, vectors and threads from the kernels of few bits. */
+   Single numbers, vectors and threads are those of the kernels of few bits. */
 
 #include "few_bits.c"
 
