@@ -1,4 +1,4 @@
-"""Computes attention of single queries to keys and values in pages, on a CPU, by the kernel in attention.c."""
+"""Computes attention of single queries to keys and values in pages, on a CPU, by attention.c."""
 
 import torch
 from torch import Tensor

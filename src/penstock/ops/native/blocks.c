@@ -54,20 +54,45 @@ INLINE void put_signed(const uint8_t *codes, int count, float middle, float scal
         v_store(to + i, v_mul(v_sub(v_bytes(codes + i), v_all(middle)), v_all(scale)));
 }
 
-/* Sixteen bytes: the numbers of their low halves, and of their high ones, code * scale - least. */
-INLINE void put_halves(const uint8_t *bytes, const float *scale, const float *least, float *low, float *high)
+/* All sixteen numbers of a code, code * scale - least. */
+#if LANES == 16
+typedef vec numbers;
+INLINE numbers numbers_of(const float *scale, const float *least)
 {
-#if LANES == 16 /* All numbers that there are make a table, which is looked up by the lowest four bits. */
+    return v_sub(v_mul(table_of(INT4), v_all(*scale)), v_all(*least));
+}
+#else
+typedef struct { float scale, least; } numbers;
+INLINE numbers numbers_of(const float *scale, const float *least)
+{
+    numbers made = {*scale, *least};
+    return made;
+}
+#endif
+
+/* Sixteen bytes: the numbers of their low halves, and of their high ones. */
+INLINE void put_halves(const uint8_t *bytes, numbers of_low, numbers of_high, float *low, float *high)
+{
+#if LANES == 16 /* The lowest four bits say which. */
     __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes));
-    vec numbers = table_of(INT4), table = v_sub(v_mul(numbers, v_all(scale[0])), v_all(least[0]));
-    v_store(low, _mm512_permutexvar_ps(codes, table));
-    table = v_sub(v_mul(numbers, v_all(scale[1])), v_all(least[1]));
-    v_store(high, _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), table));
+    v_store(low, _mm512_permutexvar_ps(codes, of_low));
+    v_store(high, _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), of_high));
 #else
     bytes16 both = load16(bytes), codes = both & 15;
-    put_codes((const uint8_t *)&codes, 16, scale[0], least[0], low);
+    put_codes((const uint8_t *)&codes, 16, of_low.scale, of_low.least, low);
     codes = both >> 4;
-    put_codes((const uint8_t *)&codes, 16, scale[1], least[1], high);
+    put_codes((const uint8_t *)&codes, 16, of_high.scale, of_high.least, high);
+#endif
+}
+
+/* Two numbers of 16 bits, the second one negative. */
+INLINE void two_halves(const uint8_t *at, float *to)
+{
+#ifdef __F16C__
+    __m128 both = _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)at)); /* Blocks are longer than eight bytes. */
+    _mm_storeu_ps(to, _mm_xor_ps(both, _mm_setr_ps(0, -0.0f, 0, 0)));
+#else
+    to[0] = half_at(at), to[1] = -half_at(at + 2);
 #endif
 }
 
@@ -127,30 +152,33 @@ INLINE void put_levels(const uint8_t *bytes, float scale, float *to)
     put_signed((const uint8_t *)above, 32, 128, scale, to);
 }
 
-/* The scale and the minimum of group g of eight, in six bits each. */
-INLINE void six_bits(const uint8_t *s, int g, int *scale, int *least)
+/* The scales, and what is taken away, of eight groups: of six bits each, times two numbers. */
+INLINE void read_groups(const uint8_t *b, float *scale, float *least)
 {
-    if (g < 4)
-        *scale = s[g] & 63, *least = s[g + 4] & 63;
-    else
-        *scale = (s[g + 4] & 15) | (s[g - 4] >> 2 & 48), *least = s[g + 4] >> 4 | (s[g] >> 2 & 48);
-}
-
-/* The scale and what is taken away of group g of eight. */
-INLINE void grouped(const uint8_t *b, int g, float *scale, float *least)
-{
-    int whole, below;
-    six_bits(b + 4, g, &whole, &below);
-    *scale = whole * half_at(b), *least = below * half_at(b + 2);
+    uint32_t words[3], six[4]; /* Bytes stay where they are: their order in a word is the machine's. */
+    float of_least[16], of_scale[16];
+    memcpy(words, b + 4, sizeof words);
+    six[0] = words[0] & 0x3f3f3f3f, six[2] = words[1] & 0x3f3f3f3f;
+    six[1] = (words[2] & 0x0f0f0f0f) | (words[0] >> 2 & 0x30303030);
+    six[3] = (words[2] >> 4 & 0x0f0f0f0f) | (words[1] >> 2 & 0x30303030);
+    for (int i = 0; i < 16; i += LANES) {
+        vec some = v_bytes((const uint8_t *)six + i);
+        v_store(of_scale + i, v_mul(some, v_all(half_at(b))));
+        v_store(of_least + i, v_mul(some, v_all(half_at(b + 2))));
+    }
+    memcpy(scale, of_scale, 8 * sizeof *scale), memcpy(least, of_least + 8, 8 * sizeof *least);
 }
 
 INLINE void decode_as(int type, const uint8_t *b, float *to)
 {
     uint8_t codes[256];
+    float scale[8], least[8];
     switch (type) {
     case Q4_1: {
-        float d = half_at(b), m = -half_at(b + 2), scale[2] = {d, d}, least[2] = {m, m};
-        put_halves(b + 4, scale, least, to, to + 16);
+        float two[4];
+        two_halves(b, two);
+        numbers both = numbers_of(two, two + 1);
+        put_halves(b + 4, both, both, to, to + 16);
         break;
     }
     case Q5_0:
@@ -181,23 +209,19 @@ INLINE void decode_as(int type, const uint8_t *b, float *to)
         }
         break;
     case Q4_K:
-        for (int p = 0; p < 4; p++) {
-            float scale[2], least[2];
-            for (int i = 0; i < 2; i++)
-                grouped(b, 2 * p + i, scale + i, least + i);
+        read_groups(b, scale, least);
+        for (int p = 0; p < 4; p++)
             for (int i = 0; i < 32; i += 16)
-                put_halves(b + 16 + 32 * p + i, scale, least, to + 64 * p + i, to + 64 * p + 32 + i);
-        }
+                put_halves(b + 16 + 32 * p + i, numbers_of(scale + 2 * p, least + 2 * p),
+                           numbers_of(scale + 2 * p + 1, least + 2 * p + 1), to + 64 * p + i, to + 64 * p + 32 + i);
         break;
     case Q5_K:
         for (int p = 0; p < 4; p++)
             halves(b + 48 + 32 * p, 32, codes + 64 * p);
         add_high(b + 16, 32, 1, 4, codes);
-        for (int g = 0; g < 8; g++) {
-            float scale, least;
-            grouped(b, g, &scale, &least);
-            put_codes(codes + 32 * g, 32, scale, least, to + 32 * g);
-        }
+        read_groups(b, scale, least);
+        for (int g = 0; g < 8; g++)
+            put_codes(codes + 32 * g, 32, scale[g], least[g], to + 32 * g);
         break;
     case Q6_K:
         for (int h = 0; h < 2; h++) {
@@ -247,12 +271,11 @@ INLINE void add_products(const float (*w)[256], const int values, const float *x
         }
 }
 
-INLINE void decode_tile(const int type, const uint8_t *const *blocks, int64_t size, int64_t at, int64_t ahead,
-                        float (*w)[256])
+INLINE void decode_tile(const int type, const uint8_t *const *blocks, int64_t size, int64_t at, float (*w)[256])
 {
     UNROLL for (int high = 0; high < TALL; high++) {
         const uint8_t *b = blocks[high] + at * size;
-        __builtin_prefetch(b + ahead, 0, 2); /* Of the rows that are next. */
+        __builtin_prefetch(b + 6144, 0, 2); /* Memory is that far away; the rows that are next lie there. */
         decode_as(type, b, w[high]);
     }
 }
@@ -262,14 +285,16 @@ INLINE void block_tile(const int type, const struct blocks *m, const uint8_t *co
                        int64_t rows, vec *acc)
 {
     const int values = values_of(type);
-    int64_t count = blocks_of(m), width = count * values, ahead = TALL * m->row_bytes;
+    int64_t count = blocks_of(m), width = count * values;
     float w[TALL][256] __attribute__((aligned(64)));
     if (rows == 1) { /* Sums stay in registers. */
         vec sums[TALL];
+        const uint8_t *its[TALL];
+        int64_t size = m->size;
         UNROLL for (int high = 0; high < TALL; high++)
-            sums[high] = v_zero();
+            sums[high] = v_zero(), its[high] = blocks[high];
         for (int64_t at = 0; at < count; at++) {
-            decode_tile(type, blocks, m->size, at, ahead, w);
+            decode_tile(type, its, size, at, w);
             add_products(w, values, x + at * values, width, 1, sums);
         }
         UNROLL for (int high = 0; high < TALL; high++)
@@ -279,7 +304,7 @@ INLINE void block_tile(const int type, const struct blocks *m, const uint8_t *co
     for (int64_t i = 0; i < rows * TALL; i++)
         acc[i] = v_zero();
     for (int64_t at = 0; at < count; at++) {
-        decode_tile(type, blocks, m->size, at, ahead, w);
+        decode_tile(type, blocks, m->size, at, w);
         const float *its = x + at * values;
         int64_t r = 0;
         for (; r + 2 <= rows; r += 2)

@@ -548,6 +548,8 @@ struct product {
 };
 
 #define MOST 4 /* Rows of x in a block. */
+/* Rows of the matrix in a tile: codes of eight bits take more registers. */
+#define HIGH(kind, rows) ((kind) == INT8 && TILE(rows) > 4 ? 4 : TILE(rows))
 
 INLINE int block_of(int64_t rows) { return rows > 2 ? 4 : (int)rows; }
 
@@ -562,7 +564,7 @@ struct state {
 INLINE void step(int kind, int grain, const int rows, const int p, int64_t run, const float *x,
                  const float *const *scale, const float *const *zero, struct state *s)
 {
-    const int parts = run_of(kind) / LANES, high = TILE(rows), shared = grain ? 16 * grain / LANES : 1;
+    const int parts = run_of(kind) / LANES, high = HIGH(kind, rows), shared = grain ? 16 * grain / LANES : 1;
     if (p >= parts)
         return;
     if (shared < parts && p % shared == 0) {
@@ -584,7 +586,7 @@ INLINE void step(int kind, int grain, const int rows, const int p, int64_t run, 
 INLINE void tile(int kind, int grain, const int rows, const struct matrix *m, const float *x,
                  const uint8_t *const *codes, const float *const *scale, const float *const *zero, float *sums)
 {
-    const int high = TILE(rows), whole = grain && 16 * grain == run_of(kind);
+    const int high = HIGH(kind, rows), whole = grain && 16 * grain == run_of(kind);
     int64_t runs = width_of(m) / run_of(kind), each = whole && m->groups > 1 ? m->group / run_of(kind) : runs;
     int64_t below = high * m->row_bytes, ahead = below <= 32768 ? below : 1536; /* Into L2. */
     struct state s;
@@ -639,7 +641,10 @@ static tile_call *const tiles[4][4][3] = {
 };
 
 INLINE int place_of(int count) { return count == 4 ? 2 : count - 1; }
-INLINE int high_of(int rows) { return rows == 1 ? TILE(1) : rows == 2 ? TILE(2) : TILE(4); }
+INLINE int high_of(int kind, int rows)
+{
+    return rows == 1 ? HIGH(kind, 1) : rows == 2 ? HIGH(kind, 2) : HIGH(kind, 4);
+}
 
 INLINE float get(int kind, const void *from, int64_t at)
 {
@@ -707,9 +712,9 @@ static void work(void *about)
     float sums[TILE(1) * MOST];
     if (m->kind <= INT8 && !m->zero)
         fill_middle(m, room + tallest * units, tallest * units);
-    int high = high_of(block_of(given->rows)), last = given->rows % MOST, grain = m->grain == 4 ? 3 : m->grain;
-    if (last && high_of(block_of(last)) > high) /* Taller tiles are a multiple of lower ones. */
-        high = high_of(block_of(last));
+    int high = high_of(m->kind, block_of(given->rows)), last = given->rows % MOST, grain = m->grain == 4 ? 3 : m->grain;
+    if (last && high_of(m->kind, block_of(last)) > high) /* Taller tiles are a multiple of lower ones. */
+        high = high_of(m->kind, block_of(last));
     for (;;) {
         int64_t from = __atomic_fetch_add(&given->next, given->each, __ATOMIC_RELAXED);
         int64_t end = from + given->each < m->height ? from + given->each : m->height;
@@ -725,7 +730,7 @@ static void work(void *about)
             read_terms(m, row, there, units, groups, room, room + tallest * units);
             const float *x = given->x;
             for (int64_t first = 0; first < given->rows; first += MOST) {
-                int rows = block_of(given->rows - first), each = high_of(rows);
+                int rows = block_of(given->rows - first), each = high_of(m->kind, rows);
                 tile_call *call = tiles[m->kind][grain][place_of(rows)];
                 for (int w = 0; w < high; w += each) {
                     call(m, x, codes + w, scale + w, zero + w, sums);

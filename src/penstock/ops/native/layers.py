@@ -29,7 +29,8 @@ class _Projection(ctypes.Structure):
     """Holds what `struct projection` of layers.c does."""
 
     _fields_: ClassVar = [
-        ("runs", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("count", ctypes.c_int64), ("height", ctypes.c_int64)
+        *((name, ctypes.c_void_p) for name in ("runs", "bias")),
+        *((name, ctypes.c_int64) for name in ("count", "height")),
     ]  # fmt: skip
 
 
@@ -62,9 +63,16 @@ class Half:
         into, out = (self._projection(weights, name) for name in ends)
         self.made = _Half()
         norm = weights.vectors.get("norm")
-        if norm is None or into is None or out is None or any(x.dtype != dtype for x in weights.vectors.values()):
+        if (
+            norm is None
+            or into is None
+            or out is None
+            or any(x.dtype != dtype for x in weights.vectors.values())
+        ):
             return
-        self.made = _Half(norm=norm.data_ptr(), into=into, out=out, size=norm.shape[0], eps=eps, kind=NUMBERS[dtype])
+        self.made = _Half(
+            norm=norm.data_ptr(), into=into, out=out, size=norm.shape[0], eps=eps, kind=NUMBERS[dtype]
+        )
         self.address = ctypes.addressof(self.made)
 
     def attend(
@@ -75,13 +83,22 @@ class Half:
         made.heads, made.kv_heads, made.dim = heads
         made.window, made.scale = layer.window or 0, layer.scale
         if "q_norm" in vectors:
-            made.q_norm, made.k_norm, made.head_eps = vectors["q_norm"].data_ptr(), vectors["k_norm"].data_ptr(), eps
+            made.q_norm, made.k_norm, made.head_eps = (
+                vectors["q_norm"].data_ptr(),
+                vectors["k_norm"].data_ptr(),
+                eps,
+            )
         if layer.cap is not None or layer.lse or made.dim % 64:
             self.address = 0
 
     def _projection(self, weights: GroupViews, name: str) -> _Projection | None:
         """Describe a projection, if kernels multiply with all of its matrices."""
-        whole, bias, runs, first = weights.matrices[name], weights.vectors.get(f"{name}_bias"), list[_Run](), 0
+        whole, bias, runs, first = (
+            weights.matrices[name],
+            weights.vectors.get(f"{name}_bias"),
+            list[_Run](),
+            0,
+        )
         for matrix in whole.joined or (whole,):
             kernels = _KERNELS.get(matrix.format.native)
             if kernels is None or not kernels.reads(matrix.format):
