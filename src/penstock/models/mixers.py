@@ -95,12 +95,8 @@ def attention_at_once(
         heads = mixer.heads, k_cache.shape[2], 2 * inputs.cos.shape[1]
         half.attend(weights, heads, scores_of(mixer), mixing.norm_eps)
         weights.matrices["out"].half = half
-    if not half.address:
-        return None
-    out: Tensor = kernels.attention(
-        half, x, part, (inputs.cos, inputs.sin), (k_cache, v_cache), inputs.attention
-    )
-    return out
+    angles, pages = (inputs.cos, inputs.sin), (k_cache, v_cache)
+    return kernels.attention(half, x, part, angles, pages, inputs.attention)  # type: ignore[no-any-return]
 
 
 def scores_of(mixer: Attention) -> LayerAttention:

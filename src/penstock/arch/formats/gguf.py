@@ -244,14 +244,14 @@ class ByType(WeightFormat):
     types: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def of(self, tensor: str) -> WeightFormat:
-        """Return the format of a weight; dense for types that are not quantised. Embeddings and routers are
-        dense at rest."""
+        """Return the format of a weight; dense for types that are not quantised. Routers are dense at
+        rest, and embeddings that would rest in blocks."""
         module = tensor.removesuffix(".weight")
         types = _by_module(self.types)
         type = types.get(module) or types.get(_EXPERT.sub(".experts.", module))
         if type is None:
             return DENSE
-        dense = module == EMBEDDING or module.endswith(ROUTERS)
+        dense = module.endswith(ROUTERS) or (module == EMBEDDING and isinstance(FORMATS[type], Blocks))
         return Unpacked(inner=FORMATS[type]) if dense else FORMATS[type]
 
 

@@ -383,8 +383,8 @@ int blocks_product(const struct blocks *m, const void *x, int64_t x_stride, int6
     for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < m->inner; i++)
             wide[r * width + m->skip + i] = get(kind, x, r * x_stride + i);
-    int64_t share = m->height / (4 * (int64_t)threads), each = LEAST / (4 * m->row_bytes) + 1;
-    each = ((each < share ? each : share) / TALL + 1) * TALL;
+    /* Long parts: what a thread fetches ahead is its own, but at a part's beginning. */
+    int64_t each = (m->height / (4 * (int64_t)threads) / TALL + 1) * TALL;
     struct block_work about = {m, wide, y, bias, 0, m->height, rows, y_stride, each, 0, kind, adds, 0};
     run_on(parallel, m->height * m->row_bytes < LEAST ? 1 : threads, multiply_rows, &about);
     free(wide);

@@ -153,12 +153,13 @@ def describes(half: object, x: Tensor) -> bool:
 
 
 def attention(
-    half: Half, x: Tensor, part: Tensor | None, angles: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor],
+    half: object, x: Tensor, part: Tensor | None, angles: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor],
     inputs: AttentionInputs,
-) -> Tensor:  # fmt: skip
-    """Return the output of attention and its projections, `[rows, hidden]`; keys and values are written.
+) -> Tensor | None:  # fmt: skip
+    """Return the output of attention and its projections, `[rows, hidden]`, or None where it is not computed
+    here. Keys and values are written.
 
-    half: with an address, of these weights. x, part: as of `feed_forward`.
+    half: what `describes` such a half. x, part: as of `feed_forward`.
     angles: cosines and sines, float32 `[rows, dim / 2]`.
     cache: K and V in pages, which `suits_pages`.
     inputs: which `suits`. Raises MemoryError.
@@ -166,6 +167,9 @@ def attention(
     found, rows, (k, v), (cos, sin) = library(), inputs.rows, cache, angles
     assert found is not None
     assert rows is not None
+    assert isinstance(half, Half)
+    if not half.address:
+        return None
     of_block, of_token, of_head, _ = k.stride()
     out = torch.empty_like(x) if part is None else part
     if found.layer_attention(

@@ -67,7 +67,8 @@ def project(
     q_gain, k_gain = (None, None) if gains is None else (gains[0].data_ptr(), gains[1].data_ptr())
     found.project(
         NUMBERS[qkv.dtype], qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), q_gain, k_gain, eps,
-        slots.data_ptr(), k.data_ptr(), v.data_ptr(), block_size, of_block, of_token, of_head, len(slots), heads, kv_heads, dim,
+        slots.data_ptr(), k.data_ptr(), v.data_ptr(), block_size, of_block,
+        of_token, of_head, len(slots), heads, kv_heads, dim,
     )  # fmt: skip
     split = qkv.view(len(slots), heads + 2 * kv_heads, dim)
     return split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
