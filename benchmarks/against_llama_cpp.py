@@ -1,16 +1,16 @@
-"""Time tokens and prompts of a GGUF file on a CPU by penstock and by llama.cpp, in turns, with as many threads.
+"""Time tokens and prompts of a GGUF file on a CPU by penstock and llama.cpp, in turns, with as many threads.
 
-    PYTHONPATH=src python3 benchmarks/llama_cpp.py FILE.gguf --python /tmp/llama/bin/python --out cpu_llama_cpp.json
+    PYTHONPATH=src python3 benchmarks/against_llama_cpp.py FILE.gguf --python /tmp/llama/bin/python
 
-llama.cpp is built from the source of its Python package, for the processor at hand, in an environment of its own:
+llama.cpp is built from the source of its Python package for the processor at hand, in its own environment:
 
     python3 -m venv /tmp/llama
-    CMAKE_ARGS=-DGGML_NATIVE=ON /tmp/llama/bin/pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36
+    CMAKE_ARGS=-DGGML_NATIVE=ON /tmp/llama/bin/pip install --no-binary llama-cpp-python llama-cpp-python
 
-The file of tests/cpu/test_gguf_real.py is SmolLM2-135M-Instruct, which others made. Each round is a process of one
-system and then one of the other, so neither heats memory for the other. In a process, a prompt of random tokens
-and decode steps behind a shorter one are run until they stop falling, then measured; see bench/warming.py.
-llama.cpp rounds activations to eight bits before products. penstock keeps them in 16 bits.
+The file of tests/cpu/test_gguf_real.py is SmolLM2-135M-Instruct, which others made. Each round is a process
+of one system and then one of the other. In a process, a prompt of random tokens, and decode steps behind a
+shorter one, are run until they stop falling, then measured three times. llama.cpp rounds activations to eight
+bits before products. penstock keeps them in 16 bits.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 CONTEXT, STEPS, PROMPT, VOCABULARY = 128, 64, 512, 30_000
@@ -53,7 +54,7 @@ def llama_cpp(path: str, threads: int) -> dict[str, object]:
     def decode(prompt: list[int]) -> list[float]:
         begin()
         run(prompt)
-        return [timed(lambda: run([token])) for token in prompt[:STEPS]]
+        return [timed(partial(run, [token])) for token in prompt[:STEPS]]
 
     def whole(prompt: list[int]) -> float:
         begin()
@@ -146,7 +147,9 @@ def main() -> None:
         else None
     )
     if there is None or there.returncode:
-        sys.exit(f"{given.python} has no llama_cpp; benchmarks/llama_cpp.py says at its top how to build it")
+        sys.exit(
+            f"{given.python} has no llama_cpp; benchmarks/against_llama_cpp.py says at its top how to build it"
+        )
     recording = Recording(given.out, file=given.file.name, context=CONTEXT, prompt=PROMPT)
     for threads in map(int, given.threads.split(",")):
         runs: dict[str, list[dict[str, object]]] = {"penstock": [], "llama.cpp": []}
