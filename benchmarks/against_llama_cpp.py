@@ -42,9 +42,8 @@ def llama_cpp(path: str, threads: int) -> dict[str, object]:
     memory = c.llama_get_memory(context)
 
     def run(tokens: list[int]) -> None:
-        if c.llama_decode(
-            context, c.llama_batch_get_one((c.llama_token * len(tokens))(*tokens), len(tokens))
-        ):
+        kept = (c.llama_token * len(tokens))(*tokens)  # A batch has only its address.
+        if c.llama_decode(context, c.llama_batch_get_one(kept, len(tokens))):
             sys.exit("llama.cpp does not decode")
         c.llama_synchronize(context)
 
@@ -147,9 +146,7 @@ def main() -> None:
         else None
     )
     if there is None or there.returncode:
-        sys.exit(
-            f"{given.python} has no llama_cpp; benchmarks/against_llama_cpp.py says at its top how to build it"
-        )
+        sys.exit(f"{given.python} has no llama_cpp; the top of this script says how to build it")
     recording = Recording(given.out, file=given.file.name, context=CONTEXT, prompt=PROMPT)
     for threads in map(int, given.threads.split(",")):
         runs: dict[str, list[dict[str, object]]] = {"penstock": [], "llama.cpp": []}
