@@ -1,8 +1,9 @@
-"""Time products with matrices of few bits on a GPU, beside the bytes that they read and the device's best
-rate.
+"""Time products with matrices of few bits and of GGUF's blocks on a GPU, beside the bytes that they read and
+the device's best rate.
 
     PYTHONPATH=src python3 benchmarks/few_bits.py --out few_bits.json
     PYTHONPATH=src python3 benchmarks/few_bits.py --sweep --formats int4 --rows 1,16
+    PYTHONPATH=src python3 benchmarks/few_bits.py --formats Q4_K,Q6_K --rows 1,16
     PYTHONPATH=src python3 benchmarks/few_bits.py --tiny      the same code over tiny shapes, interpreted
 
 Every product is checked against the reference in float32 before it is timed. A graph holds a call for each of
@@ -29,11 +30,16 @@ from torch import Tensor
 
 from penstock.arch.formats.floats import Float4, Float8
 from penstock.arch.formats.format import WeightFormat, matrix
+from penstock.arch.formats.gguf import FORMATS as GGUF
+from penstock.arch.formats.gguf import Blocks
 from penstock.arch.formats.gptq import GPTQPacking
 from penstock.arch.formats.integers import Integers
 from penstock.ops.kernels import pdl_launches
 from penstock.ops.matrix import Matrix
-from penstock.ops.triton.few_bits import FewBitsTuning, few_rows, suits
+from penstock.ops.triton import blocks, few_bits
+from penstock.ops.triton.blocks import BlocksTuning
+from penstock.ops.triton.few_bits import FewBitsTuning
+from penstock.ops.triton.few_bits_row import RowTuning
 
 FORMATS: Mapping[str, WeightFormat] = {
     "int4": Integers(checkpoint_group=128, packing=GPTQPacking()),
@@ -44,7 +50,10 @@ FORMATS: Mapping[str, WeightFormat] = {
     "mxfp8": Float8(block=(1, 32), scale="e8m0"),
     "mxfp4": Float4(),
     "nvfp4": Float4(checkpoint_group=16, scale="float8_e4m3fn", second="weight_scale_2"),
+    **GGUF,
 }
+KERNELS: Mapping[str, Any] = {"few_bits": few_bits, "blocks": blocks}
+Tuning = FewBitsTuning | RowTuning | BlocksTuning
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate and up": (28672, 4096), "down": (4096, 14336)}
 TINY = {"tiny": (64, 256)}
 AT_LEAST, MAX_ERROR = 1 << 30, 2e-2
@@ -58,6 +67,10 @@ def random_matrix(
     rng, sources = torch.Generator(device).manual_seed(seed), [matrix("model.layers.0.mlp.w.weight", *shape)]
     cut, parts = format.cut(sources), dict[str, Tensor]()
     for stored in cut.stored("bfloat16", sources):
+        if isinstance(cut, Blocks) and stored.repack is not None:
+            raw = random_blocks(cut, stored.sources[0].shape, rng)
+            parts[stored.name] = stored.repack([raw]).contiguous()
+            continue
         kind: torch.dtype = getattr(torch, stored.dtype)
         among = stored.random or (range(256) if kind is torch.uint8 else None)
         if among is None:
@@ -68,15 +81,36 @@ def random_matrix(
     return Matrix(cut, shape, parts)
 
 
-def tunings(sweep: bool) -> Iterator[FewBitsTuning | None]:
-    """Yield ways to cut a product, the usual one first."""
+def random_blocks(format: Blocks, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
+    """Return any blocks of a file with small scales, uint8 `[out, bytes]`: codes with all their bits."""
+    raw = torch.randint(256, shape, generator=rng, device=rng.device, dtype=torch.uint8)
+    for at in format.block.halves:
+        each = raw.view(-1, format.block.size)[:, at : at + 2]
+        scales = torch.empty(len(each), 1, device=rng.device).uniform_(0.005, 0.02, generator=rng)
+        each[:] = scales.half().view(torch.uint8)
+    return raw
+
+
+def tunings(sweep: bool, format: WeightFormat, height: int, rows: int) -> Iterator[Tuning | None]:
+    """Yield ways to cut a product of `rows` with a matrix of `height` rows, the usual one first."""
     yield None
-    if sweep:
-        for cols, step, splits, stages, warps in itertools.product(
-            (32, 64, 128), (128, 256), (1, 2, 4, 8), (3, 4, 6), (1, 2, 4, 8)
+    if sweep and isinstance(format, Blocks):
+        for cols, splits, stages, warps in itertools.product(
+            (16, 32, 64, 128), (1, 2, 4, 8, 16), (2, 3, 4), (1, 2, 4)
         ):
-            if 64 <= cols * 4 // warps <= 256:  # A warp has at least 16 rows.
-                yield FewBitsTuning(cols, step, splits, stages, warps)
+            if 16 <= cols // warps <= 64:
+                yield BlocksTuning(cols, splits, stages, warps)
+    elif sweep and rows == 1:
+        for each, runs, warps in itertools.product((1, 2, 4, 8), (16, 32), (2, 4, 8)):
+            if each * warps <= 32:
+                yield RowTuning(each, runs, warps)
+    elif sweep:
+        for (cols, warps), splits, stages in itertools.product(
+            ((64, 4), (128, 4), (128, 8), (256, 8)), (1, 2, 4, 8, 16), (2, 3, 4)
+        ):
+            programs = height // cols * splits
+            if 110 <= programs <= 1100:  # One a multiprocessor or eight.
+                yield FewBitsTuning(cols, 128, splits, stages, warps)
 
 
 def main() -> None:
@@ -103,9 +137,10 @@ def main() -> None:
         plain = first.dequantised(torch.empty(0))
         for rows in map(int, given.rows.split(",")):
             x = torch.randn(rows, shape[1], device=plain.device).bfloat16()
-            assert suits(x, first), name
+            kernels = KERNELS[first.format.kernels]
+            assert kernels.suits(x, first), name
             want = x.float() @ plain.T
-            ways = list(tunings(given.sweep))
+            ways = list(tunings(given.sweep, first.format, shape[0], rows))
             # Compiled side by side; what needs more memory than there is fails here, and is passed over.
             with ThreadPoolExecutor(1 if given.tiny else 12) as pool:  # The interpreter takes one at a time.
                 done = list(pool.map(lambda way, x=x, first=first: attempt(x, first, way), ways))
@@ -117,11 +152,14 @@ def main() -> None:
                     sys.exit(f"{name}, {label}, {rows} rows, {way}: error {error:.2e}; nothing was timed")
 
                 def work(
-                    x: Tensor = x, matrices: list[Matrix] = matrices, way: FewBitsTuning | None = way
+                    x: Tensor = x,
+                    matrices: list[Matrix] = matrices,
+                    way: Tuning | None = way,
+                    kernels: Any = kernels,
                 ) -> None:
                     with pdl_launches(given.early):
                         for one in matrices:
-                            few_rows(x, one, tuning=way)
+                            kernels.few_rows(x, one, tuning=way)
 
                 seconds = seconds_each(work, count)
                 line = {
@@ -133,17 +171,17 @@ def main() -> None:
             usual, best = these[0], sorted(these, key=lambda one: float(one["us"]))[: 3 if given.sweep else 0]
             print(
                 f"{name:16} {label:12} {rows:3} rows  {usual['us']:7.1f} us  {usual['share']:.1%}",
-                *(f"  {one['us']:.1f} {one['share']:.1%} {one['tuning'][13:]}" for one in best),
+                *(f"  {one['us']:.1f} {one['share']:.1%} {one['tuning'].partition('(')[2]}" for one in best),
                 flush=True,
             )
             if given.out:
                 write(given.out, {"read": ceiling, "device": str(plain.device), "found": found})
 
 
-def attempt(x: Tensor, weight: Matrix, way: FewBitsTuning | None) -> Tensor | None:
+def attempt(x: Tensor, weight: Matrix, way: Tuning | None) -> Tensor | None:
     """Return a product, or None where the device has too little memory for this way to cut it."""
     try:
-        return few_rows(x, weight, tuning=way)
+        return KERNELS[weight.format.kernels].few_rows(x, weight, tuning=way)
     except Exception as fault:
         if "resource" not in str(fault) and "shared memory" not in str(fault):
             raise

@@ -3,11 +3,12 @@ texts.
 
     PYTHONPATH=src python3 benchmarks/quantising.py --recipe int4 --text BOOK.txt --text PLAYS.txt --out FILE
     PYTHONPATH=src python3 benchmarks/quantising.py --recipe int4,32,self_attn,down_proj ...
+    PYTHONPATH=src python3 benchmarks/quantising.py --recipe chosen ...
 
-A recipe is a format, perhaps the columns of a group, and the modules that are kept in eight bits. Each is
-packed into a temporary directory. The texts are read from the letter `--from` on, in windows of 2,048 tokens.
-The dense model is measured first if FILE does not have it yet. `lost` is the share of the answers that the
-dense model gives right and the quantised one does not.
+A recipe is a format, perhaps the columns of a group, and the modules that are kept in eight bits; `chosen` is
+what `penstock pack --to int4` chooses. Each is packed into a temporary directory. The texts are read from the
+letter `--from` on, in windows of 2,048 tokens. The dense model is measured first if FILE does not have it
+yet. `lost` is the share of the answers that the dense model gives right and the quantised one does not.
 """
 
 import argparse
@@ -16,12 +17,12 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
 from recording import Recording
 
 from penstock import LLM
 from penstock.arch.formats.recipe import Recipe
 from penstock.base.config import SHIPPED_MODEL
+from penstock.evals.mix import write_mix
 from penstock.evals.perplexity import PerplexityWork, perplexity
 from penstock.evals.run import EvalWork, evaluate
 from penstock.memory.device import choose_device
@@ -32,15 +33,22 @@ from penstock.weights.pack.writer import write_pack
 TASKS = ("single", "keys")
 
 
-def packed(model: Path, recipe: Recipe, out: Path, device: torch.device) -> dict[str, object]:
-    """Quantise a model into `out`. Returns its bytes before and after, and its relative error."""
-    begin = time.perf_counter()
+def packed(model: Path, recipe: Recipe | None, out: Path, device: str) -> dict[str, object]:
+    """Quantise a model into `out`, by a recipe that is chosen if there is None. Returns its bytes before and
+    after, and its relative error."""
+    begin, tried = time.perf_counter(), list[str]()
     with Checkpoint.open(model) as checkpoint:
-        source = QuantisedCheckpoint(checkpoint, recipe, checkpoint.spec.dtype, device)
-        write_pack(source, out, checkpoint.spec.dtype)
+        dtype = checkpoint.spec.dtype
+        if recipe is None:
+            source = write_mix(checkpoint, None, out, dtype, None, device, tried.append)
+        else:
+            source = QuantisedCheckpoint(checkpoint, recipe, dtype, choose_device(device))
+            write_pack(source, out, dtype)
         return {
-            "recipe": recipe.config(),
+            "recipe": source.recipe.config(),
+            "tried": tried,
             "seconds": time.perf_counter() - begin,
+            "bits_of_a_weight": source.bits,
             "dense_bytes": source.dense_bytes,
             "bytes": (out / "weights.bin").stat().st_size,
             "relative_error": source.error,
@@ -88,12 +96,14 @@ def main() -> None:
     if dense is None:
         dense = measured(given.model, given)
         recording.part("dense", dense)
-    format, *more = given.recipe.split(",")
-    group = int(more.pop(0)) if more else None
-    recipe = Recipe.of(format, group, tuple(more))
+    recipe = None
+    if given.recipe != "chosen":
+        format, *more = given.recipe.split(",")
+        group = int(more.pop(0)) if more else None
+        recipe = Recipe.of(format, group, tuple(more))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "pack"
-        facts = packed(given.model, recipe, out, choose_device(given.device))
+        facts = packed(given.model, recipe, out, given.device)
         found = facts | measured(out, given)
     before, after = dense["log_perplexity"], found["log_perplexity"]
     found["log_perplexity_change"] = {name: after[name] - before[name] for name in before}

@@ -215,7 +215,7 @@ def sums(dtype: torch.dtype, dim: int = HIDDEN) -> None:
     )
 
 
-def few_bits(name: str, *classes: int) -> None:
+def few_bits(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:
     """Of the sizes of an 8B Llama, with and without a gate, and dequantised."""
     weight = torch.zeros(64, 256)
     for outer, inner in ((6144, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER)):
@@ -228,18 +228,20 @@ def few_bits(name: str, *classes: int) -> None:
         }
         large = Matrix(format, (outer, inner), parts)
         for rows in classes:
-            triton_few_bits.few_rows(empty(rows, inner), large, gated=outer == 2 * INNER)
+            triton_few_bits.few_rows(empty(rows, inner, dtype=dtype), large, gated=outer == 2 * INNER)
         triton_few_bits.dequantise(large, slice(0, 1024), empty(1024, inner))
 
 
 def blocks(*kinds: str) -> None:
-    """Of the size of an 8B Llama, blocks of GGUF dequantised."""
+    """Of the size of an 8B Llama, blocks of GGUF dequantised, and products of few rows."""
     for kind in kinds:
         sources = [matrix("model.layers.0.mlp.down_proj.weight", HIDDEN, INNER)]
         format = FORMATS[kind].cut(sources)
         (stored,) = format.stored("bfloat16", sources)
         large = Matrix(format, (HIDDEN, INNER), {"blocks": empty(*stored.shape, dtype=torch.uint8)})
         triton_blocks.dequantise(large, slice(0, 1024), empty(1024, INNER))
+        for rows, dtype in ((16, torch.float16), (64, BF16)):
+            triton_blocks.few_rows(empty(rows, INNER, dtype=dtype), large, gated=rows == 16)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -277,12 +279,18 @@ CASES: dict[str, Callable[[], None]] = {
     "fold, capped": lambda: fold(8, cap=50.0),
     "fold, float32": lambda: fold(8, torch.float32),
     "few bits, integers": lambda: few_bits("gptq_128", 1, 64),
-    "few bits, zero points": lambda: few_bits("awq", 16),
-    "few bits, eight": lambda: few_bits("gptq_8", 16),
+    "few bits, zero points": lambda: few_bits("awq", 1, 16),
+    "few bits, eight": lambda: few_bits("gptq_8", 1, 16),
     "few bits, FP8": lambda: few_bits("fp8_128", 1, 64),
-    "few bits, MXFP8": lambda: few_bits("mxfp8", 16),
+    "few bits, MXFP8": lambda: few_bits("mxfp8", 1, 16),
     "few bits, MXFP4": lambda: few_bits("mxfp4", 1, 64),
-    "few bits, NVFP4": lambda: few_bits("nvfp4", 16),
+    "few bits, NVFP4": lambda: few_bits("nvfp4", 1, 16),
+    "few bits, float16": lambda: (
+        few_bits("awq", 1, 16, dtype=torch.float16),
+        few_bits("gptq_8", 16, dtype=torch.float16),
+        few_bits("mxfp4", 16, dtype=torch.float16),
+        few_bits("mxfp8", 16, dtype=torch.float16),
+    ),
     "few bits experts, integers": lambda: few_bits_experts("gptq_128", 4, 4096),
     "few bits experts, small groups": lambda: few_bits_experts("gptq", 100),
     "few bits experts, zero points": lambda: few_bits_experts("awq", 4, 512),
@@ -292,7 +300,10 @@ CASES: dict[str, Callable[[], None]] = {
     "few bits experts, NVFP4": lambda: few_bits_experts("nvfp4", 4, 4096),
     "few bits experts, float16": lambda: few_bits_experts("awq", 4, 4096, dtype=torch.float16),
     "few bits experts, float32": lambda: few_bits_experts("mxfp4", 4, dtype=torch.float32),
-    "blocks of GGUF": lambda: blocks(*(kind for kind, one in FORMATS.items() if triton_blocks.reads(one))),
+    "blocks of GGUF, old ones": lambda: blocks("Q4_1", "Q5_0", "Q5_1", "IQ4_NL"),
+    "blocks of GGUF, few bits": lambda: blocks("Q2_K", "Q3_K"),
+    "blocks of GGUF, four and five bits": lambda: blocks("Q4_K", "Q5_K"),
+    "blocks of GGUF, six bits and levels": lambda: blocks("Q6_K", "IQ4_XS"),
     "experts, few": lambda: experts(4),
     "experts, some": lambda: experts(100),
     "experts, many": lambda: experts(4096),
@@ -335,7 +346,8 @@ def elsewhere(capability: int, seen: Callable[[Any], None]) -> Iterator[None]:
         patched.enter_context(patch.object(JITFunction, "run", only_compiled))
         for module in (triton_experts, triton_few_bits_experts):
             patched.enter_context(patch.object(module, "shared_memory", lambda _: SHARED[capability]))
-        counts = {triton_attention: 80, triton_tiles: 80, triton_linear: 132, triton_few_bits: 132}
+        counts = {triton_attention: 80, triton_tiles: 80, triton_linear: 132}
+        counts |= {triton_few_bits: 132, triton_blocks: 132}
         for module, count in counts.items():
             patched.enter_context(patch.object(module, "multiprocessors", lambda _, count=count: count))
         yield

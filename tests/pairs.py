@@ -13,7 +13,7 @@ import tiny
 from penstock.base.config import Config
 from penstock.engine.boot import Booted, boot
 from penstock.engine.engine import Ranks
-from penstock.engine.placing import Override
+from penstock.engine.placing import Override, Say
 from penstock.sched.span import KVSpan
 from penstock.step.params import Sampling
 from penstock.step.plan import UNKNOWN, Admission, ModelRole, Plan, Row, Share, ShareKind
@@ -40,7 +40,12 @@ GREEDY = sampling(prompt_logprobs=1)
 
 @contextmanager
 def opened(
-    target: Path, draft: Path | None, *, override: Override | None = None, **more: object
+    target: Path,
+    draft: Path | None,
+    *,
+    override: Override | None = None,
+    say: Say = lambda _: None,
+    **more: object,
 ) -> Iterator[Booted]:
     """An engine of two models, of a checkpoint or a pack each; of one, without a draft."""
     config = Config(target, **(SETTINGS | more))  # type: ignore[arg-type]
@@ -49,7 +54,7 @@ def opened(
         for path in (target, draft)
         if path is not None
     ]
-    booted = boot(config, models[0], draft=models[1] if draft else None, override=override)
+    booted = boot(config, models[0], draft=models[1] if draft else None, override=override, say=say)
     try:
         yield booted
     finally:

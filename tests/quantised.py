@@ -5,6 +5,7 @@ the packed tensors stand for, by the numbers before they were packed.
 """
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -90,9 +91,12 @@ def rounded(
     return Rounded(codes.clamp(0, most).long(), zeros.long(), scales, groups)
 
 
-def gptq(bits: int, group: int, *, symmetric: bool = True, ordered: bool = False, version: int = 1) -> Scheme:
+def gptq(
+    bits: int, group: int, *, symmetric: bool = True, ordered: bool = False, version: int = 1,
+    dtype: torch.dtype = torch.float16,
+) -> Scheme:  # fmt: skip
     def make(weight: Tensor, seed: torch.Generator) -> Made:
-        one = rounded(weight, bits, group, seed, torch.float16, symmetric=symmetric, ordered=ordered)
+        one = rounded(weight, bits, group, seed, dtype, symmetric=symmetric, ordered=ordered)
         ones = sum(1 << at for at in range(0, 32, bits))  # Taken from words, not from each code.
         tensors = {
             "qweight": words(one.codes, bits).t().contiguous(),
@@ -118,9 +122,9 @@ def auto_round(group: int) -> Scheme:
     return Scheme(config, gptq(4, group).make, (8, 8))
 
 
-def awq(group: int) -> Scheme:
+def awq(group: int, *, dtype: torch.dtype = torch.float16) -> Scheme:
     def make(weight: Tensor, seed: torch.Generator) -> Made:
-        one = rounded(weight, 4, group, seed, torch.float16, symmetric=False)
+        one = rounded(weight, 4, group, seed, dtype, symmetric=False)
 
         def mixed(codes: Tensor) -> Tensor:
             return words(codes.unflatten(1, (-1, 8))[:, :, list(_AWQ_ORDER)].flatten(1), 4)
@@ -209,7 +213,7 @@ def fp8(
         wide = scales.float().repeat_interleave(down, 0)[:height].repeat_interleave(across, 1)[:, :width]
         values = (weight.float() / wide).to(torch.float8_e4m3fn)
         kept = scales.flatten() if flat else scales
-        if exponents is not None:
+        if exponents is not None and exponents.itemsize == 1:
             kept = (scales.float().log2() + 127).to(torch.uint8).view(exponents)
         return {"weight": values, name: kept}, values.float() * wide
 
@@ -268,6 +272,27 @@ def nvfp4(*, modelopt: bool = False) -> Scheme:
     if modelopt:
         config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*mlp.gate"]}
     return Scheme(config, make, (1, 16))
+
+
+_SCALES = "weight_scale_2", "weight_global_scale", "scales", "weight_scale", "weight_scale_inv", "scale"
+
+
+def sized(scheme: Scheme, size: float) -> Scheme:
+    """The same with all scales multiplied by a power of two, in float32 where their dtype ends before."""
+
+    def make(weight: Tensor, seed: torch.Generator) -> Made:
+        tensors, matrix = scheme.make(weight, seed)
+        name = next(name for name in _SCALES if name in tensors)
+        one = tensors[name]
+        if one.itemsize == 1:
+            changed = (one.view(torch.uint8) + int(math.log2(size))).view(one.dtype)
+        else:
+            exact = one.float() * (1 / size if name == "weight_global_scale" else size)
+            changed = exact.to(one.dtype)
+            changed = exact if not torch.equal(changed.float(), exact) else changed
+        return tensors | {name: changed}, matrix * size
+
+    return replace(scheme, make=make)
 
 
 SCHEMES: dict[str, Scheme] = {
@@ -378,11 +403,12 @@ def checkpoints(
 
 
 def matrix_of(
-    scheme: Scheme, weight: Tensor, seed: int = 3, *, rows: Sequence[range] = (), columns: range | None = None
-) -> tuple[Matrix, Tensor]:
+    scheme: Scheme, weight: Tensor, seed: int = 3, *, rows: Sequence[range] = (),
+    columns: range | None = None, dtype: str = "float32",
+) -> tuple[Matrix, Tensor]:  # fmt: skip
     """A matrix as it rests, and in float32 as `scheme` has it.
 
-    rows, columns: a rank's, one run below the other; all by default.
+    rows, columns: a rank's, one run below the other; all by default. dtype: of activations.
     """
     name = "model.layers.0.self_attn.q_proj.weight"
     made, plain = scheme.make(weight, torch.Generator().manual_seed(seed))
@@ -395,7 +421,7 @@ def matrix_of(
         read_format({"quantization_config": scheme.config}, "config.json", "float32").of(name).cut(sources)
     )
     parts = {}
-    for stored in format.stored("float32", sources):
+    for stored in format.stored(dtype, sources):
         assert stored.repack is not None
         read = [
             next((tensors[one] for one in (source.tensor, *source.also) if one in tensors), None)

@@ -29,7 +29,7 @@ from penstock.ops.attention.inputs import (
     RowGroup,
     Rows,
 )
-from penstock.ops.kernels import triton_kernels
+from penstock.ops.kernels import plain_torch, triton_kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HEADS, KV_HEADS, DIM, BLOCK, SCALE = 4, 2, 16, 4, 0.3
@@ -252,7 +252,17 @@ def check(
 def test_every_path_without_kernels(path: Path, dim_v: int, window: int | None, cap: float | None) -> None:
     if path is chosen and window is not None:
         pytest.skip("a policy chooses where there is no window")
-    check(path, dim_v, window, cap=cap)
+    with plain_torch():
+        check(path, dim_v, window, cap=cap)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 1, 6, 100])
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_with_native_kernels(path: Path, window: int | None, dtype: torch.dtype) -> None:
+    if path is chosen and window is not None:
+        pytest.skip("a policy chooses where there is no window")
+    check(path, DIM, window, dtype)
 
 
 @pytest.mark.usefixtures("kernels")

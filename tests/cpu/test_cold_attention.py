@@ -29,18 +29,21 @@ from penstock.ops.attention.inputs import (
     Rows,
     Scratch,
 )
-from penstock.ops.kernels import triton_kernels
+from penstock.ops.kernels import plain_torch, triton_kernels
 from penstock.step.plan import BlockId, HostBlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.shape import Shape
 from penstock.worker.inputs import InputBuilder
 from penstock.worker.tables import BlockTables
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-on_both = pytest.mark.parametrize(
+on_each = pytest.mark.parametrize(
     "kernels",
     [
-        False,
-        pytest.param(True, marks=pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")),
+        "",
+        "C",
+        pytest.param(
+            "Triton", marks=pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+        ),
     ],
 )
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 4
@@ -113,12 +116,15 @@ def check(
     *,
     window: int | None = None,
     tile_blocks: int = 2,
-    kernels: bool = False,
+    kernels: str = "",
     dtype: torch.dtype = torch.float32,
     tail_demoted: bool = False,
     seed: int = 0,
 ) -> None:
-    """One layer of one step over these sequences; every query against its sequence's keys in float64."""
+    """One layer of one step over these sequences; every query against its sequence's keys in float64.
+
+    kernels: the language of those that are used; none in plain torch.
+    """
     rng = torch.Generator().manual_seed(seed)
     made = sequences(families, rng, dtype)
     everyone = [one for family in made for one in family]
@@ -193,8 +199,8 @@ def check(
     k.copy_(torch.cat([one.k[one.first : one.stop] for one in step]))
     v.copy_(torch.cat([one.v[one.first : one.stop] for one in step]))
     ring = Slot(contents, (tile_blocks + 1) * BLOCK, dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        if kernels:
+    with pytest.MonkeyPatch.context() as patch, plain_torch(not kernels):
+        if kernels == "Triton":
             patch.setattr(penstock.ops.attention.attend, "_kernels", lambda x: triton_kernels("attention"))
             patch.setattr(penstock.ops.attention.dense, "_tile_kernels", lambda x: triton_kernels("tiles"))
         patch.setattr(penstock.ops.attention.dense, "WINDOW_TILE", 3)
@@ -250,21 +256,21 @@ EVERY_SORT = [
 ]
 
 
-@on_both
+@on_each
 @pytest.mark.parametrize("window", [None, 1, 5, 12, 100])
-def test_every_sort_of_sequence_in_one_step(window: int | None, kernels: bool) -> None:
+def test_every_sort_of_sequence_in_one_step(window: int | None, kernels: str) -> None:
     check(EVERY_SORT, window=window, kernels=kernels)
 
 
-@on_both
+@on_each
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precisions(dtype: torch.dtype, kernels: bool) -> None:
+def test_half_precisions(dtype: torch.dtype, kernels: str) -> None:
     check(EVERY_SORT, dtype=dtype, kernels=kernels)
 
 
-@on_both
+@on_each
 @pytest.mark.parametrize("window", [None, 6])
-def test_rows_with_nothing_in_pages(window: int | None, kernels: bool) -> None:
+def test_rows_with_nothing_in_pages(window: int | None, kernels: str) -> None:
     check([(2, [(1, 3, 1), (0, 3, 1)]), (0, [(0, 4, 1)])], tail_demoted=True, window=window, kernels=kernels)
 
 
@@ -321,6 +327,7 @@ any_step = given(
 )
 
 
+@pytest.mark.parametrize("kernels", ["", "C"])
 @settings(max_examples=25)
 @any_step
 def test_any_step(
@@ -329,8 +336,16 @@ def test_any_step(
     tile_blocks: int,
     tail_demoted: bool,
     seed: int,
+    kernels: str,
 ) -> None:
-    check(families, window=window, tile_blocks=tile_blocks, tail_demoted=tail_demoted, seed=seed)
+    check(
+        families,
+        window=window,
+        tile_blocks=tile_blocks,
+        tail_demoted=tail_demoted,
+        seed=seed,
+        kernels=kernels,
+    )
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
@@ -344,7 +359,12 @@ def test_any_step_with_kernels(
     seed: int,
 ) -> None:
     check(
-        families, window=window, tile_blocks=tile_blocks, tail_demoted=tail_demoted, kernels=True, seed=seed
+        families,
+        window=window,
+        tile_blocks=tile_blocks,
+        tail_demoted=tail_demoted,
+        kernels="Triton",
+        seed=seed,
     )
 
 

@@ -22,14 +22,17 @@ from gguf_files import WIDE, Made, Writing, source
 from members import pass_of
 from penstock.api.llm import LLM
 from penstock.arch.formats.format import matrix
-from penstock.arch.formats.gguf import BLOCK_TYPES, FORMATS, Unpacked
-from penstock.arch.formats.gguf_blocks import QUANTISED, TYPES
+from penstock.arch.formats.gguf import BLOCK_TYPES, FORMATS, ByType, Unpacked
+from penstock.arch.formats.gguf_blocks import QUANTISED, RESTING, TYPES
 from penstock.arch.formats.recipe import Recipe, name_of
-from penstock.arch.layout import group_layouts
+from penstock.arch.layout import GroupKind, group_layouts
 from penstock.arch.rope import inverse_frequencies
 from penstock.arch.spec import RopeKind, RopeSpec
 from penstock.base.errors import CheckpointError, PenstockError
+from penstock.cli.commands.plan import open_model
 from penstock.memory.disk import DiskFile
+from penstock.ops.embedding import look_up
+from penstock.ops.kernels import plain_torch
 from penstock.ops.matrix import Matrix
 from penstock.ops.native import blocks as native
 from penstock.ops.native.few_bits import find_library
@@ -108,6 +111,43 @@ def test_types_have_the_numbers_of_the_library() -> None:
     assert all(gguf.GGMLQuantizationType(number).name == one.name for number, one in TYPES.items())
 
 
+@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize("kernels", [False, True])
+def test_rows_of_an_embedding_are_those_of_the_dense_one(kind: str, kernels: bool) -> None:
+    """To the bit, in any order and of any rank, as they were where embeddings rested dense."""
+    rows = gguf_files.draw(kind, 96, 512, 0.1, np.random.default_rng(0))
+    name, tokens = "model.embed_tokens.weight", torch.tensor([7, 0, 31, 7, 95, 30])
+    format = ByType(types=((kind, (name.removesuffix(".weight"),)),)).of(name)
+    assert format == FORMATS[kind]
+    for part in (range(96), range(31, 96)):
+        sources = [matrix(name, 96, 512, rows=part)]
+        cut, mine = format.cut(sources), tokens.clamp(part.start, part.stop - 1) - part.start
+        parts = {one.name: one.repack([torch.from_numpy(rows)] * len(one.sources)).contiguous()  # type: ignore[misc]
+                 for one in cut.stored("float32", sources)}  # fmt: skip
+        weight = Matrix(cut, (len(part), 512), parts)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            (dense,) = Unpacked(inner=format).cut(sources).stored(str(dtype).removeprefix("torch."), sources)
+            assert dense.repack is not None
+            with plain_torch(not kernels):
+                found = look_up(mine, weight, dtype)
+            assert torch.equal(found, dense.repack([torch.from_numpy(rows)])[mine])
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_embeddings_rest_in_their_blocks(name: str, tmp_path: Path) -> None:
+    made = gguf_files.write(source(name), tmp_path, Writing(mixed))
+    with Checkpoint.open(made.file) as checkpoint:
+        embedding = group_layouts(checkpoint.spec, checkpoint.names, "bfloat16")[0]
+        resting, (height, width) = RESTING["Q6_K"], embedding.matrices[0].shape
+        assert embedding.matrices[0].format.kernels == "blocks"
+        assert embedding.fields[0].size == height * resting.row_bytes(-(-width // resting.unit))
+    resident = pass_of(made.file, 0)
+    assert all(map(torch.equal, resident, pass_of(made.file, 0, part=0.4)))
+    for ranks in (0, 2):
+        mine, theirs = pass_of(made.file, ranks, kernels=False), pass_of(made.dense, ranks, kernels=False)
+        assert all(map(torch.equal, mine, theirs))
+
+
 @pytest.mark.parametrize("kind", ["Q6_K", "MXFP4", "Q4_0"])
 def test_embeddings_are_unpacked(kind: str) -> None:
     rows = gguf_files.draw(kind, 2050, 512, 0.1, np.random.default_rng(0))
@@ -116,6 +156,28 @@ def test_embeddings_are_unpacked(kind: str) -> None:
     assert stored.repack is not None
     theirs = torch.from_numpy(dequantize(rows, gguf.GGMLQuantizationType[kind])[1:2049])
     assert torch.equal(stored.repack([torch.from_numpy(rows)]), theirs.bfloat16())
+
+
+@pytest.mark.parametrize("kind", NATIVE)
+def test_blocks_beyond_float16_are_refused(kind: str) -> None:
+    """By the numbers that they stand for: a large scale alone is none."""
+    rows = gguf_files.draw(kind, 4, 512, 0.1, np.random.default_rng(0))
+    block, sources = QUANTISED[kind], [matrix("model.layers.0.mlp.down_proj.weight", 4, 512)]
+    for large in (20, 60000):
+        every = rows.reshape(-1, block.size).copy()
+        for at in block.halves:
+            every[:, at : at + 2] = np.array([large], "<f2").view(np.uint8)
+        every = every.reshape(rows.shape)
+        beyond = bool(np.abs(dequantize(every, gguf.GGMLQuantizationType[kind])).max() > 65504)
+        assert beyond or large == 20
+        for dtype in ("float16", "bfloat16", "float32"):
+            (stored,) = FORMATS[kind].cut(sources).stored(dtype, sources)
+            assert stored.repack is not None
+            if beyond and dtype == "float16":
+                with pytest.raises(CheckpointError, match=r"down_proj.* numbers of float16 end at 65,504"):
+                    stored.repack([torch.from_numpy(every)])
+            else:
+                stored.repack([torch.from_numpy(every)])
 
 
 def outputs(path: Path, **settings: object) -> list[object]:
@@ -182,6 +244,24 @@ def test_streamed_and_ranks(name: str, kind: str, tmp_path: Path) -> None:
     for ranks in (0, 2):
         mine, theirs = pass_of(made.file, ranks, kernels=False), pass_of(made.dense, ranks, kernels=False)
         assert all(torch.equal(*both) for both in zip(mine, theirs, strict=True))
+
+
+def test_experts_of_several_types(tmp_path: Path) -> None:
+    """Layers differ in types, and so in size: slots are of the largest, plans add up by tensor."""
+
+    def of(name: str) -> str:
+        return mixed(name) if "blk.0" in name else "Q5_K" if "ffn_down" in name else "Q2_K"
+
+    made = gguf_files.write(source("mixtral"), tmp_path, Writing(of))
+    with Checkpoint.open(made.file) as checkpoint:
+        layouts = group_layouts(checkpoint.spec, checkpoint.names, "float32")
+        sizes = {one.size for one in layouts if one.id.kind is GroupKind.EXPERT}
+        _, spec, names = open_model(str(made.file))
+        assert group_layouts(spec, names, "float32") == layouts
+    assert len(sizes) == 2
+    want = pass_of(made.dense, 0, kernels=False)
+    for part in (0.3, 0.5, 0.8):
+        assert all(map(torch.equal, pass_of(made.file, 0, part=part, kernels=False), want))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe_normalised"])

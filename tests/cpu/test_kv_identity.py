@@ -305,7 +305,8 @@ def test_a_pack_of_a_model_whose_tokenizer_was_edited(tmp_path: Path) -> None:
 
 def test_the_shipped_model_with_some_rows_edited(tmp_path: Path) -> None:
     """As who patches the rows of a few special tokens does it: same names, same sizes. In memory, and
-    streamed from disk."""
+    streamed from disk. In float32: in bfloat16 a prompt whose KV was found has other roundings than one that
+    was computed in other pieces, and nearly equal tokens change places."""
     first, other = tmp_path / "first" / "model", tmp_path / "other" / "model"
     for path in (first, other):
         shutil.copytree(SHIPPED_MODEL, path)
@@ -323,7 +324,7 @@ def test_the_shipped_model_with_some_rows_edited(tmp_path: Path) -> None:
             opened.seek(embedding.offset + row * width)
             opened.write(line)
     prompt = [*range(295, 315)] * 6
-    small = {"kv_blocks": 24, "max_step_tokens": 64, "max_sequences": 2}
+    small = {"kv_blocks": 24, "max_step_tokens": 64, "max_sequences": 2, "dtype": "float32"}
     alone = {"prefix_cache": False, "host_kv_memory": 0, "disk_kv_memory": None, **small}
     right = {path: answers(path, tmp_path / "alone", prompt, **alone).tokens for path in (first, other)}
     with LLM(first, device="cpu", max_length=256, block_size=16, **small) as llm:  # type: ignore[arg-type]

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from penstock.ops.activation import silu_mul
+from penstock.ops.attention.attend import attend
 from penstock.ops.attention.inputs import AttentionInputs, LayerAttention, Rows
 from penstock.ops.kernels import between_products, row_kernels
 from penstock.ops.linear import linear
 from penstock.ops.matrix import GroupViews
-from penstock.ops.native import attention, few_bits, layers, pointwise
+from penstock.ops.native import few_bits, layers, pointwise
 from penstock.ops.native.compiler import NativeError, load
 from penstock.ops.norm import add_rms_norm, rms_norm
-from penstock.ops.project import project, project_reference
+from penstock.ops.project import HeadNorms, project, project_reference
 from quantised import SCHEMES, matrix_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -109,32 +110,6 @@ def test_projections(dtype: torch.dtype, way: str) -> None:
     assert int((cache[0] != 0).any(-1).any(-1).sum()) == 3, "a token without a slot was written"
 
 
-@pytest.mark.parametrize("group", [1, 3, 6])
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention(dtype: torch.dtype, window: int | None, group: int, way: str) -> None:
-    kv_heads, dim, lengths = 2, 128, [37, 1, 0, 64]
-    pages = drawn(16, 2, 16, kv_heads, dim, dtype=dtype)
-    table = torch.randperm(16, generator=torch.Generator().manual_seed(1)).view(4, 4).int()
-    q = drawn(4, kv_heads * group, dim, seed=2, dtype=dtype)
-    rows = Rows(4, table, torch.tensor(lengths, dtype=torch.int32), 64)
-    layer, cache = LayerAttention(0.1, window), (pages[:, 0], pages[:, 1])
-    assert attention.suits(q, cache, layer)
-    out = torch.full_like(q, torch.nan)
-    attention.paged_decode(q, cache, rows, layer, out=out)
-    for row, length in enumerate(lengths):
-        first = 0 if window is None else max(length - window, 0)
-        k, v = (x[table[row].long()].flatten(0, 1)[first:length].double() for x in cache)
-        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-        weights = (torch.einsum("hd,khd->hk", q[row].double(), k) * 0.1).softmax(-1)
-        want = torch.einsum("hk,khd->hd", weights, v).to(dtype)
-        # Sums of up to 64 terms of about 1, each rounded in float32.
-        torch.testing.assert_close(out[row], want, atol=max(STEP[dtype] / 8, 2e-6), rtol=STEP[dtype])
-    alone = torch.empty_like(q[3:])
-    attention.paged_decode(q[3:], cache, Rows(1, table[3:], rows.lengths[3:], 64), layer, out=alone)
-    assert torch.equal(alone[0], out[3]), "a row depends on others"
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_half_a_layer_is_its_calls_one_by_one(dtype: torch.dtype, rows: int, way: str) -> None:
@@ -154,3 +129,51 @@ def test_half_a_layer_is_its_calls_one_by_one(dtype: torch.dtype, rows: int, way
         assert got is not None
         assert torch.equal(got, want)
         assert torch.equal(residual, other)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_of_half_a_layer_is_its_calls_one_by_one(
+    dtype: torch.dtype, rows: int, window: int | None, way: str
+) -> None:
+    heads, kv_heads, dim, hidden, eps = 6, 2, 64, 320, 1e-5
+    height, lengths = (heads + 2 * kv_heads) * dim, torch.tensor([37, 1, 64], dtype=torch.int32)[:rows]
+    qkv, _ = matrix_of(SCHEMES["packed"], drawn(height, hidden) / 17)
+    out, _ = matrix_of(SCHEMES["packed"], drawn(hidden, heads * dim, seed=5) / 17)
+    vectors = {
+        name: drawn(size, seed=seed, dtype=dtype)
+        for seed, (name, size) in enumerate(
+            {"norm": hidden, "qkv_bias": height, "q_norm": dim, "k_norm": dim, "out_bias": hidden}.items(), 9
+        )
+    }
+    views = GroupViews({"qkv": qkv, "out": out}, vectors, ())
+    pages = drawn(16, 2, 16, kv_heads, dim, seed=6, dtype=dtype)
+    table = torch.randperm(16, generator=torch.Generator().manual_seed(1)).int().view(4, 4)[:rows]
+    at = lengths.long() - 1
+    blocks = table.gather(1, at.unsqueeze(1) // 16).squeeze(1).long()
+    inputs = AttentionInputs(blocks, at % 16, blocks * 16 + at % 16, Rows(rows, table, lengths, 64), ())
+    angles, layer = drawn(rows, dim // 2, seed=7), LayerAttention(0.1, window)
+    cos, sin = angles.cos(), angles.sin()
+    x, part = drawn(rows, hidden, dtype=dtype), drawn(rows, hidden, seed=4, dtype=dtype)
+    half = layers.Half(views, ("qkv", "out"), dtype, eps)
+    half.attend(views, (heads, kv_heads, dim), layer, eps)
+    for before in (None, part):
+        residual, other, mine, theirs = x.clone(), x.clone(), pages.clone(), pages.clone()
+        cache = mine[:, 0], mine[:, 1]
+        assert layers.suits(inputs, cache, residual)
+        got = layers.attention(
+            half, residual, None if before is None else before.clone(), (cos, sin), cache, inputs
+        )
+        with between_products(True):
+            cache, norm = (theirs[:, 0], theirs[:, 1]), vectors["norm"]
+            normed = rms_norm(other, norm, eps) if before is None else add_rms_norm(before, other, norm, eps)
+            projected = linear(normed, qkv, vectors["qkv_bias"])
+            norms = HeadNorms(vectors["q_norm"], vectors["k_norm"], eps)
+            q, k, v = project(projected, cos, sin, cache, inputs, heads=heads, norms=norms)
+            seen = attend(q, k, v, cache, inputs, layer).out.view(rows, heads * dim)
+            want = linear(seen, out, vectors["out_bias"])
+        assert got is not None
+        assert torch.equal(got, want)
+        assert torch.equal(residual, other)
+        assert torch.equal(mine, theirs)

@@ -190,6 +190,43 @@ def test_weights_in_a_file_elsewhere(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.parametrize(
+    ("begin", "kind"),
+    [
+        (None, "which looks like a checkpoint in safetensors"),
+        (b"GGUF\3\0\0\0rest", "which looks like a GGUF file"),
+        (b"PK\3\4\0\0\0\0archive", "which looks like a checkpoint of PyTorch, or another zip file"),
+        (b"", "a file of 0 B"),
+        (b"GGU", "a file of 3 B"),
+        ("directory", "a directory"),
+        ("pipe", "which is no regular file"),
+        ("/nowhere/at/all", "which is no regular file"),
+        ("/dev/zero", "which is no regular file"),
+    ],
+)
+def test_a_store_that_is_there_is_never_to_be_removed(
+    begin: bytes | str | None, kind: str, tmp_path: Path
+) -> None:
+    """It may be the only copy of somebody's model: it is named, left alone, and another name asked for."""
+    model = tiny.write(tiny.CASES["llama"], tmp_path / "model")
+    store = tmp_path / "store" if begin is not None else next(model.glob("*.safetensors"))
+    if isinstance(begin, bytes):
+        store.write_bytes(begin)
+    elif begin == "directory":
+        store.mkdir()
+    elif begin == "pipe":
+        os.mkfifo(store)
+    elif begin is not None:
+        store.symlink_to(begin)
+    before = store.read_bytes() if store.is_file() else None
+    said = refusal(lambda: pack(model, tmp_path / "out", store=store), PackError)
+    assert f"{store} exists already, {kind}, and" in said
+    assert said.endswith("; name another path with --store")
+    assert "remove" not in said
+    assert (store.read_bytes() if store.is_file() else None) == before
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.fixture
 def block_device(tmp_path: Path) -> Iterator[Path]:
     """A device of 4 MiB."""

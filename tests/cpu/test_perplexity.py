@@ -4,8 +4,10 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from math import exp, log
+from dataclasses import replace
+from math import exp, inf, log, nan
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +17,13 @@ pytest.importorskip("transformers")
 import transformers
 
 from penstock.api.llm import LLM, SHIPPED_MODEL
-from penstock.base.errors import RequestError
+from penstock.api.outputs import Completion
+from penstock.base.errors import CheckpointError, RequestError
 from penstock.cli.main import main
-from penstock.evals.perplexity import PerplexityWork, perplexity, windows
+from penstock.evals import perplexity as module
+from penstock.evals.perplexity import PerplexityReport, PerplexityWork, perplexity, windows
 from penstock.evals.phrases import generated_text
+from penstock.step.request import FinishReason
 
 TEXT = generated_text(random.Random("perplexity"), 2500)
 
@@ -106,6 +111,56 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["eval", "perplexity", str(file), str(SHIPPED_MODEL), *flags, "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["log_perplexity"] == pytest.approx(line["log_perplexity"], rel=1e-6)
+
+
+def told(llm: LLM, work: PerplexityWork) -> tuple[PerplexityReport, list[str]]:
+    lines = list[str]()
+    return perplexity(llm, work, "shipped", lines.append), lines
+
+
+def test_it_is_told_from_the_first_window_on(llm: LLM) -> None:
+    report, lines = told(llm, PerplexityWork(TEXT, "stories", 16, 4, 500))
+    counts = [int(line.partition(" of ")[0]) for line in lines]
+    assert counts[:4] == [16, 16 + 4 * 2, 16 + 4 * 6, 16 + 4 * 14]
+    assert counts[-1] == 500 == report.tokens + 1
+    assert lines[-1].endswith(f"log-perplexity {report.log_perplexity:.4f}")
+
+
+@pytest.mark.parametrize(
+    ("logprob", "shown"), [(-709.0, "e+307"), (-710.0, "inf"), (-1e300, "inf"), (-inf, "inf")]
+)
+def test_a_perplexity_that_is_no_number(
+    llm: LLM, logprob: float, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        module, "_loss", lambda _, tokens, some: -logprob * sum(w.stop - w.counted for w in some)
+    )
+    report, _ = told(llm, PerplexityWork(TEXT, "stories", 100, None, 300))
+    assert report.log_perplexity == pytest.approx(-logprob)
+    assert f"(perplexity {shown}" in str(report) or shown.startswith("e")
+    line = json.loads(report.line(), parse_constant=lambda name: pytest.fail(name))
+    assert (line["perplexity"] is None) == (shown == "inf")
+
+
+@pytest.mark.parametrize("what", ["error", "nan"])
+def test_logits_that_are_no_numbers(llm: LLM, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = llm.generate
+
+    def generate(prompts: Any, params: Any) -> list[Completion]:
+        found = real(prompts, params)
+        if what == "error":
+            outputs = (replace(found[-1].outputs[0], finish_reason=FinishReason.ERROR),)
+            return [*found[:-1], replace(found[-1], outputs=outputs)]
+        scores = found[-1].prompt_logprobs
+        assert scores is not None
+        wrong = (*scores[:-1], replace(scores[-1], logprob=nan))  # type: ignore[type-var]
+        return [*found[:-1], replace(found[-1], prompt_logprobs=wrong)]
+
+    monkeypatch.setattr(llm, "generate", generate)
+    with pytest.raises(
+        CheckpointError, match=r"not numbers \(NaN\) before token 100 of stories; try another"
+    ):
+        told(llm, PerplexityWork(TEXT, "stories", 100, None, 300))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 the tokens of the models that they are."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +15,31 @@ import tiny
 from members import pass_of
 from penstock.api.llm import LLM
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.methods import read_format
+from penstock.arch.formats.format import FileTensor
+from penstock.arch.formats.methods import read_format, with_stored
 from penstock.arch.layout import group_layouts
+from penstock.arch.shards import Shard
 from penstock.base.errors import CheckpointError, UnsupportedModelError
 from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.pack.reader import Pack
 from penstock.weights.pack.writer import write_pack
-from penstock.weights.streaming.source import RandomSource
+from penstock.weights.streaming.source import PackSource, RandomSource
 from penstock.weights.streaming.stream import group_views
-from quantised import EMBEDDING, HEAD, SCHEMES, checkpoints, fp8, gptq, with_ends
+from quantised import (
+    EMBEDDING,
+    HEAD,
+    SCHEMES,
+    awq,
+    checkpoints,
+    fp8,
+    gptq,
+    matrix_of,
+    packed_rows,
+    sized,
+    with_ends,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -158,6 +174,126 @@ def test_embedding_with_one_scale(name: str, tmp_path: Path) -> None:
         read_format({"quantization_config": other}, "config.json", "float32")
 
 
+WHERE_SCALES_ARE = [
+    (torch.float32, "weight_scale_inv", None),
+    (torch.bfloat16, "scale", None),
+    (torch.float32, "qscale_weight", None),
+    (torch.float32, "scale", torch.float8_e8m0fnu),
+    (torch.float32, "qscale_weight", torch.uint8),
+    (torch.float32, "weight_scale", torch.float32),
+]
+
+
+@pytest.mark.parametrize(("dtype", "name", "exponents"), WHERE_SCALES_ARE)
+@pytest.mark.parametrize("announced", [(16, 16), (128, 128), None])
+def test_blocks_follow_from_the_shapes_of_scales(
+    dtype: torch.dtype,
+    name: str,
+    exponents: torch.dtype | None,
+    announced: tuple[int, int] | None,
+    tmp_path: Path,
+) -> None:
+    """Whatever config.json says: of experts runs of 8 columns share a scale, of queries rows; keys have one
+    scale, the first output projection one for 8 x 32. Alone, on ranks, as a pack."""
+    made = [fp8(block, dtype=dtype, name=name, exponents=exponents) for block in BLOCKS]
+    few, dense = checkpoints(
+        tiny.checkpoint("qwen3_moe"), tmp_path, made[0],
+        {"experts": made[1], "q_proj": made[2], "k_proj": made[3], "layers.0.self_attn.o_proj": made[4]},
+    )  # fmt: skip
+    path = few / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["weight_block_size"] = list(announced) if announced else None
+    path.write_text(json.dumps(config))
+    mine, theirs = matrices(few), matrices(dense)
+    assert all(torch.equal(matrix, theirs[key]) for key, matrix in mine.items())
+    for one, other in zip(pass_of(few, 2, kernels=False), pass_of(dense, 2), strict=True):
+        assert torch.equal(one, other)
+    with Checkpoint.open(few) as checkpoint:
+        listed = checkpoint.config["quantization_config"].get("weight_blocks", {})  # type: ignore[attr-defined]
+        for one in ("down", "gate", "up"):
+            assert f"model.layers.0.mlp.experts.*.{one}_proj" in listed["1x8"]
+        write_pack(checkpoint, tmp_path / "pack", "float32")
+    assert outputs(tmp_path / "pack", kernels=False) == outputs(dense)
+
+
+BLOCKS = [(16, 16), (1, 8), (1, 0), (0, 0), (8, 32)]
+
+
+def test_experts_of_one_layer_in_several_blocks(tmp_path: Path) -> None:
+    whole, rows = fp8((16, 16)), fp8((1, 16))
+    few, dense = checkpoints(tiny.checkpoint("qwen3_moe"), tmp_path, whole, {"layers.1.mlp.experts.2.": rows})
+    mine, theirs = matrices(few), matrices(dense)
+    assert all(torch.equal(matrix, theirs[key]) for key, matrix in mine.items())
+
+
+@pytest.mark.parametrize(
+    ("shape", "grid", "said", "block"),
+    [
+        ((576, 1408), (5, 11), (128, 128), (128, 128)),
+        ((576, 1408), (5, 11), (64, 0), (128, 128)),
+        ((576, 1408), (9, 11), (128, 128), (64, 128)),
+        ((576, 1408), (1, 44), (128, 128), (576, 32)),
+        ((576, 1408), (576,), (128, 128), (1, 1408)),
+        ((576, 1408), (576, 1), (1, 0), (1, 0)),
+        ((576, 1408), (), (128, 128), (128, 128)),
+        ((576, 1408), (1, 1), (128, 128), (128, 128)),
+        ((640, 256), (4, 2), (128, 128), (160, 128)),
+        ((384, 256), (2, 2), (192, 128), (192, 128)),
+        ((384, 256), (2, 2), (128, 128), None),  # 192 and 256 fit.
+        ((576, 1408), (7, 11), (128, 128), None),
+        ((576, 1408), (0, 11), (128, 128), None),
+        ((576, 1408), (5, 2000), (128, 128), None),
+        ((576, 1408), (5, 11, 1), (128, 128), None),
+        ((576, 1408), (5,), (128, 128), None),
+    ],
+)  # fmt: skip
+def test_which_block_a_scale_has(
+    shape: tuple[int, int], grid: tuple[int, ...], said: tuple[int, int], block: tuple[int, int] | None
+) -> None:
+    config = {"quant_method": "fp8", "weight_block_size": list(said) if all(said) else None}
+    if not all(said):
+        said = (1, 0)
+    name = "model.layers.0.mlp.up_proj"
+    tensors = {
+        f"{name}.weight": FileTensor("w.safetensors", "float8_e4m3fn", shape),
+        f"{name}.scale": FileTensor("s.safetensors", "float32", grid),
+    }
+    whole = {"quantization_config": config}
+    if block is None:
+        with pytest.raises(CheckpointError) as caught:
+            with_stored(whole, "config.json", tensors, "bfloat16")
+        for part in (
+            f"s.safetensors: tensor {name}.scale",
+            str(list(grid)),
+            str(list(shape)),
+            "weight_block_size",
+        ):
+            assert part in str(caught.value)
+        return
+    format = read_format(with_stored(whole, "config.json", tensors, "bfloat16"), "config.json", "float32").of(
+        f"{name}.weight"
+    )
+    assert format.block == (said if block == said else block)  # type: ignore[attr-defined]
+
+
+def test_a_file_is_named_that_holds_the_tensor(tmp_path: Path) -> None:
+    """Weights and scales may be in several files, and scales have several names."""
+    few, _ = checkpoints(tiny.checkpoint("llama"), tmp_path, fp8((16, 16), name="scale"))
+    tensors = load_file(few / "model.safetensors")
+    (few / "model.safetensors").unlink()
+    tensors["model.layers.1.mlp.down_proj.scale"][0, 0] = float("nan")
+    parts = {name: f"model-0000{1 + name.endswith('scale')}-of-00002.safetensors" for name in tensors}
+    for file in sorted(set(parts.values())):
+        save_file({name: one for name, one in tensors.items() if parts[name] == file}, few / file)
+    (few / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
+    with pytest.raises(CheckpointError) as caught:
+        outputs(few)
+    assert (
+        f"{few / 'model-00002-of-00002.safetensors'}: tensor model.layers.1.mlp.down_proj.scale has"
+        in str(caught.value)
+    )
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_random_weights_are_numbers(scheme: str, tmp_path: Path) -> None:
     few, _ = checkpoints(tiny.checkpoint("llama"), tmp_path, SCHEMES[scheme])
@@ -180,6 +316,25 @@ def test_packs(scheme: str, name: str, tmp_path: Path) -> None:
     assert outputs(tmp_path / "pack", kernels=False) == outputs(dense)
     resident, streamed = pass_of(few, 0), pass_of(few, 0, part=0.3)
     assert all(torch.equal(*both) for both in zip(resident, streamed, strict=True))
+
+
+@pytest.mark.parametrize(
+    "scheme", ["gptq_asymmetric", "gptq_order", "nvfp4", "fp8", "fp8_exponents", "packed_odd"]
+)
+def test_packs_of_ranks(scheme: str, tmp_path: Path) -> None:
+    """Each rank of a checkpoint of few bits streams from a pack of its part, as of any other."""
+    few, dense = checkpoints(tiny.checkpoint("llama"), tmp_path, SCHEMES[scheme])
+    sources = []
+    for rank in range(2):
+        shard, path = Shard(rank, 2), tmp_path / str(rank)
+        with Checkpoint.open(few) as checkpoint:
+            assert write_pack(checkpoint, path, "float32", shard=shard)
+        pack = Pack.open(path, shard)
+        pack.verify()
+        sources.append(PackSource(pack))
+    found = pass_of(few, 2, source=sources, part=0.6, kernels=False)
+    for mine, theirs in zip(found, pass_of(dense, 2), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize(
@@ -320,3 +475,70 @@ def test_rotations_of_activations_are_refused(apply: object, refused: bool, tmp_
             outputs(few)
     else:
         assert outputs(few, kernels=False) == outputs(dense)
+
+
+OF_DTYPE = {
+    "gptq": lambda dtype: gptq(4, 32, dtype=dtype),
+    "gptq_order": lambda dtype: gptq(8, 16, symmetric=False, ordered=True, dtype=dtype),
+    "awq": lambda dtype: awq(32, dtype=dtype),
+    "packed": lambda dtype: packed_rows(4, 32, dtype=dtype),
+}
+
+
+@pytest.mark.parametrize("name", OF_DTYPE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("size", [1, 2.0**-22, 2.0**20])
+def test_scales_rest_in_the_dtype_of_the_file(
+    name: str, dtype: torch.dtype, size: float, tmp_path: Path
+) -> None:
+    """Also where the model's dtype, or float16, cannot hold them. Where files have several, in float32."""
+    if dtype is torch.float16 and size != 1:
+        pytest.skip("beyond float16")
+    its = sized(OF_DTYPE[name](dtype), size)
+    few, dense = checkpoints(tiny.checkpoint("llama"), tmp_path, its)
+    config = json.loads((few / "config.json").read_text())
+    (few / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    mine, theirs = matrices(few), matrices(dense)
+    assert all(torch.equal(matrix, theirs[key]) for key, matrix in mine.items())
+    assert dtypes_of_scales(few) == {str(dtype).removeprefix("torch.")}
+    assert all(map(torch.equal, pass_of(few, 2, kernels=False), pass_of(dense, 2)))
+    with Checkpoint.open(few) as checkpoint:
+        write_pack(checkpoint, tmp_path / "pack", "float32")
+    assert outputs(tmp_path / "pack", kernels=False) == outputs(dense)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weights_beyond_float16_are_refused(scheme: str) -> None:
+    """Never infinite in silence: with scales just large enough they are not read, in bfloat16 they are."""
+    its, plain = SCHEMES[scheme], torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    its = replace(its, config={**its.config, "stored_scales": "float32"})
+    _, numbers = matrix_of(its, plain, dtype="float16")
+    large = sized(its, 2.0 ** math.ceil(math.log2(65504 / float(numbers.abs().max()))))
+    matrix_of(large, plain, dtype="bfloat16")
+    with pytest.raises(CheckpointError, match=r"tensor model.* leads to weights of up to .* float16"):
+        matrix_of(large, plain, dtype="float16")
+
+
+def test_scales_of_several_dtypes_rest_in_float32(tmp_path: Path) -> None:
+    small = sized(gptq(4, 32, dtype=torch.bfloat16), 2.0**-40)
+    few, dense = checkpoints(tiny.checkpoint("qwen3_moe"), tmp_path, SCHEMES["gptq"], {"experts.3": small})
+    mine, theirs = matrices(few), matrices(dense)
+    assert all(torch.equal(matrix, theirs[key]) for key, matrix in mine.items())
+    assert dtypes_of_scales(few) == {"float32"}
+
+
+def dtypes_of_scales(path: Path) -> set[str]:
+    with Checkpoint.open(path) as checkpoint:
+        layouts = group_layouts(checkpoint.spec, checkpoint.names, "float32")
+    return {field.dtype for one in layouts for field in one.fields if field.name.endswith(".scale")}
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [7, [], {"": ["a"]}, {"0x16": ["a"]}, {"16x": ["a"]}, {"9" * 5000 + "x1": ["a"]}, {"1x2x3": []},
+     {"16x16": "a"}, {"٣x٣": ["a"]}, {"16x16": [7]}],
+)  # fmt: skip
+def test_blocks_that_are_none_are_refused(blocks: object) -> None:
+    config = {"quant_method": "fp8", "weight_blocks": blocks}
+    with pytest.raises(UnsupportedModelError, match=r"^config.json: quantization_config.*weight_blocks"):
+        read_format({"quantization_config": config}, "config.json", "float32")

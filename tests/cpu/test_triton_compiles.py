@@ -27,7 +27,8 @@ LARGE = (
     "few bits, NVFP4",
     "few bits experts, zero points",
     "few bits experts, float16",
-    "blocks of GGUF",
+    "blocks of GGUF, old ones",
+    "blocks of GGUF, six bits and levels",
 )
 """Each kernel once, and where one takes most."""
 EARLY = (
@@ -39,6 +40,7 @@ EARLY = (
     "sums",
     "few bits, zero points",
     "few bits, MXFP4",
+    "blocks of GGUF, four and five bits",
 )
 """Where launches may begin before those before them have ended, which devices can from 9.0 on. What such a
 kernel does besides is all that it has of its own: as it is otherwise, it is compiled only if all is to be

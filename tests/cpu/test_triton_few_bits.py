@@ -13,6 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from penstock.ops.activation import silu_mul
 from penstock.ops.triton.dequantise import look_up
 from penstock.ops.triton.few_bits import FewBitsTuning, dequantise, few_rows, suits
+from penstock.ops.triton.few_bits_row import RowTuning, one_row
 from quantised import SCHEMES, matrix_of
 
 READ = [name for name in SCHEMES if "order" not in name and name != "packed_odd"]
@@ -35,6 +36,27 @@ def test_product(scheme: str, gated: bool) -> None:
             pytest.skip("a format that the kernel leaves alone")
         got = few_rows(x, few, bias, gated=gated, tuning=tuning).float()
         assert (got - want).abs().max() < 2e-2 * want.abs().max()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("scheme", READ)
+def test_product_of_one_row(scheme: str, gated: bool) -> None:
+    """Closer than a product of more rows: nothing is rounded within. Some steps lie within the row,
+    the last beyond its end, and there are warps without rows."""
+    rng = torch.Generator().manual_seed(len(scheme))
+    for height, width in ((48, 96), (40, 832)):
+        weight = torch.randn(height, width, generator=rng) / width**0.5
+        few, plain = matrix_of(SCHEMES[scheme], weight)
+        x = torch.randn(1, width, generator=rng).bfloat16()
+        if not suits(x, few):
+            pytest.skip("a format that the kernel leaves alone")
+        bias = torch.randn(height, generator=rng)
+        want = x.float() @ plain.T + bias
+        want = silu_mul(want) if gated else want
+        for tuning in (RowTuning(4, 4), RowTuning(2, 8, 2)):
+            got = one_row(x.float(), few, bias, gated=gated, tuning=tuning)
+            assert (got - want).abs().max() < 1e-5 * want.abs().max()
+        assert torch.equal(few_rows(x, few, bias, gated=gated), one_row(x, few, bias, gated=gated))
 
 
 @pytest.mark.parametrize("scheme", READ)

@@ -64,6 +64,28 @@ def test_a_target_that_verifies_drafts_says_what_it_says_alone(
     assert least <= spoken.held / spoken.proposed <= most
 
 
+@pytest.mark.parametrize("length", [64, 128])
+def test_a_draft_model_of_fewer_positions_is_warned_of(length: int, tmp_path: Path) -> None:
+    """It is told once, at boot; outputs stay the target's."""
+    short = tiny.write(tiny.CASES["llama"], tmp_path / "short", max_position_embeddings=64)
+    said = list[str]()
+    with opened(tiny.checkpoint("llama"), short, max_length=length, say=said.append) as booted:
+        assert speculate(booted, tiny.prompts()[:2], FEW).outputs == alone("llama")[:2]
+    warnings = [line for line in said if line.startswith("warning: the draft model was trained for 64 ")]
+    assert len(warnings) == (length > 64)
+
+
+def test_the_memory_of_all_ranks_is_told() -> None:
+    """In a line for each: one of them has the biases of sums."""
+    said = list[str]()
+    with opened(tiny.checkpoint("llama_biases"), None, tensor_parallel=2, say=said.append) as booted:
+        mine = str(booted.budget)
+    first, second = (line for line in said if line.startswith("memory "))
+    assert first == f"memory of rank 0 {mine}"
+    assert second.startswith("memory of rank 1 ")
+    assert second != f"memory of rank 1 {mine}"
+
+
 @pytest.mark.parametrize("target", ["llama", "qwen3"])
 def test_two_ranks_do_the_same(target: str) -> None:
     """Plans say on all of them which model they are for."""

@@ -11,7 +11,8 @@ from penstock.arch.shards import WHOLE
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
-from penstock.engine.draft import DraftModel, check_draft
+from penstock.engine.budget import memory_of
+from penstock.engine.draft import DraftModel, beyond_trained, check_draft
 from penstock.engine.plan import (
     USUAL,
     BootPlan,
@@ -274,6 +275,24 @@ def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
     check_draft(target, same)
     with pytest.raises(ConfigError, match="8,000 tokens was asked for, but the model has 8,192"):
         check_draft(target, read_spec(SMALL | {"vocab_size": 8000}))
+
+
+def test_memory_of_ranks() -> None:
+    assert memory_of(["a"]) == ["memory a"]
+    assert memory_of(["a", "a", "a"]) == ["memory of each of 3 ranks a"]
+    assert memory_of(["a", "a", "b"]) == ["memory of rank 0 a", "memory of rank 1 a", "memory of rank 2 b"]
+
+
+@pytest.mark.parametrize(
+    ("trained", "length", "warned"), [(4096, 4096, False), (4096, 4097, True), (4096, 100, False)]
+)
+def test_a_draft_model_of_fewer_positions(trained: int, length: int, warned: bool) -> None:
+    small = SMALL | {"max_position_embeddings": trained}
+    said = beyond_trained(read_spec(small), length)
+    assert bool(said) == warned
+    assert not warned or ("trained for 4,096 positions" in said and "may have 4,097" in said)
+    dynamic = {"rope_type": "dynamic", "factor": 2.0}
+    assert not beyond_trained(read_spec(small | {"rope_scaling": dynamic}), length)
 
 
 def test_a_draft_model_that_leaves_no_room_is_refused() -> None:

@@ -118,14 +118,12 @@ def test_a_resident_models_forecast_is_the_sum_of_its_uses() -> None:
     config, work = SHAPES["8B"], Work("bfloat16", context=2048, step_tokens=2048)
     spec, names = read_spec(config), family_of(config).names
     every = pass_order(group_layouts(spec, names, "bfloat16"), spec.tied_embeddings)
-    uses = pass_work(spec, "bfloat16", every, None, decode_step(spec, "bfloat16", 1, 2048))
+    uses = pass_work(spec, "bfloat16", every, {}, decode_step(spec, "bfloat16", 1, 2048))
     whole = UseWork.sum(uses)
     assert (whole.steps, whole.layers, whole.moe_layers) == (1, spec.layers, 0)
     decode, prefill = paces("8B", COSTS, work)
     assert decode == pytest.approx(sum(COSTS.decode_seconds(1, use) for use in uses))
-    prompt = UseWork.sum(
-        pass_work(spec, "bfloat16", every, None, prompt_step(spec, "bfloat16", 1, 2048, 2048))
-    )
+    prompt = UseWork.sum(pass_work(spec, "bfloat16", every, {}, prompt_step(spec, "bfloat16", 1, 2048, 2048)))
     assert prefill == pytest.approx(prompt_seconds(PROMPT, prompt))
     bound = paces("8B", None, work)
     assert decode > bound[0]

@@ -20,7 +20,8 @@ from penstock.base.tiers import Tier
 from penstock.engine.contexts import LongRoom, long_room
 from penstock.engine.forecast import Forecast, More, forecast, gains
 from penstock.engine.machines import BLOCK_SIZE, CONTEXT, PROCESS, TABLES, Machine, Work
-from penstock.weights.streaming.residency import padded
+from penstock.engine.passes import decode_step, mixtures_of, pass_work
+from penstock.weights.streaming.residency import padded, pass_order
 from penstock.weights.streaming.ring import Link, StreamRates
 
 GIB = 1 << 30
@@ -353,6 +354,71 @@ def test_every_byte_has_one_home_and_no_tier_holds_too_much(
     for pace in (found.decode, found.prefill):
         assert max(pace.busy.values()) <= pace.seconds * 1.001
         assert sum(pace.busy.values()) >= pace.seconds * 0.999
+
+
+def several(eight: str) -> dict[str, object]:
+    """A mixture in compressed-tensors: four bits, and eight for modules that a pattern names."""
+
+    def group(bits: int, target: str) -> dict[str, object]:
+        weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 128}
+        return {"targets": [target], "weights": weights}
+
+    groups = {"group_0": group(4, "Linear"), "group_1": group(8, f"re:{eight}")}
+    quantised = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups,
+                 "ignore": ["lm_head", "re:.*gate$"]}  # fmt: skip
+    return MIXED | {"quantization_config": quantised}
+
+
+SEVERAL = [
+    ".*experts.[0-2].w2$",
+    r".*layers\.(1|2|3)\.block_sparse_moe.experts",
+    r".*layers\.0\..*experts.7\..*",
+]
+
+
+@pytest.mark.parametrize("eight", SEVERAL)
+@pytest.mark.parametrize("share", [0.3, 0.55, 0.8, 1.0, 2.0])
+@pytest.mark.parametrize("on_host", [0.2, 1.2])
+def test_experts_of_several_sizes_add_up(eight: str, share: float, on_host: float) -> None:
+    """By tensor; and each slot has room for the largest of them."""
+    config = several(eight)
+    experts = [padded(one) for one in layouts_of(config) if one.id.kind is GroupKind.EXPERT]
+    assert min(experts) < max(experts)
+    found = of(config, machine(config, share, host=PROCESS + on_host * whole(config)))
+    budget, room = found.budget, found.experts
+    assert room is not None
+    assert (room.size, room.experts) == (max(experts), len(experts))
+    assert sum(found.resting(tier) for tier in Tier) == whole(config)
+    assert found.resting(Tier.DEVICE) + found.ring(Tier.DEVICE) == budget.weights
+    assert budget.weights + budget.kv + budget.activations <= found.machine.usable == budget.total
+    assert found.resting(Tier.HOST) + found.ring(Tier.HOST) <= on_host * whole(config)
+    if found.plan.streams:
+        assert room.device_ring >= 2
+        slots = (room.on_device + room.device_ring) * max(experts)
+        assert (
+            found.placement.resting(Tier.DEVICE) + found.placement.device_ring.size + slots == budget.weights
+        )
+    assert found.everything_resident == (share >= 1) == (not found.plan.streams)
+
+
+@pytest.mark.parametrize("eight", SEVERAL)
+def test_the_work_of_experts_of_several_sizes(eight: str) -> None:
+    """A pass reads what the layouts of each layer say, and copies the mean of what is chosen."""
+    config = several(eight)
+    spec, layouts = read_spec(config), layouts_of(config)
+    every = pass_order(layouts, spec.tied_embeddings)
+    uses = pass_work(spec, "bfloat16", every, mixtures_of(layouts), decode_step(spec, "bfloat16", 1, 512))
+    for layout, use in zip(every, uses, strict=True):
+        its = [
+            one.size for one in layouts if one.id.kind is GroupKind.EXPERT and one.id.layer == layout.id.layer
+        ]
+        chosen = sum(its) * 2 / 8 if layout.id.kind is GroupKind.ROUTER else 0
+        assert use.experts == pytest.approx(chosen)
+    none = of(config, machine(config, 0.3, host=PROCESS + 2 * whole(config)))
+    assert none.experts is not None
+    chosen = 2 * 16 * (1 - none.experts.on_device / 128)
+    mean = sum(padded(one) for one in layouts if one.id.kind is GroupKind.EXPERT) / 128
+    assert none.decode.copied - none.placement.streamed == pytest.approx(chosen * mean)
 
 
 def test_kv_is_for_all_sequences_in_whole_blocks() -> None:

@@ -256,6 +256,30 @@ def test_dtype(kind: int, other: int, dtype: str, tmp_path: Path) -> None:
     assert config(path)["dtype"] == dtype
 
 
+@pytest.mark.parametrize(
+    ("step", "exponents", "spoilt", "dtype"),
+    [
+        (8, range(1, 31), None, "bfloat16"),
+        (4, range(1, 31), None, "float16"),
+        (8, range(1, 31), 130, "float16"),
+        (8, range(1, 31), 300, "bfloat16"),
+        (8, range(1), None, "bfloat16"),
+        (3, range(1), None, "float16"),
+    ],
+)
+def test_files_of_f16_that_were_made_in_bfloat16(
+    step: int, exponents: range, spoilt: int | None, dtype: str, tmp_path: Path
+) -> None:
+    """Each number has eight significant bits, or one has more. The first 256 of a matrix are looked at."""
+    numbers = [exponents[at % len(exponents)] << 10 | at * step % 1024 for at in range(512)]
+    numbers[spoilt if spoilt is not None else 0] |= 0 if spoilt is None else 0x8001
+    few = Tensor("blk.0.more.weight", (32, 16), 1, struct.pack("<512H", *numbers))
+    path = write(tmp_path / "m.gguf", LLAMA, [*tensors(kind=1), few])
+    assert config(path)["dtype"] == dtype
+    path.write_bytes(path.read_bytes()[:-1024])
+    assert open_model(str(path))[1].dtype == "float16"  # The header says no more.
+
+
 def test_words_that_are_no_control_tokens_end_nothing(tmp_path: Path) -> None:
     named = 2, 3  # The file's own, and <|im_end|>.
     for kind, ends in ((3, named), (1, named[:1])):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
+from math import isfinite
 
 
 class JsonLine:
@@ -10,6 +12,19 @@ class JsonLine:
     __slots__ = ()
 
     def line(self, **more: object) -> str:
-        """Return all fields and `more` as one line of JSON. The fields of `subject` stand at its top."""
+        """Return all fields and `more` as one line of JSON. The fields of `subject` stand at its top.
+
+        Infinite numbers are null, since JSON has none.
+        """
         whole = dataclasses.asdict(self)  # type: ignore[call-overload]  # what derives from this is a dataclass
-        return json.dumps({**whole.pop("subject", {}), **whole, **more}, default=str)
+        line = {**whole.pop("subject", {}), **whole, **more}
+        return json.dumps(_finite(line), default=str)
+
+
+def _finite(value: object) -> object:
+    """Return a value with None for every number that is infinite, or none."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value

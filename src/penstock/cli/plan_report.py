@@ -227,7 +227,8 @@ class Report(JsonLine):
     @property
     def kind_of_weights(self) -> str:
         """Name what weights rest in, and what is computed in."""
-        return f"weights in {self.format} for {self.dtype}" if self.format else f"weights in {self.dtype}"
+        rest = f"weights in {self.format} for {self.dtype}" if self.format else f"weights in {self.dtype}"
+        return f"{rest} (activations up to 65,504)" if self.dtype == "float16" else rest
 
     @property
     def subtitle(self) -> str:

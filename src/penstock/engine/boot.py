@@ -19,7 +19,7 @@ from penstock.base.config import Config
 from penstock.base.errors import DeviceError
 from penstock.base.trace import Trace
 from penstock.base.units import format_size
-from penstock.engine.budget import Budget
+from penstock.engine.budget import Budget, memory_of
 from penstock.engine.contexts import LongRoom
 from penstock.engine.engine import Engine, Ranks
 from penstock.engine.measuring import activation_peak
@@ -35,7 +35,14 @@ from penstock.engine.placing import BootContext, Model, Override, PlacedWeights,
 from penstock.engine.plan import BootPlan, Rest
 from penstock.engine.settling import Settled, settle
 from penstock.engine.store import carry_rates, ledger_of, open_store, outlives, root_of
-from penstock.engine.team import Place, described, device_of, open_described, share_threads, team_config
+from penstock.engine.team import (
+    Place,
+    described,
+    device_of,
+    open_described,
+    share_threads,
+    team_config,
+)
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.store.blocks import BlockStore
 from penstock.memory.device import choose_device, device_name, give_back, left_by, lift_cap
@@ -107,7 +114,8 @@ def boot(
         by = f"{config.tensor_parallel} x {device_name(device)}, {weights} weights there"
         engine = Engine(scheduler, ranks, carry_rates(scheduler.tiers.rates, part.store, by))
         opened.pop_all()
-    say(f"memory {plan.budget}")
+    for line in memory_of(part.shares):
+        say(line)
     if outline.far:
         say(f"long contexts: {outline.far}")
     if config.prefix_cache and (blocker := prefix_blocker(outline.spec)):
@@ -203,6 +211,8 @@ class _Part:
     store: BlockStore | None
     disk: DiskLedger | None
     """The books of what all ranks' stores have."""
+    shares: tuple[str, ...]
+    """The division of each rank's memory."""
 
 
 def _build(config: Config, model: Model, where: Place, opened: ExitStack, context: BootContext) -> _Part:
@@ -216,9 +226,10 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
             why = "since there is no Triton" if config.kernels else "as asked"
             say(f"kernels: plain torch computes, {why}")
         outline = where.agree(settle(config, model, device, say, where.shard, context.draft))
-        native = device.type == "cpu" and config.kernels and outline.spec.format != DENSE
+        native = device.type == "cpu" and config.kernels
         if native and (why := find_library(config.cache.expanduser())):
-            say(f"kernels for weights of few bits: none, plain torch computes much slower: {why}")
+            what = "attention" if outline.spec.format == DENSE else "weights of few bits"
+            say(f"kernels for {what}: none, plain torch computes much slower: {why}")
         sums = [where.collectives(one.spec, one.dtype) for one in outline.models]
         if (collectives := sums[0]) is not None and device.type == "cuda":
             few = f"of up to {collectives.rows} rows in one launch, " if collectives.rows else ""
@@ -269,9 +280,10 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
         _record(plan, runner, say, ModelRole.TARGET)
         if of_draft is not None:
             _record(of_draft, runner, say, ModelRole.DRAFT)
+        shares = where.shares(plan.budget)
         if where.group is not None:
             where.group.check()
-        return _Part(plan, runner, weights, root, store, disk)
+        return _Part(plan, runner, weights, root, store, disk, shares)
 
 
 def _draft_weights(

@@ -88,6 +88,13 @@ class Demand:
         return min(self.useful_blocks, -(-(self.length or LEAST_TOKENS) // self.block_size))
 
 
+def memory_of(shares: Sequence[str]) -> list[str]:
+    """Return lines that say how the memory of each rank is divided: one where all have the same."""
+    if len(set(shares)) > 1:
+        return [f"memory of rank {rank} {share}" for rank, share in enumerate(shares)]
+    return [f"memory {f'of each of {len(shares)} ranks ' if len(shares) > 1 else ''}{shares[0]}"]
+
+
 def goes_to_host(kv: int, total: int, resident: int) -> bool:
     """Tell whether so many bytes of KV of one sequence should rest in host memory.
 

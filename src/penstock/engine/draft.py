@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.arch.layout import GroupLayout, KVLayout
-from penstock.arch.spec import ModelSpec
+from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.errors import ConfigError
 from penstock.weights.streaming.residency import padded
 
@@ -30,6 +30,20 @@ class DraftModel:
     def weights(self) -> int:
         """Return the bytes that its weights take on the device."""
         return sum(map(padded, self.layouts))
+
+
+def beyond_trained(draft: ModelSpec, length: int) -> str:
+    """Return a warning where requests of `length` tokens go beyond the positions of a draft model's training;
+    empty where they do not.
+
+    Outputs stay right, since the target verifies every draft.
+    """
+    if length <= draft.max_length or draft.rope.kind is RopeKind.DYNAMIC:
+        return ""
+    return (
+        f"warning: the draft model was trained for {draft.max_length:,} positions, and requests may have "
+        f"{length:,}: few of its drafts beyond will be right; lower max_length, or give another draft model"
+    )
 
 
 def check_draft(target: ModelSpec, draft: ModelSpec) -> None:

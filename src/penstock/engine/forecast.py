@@ -24,9 +24,9 @@ from penstock.engine.budget import Budget
 from penstock.engine.contexts import LongRoom
 from penstock.engine.costs import RECORDED_TOKENS, prompt_seconds
 from penstock.engine.machines import BLOCK_SIZE, Machine, Work, plan_of
-from penstock.engine.passes import StepShape, UseWork, decode_step, pass_work, prompt_step
+from penstock.engine.passes import StepShape, UseWork, decode_step, mixtures_of, pass_work, prompt_step
 from penstock.engine.plan import BootPlan
-from penstock.weights.streaming.residency import ExpertRoom, Placement, pass_order
+from penstock.weights.streaming.residency import ExpertRoom, Placement, padded, pass_order
 from penstock.weights.streaming.ring import Link, StreamRates
 from penstock.weights.streaming.solver import predict, solve_model
 
@@ -119,21 +119,15 @@ class Forecast:
 
     def resting(self, tier: Tier) -> int:
         """Return the bytes of weights with their home on `tier`."""
-        return self.placement.resting(tier) + self.experts_on(tier) * (
-            self.experts.size if self.experts else 0
-        )
+        return self.placement.resting(tier) + (self.experts.resting(tier) if self.experts else 0)
 
     def ring(self, tier: Tier) -> int:
-        """Return the bytes of a tier's ring, through which the other weights stream."""
-        if tier is Tier.DISK:
+        """Return the bytes of a tier's ring, through which the other weights stream, and of slots beside the
+        experts in them."""
+        if tier is Tier.DISK or not self.plan.streams:
             return 0
-        device = tier is Tier.DEVICE
-        ring = (self.placement.device_ring if device else self.placement.host_ring).size
-        return ring + (
-            (self.experts.device_ring if device else self.experts.host_ring) * self.experts.size
-            if self.experts
-            else 0
-        )
+        ring = (self.placement.device_ring if tier is Tier.DEVICE else self.placement.host_ring).size
+        return ring + (self.experts.beside(tier) if self.experts else 0)
 
 
 class More(StrEnum):
@@ -172,16 +166,19 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
         )
     layouts = group_layouts(spec, names, work.dtype, work.shard)
     every = pass_order(layouts, spec.tied_embeddings)
-    expert = next((layout for layout in layouts if layout.id.kind is GroupKind.EXPERT), None)
+    mixtures = mixtures_of(layouts)
     own = machine.of_rank(work.settings.tensor_parallel)
     plan = plan_of(spec, layouts, own, work)
     spec = local_spec(spec, work.shard)
     placement, experts, far = plan.placement, plan.experts, plan.outline.far
     if not plan.streams:  # A boot takes all groups alike then; a forecast counts experts by themselves.
-        placement, experts, _ = solve_model(layouts, spec.tied_embeddings, plan.limits, own.rates, disk=False)
+        slots = [padded(layout) for layout in layouts if layout.id.kind is GroupKind.EXPERT]
+        room = plan.limits.device + len(slots) * max(slots, default=0) - sum(slots)  # Of slots of one size.
+        limits = replace(plan.limits, device=room)
+        placement, experts, _ = solve_model(layouts, spec.tied_embeddings, limits, own.rates, disk=False)
 
     def pace(step: StepShape) -> Pace:
-        arithmetic = _arithmetic(spec, own, pass_work(spec, work.dtype, every, expert, step), step)
+        arithmetic = _arithmetic(spec, own, pass_work(spec, work.dtype, every, mixtures, step), step)
         return _pace(
             spec,
             own,
@@ -280,7 +277,7 @@ def _pace(
         layers = [(count, bounds.experts_chosen(spec.moe, tokens)) for count, tokens in counts if count]
         chosen = sum(count * each for count, each in layers)
         come = chosen * (1 - experts.on_device / experts.experts) if fetched is None else fetched
-        experts_copied = come * experts.size
+        experts_copied = come * experts.mean
         experts_read = experts_copied * experts.on_disk / max(experts.experts - experts.on_device, 1)
         if fetched is None:
             seconds += sum(count * _fetch(experts, each, machine.rates) for count, each in layers)
@@ -316,9 +313,9 @@ def _fetch(experts: ExpertRoom, chosen: float, rates: StreamRates) -> float:
     count = max(round(chosen), 1)
     on_disk = experts.on_disk / experts.experts
     on_host = experts.on_host / max(experts.experts - experts.on_disk, 1)
-    copy, mean = experts.size / rates.host_to_device, 0.0
+    copy, mean = experts.mean / rates.host_to_device, 0.0
     for read in range(count + 1 if on_disk else 1):
         chance = comb(count, read) * on_disk**read * (1 - on_disk) ** (count - read)
-        reading = read * experts.size / rates.disk_to_host + copy if read else 0.0
+        reading = read * experts.mean / rates.disk_to_host + copy if read else 0.0
         mean += chance * max(reading, (read + (count - read) * on_host) * copy)
     return mean * chosen / count

@@ -4,7 +4,7 @@ The same counts fit step costs to measured steps (`bench.doctor.calibration`) an
 them (`engine.forecast`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -112,17 +112,44 @@ def prompt_step(
     return StepShape(tokens / passes, batch / passes, pairs, lambda layer: 0, far, decodes=False)
 
 
+@dataclass(frozen=True, slots=True)
+class MixtureSize:
+    """Holds what is to be known of a layer's experts.
+
+    mean: bytes of an expert; they differ where some rest in other formats. one: the layout of one.
+    """
+
+    mean: float
+    one: GroupLayout
+
+
+def mixtures_of(layouts: Iterable[GroupLayout]) -> dict[int, MixtureSize]:
+    """Return what is to be known of the experts of each layer that is a mixture, by the layer's number."""
+    found = dict[int, list[GroupLayout]]()
+    for layout in layouts:
+        if layout.id.kind is GroupKind.EXPERT:
+            found.setdefault(layout.id.layer, []).append(layout)
+    return {
+        layer: MixtureSize(sum(one.size for one in experts) / len(experts), experts[0])
+        for layer, experts in found.items()
+    }
+
+
 def pass_work(
-    spec: ModelSpec, dtype: str, every: Sequence[GroupLayout], expert: GroupLayout | None, step: StepShape
+    spec: ModelSpec,
+    dtype: str,
+    every: Sequence[GroupLayout],
+    mixtures: Mapping[int, MixtureSize],
+    step: StepShape,
 ) -> list[UseWork]:
     """Return the work of each use of a pass, in the order of `residency.pass_order`.
 
     A router's work includes that of its experts, as if tokens chose them evenly.
 
     every: the layouts of the groups, in the same order.
-    expert: the layout of one expert, if the model has experts.
+    mixtures: of `mixtures_of`.
     """
-    return [_use(spec, dtype, every, index, expert, step) for index in range(len(every))]
+    return [_use(spec, dtype, every, index, mixtures, step) for index in range(len(every))]
 
 
 def _use(
@@ -130,7 +157,7 @@ def _use(
     dtype: str,
     every: Sequence[GroupLayout],
     index: int,
-    expert: GroupLayout | None,
+    mixtures: Mapping[int, MixtureSize],
     step: StepShape,
 ) -> UseWork:
     layout, layer, element = every[index], every[index].id.layer, DTYPE_BYTES[dtype]
@@ -159,12 +186,12 @@ def _use(
         )
     if kind is GroupKind.ROUTER:
         assert spec.moe is not None
-        assert expert is not None
         moved = 4 * spec.hidden_size + spec.moe.top_k * (
             3 * spec.moe.intermediate_size + 2 * spec.hidden_size
         )
-        chosen = bounds.experts_chosen(spec.moe, tokens) * expert.size
-        operations = spec.moe.experts * bounds.matrix_operations(spec, expert, tokens)
+        experts = mixtures[layer]
+        chosen = bounds.experts_chosen(spec.moe, tokens) * experts.mean
+        operations = spec.moe.experts * bounds.matrix_operations(spec, experts.one, tokens)
         return UseWork(
             layers=layers,
             moe_layers=moe_layers,

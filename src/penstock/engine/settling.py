@@ -13,7 +13,7 @@ from penstock.base.errors import BudgetError
 from penstock.base.units import format_size
 from penstock.engine.budget import on_heap, usual_activations
 from penstock.engine.contexts import LongRoom, long_room, usual_chunk
-from penstock.engine.draft import DraftModel, check_draft
+from penstock.engine.draft import DraftModel, beyond_trained, check_draft
 from penstock.engine.hardware import read_hardware
 from penstock.engine.placing import Model, Say
 from penstock.engine.plan import (
@@ -74,6 +74,8 @@ def settle(
             f"draft model: {draft.spec.family}, {draft.spec.layers} layers, {draft.dtype}; its "
             f"{format_size(draft.weights)} of weights stay on the device"
         )
+        if warning := beyond_trained(draft.spec, limits.max_length):
+            say(warning)
     kv = kv_layout(spec, dtype, config.block_size, shard)
     activations = usual_activations(spec, dtype, limits.max_step_tokens, limits.max_sequences)
     resident = sum(map(padded, layouts)) + state_layout(spec, dtype, shard).bytes(limits.max_sequences)

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.arch.formats.recipe import quantised_here
 from penstock.arch.parts import held
 from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError, DeviceError
+from penstock.engine.budget import Budget
 from penstock.engine.contexts import LongRoom
 from penstock.engine.placing import Model
 from penstock.engine.plan import Outline
@@ -43,6 +45,12 @@ class Place:
     def least(self, value: int) -> int:
         """Return the smallest value of any rank, which all of them then use."""
         return self.group.least(value) if self.group is not None else value
+
+    def shares(self, budget: Budget) -> tuple[str, ...]:
+        """Return the budgets of all ranks as text, in order of rank. To be called on all at once."""
+        if self.group is None:
+            return (str(budget),)
+        return tuple(one.decode() for one in self.group.exchange(str(budget).encode()))
 
     def agree(self, outline: Outline[LongRoom]) -> Outline[LongRoom]:
         """Return the outline with the least limits and far KV of any rank: a plan names slots for all."""
@@ -106,10 +114,11 @@ def team_config(config: Config, *models: Model) -> Config:
     for model, whose in zip(models, ("the model's", "the draft model's"), strict=False):
         held(model.spec, Shard(0, config.tensor_parallel), whose)
         if isinstance(model, Pack):
+            few = quantised_here(model.config)
             raise ConfigError(
                 f"tensor_parallel={config.tensor_parallel} needs a checkpoint, of which each rank reads its "
-                f"part, but {model.path} is a pack; "
-                "give the checkpoint it was made of"
+                f"part, but {model.path} is a pack; give the checkpoint it was made of"
+                + (", or one that is published in few bits, or leave tensor_parallel out" if few else "")
             )
     if config.host_kv_memory is None and config.disk_kv_memory is None:
         return replace(

@@ -6,21 +6,29 @@ once, in the first window that has it; the first token of the text does not. So 
 token, and every token behind the first window has at least `length - stride` tokens before it.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import exp, log
+from itertools import islice
+from math import exp, inf, isnan, log, nan
 from time import perf_counter
 
 from penstock.api.llm import LLM
 from penstock.arch.formats.recipe import name_of
-from penstock.base.errors import RequestError
+from penstock.base.errors import CheckpointError, RequestError
 from penstock.base.report import JsonLine
 from penstock.step.params import SamplingParams
+from penstock.step.request import FinishReason
 
 LENGTH = 2048
 """Tokens of a window where no other number is asked for, as far as the model has room for them."""
 _AT_ONCE = 32
-"""Windows that are given to the engine at a time."""
+"""Most windows that are given to the engine at a time: one first, then twice as many each time, so that
+something is told after the first."""
+
+
+_LARGEST = log(sys.float_info.max)
+"""The logarithm of the largest number, 709.78."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,7 @@ class PerplexityReport(JsonLine):
     format: the format of weights of few bits; empty for dense ones.
     tokens: those that count. text_bytes: of the text that was read, in UTF-8.
     log_perplexity: mean negative log-probability of a token, in nats.
+    perplexity: its exponential; infinite where no number is so large.
     bits_per_byte: the same for a byte of the text, in bits, which models with different tokenizers share.
     """
 
@@ -97,7 +106,8 @@ def windows(tokens: int, length: int, stride: int) -> Iterator[TextWindow]:
 
 def perplexity(llm: LLM, work: PerplexityWork, model: str, tell: Callable[[str], None]) -> PerplexityReport:
     """Return the log-perplexity of a text. Raises RequestError for a text of fewer than two tokens, windows
-    that model and memory have no room for, and strides beyond the window.
+    that model and memory have no room for, and strides beyond the window; CheckpointError for logits that are
+    not numbers.
 
     model: its name in the report.
     tell: called with how far it is.
@@ -118,13 +128,18 @@ def perplexity(llm: LLM, work: PerplexityWork, model: str, tell: Callable[[str],
     tokens = llm.encode(work.text)[: work.tokens]
     if len(tokens) < 2:
         raise RequestError(f"{work.source} has {len(tokens)} tokens; give a text of at least two")
-    begin, loss = perf_counter(), 0.0
-    every = list(windows(len(tokens), length, stride))
-    for first in range(0, len(every), _AT_ONCE):
-        some = every[first : first + _AT_ONCE]
+    begin, loss, at_once = perf_counter(), 0.0, 1
+    every = windows(len(tokens), length, stride)
+    while some := list(islice(every, at_once)):
         loss += _loss(llm, tokens, some)
+        if isnan(loss):
+            raise CheckpointError(
+                f"the model's logits are not numbers (NaN) before token {some[-1].stop:,} of {work.source}; "
+                "try another --dtype, or fetch the model again"
+            )
         mean = loss / (some[-1].stop - 1)
         tell(f"{some[-1].stop:,} of {len(tokens):,} tokens: log-perplexity {mean:.4f}")
+        at_once = min(2 * at_once, _AT_ONCE)
     mean = loss / (len(tokens) - 1)
     size = len((work.text if work.tokens is None else llm.decode(tokens)).encode())
     return PerplexityReport(
@@ -139,18 +154,23 @@ def perplexity(llm: LLM, work: PerplexityWork, model: str, tell: Callable[[str],
         tokens=len(tokens) - 1,
         text_bytes=size,
         log_perplexity=mean,
-        perplexity=exp(mean),
+        perplexity=exp(mean) if mean < _LARGEST else inf,
         bits_per_byte=loss / log(2) / size if size else 0.0,
         seconds=perf_counter() - begin,
     )
 
 
 def _loss(llm: LLM, tokens: Sequence[int], some: Sequence[TextWindow]) -> float:
-    """Return the sum of the negative log-probabilities of the tokens that count in some windows."""
+    """Return the sum of the negative log-probabilities of the tokens that count in some windows.
+
+    It is NaN if logits are not numbers.
+    """
     prompts = [list(tokens[one.start : one.stop]) for one in some]
     found = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
     loss = 0.0
     for one, completion in zip(some, found, strict=True):
+        if completion.finish_reason is FinishReason.ERROR:
+            return nan
         scores = completion.prompt_logprobs or ()
         loss -= sum(score.logprob for score in scores[one.counted - one.start :] if score is not None)
     return loss

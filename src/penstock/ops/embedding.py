@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.ops.kernels import triton_kernels
+from penstock.arch.formats.gguf import Blocks
+from penstock.ops.kernels import native_kernels, triton_kernels
 from penstock.ops.matrix import Matrix
 
 
@@ -20,5 +21,18 @@ def look_up(tokens: Tensor, weight: Matrix, dtype: torch.dtype | None) -> Tensor
     if kernels is not None and kernels.reads(weight.format):
         out = torch.empty(len(tokens), weight.shape[1], dtype=dtype, device=tokens.device)
         kernels.look_up(weight, tokens, out)
+        return out
+    blocks = None
+    if isinstance(weight.format, Blocks):
+        blocks = triton_kernels(Blocks.kernels) if tokens.is_cuda else native_kernels(Blocks.native)
+    if blocks is not None and blocks.reads(weight.format):
+        # Each row has its own blocks: those of the tokens are taken together first.
+        chosen = Matrix(
+            weight.format,
+            (len(tokens), weight.shape[1]),
+            {name: part[tokens] for name, part in weight.parts.items()},
+        )
+        out = torch.empty(chosen.shape, dtype=dtype, device=tokens.device)
+        blocks.dequantise(chosen, slice(0, len(tokens)), out)
         return out
     return weight.format.look_up(weight.parts, tokens).to(dtype)

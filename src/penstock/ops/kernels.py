@@ -46,8 +46,8 @@ _NATIVE = {
 
 
 def native_kernels(name: str = "few_bits") -> ModuleType | None:
-    """Return a module of kernels for matrices of few bits on a CPU, or None where plain torch computes. Their
-    `suits` and `reads` say whether this machine has them."""
+    """Return a module of `penstock.ops.native`, or None where plain torch computes. Its `suits` and `reads`
+    say whether this machine has kernels."""
     return None if _launches.plain else _NATIVE[name]
 
 

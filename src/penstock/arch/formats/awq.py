@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from penstock.arch.formats.codes import as_bytes, in_words
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import NUMBERS, WORDS, TensorSlice, WeightFormat, beside
-from penstock.arch.formats.integers import Integers, Packing
+from penstock.arch.formats.integers import SCALES, Integers, Packing
 from penstock.arch.formats.names import ByName, ModuleNames, linears
 from penstock.arch.formats.words import Words
 
@@ -66,7 +66,8 @@ def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
         words.refuse("bits", "4")
     integers = Integers(
         "awq", 4, checkpoint_group=max(words.number("group_size", 128), 0),
-        zeros=words.flag("zero_point", True), packing=AWQPacking(),
+        scale=words.one_of(SCALES, "float16", NUMBERS), zeros=words.flag("zero_point", True),
+        packing=AWQPacking(),
     )  # fmt: skip
     excepted = ModuleNames(parts=words.list("modules_to_not_convert"))
     return ByName("awq", rules=((excepted, DENSE), *linears(integers)))

@@ -11,7 +11,7 @@ from penstock.arch.formats.codes import as_bytes, in_words
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.floats import E8M0, Float4, Float8
 from penstock.arch.formats.format import NUMBERS, WORDS, TensorSlice, WeightFormat, beside
-from penstock.arch.formats.integers import Integers, Packing
+from penstock.arch.formats.integers import SCALES, Integers, Packing
 from penstock.arch.formats.names import ByName, ModuleNames
 from penstock.arch.formats.words import Words
 
@@ -114,7 +114,7 @@ def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
     """Return the formats of a checkpoint's weights. Raises UnsupportedModelError, naming the key."""
     words = Words(config, f"{where}: quantization_config")
     _refuse_rotations(words)
-    kind = words.text("format", "")
+    kind, dtype = words.text("format", ""), words.one_of(SCALES, dtype, NUMBERS)
     rules = []
     for group in words.objects("config_groups").values():
         scheme = _scheme(group, group.text("format", kind) or kind, dtype)

@@ -20,7 +20,7 @@ from penstock.arch.formats.codes import (
     unpacked,
 )
 from penstock.arch.formats.format import ALL, NUMBERS, StoredTensor, TensorSlice, WeightFormat, beside
-from penstock.arch.formats.repack import below_each_other, checked_scales, exactly, places
+from penstock.arch.formats.repack import below_each_other, checked_scales, exactly, places, within
 from penstock.base.errors import CheckpointError
 
 if TYPE_CHECKING:  # Torch takes 1.2 s to import; `penstock plan` does without.
@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # Torch takes 1.2 s to import; `penstock plan` does without.
 E4M3, E8M0 = "float8_e4m3fn", "e8m0"
 _BYTES = "uint8", "float8_e8m0fnu"
 """Dtypes of E8M0 exponents in checkpoints."""
+_MOST_E4M3 = 448
+"""The largest number float8_e4m3fn."""
 _NUMBERS, _EXPONENTS, _ONE = range(0x10, 0x38), range(119, 122), range(1, 2)
 """Random weights are drawn from these: codes of eight bits near one, exponents of small numbers, and one."""
 
@@ -104,7 +106,7 @@ class Float8(WeightFormat):
         ]
         kept = "uint8" if self.scale == E8M0 else self.scale
         return codes, StoredTensor(
-            "scale", shape, kept, tuple(scales), _BlockScales(self, tuple(sources)), self._random
+            "scale", shape, kept, tuple(scales), _BlockScales(self, dtype, tuple(sources)), self._random
         )
 
     @property
@@ -135,6 +137,7 @@ class _BlockScales:
     """Makes the scales of a matrix of eight-bit floating-point numbers."""
 
     format: Float8
+    dtype: str
     sources: tuple[TensorSlice, ...]
 
     def __call__(self, wholes: "Sequence[Tensor | None]") -> "Tensor":
@@ -164,6 +167,8 @@ class _BlockScales:
             if format.scale == E8M0
             else exactly(_floats(whole, name), format.scale, name)
         )
+        scales = powers_of_two(kept) if format.scale == E8M0 else kept
+        within(scales, self.dtype, name, _MOST_E4M3)
         kept = kept.expand(*grid)
         rows, columns = source.rows or range(height), source.columns or range(width)
         kept = kept[places(kept, rows, format.down, down)]
@@ -245,14 +250,21 @@ class Float4(WeightFormat):
             TensorSlice(beside(one, self.scales), (one.shape[0], self.groups_of(one)), index=one.index)
             for one in sources
         )
-        scales = _GroupScales(self, tuple(sources))
+        scales = _GroupScales(self, dtype, tuple(sources))
         random = _EXPONENTS if self.scale == E8M0 else _ONE
         parts = [codes, StoredTensor("scale", (height, -(-width // self.group)), kept, whole, scales, random)]
         if self.second:
             seconds = tuple(TensorSlice(beside(one, self.second), (), loose=True) for one in sources)
             heights = tuple(one.taken[0] for one in sources)
             parts.append(
-                StoredTensor("second", (height,), "float32", seconds, _Seconds(heights, seconds), _ONE)
+                StoredTensor(
+                    "second",
+                    (height,),
+                    "float32",
+                    seconds,
+                    _Seconds(heights, seconds, dtype, self.divided),
+                    _ONE,
+                )
             )
         return tuple(parts)
 
@@ -304,6 +316,7 @@ class _GroupScales:
     """Makes the scales of groups of four-bit floating-point numbers."""
 
     format: Float4
+    dtype: str
     sources: tuple[TensorSlice, ...]
 
     def __call__(self, wholes: "Sequence[Tensor | None]") -> "Tensor":
@@ -319,7 +332,9 @@ class _GroupScales:
     def _checked(self, source: TensorSlice, scales: "Tensor") -> "Tensor":
         name = beside(source, self.format.scales)
         if self.format.scale == E8M0:
-            return _exponents(scales, name)
+            exponents = _exponents(scales, name)
+            within(powers_of_two(exponents), self.dtype, name, E2M1[7])
+            return exponents
         if not scales.is_floating_point() or scales.element_size() != 1:
             raise CheckpointError(f"tensor {name} has scales of {scales.dtype}; float8_e4m3fn is read")
         return checked_scales(scales, name, zero=True)
@@ -331,6 +346,8 @@ class _Seconds:
 
     heights: tuple[int, ...]
     sources: tuple[TensorSlice, ...]
+    dtype: str
+    divided: bool
 
     def __call__(self, wholes: "Sequence[Tensor | None]") -> "Tensor":
         parts = []
@@ -341,5 +358,6 @@ class _Seconds:
                     f"tensor {source.tensor} has shape {list(whole.shape)}; one number is read"
                 )
             scale = exactly(checked_scales(whole, source.tensor), "float32", source.tensor)
+            within(1 / scale if self.divided else scale, self.dtype, source.tensor, E2M1[7] * _MOST_E4M3)
             parts.append(scale.reshape(1).expand(height))
         return below_each_other(parts)

@@ -87,6 +87,15 @@ def _part(taken: range | None, of: int) -> range | None:
 
 
 @dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor is in a file of a checkpoint: the file's path, and dtype and shape there."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A stored tensor is one of those that a format keeps of a matrix.
 

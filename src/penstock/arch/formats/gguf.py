@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, ClassVar
 from penstock.arch.formats.dense import DENSE, Dense
 from penstock.arch.formats.floats import Float4
 from penstock.arch.formats.format import ALL, StoredTensor, TensorSlice, WeightFormat
-from penstock.arch.formats.gguf_blocks import DECODERS, QUANTISED, BlockType, fields, half
+from penstock.arch.formats.gguf_blocks import QUANTISED, RESTING, BlockType, Resting, fields, half
 from penstock.arch.formats.integers import Integers, Packing
-from penstock.arch.formats.names import EMBEDDING, ROUTERS
-from penstock.arch.formats.repack import below_each_other, checked_scales
+from penstock.arch.formats.names import ROUTERS
+from penstock.arch.formats.repack import LARGEST, below_each_other, checked_scales, within
 from penstock.arch.formats.words import Words
 from penstock.base.errors import CheckpointError
 
@@ -23,8 +23,12 @@ METHOD = "gguf"
 _EXPERT = re.compile(r"\.experts\.\d{1,9}\.")
 _RANDOM = range(8, 32)
 """Random blocks are of such bytes: as float16 numbers they are from 2**-13 to 2**-7."""
+_MOST = 128 * 32
+"""A scale of any type is multiplied by at most this."""
 _UNPACKED_ROWS = 1024
 """Rows that are dequantised at a time where a matrix does not rest in few bits."""
+_REPACKED_ROWS = 1024
+"""Rows whose blocks are put in another order at a time."""
 _CASTS = {"float32": "float", "float16": "half", "bfloat16": "bfloat16"}
 
 
@@ -101,10 +105,10 @@ class _Apart:
 
 @dataclass(frozen=True)
 class Blocks(WeightFormat):
-    """Blocks rest as they are in the file.
+    """Blocks rest in the bits of the file, in another order: codes, high bits and scales lie apart.
 
-    There is one part, `blocks`, uint8 `[out, bytes]`: whole blocks, also where a rank's columns begin or end
-    inside of one. `gguf_blocks` says what they stand for.
+    There is one part, `blocks`, uint8 `[out, bytes]`, of whole blocks, also where a rank's columns begin or
+    end inside of one. `gguf_blocks.Resting` says where its bits lie, and what they stand for.
     """
 
     name: str = METHOD
@@ -121,6 +125,26 @@ class Blocks(WeightFormat):
         """Return the type of the blocks."""
         return QUANTISED[self.type]
 
+    @property
+    def resting(self) -> Resting:
+        """Return how the blocks rest."""
+        return RESTING[self.type]
+
+    @property
+    def units(self) -> int:
+        """Return the units of a row."""
+        return -(-(self.skip + self.width) // self.resting.unit)
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Return the bytes of a row's codes, of its high bits and of its heads, which lie in this order."""
+        return self.resting.parts(self.units)
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of a row."""
+        return self.resting.row_bytes(self.units)
+
     def cut(self, sources: Sequence[TensorSlice]) -> "Blocks":
         """Return the format with the columns of a rank."""
         columns = sources[0].columns
@@ -129,37 +153,47 @@ class Blocks(WeightFormat):
 
     def stored(self, dtype: str, sources: Sequence[TensorSlice]) -> tuple[StoredTensor, ...]:
         """Return the blocks."""
-        block, height = self.block, sum(source.taken[0] for source in sources)
-        row = -(-(self.skip + self.width) // block.values) * block.size
-        raw = tuple(_raw(block, source) for source in sources)
-        repack = _Checked(block, tuple(sources))
-        return (StoredTensor("blocks", (height, row), "uint8", raw, repack, _RANDOM),)
+        height = sum(source.taken[0] for source in sources)
+        raw = tuple(_raw(self.block, source) for source in sources)
+        repack = _Put(self, dtype, tuple(sources))
+        return (StoredTensor("blocks", (height, self.row_bytes), "uint8", raw, repack, _RANDOM),)
 
     def dequantise(self, parts: "Mapping[str, Tensor]", rows: slice = ALL) -> "Tensor":
         """Return the matrix in float32, `[out, in]`."""
-        blocks = parts["blocks"][rows]
-        values = DECODERS[self.type](_blocks(self.block, blocks)).view(len(blocks), -1)
+        values = self.resting.take(parts["blocks"][rows], self.units)
         return values[:, self.skip : self.skip + self.width]
 
 
 @dataclass(frozen=True)
-class _Checked:
-    """Takes a rank's blocks of whole tensors, and checks that their scales are numbers."""
+class _Put:
+    """Takes a rank's blocks of whole tensors, checks that their scales are numbers, and puts their bits where
+    they rest."""
 
-    type: BlockType
+    format: Blocks
+    dtype: str
     sources: tuple[TensorSlice, ...]
 
     def __call__(self, wholes: "Sequence[Tensor | None]") -> "Tensor":
-        parts = []
+        parts, block = [], self.format.block
         for source, whole in zip(self.sources, wholes, strict=True):
             assert whole is not None
-            values, size = self.type.values, self.type.size
+            values, size = block.values, block.size
             rows, columns = source.rows or range(source.shape[0]), source.columns or range(source.shape[1])
             first, last = columns.start // values, -(-columns.stop // values)
-            taken = whole[rows.start : rows.stop, first * size : last * size]
-            for at in self.type.halves:
-                checked_scales(half(_blocks(self.type, taken), at), source.tensor, zero=True)
-            parts.append(taken)
+            made = whole.new_empty(len(rows), self.format.row_bytes)
+            for at in range(0, len(rows), _REPACKED_ROWS):
+                some = slice(rows.start + at, min(rows.start + at + _REPACKED_ROWS, rows.stop))
+                taken = whole[some, first * size : last * size].reshape(-1, last - first, size)
+                halves = (half(taken.flatten(0, 1), place) for place in block.halves)
+                scales = [checked_scales(one, source.tensor, zero=True) for one in halves]
+                put = made[at : at + len(taken)]
+                put[:] = self.format.resting.put(taken, self.format.units)
+                if (
+                    self.dtype == "float16"
+                    and max(float(one.abs().max()) for one in scales) * _MOST > LARGEST
+                ):
+                    within(self.format.dequantise({"blocks": put}), self.dtype, source.tensor)
+            parts.append(made)
         return below_each_other(parts)
 
 
@@ -244,15 +278,13 @@ class ByType(WeightFormat):
     types: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def of(self, tensor: str) -> WeightFormat:
-        """Return the format of a weight; dense for types that are not quantised. Routers are dense at
-        rest, and embeddings that would rest in blocks."""
+        """Return the format of a weight; dense for types that are not quantised. Routers rest dense."""
         module = tensor.removesuffix(".weight")
         types = _by_module(self.types)
         type = types.get(module) or types.get(_EXPERT.sub(".experts.", module))
         if type is None:
             return DENSE
-        dense = module.endswith(ROUTERS) or (module == EMBEDDING and isinstance(FORMATS[type], Blocks))
-        return Unpacked(inner=FORMATS[type]) if dense else FORMATS[type]
+        return Unpacked(inner=FORMATS[type]) if module.endswith(ROUTERS) else FORMATS[type]
 
 
 @lru_cache(maxsize=4)

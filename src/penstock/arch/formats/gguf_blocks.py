@@ -1,4 +1,4 @@
-"""The blocks of numbers in GGUF files: their types, and what their bytes stand for.
+"""The blocks of numbers in GGUF files: their types, what their bytes stand for, and how they rest in memory.
 
 Source: ggml's `dequantize_row_*`, in float32 and in its order of operations: numbers are equal bit for bit to
 those of the `gguf` library. Nothing here imports torch: everything is a method of a tensor that is given.
@@ -6,6 +6,7 @@ those of the `gguf` library. Nothing here imports torch: everything is a method 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # Torch takes 1.2 s to import; `penstock plan` does without.
@@ -89,12 +90,13 @@ def _grouped(values: "Tensor", scales: "Tensor", minima: "Tensor | None" = None)
     return (groups if minima is None else groups.sub_(minima.unsqueeze(2))).flatten(1)
 
 
-def _q4_0(blocks: "Tensor") -> "Tensor":
-    return (fields(blocks[:, 2:], 4, 16).float() - 8).mul_(half(blocks, 0))
+def _middle(value: int) -> "Callable[[Tensor, Tensor], Tensor]":
+    """Return what makes numbers of codes around a middle, where a block has one scale."""
+    return lambda codes, heads: (codes.float() - value).mul_(half(heads, 0))
 
 
-def _q4_1(blocks: "Tensor") -> "Tensor":
-    return fields(blocks[:, 4:], 4, 16).float().mul_(half(blocks, 0)).add_(half(blocks, 2))
+def _line(codes: "Tensor", heads: "Tensor") -> "Tensor":
+    return codes.float().mul_(half(heads, 0)).add_(half(heads, 2))
 
 
 def _fifth(bits: "Tensor") -> "Tensor":
@@ -102,61 +104,33 @@ def _fifth(bits: "Tensor") -> "Tensor":
     return fields(bits, 1, 1) << 4
 
 
-def _q5_0(blocks: "Tensor") -> "Tensor":
-    codes = fields(blocks[:, 6:], 4, 16) | _fifth(blocks[:, 2:6])
-    return (codes.float() - 16).mul_(half(blocks, 0))
-
-
-def _q5_1(blocks: "Tensor") -> "Tensor":
-    codes = fields(blocks[:, 8:], 4, 16) | _fifth(blocks[:, 4:8])
-    return codes.float().mul_(half(blocks, 0)).add_(half(blocks, 2))
-
-
-def _q8_0(blocks: "Tensor") -> "Tensor":
-    return _signed(blocks[:, 2:]).mul_(half(blocks, 0))
-
-
 def _signed(codes: "Tensor") -> "Tensor":
     """Return signed bytes as float32."""
     return (codes ^ 128).float().sub_(128)
 
 
-def _q2_k(blocks: "Tensor") -> "Tensor":
-    scales, codes = blocks[:, :16], fields(blocks[:, 16:80], 2, 32)
-    return _grouped(codes, half(blocks, 80) * (scales & 15).float(), half(blocks, 82) * (scales >> 4).float())
+def _q2_k(codes: "Tensor", heads: "Tensor") -> "Tensor":
+    scales = heads[:, :16]
+    return _grouped(codes, half(heads, 16) * (scales & 15).float(), half(heads, 18) * (scales >> 4).float())
 
 
-def _q3_k(blocks: "Tensor") -> "Tensor":
-    low, high = fields(blocks[:, 96:104], 4, 8), fields(blocks[:, 104:108], 2, 4)
-    scales = (low | high << 4).float().sub_(32).mul_(half(blocks, 108))
-    # A bit that is not set takes four away.
-    codes = fields(blocks[:, 32:96], 2, 32) | fields(blocks[:, :32], 1, 32) << 2
+def _q3_k(codes: "Tensor", heads: "Tensor") -> "Tensor":
+    low, high = fields(heads[:, :8], 4, 8), fields(heads[:, 8:12], 2, 4)
+    scales = (low | high << 4).float().sub_(32).mul_(half(heads, 12))
     return _grouped(codes.float().sub_(4), scales)
 
 
-def _six_bits(scales: "Tensor") -> "tuple[Tensor, Tensor]":
-    """Return the eight scales and eight minima of a block of Q4_K or Q5_K, float32, of their twelve bytes."""
-    first, second, rest = scales[:, :4], scales[:, 4:8], scales[:, 8:]
-    both = scales.new_empty(2, len(scales), 8)
+def _q4_k(codes: "Tensor", heads: "Tensor") -> "Tensor":
+    """Make numbers of codes; eight scales and eight minima have six bits each in twelve bytes."""
+    first, second, rest = heads[:, 4:8], heads[:, 8:12], heads[:, 12:]
+    both = heads.new_empty(2, len(heads), 8)
     both[0, :, :4], both[1, :, :4] = first & 63, second & 63
     both[0, :, 4:], both[1, :, 4:] = rest & 15 | first >> 2 & 48, rest >> 4 | second >> 2 & 48
-    return both[0].float(), both[1].float()
+    return _grouped(codes, both[0].float() * half(heads, 0), both[1].float() * half(heads, 2))
 
 
-def _q4_k(blocks: "Tensor") -> "Tensor":
-    scales, minima = _six_bits(blocks[:, 4:16])
-    return _grouped(fields(blocks[:, 16:], 4, 32), scales * half(blocks, 0), minima * half(blocks, 2))
-
-
-def _q5_k(blocks: "Tensor") -> "Tensor":
-    scales, minima = _six_bits(blocks[:, 4:16])
-    codes = fields(blocks[:, 48:], 4, 32) | fields(blocks[:, 16:48], 1, 32) << 4
-    return _grouped(codes, scales * half(blocks, 0), minima * half(blocks, 2))
-
-
-def _q6_k(blocks: "Tensor") -> "Tensor":
-    codes = fields(blocks[:, :128], 4, 64) | fields(blocks[:, 128:192], 2, 32) << 4
-    return _grouped(codes.float().sub_(32), _signed(blocks[:, 192:208]).mul_(half(blocks, 208)))
+def _q6_k(codes: "Tensor", heads: "Tensor") -> "Tensor":
+    return _grouped(codes.float().sub_(32), _signed(heads[:, :16]).mul_(half(heads, 16)))
 
 
 def _levels(codes: "Tensor") -> "Tensor":
@@ -167,18 +141,169 @@ def _levels(codes: "Tensor") -> "Tensor":
     return table[codes.int()]
 
 
-def _iq4_nl(blocks: "Tensor") -> "Tensor":
-    return _levels(fields(blocks[:, 2:], 4, 16)).mul_(half(blocks, 0))
+def _iq4_nl(codes: "Tensor", heads: "Tensor") -> "Tensor":
+    return _levels(codes).mul_(half(heads, 0))
 
 
-def _iq4_xs(blocks: "Tensor") -> "Tensor":
-    low, high = fields(blocks[:, 4:8], 4, 1), fields(blocks[:, 2:4], 2, 1)
-    scales = (low | high << 4).float().sub_(32).mul_(half(blocks, 0))
-    return _grouped(_levels(fields(blocks[:, 8:], 4, 16)), scales)
+def _iq4_xs(codes: "Tensor", heads: "Tensor") -> "Tensor":
+    low, high = fields(heads[:, 4:8], 4, 1), fields(heads[:, 2:4], 2, 1)
+    scales = (low | high << 4).float().sub_(32).mul_(half(heads, 0))
+    return _grouped(_levels(codes), scales)
 
 
-DECODERS: "Mapping[str, Callable[[Tensor], Tensor]]" = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
-    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
+@dataclass(frozen=True, slots=True)
+class Resting:
+    """Resting says how the blocks of a type rest in memory: codes where products read them, scales apart.
+
+    A row is its units one behind the other, three times: their codes, then their high bits, then their
+    heads, as many bytes as `row_bytes` says. Nothing is rounded.
+
+    A run of codes is `words` words of 32 bits, little end first. The bits of word i from bit `j * bits` on
+    are the lowest ones of the code of column `j * words + i` of the run. So place j of all words is a group
+    of columns that share a scale, or half of one. Where codes have `high` bits more, these are in numbers of
+    16 bits in the same order: number i has those of as many columns `j * words + i` as it has room for, of
+    one run or of two.
+
+    unit: columns of whole runs and whole blocks.
+    words: of a run.
+    bits: of a code in a word.
+    high: bits of a code beside the words.
+    values: columns of a block.
+    head: bytes that a block has beside its codes: float16 numbers, scales and minima.
+    group: columns that share a scale.
+    codes: takes the codes, uint8 `[blocks, values]`, out of blocks of a file, uint8 `[blocks, size]`.
+    heads: takes the heads, uint8 `[blocks, head]`, out of them, as the file has their bytes.
+    numbers: makes float32 `[blocks, values]` of both.
+    """
+
+    unit: int
+    words: int
+    bits: int
+    high: int
+    values: int
+    head: int
+    group: int
+    codes: "Callable[[Tensor], Tensor]"
+    heads: "Callable[[Tensor], Tensor]"
+    numbers: "Callable[[Tensor, Tensor], Tensor]"
+
+    @property
+    def places(self) -> int:
+        """Return the codes of a word."""
+        return 32 // self.bits
+
+    @property
+    def paired(self) -> bool:
+        """Tell whether numbers of high bits have those of two runs. These are units."""
+        return self.high * self.places == 8
+
+    def parts(self, units: int) -> tuple[int, int, int]:
+        """Return the bytes of the codes, of the high bits and of the heads of so many units."""
+        return (
+            units * self.unit * self.bits // 8,
+            -(-units * self.unit * self.high // (16 * self.words)) * 2 * self.words,
+            units * self.unit // self.values * self.head,
+        )
+
+    def row_bytes(self, units: int) -> int:
+        """Return the bytes of a row of so many units: a multiple of 16."""
+        return -(-sum(self.parts(units)) // 16) * 16
+
+    def put(self, blocks: "Tensor", units: int) -> "Tensor":
+        """Return rows as they rest, uint8 `[rows, row_bytes]`, of rows of blocks, uint8
+        `[rows, blocks, size]`; what the last unit lacks are zeros."""
+        rows, count, size = blocks.shape
+        whole = blocks.new_zeros(rows, self.row_bytes(units))
+        single, heads = (take(blocks.reshape(-1, size)) for take in (self.codes, self.heads))
+        end, high_end, _ = accumulate(self.parts(units))
+        whole[:, :end] = self._joined(single.reshape(rows, -1) & ((1 << self.bits) - 1), end, self.bits)
+        if self.high:
+            whole[:, end:high_end] = self._joined(
+                single.reshape(rows, -1) >> self.bits, high_end - end, self.high, 2
+            )
+        whole[:, high_end : high_end + count * self.head] = heads.reshape(rows, -1)
+        return whole
+
+    def take(self, whole: "Tensor", units: int) -> "Tensor":
+        """Return the numbers of rows as they rest, float32 `[rows, units * unit]`."""
+        end, high_end, heads_end = accumulate(self.parts(units))
+        codes = self._apart(whole[:, :end], self.bits)
+        if self.high:
+            high = self._apart(whole[:, end:high_end], self.high, 2)
+            codes |= high[:, : codes.shape[1]] << self.bits
+        heads = whole[:, high_end:heads_end].reshape(-1, self.head)
+        return self.numbers(codes.reshape(-1, self.values), heads).view(len(whole), -1)
+
+    def _joined(self, fields: "Tensor", end: int, bits: int, size: int = 4) -> "Tensor":
+        """Return numbers of `bits` bits, uint8 `[rows, columns]`, as numbers of `size` bytes, uint8
+        `[rows, end]`, filled up with zeros."""
+        rows, count = fields.shape
+        whole = fields.new_zeros(rows, end * 8 // bits)
+        whole[:, :count] = fields
+        apart = whole.view(rows, -1, size, 8 // bits, self.words)
+        made = apart[:, :, :, 0].clone()
+        for place in range(1, 8 // bits):
+            made |= apart[:, :, :, place] << place * bits
+        return made.transpose(2, 3).reshape(rows, end)
+
+    def _apart(self, joined: "Tensor", bits: int, size: int = 4) -> "Tensor":
+        """Return numbers of `bits` bits one a byte, uint8 `[rows, columns]`, of what `_joined` returns."""
+        runs = joined.reshape(len(joined), -1, self.words, size).transpose(2, 3)
+        made = runs.unsqueeze(3).expand(-1, -1, -1, 8 // bits, -1).clone()
+        for place in range(8 // bits):
+            made[:, :, :, place] >>= place * bits
+        return (made & ((1 << bits) - 1)).flatten(1)
+
+
+def _behind(blocks: "Tensor", *parts: slice, empty: int = 0) -> "Tensor":
+    """Return some bytes of each block, one behind the other, and zeros behind them."""
+    some = [blocks[:, part] for part in parts]
+    made = blocks.new_zeros(len(blocks), sum(part.shape[1] for part in some) + empty)
+    at = 0
+    for part in some:
+        made[:, at : at + part.shape[1]] = part
+        at += part.shape[1]
+    return made
+
+
+def _first(count: int) -> "Callable[[Tensor], Tensor]":
+    return lambda blocks: blocks[:, :count]
+
+
+def _low(start: int, run: int = 16) -> "Callable[[Tensor], Tensor]":
+    return lambda blocks: fields(blocks[:, start:], 4, run)
+
+
+RESTING: "Mapping[str, Resting]" = {
+    "Q4_1": Resting(128, 16, 4, 0, 32, 4, 32, _low(4), _first(4), _line),
+    "Q5_0": Resting(
+        128, 16, 4, 1, 32, 2, 32,
+        lambda b: fields(b[:, 6:], 4, 16) | _fifth(b[:, 2:6]), _first(2), _middle(16),
+    ),
+    "Q5_1": Resting(
+        128, 16, 4, 1, 32, 4, 32,
+        lambda b: fields(b[:, 8:], 4, 16) | _fifth(b[:, 4:8]), _first(4), _line,
+    ),
+    "Q2_K": Resting(
+        256, 16, 2, 0, 256, 20, 16,
+        lambda b: fields(b[:, 16:80], 2, 32), lambda b: _behind(b, slice(16), slice(80, 84)), _q2_k,
+    ),
+    "Q3_K": Resting(  # A high bit that is not set takes four away.
+        256, 16, 2, 1, 256, 16, 16,
+        lambda b: fields(b[:, 32:96], 2, 32) | fields(b[:, :32], 1, 32) << 2,
+        lambda b: _behind(b, slice(96, 110), empty=2), _q3_k,
+    ),
+    "Q4_K": Resting(256, 32, 4, 0, 256, 16, 32, _low(16, 32), _first(16), _q4_k),
+    "Q5_K": Resting(
+        256, 32, 4, 1, 256, 16, 32,
+        lambda b: fields(b[:, 48:], 4, 32) | fields(b[:, 16:48], 1, 32) << 4, _first(16), _q4_k,
+    ),
+    "Q6_K": Resting(
+        256, 16, 4, 2, 256, 20, 16,
+        lambda b: fields(b[:, :128], 4, 64) | fields(b[:, 128:192], 2, 32) << 4,
+        lambda b: _behind(b, slice(192, 210), empty=2), _q6_k,
+    ),
+    "IQ4_NL": Resting(128, 16, 4, 0, 32, 2, 32, _low(2), _first(2), _iq4_nl),
+    "IQ4_XS": Resting(256, 32, 4, 0, 256, 8, 32, _low(8), _first(8), _iq4_xs),
 }  # fmt: skip
-"""Make numbers in float32 `[blocks, values]` of blocks, uint8 `[blocks, size]`."""
+"""Says of each type that is no format of ours how it rests, by its name."""

@@ -11,7 +11,7 @@ from penstock.arch.formats.awq import AWQPacking
 from penstock.arch.formats.codes import as_bytes, in_words
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import NUMBERS, WORDS, TensorSlice, WeightFormat, beside
-from penstock.arch.formats.integers import Integers, Packing
+from penstock.arch.formats.integers import SCALES, Integers, Packing
 from penstock.arch.formats.names import ByName, ModuleNames, checked_regex, linears
 from penstock.arch.formats.words import Words
 
@@ -94,8 +94,9 @@ def _integers(words: Words, default: Words, packing: Packing) -> Integers:
     symmetric = words.flag("sym", default.flag("sym", True))
     ordered = words.flag("desc_act", default.flag("desc_act", False))
     return Integers(
-        METHOD, bits, checkpoint_group=max(group, 0), zeros=not symmetric, ordered=ordered, packing=packing
-    )
+        METHOD, bits, checkpoint_group=max(group, 0), scale=default.one_of(SCALES, "float16", NUMBERS),
+        zeros=not symmetric, ordered=ordered, packing=packing,
+    )  # fmt: skip
 
 
 def read_auto_round(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:

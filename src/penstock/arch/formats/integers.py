@@ -14,11 +14,15 @@ from penstock.arch.formats.codes import (
     unpacked,
 )
 from penstock.arch.formats.format import ALL, StoredTensor, TensorSlice, WeightFormat
-from penstock.arch.formats.repack import below_each_other, checked_scales, exactly, places
+from penstock.arch.formats.repack import below_each_other, checked_scales, exactly, places, within
 from penstock.base.errors import CheckpointError
 
 if TYPE_CHECKING:  # Torch takes 1.2 s to import; `penstock plan` does without.
     from torch import Tensor
+
+
+SCALES = "stored_scales"
+"""A key of our own in `quantization_config`: the dtype in which all scales rest."""
 
 
 class Packing:
@@ -133,7 +137,7 @@ class Integers(WeightFormat):
         shapes |= {"groups": ((columns,), "int32")} if self.uneven else {}
         parts = []
         for name, (shape, kept) in shapes.items():
-            repack = _Repack(name, self, tuple(sources))
+            repack = _Repack(name, self, dtype, tuple(sources))
             random = {"zero": range(self.middle, self.middle + 1), "order": range(1), "groups": range(1)}
             parts.append(StoredTensor(name, shape, kept, repack.reads, repack, random.get(name)))
         return tuple(parts)
@@ -166,6 +170,7 @@ class _Repack:
 
     part: str
     format: Integers
+    dtype: str
     sources: tuple[TensorSlice, ...]
 
     @property
@@ -227,6 +232,8 @@ class _Repack:
         self._expect_grid(source, packing.scales(source, 1), scales)
         scales = self._taken(source, packing.read_scales(scales, self._grid(source)))
         scales = checked_scales(scales, name, zero=packing.may_be_zero)
+        most = (1 << self.format.bits) - 1 if self.format.zeros else self.format.middle
+        within(scales, self.dtype, name, most)
         return exactly(scales, self.format.scale, name)
 
     def _zero(self, source: TensorSlice, zeros: "Tensor") -> "Tensor":

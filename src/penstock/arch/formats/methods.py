@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 
 from penstock.arch.formats import awq, compressed, fp8, gguf, gptq, modelopt, mxfp4, recipe
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import WeightFormat
+from penstock.arch.formats.format import NUMBERS, FileTensor, WeightFormat
+from penstock.arch.formats.integers import SCALES
 from penstock.base.errors import UnsupportedModelError
 
 FORMATS: dict[str, Callable[[Mapping[str, object], str, str], WeightFormat]] = {
@@ -41,3 +42,39 @@ def read_format(config: Mapping[str, object], where: str, dtype: str) -> WeightF
             f"{known}: most models are published in one of these, too"
         )
     return FORMATS[method](asked, where, dtype)
+
+
+def with_stored(
+    config: Mapping[str, object], where: str, tensors: Mapping[str, FileTensor], dtype: str
+) -> Mapping[str, object]:
+    """Return a config.json whose `quantization_config` has what only a checkpoint's tensors say of its
+    format: the blocks of FP8, and the dtype in which scales of integers rest.
+
+    where: opens the messages of errors.
+    dtype: of weights that are not quantised.
+
+    Raises CheckpointError for shapes that the format cannot have.
+    """
+    asked = config.get("quantization_config")
+    method = asked.get("quant_method") if isinstance(asked, dict) else None
+    if not isinstance(asked, dict) or method not in (fp8.METHOD, *_SCALES):
+        return config
+    if method == fp8.METHOD:
+        return {**config, "quantization_config": fp8.with_blocks(asked, where, tensors)}
+    plain = {key: value for key, value in asked.items() if key != SCALES}
+    end, usual = _SCALES[method]
+    found = {one.dtype for name, one in tensors.items() if name.endswith(end) and one.dtype in NUMBERS}
+    # What holds the numbers of all of them.
+    kept = found.pop() if len(found) == 1 else "float32" if found else ""
+    plain |= {SCALES: kept} if kept not in ("", usual or dtype) else {}
+    return {**config, "quantization_config": plain}
+
+
+_SCALES = {
+    gptq.METHOD: (".scales", "float16"),
+    "awq": (".scales", "float16"),
+    "auto-round": (".scales", "float16"),
+    compressed.METHOD: (".weight_scale", ""),
+}
+"""Ends of the names of scales of integers, and the dtype in which they rest where `SCALES` says nothing;
+empty is that of weights that are not quantised."""

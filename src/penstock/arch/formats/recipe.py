@@ -58,11 +58,13 @@ class Recipe:
     format: one of `FEW_BITS`.
     group: columns that share a scale, and a zero point; 0 where the format fixes that.
     int8: parts of the names of modules that are kept in eight bits, where the others have four.
+    measured: True if penstock has chosen these by what the model loses.
     """
 
     format: str
     group: int = 0
     int8: tuple[str, ...] = ()
+    measured: bool = False
 
     @classmethod
     def of(cls, format: str, group: int | None = None, int8: tuple[str, ...] = ()) -> "Recipe":
@@ -92,11 +94,30 @@ class Recipe:
             )
         return None if name == BFLOAT16 else cls.of(name, int(group) if colon else None)
 
+    @classmethod
+    def read(cls, config: Mapping[str, object], where: str) -> "Recipe":
+        """Return the recipe in what config.json says, see `config`. Raises UnsupportedModelError, naming the
+        key."""
+        words = Words(config, f"{where}: quantization_config")
+        if words.number("version") != VERSION:
+            words.refuse("version", f"{VERSION}; quantise the model again")
+        format = words.one_of("format", "", FEW_BITS)
+        group = words.number("group_size", 0)
+        grouped = isinstance(_FORMATS[format], Integers)
+        if group < 0 or bool(group) != grouped:
+            words.refuse("group_size", "a number of columns, for int4 and int8 alone")
+        return cls(format, group, words.list("int8_modules"), words.flag("measured", False))
+
+    def __str__(self) -> str:
+        groups = f" in groups of {self.group}" if self.group else ""
+        return self.format + groups + (f" with {', '.join(self.int8)} in int8" if self.int8 else "")
+
     def config(self) -> dict[str, object]:
         """Return what config.json says of it in `quantization_config`."""
         group = {"group_size": self.group} if self.group else {}
         kept = {"int8_modules": list(self.int8)} if self.int8 else {}
-        return {"quant_method": METHOD, "version": VERSION, "format": self.format, **group, **kept}
+        how = {"measured": True} if self.measured else {}
+        return {"quant_method": METHOD, "version": VERSION, "format": self.format, **group, **kept, **how}
 
     def weight_format(self) -> WeightFormat:
         """Return the formats of all weights of a model."""
@@ -112,15 +133,7 @@ class Recipe:
 
 def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
     """Return the formats of a pack that penstock quantised. Raises UnsupportedModelError, naming the key."""
-    words = Words(config, f"{where}: quantization_config")
-    if words.number("version") != VERSION:
-        words.refuse("version", f"{VERSION}; quantise the model again")
-    format = words.one_of("format", "", FEW_BITS)
-    group = words.number("group_size", 0)
-    grouped = isinstance(_FORMATS[format], Integers)
-    if group < 0 or bool(group) != grouped:
-        words.refuse("group_size", "a number of columns, for int4 and int8 alone")
-    return Recipe(format, group, words.list("int8_modules")).weight_format()
+    return Recipe.read(config, where).weight_format()
 
 
 def config_in(format: str | None, config: Mapping[str, object], where: str) -> Mapping[str, object]:
@@ -135,6 +148,12 @@ def config_in(format: str | None, config: Mapping[str, object], where: str) -> M
         raise ConfigError(f"{where} has a format of few bits already; leave --format out")
     recipe = Recipe.parse(format)
     return {**config, **({"quantization_config": recipe.config()} if recipe else {"dtype": "bfloat16"})}
+
+
+def quantised_here(config: Mapping[str, object]) -> bool:
+    """Tell whether a config.json is that of a model which was quantised by a recipe."""
+    settings = config.get("quantization_config")
+    return isinstance(settings, dict) and settings.get("quant_method") == METHOD
 
 
 def name_of(format: WeightFormat) -> str:

@@ -9,6 +9,10 @@ if TYPE_CHECKING:  # Torch takes 1.2 s to import; `penstock plan` does without.
     from torch import Tensor
 
 
+LARGEST = 65504
+"""The largest number of float16."""
+
+
 def below_each_other(tensors: "Sequence[Tensor]") -> "Tensor":
     """Return tensors of equal widths as one, the first at the top."""
     if len(tensors) == 1:
@@ -29,6 +33,18 @@ def checked_scales(scales: "Tensor", name: str, *, zero: bool = False) -> "Tenso
     if not zero and bool((scales == 0).any()):
         raise CheckpointError(f"tensor {name} has scales of 0, which no quantiser writes; download it again")
     return scales
+
+
+def within(numbers: "Tensor", dtype: str, name: str, most: float = 1) -> None:
+    """Raise CheckpointError, naming tensor `name`, if `dtype`, that of activations, ends before numbers.
+
+    most: what multiplies them at most, such as codes multiply scales.
+    """
+    if dtype == "float16" and (largest := float(numbers.float().abs().max()) * most) > LARGEST:
+        raise CheckpointError(
+            f"tensor {name} leads to weights of up to {largest:.4g}, but numbers of float16 end at "
+            f"{LARGEST:,}; choose another dtype: bfloat16, float32"
+        )
 
 
 def exactly(values: "Tensor", dtype: str, name: str) -> "Tensor":

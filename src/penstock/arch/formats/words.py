@@ -1,5 +1,6 @@
 """Read a quantiser's part of config.json strictly: what has the wrong type is refused by its name."""
 
+import re
 from collections.abc import Mapping
 from typing import NoReturn
 
@@ -10,6 +11,7 @@ _MOST = 10_000
 """Entries of a list or object that are read."""
 _SHOWN = 120
 """Characters of what a stranger wrote that a message repeats."""
+_EXTENTS = re.compile(r"([0-9]{1,9})x([0-9]{1,9})")
 
 
 class Words:
@@ -30,7 +32,7 @@ class Words:
 
     def refuse(self, key: str, supported: str) -> NoReturn:
         """Raise UnsupportedModelError for what is at `key`."""
-        raise self.unsupported(f"key {key!r} is {str(self._values.get(key))[:80]}", supported)
+        raise self.unsupported(f"key {key[:80]!r} is {str(self._values.get(key))[:80]}", supported)
 
     def unsupported(self, what: str, supported: str) -> UnsupportedModelError:
         """Return the error for `what`, which is not among what is `supported`."""
@@ -99,12 +101,8 @@ class Words:
     def block(self, key: str) -> tuple[int, int]:
         """Return the two whole numbers at `key`, as a list or as text ("128x128")."""
         value = self.get(key)
-        if (
-            isinstance(value, str)
-            and value.count("x") == 1
-            and all(part.isdecimal() for part in value.split("x"))
-        ):
-            value = [int(part) for part in value.split("x")]
+        if isinstance(value, str) and (extents := _EXTENTS.fullmatch(value)):
+            value = [int(extents[1]), int(extents[2])]
         if not isinstance(value, list) or len(value) != 2 or not all(type(v) is int and v > 0 for v in value):
             self.refuse(key, "two numbers, such as [128, 128]")
         return value[0], value[1]

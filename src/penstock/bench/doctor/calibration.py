@@ -25,7 +25,7 @@ from penstock.bench.shapes import LAYERS_OF
 from penstock.bench.speed import measure
 from penstock.engine.boot import Booted, boot
 from penstock.engine.costs import DecodeCosts, PromptCosts, StepCosts, prompt_seconds
-from penstock.engine.passes import StepShape, UseWork, decode_step, pass_work, prompt_step
+from penstock.engine.passes import StepShape, UseWork, decode_step, mixtures_of, pass_work, prompt_step
 from penstock.engine.placing import Override, Say
 from penstock.memory.device import device_name, give_back
 from penstock.memory.probe import copy_rate, matmul_rate, memory_copy, memory_read
@@ -224,10 +224,8 @@ def _sample(
 def work_of(shape: Shape, dtype: str, step: StepShape) -> UseWork:
     """Return all that a pass does."""
     layouts = group_layouts(shape.spec, shape.names, dtype)
-    expert = next((layout for layout in layouts if layout.id.kind is GroupKind.EXPERT), None)
-    return UseWork.sum(
-        pass_work(shape.spec, dtype, pass_order(layouts, shape.spec.tied_embeddings), expert, step)
-    )
+    every = pass_order(layouts, shape.spec.tied_embeddings)
+    return UseWork.sum(pass_work(shape.spec, dtype, every, mixtures_of(layouts), step))
 
 
 @contextmanager

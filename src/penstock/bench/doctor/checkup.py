@@ -112,6 +112,11 @@ def checkup(
     room = MemoryRoom(device_budget(config, device), int(free_memory(cpu) * _HOST_SHARE) if on_gpu else None)
     about = machine()
     notes = _notes(about, device, config.cache.expanduser())
+    if dtype == "float16":
+        notes.append(
+            "the model would run in float16: activations beyond 65,504 are infinite, and answers then end "
+            "with an error; --dtype bfloat16 has the range but rounds weights, float32 does neither"
+        )
     try:
         disk = None if quick else disk_read(config.model.parent if is_gguf(config.model) else config.model)
     except DeviceError as error:

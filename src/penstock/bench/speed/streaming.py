@@ -116,7 +116,7 @@ class Streaming:
             assert room is not None
             passes = max(now.passes - before.passes, 1)
             each = moved or ((now.copied - before.copied) / passes, (now.read - before.read) / passes)
-            experts = max(each[0] - copied, 0.0) / room.size if moved else None
+            experts = max(each[0] - copied, 0.0) / room.mean if moved else None
             copied, read = round(each[0]), round(each[1])
         return cls(
             resident=now.device,

@@ -181,7 +181,7 @@ def perplexity(file: Path, length: int | None, stride: int | None, tokens: int |
 
     work = PerplexityWork(text_of(file), str(file), length, stride, tokens)
     tell = _teller(asked["json"])
-    with _opened(config, asked["json"]) as llm:
+    with _opened(config, asked["json"], bars=False) as llm:
         report = measure(llm, work, str(asked["model"] or "shipped"), tell)
     line = report.line(settings=config.changed(), machine=asdict(machine()))
     click.echo(line if asked["json"] else report)
@@ -216,12 +216,13 @@ def _evaluate(name: str, tasks: tuple[str, ...], asked: Mapping[str, Any]) -> No
         draw(report, picture)
 
 
-def _opened(config: Config, json: bool) -> "LLM":
-    """Return the model to ask, loaded. json: show nothing meanwhile."""
+def _opened(config: Config, json: bool, bars: bool = True) -> "LLM":
+    """Return the model to ask, loaded. json: show nothing meanwhile. bars: show a bar while it answers, on a
+    terminal."""
     from penstock.api.llm import LLM
 
     with loading_bar(json) as loading:
-        return LLM.from_config(config, progress=False if json else None, loading=loading)
+        return LLM.from_config(config, progress=None if bars and not json else False, loading=loading)
 
 
 def _teller(json: bool) -> Callable[[str], None]:

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +28,15 @@ EXAMPLES = """
   penstock pack ./my-model                       into ./my-model.pack
   penstock pack ./my-model --out /fast/my-model --dtype bfloat16
   penstock pack ./my-model --to int4             four bits a weight, into ./my-model-int4.pack
+  penstock pack ./my-model --to int4 --int8 none     four bits in all layers, whatever that costs
   penstock pack --verify ./my-model.pack         read every byte and compare it with the checksums
 """
 
 
-def _names(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
-    return tuple(filter(None, value.split(","))) if value else ()
+def _names(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    return () if value == "none" else tuple(filter(None, value.split(",")))
 
 
 @click.command(cls=Command, examples=EXAMPLES)
@@ -72,7 +76,7 @@ def _names(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
     "--int8",
     callback=_names,
     metavar="NAME,...",
-    help="With --to int4, modules to keep in eight bits: parts of their names. [none]",
+    help="With --to int4, modules to keep in eight bits, by parts of names; none: no module. [as it needs]",
 )
 @option(QUANTISE, "--device", default="auto", help="Device that computes: auto, cpu, cuda or cuda:N. [auto]")
 @option(PACK, "--verify", is_flag=True, help="Check every byte of MODEL, a pack.")
@@ -88,7 +92,9 @@ def command(
     interrupted, the same command goes on where it stopped.
 
     With --to the matrices of layers are rounded to few bits, without data; embedding, head, norms and routers
-    are kept. That costs some quality, which `penstock eval perplexity` measures on a text.
+    are kept. That costs some quality, which `penstock eval perplexity` measures on a text. With --to int4 the
+    model first writes a short text itself. Modules are kept in eight bits, and groups made smaller, until it
+    finds that text about as likely as before; --int8 none leaves that out.
     """
     if verify:
         if out or dtype or store or asked["format"]:
@@ -96,13 +102,13 @@ def command(
         _verify(model)
         return
     format, group, int8 = (asked[name] for name in ("format", "group", "int8"))
-    if (group or int8) and format is None:
+    if (group or int8 is not None) and format is None:
         raise click.UsageError("--group and --int8 say how to quantise; give --to int4, too")
     if os.path.exists(model / "manifest.json"):
         raise CheckpointError(
             f"{model} is a pack already; give the model that it was made from, or --verify to check it"
         )
-    recipe = Recipe.of(format, group, int8) if format else None
+    recipe = Recipe.of(format, group, int8 or ()) if format else None
 
     from penstock.arch.layout import group_layouts
     from penstock.weights.checkpoint.reader import Checkpoint  # torch: 1.2 s on two cores
@@ -115,24 +121,31 @@ def command(
         suffix = f"-{format}.pack" if format else ".pack"
         out = out or model.resolve().with_name(f"{model.resolve().name}{suffix}")
         dtype = dtype or checkpoint.spec.dtype
-        quantised = _quantised(checkpoint, recipe, dtype, asked["device"]) if recipe else None
-        source = quantised or checkpoint
-        total = place(group_layouts(source.spec, source.names, dtype))[-1].end
+        there = os.path.lexists(out / "manifest.json")
+        quantised: QuantisedCheckpoint | None
         try:
-            with _progress("quantising" if recipe else "packing", total) as progress:
-                written = write_pack(source, out, dtype, store, progress)
+            if format == "int4" and int8 is None:
+                quantised = _mixed(checkpoint, group, out, dtype, store, asked["device"])
+            else:
+                quantised = _quantised(checkpoint, recipe, dtype, asked["device"]) if recipe else None
+                source = quantised or checkpoint
+                total = place(group_layouts(source.spec, source.names, dtype))[-1].end
+                with _progress("quantising" if recipe else "packing", total) as progress:
+                    write_pack(source, out, dtype, store, progress)
         except KeyboardInterrupt:
             say(f"{out} is not finished; the same command goes on where it stopped", faint=True)
             raise
     with Pack.open(out) as pack:
         what = f"{len(pack.layouts)} groups, {format_size(pack.manifest.size)} in {format or pack.dtype}"
     seconds = time.perf_counter() - began
-    if quantised and quantised.error:
-        what += f", of {format_size(quantised.dense_bytes)}, mean relative error {quantised.error:.2%}"
+    if quantised:
+        what += f", of {format_size(quantised.dense_bytes)}: {quantised.recipe}, "
+        what += f"{quantised.bits:.2f} bits a weight"
+        what += f", mean relative error {quantised.error:.2%}" if quantised.error else ""
     click.echo(
-        f"{out}: {what}, written in {seconds:.1f} s"
-        if written
-        else f"{out} is packed already: {what}; nothing to do"
+        f"{out} is packed already: {what}; nothing to do"
+        if there
+        else f"{out}: {what}, written in {seconds:.1f} s"
     )
     if quantised:
         click.echo(
@@ -147,6 +160,17 @@ def _quantised(checkpoint: "Checkpoint", recipe: Recipe, dtype: str, device: str
 
     check_device(device)
     return QuantisedCheckpoint(checkpoint, recipe, dtype, choose_device(device))
+
+
+def _mixed(
+    checkpoint: "Checkpoint", group: int | None, out: Path, dtype: str, store: Path | None, device: str
+) -> "QuantisedCheckpoint":
+    """Pack in four bits, and in eight where the model needs them."""
+    from penstock.evals.mix import write_mix
+
+    check_device(device)
+    tell = partial(say, faint=True)
+    return write_mix(checkpoint, group, out, dtype, store, device, tell)
 
 
 def _verify(path: Path) -> None:

@@ -31,7 +31,7 @@ from penstock.ops.attention.inputs import (
     Rows,
     Tiles,
 )
-from penstock.ops.kernels import row_kernels, triton_kernels
+from penstock.ops.kernels import native_kernels, triton_kernels
 from penstock.ops.runs import suits_run
 
 
@@ -55,6 +55,18 @@ def reads_pages(device: torch.device) -> bool:
 def _kernels(x: Tensor) -> ModuleType | None:
     """Return the kernels over pages for tensors where `x` is, or None."""
     return triton_kernels("attention") if x.is_cuda else None
+
+
+def _row_kernels(q: Tensor, cache: Cache, layer: LayerAttention) -> ModuleType | None:
+    """Return the kernels over pages that attend with rows: Triton's on a GPU, those in C on a CPU; or
+    None."""
+    return _kernels(q) or _native_kernels(q, cache, layer)
+
+
+def _native_kernels(q: Tensor, cache: Cache, layer: LayerAttention) -> ModuleType | None:
+    """Return the kernels in C over pages, if they suit."""
+    native = None if q.is_cuda else native_kernels("attention")
+    return native if native is not None and native.suits(q, cache, layer) else None
 
 
 def scratch_bytes(
@@ -162,10 +174,8 @@ def _attend_rows(
     if more:
         out = torch.empty(out.shape, dtype=torch.float32, device=q.device)
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
-    if kernels := _kernels(q):
+    if kernels := _row_kernels(q, cache, layer):
         kernels.paged_decode(q[: rows.count], cache, rows, layer, out=out, lse=lse)
-    elif not more and (ours := row_kernels("attention", out)) and ours.suits(q, cache, layer):
-        ours.paged_decode(q[: rows.count], cache, rows, layer, out=out)
     else:
         attend_rows(q, cache, rows, layer, out, lse)
     return (out, lse) if more and lse is not None else None
@@ -187,6 +197,9 @@ def _attend_paged(
     ):
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if layer.lse else None
         return kernels.paged_run(q, cache, run, layer, lse=lse), lse
+    if (native := _native_kernels(q, cache, layer)) and native.suits_run(run):
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if layer.lse else None
+        return native.paged_run(q, cache, run, layer, lse=lse), lse
     if layer.window is not None and run.start + run.count > layer.window and not layer.lse:
         return attend_window(q, cache, run, layer), None
     return _attend_chunk(q, k, v, cache, run, layer, more=run.start > 0)

@@ -1,153 +1,137 @@
-/* Attention of single queries to keys and values where they rest, in pages, on a CPU.
+/* Attention of rows over paged KV, on a CPU: each row is one query token, and reads its keys where they lie.
 
-   Scores, softmax and sums are float32; only the result is rounded. What a query gets is computed by one thread, in
-   the order of keys: it depends neither on the number of threads nor on other queries. */
+   A row's query heads that share a head of keys are computed together, so that keys and values are read once.
+   Keys are taken a tile at a time, in the order of positions, and folded into a state by online softmax
+   (Milakov and Gimelshein 2018, arXiv 1805.02867). Sums are float32, by one thread for each row and head of
+   keys: they depend neither on the number of threads nor on the other rows.
+
+   What lies behind a row's end is never read. Single numbers, vectors and threads are those of the kernels of few
+   bits. */
 
 #include "pointwise.c"
 
+#define WIDEST 256 /* Numbers of a head, at most. */
+#define SHARING 16 /* Query heads that share a head of keys, at most. */
+#define TILE_KEYS 32 /* Keys whose scores are held at a time. */
+#define FEW (1 << 17) /* Products of two numbers for which another thread is not worth its while. */
+
+/* attention.py has the same structure. Strides are in numbers; those of q, k and v within a head are 1. */
 struct rows {
-    const void *q;          /* [count, heads, dim], strided by q_stride and dim */
-    struct pages pages;
-    const int32_t *table;   /* [count, table_stride] */
-    const int32_t *lengths; /* [count] */
-    void *out;              /* [count, heads, dim] */
-    int64_t count, q_stride, table_stride, heads, kv_heads, dim, window, next;
+    const void *q;          /* [rows, heads, dim] */
+    const void *k, *v;      /* [blocks, block_size, kv_heads, dim] */
+    void *out;              /* [rows, heads, dim], contiguous */
+    float *lse;             /* [rows, heads], contiguous, or null */
+    const int32_t *table;   /* [rows, columns]; without columns that of all rows */
+    const int32_t *lengths; /* [rows] */
+    int64_t rows, kv_heads, group, dim, columns, block_size, window; /* window: keys that are seen, or 0: all */
+    int64_t q_row, q_head, k_block, k_token, k_head, v_block, v_token, v_head;
     float scale;
-    int kind, failed;
+    int32_t kind, out_kind; /* of q, k and v; of out */
 };
 
-#define QUERIES 4 /* Queries that read a key head at a time. */
-#define WIDE (64 / LANES) /* Vectors of a head's dimensions that are summed at a time. */
+struct rows_work {
+    const struct rows *rows;
+    int64_t next;
+};
 
-/* Scores of `some` queries [some, dim] with all keys from `first` on: [some, room]. */
-INLINE void score(int kind, const int some, const struct rows *r, const int32_t *blocks, int64_t head,
-                  int64_t first, int64_t keys, const float *q, float *scores, int64_t room)
+/* A head's numbers from number `at` on, as float32. */
+INLINE void head_of(int kind, const void *from, int64_t at, int dim, float *to)
 {
-    int64_t bytes = kind == FLOAT32 ? 4 : 2, dim = r->dim, size = r->pages.block_size;
-    for (int64_t at = 0; at < keys; at++) {
-        int64_t key = first + at;
-        const char *k = (const char *)r->pages.k + place_in(&r->pages, blocks[key / size], key % size, head) * bytes;
-        vec sums[QUERIES];
-        UNROLL for (int i = 0; i < some; i++)
-            sums[i] = v_zero();
-        for (int64_t d = 0; d < dim; d += LANES) {
-            vec of_k = v_get(kind, k + d * bytes);
-            UNROLL for (int i = 0; i < some; i++)
-                sums[i] = v_fma(of_k, v_load(q + i * dim + d), sums[i]);
-        }
-        UNROLL for (int i = 0; i < some; i++)
-            scores[i * room + at] = v_sum(sums[i]) * r->scale;
+    if (kind == BFLOAT16)
+        for (int i = 0; i < dim; i++)
+            to[i] = of_bits((uint32_t)((const uint16_t *)from)[at + i] << 16);
+    else
+        to_floats(kind, (const char *)from + at * (kind == FLOAT32 ? 4 : 2), dim, to);
+}
+
+/* Attend with the query heads of a row that share a head of keys. `kind`, `group` and `dim` may be constants. */
+INLINE void attend_row(const struct rows *a, int64_t row, int64_t head, const int kind, const int group,
+                       const int dim)
+{
+    float q[SHARING * WIDEST], acc[SHARING * WIDEST], wide[WIDEST], p[SHARING][TILE_KEYS];
+    float most[SHARING], total[SHARING];
+    int64_t length = a->lengths[row];
+    int64_t start = a->window && length > a->window ? length - a->window : 0;
+    const int32_t *table = a->table + row * a->columns;
+    for (int g = 0; g < group; g++) {
+        head_of(kind, a->q, row * a->q_row + (head * group + g) * a->q_head, dim, q + g * dim);
+        for (int i = 0; i < dim; i++)
+            q[g * dim + i] *= a->scale, acc[g * dim + i] = 0;
+        most[g] = -__builtin_inff(), total[g] = 0;
     }
-}
-
-/* Scores [keys] become weights; returns what they are to be divided by. */
-INLINE float soften(float *scores, int64_t keys)
-{
-    float most = scores[0], lanes[LANES], sum = 0;
-    int64_t at = 0;
-    vec top = v_all(most), sums = v_zero();
-    for (; at + LANES <= keys; at += LANES)
-        top = v_max(top, v_load(scores + at));
-    v_store(lanes, top);
-    for (int i = 0; i < LANES; i++)
-        most = lanes[i] > most ? lanes[i] : most;
-    for (; at < keys; at++)
-        most = scores[at] > most ? scores[at] : most;
-    for (at = 0; at < keys; at++)
-        scores[at] = exp_of(scores[at] - most);
-    for (at = 0; at + LANES <= keys; at += LANES)
-        sums = v_fma(v_load(scores + at), v_all(1), sums);
-    sum = v_sum(sums);
-    for (; at < keys; at++)
-        sum += scores[at];
-    return sum;
-}
-
-/* Values weighed by `some` rows of weights: out [some, dim]. */
-INLINE void weigh(int kind, const int some, const struct rows *r, const int32_t *blocks, int64_t head,
-                  int64_t first, int64_t keys, const float *weights, int64_t room, float *out)
-{
-    int64_t bytes = kind == FLOAT32 ? 4 : 2, dim = r->dim, size = r->pages.block_size;
-    for (int64_t d = 0; d < dim; d += 64) {
-        vec sums[QUERIES * WIDE];
-        UNROLL for (int i = 0; i < some * WIDE; i++)
-            sums[i] = v_zero();
-        for (int64_t at = 0; at < keys; at++) {
-            int64_t key = first + at;
-            const char *v = (const char *)r->pages.v
-                            + (place_in(&r->pages, blocks[key / size], key % size, head) + d) * bytes;
-            vec of_v[WIDE];
-            UNROLL for (int part = 0; part < WIDE; part++)
-                of_v[part] = v_get(kind, v + part * LANES * bytes);
-            UNROLL for (int i = 0; i < some; i++)
-                UNROLL for (int part = 0; part < WIDE; part++)
-                    sums[i * WIDE + part] = v_fma(v_all(weights[i * room + at]), of_v[part], sums[i * WIDE + part]);
-        }
-        UNROLL for (int i = 0; i < some; i++)
-            UNROLL for (int part = 0; part < WIDE; part++)
-                v_store(out + i * dim + d + part * LANES, sums[i * WIDE + part]);
-    }
-}
-
-/* `some` queries of a row that read one key head, from its query head `from` on. */
-INLINE void attend_as(int kind, const int some, const struct rows *r, int64_t row, int64_t head, int64_t from,
-                      float *room)
-{
-    int64_t length = r->lengths[row], first = r->window && length > r->window ? length - r->window : 0;
-    int64_t keys = length - first, dim = r->dim;
-    const int32_t *blocks = r->table + row * r->table_stride;
-    float *q = room, *out = q + QUERIES * dim, *scores = out + QUERIES * dim;
-    for (int i = 0; i < some; i++)
-        for (int64_t d = 0; d < dim; d++)
-            q[i * dim + d] = get(kind, r->q, row * r->q_stride + (from + i) * dim + d);
-    score(kind, some, r, blocks, head, first, keys, q, scores, keys);
-    float sums[QUERIES];
-    for (int i = 0; i < some; i++)
-        sums[i] = keys ? soften(scores + i * keys, keys) : 1;
-    weigh(kind, some, r, blocks, head, first, keys, scores, keys, out);
-    for (int i = 0; i < some; i++)
-        for (int64_t d = 0; d < dim; d++)
-            put(kind, r->out, (row * r->heads + from + i) * dim + d, out[i * dim + d] / sums[i]);
-}
-
-/* A thread's part: key heads of rows, until there are none. */
-static void attend_heads(void *about)
-{
-    struct rows *r = about;
-    int64_t group = r->heads / r->kv_heads;
-    for (;;) {
-        int64_t task = __atomic_fetch_add(&r->next, 1, __ATOMIC_RELAXED);
-        if (task >= r->count * r->kv_heads)
-            return;
-        int64_t row = task / r->kv_heads, head = task % r->kv_heads;
-        float *room = malloc((size_t)(QUERIES * (2 * r->dim + r->lengths[row])) * sizeof *room);
-        if (!room) {
-            __atomic_store_n(&r->failed, 1, __ATOMIC_RELAXED);
-            return;
-        }
-        for (int64_t from = 0; from < group; from += QUERIES)
-            switch (group - from) {
-            case 1: BY_KIND(r->kind, attend_as, 1, r, row, head, head * group + from, room); break;
-            case 2: BY_KIND(r->kind, attend_as, 2, r, row, head, head * group + from, room); break;
-            case 3: BY_KIND(r->kind, attend_as, 3, r, row, head, head * group + from, room); break;
-            default: BY_KIND(r->kind, attend_as, 4, r, row, head, head * group + from, room);
+    while (start < length) {
+        int64_t offset = start % a->block_size, block = table[start / a->block_size];
+        int64_t there = a->block_size - offset < length - start ? a->block_size - offset : length - start;
+        int count = there < TILE_KEYS ? (int)there : TILE_KEYS;
+        int64_t k = block * a->k_block + offset * a->k_token + head * a->k_head;
+        int64_t v = block * a->v_block + offset * a->v_token + head * a->v_head;
+        for (int t = 0; t < count; t++, k += a->k_token) {
+            head_of(kind, a->k, k, dim, wide);
+            for (int g = 0; g < group; g++) {
+                vec sum = v_zero();
+                for (int i = 0; i < dim; i += LANES)
+                    sum = v_fma(v_load(q + g * dim + i), v_load(wide + i), sum);
+                p[g][t] = v_sum(sum);
             }
-        free(room);
+        }
+        for (int g = 0; g < group; g++) {
+            float largest = most[g], sum = 0;
+            for (int t = 0; t < count; t++)
+                largest = p[g][t] > largest ? p[g][t] : largest;
+            for (int t = 0; t < count; t++)
+                p[g][t] -= largest;
+            for (int t = 0; t < count; t++)
+                p[g][t] = exp_of(p[g][t]);
+            for (int t = 0; t < count; t++)
+                sum += p[g][t];
+            float less = total[g] == 0 ? 1 : exp_of(most[g] - largest); /* The first tile has no state before it. */
+            for (int i = 0; i < dim; i++)
+                acc[g * dim + i] *= less;
+            total[g] = total[g] * less + sum, most[g] = largest;
+        }
+        for (int t = 0; t < count; t++, v += a->v_token) {
+            head_of(kind, a->v, v, dim, wide);
+            for (int g = 0; g < group; g++)
+                for (int i = 0; i < dim; i += LANES)
+                    v_store(acc + g * dim + i, v_fma(v_all(p[g][t]), v_load(wide + i), v_load(acc + g * dim + i)));
+        }
+        start += count;
+    }
+    for (int g = 0; g < group; g++) {
+        int64_t at = (row * a->kv_heads + head) * group + g;
+        for (int i = 0; i < dim; i++)
+            put(a->out_kind, a->out, at * dim + i, length > 0 ? acc[g * dim + i] / total[g] : 0);
+        if (a->lse)
+            a->lse[at] = length > 0 ? most[g] + __builtin_logf(total[g]) : -__builtin_inff();
     }
 }
 
-/* out [count, heads, dim]: each row's queries attend to as many keys as its length says, or the last `window` of
-   them. q and out are of the kind of the pages, dim a multiple of 64. Returns 0, or 1 if there is no memory. */
-int attention_of_rows(int kind, const void *q, int64_t q_stride, void *k, void *v, int64_t block_size,
-                      int64_t of_block, int64_t of_token, int64_t of_head, const int32_t *table,
-                      int64_t table_stride, const int32_t *lengths, int64_t count, int64_t heads, int64_t kv_heads,
-                      int64_t dim, float scale, int64_t window, void *out, int threads, parallel_call *parallel)
+/* A thread's part: rows and heads of keys, until there are none. */
+static void attend_some(void *about)
 {
-    struct rows rows = {q, {k, v, block_size, of_block, of_token, of_head}, table, lengths, out, count, q_stride,
-                        table_stride, heads, kv_heads, dim, window, 0, scale, kind, 0};
-    int64_t work = 0;
-    for (int64_t row = 0; row < count; row++)
-        work += heads * dim * (window && lengths[row] > window ? window : lengths[row]);
-    run_on(parallel, work < LEAST ? 1 : threads, attend_heads, &rows);
-    return rows.failed;
+    struct rows_work *given = about;
+    const struct rows *a = given->rows;
+    for (;;) {
+        int64_t at = __atomic_fetch_add(&given->next, 1, __ATOMIC_RELAXED);
+        if (at >= a->rows * a->kv_heads)
+            break;
+        int64_t row = at / a->kv_heads, head = at % a->kv_heads;
+        if (a->kind == BFLOAT16 && a->dim == 64)
+            attend_row(a, row, head, BFLOAT16, (int)a->group, 64);
+        else if (a->kind == BFLOAT16 && a->dim == 128)
+            attend_row(a, row, head, BFLOAT16, (int)a->group, 128);
+        else
+            attend_row(a, row, head, a->kind, (int)a->group, (int)a->dim);
+    }
+}
+
+/* out, lse = attention of rows to the keys in their blocks. parallel: GOMP_parallel, or null. */
+void attend_rows(const struct rows *a, int threads, parallel_call *parallel)
+{
+    struct rows_work about = {a, 0};
+    int64_t keys = 0;
+    for (int64_t row = 0; row < a->rows; row++)
+        keys += a->lengths[row];
+    int few = keys * a->kv_heads * a->group * a->dim < FEW;
+    run_on(parallel, few ? 1 : threads, attend_some, &about);
 }

@@ -23,8 +23,11 @@ class _Blocks(ctypes.Structure):
 
     _fields_: ClassVar = [
         ("blocks", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("height", "inner", "row_bytes")),
-        *((name, ctypes.c_int32) for name in ("type", "values", "size", "skip")),
+        *((name, ctypes.c_int64) for name in ("height", "inner", "row_bytes", "high_at", "heads_at")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("type", "unit", "skip", "code_bytes", "head_bytes", "high_bytes", "paired")
+        ),
     ]
 
 
@@ -79,11 +82,13 @@ def address(weight: Matrix) -> int:
         format, blocks = weight.format, weight.parts["blocks"]
         assert isinstance(format, Blocks)
         assert blocks.is_contiguous()
-        height, inner = weight.shape
+        (height, inner), (codes, high, heads), units = weight.shape, format.parts, format.units
+        paired = 2 if format.resting.paired else 1
         weight.native = _Blocks(
-            blocks=blocks.data_ptr(), height=height, inner=inner, row_bytes=blocks.shape[1],
-            type=BLOCK_TYPES[format.type], values=format.block.values, size=format.block.size,
-            skip=format.skip,
+            blocks=blocks.data_ptr(), height=height, inner=inner, row_bytes=blocks.shape[1], high_at=codes,
+            heads_at=codes + high, type=BLOCK_TYPES[format.type], unit=format.resting.unit, skip=format.skip,
+            code_bytes=codes // units, head_bytes=heads // units,
+            high_bytes=high // -(-units // paired), paired=paired,
         )  # fmt: skip
     assert isinstance(weight.native, _Blocks)
     return ctypes.addressof(weight.native)

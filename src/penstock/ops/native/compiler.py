@@ -30,6 +30,7 @@ _FLAGS = ["-O3", "-shared", "-fPIC", "-std=gnu11", "-ffp-contract=off", "-fno-ma
 _TARGETS: tuple[list[str], ...] = (["-march=native"], ["-mcpu=native"], [])
 """Flags that say which processor to compile for, the best first: compilers know the first, the second, or
 neither."""
+_LIBRARIES = ["-lm"]
 _DIGEST_BYTES = 32
 _SECONDS = 300
 """Seconds after which a compiler has failed."""
@@ -76,7 +77,7 @@ def _name(compiler: list[str], flags: tuple[str, ...]) -> str:
         *(file.read_bytes() for file in SOURCES),
         version.stdout,
         _processor(),
-        repr((compiler, _FLAGS, flags)).encode(),
+        repr((compiler, _FLAGS, flags, _LIBRARIES)).encode(),
     ):
         known.update(len(part).to_bytes(8, "little") + part)
     return known.hexdigest()
@@ -138,7 +139,9 @@ def _compile(compiler: list[str], flags: tuple[str, ...], path: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="compiling-", dir=path.parent) as folder:
             made = Path(folder) / path.name
             for target in _TARGETS:
-                command = [*compiler, *_FLAGS, *target, *flags, "-o", str(made), str(SOURCES[0])]
+                command = [
+                    *compiler, *_FLAGS, *target, *flags, "-o", str(made), str(SOURCES[0]), *_LIBRARIES,
+                ]  # fmt: skip
                 done = subprocess.run(
                     command, capture_output=True, text=True, errors="replace", timeout=_SECONDS
                 )

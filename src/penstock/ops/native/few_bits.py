@@ -68,21 +68,19 @@ class FewBitsLibrary:
         self.blocks_product.argtypes = self.product.argtypes
         self.blocks_dequantise.argtypes = self.dequantise.argtypes
         self.norm, self.gate = library.pointwise_norm, library.pointwise_gate
-        self.project, self.attend = library.pointwise_project, library.attention_of_rows
+        self.project = library.pointwise_project
         real = ctypes.c_float
         self.norm.argtypes = [whole, pointer, pointer, pointer, real, number, number, pointer]
         self.gate.argtypes = [whole, pointer, number, number, pointer]
         self.project.argtypes = [whole, *[pointer] * 5, real, *[pointer] * 3, *[number] * 8]
         self.norm.restype = self.gate.restype = self.project.restype = None
-        self.attend.argtypes = [
-            whole, pointer, number, pointer, pointer, *[number] * 4, pointer, number, pointer, *[number] * 4,
-            real, number, pointer, whole, pointer,
-        ]  # fmt: skip
         self.layer_feed_forward, self.layer_attention = library.layer_feed_forward, library.layer_attention
         self.layer_feed_forward.argtypes = [pointer, pointer, pointer, number, pointer, whole, pointer]
         self.layer_attention.argtypes = [
             *[pointer] * 3, number, *[pointer] * 5, number, *[pointer] * 3, *[number] * 4, whole, pointer,
         ]  # fmt: skip
+        self.attend_rows = library.attend_rows
+        self.attend_rows.argtypes, self.attend_rows.restype = [pointer, whole, pointer], None
         self.lanes: int = library.few_bits_lanes()
         self.parallel = _parallel()
 

@@ -73,9 +73,10 @@ int layer_attention(const struct half *h, const void *part, void *residual, int6
     int failed = multiply(&h->in, h->kind, normed, h->size, rows, qkv, threads, parallel);
     pointwise_project(h->kind, qkv, cos, sin, h->q_norm, h->k_norm, h->head_eps, slots, k, v, block_size, of_block,
                       of_token, of_head, rows, h->heads, h->kv_heads, h->dim);
-    failed |= attention_of_rows(h->kind, qkv, wide, k, v, block_size, of_block, of_token, of_head, table,
-                                table_stride, lengths, rows, h->heads, h->kv_heads, h->dim, h->scale, h->window,
-                                attended, threads, parallel);
+    struct rows queries = {qkv, k, v, attended, 0, table, lengths, rows, h->kv_heads, h->heads / h->kv_heads, h->dim,
+                           table_stride, block_size, h->window, wide, h->dim, of_block, of_token, of_head, of_block,
+                           of_token, of_head, h->scale, h->kind, h->kind};
+    attend_rows(&queries, threads, parallel);
     failed |= multiply(&h->out, h->kind, attended, seen, rows, out, threads, parallel);
     free(room);
     return failed;

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.ops.attention.inputs import AttentionInputs, LayerAttention
 from penstock.ops.matrix import GroupViews
+from penstock.ops.native import attention as attention_rows
 from penstock.ops.native import blocks, few_bits
 from penstock.ops.native.few_bits import NUMBERS, library
 from penstock.ops.native.pointwise import suits_pages
@@ -56,9 +57,10 @@ class Half:
     __slots__ = ("_kept", "address", "dtype", "made")
 
     def __init__(self, weights: GroupViews, ends: tuple[str, str], dtype: torch.dtype, eps: float) -> None:
-        """Describe a half without attention. ends: names of its first projection and its last."""
+        """Describe a half without attention. ends: names of its first projection and its last, which keeps
+        this description: so that has no way back to it."""
         self.dtype, self.address = dtype, 0
-        self._kept: list[object] = [weights]
+        self._kept: list[object] = [weights.matrices[ends[0]], *weights.vectors.values()]
         """What the description has addresses of."""
         into, out = (self._projection(weights, name) for name in ends)
         self.made = _Half()
@@ -88,7 +90,7 @@ class Half:
                 vectors["k_norm"].data_ptr(),
                 eps,
             )
-        if layer.cap is not None or layer.lse or made.dim % 64:
+        if layer.cap is not None or layer.lse or not attention_rows.suits_heads(*heads):
             self.address = 0
 
     def _projection(self, weights: GroupViews, name: str) -> _Projection | None:
@@ -141,6 +143,7 @@ def suits(inputs: AttentionInputs, cache: tuple[Tensor, Tensor], x: Tensor) -> b
     return (
         rows is not None
         and rows.count == x.shape[0]
+        and rows.table.stride(1) == rows.lengths.stride(0) == 1
         and inputs.cold is None
         and not inputs.placed
         and suits_pages(cache, x.dtype)

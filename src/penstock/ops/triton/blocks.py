@@ -1,154 +1,337 @@
-"""Write matrices that rest in the blocks of GGUF as numbers. There is no product of few rows yet.
+"""Products of a few rows of activations with a matrix in GGUF's blocks, read once, dequantised in registers.
 
-What bytes of a block stand for is said in penstock.arch.formats.gguf_blocks.
+A program has COLS rows of the matrix and takes a unit of columns at a time. Words of codes come in the layout
+of a product's left operand, and PTX makes an operand of each place of the words: columns that share a scale,
+or half of them. Operands are whole numbers and so exact: codes plus a power of two. What they are too large
+by is a product of a constant with the activations, which all rows of the matrix share. The sums of a group
+are multiplied by its scale in float32. Where groups have minima, the sum of the activations is multiplied by
+all that is to be taken away.
+
+Programs have one or two warps: more would take the products of four warps, and wait after each.
+
+Why it is safe where launches overlap, and to share a sum: as in `linear`.
 """
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.arch.formats.format import WeightFormat
-from penstock.arch.formats.gguf import BLOCK_TYPES, Blocks
+from penstock.arch.formats.gguf import Blocks
+from penstock.ops.kernels import counters, pdl_launch_options, uses_pdl
 from penstock.ops.matrix import Matrix
+from penstock.ops.triton.block_codes import BlockKind, decoded, kind_of, level, scale_of, take_apart
+from penstock.ops.triton.codes import COMPILED
+from penstock.ops.triton.dequantise_blocks import dequantise as dequantise
+from penstock.ops.triton.dequantise_blocks import reads as reads
+from penstock.ops.triton.dequantise_blocks import resting_parts
+from penstock.ops.triton.pointwise import silu
+from penstock.ops.triton.tuning import multiprocessors
 
-Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = (tl.constexpr(kind) for kind in range(10))
-_EACH = 1024
-"""Numbers that a program writes."""
-
-
-@triton.jit
-def _byte(at):  # type: ignore[no-untyped-def]
-    return tl.load(at).to(tl.int32)
-
-
-@triton.jit
-def _half(at):  # type: ignore[no-untyped-def]
-    """Return the float16 number at a byte, in float32."""
-    bits = _byte(at) | (_byte(at + 1) << 8)
-    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _level(code):  # type: ignore[no-untyped-def]
-    """Return the number of a code of IQ4_NL: `LEVELS` plus 127 are the bytes of four words."""
-    low = tl.where(code < 4, 1043076864, 1969839182)
-    high = tl.where(code < 12, -1516729216, -254229324)
-    word = tl.where(code < 8, low, high)
-    return (((word >> (8 * (code & 3))) & 255) - 127).to(tl.float32)
+MOST_ROWS = 64
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _simple(at, e, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return numbers `e` of blocks of 32, which have one scale."""
-    if TYPE == Q4_1:
-        start = 4
-    elif TYPE == Q5_0:
-        start = 6
-    elif TYPE == Q5_1:
-        start = 8
+def _activations(x_at, column, inner, EVEN: tl.constexpr, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return activations `[WORDS, ROWS]`, zeros before the first column and beyond the last."""
+    if EVEN:
+        some = tl.load(x_at)
     else:
-        start = 2
-    code = (_byte(at + start + e % 16) >> (e // 16 * 4)) & 15
-    if TYPE == Q5_0 or TYPE == Q5_1:  # noqa: SIM109 - Triton knows no `in`.
-        code |= ((_byte(at + start - 4 + e // 8) >> (e % 8)) & 1) << 4
-    if TYPE == IQ4_NL:
-        value = _level(code) * _half(at)
-    elif TYPE == Q5_0:
-        value = (code - 16).to(tl.float32) * _half(at)
-    else:
-        value = code.to(tl.float32) * _half(at) + _half(at + 2)
-    return value
-
-
-@triton.jit
-def _two_bits(at, e):  # type: ignore[no-untyped-def]
-    """Return the lowest two bits of codes: of each 32 bytes the lowest ones first."""
-    return (_byte(at + e // 128 * 32 + e % 32) >> (e // 32 % 4 * 2)) & 3
+        some = tl.load(x_at, mask=((column >= 0) & (column < inner))[None, :], other=0.0)
+    return tl.trans(some.to(tl.float32) if WIDEN else some)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _nested(at, e, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return numbers `e` of blocks of 256. Each group of a block has a scale."""
-    if TYPE == Q2_K:
-        scale = _byte(at + e // 16)
-        code = _two_bits(at + 16, e).to(tl.float32)
-        value = code * (_half(at + 80) * (scale & 15).to(tl.float32))
-        value -= _half(at + 82) * (scale >> 4).to(tl.float32)
-    elif TYPE == Q3_K:
-        group = e // 16
-        low = (_byte(at + 96 + group % 8) >> (group // 8 * 4)) & 15
-        high = (_byte(at + 104 + group % 4) >> (group // 4 * 2)) & 3
-        code = _two_bits(at + 32, e) | (((_byte(at + e % 32) >> (e // 32)) & 1) << 2)
-        value = (code - 4).to(tl.float32) * (((low | (high << 4)) - 32).to(tl.float32) * _half(at + 108))
-    elif TYPE == Q6_K:
-        code = (_byte(at + e // 128 * 64 + e % 64) >> (e // 64 % 2 * 4)) & 15
-        code |= _two_bits(at + 128, e) << 4
-        scale = (_byte(at + 192 + e // 16) ^ 128) - 128
-        value = (code - 32).to(tl.float32) * (scale.to(tl.float32) * _half(at + 208))
-    elif TYPE == IQ4_XS:
-        group = e // 32
-        low = (_byte(at + 4 + group // 2) >> (group % 2 * 4)) & 15
-        high = (_byte(at + 2 + group // 4) >> (group % 4 * 2)) & 3
-        code = (_byte(at + 8 + group * 16 + e % 16) >> (e // 16 % 2 * 4)) & 15
-        value = _level(code) * (((low | (high << 4)) - 32).to(tl.float32) * _half(at))
+def _operands(  # type: ignore[no-untyped-def]
+    words,
+    above,
+    HALF: tl.constexpr,
+    PTX: tl.constexpr,
+    REGISTERS: tl.constexpr,
+    HIGH: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    """Return operands `[COLS, WORDS]` of words: of the next place, or of four places."""
+    given = [words, above] if HIGH else [words]
+    if LEVELS and HALF:
+        made = tl.inline_asm_elementwise(PTX, REGISTERS, given, (tl.float16,) * 4, True, 2)
+    elif LEVELS:
+        made = tl.inline_asm_elementwise(PTX, REGISTERS, given, (tl.bfloat16,) * 4, True, 2)
     else:
-        start = 48 if TYPE == Q5_K else 16
-        group = e // 32
-        code = (_byte(at + start + e // 64 * 32 + e % 32) >> (group % 2 * 4)) & 15
-        if TYPE == Q5_K:
-            code |= ((_byte(at + 16 + e % 32) >> group) & 1) << 4
-        first, second = _byte(at + 4 + group % 4), _byte(at + 8 + group % 4)
-        rest = _byte(at + 12 + group % 4)
-        scale = tl.where(group < 4, first & 63, (rest & 15) | ((first >> 2) & 48))
-        least = tl.where(group < 4, second & 63, (rest >> 4) | ((second >> 2) & 48))
-        value = code.to(tl.float32) * (scale.to(tl.float32) * _half(at))
-        value -= least.to(tl.float32) * _half(at + 2)
-    return value
+        made = (
+            tl.inline_asm_elementwise(PTX, REGISTERS, given, tl.float16 if HALF else tl.bfloat16, True, 2),
+        )
+    return made
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _dequantise(  # type: ignore[no-untyped-def]
-    blocks,
+@triton.jit(do_not_specialize=["rows", "splits"])  # type: ignore[untyped-decorator]
+def _few_rows(  # type: ignore[no-untyped-def]
+    x,
+    codes,
+    high,
+    heads,
+    bias,
     y,
-    count,
-    skip,
+    parts,
+    arrivals,
+    rows,
+    splits,
+    outer,
     inner,
-    s_b,
+    units,
+    skip,
+    s_x,
+    s_w,
     s_y,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STAGES: tl.constexpr,
     TYPE: tl.constexpr,
-    SIZE: tl.constexpr,
-    VALUES: tl.constexpr,
-    EACH: tl.constexpr,
+    UNIT: tl.constexpr,
+    WORDS: tl.constexpr,
+    BITS: tl.constexpr,
+    HIGH: tl.constexpr,
+    UNITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD: tl.constexpr,
+    LEASTS: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    LEVELS: tl.constexpr,
+    EVEN: tl.constexpr,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+    JOINS: tl.constexpr,
+    WIDEN: tl.constexpr,
+    EARLY: tl.constexpr,
+    PTX: tl.constexpr,
+    REGISTERS: tl.constexpr,
 ) -> None:
-    """EACH numbers of a row, of `count` blocks, in float32 as the reference has them, rounded once."""
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * EACH + tl.arange(0, EACH)
-    block, e = place // VALUES, place % VALUES
-    at = blocks + row * s_b + tl.minimum(block, count - 1) * SIZE
-    value = _simple(at, e, TYPE) if VALUES == 32 else _nested(at, e, TYPE)
-    column = place - skip
-    inside = (block < count) & (column >= 0) & (column < inner)
-    tl.store(y + row * s_y + column, value.to(y.dtype.element_ty), mask=inside)
+    """One of `splits` parts of the sums of COLS rows of the matrix; where GATED, these are COLS / 2 of the
+    gate, each with its own of what is gated, `outer` further on. s_w: 16 bytes of a row."""
+    if EARLY:
+        gdc_launch_dependents()
+    PLACES: tl.constexpr = 32 // BITS
+    RUN: tl.constexpr = WORDS * PLACES
+    EACH: tl.constexpr = GROUP // WORDS
+    HALF: tl.constexpr = x.dtype.element_ty == tl.float16
+    CHUNK: tl.constexpr = 4 if LEVELS else 1  # places that are taken apart at once
+    ABOVE: tl.constexpr = 0 if LEVELS else 1 << (BITS + HIGH)  # is added to codes in operands
+    WIDE: tl.constexpr = COLS // 2 if GATED else COLS
+    tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    each = tl.cdiv(tl.cdiv(units, UNITS), splits)
+    begin = split * each
+    end = tl.minimum(begin + each, tl.cdiv(units, UNITS))
+    place = tl.arange(0, COLS)
+    own = tl.minimum(tile * WIDE + (place // 2 if GATED else place), outer - 1)
+    if GATED:
+        own += place % 2 * outer
+    row, word = tl.arange(0, ROWS), tl.arange(0, WORDS)
+    line = own.to(tl.int64) * s_w * 4
+    words_at = codes + line[:, None] + word[None, :]
+    high_at = high + line[:, None] * 2 + word[None, :]
+    heads_at = heads + line
+    x_at = x + tl.minimum(row, rows - 1)[:, None] * s_x + word[None, :]
+    if not EVEN:
+        x_at -= skip
+    acc = tl.zeros([COLS, ROWS], tl.float32)
+    KIND: tl.constexpr = tl.float32 if WIDEN else x.dtype.element_ty
+    ones, less = tl.full([COLS, WORDS], 1.0, KIND), tl.full([COLS, WORDS], -1.0 * (ABOVE + MIDDLE), KIND)
+    if EARLY:
+        gdc_wait()
+    for step in tl.range(begin, end, num_stages=STAGES):
+        if UNITS == 2:
+            both = tl.load(high_at + step * WORDS).to(tl.int32)
+        for unit in tl.static_range(UNITS):
+            u, there = step, True
+            if UNITS == 2:  # The last step may lack one.
+                u, there = 2 * step + unit, 2 * step + unit < units
+            h0, h1 = tl.load(heads_at + u * HEAD, there, 0), tl.load(heads_at + u * HEAD + 1, there, 0)
+            h2, h3, h4 = h0, h0, h0
+            if HEAD >= 4:
+                h2 = tl.load(heads_at + u * HEAD + 2, there, 0)
+                h3 = tl.load(heads_at + u * HEAD + 3, there, 0)
+            if HEAD == 5:
+                h4 = tl.load(heads_at + u * HEAD + 4, there, 0)
+            for run in tl.static_range(UNIT // RUN):
+                words = tl.load(words_at + u * (UNIT // RUN * WORDS) + run * WORDS, there, 0)
+                above = words
+                if UNITS == 2:
+                    above = both
+                elif HIGH:
+                    above = tl.load(high_at + u * (UNIT // RUN * WORDS) + run * WORDS).to(tl.int32)
+                for g in tl.static_range(PLACES // EACH):
+                    part = tl.zeros([COLS, ROWS], tl.float32)
+                    total = tl.zeros([COLS, ROWS], tl.float32)
+                    for at in tl.static_range(g * EACH, g * EACH + EACH):
+                        column = u * UNIT + run * RUN + at * WORDS
+                        some = _activations(x_at + column, column + word - skip, inner, EVEN, WIDEN)
+                        if WIDEN:  # The interpreter knows no PTX, and multiplies float32 alone.
+                            code = decoded(words, above, at, unit * PLACES + at, BITS, HIGH)
+                            operand = level(code) if LEVELS else code.to(tl.float32) + ABOVE
+                        else:
+                            if at % CHUNK == 0:
+                                operands = _operands(
+                                    words,
+                                    above,
+                                    HALF,
+                                    PTX[(unit * PLACES + at) // CHUNK],
+                                    REGISTERS,
+                                    HIGH,
+                                    LEVELS,
+                                )
+                            operand = operands[at % CHUNK]
+                        if not LEVELS and not LEASTS:
+                            part = tl.dot(less, some, part, input_precision="ieee")
+                        part = tl.dot(operand, some, part, input_precision="ieee")
+                        if LEASTS:
+                            total = tl.dot(ones, some, total, input_precision="ieee")
+                    scale, least = scale_of(h0, h1, h2, h3, h4, run * (PLACES // EACH) + g, TYPE, WIDEN)
+                    acc += part * scale[:, None]
+                    if LEASTS:
+                        acc -= total * (scale * ABOVE + least)[:, None]
+    last = True
+    if JOINS:
+        base = parts + tile.to(tl.int64) * splits * (ROWS * COLS) + row[None, :] * COLS + place[:, None]
+        there = (row < rows)[None, :]
+        tl.store(base + split * (ROWS * COLS), acc, mask=there)
+        tl.debug_barrier()  # all threads' stores before the count of one
+        last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == splits - 1
+        if last:
+            acc = tl.zeros_like(acc)
+            for one in tl.range(splits):
+                acc += tl.load(base + one * (ROWS * COLS), mask=there, other=0.0, cache_modifier=".cg")
+            tl.store(arrivals + tile, 0)
+    if last:
+        kind = y.dtype.element_ty
+        total = tl.trans(acc)
+        if BIASED:
+            total += tl.load(bias + own)[None, :].to(tl.float32)
+        number = tile * WIDE + tl.arange(0, WIDE)
+        if GATED:
+            gate, up = tl.split(tl.reshape(total, [ROWS, WIDE, 2]))
+            active = silu(gate.to(kind).to(tl.float32)).to(kind).to(tl.float32)
+            total = active * up.to(kind).to(tl.float32)
+        tl.store(
+            y + row[:, None] * s_y + number[None, :],
+            total.to(kind),
+            mask=(row < rows)[:, None] & (number < outer)[None, :],
+        )
 
 
-def dequantise(weight: Matrix, rows: slice, out: Tensor) -> None:
-    """Write some rows of a matrix to `out` `[rows, in]`, rounded to its dtype once."""
-    format, blocks = weight.format, weight.parts["blocks"][rows]
+@dataclass(frozen=True, slots=True)
+class BlocksTuning:
+    """BlocksTuning says how a product is cut.
+
+    cols: rows of the matrix a program has. splits: programs that share a sum. stages: units under way.
+    warps: of a program. registers: most of a thread; None leaves that to the compiler.
+    """
+
+    cols: int
+    splits: int
+    stages: int = 3
+    warps: int = 1
+    registers: int | None = None
+
+
+def few_rows(
+    x: Tensor,
+    weight: Matrix,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    out: Tensor | None = None,
+    tuning: BlocksTuning | None = None,
+) -> Tensor:
+    """Return `x @ weight.T + bias`: x `[rows, in]` of at most MOST_ROWS, rows strided; result `[rows, out]`.
+
+    gated: the result is `silu(gate) * up` `[rows, out / 2]`, of a matrix with the gate's rows first. Sums are
+    float32. tuning: see `blocks_tuning`.
+    """
+    format = weight.format
     assert isinstance(format, Blocks)
-    block = format.block
-    count = blocks.shape[1] // block.size
-    _dequantise[(len(blocks), triton.cdiv(count * block.values, _EACH))](
-        blocks, out, count, format.skip, weight.shape[1], blocks.stride(0), out.stride(0),
-        TYPE=BLOCK_TYPES[format.type], SIZE=block.size, VALUES=block.values, EACH=_EACH,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    (height, inner), rows, kind, units = weight.shape, len(x), kind_of(format.type), format.units
+    outer = height // 2 if gated else height
+    assert 0 < rows <= MOST_ROWS, x.shape
+    assert x.shape[1] == inner, (x.shape, weight.shape)
+    assert x.stride(1) == 1, x.stride()
+    y = torch.empty(rows, outer, dtype=x.dtype, device=x.device) if out is None else out
+    each = 2 if kind.paired else 1
+    steps = triton.cdiv(units, each)
+    padded = max(8, triton.next_power_of_2(rows))
+    tuning = tuning or blocks_tuning(padded, (height, steps), kind, multiprocessors(x.device))
+    codes, high, heads = resting_parts(weight)
+    joins, early = tuning.splits > 1, uses_pdl()
+    tiles = triton.cdiv(outer, tuning.cols // (2 if gated else 1))
+    shared = tiles * tuning.splits * tuning.cols * padded
+    ptx, registers = take_apart(kind, x.dtype)
+    _few_rows[(tiles * tuning.splits,)](
+        x,
+        codes,
+        high,
+        heads,
+        x if bias is None else bias,
+        y,
+        torch.empty(shared, dtype=torch.float32, device=x.device) if joins else x,
+        counters(tiles, x.device) if joins else x,
+        rows,
+        tuning.splits,
+        outer,
+        inner,
+        units,
+        format.skip,
+        x.stride(0),
+        codes.stride(0) // 4,
+        y.stride(0),
+        ROWS=padded,
+        COLS=tuning.cols,
+        STAGES=tuning.stages,
+        TYPE=kind.type,
+        UNIT=kind.unit,
+        WORDS=kind.words,
+        BITS=kind.bits,
+        HIGH=kind.high,
+        UNITS=each,
+        GROUP=kind.group,
+        HEAD=kind.head,
+        LEASTS=kind.leasts,
+        MIDDLE=kind.middle,
+        LEVELS=kind.levels,
+        EVEN=format.skip == 0 and inner == steps * each * kind.unit,
+        GATED=gated,
+        BIASED=bias is not None,
+        JOINS=joins,
+        WIDEN=not COMPILED,
+        EARLY=early,
+        PTX=ptx,
+        REGISTERS=registers,
+        num_warps=tuning.warps,
+        maxnreg=tuning.registers,
+        **pdl_launch_options(early),
+    )
+    return y
 
 
 def suits(x: Tensor, weight: Matrix) -> bool:
-    """Return False: there is no product of few rows."""
-    return False
+    """Tell whether `few_rows` computes a product: of few rows, in bfloat16 or float16."""
+    halves = x.dtype in (torch.bfloat16, torch.float16)
+    return halves and 0 < len(x) <= MOST_ROWS and x.stride(1) == 1 and reads(weight.format)
 
 
-def reads(format: WeightFormat) -> bool:
-    """Tell whether `dequantise` reads a format."""
-    return isinstance(format, Blocks)
+def blocks_tuning(rows: int, shape: tuple[int, int], kind: BlockKind, many: int) -> BlocksTuning:
+    """Return how a product is cut: the one place for constants.
+
+    rows: 8, 16, 32 or 64.
+    shape: rows of the matrix, and steps of each.
+    kind: of the blocks.
+    many: multiprocessors.
+    """
+    outer, steps = shape
+    each = max(2, triton.cdiv(steps, max(1, 10 * many // triton.cdiv(outer, 32))))
+    splits = triton.cdiv(steps, each)
+    if rows <= 16:
+        return BlocksTuning(32, splits, warps=2 if kind.paired and rows == 16 else 1)
+    # Two units of more rows are more than registers hold, and their activations than some devices share.
+    return BlocksTuning(32, splits, 2, 2) if kind.paired else BlocksTuning(64, splits, warps=2)

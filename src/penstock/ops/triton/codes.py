@@ -12,91 +12,18 @@ from triton.runtime import JITFunction
 from penstock.arch.formats.floats import E8M0, Float4, Float8
 from penstock.arch.formats.format import WeightFormat
 from penstock.arch.formats.integers import Integers
+from penstock.ops.triton import ptx
+from penstock.ops.triton.ptx import FOUR_BITS as FOUR_BITS
 
-INT4, INT8, E2M1, E4M3 = (tl.constexpr(kind) for kind in range(4))
-"""Kinds of codes. Whole numbers come first."""
-FOUR_BITS = INT4.value, E2M1.value
-NUMBERS, EXPONENTS, EIGHTS = (tl.constexpr(kind) for kind in range(3))
-"""Kinds of scales: floating-point numbers that Triton knows, E8M0, and float8_e4m3fn as bytes."""
-
-
-@lru_cache(maxsize=32)
-def take_apart(kind: int, *, zeros: bool, scaled: bool, raw: int) -> tuple[str, str]:
-    """Return PTX that makes operands in bfloat16 of two words of codes, and its registers: a pair in each.
-
-    Registers: the operands; the two words; with `zeros`, what is added to codes of integers, for the
-    first half of the operands and for the second; with `scaled`, scales for each quarter, or with `raw` all
-    of them as bytes in one, float8_e4m3fn or E8M0 as `raw` says. What comes behind the words comes twice,
-    since it comes with each word. Of integers of eight bits float32 is subtracted; all else are pairs of
-    bfloat16.
-    """
-    four = kind in FOUR_BITS
-    count = 8 if four else 4
-    first, second, behind = f"${count}", f"${count + 1}", count + 2
-    lines = ["{", ".reg .b32 a, b, c, d, e, f, s, t, one, none;", ".reg .f32 g, h, m;"]
-    # Sums and products of pairs are fused ones, which devices have from 8.0 on: with one, and with -0.
-    lines += ["mov.b32 one, 0x3f803f80;", "mov.b32 none, 0x80008000;"]
-    minus = ["e", "e"]
-    if kind in (INT4.value, INT8.value) and not zeros:
-        lines.append(f"mov.b32 e, {'0xc308c308' if four else '0x4b000080'};")  # -136 twice; 2 ** 23 + 128
-    if zeros:
-        minus, behind = [f"${behind}", f"${behind + 2}"], behind + 4
-    times = ["s"] * 4 if raw else [f"${behind + 2 * quarter}" for quarter in range(4)]
-    # Exponents that bring codes, as bits of a bfloat16, to their size; and 2 ** 23.
-    size = {E2M1.value: "0x7e807e80", E4M3.value: "0x7b807b80", INT8.value: "0x4b000000"}
-    lines += [f"mov.b32 f, {size[kind]};"] if kind in size else []
-    lines += ["mov.b32 t, 0x7b807b80;"] if raw == EIGHTS.value else []
-    if four:
-        lines += [f"prmt.b32 a, {first}, {second}, 0x5410;", f"prmt.b32 b, {first}, {second}, 0x7632;"]
-    for place in range(count):
-        half, word, shift = place * 2 // count, "ab"[place // 4], place % 4 * 4
-        into = "c" if scaled else f"${place}"
-        if raw == EIGHTS.value and place * 4 % count == 0:  # A byte for each quarter.
-            byte = place * 4 // count
-            lines += [
-                f"prmt.b32 s, ${behind}, 0, 0x{byte}4{byte}4;",
-                "shr.b32 s, s, 4;",
-                "fma.rn.bf16x2 s, s, t, none;",
-            ]
-        if raw == EXPONENTS.value and place % 4 == 0:  # A byte for each half, or for all.
-            lines += [f"prmt.b32 s, ${behind}, 0, 0x{half}4{half}4;", "shr.b32 s, s, 1;"]
-        if kind == INT4.value:
-            lines += [f"shr.b32 {word}, {word}, 4;"] if shift else []
-            lines += [f"lop3.b32 c, {word}, 0x000f000f, 0x43004300, 0xea;"]
-            lines += [f"fma.rn.bf16x2 {into}, c, one, {minus[half]};"]
-        elif kind == E2M1.value:
-            lines += [f"shl.b32 c, {word}, {12 - shift};", "and.b32 c, c, 0x80008000;"]
-            lines += [
-                f"shl.b32 d, {word}, {6 - shift};" if shift <= 6 else f"shr.b32 d, {word}, {shift - 6};"
-            ]
-            lines += ["lop3.b32 c, d, 0x01c001c0, c, 0xea;", f"fma.rn.bf16x2 {into}, c, f, none;"]
-        elif kind == E4M3.value:
-            lines += [f"prmt.b32 a, {first}, {second}, 0x{4 + place}{place}{place}{place};"]
-            lines += ["and.b32 c, a, 0x80008000;", "shr.b32 d, a, 4;"]
-            lines += ["lop3.b32 c, d, 0x07f007f0, c, 0xea;", f"fma.rn.bf16x2 {into}, c, f, none;"]
-        else:
-            lines += [f"prmt.b32 a, {first}, f, 0x765{place};", f"prmt.b32 b, {second}, f, 0x765{place};"]
-            lines += ["mov.b32 g, a;", "mov.b32 h, b;", f"mov.b32 m, {minus[half]};"]
-            lines += ["sub.rn.f32 g, g, m;", "sub.rn.f32 h, h, m;", f"cvt.rn.bf16x2.f32 {into}, h, g;"]
-        lines += [f"fma.rn.bf16x2 ${place}, c, {times[place * 4 // count]}, none;"] if scaled else []
-    registers = ["=r"] * count + ["r"] * (2 + 4 * zeros + (2 if raw else 8 * scaled))
-    return "\n".join([*lines, "}"]), ",".join(registers)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def activations(at, column, inner, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return activations `[ROWS, WORDS]`, zeros beyond the last column."""
-    if EVEN:
-        return tl.load(at)
-    return tl.load(at, mask=(column < inner)[None, :], other=0.0)
-
-
-COMPILED = isinstance(activations, JITFunction)
-"""True where kernels are compiled, and not interpreted."""
+INT4, INT8, E2M1, E4M3 = (tl.constexpr(kind) for kind in (ptx.INT4, ptx.INT8, ptx.E2M1, ptx.E4M3))
+NUMBERS, EXPONENTS, EIGHTS = (tl.constexpr(kind) for kind in (ptx.NUMBERS, ptx.EXPONENTS, ptx.EIGHTS))
+"""Kinds of codes and of scales, for kernels; see `ptx`."""
+WHOLE = 1 << 30
+"""The columns of a group that is a whole row."""
 RUN_SCALES = {
-    (E2M1.value, EIGHTS.value, 16): torch.int32,
-    (E2M1.value, EXPONENTS.value, 32): torch.int16,
-    (E4M3.value, EXPONENTS.value, 32): torch.uint8,
+    (ptx.E2M1, ptx.EIGHTS, 16): torch.int32,
+    (ptx.E2M1, ptx.EXPONENTS, 32): torch.int16,
+    (ptx.E4M3, ptx.EXPONENTS, 32): torch.uint8,
 }
 """Integers that hold all scales of a run, by kinds of codes and scales and the columns of a group."""
 
@@ -117,16 +44,15 @@ def scale_of(raw, SCALES: tl.constexpr):  # type: ignore[no-untyped-def]
     return value
 
 
-@triton.jit
-def paired(values):  # type: ignore[no-untyped-def]
-    """Return float32 numbers as pairs of bfloat16 in int32, each number twice, rounded to nearest even.
+COMPILED = isinstance(scale_of, JITFunction)
+"""True where kernels are compiled, and not interpreted."""
 
-    By arithmetic on bits: with a conversion in its way the compiler brings no words to where products want
-    them.
-    """
-    bits = values.to(tl.int32, bitcast=True)
-    bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
-    return bits | (bits << 16)
+
+@triton.jit  # type: ignore[untyped-decorator]
+def paired(values, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return float32 numbers as pairs in int32, each number twice: of float16 (HALF), or bfloat16."""
+    into: tl.constexpr = "cvt.rn.f16x2.f32 $0, $1, $1;" if HALF else "cvt.rn.bf16x2.f32 $0, $1, $1;"
+    return tl.inline_asm_elementwise(into, "=r,f", [values], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -137,7 +63,7 @@ def to_words(values, COLS: tl.constexpr, RUNS: tl.constexpr):  # type: ignore[no
 
 @triton.jit  # type: ignore[untyped-decorator]
 def decoded(words, place: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return codes of words in float32 by plain arithmetic, for the interpreter."""
+    """Return codes of words in float32 by plain arithmetic."""
     if KIND == INT4:
         values = ((words >> (4 * place)) & 15).to(tl.float32)
     elif KIND == INT8:
@@ -151,6 +77,188 @@ def decoded(words, place: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-
         size = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
         values = tl.where((code & 128) != 0, -size, size)
     return values
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def beside(  # type: ignore[no-untyped-def]
+    scale,
+    zero,
+    rows_at,
+    k,
+    inner,
+    RUNS: tl.constexpr,
+    RUN: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALED: tl.constexpr,
+    RAW: tl.constexpr,
+    ZEROS: tl.constexpr,
+):
+    """Return what lies beside the codes of a step from column k on, as it rests: zero points for each half of
+    a run, and scales for each quarter.
+
+    Where steps lie within groups, all are those of the step, `[COLS]`. Otherwise (SCALED) they are `[COLS,
+    RUNS]`; with RAW a number has all scales of a run.
+    """
+    most = inner - 1
+    if SCALED:
+        runs = k + tl.arange(0, RUNS) * RUN
+        at, each = rows_at[:, None], RUN if RAW else GROUP
+        first = at + (tl.minimum(runs, most) // each)[None, :]
+        half = at + (tl.minimum(runs + RUN // 2, most) // each)[None, :]
+        halves: tl.constexpr = GROUP <= RUN // 2 and not RAW
+    else:
+        first = rows_at + tl.minimum(k, most) // GROUP
+        half, halves = first, False
+    t0 = tl.load(scale + first)
+    t2 = tl.load(scale + half) if halves else t0
+    t1, t3 = t0, t2
+    if SCALED and GROUP <= RUN // 4 and not RAW:
+        t1 = tl.load(scale + at + (tl.minimum(runs + RUN // 4, most) // GROUP)[None, :])
+        t3 = tl.load(scale + at + (tl.minimum(runs + RUN // 4 * 3, most) // GROUP)[None, :])
+    z0, z1 = t0, t0
+    if ZEROS and SCALED:
+        z0 = tl.load(zero + first)
+        z1 = tl.load(zero + half) if halves else z0
+    elif ZEROS:
+        z0 = tl.load(zero + first[:, None] + tl.arange(0, RUNS)[None, :] * 0)
+        z1 = z0
+    return z0, z1, t0, t1, t2, t3
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def operands(  # type: ignore[no-untyped-def]
+    words,
+    z0,
+    z1,
+    t0,
+    t1,
+    t2,
+    t3,
+    COLS: tl.constexpr,
+    RUNS: tl.constexpr,
+    KIND: tl.constexpr,
+    PLACES: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALED: tl.constexpr,
+    RAW: tl.constexpr,
+    ZEROS: tl.constexpr,
+    HALF: tl.constexpr,
+    LESS: tl.constexpr,
+    PTX: tl.constexpr,
+    REGISTERS: tl.constexpr,
+):
+    """Return `[COLS, RUNS * 8 * PLACES]`: the numbers of words of codes `[COLS, RUNS * 8]`, in the order of
+    columns, less their zero points and, where SCALED, times their scales.
+
+    They stay in the threads that have the words: of a run, a thread has the words that are its columns of
+    each eight in a product. What lies beside them: see `beside`. PTX: what makes 16-bit numbers of them; if
+    empty, plain arithmetic makes float32. LESS: see `ptx.less`.
+    """
+    if ZEROS:
+        z0, z1 = z0.to(tl.float32), z1.to(tl.float32)
+        if PTX != "":
+            z0, z1 = paired(LESS - z0, HALF), paired(LESS - z1, HALF)
+        z0, z1 = to_words(z0, COLS, RUNS), to_words(z1, COLS, RUNS)
+    if RAW:
+        t0 = to_words(t0.to(tl.int32), COLS, RUNS)
+    elif SCALED:
+        t0, t1, t2, t3 = (
+            scale_of(t0, SCALES),
+            scale_of(t1, SCALES),
+            scale_of(t2, SCALES),
+            scale_of(t3, SCALES),
+        )
+        if PTX != "":
+            t0, t1, t2, t3 = paired(t0, HALF), paired(t1, HALF), paired(t2, HALF), paired(t3, HALF)
+        t0, t1 = to_words(t0, COLS, RUNS), to_words(t1, COLS, RUNS)
+        t2, t3 = to_words(t2, COLS, RUNS), to_words(t3, COLS, RUNS)
+    if PTX == "":
+        a = number(words, z0, t0, 0, KIND, ZEROS, SCALED)
+        if PLACES == 8:
+            b = number(words, z0, t0, 1, KIND, ZEROS, SCALED)
+            c = number(words, z0, t1, 2, KIND, ZEROS, SCALED)
+            d = number(words, z0, t1, 3, KIND, ZEROS, SCALED)
+            e = number(words, z1, t2, 4, KIND, ZEROS, SCALED)
+            f = number(words, z1, t2, 5, KIND, ZEROS, SCALED)
+            g = number(words, z1, t3, 6, KIND, ZEROS, SCALED)
+            h = number(words, z1, t3, 7, KIND, ZEROS, SCALED)
+        else:
+            b = number(words, z0, t1, 1, KIND, ZEROS, SCALED)
+            c = number(words, z1, t2, 2, KIND, ZEROS, SCALED)
+            d = number(words, z1, t3, 3, KIND, ZEROS, SCALED)
+            e, f, g, h = a, b, c, d
+    else:
+        if RAW:
+            given = [words, t0]
+        elif ZEROS and SCALED:
+            given = [words, z0, z1, t0, t1, t2, t3]
+        elif SCALED:
+            given = [words, t0, t1, t2, t3]
+        elif ZEROS:
+            given = [words, z0, z1]
+        else:
+            given = [words]
+        if PLACES == 8:
+            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+                PTX, REGISTERS, given, dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
+            )
+        else:
+            a, b, c, d = tl.inline_asm_elementwise(
+                PTX, REGISTERS, given, dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2
+            )
+            e, f, g, h = a, b, c, d
+    result = in_order(a, b, c, d, e, f, g, h, COLS, RUNS, PLACES)
+    return result.to(tl.float16, bitcast=True) if HALF and PTX != "" else result
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def number(  # type: ignore[no-untyped-def]
+    words, zero, scale, place: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, SCALED: tl.constexpr
+):
+    """Return the numbers that are the codes of one place, by plain arithmetic in float32."""
+    values = decoded(words, place, KIND)
+    if ZEROS:
+        values -= zero
+    elif KIND <= INT8:
+        values -= 8.0 if KIND == INT4 else 128.0
+    return values * scale if SCALED else values
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def plain_number(  # type: ignore[no-untyped-def]
+    words, place: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr
+):
+    """Return codes of one place in float32, without their zero points: with few instructions, where a thread
+    adds up by itself.
+
+    A code of four bits is made the mantissa of a number that is subtracted again: one logical instruction,
+    and a shift for every third.
+    """
+    if KIND == INT4:
+        low: tl.constexpr = place if place < 5 else place - 5
+        size: tl.constexpr = 150 - 4 * low
+        bits = words if place < 5 else words >> 20
+        value = ((bits & (15 << 4 * low)) | (size << 23)).to(tl.float32, bitcast=True)
+        return value - (2.0 ** (23 - 4 * low) + (0.0 if ZEROS else 8.0))
+    if KIND == INT8:
+        value = (((words >> 8 * place) & 255) | 0x4B000000).to(tl.float32, bitcast=True)
+        return value - (8388608.0 if ZEROS else 8388736.0)
+    return decoded(words, place, KIND)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def in_order(  # type: ignore[no-untyped-def]
+    a, b, c, d, e, f, g, h, COLS: tl.constexpr, RUNS: tl.constexpr, PLACES: tl.constexpr
+):
+    """Return `[COLS, RUNS * 8 * PLACES]`, in the order of columns: the numbers that words `[COLS, RUNS * 8]`
+    have at each of their 8 places, or of their first 4."""
+    first = tl.join(tl.join(a, b), tl.join(c, d))
+    if PLACES == 8:
+        first = tl.join(first, tl.join(tl.join(e, f), tl.join(g, h)))
+        first = tl.permute(tl.reshape(first, [COLS, RUNS, 8, 2, 2, 2]), (0, 1, 5, 4, 3, 2))
+    else:
+        first = tl.permute(tl.reshape(first, [COLS, RUNS, 8, 2, 2]), (0, 1, 4, 3, 2))
+    return tl.reshape(first, [COLS, RUNS * 8 * PLACES])
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +283,14 @@ class CodeKind:
 def kind_of(format: WeightFormat) -> CodeKind | None:
     """Return what the kernel has to know of a format; None for one that it does not read."""
     if isinstance(format, Integers) and not format.ordered:
-        codes = INT4.value if format.bits == 4 else INT8.value
-        return CodeKind(codes, format.group, NUMBERS.value, zeros=format.zeros, scale_dtype=format.scale)
+        codes = ptx.INT4 if format.bits == 4 else ptx.INT8
+        return CodeKind(codes, format.group, ptx.NUMBERS, zeros=format.zeros, scale_dtype=format.scale)
     if isinstance(format, Float8):
-        scales = EXPONENTS if format.scale == E8M0 else NUMBERS
+        scales = ptx.EXPONENTS if format.scale == E8M0 else ptx.NUMBERS
         kept = "uint8" if format.scale == E8M0 else format.scale
-        return CodeKind(E4M3.value, format.across, scales.value, format.down, scale_dtype=kept)
+        return CodeKind(ptx.E4M3, format.across, scales, format.down, scale_dtype=kept)
     if isinstance(format, Float4) and format.group >= 16:
         second = 0 if not format.second else 2 if format.divided else 1
-        scales = EXPONENTS if format.scale == E8M0 else EIGHTS
-        return CodeKind(E2M1.value, format.group, scales.value, second=second)
+        scales = ptx.EXPONENTS if format.scale == E8M0 else ptx.EIGHTS
+        return CodeKind(ptx.E2M1, format.group, scales, second=second)
     return None

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.arch.formats.format import WeightFormat
 from penstock.ops.matrix import Matrix
-from penstock.ops.triton.codes import FOUR_BITS, INT4, INT8, decoded, kind_of, scale_of
+from penstock.ops.triton.codes import FOUR_BITS, INT4, INT8, WHOLE, decoded, kind_of, scale_of
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -100,7 +100,7 @@ def _launch(weight: Matrix, first: int, chosen: Tensor | None, out: Tensor) -> N
         out.stride(0),
         ROWS=16,
         WORDS=each,
-        GROUP=1 << 30 if kind.group >= inner else kind.group,
+        GROUP=WHOLE if kind.group >= inner else kind.group,
         KIND=kind.codes,
         PLACES=8 if kind.codes in FOUR_BITS else 4,
         SCALES=kind.scales,

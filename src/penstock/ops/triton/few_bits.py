@@ -1,14 +1,16 @@
 """Products of a few rows of activations with a matrix of few bits, read once and dequantised in registers.
 
 A program has COLS rows of the matrix and takes STEP columns at a time: words of 32 bits, in the layout of a
-matrix product's left operand. Shifts and masks make eight or four operands of a word's codes, one for each
-eight columns of a run; see `arch.formats.codes.packed`. Products are added up in float32.
+matrix product's left operand, for which `arch.formats.codes.packed` is made. Shifts and masks make operands
+of them where they are. Products are added up in float32. One row has a kernel of its own, `few_bits_row`.
 
 Scales are applied in one of two ways. Where a step lies within a group, the sum of the step is multiplied, as
-exact as float32 is. Where groups are smaller, each code is multiplied before the product and rounded to
-bfloat16: exact for four-bit floating-point numbers, and as fine as a weight in bfloat16 for integers.
+exact as float32 is. Where groups are smaller, each code is multiplied before the product and rounded to the
+dtype of activations: exact for four-bit floating-point numbers in bfloat16, and as fine as a weight in that
+dtype for integers.
 
-Why it is safe where launches overlap, and to share a sum: as in `linear`.
+Why it is safe where launches overlap, and to share a sum: as in `linear`. The next launch may begin when all
+programs have left their loops. From the start on it would take room from programs that still read.
 """
 
 from dataclasses import dataclass
@@ -24,23 +26,23 @@ from penstock.ops.matrix import Matrix
 from penstock.ops.triton.codes import (
     COMPILED,
     FOUR_BITS,
-    INT4,
-    INT8,
     RUN_SCALES,
-    activations,
-    decoded,
+    WHOLE,
+    beside,
     kind_of,
-    paired,
+    operands,
     scale_of,
-    take_apart,
-    to_words,
 )
 from penstock.ops.triton.dequantise import dequantise as dequantise
 from penstock.ops.triton.dequantise import reads as reads
+from penstock.ops.triton.few_bits_row import RowTuning, one_row
 from penstock.ops.triton.pointwise import silu
+from penstock.ops.triton.ptx import less, pairs_of
 from penstock.ops.triton.tuning import multiprocessors
 
 MOST_ROWS = 64
+_ROOM = 80 << 10
+"""Bytes of shared memory for steps under way, which all devices have."""
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])  # type: ignore[untyped-decorator]
@@ -78,8 +80,9 @@ def _few_rows(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     JOINS: tl.constexpr,
-    WIDEN: tl.constexpr,
     EARLY: tl.constexpr,
+    HALF: tl.constexpr,
+    LESS: tl.constexpr,
     PTX: tl.constexpr,
     REGISTERS: tl.constexpr,
 ) -> None:
@@ -88,8 +91,6 @@ def _few_rows(  # type: ignore[no-untyped-def]
 
     SECOND: 1 where sums are multiplied by a second scale, 2 where they are divided by it.
     """
-    if EARLY:
-        gdc_launch_dependents()
     WORDS: tl.constexpr = STEP // PLACES
     RUN: tl.constexpr = 8 * PLACES
     RUNS: tl.constexpr = STEP // RUN
@@ -103,122 +104,58 @@ def _few_rows(  # type: ignore[no-untyped-def]
     own = tl.minimum(tile * WIDE + (place // 2 if GATED else place), outer - 1)
     if GATED:
         own += place % 2 * outer
-    row, word, run = tl.arange(0, ROWS), tl.arange(0, WORDS), tl.arange(0, RUNS)
-    column = word // 8 * RUN + word % 8
+    row, word, column = tl.arange(0, ROWS), tl.arange(0, WORDS), tl.arange(0, STEP)
     words_at = codes + own.to(tl.int64)[:, None] * s_w + word[None, :]
     scales_at = (own // down).to(tl.int64) * s_s
-    x_at = x + tl.minimum(row, rows - 1)[:, None] * s_x + column[None, :]
+    x_at = x + row[:, None] * s_x + column[None, :]
+    there = (row < rows)[:, None]
     acc = tl.zeros([COLS, ROWS], tl.float32)
+    # What lies beside the codes of a step is read a step ahead.
+    z0, z1, t0, t1, t2, t3 = beside(
+        scale, zero, scales_at, begin, inner, RUNS, RUN, GROUP, SCALED, RAW, ZEROS
+    )
     if EARLY:
         gdc_wait()
     for k in tl.range(begin, end, STEP, num_stages=STAGES):
+        next_z0, next_z1, next_t0, next_t1, next_t2, next_t3 = beside(
+            scale, zero, scales_at, k + STEP, inner, RUNS, RUN, GROUP, SCALED, RAW, ZEROS
+        )
         if EVEN:
             words = tl.load(words_at + k // PLACES)
+            some = tl.load(x_at + k, mask=there, other=0.0)
         else:
-            words = tl.load(words_at + k // PLACES, mask=(k + column < inner)[None, :], other=0)
-        # Zero points, for each half of a word, and what these are multiplied by, for each
-        # quarter: in float32.
-        minus_0, minus_1, times_0, times_1, times_2, times_3 = words, words, words, words, words, words
+            inside = (k // PLACES + word < tl.cdiv(inner, RUN) * 8)[None, :]
+            words = tl.load(words_at + k // PLACES, mask=inside, other=0)
+            some = tl.load(x_at + k, mask=there & (k + column < inner)[None, :], other=0.0)
+        operand = operands(
+            words,
+            z0,
+            z1,
+            t0,
+            t1,
+            t2,
+            t3,
+            COLS,
+            RUNS,
+            KIND,
+            PLACES,
+            SCALES,
+            SCALED,
+            RAW,
+            ZEROS,
+            HALF,
+            LESS,
+            PTX,
+            REGISTERS,
+        )
+        part = tl.dot(operand, tl.trans(some.to(operand.dtype)), input_precision="ieee")
         if SCALED:
-            runs, most = k + run * RUN, inner - 1
-            first = (tl.minimum(runs, most) // GROUP)[None, :]
-            half = (tl.minimum(runs + RUN // 2, most) // GROUP)[None, :]
-            if ZEROS:
-                minus_0 = to_words(tl.load(zero + scales_at[:, None] + first).to(tl.float32), COLS, RUNS)
-                minus_1 = to_words(tl.load(zero + scales_at[:, None] + half).to(tl.float32), COLS, RUNS)
-            at = scale + scales_at[:, None]
-            if RAW:  # A number has all scales of a run.
-                run_at = tl.minimum(runs, most) // RUN
-                times_0 = to_words(tl.load(at + run_at[None, :]).to(tl.int32), COLS, RUNS)
-            else:
-                times_0 = to_words(scale_of(tl.load(at + first), SCALES), COLS, RUNS)
-                times_1, times_2, times_3 = times_0, times_0, times_0
-                if GROUP <= RUN // 2:
-                    times_2 = to_words(scale_of(tl.load(at + half), SCALES), COLS, RUNS)
-                    times_3 = times_2
-                if GROUP <= RUN // 4:
-                    first = (tl.minimum(runs + RUN // 4, most) // GROUP)[None, :]
-                    half = (tl.minimum(runs + RUN // 4 * 3, most) // GROUP)[None, :]
-                    times_1 = to_words(scale_of(tl.load(at + first), SCALES), COLS, RUNS)
-                    times_3 = to_words(scale_of(tl.load(at + half), SCALES), COLS, RUNS)
-        elif ZEROS:
-            minus_0 = tl.broadcast_to(
-                tl.load(zero + scales_at + k // GROUP).to(tl.float32)[:, None], [COLS, WORDS]
-            )
-            minus_1 = minus_0
-        part = tl.zeros([COLS, ROWS], tl.float32) if not SCALED else acc
-        if WIDEN:  # The interpreter knows no PTX, and multiplies float32 alone.
-            for at_place in tl.static_range(PLACES):
-                quarter: tl.constexpr = at_place * 4 // PLACES
-                operand = decoded(words, at_place, KIND)
-                if ZEROS:
-                    operand -= minus_0 if quarter < 2 else minus_1
-                elif KIND <= INT8:
-                    operand -= 8.0 if KIND == INT4 else 128.0
-                if SCALED:
-                    operand *= (
-                        times_0
-                        if quarter == 0
-                        else times_1
-                        if quarter == 1
-                        else times_2
-                        if quarter == 2
-                        else times_3
-                    )
-                some = activations(x_at + k + 8 * at_place, k + 8 * at_place + column, inner, EVEN).to(
-                    tl.float32
-                )
-                part = tl.dot(operand, tl.trans(some), part, input_precision="ieee")
+            acc += part
         else:
-            if ZEROS:
-                minus_0 = (
-                    (minus_0 + 8388608.0).to(tl.int32, bitcast=True)
-                    if KIND == INT8
-                    else paired(-128.0 - minus_0)
-                )
-                minus_1 = (
-                    (minus_1 + 8388608.0).to(tl.int32, bitcast=True)
-                    if KIND == INT8
-                    else paired(-128.0 - minus_1)
-                )
-            if SCALED and not RAW:
-                times_0, times_1, times_2, times_3 = (
-                    paired(times_0),
-                    paired(times_1),
-                    paired(times_2),
-                    paired(times_3),
-                )
-            if RAW:
-                given = [words, times_0]
-            elif ZEROS and SCALED:
-                given = [words, minus_0, minus_1, times_0, times_1, times_2, times_3]
-            elif SCALED:
-                given = [words, times_0, times_1, times_2, times_3]
-            elif ZEROS:
-                given = [words, minus_0, minus_1]
-            else:
-                given = [words]
-            if PLACES == 8:
-                a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-                    PTX, REGISTERS, given, dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
-                )
-            else:
-                a, b, c, d = tl.inline_asm_elementwise(
-                    PTX, REGISTERS, given, dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2
-                )
-            part = tl.dot(a, tl.trans(activations(x_at + k, k + column, inner, EVEN)), part)
-            part = tl.dot(b, tl.trans(activations(x_at + k + 8, k + 8 + column, inner, EVEN)), part)
-            part = tl.dot(c, tl.trans(activations(x_at + k + 16, k + 16 + column, inner, EVEN)), part)
-            part = tl.dot(d, tl.trans(activations(x_at + k + 24, k + 24 + column, inner, EVEN)), part)
-            if PLACES == 8:
-                part = tl.dot(e, tl.trans(activations(x_at + k + 32, k + 32 + column, inner, EVEN)), part)
-                part = tl.dot(f, tl.trans(activations(x_at + k + 40, k + 40 + column, inner, EVEN)), part)
-                part = tl.dot(g, tl.trans(activations(x_at + k + 48, k + 48 + column, inner, EVEN)), part)
-                part = tl.dot(h, tl.trans(activations(x_at + k + 56, k + 56 + column, inner, EVEN)), part)
-        if SCALED:
-            acc = part
-        else:
-            acc += part * scale_of(tl.load(scale + scales_at + k // GROUP), SCALES)[:, None]
+            acc += part * scale_of(t0, SCALES)[:, None]
+        z0, z1, t0, t1, t2, t3 = next_z0, next_z1, next_t0, next_t1, next_t2, next_t3
+    if EARLY:
+        gdc_launch_dependents()
     last = True
     if JOINS:
         base = parts + tile.to(tl.int64) * splits * (ROWS * COLS) + place[:, None] * ROWS + row[None, :]
@@ -273,7 +210,7 @@ def few_rows(
     *,
     gated: bool = False,
     out: Tensor | None = None,
-    tuning: FewBitsTuning | None = None,
+    tuning: FewBitsTuning | RowTuning | None = None,
 ) -> Tensor:
     """Return `x @ weight.T + bias`: x `[rows, in]` of at most MOST_ROWS, rows strided; result `[rows, out]`.
 
@@ -287,22 +224,32 @@ def few_rows(
     assert 0 < rows <= MOST_ROWS, x.shape
     assert x.shape[1] == inner, (x.shape, weight.shape)
     assert x.stride(1) == 1, x.stride()
+    if isinstance(tuning, RowTuning) or (rows == 1 and tuning is None):
+        return one_row(x, weight, bias, gated=gated, out=out, tuning=tuning)
     y = torch.empty(rows, outer, dtype=x.dtype, device=x.device) if out is None else out
     padded = max(16, triton.next_power_of_2(rows))
-    tuning = tuning or few_bits_tuning(padded, height, inner, kind.group, multiprocessors(x.device))
+    bits = 4 if kind.codes in FOUR_BITS else 8
+    tuning = tuning or few_bits_tuning(padded, height, inner, kind.group, multiprocessors(x.device), bits)
     words, scale = parts["codes"].view(torch.int32), parts["scale"]
     scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
     each = RUN_SCALES.get((kind.codes, kind.scales, kind.group)) if COMPILED else None
-    raw = each is not None and scale.shape[1] % each.itemsize == 0
+    group = WHOLE if kind.group >= inner else kind.group
+    half = x.dtype == torch.float16
+    raw = not half and each is not None and group < tuning.step and scale.shape[1] % each.itemsize == 0
     scale = scale.view(each) if raw and each is not None else scale
-    group, joins, early = min(kind.group, inner), tuning.splits > 1, uses_pdl()
-    whole = group >= inner
+    joins, early = tuning.splits > 1, uses_pdl()
     tiles = triton.cdiv(outer, tuning.cols // (2 if gated else 1))
     shared = tiles * tuning.splits * tuning.cols * padded
     zero, second = parts.get("zero"), parts.get("second")
-    ptx, registers = take_apart(
-        kind.codes, zeros=zero is not None, scaled=group < tuning.step, raw=kind.scales if raw else 0
-    )
+    ptx, registers = "", ""
+    if COMPILED:  # The interpreter knows no PTX, and multiplies float32 alone.
+        ptx, registers = pairs_of(
+            kind.codes,
+            half=half,
+            zeros=zero is not None,
+            scaled=group < tuning.step,
+            raw=kind.scales if raw else 0,
+        )
     _few_rows[(tiles * tuning.splits,)](
         x,
         words,
@@ -326,9 +273,9 @@ def few_rows(
         COLS=tuning.cols,
         STEP=tuning.step,
         STAGES=tuning.stages,
-        GROUP=1 << 30 if whole else group,
+        GROUP=group,
         KIND=kind.codes,
-        PLACES=8 if kind.codes in FOUR_BITS else 4,
+        PLACES=32 // bits,
         SCALES=kind.scales,
         RAW=raw,
         ZEROS=zero is not None,
@@ -337,8 +284,9 @@ def few_rows(
         GATED=gated,
         BIASED=bias is not None,
         JOINS=joins,
-        WIDEN=not COMPILED,
         EARLY=early,
+        HALF=half,
+        LESS=less(kind.codes, half=half),
         PTX=ptx,
         REGISTERS=registers,
         num_warps=tuning.warps,
@@ -348,26 +296,26 @@ def few_rows(
 
 
 def suits(x: Tensor, weight: Matrix) -> bool:
-    """Tell whether `few_rows` computes a product: of few rows in bfloat16, and a format that it reads, with
-    steps that lie within a group or hold whole ones."""
+    """Tell whether `few_rows` computes a product: of few rows in a 16-bit dtype, and a format that it reads,
+    with steps that lie within a group or hold whole ones."""
     kind = kind_of(weight.format)
-    if kind is None or len(x) > MOST_ROWS or x.dtype != torch.bfloat16 or x.stride(1) != 1:
+    if kind is None or len(x) > MOST_ROWS or x.dtype.itemsize != 2 or x.stride(1) != 1:
         return False
     group = kind.group
     whole = group >= weight.shape[1]
     return whole or (group & (group - 1) == 0 and group >= (32 if "zero" in weight.parts else 16))
 
 
-def few_bits_tuning(rows: int, outer: int, inner: int, group: int, many: int) -> FewBitsTuning:
+def few_bits_tuning(rows: int, outer: int, inner: int, group: int, many: int, bits: int) -> FewBitsTuning:
     """Return how a product is cut: the one place for constants.
 
     rows: 16, 32 or 64.
     outer: rows of the matrix, of `inner` columns each.
     group: columns that share a scale.
     many: multiprocessors.
+    bits: of a code.
     """
-    cols = 128 if outer >= 64 * many else 64
-    step = min(256, max(128, group)) if group < inner else 256
-    tiles = triton.cdiv(outer, cols)
-    splits = max(1, min(8, 2 * many // tiles, inner // (2 * step)))
-    return FewBitsTuning(cols, step, splits)
+    cols, step = 128 if rows > 16 and outer >= 64 * many else 64, 128
+    splits = max(1, min(8, 4 * many // triton.cdiv(outer, cols), inner // 1024))
+    each = step * (2 * rows + cols * bits // 8)
+    return FewBitsTuning(cols, step, splits, max(2, min(4, _ROOM // each)))

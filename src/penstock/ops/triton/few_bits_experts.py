@@ -21,21 +21,17 @@ from penstock.arch.formats.format import WeightFormat
 from penstock.ops.triton.codes import (
     COMPILED,
     FOUR_BITS,
-    INT4,
-    INT8,
-    NUMBERS,
     RUN_SCALES,
+    WHOLE,
     CodeKind,
-    activations,
-    decoded,
+    beside,
     kind_of,
-    paired,
+    operands,
     scale_of,
-    take_apart,
-    to_words,
 )
 from penstock.ops.triton.experts import ExpertTuning, place_of, shared_memory
 from penstock.ops.triton.pointwise import silu
+from penstock.ops.triton.ptx import less, pairs_of
 
 _TUNINGS = (
     (4, ExpertTuning(16, 64, 256, warps=4, stages=4, group=1)),
@@ -55,37 +51,6 @@ _RAW = {torch.uint8: tl.uint8, torch.int16: tl.int16, torch.int32: tl.int32}
 def expert_tuning(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTuning:
     """Return the tuning of a step with so many pairs."""
     return next(tuning for most, tuning in _TUNINGS if most is None or pairs <= most * experts)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _terms(  # type: ignore[no-untyped-def]
-    at,
-    column,
-    INNER: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALES: tl.constexpr,
-    COLS: tl.constexpr,
-    RUNS: tl.constexpr,
-):
-    """Return scales or zero points in float32 `[COLS, RUNS * 8]`: of the groups that columns `[RUNS]` are in,
-    for each word of a run. at: where each row's begin, `[COLS, 1]`."""
-    group = tl.minimum(column, INNER - 1) // GROUP
-    return to_words(scale_of(tl.load(at + group[None, :]), SCALES), COLS, RUNS)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _added(  # type: ignore[no-untyped-def]
-    sums,
-    operand,
-    at,
-    column,
-    INNER: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """Return `sums` `[COLS, ROWS]` and the product of an operand `[COLS, WORDS]` with activations of its
-    columns `[ROWS, WORDS]`."""
-    x = activations(at, column, INNER, EVEN).to(operand.dtype)
-    return tl.dot(operand, tl.trans(x), sums, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["first", "count", "bound"])  # type: ignore[untyped-decorator]
@@ -122,6 +87,8 @@ def _expert_products(  # type: ignore[no-untyped-def]
     SECOND: tl.constexpr,
     GATED: tl.constexpr,
     OPERAND: tl.constexpr,
+    HALF: tl.constexpr,
+    LESS: tl.constexpr,
     PTX: tl.constexpr,
     REGISTERS: tl.constexpr,
 ) -> None:
@@ -156,99 +123,48 @@ def _expert_products(  # type: ignore[no-untyped-def]
     own = tl.minimum(part * WIDE + (place // 2 if GATED else place), OUTER - 1)
     if GATED:
         own += place % 2 * OUTER
-    word, run = tl.arange(0, WORDS), tl.arange(0, RUNS)
-    column = word // 8 * RUN + word % 8
+    word, column = tl.arange(0, WORDS), tl.arange(0, STEP)
     # Of an address from memory the compiler does not know that it is a multiple of 16.
     words_at = tl.multiple_of(codes + own.to(tl.int64)[:, None] * ROW_WORDS + word[None, :], [16, 16])
     scales_at = (own // DOWN).to(tl.int64) * ROW_SCALES
+    zero = tl.load(entry + 2).to(tl.pointer_type(tl.uint8)) if ZEROS else scale
     x_at = x + from_row[:, None] * s_x + column[None, :]
     sums = tl.zeros([COLS, ROWS], tl.float32)
+    # What lies beside the codes of a step is read a step ahead.
+    z0, z1, t0, t1, t2, t3 = beside(scale, zero, scales_at, 0, INNER, RUNS, RUN, GROUP, SCALED, RAW, ZEROS)
     for k in tl.range(0, INNER, STEP, num_stages=STAGES):
+        next_z0, next_z1, next_t0, next_t1, next_t2, next_t3 = beside(
+            scale, zero, scales_at, k + STEP, INNER, RUNS, RUN, GROUP, SCALED, RAW, ZEROS
+        )
         if EVEN:
-            words = tl.load(words_at + k // PLACES)
+            words, some = tl.load(words_at + k // PLACES), tl.load(x_at + k)
         else:
-            words = tl.load(words_at + k // PLACES, mask=(k + column < INNER)[None, :], other=0)
-        # Zero points, for each half of a word, and what codes are multiplied by, for each quarter.
-        minus_0, minus_1, times_0, times_1, times_2, times_3 = words, words, words, words, words, words
-        runs = k + run * RUN
-        if SCALED:
-            at = scale + scales_at[:, None]
-            if RAW:  # A number has all scales of a run.
-                of_run = tl.load(at + (tl.minimum(runs, INNER - 1) // RUN)[None, :])
-                times_0 = to_words(of_run.to(tl.int32), COLS, RUNS)
-            else:
-                times_0 = _terms(at, runs, INNER, GROUP, SCALES, COLS, RUNS)
-                times_1, times_2, times_3 = times_0, times_0, times_0
-                if GROUP <= RUN // 2:
-                    times_2 = _terms(at, runs + RUN // 2, INNER, GROUP, SCALES, COLS, RUNS)
-                    times_3 = times_2
-                if GROUP <= RUN // 4:
-                    times_1 = _terms(at, runs + RUN // 4, INNER, GROUP, SCALES, COLS, RUNS)
-                    times_3 = _terms(at, runs + RUN // 4 * 3, INNER, GROUP, SCALES, COLS, RUNS)
-        if ZEROS:
-            zeros_at = tl.load(entry + 2).to(tl.pointer_type(tl.uint8)) + scales_at
-            if SCALED:
-                at = zeros_at[:, None]
-                minus_0 = _terms(at, runs, INNER, GROUP, NUMBERS, COLS, RUNS)
-                minus_1 = _terms(at, runs + RUN // 2, INNER, GROUP, NUMBERS, COLS, RUNS)
-            else:
-                of_step = tl.load(zeros_at + k // GROUP).to(tl.float32)
-                minus_0 = tl.broadcast_to(of_step[:, None], [COLS, WORDS])
-                minus_1 = minus_0
-        part_sums = sums if SCALED else tl.zeros([COLS, ROWS], tl.float32)
-        if PTX == "":
-            for at_place in tl.static_range(PLACES):
-                operand = decoded(words, at_place, KIND)
-                if ZEROS:
-                    operand -= minus_0 if 2 * at_place < PLACES else minus_1
-                elif KIND <= INT8:
-                    operand -= 8.0 if KIND == INT4 else 128.0
-                if SCALED:
-                    operand *= (
-                        times_0
-                        if 4 * at_place < PLACES
-                        else times_1
-                        if 2 * at_place < PLACES
-                        else times_2
-                        if 4 * at_place < 3 * PLACES
-                        else times_3
-                    )
-                begin = k + 8 * at_place
-                part_sums = _added(part_sums, operand.to(OPERAND), x_at + begin, begin + column, INNER, EVEN)
-        else:
-            if ZEROS:
-                if KIND == INT8:
-                    minus_0 = (minus_0 + 8388608.0).to(tl.int32, bitcast=True)
-                    minus_1 = (minus_1 + 8388608.0).to(tl.int32, bitcast=True)
-                else:
-                    minus_0, minus_1 = paired(-128.0 - minus_0), paired(-128.0 - minus_1)
-            if RAW:
-                given = [words, times_0]
-            elif SCALED:
-                times_0, times_1, times_2, times_3 = (
-                    paired(times_0),
-                    paired(times_1),
-                    paired(times_2),
-                    paired(times_3),
-                )
-                if ZEROS:
-                    given = [words, minus_0, minus_1, times_0, times_1, times_2, times_3]
-                else:
-                    given = [words, times_0, times_1, times_2, times_3]
-            elif ZEROS:
-                given = [words, minus_0, minus_1]
-            else:
-                given = [words]
-            operands = tl.inline_asm_elementwise(
-                PTX, REGISTERS, given, dtype=(tl.bfloat16,) * PLACES, is_pure=True, pack=2
-            )
-            for at_place in tl.static_range(PLACES):
-                begin = k + 8 * at_place
-                part_sums = _added(part_sums, operands[at_place], x_at + begin, begin + column, INNER, EVEN)
-        if SCALED:
-            sums = part_sums
-        else:
-            sums += part_sums * scale_of(tl.load(scale + scales_at + k // GROUP), SCALES)[:, None]
+            words = tl.load(words_at + k // PLACES, mask=(k // PLACES + word < ROW_WORDS)[None, :], other=0)
+            some = tl.load(x_at + k, mask=(k + column < INNER)[None, :], other=0.0)
+        operand = operands(
+            words,
+            z0,
+            z1,
+            t0,
+            t1,
+            t2,
+            t3,
+            COLS,
+            RUNS,
+            KIND,
+            PLACES,
+            SCALES,
+            SCALED,
+            RAW,
+            ZEROS,
+            HALF,
+            LESS,
+            PTX,
+            REGISTERS,
+        ).to(OPERAND)
+        some = tl.dot(operand, tl.trans(some.to(OPERAND)), input_precision="ieee")
+        sums += some if SCALED else some * scale_of(t0, SCALES)[:, None]
+        z0, z1, t0, t1, t2, t3 = next_z0, next_z1, next_t0, next_t1, next_t2, next_t3
     if SECOND:
         more = tl.load(tl.load(entry + 2).to(tl.pointer_type(tl.float32)) + own)[:, None]
         sums = sums * more if SECOND == 1 else sums / more
@@ -316,18 +232,19 @@ def _product(x: Tensor, y: Tensor, kind: CodeKind, step: _MixtureStep, at: int, 
     """Launch one product: y `[pairs, outer]` of x `[rows, inner]`. at: the first address of the matrix in a
     row of the table. gated: see the kernel."""
     tuning, outer, inner = step.tuning, y.shape[1], x.shape[1]
-    four, group = kind.codes in FOUR_BITS, min(kind.group, inner)
+    four, group = kind.codes in FOUR_BITS, WHOLE if kind.group >= inner else kind.group
     depth = tuning.depth if group > _SHALLOW else min(tuning.depth, _SHALLOW)
     depth = max(depth, 128 if four else 64)  # An operand has at least 16 words of each row.
-    scales, scale_type = -(-inner // group), _SCALES[kind.scale_dtype]
+    scales, scale_type = triton.cdiv(inner, group), _SCALES[kind.scale_dtype]
     each = RUN_SCALES.get((kind.codes, kind.scales, kind.group)) if COMPILED else None
-    raw = each is not None and scales % each.itemsize == 0 and x.dtype == torch.bfloat16
+    half = x.dtype == torch.float16
+    raw = each is not None and group < depth and scales % each.itemsize == 0 and x.dtype == torch.bfloat16
     if raw and each is not None:
         scales, scale_type = scales // each.itemsize, _RAW[each]
     ptx, registers = "", ""
-    if COMPILED and x.dtype == torch.bfloat16:
-        ptx, registers = take_apart(
-            kind.codes, zeros=kind.zeros, scaled=group < depth, raw=kind.scales if raw else 0
+    if COMPILED and x.dtype.itemsize == 2:
+        ptx, registers = pairs_of(
+            kind.codes, half=half, zeros=kind.zeros, scaled=group < depth, raw=kind.scales if raw else 0
         )
     stage = depth * (tuning.rows * x.element_size() + tuning.columns * (4 if four else 8) // 8)
     wide = tuning.columns // 2 if gated else tuning.columns
@@ -353,7 +270,7 @@ def _product(x: Tensor, y: Tensor, kind: CodeKind, step: _MixtureStep, at: int, 
         STEP=depth,
         NEIGHBOURS=tuning.group,
         STAGES=max(1, min(tuning.stages, shared_memory(x.device) // stage)),
-        GROUP=1 << 30 if group >= inner else group,
+        GROUP=group,
         DOWN=kind.down,
         KIND=kind.codes,
         PLACES=8 if four else 4,
@@ -364,6 +281,8 @@ def _product(x: Tensor, y: Tensor, kind: CodeKind, step: _MixtureStep, at: int, 
         SECOND=kind.second,
         GATED=gated,
         OPERAND=_NUMBERS[x.dtype] if COMPILED else tl.float32,
+        HALF=half,
+        LESS=less(kind.codes, half=half),
         PTX=ptx,
         REGISTERS=registers,
         num_warps=tuning.warps,

@@ -16,8 +16,9 @@ from typing import Self
 import torch
 
 from penstock.arch.families import TensorNames, family_of, read_spec
-from penstock.arch.formats.format import STORED_BYTES, TensorSlice
-from penstock.arch.formats.recipe import METHOD as QUANTISED_HERE
+from penstock.arch.formats.format import STORED_BYTES, FileTensor, TensorSlice
+from penstock.arch.formats.methods import with_stored
+from penstock.arch.formats.recipe import quantised_here
 from penstock.arch.layout import ALIGNMENT, Field, GroupLayout
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.errors import CheckpointError, PenstockError
@@ -99,19 +100,21 @@ class Checkpoint:
             )
             raise CheckpointError(f"checkpoint {path} {fault}")
         expect_inside(path)
-        config = read_config(path)
-        spec = read_spec(config, str(path / "config.json"))
-        settings = config.get("quantization_config")
-        if isinstance(settings, dict) and settings.get("quant_method") == QUANTISED_HERE:
+        config, where = read_config(path), str(path / "config.json")
+        spec = read_spec(config, where)
+        if quantised_here(config):
             raise CheckpointError(
-                f"{path / 'config.json'} is that of a pack which `penstock pack --to` made, but {path} is no "
+                f"{where} is that of a pack which `penstock pack --to` made, but {path} is no "
                 "pack; fetch manifest.json and weights.bin, or the model's own config.json"
             )
         generation = open_generation(path, config, spec.vocab_size)
         shards = Shards(path)
         try:
             _check_count(path, spec, len(shards.tensors))
-        except CheckpointError:
+            found = {name: _found(one) for name, one in shards.tensors.items()}
+            config = with_stored(config, where, found, spec.dtype)
+            spec = read_spec(config, where)
+        except PenstockError:
             shards.close()
             raise
         return cls(path, config, generation, shards, _with_dtype(spec, config, shards), Memory(cache))
@@ -239,10 +242,11 @@ class Checkpoint:
         try:
             tensor: torch.Tensor = field.repack(wholes).contiguous()
         except CheckpointError as fault:
-            stored, said = self._check(field.sources[0], field), str(fault)
+            file, said = self._check(field.sources[0], field).file, str(fault)
             for source in field.sources:
-                said = said.replace(source.tensor, self._shards.spelled(source.tensor))
-            raise CheckpointError(f"{stored.file.path}: {said}") from fault
+                if source.tensor in said and (named := self._find(source)) is not None:
+                    file, said = named.file, said.replace(source.tensor, named.name)
+            raise CheckpointError(f"{file.path}: {said}") from fault
         assert (tuple(tensor.shape), tensor.dtype) == (field.shape, getattr(torch, field.dtype)), field.name
         return tensor.view(-1).view(torch.uint8)
 
@@ -391,6 +395,12 @@ class Checkpoint:
         assert isinstance(other.file, DiskFile), other.name
         places = one.file, one.entry.offset, other.file, other.entry.offset
         return same_bytes_remembered(*places, one.entry.size, self._memory)
+
+
+def _found(stored: ShardTensor) -> FileTensor:
+    """Return what a format may know of a tensor."""
+    entry = stored.entry
+    return FileTensor(str(stored.file.path), {**ROUNDED, **EXACT}.get(entry.dtype, ""), entry.shape)
 
 
 def _check_count(path: Path, spec: ModelSpec, there: int) -> None:

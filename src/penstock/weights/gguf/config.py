@@ -3,7 +3,7 @@ is refused."""
 
 import struct
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isclose
 
@@ -30,6 +30,8 @@ _SAMPLING = {
 _HARMLESS = ("tensor_data_layout", "rope.scaling.finetuned")
 """Keys that change no arithmetic."""
 _MOST = 2**32
+_SAMPLED, _NUMBERS, _ENOUGH = 1000, 256, 64
+"""Matrices and the numbers of each that are looked at to see how they were made, and how many tell."""
 
 
 class Metadata:
@@ -215,9 +217,36 @@ def _only_routing(metadata: Metadata) -> None:
 
 
 def _dtype(files: GGUFFiles) -> str:
-    """Return the dtype of activations: that of all matrices, or bfloat16."""
-    types = {one.info.type.name for one in files.tensors.values() if len(one.info.shape) > 1}
-    return "float32" if types == {"F32"} else "float16" if types <= {"F32", "F16"} else "bfloat16"
+    """Return the dtype of activations: that of all matrices, or bfloat16.
+
+    A file of F16 leads to float16, but to bfloat16 if that has its numbers too: then the model was made in
+    bfloat16, and its activations may be beyond float16.
+    """
+    matrices = [one for one in files.tensors.values() if len(one.info.shape) > 1]
+    types = {one.info.type.name for one in matrices}
+    if not types <= {"F32", "F16"}:
+        return "bfloat16"
+    if types == {"F32"}:
+        return "float32"
+    there = [bits for one in matrices[:_SAMPLED] for bits in _first_numbers(one) if bits & 0x7FFF]
+    return "bfloat16" if len(there) >= _ENOUGH and all(map(_in_bfloat16, there)) else "float16"
+
+
+def _first_numbers(tensor: GGUFTensor) -> Sequence[int]:
+    """Return the bits of an F16 matrix's first numbers, uint16; none of others, and where the file ends
+    before."""
+    info = tensor.info
+    size = min(info.size, 2 * _NUMBERS)
+    if info.type.name != "F16" or info.offset + size > tensor.file.size:
+        return ()  # The file was opened for its header alone.
+    with readable():
+        return struct.unpack(f"<{size // 2}H", tensor.file.read(info.offset, size))
+
+
+def _in_bfloat16(bits: int) -> bool:
+    """Tell whether bfloat16, of eight significant bits, has the number float16 of these bits."""
+    mantissa = bits & 0x3FF | (0x400 if bits & 0x7C00 else 0)
+    return mantissa // (mantissa & -mantissa) < 1 << 8
 
 
 def _ends(files: GGUFFiles, metadata: Metadata) -> list[int]:

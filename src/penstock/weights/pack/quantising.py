@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import gcd
+from math import gcd, prod
 from pathlib import Path
 from threading import Lock
 
@@ -26,11 +26,12 @@ from penstock.arch.formats.floats import Float8
 from penstock.arch.formats.format import WeightFormat
 from penstock.arch.formats.integers import Integers
 from penstock.arch.formats.joined import Joined
-from penstock.arch.formats.recipe import GROUPS, Recipe
+from penstock.arch.formats.recipe import GROUPS, METHOD, Recipe
 from penstock.arch.layout import ALIGNMENT, Field, GroupId, GroupLayout, MatrixLayout, group_layouts
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import CheckpointError, ConfigError
 from penstock.ops.quantise import quantise
+from penstock.weights.checkpoint.config import read_config
 from penstock.weights.checkpoint.reader import FINGERPRINT_BYTES, Checkpoint
 from penstock.weights.pack.reader import in_order
 from penstock.weights.pieces import PAGE
@@ -70,11 +71,14 @@ class QuantisedCheckpoint:
             read_spec(self.config, str(checkpoint.path / "config.json")), dtype=checkpoint.spec.dtype
         )
         self.names: TensorNames = checkpoint.names
-        self._checkpoint, self._recipe, self._device = checkpoint, recipe, device
+        self.recipe = recipe
+        self._checkpoint, self._device = checkpoint, device
         self._dense = {one.id: one for one in group_layouts(checkpoint.spec, checkpoint.names, dtype)}
         layouts = group_layouts(self.spec, self.names, dtype)
         _expect_groups(layouts, recipe)
         _expect_modules(layouts, recipe)
+        self.bits = _bits(layouts)
+        """The mean bits of a weight that is quantised, with scales and zero points."""
         self._making = dict[GroupId, _Making]()
         self._lock, self._computing = Lock(), Lock()
         self._lost = self._whole = 0.0
@@ -97,7 +101,7 @@ class QuantisedCheckpoint:
     def fingerprint(self) -> bytes:
         """Return FINGERPRINT_BYTES, a digest of the checkpoint's fingerprint and of the recipe. Raises
         CheckpointError."""
-        what = [self._checkpoint.fingerprint().hex(), self._recipe.config()]
+        what = [self._checkpoint.fingerprint().hex(), self.recipe.config()]
         return hashlib.sha256(json.dumps(what).encode()).digest()[:FINGERPRINT_BYTES]
 
     def side_file(self, name: str) -> bytes:
@@ -211,6 +215,18 @@ def _runs(format: WeightFormat, height: int, width: int, device: torch.device) -
     return [range(first, min(first + each, height)) for first in range(0, height, each)]
 
 
+def recipe_in(folder: Path) -> Recipe | None:
+    """Return the recipe of the pack in a directory, finished or not; None for anything else."""
+    try:
+        config = read_config(folder)
+    except CheckpointError:
+        return None
+    asked = config.get("quantization_config")
+    if not isinstance(asked, dict) or asked.get("quant_method") != METHOD:
+        return None
+    return Recipe.read(asked, str(folder / "config.json"))
+
+
 def _expect_groups(layouts: Sequence[GroupLayout], recipe: Recipe) -> None:
     """Raise ConfigError unless groups divide the rows of every matrix."""
     widths = dict[int, str]()
@@ -226,6 +242,12 @@ def _expect_groups(layouts: Sequence[GroupLayout], recipe: Recipe) -> None:
             raise ConfigError(
                 f"groups of {recipe.group} do not divide the {width} columns of {name}; give {other}"
             )
+
+
+def _bits(layouts: Iterable[GroupLayout]) -> float:
+    few = [matrix for layout in layouts for matrix in layout.matrices if matrix.format != DENSE]
+    size = sum(field.size for matrix in few for _, field in matrix.parts)
+    return 8 * size / sum(prod(matrix.shape) for matrix in few)
 
 
 def _expect_modules(layouts: Iterable[GroupLayout], recipe: Recipe) -> None:

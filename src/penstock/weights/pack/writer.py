@@ -105,6 +105,8 @@ def write_locked(
     shard: Shard | None = None,
 ) -> bool:
     """Do what write_pack does, for whoever has `out` locked."""
+    if isinstance(checkpoint, QuantisedCheckpoint) and (shard or WHOLE) != WHOLE:
+        raise PackError(f"{out}: a model is quantised as a whole, not as {shard}; pack it without ranks")
     layouts = group_layouts(checkpoint.spec, checkpoint.names, dtype, shard)
     checkpoint.verify(group_layouts(checkpoint.spec, checkpoint.names, dtype))
     sides, files, side_bytes = _sides(checkpoint), dict[str, str](), 0
@@ -317,6 +319,22 @@ class _Packing:
             buffers.put(buffer)
 
 
+def _looks(path: Path) -> str:
+    """Say what a file looks like by how it begins: it may be somebody's model."""
+    try:
+        if not path.is_file():  # A pipe would never end.
+            return "a directory" if path.is_dir() else "which is no regular file"
+        with open(path, "rb") as file:
+            begin = file.read(9)
+    except OSError as error:
+        return f"which cannot be read ({error.strerror})"
+    if begin[8:] == b"{":
+        return "which looks like a checkpoint in safetensors"
+    kinds = (b"GGUF", "a GGUF file"), (b"PK\3\4", "a checkpoint of PyTorch, or another zip file")
+    kind = next((kind for start, kind in kinds if begin.startswith(start)), "")
+    return f"which looks like {kind}" if kind else f"a file of {format_size(path.stat().st_size)}"
+
+
 def _resume(out: Path, plan: Manifest, whole: Path, target: Path) -> list[bytes]:
     """Return the digests of the groups that an earlier run finished, in order. Raises PackError when `out` is
     not for this pack to take."""
@@ -333,8 +351,8 @@ def _resume(out: Path, plan: Manifest, whole: Path, target: Path) -> list[bytes]
     ):  # killed before the first line was whole: nothing was written yet
         if whole != target and os.path.lexists(whole):
             raise PackError(
-                f"{whole} exists already, and {out} has no pack that it belongs to; remove it, or give "
-                "another --store"
+                f"{whole} exists already, {_looks(whole)}, and {out} has no pack that it belongs to; name "
+                "another path with --store"
             )
         return []
     if lines[0] != _head(plan):

@@ -122,7 +122,7 @@ class ExpertRoom:
     only as it goes.
 
     on_device, on_host: experts that stay there; the others are on DISK. device_ring, host_ring: slots through
-    which they come.
+    which they come. total: bytes of all experts where some are smaller than their slots; 0 where none is.
     """
 
     size: int
@@ -131,6 +131,30 @@ class ExpertRoom:
     on_host: int
     device_ring: int = 0
     host_ring: int = 0
+    total: int = 0
+
+    @property
+    def mean(self) -> float:
+        """Return the mean bytes of an expert."""
+        return self.total / self.experts if self.total else self.size
+
+    def resting(self, tier: Tier) -> int:
+        """Return the bytes of the experts with their home on a tier. Which they are is not known: each counts
+        with the mean of all."""
+        first, second = self.on_device, self.on_device + self.on_host
+        start, stop = {
+            Tier.DEVICE: (0, first),
+            Tier.HOST: (first, second),
+            Tier.DISK: (second, self.experts),
+        }[tier]
+        total = self.total or self.experts * self.size
+        return total * stop // self.experts - total * start // self.experts
+
+    def beside(self, tier: Tier) -> int:
+        """Return the bytes of a tier's slots in which no expert rests: others come through them, or smaller
+        experts leave them."""
+        slots = {Tier.DEVICE: self.device, Tier.HOST: self.host}.get(tier)
+        return 0 if slots is None else slots - self.resting(tier)
 
     @property
     def device(self) -> int:
@@ -149,7 +173,8 @@ class ExpertRoom:
 
     def __str__(self) -> str:
         places = [(self.on_device, "on the device"), (self.on_host, "on the host"), (self.on_disk, "on disk")]
-        return f"of {self.experts:,} experts of {format_size(self.size)}, " + ", ".join(
+        size = f"{'up to ' if self.total else ''}{format_size(self.size)}"
+        return f"of {self.experts:,} experts of {size}, " + ", ".join(
             f"{count:,} {where}" for count, where in places
         )
 

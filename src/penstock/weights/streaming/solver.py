@@ -179,7 +179,9 @@ def solve_model(
         if not experts:
             return solve(uses, replace(limits, disk=most), rates, piece=piece), None
         largest = max(experts)  # Slots are of one size, so that any expert may come to any of them.
-        return solve_mixture(uses, largest, len(experts), replace(limits, disk=most), rates, piece=piece)
+        most_of = replace(limits, disk=most)
+        placement, room = solve_mixture(uses, largest, len(experts), most_of, rates, piece=piece)
+        return placement, replace(room, total=0 if min(experts) == largest else sum(experts))
 
     try:
         return *solved(0), False

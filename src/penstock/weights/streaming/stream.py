@@ -195,13 +195,13 @@ class WeightStream:
         placement, rates, room, moving = self.placement, self.rates, self.room, self._moving
         stalled = self._waits.stalled()
         disk = min(sum(one.disk_late for one in moving), stalled)
-        on_disk = placement.resting(Tier.DISK) + (room.on_disk * room.size if room else 0)
+        on_disk = placement.resting(Tier.DISK) + (room.resting(Tier.DISK) if room else 0)
         return WeightStats(
-            device=placement.resting(Tier.DEVICE) + (room.on_device * room.size if room else 0),
-            host=placement.resting(Tier.HOST) + (room.on_host * room.size if room else 0),
+            device=placement.resting(Tier.DEVICE) + (room.resting(Tier.DEVICE) if room else 0),
+            host=placement.resting(Tier.HOST) + (room.resting(Tier.HOST) if room else 0),
             disk=on_disk,
-            device_ring=placement.device_ring.size + (room.device_ring * room.size if room else 0),
-            host_ring=placement.host_ring.size + (room.host_ring * room.size if room else 0),
+            device_ring=placement.device_ring.size + (room.beside(Tier.DEVICE) if room else 0),
+            host_ring=placement.host_ring.size + (room.beside(Tier.HOST) if room else 0),
             passes=self._passes,
             copied=sum(one.copied_bytes for one in moving),
             read=sum(one.read_bytes for one in moving),

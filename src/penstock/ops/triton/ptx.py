@@ -1,0 +1,183 @@
+"""Write the PTX that takes codes of few bits apart: pairs of 16-bit numbers for matrix products, and float32
+for sums that a thread makes by itself.
+
+Integers are made the mantissa of a number that is taken off again. Floating-point codes are made the leading
+bits of a number with a wider exponent, and multiplied by the power of two between the two biases; their
+smallest numbers come out right, since those of the wider format are read in the same way.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from struct import pack, unpack
+
+INT4, INT8, E2M1, E4M3 = range(4)
+"""Kinds of codes. Whole numbers come first."""
+FOUR_BITS = INT4, E2M1
+NUMBERS, EXPONENTS, EIGHTS = range(3)
+"""Kinds of scales: floating-point numbers that Triton knows, E8M0, and float8_e4m3fn as bytes."""
+NONE = "0x80008000"
+"""-0 twice: what is added where nothing is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """_Pairs says how pairs of one 16-bit format are written: its name, one twice, and powers of two that
+    E2M1 and E4M3 are multiplied by, with the bits of a code that follow its sign and how far right they go.
+    """
+
+    name: str
+    one: str
+    e2m1: tuple[str, str, int]
+    e4m3: tuple[str, str, int]
+
+    def fused(self, into: str, a: str, b: str, c: str) -> str:
+        """Return the instruction for a · b + c, and those that put constants in registers x, y and z. Sums
+        and products are fused ones, which all devices have."""
+        given = dict(zip("xyz", (a, b, c), strict=True))
+        constants = {register: one for register, one in given.items() if one.startswith("0x")}
+        moves = "".join(f"mov.b32 {register}, {one}; " for register, one in constants.items())
+        a, b, c = (register if register in constants else one for register, one in given.items())
+        return f"{moves}fma.rn.{self.name}x2 {into}, {a}, {b}, {c};"
+
+
+_BFLOAT16 = _Pairs("bf16", "0x3f803f80", ("0x7e807e80", "0x01c001c0", 6), ("0x7b807b80", "0x07f007f0", 4))
+_FLOAT16 = _Pairs("f16", "0x3c003c00", ("0x74007400", "0x0e000e00", 9), ("0x5c005c00", "0x3f803f80", 1))
+
+
+@lru_cache(maxsize=32)
+def pairs_of(kind: int, *, half: bool, zeros: bool, scaled: bool, raw: int) -> tuple[str, str]:
+    """Return PTX that makes operands of two words of codes, a pair of each place, and its registers.
+
+    Registers: the operands; the two words; with `zeros`, what is added to codes of integers, for the first
+    half of the operands and for the second (see `less`); with `scaled`, scales for each quarter, or with
+    `raw` all of them as bytes in one, float8_e4m3fn or E8M0 as `raw` says. What comes behind the words comes
+    twice, since it comes with each word. All are pairs.
+
+    half: operands are float16, else bfloat16.
+    """
+    pairs, four = _FLOAT16 if half else _BFLOAT16, kind in FOUR_BITS
+    count = 8 if four else 4
+    words, behind = (f"${count}", f"${count + 1}"), count + 2
+    minus = [f"${behind}", f"${behind + 2}"] if zeros else ["", ""]
+    behind += 4 * zeros
+    lines = ["{", ".reg .b32 a, b, c, d, e, s, x, y, z;"]
+    if four:
+        lines += [
+            f"prmt.b32 a, {words[0]}, {words[1]}, 0x5410;",
+            f"prmt.b32 b, {words[0]}, {words[1]}, 0x7632;",
+        ]
+    for place in range(count):
+        quarter, into = place * 4 // count, "c" if scaled else f"${place}"
+        if kind == INT4:
+            lines += _int4(pairs, place, into, minus[place // 4])
+        elif kind == INT8:
+            lines += _int8(pairs, place, into, minus[place // 2], words)
+        elif kind == E2M1:
+            lines += _e2m1(pairs, place, into)
+        else:
+            lines += _e4m3(pairs, place, into, words)
+        if scaled:
+            if raw and place * 4 % count == 0:
+                lines += _raw_scale(f"${behind}", quarter, raw)
+            by = "s" if raw else f"${behind + 2 * quarter}"
+            lines.append(pairs.fused(f"${place}", "c", by, NONE))
+    registers = ["=r"] * count + ["r"] * (2 + 4 * zeros + (2 if raw else 8 * scaled))
+    return "\n".join([*lines, "}"]), ",".join(registers)
+
+
+def less(kind: int, *, half: bool) -> float:
+    """Return what a zero point is subtracted from to be what `pairs_of` adds to codes."""
+    return -1024.0 if half else 128.0 if kind == INT8 else -128.0
+
+
+def _int4(pairs: _Pairs, place: int, into: str, minus: str) -> list[str]:
+    word, at = "ab"[place // 4], place % 4
+    if pairs is _BFLOAT16:  # A mantissa of seven bits has room for one code.
+        shift = [f"shr.b32 {word}, {word}, 4;"] if at else []
+        code = f"lop3.b32 c, {word}, 0x000f000f, 0x43004300, 0xea;"
+        return [*shift, code, pairs.fused(into, "c", pairs.one, minus or "0xc308c308")]  # -136
+    shift = [f"shr.b32 {word}, {word}, 8;"] if at == 2 else []
+    if at % 2 == 0:
+        code = f"lop3.b32 c, {word}, 0x000f000f, 0x64006400, 0xea;"
+        return [*shift, code, pairs.fused(into, "c", pairs.one, minus or "0xe408e408")]  # -1032
+    code = f"lop3.b32 c, {word}, 0x00f000f0, 0x64006400, 0xea;"  # 1024 + 16 · code
+    taken = [pairs.fused("e", minus, pairs.one, "0x63806380")] if minus else []  # 960
+    return [code, *taken, pairs.fused(into, "c", "0x2c002c00", "e" if minus else "0xd480d480")]  # 1 / 16, -72
+
+
+def _int8(pairs: _Pairs, place: int, into: str, minus: str, words: tuple[str, str]) -> list[str]:
+    code = f"prmt.b32 a, {words[0]}, {words[1]}, 0x{4 + place}{4 + place}{place}{place};"
+    if pairs is _FLOAT16:
+        lines = [code, "lop3.b32 c, a, 0x00ff00ff, 0x64006400, 0xea;"]
+        return [*lines, pairs.fused(into, "c", pairs.one, minus or "0xe480e480")]  # -1152
+    # A bfloat16 has room for seven bits: 128 + these, less 128 or 256.
+    lines = [code, "lop3.b32 c, a, 0x007f007f, 0x43004300, 0xea;"]
+    lines += ["lop3.b32 d, a, 0x00800080, 0xc380c380, 0x6a;"]
+    lines += [pairs.fused("c" if minus else into, "c", pairs.one, "d")]
+    return [*lines, pairs.fused(into, "c", pairs.one, minus)] if minus else lines
+
+
+def _e2m1(pairs: _Pairs, place: int, into: str) -> list[str]:
+    (size, bits, low), word, at = pairs.e2m1, "ab"[place // 4], place % 4 * 4
+    shift = f"shl.b32 d, {word}, {low - at};" if at <= low else f"shr.b32 d, {word}, {at - low};"
+    lines = [f"shl.b32 c, {word}, {12 - at};", "and.b32 c, c, 0x80008000;", shift]
+    return [*lines, f"lop3.b32 c, d, {bits}, c, 0xea;", pairs.fused(into, "c", size, NONE)]
+
+
+def _e4m3(pairs: _Pairs, place: int, into: str, words: tuple[str, str]) -> list[str]:
+    size, bits, right = pairs.e4m3
+    lines = [f"prmt.b32 a, {words[0]}, {words[1]}, 0x{4 + place}{place}{place}{place};"]
+    lines += ["and.b32 c, a, 0x80008000;", f"shr.b32 d, a, {right};"]
+    return [*lines, f"lop3.b32 c, d, {bits}, c, 0xea;", pairs.fused(into, "c", size, NONE)]
+
+
+def _raw_scale(scales: str, quarter: int, raw: int) -> list[str]:
+    """Return what makes bfloat16 of a quarter's byte. E8M0 has one for each half, or just one."""
+    byte = quarter if raw == EIGHTS else quarter // 2
+    lines = [f"prmt.b32 s, {scales}, 0, 0x{byte}4{byte}4;"]
+    if raw == EXPONENTS:
+        return [*lines, "shr.b32 s, s, 1;"]
+    size, bits, right = _BFLOAT16.e4m3
+    lines += ["and.b32 e, s, 0x80008000;", f"shr.b32 s, s, {right};", f"lop3.b32 s, s, {bits}, e, 0xea;"]
+    return [*lines, _BFLOAT16.fused("s", "s", size, NONE)]
+
+
+@lru_cache(maxsize=16)
+def floats_of(kind: int, *, zeros: bool) -> str:
+    """Return PTX that makes float32 of a word of codes: registers of the numbers, in the order of places,
+    then the word. Zero points of integers are taken off unless they are apart (zeros).
+
+    Floating-point codes go through float16, which holds them all (PTX ISA: cvt, from 8.9 on). Those of four
+    bits are made codes of eight first: these are 64 times smaller.
+    """
+    word = "$8" if kind in FOUR_BITS else "$4"
+    lines = ["{", ".reg .b32 a, b, t;", ".reg .b16 low, high, c, d;"]
+    if kind == INT4:
+        lines.append(f"shr.u32 b, {word}, 20;")
+        for place in range(8):
+            low = place % 5 * 4
+            size, taken = 150 - low << 23, 2 ** (23 - low) + (0 if zeros else 8)
+            lines.append(f"lop3.b32 t, {'b' if place > 4 else word}, {15 << low:#x}, {size:#x}, 0xea;")
+            lines.append(f"sub.rn.f32 ${place}, t, 0f{unpack('>I', pack('>f', taken))[0]:08x};")
+    elif kind == INT8:
+        lines.append("mov.b32 a, 0x4b000000;")
+        for place in range(4):
+            lines.append(f"prmt.b32 t, {word}, a, 0x765{place};")
+            lines.append(f"sub.rn.f32 ${place}, t, {'0f4b000000' if zeros else '0f4b000080'};")
+    elif kind == E4M3:
+        lines += _through_half(word, range(4))
+    else:
+        lines += [f"shl.b32 a, {word}, 4;", "and.b32 a, a, 0x80808080;", f"shl.b32 b, {word}, 2;"]
+        lines += ["lop3.b32 a, b, 0x1c1c1c1c, a, 0xea;", *_through_half("a", range(0, 8, 2))]
+        lines += [f"and.b32 a, {word}, 0x80808080;", f"shr.u32 b, {word}, 2;"]
+        lines += ["lop3.b32 a, b, 0x1c1c1c1c, a, 0xea;", *_through_half("a", range(1, 8, 2))]
+    return "\n".join([*lines, "}"])
+
+
+def _through_half(word: str, places: range) -> list[str]:
+    """Return what makes float32 of four bytes float8_e4m3fn."""
+    lines = [f"mov.b32 {{low, high}}, {word};"]
+    for half, two in (("low", places[:2]), ("high", places[2:])):
+        lines += [f"cvt.rn.f16x2.e4m3x2 t, {half};", "mov.b32 {c, d}, t;"]
+        lines += [f"cvt.f32.f16 ${place}, {one};" for place, one in zip(two, "cd", strict=True)]
+    return lines
