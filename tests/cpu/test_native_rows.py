@@ -1,21 +1,20 @@
 """Kernels in C for what a decoder computes between products of few rows on a CPU, and for halves of layers,
 against plain torch."""
 
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import native_ways
 from penstock.ops.activation import silu_mul
 from penstock.ops.attention.attend import attend
 from penstock.ops.attention.inputs import AttentionInputs, LayerAttention, Rows
 from penstock.ops.kernels import between_products, row_kernels
 from penstock.ops.linear import linear
 from penstock.ops.matrix import GroupViews
-from penstock.ops.native import few_bits, layers, pointwise
-from penstock.ops.native.compiler import NativeError, load
+from penstock.ops.native import layers, pointwise
 from penstock.ops.norm import add_rms_norm, rms_norm
 from penstock.ops.project import HeadNorms, project, project_reference
 from quantised import SCHEMES, matrix_of
@@ -25,30 +24,15 @@ STEP = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """A unit in the last place of a dtype, and less than two."""
 
 
-WAYS = {"best": (), "no_avx512": ("-mno-avx512f",), "portable": ("-mno-avx512f", "-mno-avx2")}
-"""Flags that leave out instructions which this processor may have."""
-
-
-@cache
-def compiled(kept: Path, way: str) -> few_bits.FewBitsLibrary:
-    return few_bits.FewBitsLibrary(load(kept, WAYS[way]))
-
-
 @pytest.fixture(scope="session")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("native-rows")
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=native_ways.WAYS)
 def way(request: pytest.FixtureRequest, kept: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernels compiled in one of the ways that this processor can run."""
-    try:
-        library = compiled(kept, request.param)
-    except NativeError as fault:
-        pytest.skip(str(fault))
-    found = few_bits._Found()
-    found.library, found.sought = library, True
-    monkeypatch.setattr(few_bits, "_found", found)
+    native_ways.use(request.param, kept, monkeypatch)
     return str(request.param)
 
 

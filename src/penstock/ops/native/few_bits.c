@@ -151,8 +151,6 @@ INLINE terms terms_of(int kind, int grain, const float *scale, const float *zero
         return made;
     }
     made.scale = v_all(*scale), made.zero = kind <= INT8 ? v_all(*zero) : v_zero();
-    if (kind == INT8)
-        made.zero = _mm512_add_ps(made.zero, v_all(0x1p23f));
     if (kind == INT4)
         made.scale = _mm512_mul_ps(_mm512_sub_ps(table_of(kind), made.zero), made.scale);
     if (kind == E2M1)
@@ -188,11 +186,6 @@ INLINE vec part(int kind, int grain, raw words, int p, terms its)
                                              high, high, high, high);
     __m512i codes = _mm512_srlv_epi32(words, shifts);
     if (kind == INT8) {
-        if (grain > 0) { /* A code is the lowest bits of 2^23 and more: no conversion is needed. */
-            vec above = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
-                codes, _mm512_set1_epi32(255), _mm512_set1_epi32(0x4b000000), 0xea));
-            return _mm512_mul_ps(_mm512_sub_ps(above, its.zero), its.scale);
-        }
         vec values = _mm512_cvtepi32_ps(_mm512_and_si512(codes, _mm512_set1_epi32(255)));
         return _mm512_mul_ps(_mm512_sub_ps(values, its.zero), its.scale);
     }
