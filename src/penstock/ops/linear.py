@@ -13,8 +13,11 @@ from penstock.ops.matrix import Matrix
 
 _FEW_ROWS = 256
 """Rows up to which a float32 product on a CPU is bound by reading the weights."""
-_SCRATCH_BYTES = 32 << 20
-"""Bytes of a matrix of few bits that are dequantised at a time on a GPU: many rows are as fast in pieces."""
+_SCRATCH_BYTES = 32 << 20, 128 << 20
+"""Bytes of a matrix of few bits that are dequantised at a time on a GPU: as many as the activations have, but
+so many at least and at most."""
+_ALIGNED_ROWS = 128
+"""Rows of a matrix in such a piece are a multiple of this: libraries are slow if results begin elsewhere."""
 _CPU_SCRATCH_BYTES = 2 << 20
 """The same on a CPU, where it stays in a core's cache, and in memory that the process keeps."""
 
@@ -105,8 +108,14 @@ def _parts(weight: Matrix) -> Iterator[tuple[slice, Matrix]]:
 
 def _rows_at_a_time(x: Tensor, weight: Matrix) -> int:
     """Return how many rows of a matrix are dequantised at a time."""
-    scratch = _SCRATCH_BYTES if x.is_cuda else _CPU_SCRATCH_BYTES
-    return min(weight.shape[0], max(1, scratch // (weight.shape[1] * x.itemsize)))
+    (height, inner), scratch = weight.shape, _CPU_SCRATCH_BYTES
+    if x.is_cuda:
+        least, most = _SCRATCH_BYTES
+        scratch = max(least, min(most, x.nbytes))
+    each = max(1, scratch // (inner * x.itemsize))
+    if x.is_cuda and each < height:
+        each = max(_ALIGNED_ROWS, each // _ALIGNED_ROWS * _ALIGNED_ROWS)
+    return min(height, each)
 
 
 def _dequantised(x: Tensor, weight: Matrix) -> Iterator[tuple[slice, Tensor]]:

@@ -35,36 +35,16 @@ MOST_ROWS = 64
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _activations(x_at, column, inner, EVEN: tl.constexpr, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return activations `[WORDS, ROWS]`, zeros before the first column and beyond the last."""
-    if EVEN:
-        some = tl.load(x_at)
-    else:
-        some = tl.load(x_at, mask=((column >= 0) & (column < inner))[None, :], other=0.0)
-    return tl.trans(some.to(tl.float32) if WIDEN else some)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _operands(  # type: ignore[no-untyped-def]
-    words,
-    above,
-    HALF: tl.constexpr,
-    PTX: tl.constexpr,
-    REGISTERS: tl.constexpr,
-    HIGH: tl.constexpr,
-    LEVELS: tl.constexpr,
+def _activations(  # type: ignore[no-untyped-def]
+    x_at, there, column, inner, EVEN: tl.constexpr, WIDEN: tl.constexpr
 ):
-    """Return operands `[COLS, WORDS]` of words: of the next place, or of four places."""
-    given = [words, above] if HIGH else [words]
-    if LEVELS and HALF:
-        made = tl.inline_asm_elementwise(PTX, REGISTERS, given, (tl.float16,) * 4, True, 2)
-    elif LEVELS:
-        made = tl.inline_asm_elementwise(PTX, REGISTERS, given, (tl.bfloat16,) * 4, True, 2)
+    """Return activations `[WORDS, ROWS]`, zeros before the first column, beyond the last and in rows that are
+    not there."""
+    if EVEN:
+        some = tl.load(x_at, mask=there, other=0.0)
     else:
-        made = (
-            tl.inline_asm_elementwise(PTX, REGISTERS, given, tl.float16 if HALF else tl.bfloat16, True, 2),
-        )
-    return made
+        some = tl.load(x_at, mask=there & ((column >= 0) & (column < inner))[None, :], other=0.0)
+    return tl.trans(some.to(tl.float32) if WIDEN else some)
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])  # type: ignore[untyped-decorator]
@@ -111,13 +91,10 @@ def _few_rows(  # type: ignore[no-untyped-def]
 ) -> None:
     """One of `splits` parts of the sums of COLS rows of the matrix; where GATED, these are COLS / 2 of the
     gate, each with its own of what is gated, `outer` further on. s_w: 16 bytes of a row."""
-    if EARLY:
-        gdc_launch_dependents()
     PLACES: tl.constexpr = 32 // BITS
     RUN: tl.constexpr = WORDS * PLACES
     EACH: tl.constexpr = GROUP // WORDS
     HALF: tl.constexpr = x.dtype.element_ty == tl.float16
-    CHUNK: tl.constexpr = 4 if LEVELS else 1  # places that are taken apart at once
     ABOVE: tl.constexpr = 0 if LEVELS else 1 << (BITS + HIGH)  # is added to codes in operands
     WIDE: tl.constexpr = COLS // 2 if GATED else COLS
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
@@ -133,7 +110,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
     words_at = codes + line[:, None] + word[None, :]
     high_at = high + line[:, None] * 2 + word[None, :]
     heads_at = heads + line
-    x_at = x + tl.minimum(row, rows - 1)[:, None] * s_x + word[None, :]
+    x_at, of_row = x + row[:, None] * s_x + word[None, :], (row < rows)[:, None]
     if not EVEN:
         x_at -= skip
     acc = tl.zeros([COLS, ROWS], tl.float32)
@@ -167,22 +144,41 @@ def _few_rows(  # type: ignore[no-untyped-def]
                     total = tl.zeros([COLS, ROWS], tl.float32)
                     for at in tl.static_range(g * EACH, g * EACH + EACH):
                         column = u * UNIT + run * RUN + at * WORDS
-                        some = _activations(x_at + column, column + word - skip, inner, EVEN, WIDEN)
+                        some = _activations(x_at + column, of_row, column + word - skip, inner, EVEN, WIDEN)
                         if WIDEN:  # The interpreter knows no PTX, and multiplies float32 alone.
                             code = decoded(words, above, at, unit * PLACES + at, BITS, HIGH)
                             operand = level(code) if LEVELS else code.to(tl.float32) + ABOVE
                         else:
-                            if at % CHUNK == 0:
-                                operands = _operands(
-                                    words,
-                                    above,
-                                    HALF,
-                                    PTX[(unit * PLACES + at) // CHUNK],
+                            given = [words, above] if HIGH else [words]
+                            if not LEVELS:
+                                operand = tl.inline_asm_elementwise(
+                                    PTX[unit * PLACES + at],
                                     REGISTERS,
-                                    HIGH,
-                                    LEVELS,
+                                    given,
+                                    tl.float16 if HALF else tl.bfloat16,
+                                    True,
+                                    2,
                                 )
-                            operand = operands[at % CHUNK]
+                            elif at % 4 == 0 and HALF:  # Four places at once.
+                                four = tl.inline_asm_elementwise(
+                                    PTX[(unit * PLACES + at) // 4],
+                                    REGISTERS,
+                                    given,
+                                    (tl.float16,) * 4,
+                                    True,
+                                    2,
+                                )
+                            elif at % 4 == 0:
+                                four = tl.inline_asm_elementwise(
+                                    PTX[(unit * PLACES + at) // 4],
+                                    REGISTERS,
+                                    given,
+                                    (tl.bfloat16,) * 4,
+                                    True,
+                                    2,
+                                )
+                            if LEVELS:
+                                operand = four[at % 4]
                         if not LEVELS and not LEASTS:
                             part = tl.dot(less, some, part, input_precision="ieee")
                         part = tl.dot(operand, some, part, input_precision="ieee")
@@ -192,6 +188,8 @@ def _few_rows(  # type: ignore[no-untyped-def]
                     acc += part * scale[:, None]
                     if LEASTS:
                         acc -= total * (scale * ABOVE + least)[:, None]
+    if EARLY:
+        gdc_launch_dependents()
     last = True
     if JOINS:
         base = parts + tile.to(tl.int64) * splits * (ROWS * COLS) + row[None, :] * COLS + place[:, None]

@@ -5,9 +5,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.arch.formats.codes import in_steps
 from penstock.arch.formats.format import WeightFormat
 from penstock.ops.matrix import Matrix
-from penstock.ops.triton.codes import FOUR_BITS, INT4, INT8, WHOLE, decoded, kind_of, scale_of
+from penstock.ops.triton.codes import (
+    FOUR_BITS,
+    INT4,
+    INT8,
+    NUMBERS,
+    WHOLE,
+    beside,
+    decoded,
+    kind_of,
+    operands,
+    scale_of,
+)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -34,6 +46,7 @@ def _dequantise(  # type: ignore[no-untyped-def]
     ZEROS: tl.constexpr,
     SECOND: tl.constexpr,
     CHOSEN: tl.constexpr,
+    STEPS: tl.constexpr,
 ) -> None:
     """ROWS rows of WORDS words of codes as numbers: in float32 as the reference has them, rounded once. These
     rows are those from `first` on, or, where CHOSEN, those that `chosen` names."""
@@ -47,6 +60,63 @@ def _dequantise(  # type: ignore[no-untyped-def]
         mask=there[:, None] & (column < inner)[None, :],
         other=0,
     )
+    if STEPS:  # Groups are whole quarters of runs: one scale for each, and whole lines of numbers.
+        RUNS: tl.constexpr = WORDS // 8
+        begin = tl.program_id(1) * (WORDS * PLACES)
+        z0, z1, t0, t1, t2, t3 = beside(
+            scale,
+            zero,
+            (own // down).to(tl.int64) * s_s,
+            begin,
+            inner,
+            RUNS,
+            8 * PLACES,
+            GROUP,
+            True,
+            False,
+            ZEROS,
+        )
+        t0, t1, t2, t3 = (
+            scale_of(t0, SCALES),
+            scale_of(t1, SCALES),
+            scale_of(t2, SCALES),
+            scale_of(t3, SCALES),
+        )
+        if SECOND == 1:
+            by = tl.load(second + own, mask=there, other=1.0)[:, None]
+            t0, t1, t2, t3 = t0 * by, t1 * by, t2 * by, t3 * by
+        if SECOND == 2:
+            by = tl.load(second + own, mask=there, other=1.0)[:, None]
+            t0, t1 = tl.div_rn(t0, by), tl.div_rn(t1, by)
+            t2, t3 = tl.div_rn(t2, by), tl.div_rn(t3, by)
+        whole = operands(
+            words,
+            z0,
+            z1,
+            t0,
+            t1,
+            t2,
+            t3,
+            ROWS,
+            RUNS,
+            KIND,
+            PLACES,
+            NUMBERS,
+            True,
+            False,
+            ZEROS,
+            False,
+            0.0,
+            "",
+            "",
+        )
+        at = begin + tl.arange(0, WORDS * PLACES)
+        tl.store(
+            y + row.to(tl.int64)[:, None] * s_y + at[None, :],
+            whole.to(y.dtype.element_ty),
+            mask=there[:, None] & (at < inner)[None, :],
+        )
+        return
     scales_at = (own // down).to(tl.int64)[:, None] * s_s
     for place in tl.static_range(PLACES):
         at = column + 8 * place
@@ -60,7 +130,7 @@ def _dequantise(  # type: ignore[no-untyped-def]
         if SECOND == 1:
             scales *= tl.load(second + own, mask=there, other=1.0)[:, None]
         if SECOND == 2:
-            scales /= tl.load(second + own, mask=there, other=1.0)[:, None]
+            scales = tl.div_rn(scales, tl.load(second + own, mask=there, other=1.0)[:, None])
         values *= scales
         tl.store(
             y + row.to(tl.int64)[:, None] * s_y + at[None, :], values.to(y.dtype.element_ty), mask=inside
@@ -107,6 +177,7 @@ def _launch(weight: Matrix, first: int, chosen: Tensor | None, out: Tensor) -> N
         ZEROS=zero is not None,
         SECOND=kind.second,
         CHOSEN=chosen is not None,
+        STEPS=in_steps(kind.group, inner, 16 if zero is None else 32),
     )
 
 

@@ -35,14 +35,13 @@ from penstock.ops.triton.codes import (
 )
 from penstock.ops.triton.dequantise import dequantise as dequantise
 from penstock.ops.triton.dequantise import reads as reads
+from penstock.ops.triton.experts import shared_memory
 from penstock.ops.triton.few_bits_row import RowTuning, one_row
 from penstock.ops.triton.pointwise import silu
 from penstock.ops.triton.ptx import less, pairs_of
 from penstock.ops.triton.tuning import multiprocessors
 
 MOST_ROWS = 64
-_ROOM = 80 << 10
-"""Bytes of shared memory for steps under way, which all devices have."""
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])  # type: ignore[untyped-decorator]
@@ -172,7 +171,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
         if SECOND == 1:
             acc *= tl.load(second + own)[:, None]
         if SECOND == 2:
-            acc /= tl.load(second + own)[:, None]
+            acc = tl.div_rn(acc, tl.load(second + own)[:, None])
         total = tl.trans(acc)
         if BIASED:
             total += tl.load(bias + own)[None, :].to(tl.float32)
@@ -229,7 +228,9 @@ def few_rows(
     y = torch.empty(rows, outer, dtype=x.dtype, device=x.device) if out is None else out
     padded = max(16, triton.next_power_of_2(rows))
     bits = 4 if kind.codes in FOUR_BITS else 8
-    tuning = tuning or few_bits_tuning(padded, height, inner, kind.group, multiprocessors(x.device), bits)
+    tuning = tuning or few_bits_tuning(
+        padded, height, inner, multiprocessors(x.device), bits, shared_memory(x.device)
+    )
     words, scale = parts["codes"].view(torch.int32), parts["scale"]
     scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
     each = RUN_SCALES.get((kind.codes, kind.scales, kind.group)) if COMPILED else None
@@ -306,16 +307,18 @@ def suits(x: Tensor, weight: Matrix) -> bool:
     return whole or (group & (group - 1) == 0 and group >= (32 if "zero" in weight.parts else 16))
 
 
-def few_bits_tuning(rows: int, outer: int, inner: int, group: int, many: int, bits: int) -> FewBitsTuning:
+def few_bits_tuning(rows: int, outer: int, inner: int, many: int, bits: int, shared: int) -> FewBitsTuning:
     """Return how a product is cut: the one place for constants.
 
     rows: 16, 32 or 64.
     outer: rows of the matrix, of `inner` columns each.
-    group: columns that share a scale.
     many: multiprocessors.
     bits: of a code.
+    shared: bytes of shared memory that a program may have.
     """
     cols, step = 128 if rows > 16 and outer >= 64 * many else 64, 128
-    splits = max(1, min(8, 4 * many // triton.cdiv(outer, cols), inner // 1024))
+    # Long rows pay for parts of few sums.
+    programs = many * (4 if rows == 16 and inner >= 8192 else 2)
+    splits = max(1, min(8, programs // triton.cdiv(outer, cols), inner // 1024))
     each = step * (2 * rows + cols * bits // 8)
-    return FewBitsTuning(cols, step, splits, max(2, min(4, _ROOM // each)))
+    return FewBitsTuning(cols, step, splits, max(2, min(4 if rows == 16 else 3, shared * 4 // 5 // each)))

@@ -167,7 +167,7 @@ def _expert_products(  # type: ignore[no-untyped-def]
         z0, z1, t0, t1, t2, t3 = next_z0, next_z1, next_t0, next_t1, next_t2, next_t3
     if SECOND:
         more = tl.load(tl.load(entry + 2).to(tl.pointer_type(tl.float32)) + own)[:, None]
-        sums = sums * more if SECOND == 1 else sums / more
+        sums = sums * more if SECOND == 1 else tl.div_rn(sums, more)
     kind: tl.constexpr = y.dtype.element_ty
     total = tl.trans(sums)
     number = part * WIDE + tl.arange(0, WIDE)

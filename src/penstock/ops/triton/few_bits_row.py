@@ -214,7 +214,7 @@ def _one_row(  # type: ignore[no-untyped-def]
     if SECOND == 1:
         total *= tl.load(second + own)
     if SECOND == 2:
-        total /= tl.load(second + own)
+        total = tl.div_rn(total, tl.load(second + own))
     if BIASED:
         total += tl.load(bias + own).to(tl.float32)
     number = tile * WIDE + tl.arange(0, WIDE)

@@ -78,7 +78,9 @@ def pairs_of(kind: int, *, half: bool, zeros: bool, scaled: bool, raw: int) -> t
             lines += _e4m3(pairs, place, into, words)
         if scaled:
             if raw and place * 4 % count == 0:
-                lines += _raw_scale(f"${behind}", quarter, raw)
+                lines += _raw_scale(
+                    f"${behind}", quarter if raw == EIGHTS else quarter // 2 if four else 0, raw
+                )
             by = "s" if raw else f"${behind + 2 * quarter}"
             lines.append(pairs.fused(f"${place}", "c", by, NONE))
     registers = ["=r"] * count + ["r"] * (2 + 4 * zeros + (2 if raw else 8 * scaled))
@@ -131,9 +133,8 @@ def _e4m3(pairs: _Pairs, place: int, into: str, words: tuple[str, str]) -> list[
     return [*lines, f"lop3.b32 c, d, {bits}, c, 0xea;", pairs.fused(into, "c", size, NONE)]
 
 
-def _raw_scale(scales: str, quarter: int, raw: int) -> list[str]:
-    """Return what makes bfloat16 of a quarter's byte. E8M0 has one for each half, or just one."""
-    byte = quarter if raw == EIGHTS else quarter // 2
+def _raw_scale(scales: str, byte: int, raw: int) -> list[str]:
+    """Return what makes bfloat16 of a scale that is one of four bytes."""
     lines = [f"prmt.b32 s, {scales}, 0, 0x{byte}4{byte}4;"]
     if raw == EXPONENTS:
         return [*lines, "shr.b32 s, s, 1;"]
