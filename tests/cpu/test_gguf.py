@@ -17,6 +17,7 @@ from gguf.quants import dequantize
 
 import gguf_bytes
 import gguf_files
+import native_ways
 import tiny
 from gguf_files import WIDE, Made, Writing, source
 from members import pass_of
@@ -392,6 +393,18 @@ def test_kernels_of_cpus(kind: str) -> None:
             native.few_rows(x, weight, out=onto, adds=True)
             torch.testing.assert_close(onto.double(), exact - bias + 1, atol=2e-5, rtol=1e-5)
     assert not native.suits(torch.randn(17, 1024), weight)
+
+
+@pytest.fixture(scope="session")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("native-blocks")
+
+
+@pytest.mark.parametrize("kind", NATIVE)
+@pytest.mark.parametrize("way", ["no_avx512", "portable"])
+def test_kernels_of_other_cpus(way: str, kind: str, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native_ways.use(way, kept, monkeypatch)
+    test_kernels_of_cpus(kind)
 
 
 def test_sums_do_not_depend_on_threads() -> None:

@@ -167,7 +167,9 @@ def test_embedding_with_one_scale(name: str, tmp_path: Path) -> None:
     source = tiny.checkpoint(name)
     few, dense = checkpoints(source, tmp_path, its, {EMBEDDING: whole}, also=(EMBEDDING,))
     for ranks in (0, 2):
-        for mine, theirs in zip(pass_of(few, ranks, kernels=False), pass_of(dense, ranks, kernels=False), strict=True):
+        for mine, theirs in zip(
+            pass_of(few, ranks, kernels=False), pass_of(dense, ranks, kernels=False), strict=True
+        ):
             assert torch.equal(mine, theirs)
     other = its.config | {"modules_to_convert": ["embed_tokens", "ngram_table"]}
     with pytest.raises(UnsupportedModelError, match="modules_to_convert"):

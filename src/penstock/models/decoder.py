@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -12,13 +14,14 @@ from penstock.arch.parts import held, local_spec
 from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import LayerSpec, ModelSpec, MoeSpec
 from penstock.models.inputs import ColdCache, Collectives, LayerCaches, StepInputs, Weights
-from penstock.models.mixers import FORWARD, Mixing
+from penstock.models.mixers import FORWARD, Mixing, attention_at_once
 from penstock.models.moe import mixture
 from penstock.models.residual import Residual
 from penstock.ops.activation import soft_cap
 from penstock.ops.embedding import look_up
+from penstock.ops.kernels import row_kernels
 from penstock.ops.linear import add_linear, gated, linear
-from penstock.ops.matrix import Matrix
+from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.norm import rms_norm
 
 EMBEDDING = GroupId(GroupKind.EMBEDDING)
@@ -160,6 +163,11 @@ class Decoder:
     ) -> None:
         group = GroupId(GroupKind.ATTENTION, mixing.layer)
         w = weights.take(group)
+        if kernels := _of_halves(spec, residual.x, w):
+            half = partial(attention_at_once, kernels, spec.mixer, w, cache, mixing)
+            if residual.pass_half(half):
+                weights.release(group)
+                return
         # The input is in no variable here, so a mixer can let go of it.
         seen = FORWARD[type(spec.mixer)](spec.mixer, residual.normed(w.vectors.get("norm")), w, cache, mixing)
         if mixing.wanted is not None:
@@ -177,6 +185,11 @@ class Decoder:
             return
         group = GroupId(GroupKind.FFN, layer)
         w = weights.take(group)
+        if (kernels := _of_halves(spec, residual.x, w)) and residual.pass_half(
+            partial(kernels.feed_forward, w, self.spec.norm_eps)
+        ):
+            weights.release(group)
+            return
         x, gate_up, down = residual.normed(w.vectors.get("norm")), w.matrices["gate_up"], w.matrices["down"]
         bias, after = w.vectors.get("down_bias"), w.vectors.get("norm_after")
         onto = residual.x if residual.takes_products(spec.scale, bias, after) else None
@@ -196,6 +209,13 @@ class Decoder:
         assert weights.experts is not None, "a mixture without experts"
         mixed = mixture(x, scores, moe, layer, weights.experts, rows_at_rest=self._rows_at_rest)
         residual.add(mixed, after, spec.scale)
+
+
+def _of_halves(spec: LayerSpec, x: Tensor, weights: GroupViews) -> ModuleType | None:
+    """Return the kernels that compute half a layer of few rows at once, where its output is added as it
+    is."""
+    plain = spec.scale == 1.0 and "norm_after" not in weights.vectors
+    return row_kernels("layers", x) if plain else None
 
 
 def _mlp(

@@ -1,6 +1,7 @@
 """Computes mixers, by their types: from a layer's normalised input to the input of its output projection."""
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Protocol
 
 from torch import Tensor
@@ -66,6 +67,36 @@ def attention(
     seen = attend(q, k, v, (k_cache, v_cache), seen_by, scores_of(mixer), mixing.cold).out
     seen = seen if wanted is None else seen[wanted]
     return seen.view(len(seen), mixer.output_size)
+
+
+def attention_at_once(
+    kernels: ModuleType,
+    mixer: Mixer,
+    weights: GroupViews,
+    cache: tuple[Tensor, ...],
+    mixing: Mixing,
+    x: Tensor,
+    part: Tensor | None,
+) -> Tensor | None:
+    """Return the output of attention and its projections by one call of a CPU's kernels, or None where they
+    do not compute it. Its arguments are those of `attention`, and those that `Residual.pass_half` gives."""
+    inputs = mixing.inputs
+    k_cache, v_cache = cache[:2]
+    if (
+        not isinstance(mixer, Attention)
+        or mixing.cold is not None
+        or mixing.wanted is not None
+        or not kernels.suits(inputs.attention, (k_cache, v_cache), x)
+    ):
+        return None
+    half = weights.matrices["out"].half
+    if not kernels.describes(half, x):
+        half = kernels.Half(weights, ("qkv", "out"), x.dtype, mixing.norm_eps)
+        heads = mixer.heads, k_cache.shape[2], 2 * inputs.cos.shape[1]
+        half.attend(weights, heads, scores_of(mixer), mixing.norm_eps)
+        weights.matrices["out"].half = half
+    angles, pages = (inputs.cos, inputs.sin), (k_cache, v_cache)
+    return kernels.attention(half, x, part, angles, pages, inputs.attention)  # type: ignore[no-any-return]
 
 
 def scores_of(mixer: Attention) -> LayerAttention:

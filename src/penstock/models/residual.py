@@ -1,5 +1,7 @@
 """Holds the residual stream: hidden states that blocks read normalised, and to which they add."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from penstock.models.inputs import Collectives
@@ -50,6 +52,17 @@ class Residual:
         if self._collectives is not None:
             self._collectives.all_reduce(part)
         self.x.add_(rms_norm(part, norm_after, self._eps), alpha=scale)
+
+    def pass_half(self, half: Callable[[Tensor, Tensor | None], Tensor | None]) -> bool:
+        """Let `half` compute half a layer, if it can; tell whether it did.
+
+        It takes x and a block's output that is not added yet. It adds that to x in place and returns the
+        output of its own block, or it returns None and changes nothing.
+        """
+        if self._collectives is not None or (out := half(self.x, self._part)) is None:
+            return False
+        self._part = out
+        return True
 
     def takes_products(self, scale: float, *vectors: Tensor | None) -> bool:
         """Tell whether a block's last product is best added to `x` by itself: not where a scale, or a bias or

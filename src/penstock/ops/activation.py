@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.ops.kernels import triton_kernels
+from penstock.ops.kernels import row_kernels, triton_kernels
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -13,6 +13,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if gate_up.is_cuda and (kernels := triton_kernels("pointwise")):
         result: Tensor = kernels.silu_mul(gate_up)
         return result
+    if ours := row_kernels("pointwise", gate_up):
+        return ours.silu_mul(gate_up)  # type: ignore[no-any-return]
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from penstock.ops.native import attention, blocks, few_bits
+from penstock.ops.native import attention, blocks, few_bits, layers, pointwise
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -36,13 +36,28 @@ def triton_kernels(name: str) -> ModuleType | None:
     return None if _launches.plain else _loaded(name)
 
 
-_NATIVE = {"attention": attention, "few_bits": few_bits, "blocks": blocks}
+_NATIVE = {
+    "few_bits": few_bits,
+    "blocks": blocks,
+    "pointwise": pointwise,
+    "attention": attention,
+    "layers": layers,
+}
 
 
 def native_kernels(name: str = "few_bits") -> ModuleType | None:
     """Return a module of `penstock.ops.native`, or None where plain torch computes. Its `suits` and `reads`
     say whether this machine has kernels."""
     return None if _launches.plain else _NATIVE[name]
+
+
+def row_kernels(name: str, x: Tensor) -> ModuleType | None:
+    """Return a module of kernels for what a decoder computes between the products of few rows on a CPU, or
+    None where plain torch computes: outside of `between_products`, and where they do not suit x
+    `[rows, ...]`."""
+    if not _launches.between or x.is_cuda or _launches.plain or not pointwise.suits(x):
+        return None
+    return _NATIVE[name]
 
 
 @functools.cache
@@ -190,10 +205,12 @@ def _stand_in(value: object, param: "KernelParam") -> object:
 
 
 class _Launches(local):
-    """Holds a thread's settings for its launches: early launches, plain torch, and shared counters."""
+    """Holds a thread's settings for its launches: early launches, plain torch, what is between products, and
+    shared counters."""
 
     early = False
     plain = False
+    between = False
     counters: Tensor | None = None
 
 
@@ -208,6 +225,17 @@ def plain_torch(wanted: bool = True) -> Iterator[None]:
         yield
     finally:
         _launches.plain = before
+
+
+@contextmanager
+def between_products(wanted: bool) -> Iterator[None]:
+    """Let our kernels for CPUs also compute what is between products on this thread, if `wanted`: for models
+    with weights of few bits, for which they are compiled anyhow."""
+    before, _launches.between = _launches.between, wanted
+    try:
+        yield
+    finally:
+        _launches.between = before
 
 
 def kernels_of(device: torch.device) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ class Matrix:
     it consists of, one below the other, if their formats differ.
     """
 
-    __slots__ = ("dense", "format", "joined", "native", "parts", "shape")
+    __slots__ = ("dense", "format", "half", "joined", "native", "parts", "shape")
 
     def __init__(self, format: WeightFormat, shape: tuple[int, int], parts: Mapping[str, Tensor]) -> None:
         self.format, self.shape, self.parts = format, shape, parts
@@ -25,6 +25,8 @@ class Matrix:
         self.joined: tuple[Matrix, ...] = ()
         self.native: object = None
         """The description of this matrix that kernels for a CPU have made, and keep here."""
+        self.half: object = None
+        """The same of the half of a layer that ends with this matrix."""
         if isinstance(format, Joined):
             self.joined = tuple(
                 Matrix(one, (height, shape[1]), its) for one, height, its in format.apart(parts)

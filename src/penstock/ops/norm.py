@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.ops.kernels import triton_kernels
+from penstock.ops.kernels import row_kernels, triton_kernels
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -15,6 +15,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.is_cuda and (kernels := triton_kernels("pointwise")):
         normed: Tensor = kernels.rms_norm(x, weight, eps)[0]
         return normed
+    if x.dim() == 2 and (ours := row_kernels("pointwise", x)):
+        return ours.rms_norm(x, weight, eps)  # type: ignore[no-any-return]
     if x.dtype == torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps)
     wide = x.float()
@@ -26,5 +28,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     if x.is_cuda and (kernels := triton_kernels("pointwise")):
         normed: Tensor = kernels.rms_norm(x, weight, eps, residual)[0]
         return normed
+    if ours := row_kernels("pointwise", x):
+        return ours.rms_norm(x, weight, eps, residual)  # type: ignore[no-any-return]
     residual.add_(x)
     return rms_norm(residual, weight, eps)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.ops.attention.attend import write
 from penstock.ops.attention.inputs import AttentionInputs
-from penstock.ops.kernels import triton_kernels
+from penstock.ops.kernels import row_kernels, triton_kernels
 from penstock.ops.norm import rms_norm
 from penstock.ops.rope import rotate
 
@@ -43,7 +43,8 @@ def project(
     cache: the layer's K and V, `[blocks, block_size, kv_heads, dim]`.
     norms: of the heads, if the model has them.
     """
-    if qkv.is_cuda and (kernels := triton_kernels("pointwise")):
+    kernels = triton_kernels("pointwise") if qkv.is_cuda else row_kernels("pointwise", qkv)
+    if kernels is not None and (qkv.is_cuda or kernels.suits_pages(cache, qkv.dtype)):
         gains, eps = (None, 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
         views: tuple[Tensor, Tensor, Tensor] = kernels.project(
             qkv, cos, sin, cache, inputs.slots, heads=heads, gains=gains, eps=eps

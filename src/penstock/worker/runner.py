@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.arch.formats.dense import DENSE
 from penstock.base.errors import StepMemoryError
 from penstock.kv.movement.carrier import Carrier
 from penstock.kv.movement.pool import KVPool
 from penstock.memory.device import Heap, give_back, lift_cap, send, shortage
 from penstock.models.inputs import Weights
 from penstock.ops.attention.gathered import PAST_TILE
-from penstock.ops.kernels import counting, pdl_launches, plain_torch
+from penstock.ops.kernels import between_products, counting, pdl_launches, plain_torch
 from penstock.step.plan import (
     Landed,
     ModelRole,
@@ -62,6 +63,7 @@ class Runner:
         # Kernels of our own are launched on the thread's current device, which need not be this one.
         self._current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         self._kernels = kernels
+        self._few_bits = any(model.decoder.spec.format != DENSE for model in self.models.values())
         self._heap: Heap | None = None
         self._ended = 0.0
         """Time at which the last plan ended, by perf_counter."""
@@ -134,7 +136,7 @@ class Runner:
     @contextmanager
     def _here(self) -> Iterator[None]:
         """Work on this device, with or without our kernels as configured."""
-        with self._current, plain_torch(not self._kernels):
+        with self._current, plain_torch(not self._kernels), between_products(self._few_bits):
             yield
 
     @property

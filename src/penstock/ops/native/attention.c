@@ -5,11 +5,10 @@
    (Milakov and Gimelshein 2018, arXiv 1805.02867). Sums are float32, by one thread for each row and head of
    keys: they depend neither on the number of threads nor on the other rows.
 
-   What lies behind a row's end is never read.
+   What lies behind a row's end is never read. Single numbers, vectors and threads are those of the kernels of few
+   bits. */
 
-   This is the file that is compiled: it takes single numbers, vectors and threads from the kernels of few bits. */
-
-#include "blocks.c"
+#include "pointwise.c"
 
 #define WIDEST 256 /* Numbers of a head, at most. */
 #define SHARING 16 /* Query heads that share a head of keys, at most. */
@@ -34,26 +33,6 @@ struct rows_work {
     const struct rows *rows;
     int64_t next;
 };
-
-/* e^x of numbers that are not above 0; below -87 it is as good as 0. A NaN stays one.
-
-   By x = n ln 2 + r and the polynomial of Cephes' expf, whose error is 2 units of the last place. */
-INLINE void exp_each(float *at, int count)
-{
-    for (int i = 0; i < count; i++) {
-        float x = at[i] < -87 ? -87 : at[i];
-        float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* Rounded: 1.5 * 2^23 leaves no room for more. */
-        float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-        float p = 1.9875691500e-4f;
-        p = p * r + 1.3981999507e-3f;
-        p = p * r + 8.3334519073e-3f;
-        p = p * r + 4.1665795894e-2f;
-        p = p * r + 1.6666665459e-1f;
-        p = p * r + 5.0000001201e-1f;
-        p = (p * r * r + r) + 1;
-        at[i] = p * of_bits((uint32_t)((int32_t)n + 127) << 23);
-    }
-}
 
 /* A head's numbers from number `at` on, as float32. */
 INLINE void head_of(int kind, const void *from, int64_t at, int dim, float *to)
@@ -96,19 +75,19 @@ INLINE void attend_row(const struct rows *a, int64_t row, int64_t head, const in
             }
         }
         for (int g = 0; g < group; g++) {
-            float largest = most[g], sum = 0, less[1];
+            float largest = most[g], sum = 0;
             for (int t = 0; t < count; t++)
                 largest = p[g][t] > largest ? p[g][t] : largest;
             for (int t = 0; t < count; t++)
                 p[g][t] -= largest;
-            exp_each(p[g], count);
+            for (int t = 0; t < count; t++)
+                p[g][t] = exp_of(p[g][t]);
             for (int t = 0; t < count; t++)
                 sum += p[g][t];
-            less[0] = total[g] == 0 ? 0 : most[g] - largest; /* The first tile has no state before it. */
-            exp_each(less, 1);
+            float less = total[g] == 0 ? 1 : exp_of(most[g] - largest); /* The first tile has no state before it. */
             for (int i = 0; i < dim; i++)
-                acc[g * dim + i] *= less[0];
-            total[g] = total[g] * less[0] + sum, most[g] = largest;
+                acc[g * dim + i] *= less;
+            total[g] = total[g] * less + sum, most[g] = largest;
         }
         for (int t = 0; t < count; t++, v += a->v_token) {
             head_of(kind, a->v, v, dim, wide);

@@ -39,6 +39,11 @@ class _Rows(ctypes.Structure):
     ]
 
 
+def suits_heads(heads: int, kv_heads: int, dim: int) -> bool:
+    """Tell whether the kernel has room for so many heads of queries and keys, of `dim` numbers each."""
+    return dim <= _WIDEST and dim % _LANES == 0 and heads <= _SHARING * kv_heads
+
+
 def suits(q: Tensor, cache: Cache, layer: LayerAttention) -> bool:
     """Tell whether `paged_decode` attends with q `[rows, heads, dim]` in a layer."""
     (k, v), dim = cache, q.shape[2]
@@ -46,9 +51,8 @@ def suits(q: Tensor, cache: Cache, layer: LayerAttention) -> bool:
         layer.cap is None
         and q.dtype in NUMBERS
         and q.dtype == k.dtype == v.dtype
-        and dim == v.shape[3] <= _WIDEST
-        and dim % _LANES == 0
-        and q.shape[1] <= _SHARING * k.shape[2]
+        and dim == v.shape[3]
+        and suits_heads(q.shape[1], k.shape[2], dim)
         and q.stride(2) == k.stride(3) == v.stride(3) == 1
         and library() is not None
     )

@@ -56,7 +56,7 @@ def few_rows(
     if bias is not None:
         bias = bias.to(x.dtype).contiguous()
     failed = found.blocks_product(
-        _address(weight), x.data_ptr(), x.stride(0), x.shape[0], NUMBERS[x.dtype], y.data_ptr(), y.stride(0),
+        address(weight), x.data_ptr(), x.stride(0), x.shape[0], NUMBERS[x.dtype], y.data_ptr(), y.stride(0),
         None if bias is None else bias.data_ptr(), adds, torch.get_num_threads(), found.parallel,
     )  # fmt: skip
     if failed:
@@ -71,12 +71,12 @@ def dequantise(weight: Matrix, rows: slice, out: Tensor) -> None:
     first, stop, _ = rows.indices(weight.shape[0])
     assert (*out.shape, out.stride(1)) == (stop - first, weight.shape[1], 1), (out.shape, out.stride())
     found.blocks_dequantise(
-        _address(weight), first, stop - first, NUMBERS[out.dtype], out.data_ptr(), out.stride(0),
+        address(weight), first, stop - first, NUMBERS[out.dtype], out.data_ptr(), out.stride(0),
         torch.get_num_threads(), found.parallel,
     )  # fmt: skip
 
 
-def _address(weight: Matrix) -> int:
+def address(weight: Matrix) -> int:
     """Return the address of the `struct blocks` of a matrix, made at its first use."""
     if weight.native is None:
         format, blocks = weight.format, weight.parts["blocks"]

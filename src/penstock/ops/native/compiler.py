@@ -21,9 +21,12 @@ from pathlib import Path
 
 FOLDER = "native"
 """The directory of compiled kernels below the cache."""
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.c", "blocks.c", "few_bits.c"))
+SOURCES = tuple(
+    Path(__file__).with_name(name)
+    for name in ("layers.c", "attention.c", "pointwise.c", "blocks.c", "few_bits.c")
+)
 """The source, and what it includes."""
-_FLAGS = ["-O3", "-shared", "-fPIC", "-std=gnu11", "-ffp-contract=off"]
+_FLAGS = ["-O3", "-shared", "-fPIC", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"]
 _TARGETS: tuple[list[str], ...] = (["-march=native"], ["-mcpu=native"], [])
 """Flags that say which processor to compile for, the best first: compilers know the first, the second, or
 neither."""

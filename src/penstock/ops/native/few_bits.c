@@ -112,6 +112,22 @@ INLINE vec v_load(const float *at) { return _mm512_loadu_ps(at); }
 INLINE vec v_all(float value) { return _mm512_set1_ps(value); }
 INLINE void v_store(float *at, vec value) { _mm512_storeu_ps(at, value); }
 INLINE vec v_fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vec v_mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
+INLINE vec v_sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
+INLINE vec v_max(vec a, vec b) { return _mm512_max_ps(a, b); }
+INLINE vec v_bytes(const uint8_t *at) /* Numbers 0 to 255. */
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at)));
+}
+
+INLINE vec v_get(int kind, const void *from)
+{
+    if (kind == FLOAT32)
+        return _mm512_loadu_ps(from);
+    __m256i words = _mm256_loadu_si256(from);
+    return kind == FLOAT16 ? _mm512_cvtph_ps(words)
+                           : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+}
 
 INLINE float v_sum(vec value)
 {
@@ -193,6 +209,22 @@ INLINE vec v_load(const float *at) { return _mm256_loadu_ps(at); }
 INLINE vec v_all(float value) { return _mm256_set1_ps(value); }
 INLINE void v_store(float *at, vec value) { _mm256_storeu_ps(at, value); }
 INLINE vec v_fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE vec v_mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
+INLINE vec v_sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
+INLINE vec v_max(vec a, vec b) { return _mm256_max_ps(a, b); }
+INLINE vec v_bytes(const uint8_t *at) /* Numbers 0 to 255. */
+{
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)at)));
+}
+
+INLINE vec v_get(int kind, const void *from)
+{
+    if (kind == FLOAT32)
+        return _mm256_loadu_ps(from);
+    __m128i words = _mm_loadu_si128(from);
+    return kind == FLOAT16 ? _mm256_cvtph_ps(words)
+                           : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));
+}
 
 INLINE float v_sum(vec value)
 {
@@ -257,6 +289,24 @@ INLINE vec v_load(const float *at) { return vld1q_f32(at); }
 INLINE vec v_all(float value) { return vdupq_n_f32(value); }
 INLINE void v_store(float *at, vec value) { vst1q_f32(at, value); }
 INLINE vec v_fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
+INLINE vec v_mul(vec a, vec b) { return vmulq_f32(a, b); }
+INLINE vec v_sub(vec a, vec b) { return vsubq_f32(a, b); }
+INLINE vec v_max(vec a, vec b) { return vmaxq_f32(a, b); }
+INLINE vec v_bytes(const uint8_t *at) /* Numbers 0 to 255. */
+{
+    uint32_t four;
+    memcpy(&four, at, sizeof four);
+    return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))));
+}
+
+INLINE vec v_get(int kind, const void *from)
+{
+    if (kind == FLOAT32)
+        return vld1q_f32(from);
+    uint16x4_t words = vld1_u16(from);
+    return kind == FLOAT16 ? vcvt_f32_f16(vreinterpret_f16_u16(words))
+                           : vreinterpretq_f32_u32(vshll_n_u16(words, 16));
+}
 INLINE float v_sum(vec value) { return vaddvq_f32(value); }
 
 INLINE terms terms_of(int kind, int grain, const float *scale, const float *zero)
@@ -312,6 +362,21 @@ INLINE vec v_zero(void) { return v_all(0); }
 INLINE vec v_load(const float *at) { vec v; memcpy(&v, at, sizeof v); return v; }
 INLINE void v_store(float *at, vec value) { memcpy(at, &value, sizeof value); }
 INLINE vec v_fma(vec a, vec b, vec c) { EACH c.of[i] += a.of[i] * b.of[i]; return c; }
+INLINE vec v_mul(vec a, vec b) { EACH a.of[i] *= b.of[i]; return a; }
+INLINE vec v_sub(vec a, vec b) { EACH a.of[i] -= b.of[i]; return a; }
+INLINE vec v_max(vec a, vec b) { EACH a.of[i] = a.of[i] > b.of[i] ? a.of[i] : b.of[i]; return a; }
+INLINE vec v_bytes(const uint8_t *at) { vec v; EACH v.of[i] = at[i]; return v; } /* Numbers 0 to 255. */
+
+INLINE vec v_get(int kind, const void *from)
+{
+    vec v;
+    const uint16_t *words = from;
+    if (kind == FLOAT32)
+        memcpy(&v, from, sizeof v);
+    else
+        EACH v.of[i] = kind == FLOAT16 ? of_half(words[i]) : of_bits((uint32_t)words[i] << 16);
+    return v;
+}
 
 INLINE float v_sum(vec value)
 {
@@ -476,6 +541,8 @@ struct product {
 };
 
 #define MOST 4 /* Rows of x in a block. */
+/* Rows of the matrix in a tile: codes of eight bits take more registers. */
+#define HIGH(kind, rows) ((kind) == INT8 && TILE(rows) > 4 ? 4 : TILE(rows))
 
 INLINE int block_of(int64_t rows) { return rows > 2 ? 4 : (int)rows; }
 
@@ -490,7 +557,7 @@ struct state {
 INLINE void step(int kind, int grain, const int rows, const int p, int64_t run, const float *x,
                  const float *const *scale, const float *const *zero, struct state *s)
 {
-    const int parts = run_of(kind) / LANES, high = TILE(rows), shared = grain ? 16 * grain / LANES : 1;
+    const int parts = run_of(kind) / LANES, high = HIGH(kind, rows), shared = grain ? 16 * grain / LANES : 1;
     if (p >= parts)
         return;
     if (shared < parts && p % shared == 0) {
@@ -512,7 +579,7 @@ INLINE void step(int kind, int grain, const int rows, const int p, int64_t run, 
 INLINE void tile(int kind, int grain, const int rows, const struct matrix *m, const float *x,
                  const uint8_t *const *codes, const float *const *scale, const float *const *zero, float *sums)
 {
-    const int high = TILE(rows), whole = grain && 16 * grain == run_of(kind);
+    const int high = HIGH(kind, rows), whole = grain && 16 * grain == run_of(kind);
     int64_t runs = width_of(m) / run_of(kind), each = whole && m->groups > 1 ? m->group / run_of(kind) : runs;
     int64_t below = high * m->row_bytes, ahead = below <= 32768 ? below : 1536; /* Into L2. */
     struct state s;
@@ -567,7 +634,10 @@ static tile_call *const tiles[4][4][3] = {
 };
 
 INLINE int place_of(int count) { return count == 4 ? 2 : count - 1; }
-INLINE int high_of(int rows) { return rows == 1 ? TILE(1) : rows == 2 ? TILE(2) : TILE(4); }
+INLINE int high_of(int kind, int rows)
+{
+    return rows == 1 ? HIGH(kind, 1) : rows == 2 ? HIGH(kind, 2) : HIGH(kind, 4);
+}
 
 INLINE float get(int kind, const void *from, int64_t at)
 {
@@ -635,9 +705,9 @@ static void work(void *about)
     float sums[TILE(1) * MOST];
     if (m->kind <= INT8 && !m->zero)
         fill_middle(m, room + tallest * units, tallest * units);
-    int high = high_of(block_of(given->rows)), last = given->rows % MOST, grain = m->grain == 4 ? 3 : m->grain;
-    if (last && high_of(block_of(last)) > high) /* Taller tiles are a multiple of lower ones. */
-        high = high_of(block_of(last));
+    int high = high_of(m->kind, block_of(given->rows)), last = given->rows % MOST, grain = m->grain == 4 ? 3 : m->grain;
+    if (last && high_of(m->kind, block_of(last)) > high) /* Taller tiles are a multiple of lower ones. */
+        high = high_of(m->kind, block_of(last));
     for (;;) {
         int64_t from = __atomic_fetch_add(&given->next, given->each, __ATOMIC_RELAXED);
         int64_t end = from + given->each < m->height ? from + given->each : m->height;
@@ -653,7 +723,7 @@ static void work(void *about)
             read_terms(m, row, there, units, groups, room, room + tallest * units);
             const float *x = given->x;
             for (int64_t first = 0; first < given->rows; first += MOST) {
-                int rows = block_of(given->rows - first), each = high_of(rows);
+                int rows = block_of(given->rows - first), each = high_of(m->kind, rows);
                 tile_call *call = tiles[m->kind][grain][place_of(rows)];
                 for (int w = 0; w < high; w += each) {
                     call(m, x, codes + w, scale + w, zero + w, sums);

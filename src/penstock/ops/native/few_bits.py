@@ -67,6 +67,18 @@ class FewBitsLibrary:
         self.blocks_product, self.blocks_dequantise = library.blocks_product, library.blocks_dequantise
         self.blocks_product.argtypes = self.product.argtypes
         self.blocks_dequantise.argtypes = self.dequantise.argtypes
+        self.norm, self.gate = library.pointwise_norm, library.pointwise_gate
+        self.project = library.pointwise_project
+        real = ctypes.c_float
+        self.norm.argtypes = [whole, pointer, pointer, pointer, real, number, number, pointer]
+        self.gate.argtypes = [whole, pointer, number, number, pointer]
+        self.project.argtypes = [whole, *[pointer] * 5, real, *[pointer] * 3, *[number] * 8]
+        self.norm.restype = self.gate.restype = self.project.restype = None
+        self.layer_feed_forward, self.layer_attention = library.layer_feed_forward, library.layer_attention
+        self.layer_feed_forward.argtypes = [pointer, pointer, pointer, number, pointer, whole, pointer]
+        self.layer_attention.argtypes = [
+            *[pointer] * 3, number, *[pointer] * 5, number, *[pointer] * 3, *[number] * 4, whole, pointer,
+        ]  # fmt: skip
         self.attend_rows = library.attend_rows
         self.attend_rows.argtypes, self.attend_rows.restype = [pointer, whole, pointer], None
         self.lanes: int = library.few_bits_lanes()
@@ -159,7 +171,7 @@ def few_rows(
     if bias is not None:
         bias = bias.to(x.dtype).contiguous()
     failed = found.product(
-        _address(weight), x.data_ptr(), x.stride(0), rows, kind, y.data_ptr(), y.stride(0),
+        address(weight), x.data_ptr(), x.stride(0), rows, kind, y.data_ptr(), y.stride(0),
         None if bias is None else bias.data_ptr(), adds, torch.get_num_threads(), found.parallel,
     )  # fmt: skip
     if failed:
@@ -182,7 +194,7 @@ def few_rows_each(x: Tensor, weights: Sequence[Matrix], counts: Sequence[int], o
     x_at, y_at, x_stride, y_stride = x.data_ptr(), out.data_ptr(), x.stride(0), out.stride(0)
     for call, weight, count in zip(calls, weights, counts, strict=True):
         assert weight.shape == (out.shape[1], x.shape[1]), (weight.shape, x.shape, out.shape)
-        call.matrix, call.x, call.y, call.rows = _address(weight), x_at, y_at, count
+        call.matrix, call.x, call.y, call.rows = address(weight), x_at, y_at, count
         x_at += count * x_stride * size
         y_at += count * y_stride * size
     if found.products(
@@ -198,14 +210,14 @@ def dequantise(weight: Matrix, rows: slice, out: Tensor) -> None:
     first, stop, _ = rows.indices(weight.shape[0])
     assert (*out.shape, out.stride(1)) == (stop - first, weight.shape[1], 1), (out.shape, out.stride())
     failed = found.dequantise(
-        _address(weight), first, stop - first, NUMBERS[out.dtype], out.data_ptr(), out.stride(0),
+        address(weight), first, stop - first, NUMBERS[out.dtype], out.data_ptr(), out.stride(0),
         torch.get_num_threads(), found.parallel,
     )  # fmt: skip
     if failed:
         raise MemoryError("no memory to dequantise a matrix")
 
 
-def _address(weight: Matrix) -> int:
+def address(weight: Matrix) -> int:
     """Return the address of the `struct matrix` of a matrix, made at its first use."""
     if weight.native is None:
         weight.native = _numbers(weight)

@@ -1,0 +1,40 @@
+"""Kernels for CPUs compiled with fewer instructions than this processor has."""
+
+import platform
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from penstock.ops.native import compiler, few_bits
+
+WAYS = {"best": (), "no_avx512": ("-mno-avx512f",), "portable": ("-mno-avx512f", "-mno-avx2")}
+"""Flags that leave out instructions."""
+
+
+def use(way: str, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let these kernels compute, which are compiled in `kept` first.
+
+    A test is skipped where there is no compiler, or none that knows the flags.
+    """
+    found = few_bits._Found()
+    found.library, found.sought = _compiled(way, kept), True
+    monkeypatch.setattr(few_bits, "_found", found)
+
+
+@cache
+def _compiled(way: str, kept: Path) -> few_bits.FewBitsLibrary:
+    known = platform.machine() == "x86_64"
+    try:
+        compiler.find_compiler()
+    except compiler.NativeError as fault:
+        pytest.skip(str(fault))
+    # Not for any processor where compiling for this one fails.
+    with patch.object(compiler, "_TARGETS", compiler._TARGETS[:1] if known else compiler._TARGETS):
+        try:
+            return few_bits.FewBitsLibrary(compiler.load(kept, WAYS[way]))
+        except compiler.NativeError as fault:
+            if known:
+                raise
+            pytest.skip(str(fault))
