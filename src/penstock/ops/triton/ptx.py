@@ -134,7 +134,8 @@ def _e4m3(pairs: _Pairs, place: int, into: str, words: tuple[str, str]) -> list[
 
 
 def _raw_scale(scales: str, byte: int, raw: int) -> list[str]:
-    """Return what makes bfloat16 of a scale that is one of four bytes."""
+    """Return what makes bfloat16 of a scale that is one of four bytes. The smallest of E8M0, 2 ** -127, comes
+    out as 0."""
     lines = [f"prmt.b32 s, {scales}, 0, 0x{byte}4{byte}4;"]
     if raw == EXPONENTS:
         return [*lines, "shr.b32 s, s, 1;"]
