@@ -155,9 +155,7 @@ def test_scales_of_a_run_in_one_register(kind: int, raw: int, group: int, kept: 
     made = run_ptx(text, [*map(drawn.word, codes), together, together], outputs)
     assert registers.count("r") - outputs == 4
     of_place = scales[torch.arange(outputs) * 8 // group]
-    factors = numbers_of(of_place, FLOAT)
-    if raw == EXPONENTS:
-        factors = powers_of_two(of_place).where(of_place > 0, 0)
+    factors = powers_of_two(of_place) if raw == EXPONENTS else numbers_of(of_place, FLOAT)
     for got, code in zip(halves(made, torch.bfloat16), codes, strict=True):
         want = plain(kind, code) * factors
         assert same(got, want.bfloat16())
