@@ -16,6 +16,7 @@ from penstock.ops.matrix import Matrix
 from penstock.ops.triton import blocks
 from penstock.ops.triton.block_codes import kind_of, take_apart
 from penstock.ops.triton.blocks import BlocksTuning, dequantise, few_rows, reads, suits
+from ptx_machine import run_ptx
 
 READ = [name for name, format in FORMATS.items() if reads(format)]
 
@@ -74,41 +75,6 @@ def test_what_suits() -> None:
     assert not suits(torch.zeros(1, 256), weight)
 
 
-def run_ptx(text: str, given: list[int], outputs: int) -> list[int]:
-    """What the registers for results hold behind instructions on words."""
-    held = {f"${outputs + place}": word for place, word in enumerate(given)}
-
-    def value(name: str) -> int:
-        return held[name] if name in held else int(name, 0)
-
-    for line in text.splitlines():
-        if line in "{}" or line.startswith(".reg"):
-            continue
-        operation, into, *names = line.replace(",", " ").rstrip(";").split()
-        a, *more = map(value, names)
-        match operation:
-            case "mov.b32":
-                made = a
-            case "and.b32":
-                made = a & more[0]
-            case "shr.b32":
-                made = a >> more[0]
-            case "shl.b32":
-                made = a << more[0]
-            case "lop3.b32":
-                assert more[2] == 0xEA  # (a & b) | c
-                made = (a & more[0]) | more[1]
-            case "prmt.b32":
-                among = (a | more[0] << 32).to_bytes(8, "little")
-                picks = [more[1] >> 4 * place & 15 for place in range(4)]
-                assert all(pick < 8 for pick in picks)  # more would repeat a sign
-                made = int.from_bytes(bytes(among[pick] for pick in picks), "little")
-            case _:
-                raise AssertionError(line)
-        held[into] = made & 0xFFFFFFFF
-    return [held[f"${place}"] for place in range(outputs)]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", READ)
 def test_what_is_compiled_makes_the_operands(kind: str, dtype: torch.dtype) -> None:
@@ -117,19 +83,18 @@ def test_what_is_compiled_makes_the_operands(kind: str, dtype: torch.dtype) -> N
     pieces, registers = take_apart(of, dtype)
     places, outputs = 32 // of.bits, registers.count("=")
     assert len(pieces) * outputs == (2 * places if of.paired else places)
-    for _ in range(40):
-        words = [int(word) for word in rng.integers(0, 2**32, 2)]
-        above = [int(word) for word in rng.integers(0, 1 << 16, 2)] if of.high else []
-        made = [one for text in pieces for one in run_ptx(text, words + above, outputs)]
-        got = torch.tensor(made, dtype=torch.int64).int().view(dtype).view(-1, 2).float()
-        for number in range(len(got)):
-            place = number % places
-            for side in range(2):
-                code = words[side] >> place * of.bits & (1 << of.bits) - 1
-                if of.high:
-                    code |= (above[side] >> number * of.high & (1 << of.high) - 1) << of.bits
-                want = LEVELS[code] if of.levels else code + (1 << of.bits + of.high)
-                assert got[number, side] == want
+    words = list(rng.integers(0, 2**32, (2, 40)))
+    above = list(rng.integers(0, 1 << 16, (2, 40))) if of.high else []
+    made = np.stack([one for text in pieces for one in run_ptx(text, words + above, outputs)])
+    got = torch.from_numpy(made.view(np.uint16)).view(dtype).unflatten(1, (-1, 2)).float()
+    for number in range(len(got)):
+        place = number % places
+        for side in range(2):
+            code = words[side] >> place * of.bits & (1 << of.bits) - 1
+            if of.high:
+                code |= (above[side] >> number * of.high & (1 << of.high) - 1) << of.bits
+            want = np.asarray(LEVELS)[code] if of.levels else code + (1 << of.bits + of.high)
+            assert torch.equal(got[number, :, side], torch.from_numpy(want).float())
 
 
 @pytest.mark.parametrize("kind", READ)

@@ -137,7 +137,8 @@ def _raw_scale(scales: str, byte: int, raw: int) -> list[str]:
     """Return what makes bfloat16 of a scale that is one of four bytes."""
     lines = [f"prmt.b32 s, {scales}, 0, 0x{byte}4{byte}4;"]
     if raw == EXPONENTS:
-        return [*lines, "shr.b32 s, s, 1;"]
+        # The smallest, 2 ** -127, is a subnormal number.
+        return [*lines, "shr.b32 s, s, 1;", "max.u32 s, s, 0x00400040;"]
     size, bits, right = _BFLOAT16.e4m3
     lines += ["and.b32 e, s, 0x80008000;", f"shr.b32 s, s, {right};", f"lop3.b32 s, s, {bits}, e, 0xea;"]
     return [*lines, _BFLOAT16.fused("s", "s", size, NONE)]
