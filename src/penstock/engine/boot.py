@@ -227,7 +227,7 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
             say(f"kernels: plain torch computes, {why}")
         outline = where.agree(settle(config, model, device, say, where.shard, context.draft))
         native = device.type == "cpu" and config.kernels
-        if native and (why := find_library(config.cache.expanduser())):
+        if native and (why := find_library(config.cache.expanduser(), say)):
             what = "attention" if outline.spec.format == DENSE else "weights of few bits"
             say(f"kernels for {what}: none, plain torch computes much slower: {why}")
         sums = [where.collectives(one.spec, one.dtype) for one in outline.models]

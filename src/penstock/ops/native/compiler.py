@@ -16,6 +16,7 @@ import stat
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
@@ -40,15 +41,19 @@ class NativeError(Exception):
     """Says why there are no CPU kernels. Plain torch then computes, and no caller sees this."""
 
 
-def load(cache: Path, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+def load(
+    cache: Path, flags: tuple[str, ...] = (), say: Callable[[str], object] = lambda line: None
+) -> ctypes.CDLL:
     """Return the library, compiled first if it is not in `cache`. Raises NativeError.
 
     flags: more flags for the compiler, behind ours.
+    say: is given a line before it is compiled, which takes some seconds.
     """
     compiler = find_compiler()
     folder = _own_folder(cache)
     path = folder / f"{_name(compiler, flags)}.so"
     if not _is_whole(path):
+        say(f"kernels for this processor: being compiled, once, into {folder}")
         _compile(compiler, flags, path)
     try:
         return ctypes.CDLL(str(path))

@@ -6,7 +6,7 @@ the other rows of x. Kernels run on torch's own threads, as many as torch would 
 
 import ctypes
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import ClassVar
@@ -114,15 +114,16 @@ class _Found:
 _found = _Found()
 
 
-def find_library(cache: Path | None = None) -> str:
+def find_library(cache: Path | None = None, say: Callable[[str], object] = lambda line: None) -> str:
     """Compile or load the kernels, once in a process. Return why there are none; empty if there are.
 
     cache: the cache directory, by default the user's.
+    say: is given a line if they must be compiled.
     """
     with _found.lock:
         if not _found.sought:
             try:
-                _found.library = FewBitsLibrary(load(CACHE.expanduser() if cache is None else cache))
+                _found.library = FewBitsLibrary(load(CACHE.expanduser() if cache is None else cache, say=say))
             except NativeError as fault:
                 _found.why = str(fault)
             _found.sought = True
