@@ -111,7 +111,10 @@ def length(tokens: int) -> str:
 def rows(results: Results) -> Iterator[Row]:
     yield from transformers_on_cpu(results["cpu_against_transformers"])
     yield from server(results["cpu_server_overhead"], "shipped model")
+    yield from beside_llama_cpp(results["cpu_llama_cpp"])
     yield from resident(results)
+    for card in ("h200", "h100"):
+        yield from few_bits(results[f"{card}_few_bits"])
     yield from two_devices(results["h200_tensor_parallel"]["2026-11-23, kernels noted"])
     yield from server(results["h200_server_overhead"]["0.6B, 1,000 tokens"], "0.6B shape")
     yield from tiers(results["h200_prefix_tiers"])
@@ -230,6 +233,49 @@ def resident(results: Results) -> Iterator[Row]:
             bound,
             f"{one['of_bound']:.2f}",
         )
+
+
+def beside_llama_cpp(whole: Json) -> Iterator[Row]:
+    for threads in ("2 threads", "1 thread"):
+        one = whole[threads] if threads in whole else whole[threads + "s"]
+        for part, said in (("decode", "decode"), ("prompt", f"prompt of {whole['prompt']}")):
+            ours, theirs = (
+                Value(
+                    f"{rate['median']:,.0f} tokens/s",
+                    f"{rate['least']:,.0f} to {rate['most']:,.0f} tokens/s, {len(one['runs'][side])} runs",
+                )
+                for side in ("penstock", "llama.cpp")
+                for rate in (one["tokens_per_second"][f"{side} {part}"],)
+            )
+            medians = [
+                one["tokens_per_second"][f"{side} {part}"]["median"] for side in ("penstock", "llama.cpp")
+            ]
+            work = f"SmolLM2-135M, GGUF Q4_1, {said}, {threads}"
+            where = machine(one["environment"])
+            yield Row(work, where, ours, "llama.cpp", theirs, f"{medians[0] / medians[1]:.2f}")
+
+
+def few_bits(whole: Json) -> Iterator[Row]:
+    """Decode, a prompt beside bfloat16, and layers that stream; the last two in int4."""
+    where = machine(whole["environment"], 1)
+    dense = next(one for one in whole["bench"] if one["bench"] == "prefill" and not one["format"])
+    for one in whole["bench"]:
+        ours = times(one["ms"], millis(2 if one["ms"]["median"] < 100 else 0))
+        work = f"{one['model']} shape, {one['format']}, "
+        if one["streaming"]:
+            link = one["streaming"]["copied_per_pass"] / one["streaming"]["link_ceiling"] * 1e3
+            work += "device 16 GiB, rest in host memory, decode, batch 1"
+            beside = "measured link", Value(f"{link:.0f} ms"), f"{link / one['ms']['median']:.2f}"
+        elif one["bench"] == "decode":
+            work += f"decode, batch {one['batch']}, {length(one['context'])} of context"
+            beside = "memory bound", Value(f"{one['bound']['ms']:.2f} ms"), f"{one['of_bound']:.2f}"
+        elif one["format"]:
+            work += f"prompt of {length(one['context'])}"
+            theirs = times(dense["ms"], millis(0))
+            beside = "bfloat16", theirs, f"{dense['ms']['median'] / one['ms']['median']:.2f}"
+        else:
+            continue
+        yield Row(work, where, ours, *beside)
 
 
 def two_devices(whole: Json) -> Iterator[Row]:
