@@ -33,7 +33,6 @@ from penstock.ops.triton.codes import (
     plain_number,
     scale_of,
 )
-from penstock.ops.triton.linear import fetch
 from penstock.ops.triton.pointwise import silu
 from penstock.ops.triton.ptx import floats_of
 from penstock.ops.triton.tuning import multiprocessors
@@ -121,7 +120,6 @@ def _one_row(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     EARLY: tl.constexpr,
-    FETCHED: tl.constexpr,
     PTX: tl.constexpr,
 ) -> None:
     """Compute the numbers of ROWS rows of the matrix for each warp; GATED and SECOND: as in `few_bits`.
@@ -150,10 +148,6 @@ def _one_row(  # type: ignore[no-untyped-def]
     last = tl.cdiv(inner, RUN) * 8
     acc = tl.zeros([LANES, WARPS, ROWS], tl.float32)
     words = tl.load(words_at, mask=(word < last)[:, None, None, :], other=0)
-    if FETCHED > 0:  # noqa: SIM102 -- known when it is compiled, the other when it runs
-        if inner > STEP:
-            behind = tl.minimum(FETCHED, (last - RUNS * 8) * 4)
-            fetch(codes + own.to(tl.int64) * s_w + RUNS * 8, behind)
     if EARLY:
         gdc_wait()
     for k in tl.range(0, inner, STEP):
@@ -237,13 +231,11 @@ class RowTuning:
     """RowTuning says how a product with one row is cut.
 
     rows: rows of the matrix that a warp has. runs: runs of 256 bits of each at a time. warps: of a program.
-    fetched: bytes of each row that are prefetched before x is waited for, behind those that are read at once.
     """
 
     rows: int
     runs: int
     warps: int = 4
-    fetched: int = 0
 
 
 def one_row(
@@ -294,7 +286,6 @@ def one_row(
         GATED=gated,
         BIASED=bias is not None,
         EARLY=early,
-        FETCHED=tuning.fetched if early else 0,
         PTX=floats_of(kind.codes, zeros=zero is not None) if converts(kind.codes) else "",
         num_warps=tuning.warps,
         **pdl_launch_options(early),

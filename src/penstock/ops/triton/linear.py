@@ -158,7 +158,7 @@ def one_row_tuning(inner: int, gated: bool, itemsize: int) -> tuple[int, int, in
 
 
 @triton.jit
-def fetch(at, size):  # type: ignore[no-untyped-def]
+def _fetch(at, size):  # type: ignore[no-untyped-def]
     """Fetch `size` bytes, a multiple of 16, from each address to the L2 cache, without waiting (prefetch)."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
@@ -216,7 +216,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
     first = weight + own.to(tl.int64) * s_w
     if FETCHED > 0:  # noqa: SIM102 -- known when it is compiled, the other when it runs
         if begin < end:
-            fetch(first + begin, tl.minimum(FETCHED, (end - begin) * 2))
+            _fetch(first + begin, tl.minimum(FETCHED, (end - begin) * 2))
     if EARLY:
         gdc_wait()
     row, step = tl.arange(0, ROWS), tl.arange(0, STEP)
