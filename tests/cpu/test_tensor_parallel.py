@@ -135,7 +135,8 @@ def test_each_rank_streams_its_own_share(tmp_path: Path) -> None:
                 assert stats.read > 0
                 assert stats.copied > 10 * whole // 2
                 assert stats.device + stats.host + stats.disk == whole
-    assert sorted(path.name[-6:] for path in tmp_path.iterdir() if path.is_dir()) == ["0-of-2", "1-of-2"]
+    folders = sorted(path.name[-6:] for path in tmp_path.iterdir() if path.is_dir())
+    assert folders == ["0-of-2", "1-of-2", "native"]
 
 
 def test_a_rank_that_is_killed_is_an_error_that_says_so_and_leaves_nothing() -> None:

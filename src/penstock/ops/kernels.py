@@ -101,9 +101,11 @@ def _functions(module: ModuleType) -> "list[JITFunction[Any]]":
 _MODULES = (
     "attention",
     "dequantise",
+    "dequantise_blocks",
     "blocks",
     "experts",
     "few_bits",
+    "few_bits_row",
     "few_bits_experts",
     "linear",
     "pointwise",
