@@ -238,7 +238,7 @@ def blocks(*kinds: str) -> None:
         sources = [matrix("model.layers.0.mlp.down_proj.weight", HIDDEN, INNER)]
         format = FORMATS[kind].cut(sources)
         (stored,) = format.stored("bfloat16", sources)
-        large = Matrix(format, (HIDDEN, INNER), {"blocks": empty(*stored.shape, dtype=torch.uint8)})
+        large = Matrix(format, (HIDDEN, INNER), {"repacked": empty(*stored.shape, dtype=torch.uint8)})
         triton_blocks.dequantise(large, slice(0, 1024), empty(1024, INNER))
         for rows, dtype in ((16, torch.float16), (64, BF16)):
             triton_blocks.few_rows(empty(rows, INNER, dtype=dtype), large, gated=rows == 16)

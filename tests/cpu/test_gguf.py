@@ -42,6 +42,7 @@ from penstock.weights.checkpoint.gguf import HeadRows
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.gguf.tokenizer import read_gguf_tokenizer
+from penstock.weights.pack.manifest import seal
 from penstock.weights.pack.quantising import QuantisedCheckpoint
 from penstock.weights.pack.reader import Pack
 from penstock.weights.pack.writer import write_pack
@@ -275,6 +276,23 @@ def test_packs(name: str, tmp_path: Path) -> None:
     with Checkpoint.open(made.file) as again:
         assert again.fingerprint() == print_
     assert outputs(tmp_path / "pack", kernels=False) == outputs(made.dense)
+
+
+def test_packs_of_another_order_are_refused(tmp_path: Path) -> None:
+    """Packs once had blocks as in the file, in as many bytes: only the name of the part tells them apart."""
+    made = gguf_files.write(source("llama"), tmp_path, Writing("Q4_K"))
+    with Checkpoint.open(made.file) as checkpoint:
+        write_pack(checkpoint, tmp_path / "pack", "float32")
+    path = tmp_path / "pack" / "manifest.json"
+    body = json.loads(path.read_text())
+    del body["checksum"]
+    fields = [field for group in body["groups"] for field in group["fields"]]
+    assert any(field["name"].endswith(".repacked") for field in fields)
+    for field in fields:
+        field["name"] = field["name"].replace(".repacked", ".blocks")
+    path.write_bytes(seal(body))
+    with pytest.raises(CheckpointError, match="pack the model again"), Pack.open(tmp_path / "pack"):
+        pass
 
 
 def test_threads_make_a_field_once(tmp_path: Path) -> None:

@@ -558,3 +558,25 @@ def test_the_shipped_model_hardly_loses_where_sensitive_modules_have_eight_bits(
         with LLM(path, device="cpu", dtype="bfloat16", max_length=2048) as llm:
             found.append(perplexity(llm, work, "shipped", lambda _: None).log_perplexity)
     assert abs(found[1] - found[0]) < 0.05
+
+
+def test_a_trial_of_another_model_stays(tmp_path: Path) -> None:
+    """Where the pack is there already, a pack beside it that has the name of a trial may be somebody's."""
+    out, other = tmp_path / "out", tmp_path / "out.trial"
+    for model, to in (("llama", out), ("llama_tied", other)):
+        with Checkpoint.open(tiny.checkpoint(model)) as checkpoint:
+            recipe = next(iter(mix.mixes(checkpoint, 8)))
+            write_pack(QuantisedCheckpoint(checkpoint, recipe, "float32", torch.device("cpu")), to, "float32")
+    with Checkpoint.open(tiny.checkpoint("llama")) as checkpoint:
+        mix.write_mix(checkpoint, 8, out, "float32", None, "cpu", print)
+    assert (other / "manifest.json").exists()
+
+
+def test_a_mix_of_few_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may be trained for fewer than its own text has. The pack may be the working directory."""
+    model = tiny.write(tiny.CASES["llama"], tmp_path / "model", max_position_embeddings=32)
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    with Checkpoint.open(model) as checkpoint:
+        mix.write_mix(checkpoint, 8, Path("."), "float32", None, "cpu", print)
+    assert (tmp_path / "out" / "manifest.json").exists()

@@ -28,7 +28,7 @@ def resting(kind: str, height: int, width: int, cut: range | None = None) -> Mat
     (stored,) = format.stored("float32", sources)
     assert stored.repack is not None
     blocks = stored.repack([drawn]).contiguous()
-    return Matrix(format, (height, width if cut is None else len(cut)), {"blocks": blocks})
+    return Matrix(format, (height, width if cut is None else len(cut)), {"repacked": blocks})
 
 
 @pytest.mark.parametrize("kind", READ)

@@ -47,7 +47,7 @@ def test_products_of_few_rows(kind: str, cut: range | None) -> None:
     (stored,) = format.stored("bfloat16", sources)
     assert stored.repack is not None
     blocks = stored.repack([drawn]).cuda()
-    weight = Matrix(format, (1056, format.width), {"blocks": blocks})
+    weight = Matrix(format, (1056, format.width), {"repacked": blocks})
     plain = weight.dequantised(torch.empty(0)).double()
     made = torch.empty(1056, format.width, device="cuda")
     dequantise(weight, slice(0, 1056), made)

@@ -18,11 +18,13 @@ from pathlib import Path
 from penstock.api.llm import LLM
 from penstock.arch.formats.recipe import GROUP, Recipe
 from penstock.arch.layout import group_layouts
+from penstock.base.errors import PenstockError
 from penstock.memory.device import choose_device
 from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.directory import sync_directory
 from penstock.weights.pack.quantising import QuantisedCheckpoint, recipe_in
+from penstock.weights.pack.reader import Pack
 from penstock.weights.pack.writer import write_pack
 
 MOST = 0.1
@@ -82,6 +84,7 @@ def write_mix(
     tell: called with what each mix loses.
     Raises what LLM, QuantisedCheckpoint and write_pack raise.
     """
+    out = Path(os.path.abspath(out))  # "." has no name.
     left, trial, taken = mixes(checkpoint, group), out.with_name(f"{out.name}.trial"), _is_taken(out)
     mine = [QuantisedCheckpoint(checkpoint, recipe, dtype, choose_device(device)) for recipe in left]
     begun = recipe_in(out if taken else trial)
@@ -93,7 +96,7 @@ def write_mix(
             os.replace(trial, out)
             sync_directory(out.parent)
     write_pack(source, out, dtype, store)
-    if recipe_in(trial) in left:  # And not a stranger's directory of that name.
+    if _is_pack_of(trial, source):  # And not a stranger's directory of that name.
         shutil.rmtree(trial)
     return source
 
@@ -106,6 +109,17 @@ def _is_taken(out: Path) -> bool:
         return False
     except OSError:
         return True
+
+
+def _is_pack_of(path: Path, source: QuantisedCheckpoint) -> bool:
+    """Tell whether a directory is a finished pack of just this model, in just this mix."""
+    if recipe_in(path) != source.recipe:
+        return False
+    try:
+        with Pack.open(path) as pack:
+            return pack.manifest.fingerprint == source.fingerprint().hex()
+    except PenstockError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +157,8 @@ class _Trials:
     def _opened(self, model: Path) -> LLM:
         """Return a model to write or to read such a text. Few steps are not worth recording."""
         return LLM(
-            model, dtype=self.dtype, device=self.device, max_length=TOKENS + 1, max_sequences=SEQUENCES,
+            model, dtype=self.dtype, device=self.device, max_sequences=SEQUENCES,
+            max_length=min(TOKENS + 1, self.sources[0].spec.max_length),
             graphs=False, prefix_cache=False, progress=False,
         )  # fmt: skip
 
@@ -156,13 +171,14 @@ def following(left: Sequence[float], at: int, loss: float) -> int:
 
 
 def own_text(llm: LLM) -> list[list[int]]:
-    """Return SEQUENCES of TOKENS that the model writes, the same each time."""
-    draw = random.Random(0)
+    """Return SEQUENCES of TOKENS that the model writes, or fewer if it was trained for fewer: the same each
+    time."""
+    draw, tokens = random.Random(0), min(TOKENS, llm.spec.max_length - 1)
     starts = [[draw.randrange(llm.spec.vocab_size)] for _ in range(SEQUENCES)]
     drawn = [
         SamplingParams(
             temperature=1, top_k=0, top_p=1, min_p=0, repetition_penalty=1,
-            max_tokens=TOKENS - 1, ignore_eos=True, seed=seed,
+            max_tokens=tokens - 1, ignore_eos=True, seed=seed,
         )
         for seed in range(SEQUENCES)
     ]  # fmt: skip

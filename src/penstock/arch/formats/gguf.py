@@ -107,8 +107,10 @@ class _Apart:
 class Blocks(WeightFormat):
     """Blocks rest in the bits of the file, in another order: codes, high bits and scales lie apart.
 
-    There is one part, `blocks`, uint8 `[out, bytes]`, of whole blocks, also where a rank's columns begin or
-    end inside of one. `gguf_blocks.Resting` says where its bits lie, and what they stand for.
+    There is one part, `repacked`, uint8 `[out, bytes]`, of whole blocks, also where a rank's columns begin or
+    end inside of one. `gguf_blocks.Resting` says where its bits lie, and what they stand for. Packs name it,
+    and those in which blocks are as in the file call it `blocks`: they are refused. Another order needs
+    another name.
     """
 
     name: str = METHOD
@@ -156,11 +158,11 @@ class Blocks(WeightFormat):
         height = sum(source.taken[0] for source in sources)
         raw = tuple(_raw(self.block, source) for source in sources)
         repack = _Put(self, dtype, tuple(sources))
-        return (StoredTensor("blocks", (height, self.row_bytes), "uint8", raw, repack, _RANDOM),)
+        return (StoredTensor("repacked", (height, self.row_bytes), "uint8", raw, repack, _RANDOM),)
 
     def dequantise(self, parts: "Mapping[str, Tensor]", rows: slice = ALL) -> "Tensor":
         """Return the matrix in float32, `[out, in]`."""
-        values = self.resting.take(parts["blocks"][rows], self.units)
+        values = self.resting.take(parts["repacked"][rows], self.units)
         return values[:, self.skip : self.skip + self.width]
 
 
@@ -192,7 +194,7 @@ class _Put:
                     self.dtype == "float16"
                     and max(float(one.abs().max()) for one in scales) * _MOST > LARGEST
                 ):
-                    within(self.format.dequantise({"blocks": put}), self.dtype, source.tensor)
+                    within(self.format.dequantise({"repacked": put}), self.dtype, source.tensor)
             parts.append(made)
         return below_each_other(parts)
 

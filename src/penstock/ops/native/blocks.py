@@ -79,7 +79,7 @@ def dequantise(weight: Matrix, rows: slice, out: Tensor) -> None:
 def address(weight: Matrix) -> int:
     """Return the address of the `struct blocks` of a matrix, made at its first use."""
     if weight.native is None:
-        format, blocks = weight.format, weight.parts["blocks"]
+        format, blocks = weight.format, weight.parts["repacked"]
         assert isinstance(format, Blocks)
         assert blocks.is_contiguous()
         (height, inner), (codes, high, heads), units = weight.shape, format.parts, format.units

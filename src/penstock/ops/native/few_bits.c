@@ -265,7 +265,7 @@ INLINE vec part(int kind, int grain, raw words, int p, terms its)
     const int bits = kind == INT8 ? 8 : 4;
     __m256i codes = _mm256_srli_epi32(words, bits * p);
     if (kind == E2M1) { /* The table is looked up by the lowest three bits; the fourth is the sign. */
-        __m256i sign = _mm256_and_si256(_mm256_slli_epi32(words, 28 - 4 * p), _mm256_set1_epi32(1 << 31));
+        __m256i sign = _mm256_and_si256(_mm256_slli_epi32(words, 28 - 4 * p), _mm256_set1_epi32(1u << 31));
         vec table = grain ? its.scale : _mm256_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6);
         vec values = _mm256_xor_ps(_mm256_permutevar8x32_ps(table, codes), _mm256_castsi256_ps(sign));
         return grain ? values : _mm256_mul_ps(values, its.scale);

@@ -124,7 +124,7 @@ def _dequantise(  # type: ignore[no-untyped-def]
 def resting_parts(weight: Matrix, rows: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor]:
     """Return the words of a matrix's codes, int32, its high bits, int16, and its heads, int32: each
     `[rows, ...]`, and a part of the rows."""
-    format, blocks = weight.format, weight.parts["blocks"]
+    format, blocks = weight.format, weight.parts["repacked"]
     assert isinstance(format, Blocks)
     end, high, _ = format.parts
     words, heads = blocks[rows].view(torch.int32), blocks[rows, end + high :].view(torch.int32)
