@@ -232,7 +232,7 @@ def plain_torch(wanted: bool = True) -> Iterator[None]:
 @contextmanager
 def between_products(wanted: bool) -> Iterator[None]:
     """Let our kernels for CPUs also compute what is between products on this thread, if `wanted`: for models
-    with weights of few bits, for which they are compiled anyhow."""
+    with weights of few bits. Dense ones keep torch there, and its rounding."""
     before, _launches.between = _launches.between, wanted
     try:
         yield

@@ -224,14 +224,13 @@ class BlocksTuning:
     """BlocksTuning says how a product is cut.
 
     cols: rows of the matrix a program has. splits: programs that share a sum. stages: units under way.
-    warps: of a program. registers: most of a thread; None leaves that to the compiler.
+    warps: of a program.
     """
 
     cols: int
     splits: int
     stages: int = 3
     warps: int = 1
-    registers: int | None = None
 
 
 def few_rows(
@@ -306,7 +305,6 @@ def few_rows(
         PTX=ptx,
         REGISTERS=registers,
         num_warps=tuning.warps,
-        maxnreg=tuning.registers,
         **pdl_launch_options(early),
     )
     return y

@@ -216,11 +216,9 @@ def number(  # type: ignore[no-untyped-def]
     words, zero, scale, place: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, SCALED: tl.constexpr
 ):
     """Return the numbers that are the codes of one place, by plain arithmetic in float32."""
-    values = decoded(words, place, KIND)
+    values = plain_number(words, place, KIND, ZEROS)
     if ZEROS:
         values -= zero
-    elif KIND <= INT8:
-        values -= 8.0 if KIND == INT4 else 128.0
     return values * scale if SCALED else values
 
 
@@ -228,22 +226,12 @@ def number(  # type: ignore[no-untyped-def]
 def plain_number(  # type: ignore[no-untyped-def]
     words, place: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr
 ):
-    """Return codes of one place in float32, without their zero points: with few instructions, where a thread
-    adds up by itself.
-
-    A code of four bits is made the mantissa of a number that is subtracted again: one logical instruction,
-    and a shift for every third.
-    """
-    if KIND == INT4:
-        low: tl.constexpr = place if place < 5 else place - 5
-        size: tl.constexpr = 150 - 4 * low
-        bits = words if place < 5 else words >> 20
-        value = ((bits & (15 << 4 * low)) | (size << 23)).to(tl.float32, bitcast=True)
-        return value - (2.0 ** (23 - 4 * low) + (0.0 if ZEROS else 8.0))
-    if KIND == INT8:
-        value = (((words >> 8 * place) & 255) | 0x4B000000).to(tl.float32, bitcast=True)
-        return value - (8388608.0 if ZEROS else 8388736.0)
-    return decoded(words, place, KIND)
+    """Return codes of one place in float32 by plain arithmetic. Zero points of integers are taken off unless
+    they are apart (ZEROS)."""
+    values = decoded(words, place, KIND)
+    if KIND <= INT8 and not ZEROS:
+        values -= 8.0 if KIND == INT4 else 128.0
+    return values
 
 
 @triton.jit  # type: ignore[untyped-decorator]
