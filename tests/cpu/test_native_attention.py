@@ -95,6 +95,17 @@ class Made:
         return out, lse
 
 
+def test_values_may_lie_otherwise_than_keys() -> None:
+    """In pages of their own, with more between blocks, tokens and heads."""
+    made, layer = Made(*SHAPES[0], torch.float32), LayerAttention(0.125, lse=True)
+    want, _ = made.found(layer)
+    k, v = made.cache
+    wide = torch.full((len(v), 2 * BLOCK, v.shape[2] + 3, v.shape[3]), torch.nan)
+    wide[:, :BLOCK, : v.shape[2]] = v
+    made.cache = k, wide[:, :BLOCK, : v.shape[2]]
+    assert torch.equal(made.found(layer)[0], want)
+
+
 @pytest.mark.parametrize("window", [None, 1, 20, 1000])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", SHAPES)

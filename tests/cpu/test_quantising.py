@@ -434,6 +434,17 @@ def test_a_model_that_loses_little_has_four_bits(tmp_path: Path, monkeypatch: py
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_a_mix_loses_at_most_so_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first one that loses a little more is not taken, and the next that loses less is."""
+    given = iter((0.0, 1.1 * mix.MOST, mix.MOST))  # The dense model's, and those of two mixes.
+    monkeypatch.setattr(mix, "log_perplexity", lambda llm, texts: next(given))
+    told = list[str]()
+    recipe = mixed(tiny.checkpoint("llama"), tmp_path / "out", told)
+    assert len(told) == 2
+    assert str(recipe) in told[1]
+    assert str(recipe) not in told[0]
+
+
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_an_interrupted_choice_goes_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mix, "MOST", -1.0)
