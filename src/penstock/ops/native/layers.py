@@ -116,6 +116,11 @@ class Half:
 _KERNELS = {"few_bits": few_bits, "blocks": blocks}
 
 
+def _like(part: Tensor, x: Tensor) -> bool:
+    """Tell whether kernels may read one as the other: as many numbers of one dtype, side by side."""
+    return part.shape == x.shape and part.dtype == x.dtype and part.is_contiguous()
+
+
 def feed_forward(weights: GroupViews, eps: float, x: Tensor, part: Tensor | None) -> Tensor | None:
     """Return the output of a feed-forward, `[rows, hidden]`, or None where it is not computed here.
 
@@ -124,6 +129,7 @@ def feed_forward(weights: GroupViews, eps: float, x: Tensor, part: Tensor | None
     """
     down, found = weights.matrices["down"], library()
     half = down.half
+    assert part is None or _like(part, x), (part.shape, part.dtype, part.stride())
     if not isinstance(half, Half) or half.dtype != x.dtype:
         half = down.half = Half(weights, ("gate_up", "down"), x.dtype, eps)
     if not half.address or found is None:
@@ -171,6 +177,7 @@ def attention(
     assert found is not None
     assert rows is not None
     assert isinstance(half, Half)
+    assert part is None or _like(part, x), (part.shape, part.dtype, part.stride())
     if not half.address:
         return None
     of_block, of_token, of_head, _ = k.stride()
