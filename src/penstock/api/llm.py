@@ -26,6 +26,7 @@ from penstock.base.setting import keywords_of
 from penstock.base.trace import Trace
 from penstock.engine.boot import Booted, boot
 from penstock.engine.engine import Progress, Stats
+from penstock.engine.placing import Override, RoutingSource
 from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.cache import is_pack
@@ -62,14 +63,23 @@ class LLM:
         progress: bool | None = None,
         trace: Trace | None = None,
         loading: Loading | None = None,
+        routing: RoutingSource | None = None,
     ) -> Self:
-        """Return an LLM of settings that have been made already, as `LLM(...)` does of its arguments."""
+        """Return an LLM of settings that have been made already, as `LLM(...)` does of its arguments.
+
+        routing: sees or replaces the scores of routers, for measurements.
+        """
         llm = cls.__new__(cls)
-        llm._open(config, progress, trace, loading)
+        llm._open(config, progress, trace, loading, routing)
         return llm
 
     def _open(
-        self, config: Config, progress: bool | None, trace: Trace | None, loading: Loading | None
+        self,
+        config: Config,
+        progress: bool | None,
+        trace: Trace | None,
+        loading: Loading | None,
+        routing: RoutingSource | None = None,
     ) -> None:
         self._progress = progress
         with ExitStack() as opened, ThreadPoolExecutor(1, "penstock-tokenizer") as beside:
@@ -82,7 +92,15 @@ class LLM:
             tokenizer = beside.submit(Tokenizer.from_model, config.model)
             defaults = weights.generation
             structures = Structures(tokenizer.result, weights.spec.vocab_size, defaults.eos_tokens)
-            self._booted = boot(config, weights, say=log.info, trace=trace, loading=loading, guide=structures)
+            self._booted = boot(
+                config,
+                weights,
+                say=log.info,
+                trace=trace,
+                override=Override(routing=routing),
+                loading=loading,
+                guide=structures,
+            )
             engine = self._booted.engine
             opened.callback(engine.close)
             self.limits = ServingLimits.of(self._booted.limits, engine.scheduler, self._booted.budget.blocks)

@@ -200,6 +200,63 @@ REQUESTS = (
         help="Compute by kernels of our own, on a GPU; else by plain torch. [on]",
     ),
 )
+_ROUTING_HELP = (
+    "Let tokens of a mixture take the experts of this routing: uniform, zipf, zipf:S (that of rank r as often "
+    "as r^-S), or a FILE of `penstock bench experts`. [the routers' own]"
+)
+ROUTING = (option(WORK, "--routing", metavar="ROUTING", help=_ROUTING_HELP),)
+_EXPERT_POLICIES = [
+    "static", "ideal", "slots", "slots-shared", "today", "lru", "lfu", "slru", "arc", "s3-fifo"
+]  # fmt: skip
+_USUAL_POLICIES = "static,today,slots,ideal"
+RECORDING = (
+    option(
+        WORK,
+        "--text",
+        type=click.Path(path_type=Path),
+        metavar="PATH",
+        help="The text to read: a file, or a folder's .txt files.",
+    ),
+    option(
+        WORK,
+        "--recorded",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Replay a routing that was recorded before, without a model.",
+    ),
+    option(
+        WORK,
+        "--sequences",
+        type=COUNT,
+        default=16,
+        metavar="N",
+        help="Prompts, spread evenly over the text. [16]",
+    ),
+    option(WORK, "--prompt", type=COUNT, default=384, metavar="N", help="Tokens of each prompt. [384]"),
+    option(WORK, "--output", type=COUNT, default=128, metavar="N", help="Tokens of each continuation. [128]"),
+    option(
+        WORK,
+        "--slots",
+        callback=token_counts,
+        metavar="N,N,...",
+        help="Numbers of slots, of all layers together. [a 16th to three quarters of all experts]",
+    ),
+    option(
+        WORK,
+        "--policies",
+        callback=partial(names_of, "policy", _EXPERT_POLICIES),
+        default=_USUAL_POLICIES,
+        metavar="NAME,...",
+        help=f"Policies to compare: {', '.join(_EXPERT_POLICIES)}. [{_USUAL_POLICIES}]",
+    ),
+    option(
+        OUTPUT,
+        "--routing-out",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Write the recorded routing to FILE.",
+    ),
+)
 HASHES, SERVED = "Without a model", "With a model"
 AT_ONCE = 16
 _HOST_KV = "Host memory for KV that the device does not hold, also of later requests; 0: none."

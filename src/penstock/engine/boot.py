@@ -237,6 +237,9 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
         agree = where.group.follow if where.group else None
         runner = make_runner(outline, device, *sums, agree=agree, guide=context.guide)
         opened.callback(runner.detach)
+        if (imposed := context.override.routing) is not None:
+            rows, dtype = outline.limits.max_sequences, getattr(torch, outline.dtype)
+            runner.target.decoder.routing = imposed.on(outline.spec, rows, device, dtype)
 
         def ahead(one: Settled, by: RankCollectives | None, early: bool) -> None:
             blank = partial(blank_runner, one, device, by, early=early)

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
+from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.tiers import Tier
 from penstock.base.trace import Trace
@@ -16,6 +18,7 @@ from penstock.engine.hardware import read_hardware
 from penstock.engine.plan import BootPlan, Measured, Outline, plan_boot
 from penstock.memory.device import give_back
 from penstock.memory.probe import copy_rate, file_read, memory_read
+from penstock.models.inputs import Routing
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.pack.cache import cached_pack
@@ -42,6 +45,13 @@ _LEAST_READ = 16 << 20
 """Least bytes of memory to measure its rate with, however small the budget."""
 
 
+class RoutingSource(Protocol):
+    """Makes a routing for each rank of an engine; it is sent to them."""
+
+    def on(self, spec: ModelSpec, rows: int, device: torch.device, dtype: torch.dtype) -> Routing:
+        """Return the routing of a model, for decode steps of up to `rows` rows, with scores of `dtype`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Override:
     """Replaces what a boot would find, for measurements and tests.
@@ -49,10 +59,12 @@ class Override:
     limits: bytes for weights, instead of what the budgets leave. The disk is used if it must be.
     disk: reader of the weights that stay on disk, instead of the model's own source, and the file or device
         that it reads.
+    routing: makes what replaces the scores of routers.
     """
 
     limits: WeightLimits | None = None
     disk: tuple[WeightSource, Path] | None = None
+    routing: RoutingSource | None = None
 
 
 @dataclass(frozen=True, slots=True)

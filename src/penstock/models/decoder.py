@@ -13,7 +13,7 @@ from penstock.arch.layout import GroupId, GroupKind
 from penstock.arch.parts import held, local_spec
 from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import LayerSpec, ModelSpec, MoeSpec
-from penstock.models.inputs import ColdCache, Collectives, LayerCaches, StepInputs, Weights
+from penstock.models.inputs import ColdCache, Collectives, LayerCaches, Routing, StepInputs, Weights
 from penstock.models.mixers import FORWARD, Mixing, attention_at_once
 from penstock.models.moe import mixture
 from penstock.models.residual import Residual
@@ -69,6 +69,8 @@ class Decoder:
         self._local, self._vocabulary = local_spec(spec, shard), held(spec, shard).vocabulary
         self._collectives = collectives if shard.ranks > 1 else None
         self._rows_at_rest, self._dtype = rows_at_rest, dtype
+        self.routing: Routing | None = None
+        """Sees the scores of every router, if a measurement asks for it."""
 
     def forward(
         self,
@@ -205,6 +207,8 @@ class Decoder:
         w = weights.take(group)
         x, after = residual.normed(w.vectors.get("norm")), w.vectors.get("norm_after")
         scores = linear(x, w.matrices["router"])
+        if self.routing is not None:
+            scores = self.routing.scores(layer, w, x, scores)
         weights.release(group)
         assert weights.experts is not None, "a mixture without experts"
         mixed = mixture(x, scores, moe, layer, weights.experts, rows_at_rest=self._rows_at_rest)

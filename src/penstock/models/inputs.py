@@ -114,6 +114,18 @@ class ExpertWeights(Protocol):
         """
 
 
+class Routing(Protocol):
+    """Watches or replaces what the routers of mixtures say, for measurements."""
+
+    def scores(self, layer: int, router: GroupViews, x: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores to choose experts by, `[tokens, experts]`: these ones, or others.
+
+        router: the views of the layer's router, norm included. x: its input, normalised, `[tokens, hidden]`.
+        Called once for each mixture of a pass, in the order of layers. The host may not wait where steps are
+        recorded.
+        """
+
+
 class Collectives(Protocol):
     """Exchanges rows between the ranks of a model in a pass, on the compute stream. All call the same in the
     same order, with as many rows.

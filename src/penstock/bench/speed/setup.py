@@ -17,7 +17,7 @@ from penstock.bench.report import Subject
 from penstock.bench.shapes import is_bare
 from penstock.bench.speed.streaming import scratch
 from penstock.engine.boot import Booted, boot
-from penstock.engine.placing import Override, Say
+from penstock.engine.placing import Override, RoutingSource, Say
 from penstock.engine.settling import choose_dtype
 from penstock.memory.device import choose_device, device_name, give_back
 from penstock.memory.probe import matmul_rate
@@ -35,12 +35,14 @@ class Target:
         a directory has nothing but a config.json in it.
     scratch: a directory, and the most bytes to write there. Random weights that do not fit into memory are
         read from it.
+    routing: replaces what the routers of a mixture say.
     """
 
     name: str
     source: Mapping[str, object] | Path
     config: Config
     scratch: tuple[Path, int] | None = None
+    routing: RoutingSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class OpenModel:
         give_back(self.device)
         there = self.target.scratch if self.random else None
         with scratch(*there, self.layouts, self.dtype) if there else nullcontext() as disk:
-            return boot(config, self.model, say=say, override=Override(limits, disk))
+            return boot(config, self.model, say=say, override=Override(limits, disk, self.target.routing))
 
 
 @contextmanager

@@ -23,10 +23,12 @@ from penstock.cli.bench_options import (
     COUNT,
     KV_BELOW,
     MODEL,
+    RECORDING,
     REPLAY,
     REPLAY_KV,
     REQUESTS,
     REST,
+    ROUTING,
     WINDOW,
     WORK,
 )
@@ -56,6 +58,10 @@ _CONTEXT = """
 _SERVE = """
   penstock bench serve-offline --shape 0.6B                256 requests of 100 to 1,024 tokens in and out
   penstock bench serve-offline ./my-model --requests 64 --input 500,2000 --output 50,200 --temperature 0.7
+"""
+_EXPERTS = """
+  penstock bench experts ./my-mixture --text book.txt --routing-out book.npz
+  penstock bench experts --recorded book.npz --policies slots,lru,ideal --slots 512,1024
 """
 _TRACE = """
   penstock bench trace conversation_trace.jsonl
@@ -126,9 +132,11 @@ def _prepare(given: dict[str, Any]) -> "tuple[Target, _Output]":
         )
     output, threads = _Output.of(given), given.pop("threads")
     scratch, most = given.pop("scratch", None), given.pop("scratch_size", None)
+    routing = given.pop("routing", None)
     config = Config(model or Path(), **given)
 
     compute_with(threads)
+    from penstock.bench.routing.imposing import ImposedRouting
     from penstock.bench.speed.setup import Target
 
     source = SHAPES[shape] if shape else model or SHIPPED_MODEL
@@ -136,13 +144,14 @@ def _prepare(given: dict[str, Any]) -> "tuple[Target, _Output]":
         config_file = SHAPES[shape] if shape else read_config(model)
         source = config_in(format, config_file, str(model or shape))
     name = shape or (str(model) if model else "shipped")
-    return Target(name, source, config, (scratch, parse_size(most)) if scratch else None), output
+    disk = (scratch, parse_size(most)) if scratch else None
+    return Target(name, source, config, disk, ImposedRouting.parse(routing) if routing else None), output
 
 
 @command.command(cls=Command, examples=_DECODE, short_help="Time single decode steps.")
 @click.argument("model", required=False, type=click.Path(path_type=Path))
 @option(WORK, "--output", type=COUNT, default=64, metavar="N", help="Decode steps to time. [64]")
-@with_options(*MODEL, *BATCH, *BENCH_ENGINE, *WINDOW, *REST)
+@with_options(*MODEL, *ROUTING, *BATCH, *BENCH_ENGINE, *WINDOW, *REST)
 def decode(output: int, **given: Any) -> None:
     """Time single decode steps: all prompts are in, each sequence gets a token a step. MODEL is a checkpoint
     directory, or one with only a config.json; its weights are then random."""
@@ -151,7 +160,7 @@ def decode(output: int, **given: Any) -> None:
 
 @command.command(cls=Command, examples=_PREFILL, short_help="Time prompts to their first tokens.")
 @click.argument("model", required=False, type=click.Path(path_type=Path))
-@with_options(*MODEL, *BATCH, *BENCH_ENGINE, *WINDOW, *REST)
+@with_options(*MODEL, *ROUTING, *BATCH, *BENCH_ENGINE, *WINDOW, *REST)
 def prefill(**given: Any) -> None:
     """Time prompts from the first step to the first token of each. MODEL is a checkpoint directory, or one
     with only a config.json; its weights are then random."""
@@ -197,7 +206,7 @@ def context(*, lengths: tuple[int, ...] | None, output: int, repeat: int, **give
     "serve-offline", cls=Command, examples=_SERVE, short_help="Time many requests of random lengths at once."
 )
 @click.argument("model", required=False, type=click.Path(path_type=Path))
-@with_options(*REQUESTS, *MODEL, *DEVICE, *REST)
+@with_options(*REQUESTS, *MODEL, *ROUTING, *DEVICE, *REST)
 def serve_offline(
     *,
     requests: int,
@@ -216,6 +225,56 @@ def serve_offline(
 
     lengths = RandomLengths(requests, prompt, output, seed)
     to.write(serve(ThroughputBench(target, lengths, temperature, repeat, baseline is not None), to.say))
+
+
+@command.command(
+    cls=Command, examples=_EXPERTS, short_help="How a mixture routes a text, and what slots hit."
+)
+@click.argument("model", required=False, type=click.Path(path_type=Path))
+@with_options(*RECORDING, *DEVICE, *REST)
+def experts(
+    *,
+    model: Path | None,
+    text: Path | None,
+    recorded: Path | None,
+    slots: tuple[int, ...] | None,
+    policies: tuple[str, ...],
+    routing_out: Path | None,
+    **given: Any,
+) -> None:
+    """Record which experts the routers of MODEL, a mixture, choose for a text and for continuations of it,
+    and replay that against numbers of slots: how many of the experts that a step asks for would be on the
+    device. `slots` is the policy that runs there, with slots by layer, `slots-shared` the same over all
+    layers, `today` the one that the host decides by. `static` keeps what the first half asked for most,
+    `ideal` knows the future. Hits are those of the second half. A file that --routing-out writes is read by
+    --recorded, by --routing of other benchmarks, and by `penstock plan`."""
+    if (model is None) == (recorded is None) or (model is not None) != (text is not None):
+        raise click.UsageError("give a MODEL and --text, or --recorded without them")
+    output, threads = _Output.of(given), given.pop("threads")
+    sequences, prompt, answer = (given.pop(name) for name in ("sequences", "prompt", "output"))
+    for file in (text, recorded):
+        if file is not None and not file.exists():
+            raise ConfigError(f"{file} does not exist; give another file")
+    if routing_out is not None and not routing_out.absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {routing_out}: its directory does not exist; create it")
+    length = prompt + answer + 1
+    config = Config(model or Path(), prefix_cache=False, max_length=length, **given)
+
+    compute_with(threads)
+    from penstock.bench.routing.experts import ReplayWork, RoutingWork, record, replay
+    from penstock.bench.routing.recording import Recording
+    from penstock.evals.prompts import text_of
+
+    if recorded is not None:
+        found = Recording.read(recorded)
+    else:
+        assert model is not None
+        assert text is not None
+        work = RoutingWork(text_of(text), text.name, sequences, prompt, answer)
+        found = record(config, work, model.resolve().name, output.say)
+        if routing_out is not None:
+            found.write(routing_out)
+    output.write(replay(found, ReplayWork(slots, policies), output.say))
 
 
 @command.command(cls=Command, examples=_TRACE, short_help="Replay a recorded workload through prefix caches.")

@@ -1,0 +1,85 @@
+"""Records what routers choose while an engine computes prompts."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.arch.spec import ModelSpec, MoeSpec
+from penstock.bench.routing.recording import least_dtype
+from penstock.ops.linear import linear
+from penstock.ops.matrix import GroupViews
+
+
+class Recorder:
+    """Sees the scores of every router of a decoder, and keeps what was chosen within its context.
+
+    There prompts are to be computed one at a time and with all of their positions wanted: then the rows of a
+    pass are the next tokens of one sequence in every layer.
+    """
+
+    def __init__(self) -> None:
+        """Record nothing yet."""
+        self.layers: tuple[int, ...] = ()
+        """Those that are mixtures, once the model is known."""
+        self._moe = MoeSpec(1, 1, 1, normalise=True)
+        self._recording = False
+        self._chosen: dict[int, list[Tensor]] = {}
+        self._foretold: dict[int, list[Tensor]] = {}
+        self._before: tuple[int, Tensor] | None = None
+        """The layer before, and its hidden states before their norm, but for a factor of each row."""
+
+    def on(self, spec: ModelSpec, rows: int, device: torch.device, dtype: torch.dtype) -> "Recorder":
+        """Return this recorder, for that model."""
+        if spec.moe is not None:
+            self._moe = spec.moe
+            self.layers = tuple(layer for layer in range(spec.layers) if spec.is_moe(layer))
+            self._chosen = {layer: [] for layer in self.layers}
+            self._foretold = {layer: [] for layer in self.layers[:-1]}
+        return self
+
+    def __enter__(self) -> None:
+        self._recording = True
+
+    def __exit__(self, *fault: object) -> None:
+        self._recording = False
+
+    def scores(self, layer: int, router: GroupViews, x: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores as they are."""
+        if self._recording:
+            self._chosen[layer].append(_highest(scores, self._moe.top_k))
+            norm = router.vectors.get("norm")
+            if self._before is not None:
+                before, hidden = self._before
+                given = hidden if norm is None else hidden * norm.float()
+                told = linear(given.to(x.dtype), router.matrices["router"])
+                self._foretold[before].append(_highest(told, min(2 * self._moe.top_k, self._moe.experts)))
+            last = layer == self.layers[-1]
+            self._before = None if last else (layer, x.float() if norm is None else _unscaled(x, norm))
+        return scores
+
+    def taken(self) -> tuple[NDArray[np.uint8 | np.uint16], NDArray[np.uint8 | np.uint16]]:
+        """Return what was chosen, `[tokens, layers, top_k]`, and what was foretold,
+        `[tokens, layers - 1, 2 * top_k]`, since the last call."""
+        dtype, wide = least_dtype(self._moe.experts), min(2 * self._moe.top_k, self._moe.experts)
+
+        def joined(parts: dict[int, list[Tensor]], width: int) -> NDArray[np.uint8 | np.uint16]:
+            layers = [torch.cat(some).cpu().numpy() for some in parts.values()]
+            for some in parts.values():
+                some.clear()
+            if not layers:
+                return np.empty((0, 0, width), dtype)
+            return np.stack(layers, 1).astype(dtype)
+
+        return joined(self._chosen, self._moe.top_k), joined(self._foretold, wide)
+
+
+def _highest(scores: Tensor, count: int) -> Tensor:
+    """Return the experts of the highest scores, int64 `[tokens, count]`; of equal ones the lower expert."""
+    return scores.float().sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def _unscaled(x: Tensor, norm: Tensor) -> Tensor:
+    """Return x without the weights of its norm; a weight of zero leaves nothing to find."""
+    weight = norm.float()
+    return torch.where(weight == 0, 0.0, x.float() / weight)

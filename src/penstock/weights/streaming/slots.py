@@ -1,0 +1,139 @@
+"""Decides which experts of a mixture have slots on the device, as a program over arrays of fixed sizes.
+
+A step of a layer is told which experts its tokens chose, and says which of them are in slots, which come, and
+which slot each of these takes. It is made of tensor operations without a wait and without a shape that
+depends on data, so it may run on the device within a recorded step. `bench.routing.policies.Ranked` plays the
+same rule on the host.
+
+The rule. An expert is worth its uses, each of which counts half after `half_life` steps (LRFU: Lee et al.,
+IEEE Trans. Computers 50, 2001; a short half-life is LRU, an endless one LFU). Worth is kept for every expert,
+in a slot or not, so what has left is remembered (a ghost) and comes back at its old rank. Of those that come,
+the one of most worth takes the slot of least worth, and so on, as long as it is worth `margin` times as much;
+an expert that finds no such slot comes for one use (a bypass). Slots are those of one layer: layers do not
+compete, and the arrays of a layer fit in a block of threads.
+
+Three things hold after every step: an expert is in one slot at most; `slot_of` and `expert_of` are inverse to
+each other; an expert that is asked for in a step does not leave in it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_FORGOTTEN = 20
+"""Half-lives after which no more is forgotten."""
+_LONGEST = 1 << 15
+"""Most entries of the table of decays."""
+
+
+@dataclass(frozen=True)
+class SlotRule:
+    """Holds the two numbers of the rule; `benchmarks/expert_slots.py` has measured them.
+
+    half_life: steps after which a use counts half.
+    margin: how many times the worth of one that stays one that comes must be worth; 0 lets all stay.
+    """
+
+    half_life: float = 128.0
+    margin: float = 1.0
+
+    @cached_property
+    def table(self) -> NDArray[np.float32]:
+        """Return what a use of so many steps ago counts, float32 `[steps]`; the last for all before."""
+        steps = min(int(_FORGOTTEN * self.half_life) + 2, _LONGEST)
+        return np.exp2(-np.arange(steps) / self.half_life).astype(np.float32)
+
+
+class SlotStep(NamedTuple):
+    """Says what a layer's step does. Arrays are int64 and have an entry for each expert that may come.
+
+    experts: those that come, the most valuable first; -1 behind the last. slots: the slot that each takes, -1
+    for a bypass. left: the expert that was in that slot, -1 if there was none.
+    """
+
+    experts: Tensor
+    slots: Tensor
+    left: Tensor
+
+
+class SlotTable:
+    """Holds the arrays of all layers on a device, at addresses that never change.
+
+    slot_of: int64 `[layers, experts + 1]`: each expert's slot, or -1. The last entry has no meaning.
+    expert_of: int64 `[layers, slots]`: each slot's expert, or -1.
+    value: float32 `[layers, experts]`: the expert's worth when it was last used.
+    used: int64 `[layers, experts]`: the step of that.
+    now: int64 `[]`: the step. counts: int64 `[layers, 2]`: experts asked for, and those of them in slots.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        experts: int,
+        slots: int,
+        most: int,
+        device: torch.device,
+        rule: SlotRule = SlotRule(),
+    ) -> None:
+        """Begin with empty slots. slots: of each layer. most: experts that a layer can be asked for in a
+        step: no more than tokens times top_k."""
+        assert 0 < slots <= experts, f"{slots} slots for {experts} experts"
+        self._experts, self._most, self._margin = experts, min(most, experts), rule.margin
+        whole = {"dtype": torch.int64, "device": device}
+        self.slot_of = torch.full((layers, experts + 1), -1, **whole)
+        self.expert_of = torch.full((layers, slots), -1, **whole)
+        self.value = torch.zeros(layers, experts, device=device)
+        self.used = torch.zeros(layers, experts, **whole)
+        self.now = torch.zeros((), **whole)
+        self.counts = torch.zeros(layers, 2, **whole)
+        self._decays = torch.from_numpy(rule.table.copy()).to(device)
+
+    def begin(self) -> None:
+        """Begin a step: time goes on."""
+        self.now += 1
+
+    def step(self, layer: int, asked: Tensor) -> SlotStep:
+        """Take what the tokens of a layer chose, int64 of any shape, and return what comes."""
+        slot_of, expert_of = self.slot_of[layer], self.expert_of[layer]
+        value, used = self.value[layer], self.used[layer]
+        wanted = torch.zeros_like(value, dtype=torch.bool).index_fill_(0, asked.flatten(), True)
+        # What every expert is worth now.
+        ago = (self.now - used).clamp_(max=len(self._decays) - 1)
+        worth = value * self._decays[ago] + wanted.to(value.dtype)
+        value.copy_(torch.where(wanted, worth, value))
+        used.copy_(torch.where(wanted, self.now, used))
+        # Who comes, the most valuable first; and which slots give way, the least valuable first.
+        missing = wanted & (slot_of[:-1] < 0)
+        coming, experts = torch.where(missing, -worth, torch.inf).sort(stable=True)
+        coming, experts = coming[: self._most], experts[: self._most]
+        held = expert_of.clamp(min=0)
+        staying = torch.where(wanted[held], torch.inf, worth[held])
+        giving, slots = torch.where(expert_of < 0, -1.0, staying).sort(stable=True)
+        pairs = min(self._most, len(slots))
+        giving, slots = giving[:pairs], slots[:pairs]
+        # The pairs that change places are the first ones: worth falls on one side and rises on the other.
+        enough = (giving < 0) | (-coming[:pairs] >= self._margin * giving)
+        change = (coming[:pairs] < torch.inf) & (giving < torch.inf) & enough
+        before = expert_of[slots]
+        left = torch.where(change, before, -1)
+        into = torch.where(change, experts[:pairs], before)
+        expert_of.scatter_(0, slots, into)
+        nobody = torch.full_like(left, self._experts)
+        slot_of.scatter_(0, torch.where(left >= 0, left, nobody), -1)
+        slot_of.scatter_(0, torch.where(change, experts[:pairs], nobody), slots)
+        self.counts[layer] += torch.stack((wanted.sum(), (wanted & ~missing).sum()))
+        none = torch.full_like(experts, -1)
+        found, gone = none.clone(), none.clone()
+        found[:pairs] = torch.where(change, slots, -1)
+        gone[:pairs] = left
+        return SlotStep(torch.where(coming < torch.inf, experts, none), found, gone)
+
+    def hits(self) -> Sequence[float]:
+        """Return the share of asked-for experts that were in slots, layer by layer. The host waits for it."""
+        return [hit / max(asked, 1) for asked, hit in self.counts.tolist()]
