@@ -201,7 +201,7 @@ REQUESTS = (
     ),
 )
 _ROUTING_HELP = (
-    "Let tokens of a mixture take the experts of this routing: uniform, zipf, zipf:S (that of rank r as often "
+    "Let tokens of a mixture take the experts of this routing: uniform, zipf, zipf:S (of rank r as often "
     "as r^-S), or a FILE of `penstock bench experts`. [the routers' own]"
 )
 ROUTING = (option(WORK, "--routing", metavar="ROUTING", help=_ROUTING_HELP),)

@@ -16,7 +16,7 @@ from penstock.base.tiers import Tier
 from penstock.base.units import format_rate, format_size
 from penstock.engine.contexts import LongRoom
 from penstock.engine.costs import StepCosts
-from penstock.engine.forecast import Forecast, Gain, Pace, gains
+from penstock.engine.forecast import ExpertTraffic, Forecast, Gain, Pace, gains
 from penstock.engine.machines import PROCESS
 from penstock.engine.plan import BootPlan
 from penstock.weights.streaming.ring import Link
@@ -69,7 +69,8 @@ class TierHeld:
 
 @dataclass(frozen=True, slots=True)
 class PaceShown:
-    """`tokens`, `seconds`, `copied` and `read` are a pass's; `busy`: of its time, by link."""
+    """`tokens`, `seconds`, `copied` and `read` are a pass's; `busy`: of its time, by link. `experts`: None
+    where none stream."""
 
     tokens_per_second: float
     tokens: float
@@ -78,6 +79,7 @@ class PaceShown:
     read: float
     binding: str
     busy: Mapping[str, float]
+    experts: ExpertTraffic | None = None
 
     @classmethod
     def of(cls, pace: Pace) -> Self:
@@ -91,6 +93,7 @@ class PaceShown:
             pace.read,
             WORDS[pace.binding],
             busy,
+            pace.experts,
         )
 
 
@@ -367,6 +370,11 @@ def _paces(it: Report) -> list[str]:
         "bound by",
     ]
     notes = [f"  {note}" for note in (it.steps, it.prefixes) if note]
+    if experts := it.decode.experts:
+        notes.append(
+            f"  A decode step asks for {experts.asked:,.0f} experts; {experts.hits:.1%} of them are on the "
+            f"device ({experts.source}), {experts.come:,.0f} come."
+        )
     if it.ranks > 1:
         notes.append("  What ranks exchange takes time, too, which is left out.")
     return [*_headed(head, [shown("decode", it.decode), shown("prefill", it.prefill)]), *notes]

@@ -38,13 +38,28 @@ MORE = 1.1
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertTraffic:
+    """Counts the experts of a pass, of all layers.
+
+    asked: those that tokens chose. hits: the share of them that was on the device. come: the others.
+    source: where the hits are from, in words.
+    """
+
+    asked: float
+    hits: float
+    come: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Pace:
     """Describes passes of one kind in the steady state. With several ranks all keep one pace, and what they
     exchange is left out.
 
     tokens: in a pass, of all sequences together. copied, read: bytes of weights, and of KV, that come to
     DEVICE and from DISK in a pass. busy: of its seconds, for how many each link is; of prompts longer than
-    one pass everything is the mean of their passes.
+    one pass everything is the mean of their passes. experts: those that it asks for; None where all stay on
+    the device, or there are none.
     """
 
     tokens: float
@@ -52,6 +67,7 @@ class Pace:
     copied: float
     read: float
     busy: Mapping[Link, float]
+    experts: ExpertTraffic | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -187,7 +203,7 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
             step,
             arithmetic,
             _passing(far, work),
-            work.experts_fetched if step.decodes else None,
+            work,
         )
 
     near = max(plan.budget.blocks // work.batch - _TAIL, 0) * BLOCK_SIZE if far else 0
@@ -259,11 +275,11 @@ def _pace(
     step: StepShape,
     arithmetic: Sequence[float],
     far: tuple[float, float] | None,
-    fetched: float | None,
+    work: Work,
 ) -> Pace:
     """Return how long passes take. Experts are known only once their router has run, so nothing hides their
     coming; KV that is far comes while everything else goes on, over the same links as weights. far: see
-    `_passing`. fetched: see Work.experts_fetched."""
+    `_passing`."""
     dense = predict(placement, machine.rates, arithmetic, placement.piece)
     seconds, copied, read, busy = (
         dense.seconds,
@@ -271,26 +287,26 @@ def _pace(
         float(placement.read),
         dict(dense.busy),
     )
+    traffic = None
     if experts is not None and spec.moe is not None:
-        last = int(spec.moe_layers[-1])  # There tokens whose logits are not wanted choose none.
-        counts = ((sum(spec.moe_layers) - last, step.tokens), (last, step.rows))
-        layers = [(count, bounds.experts_chosen(spec.moe, tokens)) for count, tokens in counts if count]
-        chosen = sum(count * each for count, each in layers)
-        come = chosen * (1 - experts.on_device / experts.experts) if fetched is None else fetched
-        experts_copied = come * experts.mean
+        layers = _asked(spec, step, work)
+        traffic = _traffic(experts, layers, step, work)
+        experts_copied = traffic.come * experts.mean
         experts_read = experts_copied * experts.on_disk / max(experts.experts - experts.on_device, 1)
-        if fetched is None:
-            seconds += sum(count * _fetch(experts, each, machine.rates) for count, each in layers)
-        else:
+        if step.decodes and (work.experts_fetched is not None or work.expert_use is not None):
             seconds += max(
                 experts_copied / machine.rates.host_to_device,
                 experts_read / machine.rates.disk_to_host if experts_read else 0,
             )
+        else:
+            seconds += sum(count * _fetch(experts, each, machine.rates) for count, each in layers)
         if machine.costs and experts.on_device < experts.experts:
             seconds += sum(spec.moe_layers) * machine.costs.expert_layer
         copied, read = copied + experts_copied, read + experts_read
         busy[Link.LINK] += experts_copied / machine.rates.host_to_device
         busy[Link.DISK] += experts_read / machine.rates.disk_to_host if experts_read else 0.0
+        if experts.on_device == experts.experts:
+            traffic = None
     if machine.costs and machine.host is not None and not step.decodes:
         busy[Link.COMPUTE] = max(busy[Link.COMPUTE], machine.costs.launch_seconds(spec, step.tokens))
         seconds = max(seconds, busy[Link.COMPUTE])
@@ -302,7 +318,32 @@ def _pace(
             read += from_disk
             busy[Link.DISK] += from_disk / machine.rates.disk_to_host
         seconds = max(seconds, busy[Link.LINK], busy[Link.DISK])
-    return Pace(step.tokens, seconds, copied, read, busy)
+    return Pace(step.tokens, seconds, copied, read, busy, traffic)
+
+
+def _asked(spec: ModelSpec, step: StepShape, work: Work) -> list[tuple[int, float]]:
+    """Return numbers of layers, and the distinct experts that each of these is asked for."""
+    assert spec.moe is not None
+    use = work.expert_use if step.decodes else None
+    if use is not None and use.asked is not None:
+        return [(sum(spec.moe_layers), use.asked)]
+    last = int(spec.moe_layers[-1])  # There tokens whose logits are not wanted choose none.
+    counts = ((sum(spec.moe_layers) - last, step.tokens), (last, step.rows))
+    return [(count, bounds.experts_chosen(spec.moe, tokens)) for count, tokens in counts if count]
+
+
+def _traffic(
+    experts: ExpertRoom, layers: Sequence[tuple[int, float]], step: StepShape, work: Work
+) -> ExpertTraffic:
+    """Return what a pass asks for, and what comes: as it was counted, given or recorded, else as if tokens
+    chose evenly."""
+    asked = sum(count * each for count, each in layers)
+    hits, source = experts.on_device / experts.experts, "tokens choose evenly"
+    if step.decodes and work.experts_fetched is not None:
+        hits, source = 1 - work.experts_fetched / asked, "counted"
+    elif step.decodes and work.expert_use is not None and hits < 1:
+        hits, source = work.expert_use.at(hits), work.expert_use.source
+    return ExpertTraffic(asked, hits, asked * (1 - hits), source)
 
 
 def _fetch(experts: ExpertRoom, chosen: float, rates: StreamRates) -> float:

@@ -1,6 +1,7 @@
 """Plan a boot on a machine that need not be here: its figures, the work, and the plan that a boot there would
 build."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -73,13 +74,36 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertUse:
+    """Says how decode steps use the experts of a mixture, as it was given or recorded.
+
+    hits: of the experts that a step asks for, the share that is on the device: points of the share of all
+        experts that are there, and the hits, by the first; between two of them in proportion.
+    asked: distinct experts that a layer is asked for in a step; None is as many as if tokens chose evenly.
+    source: where this is from, in a word.
+    """
+
+    hits: tuple[tuple[float, float], ...]
+    asked: float | None = None
+    source: str = "given"
+
+    def at(self, share: float) -> float:
+        """Return the hits where such a share of the experts is on the device."""
+        above = bisect_left(self.hits, (share, 0.0))
+        if above == 0 or above == len(self.hits):
+            return self.hits[min(above, len(self.hits) - 1)][1]
+        (low, few), (high, many) = self.hits[above - 1 : above + 1]
+        return few + (many - few) * (share - low) / (high - low)
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """`batch` sequences at once, each of up to `context` tokens, computed at most `step_tokens` in a pass;
     weights and KV in `dtype`.
 
-    experts_fetched: how many experts a decode step brings to the device, if that was counted; None takes
-    tokens to choose evenly. settings: of them those for KV beyond the device and for several ranks are looked
-    at.
+    experts_fetched: how many experts a decode step brings to the device, if that was counted. expert_use: how
+    many are there, if that is known. Without both, tokens are taken to choose evenly. settings: of them those
+    for KV beyond the device and for several ranks are looked at.
     """
 
     dtype: str
@@ -87,6 +111,7 @@ class Work:
     context: int = 4096
     step_tokens: int = 8192
     experts_fetched: float | None = None
+    expert_use: ExpertUse | None = None
     settings: Config = field(default_factory=lambda: Config(Path()))
 
     @property

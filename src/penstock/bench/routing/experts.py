@@ -128,13 +128,12 @@ def record(
             [*prompt, *answer.tokens]
             for prompt, answer in zip(prompts, llm.generate(prompts, params), strict=True)
         ]
-        chosen, foretold = [], []
+        parts = []
         again = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         for number, tokens in enumerate(whole, 1):
             with recorder:
                 llm.generate([tokens], again)
-            for parts, part in zip((chosen, foretold), recorder.taken(), strict=True):
-                parts.append(part)
+            parts.append(recorder.taken())
             if number % 8 == 0 or number == len(whole):
                 say(f"recorded {number} of {len(whole)} sequences")
     return Recording(
@@ -144,8 +143,8 @@ def record(
         np.array(recorder.layers, np.int32),
         np.array([len(tokens) for tokens in whole], np.int32),
         np.array([len(prompt) for prompt in prompts], np.int32),
-        np.concatenate(chosen),
-        np.concatenate(foretold),
+        np.concatenate([chosen for chosen, _ in parts]),
+        np.concatenate([foretold for _, foretold in parts]),
     )
 
 

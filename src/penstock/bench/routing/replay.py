@@ -2,7 +2,7 @@
 there."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,11 +34,6 @@ class HitCurve:
     slots: tuple[int, ...]
     hits: Mapping[str, tuple[float, ...]]
 
-    def at(self, policy: str, share: float) -> float:
-        """Return the hits of a policy where so many of the slots' numbers lie below: between two numbers in
-        proportion. share: slots."""
-        return float(np.interp(share, self.slots, self.hits[policy]))
-
 
 @dataclass(frozen=True, slots=True)
 class Foretelling:
@@ -63,8 +58,14 @@ def steps_of(recording: Recording, batch: int) -> Steps:
     ]
 
 
-def hit_curve(recording: Recording, batch: int, slots: Sequence[int], policies: Iterable[str]) -> HitCurve:
-    """Return the hits of policies at these numbers of slots."""
+def hit_curve(
+    recording: Recording,
+    batch: int,
+    slots: Sequence[int],
+    policies: Iterable[str],
+    makers: Mapping[str, Callable[[Room], Policy]] = POLICIES,
+) -> HitCurve:
+    """Return the hits of policies at these numbers of slots. makers: of all but the references, by name."""
     steps, layers, experts = steps_of(recording, batch), len(recording.layers), recording.model.experts
     half = len(steps) // 2
     asked = sum(len(layer) for step in steps[half:] for layer in step)
@@ -76,7 +77,7 @@ def hit_curve(recording: Recording, batch: int, slots: Sequence[int], policies: 
     def made(name: str, room: Room) -> Policy:
         if name == STATIC:
             return Static(room, order[: room.slots])
-        return Ideal(room, steps) if name == IDEAL else POLICIES[name](room)
+        return Ideal(room, steps) if name == IDEAL else makers[name](room)
 
     def hits(name: str, count: int) -> float:
         policy, found = made(name, Room(layers, experts, count)), 0

@@ -25,7 +25,7 @@ from penstock.cli.plan_report import ASSUMED, Figure, Report, Setting
 from penstock.cli.terminal import one_line, say
 from penstock.engine.costs import costs_file, read_costs
 from penstock.engine.forecast import forecast
-from penstock.engine.machines import Machine, Work
+from penstock.engine.machines import ExpertUse, Machine, Work
 from penstock.weights.checkpoint.config import read_config
 from penstock.weights.gguf.config import read_gguf_config
 from penstock.weights.gguf.files import GGUFFiles, is_gguf
@@ -50,6 +50,7 @@ EXAMPLES = """
   penstock plan ./my-model --device-memory 16GiB --host-memory 100GiB --disk-rate 3GB/s
   penstock plan 8B --machine laptop --batch 4 --context 2048 --json
   penstock plan 70B --format int4 --machine desktop-16
+  penstock plan ./my-mixture --machine desktop-16 --expert-hits 0.6
   penstock plan 8B --machine desktop-24 --context 131072 --tensor-parallel 2
 """
 GIB = 1 << 30
@@ -206,6 +207,20 @@ USUAL = "desktop-24"
 )
 @option(
     WORK,
+    "--expert-hits",
+    type=click.FloatRange(0, 1),
+    metavar="SHARE",
+    help="Share on the device of the experts that a decode step asks for: 0.6. [that of even use]",
+)
+@option(
+    WORK,
+    "--routing",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The same, as slots hit over a routing that `penstock bench experts` recorded.",
+)
+@option(
+    WORK,
     "--dtype",
     type=click.Choice(DTYPES),
     default="auto",
@@ -247,12 +262,14 @@ def command(
             f"cannot write {picture}: its directory does not exist; create it, or name another file"
         )
     batch, context, step_tokens = (given.pop(name) for name in ("batch", "context", "step_tokens"))
+    hits, routing = given.pop("expert_hits"), given.pop("routing")
     settings = Config(Path(), **{name: given.pop(name) for name in SETTINGS})
     asked = {name: PARSERS[name](text) for name, text in given.items() if text is not None}
     name, spec, names = open_model(model, weight_format)
     chosen = spec.dtype if dtype == "auto" else dtype
     setting, usual_step = settle(machine, asked, costs or kept_costs(machine, cache.expanduser(), chosen))
-    work = Work(chosen, batch, context, step_tokens or usual_step, settings=settings)
+    use = _expert_use(spec, batch, hits, routing)
+    work = Work(chosen, batch, context, step_tokens or usual_step, expert_use=use, settings=settings)
     report = Report.of(name, spec, names, setting, forecast(spec, names, machine_of(setting), work))
     if picture is not None:
         from penstock.cli.plan_picture import draw  # Pillow: 60 ms
@@ -260,6 +277,25 @@ def command(
         draw(report, picture)
         say(f"drawn to {picture}", faint=True)
     click.echo(report.line() if json else report)
+
+
+def _expert_use(spec: ModelSpec, batch: int, hits: float | None, routing: Path | None) -> ExpertUse | None:
+    """Return how experts are used, as far as that is given or recorded. Raises ConfigError and
+    UsageError."""
+    if hits is not None and routing is not None:
+        raise click.UsageError("--expert-hits and --routing exclude each other; give one of them")
+    if hits is None and routing is None:
+        return None
+    if spec.moe is None:
+        raise ConfigError(
+            f"{spec.family} of this shape has no experts; leave --expert-hits and --routing out"
+        )
+    if routing is None:
+        assert hits is not None
+        return ExpertUse(((0.0, hits),))
+    from penstock.bench.routing.use import expert_use  # torch takes 1.2 s
+
+    return expert_use(routing, spec.moe, batch)
 
 
 def open_model(model: str, weight_format: str | None = None) -> tuple[str, ModelSpec, TensorNames]:

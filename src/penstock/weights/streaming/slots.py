@@ -85,13 +85,12 @@ class SlotTable:
         step: no more than tokens times top_k."""
         assert 0 < slots <= experts, f"{slots} slots for {experts} experts"
         self._experts, self._most, self._margin = experts, min(most, experts), rule.margin
-        whole = {"dtype": torch.int64, "device": device}
-        self.slot_of = torch.full((layers, experts + 1), -1, **whole)
-        self.expert_of = torch.full((layers, slots), -1, **whole)
+        self.slot_of = torch.full((layers, experts + 1), -1, dtype=torch.int64, device=device)
+        self.expert_of = torch.full((layers, slots), -1, dtype=torch.int64, device=device)
         self.value = torch.zeros(layers, experts, device=device)
-        self.used = torch.zeros(layers, experts, **whole)
-        self.now = torch.zeros((), **whole)
-        self.counts = torch.zeros(layers, 2, **whole)
+        self.used = torch.zeros(layers, experts, dtype=torch.int64, device=device)
+        self.now = torch.zeros((), dtype=torch.int64, device=device)
+        self.counts = torch.zeros(layers, 2, dtype=torch.int64, device=device)
         self._decays = torch.from_numpy(rule.table.copy()).to(device)
 
     def begin(self) -> None:
