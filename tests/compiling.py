@@ -25,6 +25,7 @@ from penstock.arch.formats.gguf import FORMATS
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
 from penstock.ops.kernels import pdl_launches
 from penstock.ops.matrix import Matrix
+from penstock.ops.slots import Places, SlotArrays
 from penstock.ops.triton import attention as triton_attention
 from penstock.ops.triton import blocks as triton_blocks
 from penstock.ops.triton import experts as triton_experts
@@ -34,6 +35,7 @@ from penstock.ops.triton import linear as triton_linear
 from penstock.ops.triton import pointwise as triton_pointwise
 from penstock.ops.triton import routing as triton_routing
 from penstock.ops.triton import sampling as triton_sampling
+from penstock.ops.triton import slots as triton_slots
 from penstock.ops.triton import steps as triton_steps
 from penstock.ops.triton import sums as triton_sums
 from penstock.ops.triton import tiles as triton_tiles
@@ -215,6 +217,18 @@ def sums(dtype: torch.dtype, dim: int = HIDDEN) -> None:
     )
 
 
+def slots(experts: int, count: int, most: int) -> None:
+    """Of a layer: who comes to which slot, and how they come."""
+    long, short = torch.int64, torch.float32
+    arrays = SlotArrays(
+        empty(experts + 1, dtype=long), empty(count, dtype=long), empty(experts, dtype=short),
+        empty(experts, dtype=long), empty(2, dtype=long), empty(1, dtype=long), empty(2562, dtype=short),
+    )  # fmt: skip
+    places = Places(3 * count, 36 * count, 8, 1 << 40, 13 << 20, empty(4, dtype=long))
+    coming, _ = triton_slots.expert_step(arrays, empty(experts, dtype=torch.int32), most, 1.0, places)
+    triton_slots.fetch(coming, 0, places, 1 << 44)
+
+
 def few_bits(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:
     """Of the sizes of an 8B Llama, with and without a gate, and dequantised."""
     weight = torch.zeros(64, 256)
@@ -278,6 +292,7 @@ CASES: dict[str, Callable[[], None]] = {
     "fold, some": lambda: fold(8),
     "fold, capped": lambda: fold(8, cap=50.0),
     "fold, float32": lambda: fold(8, torch.float32),
+    "slots": lambda: (slots(128, 34, 8), slots(512, 100, 512), slots(128, 0, 128)),
     "few bits, integers": lambda: few_bits("gptq_128", 1, 64),
     "few bits, zero points": lambda: few_bits("awq", 1, 16),
     "few bits, eight": lambda: few_bits("gptq_8", 1, 16),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+from hypothesis import strategies as st
 
 from penstock.weights.streaming.slots import SlotRule
 
@@ -47,3 +48,15 @@ class Layer:
                 self.in_slot[slot] = expert
             found.append((expert, slot, left))
         return found
+
+
+RULES = [SlotRule(), SlotRule(2.0, 1.0), SlotRule(0.25, 0.0), SlotRule(1e9, 2.5)]
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> tuple[int, int, int, list[list[list[int]]]]:
+    """Experts, slots, tokens of a step times top_k, and what two layers are asked for, step by step."""
+    experts = draw(st.integers(1, 12))
+    slots, most = draw(st.integers(0, experts)), draw(st.integers(1, 10))
+    some = st.lists(st.integers(0, experts - 1), min_size=1, max_size=most)
+    return experts, slots, most, draw(st.lists(st.lists(some, min_size=2, max_size=2), max_size=30))

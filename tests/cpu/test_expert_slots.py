@@ -4,23 +4,12 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from penstock.bench.routing.policies import Ranked, Room
 from penstock.weights.streaming.slots import SlotRule, SlotTable
-from slot_oracle import Layer
+from slot_oracle import RULES, Layer, workloads
 
 CPU = torch.device("cpu")
-RULES = [SlotRule(), SlotRule(2.0, 1.0), SlotRule(0.25, 0.0), SlotRule(1e9, 2.5)]
-
-
-@st.composite
-def workloads(draw: st.DrawFn) -> tuple[int, int, int, list[list[list[int]]]]:
-    """Experts, slots, tokens of a step times top_k, and what two layers are asked for, step by step."""
-    experts = draw(st.integers(1, 12))
-    slots, most = draw(st.integers(1, experts)), draw(st.integers(1, 10))
-    some = st.lists(st.integers(0, experts - 1), min_size=1, max_size=most)
-    return experts, slots, most, draw(st.lists(st.lists(some, min_size=2, max_size=2), max_size=30))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)

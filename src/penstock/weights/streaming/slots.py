@@ -26,6 +26,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.ops.slots import SlotArrays
+
 _FORGOTTEN = 20
 """Half-lives after which no more is forgotten."""
 _LONGEST = 1 << 15
@@ -83,7 +85,7 @@ class SlotTable:
     ) -> None:
         """Begin with empty slots. slots: of each layer. most: experts that a layer can be asked for in a
         step: no more than tokens times top_k."""
-        assert 0 < slots <= experts, f"{slots} slots for {experts} experts"
+        assert 0 <= slots <= experts, f"{slots} slots for {experts} experts"
         self._experts, self._most, self._margin = experts, min(most, experts), rule.margin
         self.slot_of = torch.full((layers, experts + 1), -1, dtype=torch.int64, device=device)
         self.expert_of = torch.full((layers, slots), -1, dtype=torch.int64, device=device)
@@ -132,6 +134,11 @@ class SlotTable:
         found[:pairs] = torch.where(change, slots, -1)
         gone[:pairs] = left
         return SlotStep(torch.where(coming < torch.inf, experts, none), found, gone)
+
+    def arrays(self, layer: int) -> SlotArrays:
+        """Return the arrays of one layer, for kernels that do what `step` does."""
+        of = self.slot_of, self.expert_of, self.value, self.used, self.counts
+        return SlotArrays(*(array[layer] for array in of), now=self.now, decays=self._decays)
 
     def hits(self) -> Sequence[float]:
         """Return the share of asked-for experts that were in slots, layer by layer. The host waits for it."""

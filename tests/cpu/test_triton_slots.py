@@ -1,0 +1,102 @@
+"""The kernels by which a device decides about experts' slots and fetches them, interpreted on the CPU."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip(
+        "kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True
+    )
+
+import bounds
+from penstock.ops.slots import Places
+from penstock.ops.triton.slots import expert_step, fetch
+from penstock.weights.streaming.slots import SlotRule, SlotTable
+from slot_oracle import RULES, Layer, workloads
+
+CPU = torch.device("cpu")
+SIZE, OFFSETS = 48, torch.tensor([0, 16, 40])
+
+
+def spans(*arrays: torch.Tensor) -> list[tuple[int, int]]:
+    return [(one.data_ptr(), one.data_ptr() + one.nbytes) for one in arrays]
+
+
+@pytest.mark.parametrize("each", [1, 3, 64])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@given(workloads())
+@settings(deadline=None, max_examples=8)
+def test_the_kernels_do_what_plain_python_does(
+    rule: SlotRule, each: int, work: tuple[int, int, int, list[list[list[int]]]]
+) -> None:
+    """Each expert that is asked for is in the table of one round, whose address then holds its bytes."""
+    experts, slots, most, steps = work
+    most = min(most, experts)
+    table = SlotTable(2, experts, slots, most, CPU, rule)
+    layers = [Layer(experts, slots, rule) for _ in range(2)]
+    host = torch.randint(256, (2, experts, SIZE), dtype=torch.uint8)
+    device = torch.zeros(2 * slots + each, SIZE, dtype=torch.uint8)
+    for now, step in enumerate(steps[:12], 1):
+        table.begin()
+        for number, (layer, asked) in enumerate(zip(layers, step, strict=True)):
+            pairs = torch.bincount(torch.tensor(asked), minlength=experts).int()
+            places = Places(number * slots, 2 * slots, each, device.data_ptr(), SIZE, OFFSETS)
+            coming, tables = expert_step(table.arrays(number), pairs, most, rule.margin, places)
+            want = layer.step(now, set(asked))
+            assert tables.shape == (-(-most // each), experts, 3)
+            assert coming[0].tolist() == [one for one, *_ in want] + [-1] * (most - len(want))
+            for at, (_, slot, _) in enumerate(want):
+                assert coming[1, at] == (number * slots + slot if slot >= 0 else 2 * slots + at % each)
+            held = {slot: one for slot, one in enumerate(table.expert_of[number].tolist()) if one >= 0}
+            assert held == layer.in_slot
+            assert table.slot_of[number, :experts].tolist() == [
+                {one: slot for slot, one in held.items()}.get(expert, -1) for expert in range(experts)
+            ]
+            seen = list[int]()
+            for turn, addresses in enumerate(tables):
+                with bounds.lent(spans(host, device)):
+                    fetch(coming, turn, places, host[number].data_ptr())
+                for expert, row in enumerate(addresses.tolist()):
+                    if row[0] == 0:
+                        assert row == [0, 0, 0]
+                        continue
+                    seen.append(expert)
+                    place, rest = divmod(row[0] - device.data_ptr(), SIZE)
+                    assert rest == 0
+                    assert row == [row[0] + at for at in OFFSETS.tolist()]
+                    assert torch.equal(device[place], host[number, expert])
+            assert sorted(seen) == sorted(set(asked))
+
+
+def test_a_large_expert_is_copied_by_many() -> None:
+    size = 4 * 4096 * 3 + 4096
+    host, device = torch.randint(256, (5, size), dtype=torch.uint8), torch.zeros(3, size, dtype=torch.uint8)
+    coming = torch.tensor([[4, 1, -1], [2, 0, 1]])
+    places = Places(0, 3, 3, device.data_ptr(), size, OFFSETS)
+    with bounds.lent(spans(host, device)):
+        fetch(coming, 0, places, host.data_ptr())
+    assert torch.equal(device[[2, 0]], host[[4, 1]])
+    assert not device[1].any()
+
+
+def test_many_experts_and_slots() -> None:
+    """More than are compared at a time, and ties."""
+    rng = np.random.default_rng(1)
+    rule, experts, slots = SlotRule(4.0, 1.0), 200, 90
+    table, layer = SlotTable(1, experts, slots, 128, CPU, rule), Layer(experts, slots, rule)
+    places = Places(0, slots, 8, 1 << 20, 4096, OFFSETS)
+    for now in range(1, 30):
+        table.begin()
+        asked = rng.zipf(1.2, size=rng.integers(1, 128)) % experts
+        pairs = torch.from_numpy(np.bincount(asked, minlength=experts).astype(np.int32))
+        coming, _ = expert_step(table.arrays(0), pairs, 128, rule.margin, places)
+        want = layer.step(now, set(asked.tolist()))
+        assert coming[0, : len(want)].tolist() == [one for one, *_ in want]
+        assert {
+            slot: one for slot, one in enumerate(table.expert_of[0].tolist()) if one >= 0
+        } == layer.in_slot
+    assert table.hits()[0] > 0.3
