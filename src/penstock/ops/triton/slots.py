@@ -124,7 +124,9 @@ def _expert_step(  # type: ignore[no-untyped-def]
     comes = rank < tl.sum(missing.to(tl.int32), 0)
     expert = tl.load(order + rank, mask=comes, other=0)
     where_to = (transit + rank % EACH).to(tl.int64)
-    if SLOTS > 0:
+    if SLOTS == 0:
+        tl.debug_barrier()
+    else:
         paired = comes & (rank < SLOTS)
         slot = tl.load(order + COLS + rank, mask=paired, other=0)
         gives = tl.load(worths + 2 * COLS + slot, mask=paired, other=float("inf"))

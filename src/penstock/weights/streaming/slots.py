@@ -137,8 +137,15 @@ class SlotTable:
 
     def arrays(self, layer: int) -> SlotArrays:
         """Return the arrays of one layer, for kernels that do what `step` does."""
-        of = self.slot_of, self.expert_of, self.value, self.used, self.counts
-        return SlotArrays(*(array[layer] for array in of), now=self.now, decays=self._decays)
+        return SlotArrays(
+            self.slot_of[layer],
+            self.expert_of[layer],
+            self.value[layer],
+            self.used[layer],
+            self.counts[layer],
+            self.now,
+            self._decays,
+        )
 
     def hits(self) -> Sequence[float]:
         """Return the share of asked-for experts that were in slots, layer by layer. The host waits for it."""
