@@ -75,9 +75,10 @@ class Weights(Protocol):
 class ExpertWeights(Protocol):
     """Lends the experts of mixtures, groups that a layer's router names as the pass goes.
 
-    A step borrows a layer's experts in one of four ways: all of them by `table`; those that its tokens chose
-    by `waves`, several at a time, or as views by `waves_of_views`; or these by `each`, one at a time. Beside
-    these, `at_rest` lends experts where they are, without moving them.
+    A step borrows a layer's experts in one of five ways: all of them by `table`; those that its tokens chose
+    by `rounds`, of which the host does not learn; by `waves`, several at a time, or as views by
+    `waves_of_views`; or by `each`, one at a time. Beside these, `at_rest` lends experts where they are,
+    without moving them.
     """
 
     @property
@@ -88,6 +89,14 @@ class ExpertWeights(Protocol):
         """Return the addresses of all tensors of a layer's experts, int64 `[experts, tensors]` on the device.
 
         None if some of the experts come and go: then `waves` lends them.
+        """
+
+    def rounds(self, layer: int, pairs: Tensor, most: int) -> Iterator[Tensor] | None:
+        """Return tables as `table` has them, one after another, of those of a layer's experts that tokens
+        chose, each in one of them: the device finds out which and brings them. None where the host has to.
+
+        Work with a table is queued before the next is asked for. pairs: int32 `[experts]` on the device, how
+        many pairs of a token and an expert each has; most: of all together, which the host knows.
         """
 
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:

@@ -86,6 +86,11 @@ def _many_at_a_time(
     if table is not None:
         mixed.compute(table)
         return mixed.total()
+    rounds = experts.rounds(layer, mixed.pairs, len(mixed.order))
+    if rounds is not None:
+        for table in rounds:
+            mixed.compute(table)
+        return mixed.total()
     spans = _spans(layer, mixed.counts())
     with _at_rest(x, mixed.y, mixed.order, spans, experts, rows_at_rest) as others:
         for wave, table in experts.waves(others):

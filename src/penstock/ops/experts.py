@@ -89,8 +89,9 @@ class Grouped:
         tokens, experts = scores.shape
         self._tuning = products.expert_tuning(tokens * top_k, experts, x.dtype)
         chosen, self._shares = routing.choose(scores, top_k, normalise=normalise)
-        self.order, self._blocks, self._counts = routing.arrange(chosen, experts, self._tuning.rows)
-        """Pairs in the order of their experts, int32 `[pairs]`."""
+        self.order, self._blocks, self.pairs = routing.arrange(chosen, experts, self._tuning.rows)
+        """Pairs in the order of their experts, int32 `[pairs]`; and how many each expert has, int32
+        `[experts]`."""
         self._h = x.new_empty(tokens * top_k, inner)
         self.y = x.new_empty(tokens * top_k, x.shape[1])
         """Outputs by pair, `[pairs, hidden]`."""
@@ -99,7 +100,7 @@ class Grouped:
 
     def counts(self) -> list[int]:
         """Return how many pairs each expert has. The host waits for them."""
-        counts: list[int] = self._counts.tolist()
+        counts: list[int] = self.pairs.tolist()
         blocks = (-(-count // self._tuning.rows) for count in counts)
         self._starts = list(accumulate(blocks, initial=0))
         return counts

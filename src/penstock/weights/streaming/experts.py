@@ -235,6 +235,21 @@ class Experts:
         self._fetch()
         self._sound = True
 
+    @property
+    def ring_slots(self) -> int:
+        """Return how many slots on DEVICE are no expert's home."""
+        return len(self._device) - sum(home.tier is Tier.DEVICE for home in self.homes.values())
+
+    def lend_ring(self) -> None:
+        """Let what is queued on the compute stream from now on write to the ring on DEVICE, until
+        `take_ring_back`. Nothing may be expected or taken meanwhile."""
+        self._compute.wait(self._copies.mark())
+
+    def take_ring_back(self) -> None:
+        """Copy to slots of the ring again, behind all that was queued on the compute stream."""
+        mark = self._compute.mark()
+        self._done = [mark] * len(self._done)
+
     def close(self) -> None:
         """Wait for reads in flight. To be called again if it was interrupted; else that does nothing."""
         if self._readers is not None:

@@ -40,6 +40,10 @@ class ExpertStream:
     def table(self, layer: int) -> None:
         """Return None: some of the experts come and go."""
 
+    def rounds(self, layer: int, pairs: Tensor, most: int) -> Iterator[Tensor] | None:
+        """Return None: the host decides which experts come."""
+        return None
+
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
         """Yield these experts of one layer and their tables, as many at a time as can be on the device while
         others are on their way. Raises CheckpointError.

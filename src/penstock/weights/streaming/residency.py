@@ -65,6 +65,8 @@ class WeightLimits:
     resident: int | None = None
     kept: int | None = None
     device_ring: int | None = None
+    copies: bool = False
+    """Whether experts on DEVICE are copies, where HOST has room for all experts: the device decides which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,8 @@ class ExpertRoom:
     only as it goes.
 
     on_device, on_host: experts that stay there; the others are on DISK. device_ring, host_ring: slots through
-    which they come. total: bytes of all experts where some are smaller than their slots; 0 where none is.
+    which they come. slots: on DEVICE, for copies of experts that stay on HOST. total: bytes of all experts
+    where some are smaller than their slots; 0 where none is.
     """
 
     size: int
@@ -132,6 +135,14 @@ class ExpertRoom:
     device_ring: int = 0
     host_ring: int = 0
     total: int = 0
+    slots: int = 0
+    copies: bool = False
+    """Whether the device decides which experts have slots; there may be none."""
+
+    @property
+    def near(self) -> int:
+        """Return how many experts are on DEVICE when a step begins."""
+        return self.on_device + self.slots
 
     @property
     def mean(self) -> float:
@@ -159,7 +170,7 @@ class ExpertRoom:
     @property
     def device(self) -> int:
         """Return the bytes of its slots on DEVICE."""
-        return (self.on_device + self.device_ring) * self.size
+        return (self.near + self.device_ring) * self.size
 
     @property
     def host(self) -> int:
@@ -173,9 +184,12 @@ class ExpertRoom:
 
     def __str__(self) -> str:
         places = [(self.on_device, "on the device"), (self.on_host, "on the host"), (self.on_disk, "on disk")]
+        copies = f", with slots for copies of {self.slots:,} on the device" if self.copies else ""
         size = f"{'up to ' if self.total else ''}{format_size(self.size)}"
-        return f"of {self.experts:,} experts of {size}, " + ", ".join(
-            f"{count:,} {where}" for count, where in places
+        return (
+            f"of {self.experts:,} experts of {size}, "
+            + ", ".join(f"{count:,} {where}" for count, where in places if count or not self.copies)
+            + copies
         )
 
 

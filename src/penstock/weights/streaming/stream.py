@@ -21,6 +21,7 @@ from penstock.weights.streaming.lending import ExpertStream
 from penstock.weights.streaming.loading import LOADERS, Loading, counted, load
 from penstock.weights.streaming.residency import ExpertRoom, Placement, piece_of
 from penstock.weights.streaming.ring import Link, RingRun, StreamRates
+from penstock.weights.streaming.slotted import SlotExperts
 from penstock.weights.streaming.source import Sources, WeightSource
 from penstock.weights.streaming.views import Standing, StillExperts, group_views, next_run
 from penstock.weights.streaming.waits import StreamWaits
@@ -71,11 +72,13 @@ class WeightStream:
         mixtures = mixture_layouts(layouts)
         if experts is not None:
             those = [layout for layout in layouts if layout.id.kind is GroupKind.EXPERT]
+            memory = self._arena.bytes[on_device:].view(-1, experts.size)
+            host = self._host.bytes[on_host:].view(-1, experts.size)
             slots = Experts(
                 those,
                 experts,
-                self._arena.bytes[on_device:].view(-1, experts.size),
-                self._host.bytes[on_host:].view(-1, experts.size),
+                memory[experts.slots :],
+                host,
                 sources.streamed,
                 *self._streams,
                 self._waits,
@@ -86,7 +89,11 @@ class WeightStream:
                 resident |= places
             else:
                 self._moving.append(slots)
-                self.experts = ExpertStream(those, mixtures, slots, device)
+                self.experts = (
+                    SlotExperts(those, mixtures, slots, memory, host)
+                    if experts.copies
+                    else ExpertStream(those, mixtures, slots, device)
+                )
         self._views = {id: group_views(self._layouts[id], place) for id, place in resident.items()}
         if mixtures and self.experts is None:
             self.experts = StillExperts(self._views.__getitem__, mixtures, device)
@@ -169,6 +176,8 @@ class WeightStream:
         """Begin a pass with what is taken next, wherever the last one ended. A group that a pass uses twice
         is lent where its first use is laid."""
         self._next = 0
+        if isinstance(self.experts, SlotExperts):
+            self.experts.device_decides()
 
     def moves(self, group: GroupId) -> bool:
         """Tell whether a group that is no expert streams to the device."""
@@ -186,15 +195,19 @@ class WeightStream:
 
     def standing(self) -> Standing:
         """Return what lends the places where groups are lent in a pass, without their being there. All
-        experts rest."""
-        assert not isinstance(self.experts, ExpertStream), "experts that stream have no places of their own"
-        return Standing(self._views, self._runs_of, self._in_ring, self.experts)
+        experts rest, or the device decides about them."""
+        experts = self.experts
+        if isinstance(experts, SlotExperts):
+            return Standing(self._views, self._runs_of, self._in_ring, experts.recorded())
+        assert not isinstance(experts, ExpertStream), "experts that stream have no places of their own"
+        return Standing(self._views, self._runs_of, self._in_ring, experts)
 
     def stats(self) -> WeightStats:
         """Return where weights rest, and the traffic and waits since they were made."""
         placement, rates, room, moving = self.placement, self.rates, self.room, self._moving
         stalled = self._waits.stalled()
         disk = min(sum(one.disk_late for one in moving), stalled)
+        fetched = self.experts.fetched_bytes if isinstance(self.experts, SlotExperts) else 0
         on_disk = placement.resting(Tier.DISK) + (room.resting(Tier.DISK) if room else 0)
         return WeightStats(
             device=placement.resting(Tier.DEVICE) + (room.resting(Tier.DEVICE) if room else 0),
@@ -203,7 +216,7 @@ class WeightStream:
             device_ring=placement.device_ring.size + (room.beside(Tier.DEVICE) if room else 0),
             host_ring=placement.host_ring.size + (room.beside(Tier.HOST) if room else 0),
             passes=self._passes,
-            copied=sum(one.copied_bytes for one in moving),
+            copied=sum(one.copied_bytes for one in moving) + fetched,
             read=sum(one.read_bytes for one in moving),
             stalled_link=stalled - disk,
             stalled_disk=disk,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -57,6 +58,10 @@ class StillExperts:
             self._tables[layer] = sent_addresses(addresses, self._device)
         return self._tables[layer]
 
+    def rounds(self, layer: int, pairs: Tensor, most: int) -> Iterator[Tensor] | None:
+        """Return None: the host decides which experts come."""
+        return None
+
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
         """Yield all of them at once, if there are any."""
         if experts:
@@ -76,6 +81,28 @@ class StillExperts:
         return nullcontext({})
 
 
+class DecidedExperts:
+    """Lends experts to a step that is recorded: the device decides which come, whatever the step asks
+    for."""
+
+    def __init__(
+        self,
+        mixtures: Mapping[int, MixtureLayout],
+        rounds: Callable[[int, Tensor, int], Iterator[Tensor] | None],
+    ) -> None:
+        """Lend nothing yet. rounds: as of `ExpertWeights`, never None."""
+        self.mixtures, self.rounds = mixtures, rounds
+
+    def table(self, layer: int) -> None:
+        """Return None: some of the experts come and go."""
+
+    def waves(self, experts: Sequence[GroupId]) -> NoReturn:
+        """Raise AssertionError, as the other ways do by which the host decides."""
+        raise AssertionError("the host decides about experts in a recorded step")
+
+    waves_of_views = each = at_rest = waves
+
+
 class Standing:
     """Lends the places at which groups will be lent in a pass from its beginning; nothing moves, and those
     that stream are not there."""
@@ -85,7 +112,7 @@ class Standing:
         views: Mapping[GroupId, GroupViews],
         runs: Mapping[GroupId, Sequence[int]],
         in_ring: Sequence[GroupViews],
-        experts: StillExperts | None,
+        experts: StillExperts | DecidedExperts | None,
     ) -> None:
         """Lend nothing yet. views: of groups that stay. runs: the runs of each other group in the ring;
         in_ring: the views of each run."""

@@ -1,0 +1,161 @@
+"""Lends experts that the device itself decides about, where host memory holds all of a mixture.
+
+Each layer has slots on the device, with copies of some of its experts. A step of few tokens asks the device:
+one kernel looks up which experts are in slots and which slots give way, the next one reads those that come
+through the link (`ops.triton.slots`). The host waits for nothing and learns nothing, so such a step can be
+recorded. A step of many tokens asks for nearly all experts anyway: the host learns which, and they come
+through a ring by the copy engine, as `Experts` has it; those in slots are used where they are.
+
+Why this is safe. Whatever the device decides is queued on the compute stream: looking up, giving way,
+fetching and computing with what was fetched are in one order, so no slot changes while it is read. Slots of
+the ring are what experts without a slot pass through in both ways. `Experts` writes to them on another
+stream: behind a mark on the compute stream that is left when the host takes over, so not before everything
+that the device decided is done. When the device takes over, the compute stream first waits for all copies
+that were queued. The host knows which experts are in slots from a copy of the arrays, which it takes when it
+takes over; nothing changes them before the device does.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import ModuleType
+
+import numpy as np
+from torch import Tensor
+
+from penstock.arch.layout import GroupId, GroupLayout, MixtureLayout
+from penstock.memory.device import send
+from penstock.ops.kernels import triton_kernels
+from penstock.ops.slots import Places
+from penstock.weights.streaming.experts import Experts
+from penstock.weights.streaming.lending import ExpertStream
+from penstock.weights.streaming.slots import SlotRule, SlotTable
+from penstock.weights.streaming.views import DecidedExperts, sent_addresses
+
+_RULE = SlotRule()
+_MANY = 4
+"""A step with so many times as many pairs as there are experts asks for nearly all of them."""
+
+
+class SlotExperts(ExpertStream):
+    """Lends the experts of all layers, in slots that the device gives to those that are used most."""
+
+    def __init__(
+        self,
+        layouts: Sequence[GroupLayout],
+        mixtures: Mapping[int, MixtureLayout],
+        ring: Experts,
+        memory: Tensor,
+        host: Tensor,
+        rule: SlotRule = _RULE,
+    ) -> None:
+        """Begin with empty slots. layouts: of all experts, layer by layer, as they lie on the host.
+
+        ring: the slots through which others pass, which are the last of `memory`, and all experts at home on
+        HOST. memory: uint8 `[slots, size]` on the device. host: uint8 `[experts, size]`, which the device can
+        read.
+        """
+        super().__init__(layouts, mixtures, ring, memory.device)
+        self._memory, self._host = memory, host
+        self._layers = {layer: number for number, layer in enumerate(self._of_layer)}
+        experts = [len(every) for every in self._of_layer.values()]
+        assert len(set(experts)) == 1, "layers with different numbers of experts"
+        self._experts = experts[0]
+        slots = (len(memory) - ring.ring_slots) // len(experts)
+        self._slot_table = SlotTable(len(experts), self._experts, slots, self._experts, memory.device, rule)
+        self._margin, self._slots_each = rule.margin, slots
+        self._places = {layer: self._places_of(layer) for layer in self._layers}
+        self._decides = False
+        """True while the device decides; else the host may have queued copies to the ring."""
+        self._known: list[list[int]] = []
+        """Slots of each layer's experts, while the host decides."""
+
+    def rounds(
+        self, layer: int, pairs: Tensor, most: int, *, recorded: bool = False
+    ) -> Iterator[Tensor] | None:
+        """Return the tables of a layer's experts, round by round, of those that this step's tokens chose.
+
+        Each has addresses of some of them, and 0 for all others: work with them is queued before the next is
+        asked for. None where the host is to decide, since most experts are wanted: never where the step is
+        `recorded`. pairs: int32 `[experts]`, on the device, how many pairs of a token and an expert each
+        expert has; most: of all of them.
+        """
+        kernels = triton_kernels("slots")
+        if kernels is None or (most > _MANY * self._experts and not recorded):
+            return None
+        self.device_decides()
+        return self._rounds(kernels, layer, pairs, min(most, self._experts))
+
+    def recorded(self) -> DecidedExperts:
+        """Return what lends experts to steps that are recorded."""
+        return DecidedExperts(self.mixtures, partial(self.rounds, recorded=True))
+
+    def _rounds(self, kernels: ModuleType, layer: int, pairs: Tensor, most: int) -> Iterator[Tensor]:
+        number, places = self._layers[layer], self._places[layer]
+        if number == 0:
+            self._slot_table.begin()
+        arrays = self._slot_table.arrays(number)
+        coming, tables = kernels.expert_step(arrays, pairs, most, self._margin, places)
+        first = self._host[number * self._experts].data_ptr()
+        for turn, table in enumerate(tables):
+            kernels.fetch(coming, turn, places, first)
+            yield table
+
+    def device_decides(self) -> None:
+        """Note that what is queued from now on, recorded steps too, asks the device."""
+        if not self._decides:
+            self._slots.lend_ring()
+            self._decides = True
+
+    def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
+        """Yield these experts of one layer: first those in slots, then the others in waves. The host waits
+        once, when the device has decided before."""
+        if self._decides:
+            self._slots.take_ring_back()
+            self._decides = False
+            self._known = self._slot_table.slot_of.tolist()
+        elif not self._known:
+            self._known = self._slot_table.slot_of.tolist()
+        number = self._layers[experts[0].layer]
+        slot_of = self._known[number]
+        here = [expert for expert in experts if slot_of[expert.expert] >= 0]
+        if here:
+            yield here, self._table_of(here, number, slot_of)
+        others = [expert for expert in experts if slot_of[expert.expert] < 0]
+        yield from super().waves(others)
+
+    def hits(self) -> tuple[int, int]:
+        """Return how many experts steps have asked the device for, and how many of these were in slots. The
+        host waits for it."""
+        asked, hits = self._slot_table.counts.sum(0).tolist()
+        return asked, hits
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Return the bytes that the device has read through the link. The host waits for it."""
+        asked, hits = self.hits()
+        return (asked - hits) * self._memory.shape[1]
+
+    def _places_of(self, layer: int) -> Places:
+        offsets = [field.offset for field in self._layouts[self._of_layer[layer][0]].fields]
+        slots, ring = self._slots_each, self._slots.ring_slots
+        return Places(
+            first=self._layers[layer] * slots,
+            transit=len(self._memory) - ring,
+            rounds_of=ring,
+            base=self._memory.data_ptr(),
+            size=self._memory.shape[1],
+            offsets=send(np.array(offsets, np.int64), self._device),
+        )
+
+    def _table_of(self, here: Sequence[GroupId], number: int, slot_of: Sequence[int]) -> Tensor:
+        places = self._places[here[0].layer]
+        fields = self._layouts[here[0]].fields
+        none, lent = (0,) * len(fields), {expert.expert for expert in here}
+        starts = [places.base + (places.first + slot) * places.size for slot in slot_of]
+        return sent_addresses(
+            [
+                tuple(starts[expert] + field.offset for field in fields) if expert in lent else none
+                for expert in range(self._experts)
+            ],
+            self._device,
+        )
