@@ -91,6 +91,8 @@ class Rank:
     """Of the weights, as much is on the device."""
     rows_at_rest: int = 0
     """As of `mixture`."""
+    copies: bool = False
+    """Whether experts on the device are copies, about which it decides by itself."""
     kernels: bool = True
     """Whether our own kernels compute."""
     weights: WeightStream = field(init=False)
@@ -103,7 +105,8 @@ class Rank:
         least = max(map(padded, layouts)) * 3
         sizes = [padded(layout) for layout in layouts if layout.id.kind is GroupKind.EXPERT]
         host = total + len(sizes) * max(sizes, default=0) - sum(sizes)  # Slots are of one size.
-        limits = WeightLimits(total if self.part == 1 else max(int(self.part * total), least), host)
+        room = total if self.part == 1 else max(int(self.part * total), least)
+        limits = WeightLimits(room, host, copies=self.copies)
         placement, experts, _ = solve_model(layouts, spec.tied_embeddings, limits, RATES, disk=False)
         source = self.source or CheckpointSource(self.model)
         self.weights = WeightStream(placement, layouts, Sources(source, source), CPU, experts=experts)

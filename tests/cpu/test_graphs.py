@@ -318,22 +318,22 @@ def test_run_counts(most: int, counts: tuple[int, ...]) -> None:
 
 
 def test_what_cannot_be_recorded_says_why() -> None:
-    def blocker(name: str, *, gpu: bool = True, experts_rest: bool) -> str | None:
-        return graph_blocker(spec_of(name), cuda=gpu, kernels=gpu, experts_rest=experts_rest)
+    def blocker(name: str, *, gpu: bool = True, host_decides: bool) -> str | None:
+        return graph_blocker(spec_of(name), cuda=gpu, kernels=gpu, host_decides=host_decides)
 
     def blocker_of_few(name: str) -> str | None:
         shape = Shape.open(tiny.checkpoint(name))
         few = replace(shape.spec, format=toys.Int8())
         mixtures = mixture_layouts(group_layouts(few, shape.names, "float32")).values()
-        return graph_blocker(few, cuda=True, kernels=True, experts_rest=True, mixtures=mixtures)
+        return graph_blocker(few, cuda=True, kernels=True, host_decides=False, mixtures=mixtures)
 
     assert "one expert after another" in str(blocker_of_few("mixtral"))
     assert blocker_of_few("llama") is None
-    assert "no CUDA device" in str(blocker("llama", gpu=False, experts_rest=True))
-    assert "experts stream" in str(blocker("mixtral", experts_rest=False))
-    assert "length" in str(blocker("llama_dynamic", experts_rest=True))
-    assert blocker("mixtral", experts_rest=True) is None
-    assert blocker("llama", experts_rest=False) is None
+    assert "no CUDA device" in str(blocker("llama", gpu=False, host_decides=False))
+    assert "experts stream" in str(blocker("mixtral", host_decides=True))
+    assert "length" in str(blocker("llama_dynamic", host_decides=False))
+    assert blocker("mixtral", host_decides=False) is None
+    assert blocker("llama", host_decides=True) is None
 
 
 def test_steps_share_the_inputs_that_two_in_flight_need() -> None:
@@ -530,7 +530,9 @@ def test_recorded_steps_take_weights_that_stream_from_the_beginning_of_a_pass(
     with Checkpoint.open(tiny.checkpoint(name)) as checkpoint:
         sizes = [padded(layout) for layout in group_layouts(checkpoint.spec, checkpoint.names, "float32")]
     override = Override(WeightLimits(max(sizes), 4 * sum(sizes)))
-    monkeypatch.setattr("penstock.api.llm.boot", partial(boot, override=override))
+    monkeypatch.setattr(
+        "penstock.api.llm.boot", lambda *given, **more: boot(*given, **more | {"override": override})
+    )
     with recorded(name, max_step_tokens=16) as llm, watched(llm) as found:
         assert llm.booted.weights.moves(EMBEDDING)
         for at, length in enumerate((17, 20, 37)):  # What follows whole pieces is a row, or a run.

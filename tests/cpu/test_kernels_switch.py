@@ -51,7 +51,7 @@ def test_nothing_of_ours_is_found_meanwhile_and_all_of_it_afterwards() -> None:
         assert kernels_of(CUDA) == ()
         spec = Shape.open(tiny.checkpoint("llama")).spec
         reads = reads_pages(CUDA)
-        why = graph_blocker(spec, cuda=True, kernels=reads, experts_rest=True)
+        why = graph_blocker(spec, cuda=True, kernels=reads, host_decides=False)
         assert why == "no kernel of our own reads pages"
     assert all(elsewhere), "another thread's kernels are none of ours"
     assert all(there())

@@ -28,7 +28,7 @@ if (
 import bounds
 import tiny
 import toys
-from members import pass_of
+from members import Rank, pass_of, steps, together
 from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId, GroupKind
 from penstock.engine import measuring, placing
@@ -37,10 +37,14 @@ from penstock.ops import experts
 from penstock.ops.experts import Grouped, experts_reference
 from penstock.ops.linear import gated, linear
 from penstock.ops.matrix import GroupViews, Matrix
+from penstock.ops.slots import Places
 from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton import routing as triton_routing
+from penstock.ops.triton import slots as triton_slots
 from penstock.ops.triton.experts import expert_tuning
 from penstock.ops.triton.routing import arrange, choose, most_blocks
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.streaming import slotted
 from penstock.weights.streaming.lending import ExpertStream
 from penstock.weights.streaming.views import StillExperts
 
@@ -323,6 +327,49 @@ def test_what_streams_in_waves_computes_the_same(tmp_path: Path) -> None:
     assert copied > 0
     assert not llm.booted.weights.experts_rest
     assert streamed == whole
+
+
+@contextmanager
+def _slots_interpreted() -> Iterator[list[tuple[int, int]]]:
+    """Kernels may read the host's memory of a layer's experts, and write to all places. Yields who came to
+    which place."""
+    came, fetch = list[tuple[int, int]](), triton_slots.fetch
+
+    def lent(coming: Tensor, number: int, places: Places, host: int) -> None:
+        experts = coming[:, number * places.rounds_of : (number + 1) * places.rounds_of]
+        came.extend((expert, place) for expert, place in experts.T.tolist() if expert >= 0)
+        ends = host + 8 * places.size, places.base + (places.transit + places.rounds_of) * places.size
+        with bounds.lent([(host, ends[0]), (places.base, ends[1])]):
+            fetch(coming, number, places, host)
+
+    with patch.object(triton_slots, "fetch", lent):
+        yield came
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("many", [0, 4])
+def test_experts_that_the_device_decides_about_compute_the_same(
+    name: str, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With slots for some of them, or none; where the host decides about steps of many tokens, in turns."""
+    monkeypatch.setattr(slotted, "_MANY", many or 1 << 20)
+    first, second, third = steps()
+    path, plans = tiny.checkpoint(name), [first, second, third, third, first, third, second]
+    whole = pass_of(path, 0, plans=plans)
+    some = set[bool]()
+    for part in (0.2, 0.55, 0.9):
+        with _slots_interpreted() as came:
+            rank = Rank(Checkpoint.open(path), part=part, copies=True)
+            assert isinstance(rank.weights.experts, slotted.SlotExperts)
+            found = together([rank], plans)[0]
+            stats, (asked, hits) = rank.weights.stats(), rank.weights.experts.hits()
+            rank.weights.close()
+        assert all(map(torch.equal, found, whole))
+        assert len(came) == asked - hits
+        assert stats.copied >= len(came) * rank.weights.room.size
+        assert (hits > 0) <= (rank.weights.room.slots > 0)
+        some.add(hits > 0)
+    assert some == {False, True}
 
 
 def test_some_are_computed_at_rest_while_the_others_stream() -> None:

@@ -60,7 +60,7 @@ def test_tokens_are_those_of_steps_that_are_not_recorded(name: str) -> None:
     with LLM(tiny.checkpoint(name), **SETTINGS) as llm, patch.object(DecodeGraphs, "run", noted):
         recordable = (
             graph_blocker(
-                llm.booted.spec, cuda=True, kernels=True, experts_rest=llm.booted.weights.experts_rest
+                llm.booted.spec, cuda=True, kernels=True, host_decides=not llm.booted.weights.experts_rest
             )
             is None
         )

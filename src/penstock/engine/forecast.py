@@ -300,7 +300,7 @@ def _pace(
             )
         else:
             seconds += sum(count * _fetch(experts, each, machine.rates) for count, each in layers)
-        if machine.costs and experts.on_device < experts.experts:
+        if machine.costs and experts.on_device < experts.experts and not experts.copies:
             seconds += sum(spec.moe_layers) * machine.costs.expert_layer
         copied, read = copied + experts_copied, read + experts_read
         busy[Link.LINK] += experts_copied / machine.rates.host_to_device
@@ -338,7 +338,7 @@ def _traffic(
     """Return what a pass asks for, and what comes: as it was counted, given or recorded, else as if tokens
     chose evenly."""
     asked = sum(count * each for count, each in layers)
-    hits, source = experts.on_device / experts.experts, "tokens choose evenly"
+    hits, source = experts.near / experts.experts, "tokens choose evenly"
     if step.decodes and work.experts_fetched is not None:
         hits, source = 1 - work.experts_fetched / asked, "counted"
     elif step.decodes and work.expert_use is not None and hits < 1:
@@ -353,7 +353,7 @@ def _fetch(experts: ExpertRoom, chosen: float, rates: StreamRates) -> float:
     """
     count = max(round(chosen), 1)
     on_disk = experts.on_disk / experts.experts
-    on_host = experts.on_host / max(experts.experts - experts.on_disk, 1)
+    on_host = (experts.on_host - experts.slots) / max(experts.experts - experts.on_disk, 1)
     copy, mean = experts.mean / rates.host_to_device, 0.0
     for read in range(count + 1 if on_disk else 1):
         chance = comb(count, read) * on_disk**read * (1 - on_disk) ** (count - read)

@@ -159,6 +159,24 @@ class Outline(Generic[Far]):
         return sum(map(padded, self.layouts)) + beside <= self.total
 
     @property
+    def decides(self) -> bool:
+        """Tell whether the device decides which experts it has, where they do not all fit: it has kernels for
+        that, host memory has room for all of them, and there are no other ranks."""
+        found, mixtures = self.hardware, mixture_layouts(self.layouts).values()
+        if not (found.cuda and found.kernels and mixtures) or not all(one.kernels for one in mixtures):
+            return False
+        if self.shard.ranks > 1:
+            return False
+        experts = [padded(layout) for layout in self.layouts if layout.id.kind is GroupKind.EXPERT]
+        return len(experts) * max(experts) <= self.host_room
+
+    @property
+    def host_room(self) -> int:
+        """Return the bytes of host memory that weights may take. Raises BudgetError."""
+        far = self.far.host_bytes if self.far else 0
+        return max(host_room(self.settings, self.hardware) - far, 0)
+
+    @property
     def early(self) -> bool:
         """Tell whether kernels will most likely begin early (programmatic dependent launch)."""
         return self.may_rest and self.hardware.pdl
@@ -166,7 +184,7 @@ class Outline(Generic[Far]):
     @property
     def recorded(self) -> bool:
         """Tell whether steps are recorded as CUDA graphs, if all weights stay that can."""
-        return self.settings.graphs and self.blocker(experts_rest=self.may_rest) is None
+        return self.settings.graphs and self.blocker(host_decides=not (self.may_rest or self.decides)) is None
 
     @property
     def beside(self) -> int:
@@ -177,14 +195,14 @@ class Outline(Generic[Far]):
         of_draft = self.of_draft
         return graphs + (self.far.device_bytes if self.far else 0) + (of_draft.beside if of_draft else 0)
 
-    def blocker(self, *, experts_rest: bool) -> str | None:
+    def blocker(self, *, host_decides: bool) -> str | None:
         """Return why steps cannot be recorded here, or None if they can."""
         found = self.hardware
         return graph_blocker(
             self.spec,
             cuda=found.cuda,
             kernels=found.kernels,
-            experts_rest=experts_rest,
+            host_decides=host_decides,
             mixtures=mixture_layouts(self.layouts).values(),
         )
 
@@ -267,7 +285,8 @@ class BootPlan(Generic[Far]):
     @property
     def graph_blocker(self) -> str | None:
         """Say why steps cannot be recorded as CUDA graphs; None if they can."""
-        return self.outline.blocker(experts_rest=self.experts_rest)
+        decides = self.experts is not None and self.experts.copies
+        return self.outline.blocker(host_decides=not (self.experts_rest or decides))
 
     @property
     def recorded(self) -> bool:
@@ -308,13 +327,11 @@ def plan_boot(outline: Outline[Far], measured: Measured, given: WeightLimits | N
         limits = WeightLimits(whole, 0, 0)
         placement = _resident(layouts)
     else:
-        host = max(
-            host_room(outline.settings, measured.hardware) - (outline.far.host_bytes if outline.far else 0),
-            0,
-        )
+        far = outline.far.host_bytes if outline.far else 0
+        host = max(host_room(outline.settings, measured.hardware) - far, 0)
         if not given and not outline.hardware.cuda and host == 0:
             host = beside = cpu_ring(room, layouts)
-        limits = given or WeightLimits(max(room - beside, 0), host)
+        limits = given or WeightLimits(max(room - beside, 0), host, copies=outline.decides)
         disk = measured.rates.disk_to_host > 0 if measured.rates else measured.disk
         placement, experts, needs_disk = solve_model(
             layouts, outline.spec.tied_embeddings, limits, measured.rates or USUAL, disk

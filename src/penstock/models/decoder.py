@@ -106,7 +106,7 @@ class Decoder:
                 wanted = None
                 if not len(last):
                     return residual.x
-            self._feed_forward(layer, spec, residual, weights)
+            self._feed_forward(layer, spec, residual, weights, inputs.padding)
         hidden = residual.sum()
         return hidden if wanted is None else hidden[wanted]
 
@@ -181,9 +181,11 @@ class Decoder:
             residual.add(linear(seen, w.matrices["out"], bias), after, spec.scale)
         weights.release(group)
 
-    def _feed_forward(self, layer: int, spec: LayerSpec, residual: Residual, weights: Weights) -> None:
+    def _feed_forward(
+        self, layer: int, spec: LayerSpec, residual: Residual, weights: Weights, padding: Tensor | None
+    ) -> None:
         if isinstance(spec.feed_forward, MoeSpec):
-            self._mixture(layer, spec, spec.feed_forward, residual, weights)
+            self._mixture(layer, spec, spec.feed_forward, residual, weights, padding)
             return
         group = GroupId(GroupKind.FFN, layer)
         w = weights.take(group)
@@ -201,7 +203,13 @@ class Decoder:
         weights.release(group)
 
     def _mixture(
-        self, layer: int, spec: LayerSpec, moe: MoeSpec, residual: Residual, weights: Weights
+        self,
+        layer: int,
+        spec: LayerSpec,
+        moe: MoeSpec,
+        residual: Residual,
+        weights: Weights,
+        padding: Tensor | None,
     ) -> None:
         group = GroupId(GroupKind.ROUTER, layer)
         w = weights.take(group)
@@ -211,7 +219,10 @@ class Decoder:
             scores = self.routing.scores(layer, w, x, scores)
         weights.release(group)
         assert weights.experts is not None, "a mixture without experts"
-        mixed = mixture(x, scores, moe, layer, weights.experts, rows_at_rest=self._rows_at_rest)
+        padding = padding if weights.experts.decided else None
+        mixed = mixture(
+            x, scores, moe, layer, weights.experts, rows_at_rest=self._rows_at_rest, padding=padding
+        )
         residual.add(mixed, after, spec.scale)
 
 

@@ -43,7 +43,8 @@ class StepInputs:
 
     last: what the wanted positions attend to, as rows, all being in pages and each the newest of its
     sequence; for the last layer, where the others are not needed. None where they are not, or are most of the
-    step. state: of a model that has any.
+    step. state: of a model that has any. padding: bool `[tokens]`, tokens that are nobody's, behind those
+    that are somebody's; None where there are none.
     """
 
     tokens: Tensor
@@ -53,6 +54,7 @@ class StepInputs:
     wanted: Tensor | None
     last: AttentionInputs | None = None
     state: StateInputs | None = None
+    padding: Tensor | None = None
 
 
 class Weights(Protocol):
@@ -90,6 +92,11 @@ class ExpertWeights(Protocol):
 
         None if some of the experts come and go: then `waves` lends them.
         """
+
+    @property
+    def decided(self) -> bool:
+        """Tell whether the device may decide which experts come: tokens that are nobody's then ask for
+        none."""
 
     def rounds(self, layer: int, pairs: Tensor, most: int) -> Iterator[Tensor] | None:
         """Return tables as `table` has them, one after another, of those of a layer's experts that tokens

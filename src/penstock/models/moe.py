@@ -28,6 +28,7 @@ def mixture(
     experts: ExpertWeights,
     *,
     rows_at_rest: int = 0,
+    padding: Tensor | None = None,
 ) -> Tensor:
     """Return the weighted sum of the chosen experts' outputs: x and result `[tokens, hidden]`, router scores
     `[tokens, experts]`.
@@ -35,11 +36,18 @@ def mixture(
     moe: of the rank; its experts may be narrower than the model's. Only experts that some token chose are
     borrowed, each once for all its tokens. Where all of them are on the device, the host does not learn which
     these are. rows_at_rest: an expert with at most so many tokens is computed on the host if it stays there.
+    padding: bool `[tokens]`, tokens that take the experts of the first one: what comes of them means nothing.
     """
     layout = experts.mixtures[layer]
     if grouped(x.device, layout):
         mixed = Grouped(
-            x, scores, moe.top_k, moe.intermediate_size, normalise=moe.normalise, formats=layout.formats
+            x,
+            scores,
+            moe.top_k,
+            moe.intermediate_size,
+            normalise=moe.normalise,
+            formats=layout.formats,
+            padding=padding,
         )
         return _many_at_a_time(mixed, x, layer, experts, rows_at_rest)
     shares, chosen = scores.float().softmax(-1).topk(moe.top_k)

@@ -73,12 +73,14 @@ class Grouped:
         *,
         normalise: bool,
         formats: Sequence[WeightFormat] | None = None,
+        padding: Tensor | None = None,
     ) -> None:
         """Choose experts; the host waits for nothing.
 
         x: `[tokens, hidden]`. scores: `[tokens, experts]`; each token takes the top_k highest, of equal ones
         those of the lower experts. inner: rows of gate, and of up. formats: of gate_up and down of all
-        experts, dense by default; their kernels compute the products."""
+        experts, dense by default; their kernels compute the products. padding: bool `[tokens]`, tokens that
+        take what the first one takes, not being padding."""
         kernels, routing = _kernels(x.device), triton_kernels("routing")
         assert kernels is not None, f"no kernels on {x.device}"
         assert routing is not None
@@ -89,6 +91,8 @@ class Grouped:
         tokens, experts = scores.shape
         self._tuning = products.expert_tuning(tokens * top_k, experts, x.dtype)
         chosen, self._shares = routing.choose(scores, top_k, normalise=normalise)
+        if padding is not None:
+            chosen = torch.where(padding.unsqueeze(1), chosen[:1], chosen)
         self.order, self._blocks, self.pairs = routing.arrange(chosen, experts, self._tuning.rows)
         """Pairs in the order of their experts, int32 `[pairs]`; and how many each expert has, int32
         `[experts]`."""

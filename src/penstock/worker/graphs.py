@@ -165,7 +165,10 @@ class DecodeStep:
         rows = Rows(count, placed.table, placed.lengths, self._max_length, (), self._arrivals)
         attention = AttentionInputs(placed.blocks, placed.offsets, placed.slots, rows, ())
         state = StateInputs(given[0].long(), ()) if self._pool.state is not None else None
-        inputs = StepInputs(placed.tokens, placed.cos, placed.sin, attention, None, state=state)
+        padding = given[0] == self._nobody if self.spec.moe is not None else None
+        inputs = StepInputs(
+            placed.tokens, placed.cos, placed.sin, attention, None, state=state, padding=padding
+        )
         self._finish(self._decoder.forward(weights, self._pool.layers, inputs), given[0], weights)
 
     def compute_run(self, count: int, weights: Weights) -> None:

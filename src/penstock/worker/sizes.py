@@ -33,19 +33,19 @@ def graph_blocker(
     *,
     cuda: bool,
     kernels: bool,
-    experts_rest: bool,
+    host_decides: bool,
     mixtures: Iterable[MixtureLayout] = (),
 ) -> str | None:
     """Return why decode steps cannot be recorded as CUDA graphs, or None if they can.
 
     cuda: whether the device is a CUDA device.
     kernels: whether kernels of ours read pages there.
-    experts_rest: whether all experts, if there are any, stay on the device.
+    host_decides: whether experts, if there are any, come and go, and the host decides which.
     mixtures: of the layers that are one.
     """
     if not kernels:
         return "no kernel of our own reads pages" if cuda else "there is no CUDA device"
-    if spec.moe is not None and not experts_rest:
+    if spec.moe is not None and host_decides:
         return "experts stream, and the host has to know which of them a router chooses"
     if not all(mixture.kernels for mixture in mixtures):
         return "the host launches one expert after another, and has to know which of them a router chooses"

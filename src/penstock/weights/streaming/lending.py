@@ -40,6 +40,9 @@ class ExpertStream:
     def table(self, layer: int) -> None:
         """Return None: some of the experts come and go."""
 
+    decided = False
+    """The host decides which experts come."""
+
     def rounds(self, layer: int, pairs: Tensor, most: int) -> Iterator[Tensor] | None:
         """Return None: the host decides which experts come."""
         return None

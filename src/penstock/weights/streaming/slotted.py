@@ -39,6 +39,9 @@ _MANY = 4
 class SlotExperts(ExpertStream):
     """Lends the experts of all layers, in slots that the device gives to those that are used most."""
 
+    decided = True
+    """The device decides, about steps of few tokens."""
+
     def __init__(
         self,
         layouts: Sequence[GroupLayout],

@@ -58,6 +58,9 @@ class StillExperts:
             self._tables[layer] = sent_addresses(addresses, self._device)
         return self._tables[layer]
 
+    decided = False
+    """The host decides which experts come."""
+
     def rounds(self, layer: int, pairs: Tensor, most: int) -> Iterator[Tensor] | None:
         """Return None: the host decides which experts come."""
         return None
@@ -91,7 +94,7 @@ class DecidedExperts:
         rounds: Callable[[int, Tensor, int], Iterator[Tensor] | None],
     ) -> None:
         """Lend nothing yet. rounds: as of `ExpertWeights`, never None."""
-        self.mixtures, self.rounds = mixtures, rounds
+        self.mixtures, self.rounds, self.decided = mixtures, rounds, True
 
     def table(self, layer: int) -> None:
         """Return None: some of the experts come and go."""
