@@ -951,3 +951,42 @@ def test_an_expert_that_is_still_to_be_used_stays() -> None:
         assert experts.homes[resident].tier is Tier.DEVICE
         assert experts.copied_bytes == SIZE
         assert world.wrong() == []
+
+
+def test_the_ring_is_lent_behind_all_copies() -> None:
+    """What a pass that was broken off has left on its way, too."""
+    gates = Gates([("copy", ("device", 4), 0)])
+    world = World((4, 8, 2, 0), gates)
+    experts = world.experts
+    one = next(id for id in world.ids if experts.homes[id].tier is Tier.HOST)
+    assert experts.ring_slots == 2
+    experts.expect([one])
+    experts.lend_ring()
+    world.computing.kernel(0, one, world.device[4])
+    try:
+        assert not gates.passes(("kernel", 0), BRIEF)
+    finally:
+        gates.open()
+    assert gates.passes(("kernel", 0))
+    assert np.array_equal(world.computing.seen[0][1], content(one, 0, SIZE))
+    world.close()
+
+
+def test_the_ring_is_taken_back_behind_all_that_was_computed() -> None:
+    gates = Gates([("kernel", 0)])
+    world = World((4, 8, 2, 0), gates)
+    experts = world.experts
+    one = next(id for id in world.ids if experts.homes[id].tier is Tier.HOST)
+    experts.lend_ring()
+    world.device[4].fill_(7)
+    world.computing.kernel(0, one, world.device[4])
+    experts.take_ring_back()
+    experts.expect([one])
+    try:
+        assert not gates.passes(("copy", ("device", 4), 0), BRIEF)
+    finally:
+        gates.open()
+    world.expected.clear()
+    assert gates.passes(("copy", ("device", 4), 0))
+    assert (world.computing.seen[0][1] == 7).all()
+    world.close()

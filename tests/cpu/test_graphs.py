@@ -530,9 +530,7 @@ def test_recorded_steps_take_weights_that_stream_from_the_beginning_of_a_pass(
     with Checkpoint.open(tiny.checkpoint(name)) as checkpoint:
         sizes = [padded(layout) for layout in group_layouts(checkpoint.spec, checkpoint.names, "float32")]
     override = Override(WeightLimits(max(sizes), 4 * sum(sizes)))
-    monkeypatch.setattr(
-        "penstock.api.llm.boot", lambda *given, **more: boot(*given, **more | {"override": override})
-    )
+    monkeypatch.setattr("penstock.api.llm.boot", partial(boot, override=override))
     with recorded(name, max_step_tokens=16) as llm, watched(llm) as found:
         assert llm.booted.weights.moves(EMBEDDING)
         for at, length in enumerate((17, 20, 37)):  # What follows whole pieces is a row, or a run.

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -92,14 +93,9 @@ class LLM:
             tokenizer = beside.submit(Tokenizer.from_model, config.model)
             defaults = weights.generation
             structures = Structures(tokenizer.result, weights.spec.vocab_size, defaults.eos_tokens)
-            self._booted = boot(
-                config,
-                weights,
-                say=log.info,
-                trace=trace,
-                override=Override(routing=routing),
-                loading=loading,
-                guide=structures,
+            booted = boot if routing is None else partial(boot, override=Override(routing=routing))
+            self._booted = booted(
+                config, weights, say=log.info, trace=trace, loading=loading, guide=structures
             )
             engine = self._booted.engine
             opened.callback(engine.close)
