@@ -13,10 +13,17 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 
 import bounds
+from penstock.arch.layout import GroupId, GroupKind, MixtureLayout
+from penstock.memory.streams import CallerStream
 from penstock.ops.slots import Places
 from penstock.ops.triton.slots import expert_step, fetch
+from penstock.weights.streaming.experts import Experts
+from penstock.weights.streaming.residency import ExpertRoom
 from penstock.weights.streaming.slots import SlotRule, SlotTable
+from penstock.weights.streaming.slotted import SlotExperts
+from penstock.weights.streaming.waits import StreamWaits
 from slot_oracle import RULES, Layer, workloads
+from streams import Gates, Store, layout
 
 CPU = torch.device("cpu")
 SIZE, OFFSETS = 48, torch.tensor([0, 16, 40])
@@ -100,3 +107,46 @@ def test_many_experts_and_slots() -> None:
             slot: one for slot, one in enumerate(table.expert_of[0].tolist()) if one >= 0
         } == layer.in_slot
     assert table.hits()[0] > 0.3
+
+
+def test_the_host_uses_what_is_in_slots_now() -> None:
+    """The device and the host decide in turns; each table leads to the bytes of its experts."""
+    layouts = [
+        layout(GroupId(GroupKind.EXPERT, layer, expert), SIZE) for layer in (1, 3) for expert in range(4)
+    ]
+    mixtures = {layer: MixtureLayout(4, None) for layer in (1, 3)}
+    host = torch.randint(256, (8, SIZE), dtype=torch.uint8)
+    memory = torch.zeros(2 * 1 + 2, SIZE, dtype=torch.uint8)
+    stream, room = CallerStream(), ExpertRoom(SIZE, 8, 0, 8, 2, slots=2, copies=True)
+    ring = Experts(layouts, room, memory[2:], host, Store(Gates()), stream, stream, StreamWaits(None))
+    experts = SlotExperts(layouts, mixtures, ring, memory, host, SlotRule(1.0, 0.0))
+
+    def held(table: torch.Tensor, layer: int, expected: set[int]) -> None:
+        there = {expert for expert, (address, *_) in enumerate(table.tolist()) if address}
+        assert there == expected
+        for expert in there:
+            place, rest = divmod(int(table[expert, 0]) - memory.data_ptr(), SIZE)
+            assert rest == 0
+            assert torch.equal(memory[place], host[4 * (layer == 3) + expert])
+
+    for chosen in (0, 2, 1):
+        for layer in (1, 3):
+            rounds = experts.rounds(layer, torch.tensor([chosen == one for one in range(4)]).int(), 1)
+            assert rounds is not None
+            with bounds.lent(spans(host, memory)):
+                for table in rounds:
+                    held(table, layer, {chosen})
+        for layer in (1, 3):
+            ids = [GroupId(GroupKind.EXPERT, layer, expert) for expert in range(4)]
+            waves = [
+                [id.expert for id in wave]
+                for wave, table in experts.waves(ids)
+                if held(table, layer, {id.expert for id in wave}) is None
+            ]
+            assert waves[0] == [chosen]
+            assert sorted(one for wave in waves for one in wave) == [0, 1, 2, 3]
+    assert experts.hits() == (6, 0)
+    assert experts.fetched_bytes == 6 * SIZE
+    assert experts.rounds(1, torch.ones(4).int(), 17) is None, "nearly all are wanted: the host decides"
+    assert experts.recorded().rounds(1, torch.ones(4).int(), 17) is not None
+    ring.close()
