@@ -50,6 +50,7 @@ DYNAMIC = DENSE | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
 HOPPER = Hardware(cuda=True, free=64 * GIB, whole=80 * GIB, host_free=100 * GIB, host_whole=125 * GIB)
 HOPPER = replace(HOPPER, kernels=True, pdl=True)
 AMPERE = replace(HOPPER, pdl=False)
+NARROW = replace(HOPPER, host_free=GIB // 2)
 PLAIN = replace(HOPPER, kernels=False)
 CPU = Hardware(cuda=False, free=64 * GIB, whole=64 * GIB, host_free=64 * GIB, host_whole=64 * GIB)
 STEP = 64 * MIB
@@ -99,9 +100,20 @@ def planned(
         (DENSE, CPU, 1.0, Rest.ALL, False, False, False, "no CUDA device"),
         (DYNAMIC, HOPPER, 1.0, Rest.ALL, True, False, False, "each request's length"),
         (MIXED, HOPPER, 1.0, Rest.ALL, True, True, True, None),
-        (MIXED, HOPPER, 0.5, Rest.SOME, False, False, False, "experts stream"),
+        (MIXED, HOPPER, 0.6, Rest.SOME, False, True, False, None),
+        (MIXED, NARROW, 0.6, Rest.SOME, False, False, False, "experts stream"),
     ],
-    ids=["rests", "older GPU", "streams", "no kernels", "CPU", "dynamic rope", "mixture", "experts stream"],
+    ids=[
+        "rests",
+        "older GPU",
+        "streams",
+        "no kernels",
+        "CPU",
+        "dynamic rope",
+        "mixture",
+        "experts come",
+        "experts from disk",
+    ],
 )
 def test_machines_and_models(
     config: dict[str, object],
@@ -122,6 +134,27 @@ def test_machines_and_models(
     budget = plan.budget
     assert budget.weights + budget.activations + budget.kv <= budget.total
     assert budget.blocks >= 1
+
+
+def test_experts_have_slots_on_the_device_where_the_host_holds_them_all() -> None:
+    """As many in each layer; what is left is for those that pass through."""
+    plan = planned(MIXED, HOPPER, 0.6)
+    room = plan.experts
+    assert room is not None
+    assert room.copies
+    assert (room.on_device, room.on_host, room.on_disk) == (0, room.experts, 0)
+    assert room.slots > 0
+    assert room.slots % 16 == 0
+    assert room.device == (room.slots + room.device_ring) * room.size
+    assert "slots for copies" in str(room)
+    assert plan.budget.weights >= plan.placement.resting(Tier.DEVICE) + room.device
+    from_disk = planned(MIXED, NARROW, 0.6).experts
+    assert from_disk is not None
+    assert (from_disk.copies, from_disk.slots) == (False, 0)
+    assert from_disk.on_disk > 0
+    without = planned(MIXED, replace(HOPPER, kernels=False), 0.6).experts
+    assert without is not None
+    assert not without.copies
 
 
 def test_what_was_compiled_for_weights_that_rest_is_compiled_again_where_kv_takes_their_room() -> None:
