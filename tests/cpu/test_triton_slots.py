@@ -129,13 +129,21 @@ def test_the_host_uses_what_is_in_slots_now() -> None:
             assert rest == 0
             assert torch.equal(memory[place], host[4 * (layer == 3) + expert])
 
+    def computed(layer: int, chosen: set[int], most: int) -> list[set[int]]:
+        rounds, found = (
+            experts.rounds(layer, torch.tensor([one in chosen for one in range(4)]).int(), most),
+            [],
+        )
+        assert rounds is not None
+        with bounds.lent(spans(host, memory)):
+            for table in rounds:
+                found.append({expert for expert, (address, *_) in enumerate(table.tolist()) if address})
+                held(table, layer, found[-1])
+        return found
+
     for chosen in (0, 2, 1):
         for layer in (1, 3):
-            rounds = experts.rounds(layer, torch.tensor([chosen == one for one in range(4)]).int(), 1)
-            assert rounds is not None
-            with bounds.lent(spans(host, memory)):
-                for table in rounds:
-                    held(table, layer, {chosen})
+            assert computed(layer, {chosen}, 1) == [{chosen}]
         for layer in (1, 3):
             ids = [GroupId(GroupKind.EXPERT, layer, expert) for expert in range(4)]
             waves = [
@@ -147,6 +155,32 @@ def test_the_host_uses_what_is_in_slots_now() -> None:
             assert sorted(one for wave in waves for one in wave) == [0, 1, 2, 3]
     assert experts.hits() == (6, 0)
     assert experts.fetched_bytes == 6 * SIZE
-    assert experts.rounds(1, torch.ones(4).int(), 17) is None, "nearly all are wanted: the host decides"
-    assert experts.recorded().rounds(1, torch.ones(4).int(), 17) is not None
+    # Many tokens: all come, and those of the next layer ahead, each once.
+    before = ring.copied_bytes
+    for layer in (1, 3):
+        found = computed(layer, {0}, 17)
+        assert found[0] == {1}, "in its slot"
+        assert sorted(one for some in found for one in some) == [0, 1, 2, 3]
+    assert ring.copied_bytes - before == 6 * SIZE
+    assert computed(1, {0, 1, 2}, 3) == [{0, 1, 2}, set()]  # The ring is given back with what was on its way.
+    computed(1, {0}, 17)
+    assert computed(1, {3}, 1) == [{3}]
+    assert sorted(one for some in computed(1, {0}, 17) for one in some) == [0, 1, 2, 3]
+    ring.close()
+
+
+def test_slots_are_filled_at_the_beginning() -> None:
+    host, memory = torch.randint(256, (8, SIZE), dtype=torch.uint8), torch.zeros(8, SIZE, dtype=torch.uint8)
+    layouts = [layout(GroupId(GroupKind.EXPERT, at // 4, at % 4), SIZE) for at in range(8)]
+    room, stream = ExpertRoom(SIZE, 8, 0, 8, 2, slots=6, copies=True), CallerStream()
+    ring = Experts(layouts, room, memory[6:], host, Store(Gates()), stream, stream, StreamWaits(None))
+    experts = SlotExperts(layouts, {at: MixtureLayout(4, None) for at in (0, 1)}, ring, memory, host)
+    experts.fill()
+    assert torch.equal(memory[:6], host[[0, 1, 2, 4, 5, 6]])
+    for layer in (0, 1):
+        places = {
+            wave[0].expert: len(wave)
+            for wave, _ in experts.waves([GroupId(GroupKind.EXPERT, layer, at) for at in range(4)])
+        }
+        assert places == {0: 3, 3: 1}
     ring.close()

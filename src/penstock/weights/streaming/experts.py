@@ -117,6 +117,8 @@ class Experts:
         self._lent: frozenset[GroupId] = frozenset()
         """Lent where they rest: none of them may leave its slot on HOST."""
         self._coming: dict[GroupId, _Arrival] = {}
+        self._ahead: Sequence[GroupId] = ()
+        """Expected before their wave was asked for."""
         self._used: Counter[GroupId] = Counter()
         self._least: dict[Tier, list[GroupId]] = {Tier.DEVICE: [], Tier.HOST: []}
         """Experts that stay on a tier, the least used last."""
@@ -147,6 +149,12 @@ class Experts:
         self._fetch()
         self._sound = True
 
+    def expect_ahead(self, experts: Sequence[GroupId]) -> None:
+        """Begin to fetch these, which `waves` will be asked for next: all that was expected has been
+        released."""
+        self.expect(experts)
+        self._ahead = experts
+
     def take(self, id: GroupId) -> Tensor:
         """Return the expert's bytes on DEVICE, ready for what is computed from now on. Raises CheckpointError
         if it cannot be read."""
@@ -163,7 +171,9 @@ class Experts:
         """Expect these, and divide them: those that are on DEVICE, then in their order as many of the others
         at a time as leave half of the slots to those behind them. Each wave is to be taken and released
         before the next is asked for."""
-        self.expect(experts)
+        if not self._ahead or self._ahead != experts:
+            self.expect(experts)
+        self._ahead = ()
         here = [id for id in experts if self.homes[id].tier is Tier.DEVICE]
         if here:
             yield here
@@ -385,7 +395,7 @@ class Experts:
             self._finish_exchange()
         if self._sound and not self._coming and not self._queue:
             return
-        self._sound = False
+        self._sound, self._ahead = False, ()
         mark = self._compute.mark()
         for coming in self._coming.values():
             self._done[coming.slot] = mark

@@ -3,8 +3,9 @@
 Each layer has slots on the device, with copies of some of its experts. A step of few tokens asks the device:
 one kernel looks up which experts are in slots and which slots give way, the next one reads those that come
 through the link (`ops.triton.slots`). The host waits for nothing and learns nothing, so such a step can be
-recorded. A step of many tokens asks for nearly all experts anyway: the host learns which, and they come
-through a ring by the copy engine, as `Experts` has it; those in slots are used where they are.
+recorded. A step of many tokens asks for nearly all experts anyway: all of them come in their order through a
+ring by the copy engine, as `Experts` has it, those of the next layer while this one is computed; those in
+slots are used where they are.
 
 Why this is safe. Whatever the device decides is queued on the compute stream: looking up, giving way,
 fetching and computing with what was fetched are in one order, so no slot changes while it is read. Slots of
@@ -20,6 +21,7 @@ from functools import partial
 from types import ModuleType
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupLayout, MixtureLayout
@@ -75,16 +77,18 @@ class SlotExperts(ExpertStream):
     def rounds(
         self, layer: int, pairs: Tensor, most: int, *, recorded: bool = False
     ) -> Iterator[Tensor] | None:
-        """Return the tables of a layer's experts, round by round, of those that this step's tokens chose.
+        """Return the tables of a layer's experts, round by round: of those that this step's tokens chose, or
+        of all of them where tokens are many, unless the step is `recorded`.
 
         Each has addresses of some of them, and 0 for all others: work with them is queued before the next is
-        asked for. None where the host is to decide, since most experts are wanted: never where the step is
-        `recorded`. pairs: int32 `[experts]`, on the device, how many pairs of a token and an expert each
-        expert has; most: of all of them.
+        asked for. None where plain torch computes. pairs: int32 `[experts]`, on the device, how many pairs of
+        a token and an expert each expert has; most: of all of them. Raises CheckpointError.
         """
         kernels = triton_kernels("slots")
-        if kernels is None or (most > _MANY * self._experts and not recorded):
+        if kernels is None:
             return None
+        if most > _MANY * self._experts and not recorded:
+            return self._every(layer)
         self.device_decides()
         return self._rounds(kernels, layer, pairs, min(most, self._experts))
 
@@ -102,6 +106,29 @@ class SlotExperts(ExpertStream):
         for turn, table in enumerate(tables):
             kernels.fetch(coming, turn, places, first)
             yield table
+
+    def _every(self, layer: int) -> Iterator[Tensor]:
+        """Yield tables of all experts of a layer, which come in their order; those of the next layer begin to
+        come when the last has been computed."""
+        for _, table in self.waves(self._of_layer[layer]):
+            yield table
+        later = [other for other in self._layers if self._layers[other] == self._layers[layer] + 1]
+        for following in later:
+            self._slots.expect_ahead(self._without_slot(self._of_layer[following]))
+
+    def _without_slot(self, experts: Sequence[GroupId]) -> list[GroupId]:
+        slot_of = self._known[self._layers[experts[0].layer]]
+        return [expert for expert in experts if slot_of[expert.expert] < 0]
+
+    def fill(self) -> None:
+        """Copy the first experts of each layer to its slots: at the beginning all are equally likely."""
+        slots = self._slots_each
+        for number in range(len(self._layers)):
+            experts = self._host[number * self._experts :][:slots]
+            self._memory[number * slots :][:slots].copy_(experts)
+        self._slot_table.slot_of[:, :slots] = self._slot_table.expert_of.copy_(
+            torch.arange(slots, device=self._device)
+        )
 
     def device_decides(self) -> None:
         """Note that what is queued from now on, recorded steps too, asks the device."""
@@ -123,8 +150,7 @@ class SlotExperts(ExpertStream):
         here = [expert for expert in experts if slot_of[expert.expert] >= 0]
         if here:
             yield here, self._table_of(here, number, slot_of)
-        others = [expert for expert in experts if slot_of[expert.expert] < 0]
-        yield from super().waves(others)
+        yield from super().waves(self._without_slot(experts))
 
     def hits(self) -> tuple[int, int]:
         """Return how many experts steps have asked the device for, and how many of these were in slots. The

@@ -145,6 +145,8 @@ class WeightStream:
             if staging:
                 self._streams[0].mark().wait()
                 staging.close()
+        if isinstance(self.experts, SlotExperts):
+            self.experts.fill()
         if self.placement.device_ring.runs:
             self._feeder = self._feed()
             self._moving.append(self._feeder)
