@@ -64,11 +64,11 @@ class Recorder:
         dtype, wide = least_dtype(self._moe.experts), min(2 * self._moe.top_k, self._moe.experts)
 
         def joined(parts: dict[int, list[Tensor]], width: int) -> NDArray[np.uint8 | np.uint16]:
+            if not parts or not all(parts.values()):
+                return np.empty((0, len(parts), width), dtype)
             layers = [torch.cat(some).cpu().numpy() for some in parts.values()]
             for some in parts.values():
                 some.clear()
-            if not layers:
-                return np.empty((0, 0, width), dtype)
             return np.stack(layers, 1).astype(dtype)
 
         return joined(self._chosen, self._moe.top_k), joined(self._foretold, wide)
