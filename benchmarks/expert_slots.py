@@ -98,9 +98,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recordings", nargs="+", type=Path)
     parser.add_argument("--only", default="", metavar="TEXT", help="parts whose names have this in them")
+    parser.add_argument("--about", default="", help="what was recorded, for --out")
     parser.add_argument("--out", type=Path, help="parts that are there already and are not measured stay")
     options = parser.parse_args()
-    out = Results(options.out, bench="expert_slots", rule=asdict(SlotRule()))
+    facts = {"about": options.about} if options.about else {}
+    out = Results(options.out, bench="expert_slots", rule=asdict(SlotRule()), **facts)
     recordings = [Recording.read(path) for path in options.recordings]
     works = {Path(one.model.text).stem: one for one in recordings} | {"drift": drift(recordings)}
     if options.only in "choice":

@@ -450,3 +450,28 @@ def test_plan_takes_the_hits_of_a_recording(
     assert expert_use(tmp_path / "r.npz", MoeSpec(16, 2, 16, normalise=True), 4).asked is None
     with pytest.raises(ConfigError, match="too few for two steps of batch 201"):
         expert_use(tmp_path / "r.npz", MoeSpec(8, 2, 16, normalise=True), 201)
+
+
+def test_plan_says_which_hits_it_took(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(400).write(tmp_path / "r.npz")
+    shape = str(Path(__file__).parents[2] / "benchmarks" / "shapes" / "Qwen3-30B-A3B")
+    machine = ["--machine", "desktop-16", "--batch", "2"]
+
+    def planned(*more: str) -> tuple[str, dict[str, float]]:
+        assert main(["plan", shape, *machine, *more]) == 0
+        table = capsys.readouterr().out
+        assert main(["plan", shape, *machine, *more, "--json"]) == 0
+        return table, json.loads(capsys.readouterr().out)["decode"]
+
+    table, decode = planned("--expert-hits", "0.6")
+    experts = decode["experts"]
+    assert experts["hits"] == 0.6
+    assert experts["come"] == pytest.approx(0.4 * experts["asked"])
+    assert f"{experts['asked']:,.0f} experts; 60.0% of them are on the device (given)" in table
+    assert f"{experts['come']:,.0f} come" in table
+    table, recorded = planned("--routing", str(tmp_path / "r.npz"))
+    assert recorded["experts"]["source"] == "recorded"
+    assert f"{recorded['experts']['hits']:.1%} of them are on the device (recorded)" in table
+    _, evenly = planned()
+    assert evenly["experts"]["source"] == "tokens choose evenly"
+    assert evenly["seconds"] > decode["seconds"]
