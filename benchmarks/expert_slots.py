@@ -20,7 +20,7 @@ from statistics import fmean
 import numpy as np
 from recording import Recording as Results
 
-from penstock.bench.routing.policies import POLICIES, Policy, Ranked, Room
+from penstock.bench.routing.policies import POLICIES, Ranked, Room, SlotPolicy
 from penstock.bench.routing.recording import Recording
 from penstock.bench.routing.replay import BATCHES, REFERENCES, SHARES, HitCurve, foretelling, hit_curve
 from penstock.weights.streaming.slots import SlotRule
@@ -63,7 +63,7 @@ def measured(
     recording: Recording,
     shares: Sequence[float],
     names: Sequence[str],
-    makers: Mapping[str, Callable[[Room], Policy]] = POLICIES,
+    makers: Mapping[str, Callable[[Room], SlotPolicy]] = POLICIES,
 ) -> tuple[list[HitCurve], dict[str, float]]:
     """The curves of both batches, and the mean hits of each policy."""
     slots, counted = slots_at(recording, shares), set(slots_at(recording, CHOSEN_AT))

@@ -33,7 +33,7 @@ from penstock.bench.routing.replay import (
 from penstock.step.params import SamplingParams
 
 _TEMPERATURE = 0.8
-"""Of continuations: greedy ones of small models go in circles, and so do their experts."""
+"""Continuations are drawn: greedy ones of small models go in circles, and so do their experts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ _FAULTS = (
     OSError, EOFError, ValueError, KeyError, RuntimeError, MemoryError, OverflowError, zipfile.BadZipFile,
     zlib.error,
 )  # fmt: skip
-"""What readers of archives raise at damage; NotImplementedError is a RuntimeError."""
+"""Readers of archives raise these at damage."""
 _ARRAYS = ("layers", "lengths", "prompts", "chosen", "foretold")
 
 
