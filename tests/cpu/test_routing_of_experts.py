@@ -51,6 +51,15 @@ MOE = {
     "max_position_embeddings": 256,
     "dtype": "float32",
 }
+
+
+def mixture_of(experts: int, top_k: int) -> MoeSpec:
+    """A mixture of such a size."""
+    moe = Shape.of(MOE).spec.moe
+    assert moe is not None
+    return replace(moe, experts=experts, top_k=top_k)
+
+
 MODEL = RoutedModel("small", "qwen3_moe", "ab12", 8, 2, "book.txt")
 
 
@@ -285,7 +294,7 @@ def test_every_token_takes_the_experts_of_the_table(seen: list[tuple[int, Tensor
         measure.decode(it, measure.BatchWork(3, 20, 2, 1))
     finally:
         it.engine.close()
-    table = torch.from_numpy(routing.chosen(MoeSpec(8, 2, 16, normalise=True), 2, 4096))
+    table = torch.from_numpy(routing.chosen(mixture_of(8, 2), 2, 4096))
     rows = torch.arange(len(table)).unsqueeze(1) + torch.arange(3) * (len(table) // 4)
     steps = [(one, other) for (first, one), (_, other) in pairwise(seen) if first == 0 and len(one) == 3]
     assert {layer for layer, _ in seen} == {0, 2}
@@ -308,7 +317,7 @@ def views() -> GroupViews:
 
 
 def test_a_prompt_goes_through_the_table_token_by_token() -> None:
-    chosen = torch.from_numpy(ImposedRouting("uniform").chosen(MoeSpec(8, 2, 16, normalise=True), 2, 50))
+    chosen = torch.from_numpy(ImposedRouting("uniform").chosen(mixture_of(8, 2), 2, 50))
     table = RoutingTable(chosen, 8, (0, 2), 4, torch.float32)
     at = 0
     for tokens in (30, 3, 40):
@@ -343,7 +352,7 @@ def test_shares_are_sensible_in_every_dtype() -> None:
 
 
 def test_zipf_prefers_few_and_uniform_none() -> None:
-    moe = MoeSpec(64, 4, 16, normalise=True)
+    moe = mixture_of(64, 4)
     for text, least, most in (("uniform", 0.2, 0.3), ("zipf", 0.5, 0.75), ("zipf:2", 0.75, 1.0)):
         chosen = ImposedRouting.parse(text).chosen(moe, 3, 2000)
         assert chosen.shape == (2000, 3, 4)
@@ -359,7 +368,7 @@ def test_zipf_prefers_few_and_uniform_none() -> None:
 def test_a_recording_fits_any_shape(experts: int, top_k: int, layers: int, tmp_path: Path) -> None:
     recording = made(64)
     recording.write(tmp_path / "r.npz")
-    moe = MoeSpec(experts, top_k, 16, normalise=True)
+    moe = mixture_of(experts, top_k)
     chosen = ImposedRouting.parse(str(tmp_path / "r.npz")).chosen(moe, layers, 50)
     assert chosen.shape == (50, layers, top_k)
     assert (np.diff(np.sort(chosen, -1)) > 0).all()
@@ -392,7 +401,7 @@ def test_a_benchmark_imposes_a_routing(
     assert "routing zipf:1.5" in table[0]
     assert json.loads(last)["routing"] == "zipf:1.5"
     imposed = {tuple(row) for _, chosen in seen[-6:] for row in chosen.tolist()}
-    known = ImposedRouting.parse("zipf:1.5").chosen(MoeSpec(8, 2, 16, normalise=True), 2, 4096)
+    known = ImposedRouting.parse("zipf:1.5").chosen(mixture_of(8, 2), 2, 4096)
     assert imposed <= {tuple(row) for row in known.reshape(-1, 2).tolist()}
 
 
@@ -440,16 +449,16 @@ def test_plan_takes_the_hits_of_a_recording(
 ) -> None:
     recording = made(400)
     recording.write(tmp_path / "r.npz")
-    use = expert_use(tmp_path / "r.npz", MoeSpec(8, 2, 16, normalise=True), 4)
+    use = expert_use(tmp_path / "r.npz", mixture_of(8, 2), 4)
     curve = hit_curve(recording, 4, (3, 6, 9, 12, 18), ("slots",))
     assert use.asked == curve.asked
     for slots, hits in zip(curve.slots, curve.hits["slots"], strict=True):
         assert use.at(slots / 24) == pytest.approx(hits)
     assert use.at(0.0) == 0
     assert use.at(1.0) == 1
-    assert expert_use(tmp_path / "r.npz", MoeSpec(16, 2, 16, normalise=True), 4).asked is None
+    assert expert_use(tmp_path / "r.npz", mixture_of(16, 2), 4).asked is None
     with pytest.raises(ConfigError, match="too few for two steps of batch 201"):
-        expert_use(tmp_path / "r.npz", MoeSpec(8, 2, 16, normalise=True), 201)
+        expert_use(tmp_path / "r.npz", mixture_of(8, 2), 201)
 
 
 def test_plan_says_which_hits_it_took(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
