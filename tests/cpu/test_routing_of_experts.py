@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -273,9 +274,10 @@ def seen() -> Iterator[list[tuple[int, Tensor]]]:
     """The layer and the choices of every mixture that is computed."""
     found: list[tuple[int, Tensor]] = []
 
-    def spied(x: Tensor, scores: Tensor, moe: MoeSpec, layer: int, *given: object, **more: object) -> Tensor:
-        found.append((layer, scores.topk(moe.top_k).indices))
-        return mixture(x, scores, moe, layer, *given, **more)  # type: ignore[arg-type]
+    def spied(x: Tensor, choice: Any, moe: MoeSpec, layer: int, *given: Any, **more: Any) -> Tensor:
+        scores = isinstance(choice, Tensor)
+        found.append((layer, choice.topk(moe.top_k).indices if scores else choice[1]))
+        return mixture(x, choice, moe, layer, *given, **more)
 
     with patch.object(decoder, "mixture", spied):
         yield found
