@@ -133,6 +133,7 @@ def test_a_file_with_any_byte_changed_is_refused_or_the_same(tmp_path: Path) -> 
         (lambda r: replace(r, prompts=r.lengths + np.int32(1)), "longer than its sequence"),
         (lambda r: replace(r, model=replace(r.model, top_k=9)), "9 of 8 experts"),
         (lambda r: replace(r, model=replace(r.model, experts="8")), "experts of its header is '8'"),
+        (lambda r: replace(r, model=replace(r.model, name="a\x1b[2J")), "name of its header"),
     ],
 )
 def test_arrays_that_do_not_belong_together_are_refused(

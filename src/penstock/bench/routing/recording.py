@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from penstock.base.errors import ConfigError
 
 VERSION = 1
-MOST_BYTES = 4 << 30
+MOST_BYTES = 1 << 29
 """Bytes that a recording may have in memory."""
 MOST_EXPERTS = 1 << 16
 _FAULTS = (
@@ -133,7 +133,7 @@ def _model(path: Path, header: object, arrays: dict[str, NDArray[Any]]) -> Route
         _refuse(path, f"its version is {header.get('version')!r}, and {VERSION} is read")
     given: dict[str, Any] = {field.name: header.get(field.name) for field in fields(RoutedModel)}
     for (name, value), field in zip(given.items(), fields(RoutedModel), strict=True):
-        if type(value) is not field.type:
+        if type(value) is not field.type or (type(value) is str and not value.isprintable()):
             _refuse(path, f"{name} of its header is {value!r}")
     if header.get("sha256") != _digest(arrays):
         _refuse(path, "its arrays do not match their checksum")
