@@ -20,7 +20,7 @@ from statistics import fmean
 import numpy as np
 from recording import Recording as Results
 
-from penstock.bench.routing.policies import POLICIES, Policy, Ranked, Room
+from penstock.bench.routing.policies import POLICIES, Ranked, Room, SlotPolicy
 from penstock.bench.routing.recording import Recording
 from penstock.bench.routing.replay import BATCHES, REFERENCES, SHARES, HitCurve, foretelling, hit_curve
 from penstock.weights.streaming.slots import SlotRule
@@ -63,7 +63,7 @@ def measured(
     recording: Recording,
     shares: Sequence[float],
     names: Sequence[str],
-    makers: Mapping[str, Callable[[Room], Policy]] = POLICIES,
+    makers: Mapping[str, Callable[[Room], SlotPolicy]] = POLICIES,
 ) -> tuple[list[HitCurve], dict[str, float]]:
     """The curves of both batches, and the mean hits of each policy."""
     slots, counted = slots_at(recording, shares), set(slots_at(recording, CHOSEN_AT))
@@ -98,9 +98,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recordings", nargs="+", type=Path)
     parser.add_argument("--only", default="", metavar="TEXT", help="parts whose names have this in them")
+    parser.add_argument("--about", default="", help="what was recorded, for --out")
     parser.add_argument("--out", type=Path, help="parts that are there already and are not measured stay")
     options = parser.parse_args()
-    out = Results(options.out, bench="expert_slots", rule=asdict(SlotRule()))
+    facts = {"about": options.about} if options.about else {}
+    out = Results(options.out, bench="expert_slots", rule=asdict(SlotRule()), **facts)
     recordings = [Recording.read(path) for path in options.recordings]
     works = {Path(one.model.text).stem: one for one in recordings} | {"drift": drift(recordings)}
     if options.only in "choice":

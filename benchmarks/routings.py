@@ -29,16 +29,13 @@ from recording import environment, need_commit
 from torch import Tensor
 
 from penstock.arch.layout import GroupKind, group_layouts
-from penstock.arch.spec import MoeSpec
 from penstock.base.config import Config
 from penstock.engine.boot import Booted, boot
 from penstock.engine.placing import Override
 from penstock.memory import device as memory
-from penstock.models import decoder
-from penstock.models.inputs import ExpertWeights
-from penstock.models.moe import mixture
 from penstock.ops import experts
 from penstock.ops.attention.gathered import PAST_TILE
+from penstock.ops.matrix import GroupViews
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.residency import WeightLimits, padded
@@ -234,28 +231,26 @@ def measured(case: Case, routings: int, device: torch.device, seed: int = 0) -> 
         )
 
 
+class Forced:
+    """Routes as `name` says, in place: nothing more is allocated on the device."""
+
+    def __init__(self, case: Case, name: str, rng: torch.Generator) -> None:
+        self.case, self.rng = case, rng
+        self.kinds, self.first = list(KINDS.values()), int(torch.randint(len(KINDS), (1,), generator=rng))
+        self.alike = KINDS[name](case, rng) if name in KINDS else None
+
+    def scores(self, layer: int, router: GroupViews, x: Tensor, scores: Tensor) -> Tensor:
+        forced = self.alike
+        if forced is None:
+            forced = self.kinds[(self.first + layer) % len(self.kinds)](self.case, self.rng)
+        return scores.copy_(forced[: len(scores)].to(scores.dtype))
+
+
 def _step(booted: Booted, case: Case, plan: Plan, name: str | None, rng: torch.Generator) -> None:
     """One step whose layers have this routing; None is the router's own."""
-    scores = KINDS[name](case, rng) if name in KINDS else None
-    kinds, first = list(KINDS.values()), int(torch.randint(len(KINDS), (1,), generator=rng))
-
-    def routed(
-        x: Tensor,
-        own: Tensor,
-        moe: MoeSpec,
-        layer: int,
-        experts: ExpertWeights,
-        **more: int,
-    ) -> Tensor:
-        if name is not None:
-            forced = kinds[(first + layer) % len(kinds)](case, rng) if scores is None else scores
-            own.copy_(
-                forced[: len(own)].to(own.dtype)
-            )  # Converted on the host: nothing more is allocated on the device.
-        return mixture(x, own, moe, layer, experts, **more)
-
-    with patch.object(decoder, "mixture", routed):
-        booted.engine._ranks.run(plan)  # type: ignore[union-attr]
+    runner = booted.engine._ranks
+    runner.target.decoder.routing = Forced(case, name, rng) if name is not None else None  # type: ignore[union-attr]
+    runner.run(plan)
 
 
 @contextmanager

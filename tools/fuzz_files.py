@@ -237,6 +237,24 @@ def _read_store(path: Path) -> None:
         store.close()
 
 
+def _routing(path: Path) -> None:
+    import numpy as np
+
+    from penstock.bench.routing.recording import Recording, RoutedModel
+
+    chosen = np.arange(2 * 40 * 3).reshape(40, 3, 2).astype(np.uint8) % 8
+    two = np.array([30, 10], np.int32)
+    told = np.concatenate([chosen[:, 1:], (chosen[:, 1:] + 2) % 8], 2)
+    model = RoutedModel("a", "qwen3_moe", "0", 8, 2, "b")
+    Recording(model, np.arange(3, dtype=np.int32), two, two, chosen, told).write(path / "routing.npz")
+
+
+def _read_routing(path: Path) -> None:
+    from penstock.bench.routing.recording import Recording
+
+    Recording.read(path / "routing.npz")
+
+
 KINDS = {
     "config": Kind("config.json", _checkpoint, _read_checkpoint, "json"),
     "generation": Kind("generation_config.json", _checkpoint, _read_checkpoint, "json"),
@@ -251,6 +269,7 @@ KINDS = {
     "kv-journal": Kind("at/journal", _store, _read_store),
     "kv-segment": Kind("at/segment", _store, _read_store),
     "kv-about": Kind("at/store.json", _store, _read_store, "json"),
+    "routing": Kind("routing.npz", _routing, _read_routing),
 }
 
 

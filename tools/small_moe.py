@@ -1,7 +1,7 @@
 """Trains a small mixture of experts on real text, and records how it routes: benchmarks need a routing that
 training has made, and random weights route unlike it.
 
-python3 tools/small_moe.py --minutes 6 --text DIR --work /tmp/small_moe --out OUT/model --routings OUT/routings
+python3 tools/small_moe.py --minutes 6 --text DIR --out OUT/model --routings OUT/routings
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import os
 import random
+import shlex
 import subprocess
 import sys
 import time
@@ -311,7 +312,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--out", type=Path, required=True, help="where the model goes")
     p.add_argument("--init", type=Path, help="a model of an earlier run to go on from, with its tokenizer")
     p.add_argument("--routings", type=Path, help="where recorded routings and their reports go [none made]")
-    p.add_argument("--bench", nargs="*", default=[], help="more arguments of `penstock bench experts`")
+    p.add_argument("--bench", type=shlex.split, default=[], help="more flags of `penstock bench experts`")
     p.add_argument("--documents", type=int, default=60_000, help="stories and chats to generate")
     p.add_argument("--processes", type=int, default=14)
     p.add_argument("--seed", type=int, default=1)
@@ -365,8 +366,8 @@ def main(argv: list[str] | None = None) -> None:
     prose = [tok.encode(book, add_special_tokens=False).ids for book in books]
     stream = torch.from_numpy(np.concatenate([np.array(ids, np.int16) for ids in [*prose, stories]]))
     print(
-        f"{time.perf_counter() - clock:.1f}s {len(stream) / 1e6:.1f}M tokens, {sum(map(len, prose)) / 1e6:.1f}M "
-        f"of them of {', '.join(texts) or 'no book'}",
+        f"{time.perf_counter() - clock:.1f}s {len(stream) / 1e6:.1f}M tokens, "
+        f"{sum(map(len, prose)) / 1e6:.1f}M of them of {', '.join(texts) or 'no book'}",
         flush=True,
     )
     trainer = Trainer(shape, {n: w.to(device) for n, w in weights.items()}, knobs, device)

@@ -17,6 +17,7 @@ from penstock.arch.layout import GroupId, GroupKind
 from penstock.base.errors import CheckpointError
 from penstock.base.tiers import Tier
 from penstock.base.trace import Trace
+from penstock.bench.routing.policies import Room, Today
 from penstock.memory.streams import CallerStream, Stream, Ticket
 from penstock.weights.streaming import experts as module
 from penstock.weights.streaming.experts import Experts
@@ -990,3 +991,22 @@ def test_the_ring_is_taken_back_behind_all_that_was_computed() -> None:
     assert gates.passes(("copy", ("device", 4), 0))
     assert (world.computing.seen[0][1] == 7).all()
     world.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_replay_of_this_policy_hits_as_often_as_it_does(seed: int) -> None:
+    rng, room = np.random.default_rng(seed), (6, 18, 2, 0)
+    world = World(room, layers=3, each=8)
+    replayed = Today(Room(3, 8, room[0]))
+    found = 0
+    with world:
+        for _ in range(60):
+            for layer in range(3):
+                asked = np.unique((rng.zipf(1.5, size=3) * (layer + 3)) % 8)
+                ids = [expert(layer, int(number)) for number in asked]
+                hits = sum(world.experts.homes[id].tier is Tier.DEVICE for id in ids)
+                world.layer(ids)
+                assert replayed.step(layer, asked) == hits
+                found += hits
+        assert world.experts.returned_bytes > 0
+        assert found > 0

@@ -113,6 +113,8 @@ def test_the_line_has_every_number_of_the_table(
             format_size(pace["read"]),
             *(f"{share:.0%}" for share in pace["busy"].values()),
         ]
+        if experts := pace["experts"]:
+            expected += [f"{experts['asked']:,.0f}", f"{experts['come']:,.0f}", f"{experts['hits']:.1%}"]
         expected += [format_pace(gain[kind]) for gain in found["gains"]]
         expected += [f"{gain[kind] / pace['tokens_per_second']:.1%}" for gain in found["gains"]]
     numbers = set(re.findall(r"\d[\d,.]*\d|\d", " ".join(expected)))

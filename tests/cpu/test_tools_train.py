@@ -22,6 +22,9 @@ import small_llama  # noqa: E402
 import stories  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
+from penstock import LLM, SamplingParams  # noqa: E402
+from penstock.bench.routing.recording import Recording  # noqa: E402
+
 
 @pytest.fixture(scope="module")
 def tok() -> Tokenizer:
@@ -142,3 +145,50 @@ def test_train_resume_export_and_load_in_transformers(tmp_path: Path) -> None:
         0, len(ids) :
     ].tolist()
     assert ours.generate(ids, 6, set()) == greedy
+
+
+def test_a_small_mixture_learns_is_read_by_both_and_has_its_routing_recorded(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    texts = tmp_path / "texts" / "tales"
+    texts.mkdir(parents=True)
+    (texts / "tales.txt").write_text(
+        "\n\n".join(stories.make_story(random.Random(i)).text for i in range(140))
+    )
+    folder, routings = tmp_path / "model", tmp_path / "routings"
+    command = ["small_moe.py", "--tiny", "--experts", "16", "--steps", "14", "--documents", "40"]
+    command += ["--processes", "1", "--log-every", "1", "--text", str(tmp_path / "texts"), "--work"]
+    command += [str(tmp_path / "work"), "--out", str(folder), "--routings", str(routings)]
+    flags = "--sequences 2 --prompt 40 --output 8 --device cpu --dtype float32"
+    printed = run(*command, f"--bench={flags}")
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert len(losses) == 14
+    assert losses[-1] < losses[0] - 0.5
+    assert all(float(balance) >= 0.99 for balance in re.findall(r"balance ([\d.]+)", printed))
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with LLM(folder, device="cpu", dtype="float32", max_length=128) as ours:
+        ids = ours.encode((tmp_path / "work" / "tales.txt").read_text())[:40]
+        scores = ours.generate([ids], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))[0]
+    seen: list[torch.Tensor] = []  # What each layer has before its feed-forward's norm.
+    layers = theirs.model.layers
+    for layer in layers:
+        layer.post_attention_layernorm.register_forward_pre_hook(lambda _, given: seen.append(given[0][0]))
+    with torch.no_grad():
+        found = theirs(torch.tensor([ids]), output_router_logits=True)
+    expected = found.logits[0].log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert scores.prompt_logprobs is not None
+    got = torch.tensor([one.logprob for one in scores.prompt_logprobs[1:] if one is not None])
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+    # The first sequence is the beginning of the text that was held back.
+    recording = Recording.read(routings / "tales.npz")
+    assert recording.lengths.tolist() == [48, 48]
+    assert recording.prompts.tolist() == [40, 40]
+    assert (recording.model.experts, recording.model.top_k) == (16, 4)
+    for layer, logits in enumerate(found.router_logits):
+        assert recording.chosen[:40, layer].tolist() == logits.topk(4).indices.tolist()
+    with torch.no_grad():
+        early = layers[1].mlp.gate.weight @ layers[1].post_attention_layernorm(seen[0]).T
+    assert recording.foretold[:40, 0].tolist() == early.T.topk(8).indices.tolist()
+    report = json.loads((routings / "stories.json").read_text())
+    assert [curve["batch"] for curve in report["curves"]] == [1, 16]

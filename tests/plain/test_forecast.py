@@ -18,8 +18,8 @@ from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
 from penstock.engine.contexts import LongRoom, long_room
-from penstock.engine.forecast import Forecast, More, forecast, gains
-from penstock.engine.machines import BLOCK_SIZE, CONTEXT, PROCESS, TABLES, Machine, Work
+from penstock.engine.forecast import ExpertTraffic, Forecast, More, forecast, gains
+from penstock.engine.machines import BLOCK_SIZE, CONTEXT, PROCESS, TABLES, ExpertUse, Machine, Work
 from penstock.engine.passes import decode_step, mixtures_of, pass_work
 from penstock.weights.streaming.residency import padded, pass_order
 from penstock.weights.streaming.ring import Link, StreamRates
@@ -305,6 +305,58 @@ def test_experts_on_the_host_are_copied_when_they_are_chosen() -> None:
     assert found.prefill.copied == pytest.approx(
         (15 * 8 + 2) * (1 - room.on_device / room.experts) * room.size, rel=1e-4
     )
+
+
+@pytest.mark.parametrize("batch", [1, 7])
+def test_hits_that_are_known_say_what_comes(batch: int) -> None:
+    work = replace(WORK, batch=batch)
+    found = {
+        hits: of(MIXED, machine(MIXED, 0.4), replace(work, expert_use=ExpertUse(((0.0, hits),))))
+        for hits in (0.0, 0.25, 0.6, 1.0)
+    }
+    room, asked = found[0.6].experts, 16 * bounds.experts_chosen(read_spec(MIXED).moe, batch)
+    assert room is not None
+    for hits, one in found.items():
+        assert one.decode.experts == ExpertTraffic(asked, hits, pytest.approx(asked * (1 - hits)), "given")
+        assert one.decode.copied == pytest.approx(asked * (1 - hits) * room.size)
+        fetched = one.decode.seconds - found[1.0].decode.seconds
+        assert fetched == pytest.approx(asked * (1 - hits) * room.size / FAST.host_to_device)
+        # Prompts ask for everything.
+        assert one.prefill == of(MIXED, machine(MIXED, 0.4), work).prefill
+    evenly = of(MIXED, machine(MIXED, 0.4), work)
+    assert evenly.decode.experts is not None
+    assert evenly.decode.experts.hits == room.on_device / room.experts
+    assert evenly.decode.copied == pytest.approx(asked * (1 - room.on_device / room.experts) * room.size)
+    # As many as were counted are as many as such hits let come.
+    counted = of(MIXED, machine(MIXED, 0.4), replace(work, experts_fetched=0.4 * asked))
+    assert counted.decode.seconds == pytest.approx(found[0.6].decode.seconds)
+
+
+def test_hits_that_were_recorded_rise_with_what_is_on_the_device() -> None:
+    use = ExpertUse(((0.0, 0.0), (0.25, 0.5), (0.75, 0.8), (1.0, 1.0)), asked=1.5, source="recorded")
+    assert [use.at(share) for share in (0.0, 0.125, 0.25, 0.5, 1.0)] == pytest.approx([0, 0.25, 0.5, 0.65, 1])
+    work = replace(WORK, expert_use=use)
+    paces = [of(MIXED, machine(MIXED, share), work) for share in (0.3, 0.5, 0.7)]
+    for found in paces:
+        room, traffic = found.experts, found.decode.experts
+        assert room is not None
+        assert traffic is not None
+        assert (traffic.asked, traffic.source) == (16 * 1.5, "recorded")
+        assert traffic.hits == pytest.approx(use.at(room.on_device / room.experts))
+    assert paces[0].decode.seconds > paces[1].decode.seconds > paces[2].decode.seconds
+    assert of(MIXED, Machine(64 * GIB, 0, FAST, 1e15), work).decode.experts is None
+
+
+def test_misses_are_read_from_disk_in_the_share_that_rests_there() -> None:
+    given = machine(MIXED, 0.3, host=PROCESS + 0.4 * whole(MIXED))
+    work = replace(WORK, expert_use=ExpertUse(((0.0, 0.5),)))
+    found, none = of(MIXED, given, work), of(MIXED, given, replace(work, expert_use=ExpertUse(((0.0, 1.0),))))
+    room = found.experts
+    assert room is not None
+    assert room.on_disk > 0
+    read = 16 * 2 * 0.5 * room.size * room.on_disk / (room.on_host + room.on_disk)
+    assert found.decode.read == pytest.approx(read)
+    assert found.decode.seconds - none.decode.seconds == pytest.approx(read / FAST.disk_to_host)
 
 
 def test_experts_on_disk_come_as_in_many_draws() -> None:

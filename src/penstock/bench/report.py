@@ -11,6 +11,7 @@ class Subject:
     bench: the benchmark's name.
     weights: `random`, or `checkpoint` where they are the model's own.
     format: of weights of few bits; empty for dense ones, which have the dtype.
+    routing: what tokens of a mixture were made to choose; empty if their routers chose.
     """
 
     bench: str
@@ -20,11 +21,14 @@ class Subject:
     dtype: str
     format: str
     device: str
+    routing: str = ""
 
     def __str__(self) -> str:
         weights = f"{self.weights} {self.format} weights" if self.format else f"{self.weights} weights"
+        routing = f", routing {self.routing}" if self.routing else ""
         return (
-            f"{self.model}: {self.parameters / 1e6:,.4g}M parameters, {self.dtype}, {weights}, {self.device}"
+            f"{self.model}: {self.parameters / 1e6:,.4g}M parameters, {self.dtype}, {weights}{routing}, "
+            f"{self.device}"
         )
 
 

@@ -214,14 +214,14 @@ class Decoder:
         group = GroupId(GroupKind.ROUTER, layer)
         w = weights.take(group)
         x, after = residual.normed(w.vectors.get("norm")), w.vectors.get("norm_after")
-        scores = linear(x, w.matrices["router"])
+        logits = linear(x, w.matrices["router"])
         if self.routing is not None:
-            scores = self.routing.scores(layer, w, x, scores)
+            logits = self.routing.scores(layer, w, x, logits)
         weights.release(group)
         assert weights.experts is not None, "a mixture without experts"
         padding = padding if weights.experts.decided else None
         mixed = mixture(
-            x, scores, moe, layer, weights.experts, rows_at_rest=self._rows_at_rest, padding=padding
+            x, logits, moe, layer, weights.experts, rows_at_rest=self._rows_at_rest, padding=padding
         )
         residual.add(mixed, after, spec.scale)
 

@@ -33,7 +33,7 @@ from penstock.bench.routing.replay import (
 from penstock.step.params import SamplingParams
 
 _TEMPERATURE = 0.8
-"""Of continuations: greedy ones of small models go in circles, and so do their experts."""
+"""Continuations are drawn: greedy ones of small models go in circles, and so do their experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,12 @@ def record(
                 say(f"recorded {number} of {len(whole)} sequences")
     return Recording(
         RoutedModel(
-            name, spec.family, _fingerprint(config.model), spec.moe.experts, spec.moe.top_k, work.source
+            _shown(name),
+            spec.family,
+            _fingerprint(config.model),
+            spec.moe.experts,
+            spec.moe.top_k,
+            _shown(work.source),
         ),
         np.array(recorder.layers, np.int32),
         np.array([len(tokens) for tokens in whole], np.int32),
@@ -193,6 +198,11 @@ def _prompts(tokens: Sequence[int], work: RoutingWork, length: int) -> list[list
     last = len(tokens) - length
     starts = dict.fromkeys(last * at // max(work.sequences - 1, 1) for at in range(work.sequences))
     return [list(tokens[start : start + length]) for start in starts]
+
+
+def _shown(name: str) -> str:
+    """Return a name without what cannot be printed."""
+    return "".join(one if one.isprintable() else "?" for one in name)
 
 
 def _fingerprint(model: Path) -> str:

@@ -126,11 +126,12 @@ class RoutingTable:
         if layer == self._first:
             self._begin(tokens)
         if self._decoded is None:
-            return torch.index_select(self._scores[:, place], 0, self._tokens[:tokens], out=scores)
-        found = self._decoded[:tokens, place]
+            found = self._scores[:, place].index_select(0, self._tokens[:tokens])
+        else:
+            found = self._decoded[:tokens, place]
         if layer == self._last:
             self._decoded = None
-        return found
+        return found.to(scores.dtype)
 
     def _begin(self, tokens: int) -> None:
         """Find the table's tokens of a step, and go on."""

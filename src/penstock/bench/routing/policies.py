@@ -43,7 +43,7 @@ class Room:
         return [each + (layer < more) for layer in range(self.layers)]
 
 
-class Policy(Protocol):
+class SlotPolicy(Protocol):
     """Chooses which experts have slots."""
 
     def step(self, layer: int, asked: NDArray[np.int64]) -> int:
@@ -103,7 +103,8 @@ class Static:
     """Keeps the same experts for ever."""
 
     def __init__(self, room: Room, kept: Iterable[int]) -> None:
-        """kept: experts by number, those of layer l from `l * experts` on."""
+        """Keep these experts. Their numbers go on from layer to layer: those of layer l begin at
+        `l * experts`."""
         self._resident = np.zeros(room.layers * room.experts, bool)
         self._resident[list(kept)] = True
         self._experts = room.experts
@@ -216,7 +217,7 @@ def _oldest(queue: Iterable[int], pinned: frozenset[int]) -> int | None:
     return next((expert for expert in queue if expert not in pinned), None)
 
 
-class Lru:
+class LruQueue:
     """Lets the one leave that was used longest ago."""
 
     def __init__(self, slots: int) -> None:
@@ -241,7 +242,7 @@ class Lru:
 
 
 class Slru:
-    """Has a queue of those that were used once, and one of those used again, of half of the slots."""
+    """Keeps a queue of those that were used once, and one of those used again, of half of the slots."""
 
     def __init__(self, slots: int) -> None:
         """Begin empty."""
@@ -368,8 +369,8 @@ class S3Fifo:
         return False
 
 
-POLICIES: Mapping[str, Callable[[Room], Policy]] = {
-    "lru": lambda room: ByLayer(room, Lru),
+POLICIES: Mapping[str, Callable[[Room], SlotPolicy]] = {
+    "lru": lambda room: ByLayer(room, LruQueue),
     "lfu": lambda room: Ranked(room, SlotRule(1e9), shared=False),
     "slru": lambda room: ByLayer(room, Slru),
     "arc": lambda room: ByLayer(room, Arc),

@@ -22,7 +22,7 @@ class Recorder:
         """Record nothing yet."""
         self.layers: tuple[int, ...] = ()
         """Those that are mixtures, once the model is known."""
-        self._moe = MoeSpec(1, 1, 1, normalise=True)
+        self._moe: MoeSpec | None = None
         self._recording = False
         self._chosen: dict[int, list[Tensor]] = {}
         self._foretold: dict[int, list[Tensor]] = {}
@@ -47,13 +47,16 @@ class Recorder:
     def scores(self, layer: int, router: GroupViews, x: Tensor, scores: Tensor) -> Tensor:
         """Return the scores as they are."""
         if self._recording:
-            self._chosen[layer].append(_highest(scores, self._moe.top_k))
+            assert self._moe is not None, "a router of a dense model"
+            top_k = self._moe.top_k
+            self._chosen[layer].append(_highest(scores, top_k))
             norm = router.vectors.get("norm")
             if self._before is not None:
                 before, hidden = self._before
                 given = hidden if norm is None else hidden * norm.float()
-                told = linear(given.to(x.dtype), router.matrices["router"])
-                self._foretold[before].append(_highest(told, min(2 * self._moe.top_k, self._moe.experts)))
+                bias = router.vectors.get("router_bias")
+                told = linear(given.to(scores.dtype), router.matrices["router"], bias)
+                self._foretold[before].append(_highest(told, 2 * top_k))
             last = layer == self.layers[-1]
             self._before = None if last else (layer, x.float() if norm is None else _unscaled(x, norm))
         return scores
@@ -61,17 +64,19 @@ class Recorder:
     def taken(self) -> tuple[NDArray[np.uint8 | np.uint16], NDArray[np.uint8 | np.uint16]]:
         """Return what was chosen, `[tokens, layers, top_k]`, and what was foretold,
         `[tokens, layers - 1, 2 * top_k]`, since the last call."""
-        dtype, wide = least_dtype(self._moe.experts), min(2 * self._moe.top_k, self._moe.experts)
+        assert self._moe is not None, "a dense model has no routers"
+        dtype, top_k = least_dtype(self._moe.experts), self._moe.top_k
+        wide = min(2 * top_k, self._moe.experts)
 
         def joined(parts: dict[int, list[Tensor]], width: int) -> NDArray[np.uint8 | np.uint16]:
+            if not parts or not all(parts.values()):
+                return np.empty((0, len(parts), width), dtype)
             layers = [torch.cat(some).cpu().numpy() for some in parts.values()]
             for some in parts.values():
                 some.clear()
-            if not layers:
-                return np.empty((0, 0, width), dtype)
             return np.stack(layers, 1).astype(dtype)
 
-        return joined(self._chosen, self._moe.top_k), joined(self._foretold, wide)
+        return joined(self._chosen, top_k), joined(self._foretold, wide)
 
 
 def _highest(scores: Tensor, count: int) -> Tensor:

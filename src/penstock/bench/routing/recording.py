@@ -16,6 +16,7 @@ The file is a NumPy archive (.npz, compressed, no pickles) with these arrays:
 import hashlib
 import json
 import zipfile
+import zlib
 from dataclasses import asdict, dataclass, fields
 from io import BytesIO
 from pathlib import Path
@@ -27,9 +28,14 @@ from numpy.typing import NDArray
 from penstock.base.errors import ConfigError
 
 VERSION = 1
-MOST_BYTES = 4 << 30
+MOST_BYTES = 1 << 29
 """Bytes that a recording may have in memory."""
 MOST_EXPERTS = 1 << 16
+_FAULTS = (
+    OSError, EOFError, ValueError, KeyError, RuntimeError, MemoryError, OverflowError, zipfile.BadZipFile,
+    zlib.error,
+)  # fmt: skip
+"""Readers of archives raise these at damage."""
 _ARRAYS = ("layers", "lengths", "prompts", "chosen", "foretold")
 
 
@@ -83,21 +89,25 @@ class Recording:
         try:
             with zipfile.ZipFile(path) as archive:
                 size = sum(one.file_size for one in archive.infolist())
-            if size > MOST_BYTES:
-                _refuse(path, f"it would take {size:,} bytes of memory, of at most {MOST_BYTES:,}")
-            with np.load(path, allow_pickle=False) as archive:
-                if missing := {"header", *_ARRAYS} - set(archive.files):
-                    _refuse(path, f"it lacks {', '.join(sorted(missing))}")
-                header = json.loads(bytes(archive["header"]))
-                arrays = {name: archive[name] for name in _ARRAYS}
+                if size > MOST_BYTES:
+                    _refuse(path, f"it would take {size:,} bytes of memory, of at most {MOST_BYTES:,}")
+                there = set(archive.namelist())
+                if missing := [name for name in ("header", *_ARRAYS) if f"{name}.npy" not in there]:
+                    _refuse(path, f"it lacks {', '.join(missing)}")
+                # What is read whole has its checksum compared before NumPy looks at it.
+                header, *found = (
+                    np.load(BytesIO(archive.read(f"{name}.npy")), allow_pickle=False)
+                    for name in ("header", *_ARRAYS)
+                )
+            about, arrays = json.loads(bytes(header)), dict(zip(_ARRAYS, found, strict=True))
         except FileNotFoundError as error:
             raise ConfigError(f"{path} does not exist; name a file of `penstock bench experts`") from error
-        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, NotImplementedError) as error:
+        except _FAULTS as error:
             _refuse(path, str(error).splitlines()[0] if str(error) else type(error).__name__)
-        found = cls(_model(path, header, arrays), **arrays)
-        if fault := _fault(found):
+        recording = cls(_model(path, about, arrays), **arrays)
+        if fault := _fault(recording):
             _refuse(path, fault)
-        return found
+        return recording
 
 
 def least_dtype(experts: int) -> type[np.uint8] | type[np.uint16]:
@@ -123,7 +133,7 @@ def _model(path: Path, header: object, arrays: dict[str, NDArray[Any]]) -> Route
         _refuse(path, f"its version is {header.get('version')!r}, and {VERSION} is read")
     given: dict[str, Any] = {field.name: header.get(field.name) for field in fields(RoutedModel)}
     for (name, value), field in zip(given.items(), fields(RoutedModel), strict=True):
-        if type(value) is not field.type:
+        if type(value) is not field.type or (type(value) is str and not value.isprintable()):
             _refuse(path, f"{name} of its header is {value!r}")
     if header.get("sha256") != _digest(arrays):
         _refuse(path, "its arrays do not match their checksum")

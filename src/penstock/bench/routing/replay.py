@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.bench.report import table
-from penstock.bench.routing.policies import POLICIES, Ideal, Policy, Room, Static, Steps
+from penstock.bench.routing.policies import POLICIES, Ideal, Room, SlotPolicy, Static, Steps
 from penstock.bench.routing.recording import Recording
 
 STATIC, IDEAL = "static", "ideal"
 REFERENCES = (STATIC, IDEAL)
-"""Of these the first knows what the first half asked for most, the second the future."""
+"""The first knows what the first half asked for most, the second knows the future."""
 SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
 """Parts of all experts that have slots, where no numbers are given."""
 BATCHES = (1, 16)
@@ -63,7 +63,7 @@ def hit_curve(
     batch: int,
     slots: Sequence[int],
     policies: Iterable[str],
-    makers: Mapping[str, Callable[[Room], Policy]] = POLICIES,
+    makers: Mapping[str, Callable[[Room], SlotPolicy]] = POLICIES,
 ) -> HitCurve:
     """Return the hits of policies at these numbers of slots. makers: of all but the references, by name."""
     steps, layers, experts = steps_of(recording, batch), len(recording.layers), recording.model.experts
@@ -74,7 +74,7 @@ def hit_curve(
     )
     order = sorted(range(layers * experts), key=lambda id: (-first[id], id))
 
-    def made(name: str, room: Room) -> Policy:
+    def made(name: str, room: Room) -> SlotPolicy:
         if name == STATIC:
             return Static(room, order[: room.slots])
         return Ideal(room, steps) if name == IDEAL else makers[name](room)

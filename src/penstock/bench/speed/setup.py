@@ -78,6 +78,7 @@ class OpenModel:
             dtype=self.dtype,
             format=name_of(self.spec.format),
             device=device_name(self.device),
+            routing=str(self.target.routing or ""),
         )
 
     def matmul_rate(self) -> float:
