@@ -1,9 +1,9 @@
 """A machine that runs PTX, as inline assembly has it, on many words at once.
 
-It knows the instructions that take codes of few bits apart and multiply them, and refuses what an assembler or a device would:
-an instruction or an operand of another kind, a register that is not declared, or is read before it is
-written. Sums and products are rounded once, to nearest even, and keep subnormal numbers. Source of what
-instructions do: the PTX ISA, chapter 9.7.
+It knows the instructions that take codes of few bits apart and multiply them, and refuses what an assembler
+or a device would: an instruction or an operand of another kind, a register that is not declared, or is read
+before it is written. Sums and products are rounded once, to nearest even, and keep subnormal numbers. Source
+of what instructions do: the PTX ISA, chapter 9.7.
 """
 
 import re
@@ -64,10 +64,23 @@ class _Machine:
             case ["setp", "ne", "u32"]:
                 a, b = (self._register(one) for one in names)
                 self._write(into, a != b, 1)
-            case ["mma", "sync", "aligned", "m16n8k16", "row", "col", "f32", "f16" | "bf16" as kind, same, "f32"]:
+            case [
+                "mma",
+                "sync",
+                "aligned",
+                "m16n8k16",
+                "row",
+                "col",
+                "f32",
+                "f16" | "bf16" as kind,
+                same,
+                "f32",
+            ]:
                 assert same == kind, statement
                 a, b, c = (one.strip("{}").split(", ") for one in names)
-                for name, made in zip(into.strip("{}").split(", "), self._product(a, b, c, kind), strict=True):
+                for name, made in zip(
+                    into.strip("{}").split(", "), self._product(a, b, c, kind), strict=True
+                ):
                     self._write(name, made)
             case ["mov", "b32"] if into.startswith("{"):
                 [source] = names
@@ -167,8 +180,10 @@ def _logical(operation: str, operands: Sequence[Words]) -> NDArray[Any]:
         case "shl.b32" | "shr.b32" | "shr.u32" as shift, a, b:
             assert (b < 32).all(), f"{shift} by {b}"
             return a << b if shift == "shl.b32" else a >> b
-        case "max.u32", a, b:
-            return np.maximum(a, b)
+        case "add.u32", a, b:
+            return a + b
+        case "max.u32" | "min.u32" as which, a, b:
+            return np.maximum(a, b) if which == "max.u32" else np.minimum(a, b)
         case "lop3.b32", a, b, c, table if table == 0xEA:
             return a & b | c
         case "lop3.b32", a, b, c, table if table == 0x6A:

@@ -20,6 +20,7 @@ from penstock.ops.triton.ptx import (
     E4M3,
     EIGHTS,
     EXPONENTS,
+    FOLDED,
     FOUR_BITS,
     INT4,
     INT8,
@@ -169,14 +170,14 @@ WARPS = 3
 
 
 @pytest.mark.parametrize("wide", [1, 2])
-@pytest.mark.parametrize("scales", ["whole", "scaled", "raw"])
+@pytest.mark.parametrize("scales", ["whole", "scaled", "bytes", "exponents"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("kind", "zeros"), WITH_ZEROS)
 def test_products(kind: int, zeros: bool, dtype: torch.dtype, scales: str, wide: int) -> None:
     """Of 16 rows of two runs, as they rest, and 8 rows of activations or 16. Whole numbers, so that sums are
     exact in every order."""
-    raw = {E2M1: EIGHTS, E4M3: EXPONENTS}.get(kind, NUMBERS) if scales == "raw" else NUMBERS
-    if scales == "raw" and (raw == NUMBERS or dtype == torch.float16):
+    raw = {"bytes": EIGHTS, "exponents": EXPONENTS}.get(scales, NUMBERS)
+    if raw and (dtype == torch.float16 or kind not in {EIGHTS: (E2M1,), EXPONENTS: (E2M1, E4M3)}[raw]):
         pytest.skip("scales of such codes are no bytes")
     half, places, integers = dtype == torch.float16, 32 // bits_of(kind), kind in (INT4, INT8)
     text, registers = products_of(kind, half=half, zeros=zeros, scaled=scales != "whole", raw=raw, wide=wide)
@@ -187,7 +188,8 @@ def test_products(kind: int, zeros: bool, dtype: torch.dtype, scales: str, wide:
     zero = rng.integers(0, 1 << bits_of(kind), (WARPS, 16, 2, 2)) if zeros else np.full((1, 1, 1, 2), 0)
     zero = zero + (0 if zeros or not integers else (1 << bits_of(kind)) // 2)
     exponent = rng.integers(-2, 3, (WARPS, 16, 2, 4)) if scales != "whole" else np.zeros((WARPS, 16, 2, 4))
-    exponent[:] = exponent[..., :1] if raw == EXPONENTS else exponent
+    each = {EIGHTS: 1, EXPONENTS: 2 if kind == E2M1 else 4}.get(raw, 1)
+    exponent = exponent[..., ::each].repeat(each, -1)
     x = rng.integers(-4, 5, (WARPS, 8 * wide, 2, 8 * places)).astype(np.float64)
     place = np.arange(8 * places) // 8
     weight = plain(kind, codes).double().numpy()
@@ -212,10 +214,12 @@ def test_products(kind: int, zeros: bool, dtype: torch.dtype, scales: str, wide:
     if scales == "scaled":
         factors = twice(torch.from_numpy(2.0**exponent).to(dtype).reshape(-1, 4)).reshape(WARPS, 16, 2, 4)
         given += [factors[:, group + row, run, which] for row in (0, 8) for which in range(4)]
-    elif scales == "raw":
-        each = (exponent + 127 if raw == EXPONENTS else (exponent + 7) * 8).astype(np.uint32)
-        bytes_of = each[..., 0] if raw == EXPONENTS else sum(each[..., at] << 8 * at for at in range(4))
-        given += [bytes_of[:, group + row, run] for row in (0, 8)]
+    elif raw:
+        scale = (exponent + 127 if raw == EXPONENTS else (exponent + 7) * 8).astype(np.uint32)[..., ::each]
+        together = sum(scale[..., at] << 8 * at for at in range(4 // each))
+        given += [together[:, group + row, run] for row in (0, 8)]
+    if raw and kind == E2M1:
+        want = want * 2.0 ** -FOLDED[raw]
     assert len(given) == registers.count("r"), (len(given), registers)
     outputs = registers.count("=f")
     made = np.stack(run_ptx(text, given, outputs)).view(np.float32).reshape(wide, 2, 2, WARPS, 32)
@@ -251,7 +255,7 @@ def test_floats(kind: int, zeros: bool) -> None:
     "text",
     [
         "fma.rn.f16x2 $0, $1, 0x3c003c00, $1;",
-        "add.u32 $0, $1, 1;",
+        "add.u64 $0, $1, 1;",
         "shl.u32 $0, $1, 1;",
         "lop3.b32 $0, $1, $1;",
         "lop3.b32 $0, $1, $1, $1, 0x3c;",
