@@ -228,7 +228,7 @@ def products_of(kind: int, *, half: bool, zeros: bool, scaled: bool, raw: int, w
                 f"mma.sync.aligned.m16n8k16.row.col.f32.{pairs.name}.{pairs.name}.f32 "
                 f"{{{into}}}, {{p0, p1, p2, p3}}, {{${x}, ${x + 1}}}, {{{before}}};"
             )
-    return "\n".join([*lines, "}"]), ",".join(["=f"] * sums + ["r"] * given)
+    return "\n".join([*lines, "}"]), ",".join(["=&f"] * sums + ["r"] * given)
 
 
 @lru_cache(maxsize=16)
