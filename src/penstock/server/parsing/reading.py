@@ -62,6 +62,7 @@ class Broken:
 
 BREAK = "\n"
 _RUNS = {characters: re.compile(f"[{characters}]*") for characters in (SPACE, BREAK)}
+_WORD = re.compile(r"[\w.-]*")
 Part = Reasoning | Content | Begin | Arguments | End | Broken
 Reading = Generator[Part | None, None, T]
 
@@ -95,6 +96,10 @@ class FormatReader:
         """Return what was read since the mark."""
         text, self._marked = "".join(self._marked or ()), None
         return text
+
+    def back(self) -> None:
+        """Go back to the mark: what was read since is still to be read."""
+        self.text, self.at = self.unmark() + self.text[self.at :], 0
 
     def take(self, count: int) -> str:
         """Read so many characters."""
@@ -162,6 +167,15 @@ class FormatReader:
         """Read a literal. Raise MalformedError if something else comes."""
         if not (yield from self.skip(literal)):
             raise MalformedError(f"{self.text[self.at : self.at + 20]!r} comes where {literal!r} should")
+
+    def word(self, most: int) -> Reading[str]:
+        """Read the letters, digits, underscores, dots and hyphens that come next, at most so many."""
+        while True:
+            found = _WORD.match(self.text, self.at)
+            assert found is not None
+            size = len(found[0])
+            if size < self.left or size >= most or not (yield from self.more()):
+                return self.take(min(size, most))
 
     def before(self, literal: str, most: int) -> Reading[str]:
         """Read up to a literal and past it, and return what stands before it, without spaces around. Raise
