@@ -1,12 +1,45 @@
 """Keep what was said so far, and make the prompt of it: by the model's chat template, or as one text."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from penstock.base.errors import RequestError
+from penstock.server.parsing.dialects import dialect_of
+from penstock.server.parsing.harmony import MARKS, HarmonyParser, begun
+from penstock.server.parsing.output_parser import whole
+from penstock.server.parsing.reading import Content, Reasoning
+from penstock.step.params import SamplingParams
 
 if TYPE_CHECKING:
     from penstock.api.llm import LLM
+    from penstock.api.outputs import Delta
+
+
+class AnswerReader:
+    """Tells answers from reasoning in the outputs of a model that writes in channels. Of other models all is
+    answer."""
+
+    def __init__(self, header: str | None = None) -> None:
+        """header: what harmony's `begun` returns for the prompt; None for other models."""
+        self._header = header
+        self._parsers: dict[int, HarmonyParser] = {}
+        """By output."""
+
+    def shown(self, delta: "Delta") -> "Delta":
+        """Return a piece of an output with the text of its answer alone."""
+        if self._header is None:
+            return delta
+        parser = self._parsers.setdefault(delta.index, HarmonyParser(header=self._header))
+        parts = parser.push(delta.text) + (parser.finish() if delta.finish_reason is not None else [])
+        return replace(delta, text="".join(part.text for part in parts if isinstance(part, Content)))
+
+    def split(self, text: str) -> tuple[str, str]:
+        """Return the reasoning in an output's text, and the answer."""
+        if self._header is None:
+            return "", text
+        parts = whole(HarmonyParser(header=self._header), text)
+        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        return reasoning, "".join(part.text for part in parts if isinstance(part, Content))
 
 
 @dataclass(slots=True)
@@ -21,6 +54,8 @@ class Conversation:
     system: str | None = None
     turns: list[tuple[str, str]] = field(default_factory=list)
     """The user's messages, each with the model's answer."""
+    reader: AnswerReader = field(default_factory=AnswerReader)
+    """Reads the outputs of the latest request."""
 
     def request(self, line: str) -> tuple[str | list[int], int]:
         """Return the prompt after which the engine goes on, and its length in tokens.
@@ -33,8 +68,22 @@ class Conversation:
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         for said, answer in self.turns:
             messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
-        tokens = self.llm.tokenizer.encode_chat([*messages, {"role": "user", "content": line}])
+        tokenizer = self.llm.tokenizer
+        text = tokenizer.render_chat([*messages, {"role": "user", "content": line}])
+        tokens = tokenizer.encode(text, special=False)
+        self.reader = AnswerReader(begun(text) if self._channels else None)
         return tokens, len(tokens)
+
+    @property
+    def _channels(self) -> bool:
+        return self.template and dialect_of(self.llm.tokenizer.templates).channels
+
+    def marked(self, params: SamplingParams) -> SamplingParams:
+        """Return settings with which outputs have the marks that tell answers from reasoning."""
+        if not self._channels:
+            return params
+        marks = map(self.llm.tokenizer.token_to_id, MARKS)
+        return replace(params, shown_tokens=[mark for mark in marks if mark is not None])
 
     def check(self) -> None:
         """Raise RequestError if the model has no template, or one that refuses the system message."""

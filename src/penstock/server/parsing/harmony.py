@@ -9,12 +9,12 @@ What is said in the channel analysis is reasoning. A message to a function is a 
 also text where a header should be, and a call that is malformed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from penstock.server.parsing.calls import Calls, Schemas
 from penstock.server.parsing.jsontext import MalformedError
 from penstock.server.parsing.output_parser import OutputParser
-from penstock.server.parsing.reading import Broken, Content, FormatReader, Part, Reading, Reasoning
+from penstock.server.parsing.reading import Content, FormatReader, Part, Reading, Reasoning
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
@@ -87,6 +87,7 @@ class HarmonyParser(OutputParser):
         except MalformedError:
             self._reader.back()
             self._recipient = ""
+        self._reader.unmark()
         return True
 
     def _mark(self) -> Reading[str | None]:
@@ -132,10 +133,10 @@ class HarmonyParser(OutputParser):
         if reader.left:
             return False
         reader.back()
-        rest = reader.text.strip()
-        if not rest.startswith(_TO + FUNCTIONS) and not any(
-            one.startswith(rest) for one in (_TO + FUNCTIONS, *_TYPES)
-        ):
+        rest, entries = reader.text.strip(), [_TO + FUNCTIONS, *_TYPES]
+        if rest.startswith(_TO + FUNCTIONS):
+            rest, entries = "".join(rest.split(maxsplit=1)[1:]), [*_TYPES]
+        if not any(one.startswith(rest) for one in entries):
             raise MalformedError("the output ends with text where a header should be")
         reader.take(reader.left)
         return True
@@ -171,16 +172,19 @@ class HarmonyParser(OutputParser):
         """Read the arguments of a call, which are the message's text: no mark is part of them."""
         reader = self._calls.reader = FormatReader()
         text, parts = self._reader.until(MARKS, reader.push, trim=0), self._arguments(name)
-        part: Callable[[str], Part] = self._part(Content)
-        while not reader.ended:
-            reader.ended = next(text, END) is not None  # It gives out nothing else until it ends.
-            for found in parts:
-                if found is None:
-                    yield None
-                    break
-                yield part(found.text) if isinstance(found, Content) else found
-                if isinstance(found, Broken):  # What follows is the rest of it.
-                    part = Content
+        part, more = self._part(Content), True
+        while more:
+            more = next(text, END) is None  # It gives out nothing else before its end.
+            yield from self._certain(parts, part)
+            if more:
+                yield None
+        reader.ended = True
+        yield from self._certain(parts, part)
+
+    def _certain(self, parts: Reading[None], part: Callable[[str], Part]) -> Iterator[Part]:
+        """Yield what is certain of a call, what is content in it as `part` makes it."""
+        while (found := next(parts, None)) is not None:
+            yield part(found.text) if isinstance(found, Content) else found
 
     def _arguments(self, name: str) -> Reading[None]:
         """Read a call from its own text. What follows the arguments is content."""
@@ -194,10 +198,10 @@ class HarmonyParser(OutputParser):
                 yield from calls.begin(name)
                 yield calls.arguments("{}")
                 yield from calls.end()
-            reader.unmark()
             yield from reader.space()
         except MalformedError:
             if (broken := calls.broken()).text:
                 yield broken
+        reader.unmark()
         if not calls.enough:
             yield from reader.until((), Content, trim=0)
