@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from penstock.base.errors import RequestError
 from penstock.server.parsing.dialects import dialect_of
-from penstock.server.parsing.harmony import MARKS, HarmonyParser, begun
+from penstock.server.parsing.forms import in_channels, may_be_behind
+from penstock.server.parsing.harmony import MARKS, MESSAGE, HarmonyParser, begun
 from penstock.server.parsing.output_parser import whole
 from penstock.server.parsing.reading import Content, Reasoning
 from penstock.step.params import SamplingParams
@@ -21,23 +22,23 @@ class AnswerReader:
 
     def __init__(self, header: str | None = None) -> None:
         """header: what harmony's `begun` returns for the prompt; None for other models."""
-        self._header = header
+        self.header = header
         self._parsers: dict[int, HarmonyParser] = {}
         """By output."""
 
     def shown(self, delta: "Delta") -> "Delta":
         """Return a piece of an output with the text of its answer alone."""
-        if self._header is None:
+        if self.header is None:
             return delta
-        parser = self._parsers.setdefault(delta.index, HarmonyParser(header=self._header))
+        parser = self._parsers.setdefault(delta.index, HarmonyParser(header=self.header))
         parts = parser.push(delta.text) + (parser.finish() if delta.finish_reason is not None else [])
         return replace(delta, text="".join(part.text for part in parts if isinstance(part, Content)))
 
     def split(self, text: str) -> tuple[str, str]:
         """Return the reasoning in an output's text, and the answer."""
-        if self._header is None:
+        if self.header is None:
             return "", text
-        parts = whole(HarmonyParser(header=self._header), text)
+        parts = whole(HarmonyParser(header=self.header), text)
         reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
         return reasoning, "".join(part.text for part in parts if isinstance(part, Content))
 
@@ -71,19 +72,20 @@ class Conversation:
         tokenizer = self.llm.tokenizer
         text = tokenizer.render_chat([*messages, {"role": "user", "content": line}])
         tokens = tokenizer.encode(text, special=False)
-        self.reader = AnswerReader(begun(text) if self._channels else None)
+        self.reader = AnswerReader(begun(text) if dialect_of(tokenizer.templates).channels else None)
         return tokens, len(tokens)
 
-    @property
-    def _channels(self) -> bool:
-        return self.template and dialect_of(self.llm.tokenizer.templates).channels
-
     def marked(self, params: SamplingParams) -> SamplingParams:
-        """Return settings with which outputs have the marks that tell answers from reasoning."""
-        if not self._channels:
+        """Return settings with which outputs of the latest request have the marks that tell answers from
+        reasoning, and with which answers alone keep to a structure. Raise StructureError."""
+        header, structure = self.reader.header, params.structure
+        if header is None:
             return params
-        marks = map(self.llm.tokenizer.token_to_id, MARKS)
-        return replace(params, shown_tokens=[mark for mark in marks if mark is not None])
+        tokenizer = self.llm.tokenizer
+        if structure is not None and may_be_behind(structure) and not header.endswith(MESSAGE):
+            structure = in_channels(structure, {}, tokenizer, header=header)
+        shown = [mark for mark in map(tokenizer.token_to_id, MARKS) if mark is not None]
+        return replace(params, structure=structure, shown_tokens=shown)
 
     def check(self) -> None:
         """Raise RequestError if the model has no template, or one that refuses the system message."""
