@@ -4,11 +4,14 @@ reasoning."""
 import json
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from penstock.api.text.tokenizer import Tokenizer
 from penstock.server.parsing.harmony import CHANNEL, CONSTRAIN, END, FUNCTIONS, MESSAGE, START
 from penstock.server.parsing.output_parser import ReasoningMarks
 from penstock.step.structure import Structure, StructureKind
+
+if TYPE_CHECKING:  # The command line, which needs none to refuse a flag, comes by here.
+    from penstock.api.text.tokenizer import Tokenizer
 
 _NO_PART = {
     StructureKind.JSON_SCHEMA: re.compile(r"multipleOf|\\u"),
@@ -22,7 +25,7 @@ _SPACES = {"x-guidance": {"whitespace_pattern": "[ \\n\\r\\t]{1,64}"}}
 
 
 def behind_reasoning(
-    structure: Structure, thought: ReasoningMarks, tokenizer: Tokenizer, *, opened: bool
+    structure: Structure, thought: ReasoningMarks, tokenizer: "Tokenizer", *, opened: bool
 ) -> Structure:
     """Return the structure of an output that reasons before it keeps to `structure`. opened: reasoning has
     begun in the prompt; else there may be none. Raise StructureError."""
@@ -36,7 +39,7 @@ def behind_reasoning(
 
 
 def in_channels(
-    form: Structure | None, calls: Mapping[str, Structure], tokenizer: Tokenizer, *, header: str
+    form: Structure | None, calls: Mapping[str, Structure], tokenizer: "Tokenizer", *, header: str
 ) -> Structure:
     """Return the structure of an output in channels: reasoning, then an answer that keeps to a form, or a
     call.
@@ -78,18 +81,18 @@ def may_be_behind(structure: Structure) -> bool:
     )
 
 
-def _mark(mark: str, tokenizer: Tokenizer) -> str:
+def _mark(mark: str, tokenizer: "Tokenizer") -> str:
     """Return how grammars write a mark."""
     return _special(mark, tokenizer) or json.dumps(mark)
 
 
-def _thought(end: str, tokenizer: Tokenizer) -> str:
+def _thought(end: str, tokenizer: "Tokenizer") -> str:
     """Return the rule of reasoning up to its end."""
     special = _special(end, tokenizer)
     return f"thought: /(?s:.*)/ {special}" if special else f"thought[suffix={json.dumps(end)}]: /(?s:.*)/"
 
 
-def _special(mark: str, tokenizer: Tokenizer) -> str | None:
+def _special(mark: str, tokenizer: "Tokenizer") -> str | None:
     """Return how grammars write a mark, if it is a token that is no text."""
     token = tokenizer.token_to_id(mark)
     return f"<[{token}]>" if token is not None and tokenizer.is_special(token) else None
