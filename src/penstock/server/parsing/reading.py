@@ -194,13 +194,15 @@ class FormatReader:
         all of them. What `part` makes of each piece is given out, unless that is nothing. Returns the marker,
         to be read with `behind`; None at the end of the text."""
         any_of = re.compile("|".join(map(re.escape, markers)))
+        firsts, longest = {one[0] for one in markers}, max(map(len, markers), default=1)
         held = (
             0  # Line breaks at the end of what was read, which are counted, as there may be no end of them.
         )
         while True:
             found = any_of.search(self.text, self.at) if markers else None
             rest = self.text[self.at : found.start()] if found else self.text[self.at :]
-            piece = self.take(len(rest) - (0 if found or self.ended else _begun(rest, markers)))
+            certain = bool(found) or self.ended or firsts.isdisjoint(rest[-longest:])
+            piece = self.take(len(rest) - (0 if certain else _begun(rest, markers)))
             if body := piece.rstrip(BREAK):
                 body, held = BREAK * held + body, 0
             held += len(piece) - len(piece.rstrip(BREAK))

@@ -9,7 +9,7 @@ from penstock.server.parsing.harmony import APART, CHANNEL, END, MESSAGE, START
 from penstock.server.parsing.jsontext import written
 
 EFFORTS = ("low", "medium", "high")
-"""How much such models can be asked to reason."""
+"""Such models can be asked to reason this much."""
 _INSTRUCTIONS = ("system", "developer")
 _PREAMBLE = f"{END}{START}assistant{CHANNEL}commentary{MESSAGE}"
 """Stands between reasoning and what is said before a call: templates write both as one message."""
