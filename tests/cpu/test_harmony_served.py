@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,6 +202,27 @@ def test_the_command_line_shows_answers_and_keeps_reasoning_apart(
     )
     record = json.loads(capsys.readouterr().out)
     assert record["finish_reason"] == "length" or json.loads(record["text"])["a"] in (1, 2)
+
+
+def test_a_chat_goes_on_from_answers_and_says_where_one_was_cut_short(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = tmp_path / "grammar"
+    grammar.write_text(saying(f"{THOUGHT}Hm.{NEXT}{ANSWER}Yes.")["structured_outputs"]["grammar"])
+    usual = ["chat", str(model), "--device", "cpu", "--dtype", "float32", "--grammar", str(grammar)]
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=[b"a\n", b"b\n"], isatty=lambda: False))
+    assert main([*usual, "--json"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [(one["reasoning"], one["text"]) for one in (first, second)] == [("Hm.", "Yes.")] * 2
+    tokenizer = Tokenizer.from_directory(model)
+    added = "<|start|>assistant<|channel|>final<|message|>Yes.<|end|><|start|>user<|message|>b<|end|>"
+    grown = second["usage"]["prompt_tokens"] - first["usage"]["prompt_tokens"]
+    assert grown == len(tokenizer.encode(added, special=False))
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=[b"a\n"], isatty=lambda: False))
+    assert main([*usual, "--max-tokens", "8"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "\n"
+    assert "cut short in its reasoning" in said.err
 
 
 # ---- what outputs are held to

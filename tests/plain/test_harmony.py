@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from penstock.api.text.rendering import Template
 from penstock.server.parsing.dialects import dialect_of
 from penstock.server.parsing.harmony import APART, MARKS, HarmonyParser, answer_after, begun
 from penstock.server.parsing.output_parser import Called, _joined, whole
@@ -397,3 +398,11 @@ def test_tools_are_described_as_such_templates_take_for_granted() -> None:
         "o": True,
         "s": {"enum": ["a"]},
     }
+
+
+def test_a_template_may_look_from_each_message_of_a_long_conversation_at_all_later_ones() -> None:
+    later = (
+        "{% for a in messages %}{% for b in messages[loop.index:] %}{% endfor %}{{ a.content }}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "a"}] * 1400
+    assert Template(later).render({"messages": messages}) == "a" * 1400

@@ -10,10 +10,11 @@ from penstock.server.parsing.harmony import MARKS, MESSAGE, HarmonyParser, begun
 from penstock.server.parsing.output_parser import whole
 from penstock.server.parsing.reading import Content, Reasoning
 from penstock.step.params import SamplingParams
+from penstock.step.request import FinishReason
 
 if TYPE_CHECKING:
     from penstock.api.llm import LLM
-    from penstock.api.outputs import Delta
+    from penstock.api.outputs import Completion, Delta
 
 
 class AnswerReader:
@@ -33,6 +34,11 @@ class AnswerReader:
         parser = self._parsers.setdefault(delta.index, HarmonyParser(header=self.header))
         parts = parser.push(delta.text) + (parser.finish() if delta.finish_reason is not None else [])
         return replace(delta, text="".join(part.text for part in parts if isinstance(part, Content)))
+
+    def unanswered(self, completion: "Completion") -> bool:
+        """Tell whether the first output has run into its length before its answer began."""
+        length = completion.finish_reason is FinishReason.LENGTH
+        return self.header is not None and length and not self.split(completion.text)[1]
 
     def split(self, text: str) -> tuple[str, str]:
         """Return the reasoning in an output's text, and the answer."""

@@ -208,6 +208,8 @@ class ChatSession:
     def _remark(self, answer: TimedAnswer, *, full: bool) -> None:
         if self.verbose:
             remark(answer)
+        if self.conversation.reader.unanswered(answer.completion):
+            say("the answer was cut short in its reasoning; allow more with --max-tokens", faint=True)
         if full and answer.completion.finish_reason is FinishReason.LENGTH:
             held = len(answer.completion.prompt_tokens) + answer.tokens
             say(f"the context is full with {held} tokens; /reset begins a new conversation", faint=True)
