@@ -309,6 +309,14 @@ def test_a_form_leaves_calls_to_the_model_where_there_are_tools(llm: LLM) -> Non
     assert refused.value.param == "tools"
 
 
+def test_calls_are_text_where_the_server_was_told_that_there_are_none(llm: LLM) -> None:
+    dialect = dialect_of(llm.tokenizer.templates, "none")
+    _, speech = read_chat(llm.reader, request(tools=TOOLS), dialect)
+    assert whole(speech(), f"{THOUGHT}Hm.{NEXT}{TO}{GIVEN}") == [Reasoning("Hm."), Content(GIVEN)]
+    _, speech = read_chat(llm.reader, request(tools=TOOLS, tool_choice="required"), dialect)
+    assert whole(speech(), f"{TO}{GIVEN}") == [Called("weather", GIVEN)]
+
+
 # ---- what the template is given
 
 

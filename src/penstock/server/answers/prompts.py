@@ -136,8 +136,8 @@ def _in_channels(
 def _no_part(what: str, param: str) -> FieldError:
     return FieldError(
         f"{what} multipleOf, a control character or a comment in an expression, and where a model that "
-        "writes in channels may call tools, it cannot be held to those; leave them out, or set tool_choice "
-        "to none",
+        "writes in channels may call tools, it cannot be held to those; leave them out, or change "
+        "tool_choice",
         param,
     )
 
