@@ -34,7 +34,7 @@ Calls to these tools must go to the commentary channel: 'functions'.{% endif -%}
 <|end|>
 {%- set first = messages[0] -%}
 {%- set rest = messages -%}
-{%- if first.role == "developer" -%}{%- set rest = messages[1:] -%}
+{%- if first.role in ("developer", "system") -%}{%- set rest = messages[1:] -%}
 {%- else -%}{%- set first = none -%}
 {%- endif -%}
 {%- if first or tools -%}

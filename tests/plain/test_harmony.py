@@ -372,9 +372,10 @@ def test_instructions_are_one_message_at_the_head() -> None:
     ]
     read = template_messages(talk, CHANNELS)
     assert [(one["role"], one["content"]) for one in read] == [
-        ("developer", f"A{APART}B{APART}C"),
+        ("system", f"A{APART}B{APART}C"),
         ("user", "a"),
     ]
+    assert template_messages(talk[2:3], CHANNELS) == [{"role": "user", "content": "a"}]
 
 
 def test_tools_are_described_as_such_templates_take_for_granted() -> None:

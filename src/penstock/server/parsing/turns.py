@@ -20,8 +20,9 @@ Turn = dict[str, object]
 def channel_messages(messages: Sequence[Turn]) -> list[Turn]:
     """Return a conversation with all instructions at its head, and each call in a message of its own, its
     answers behind it."""
-    lead = [str(one["content"]) for one in messages if one["role"] in _INSTRUCTIONS and one["content"]]
-    shaped: list[Turn] = [{"role": "developer", "content": APART.join(lead)}] if lead else []
+    lead = [one for one in messages if one["role"] in _INSTRUCTIONS and one["content"]]
+    said = APART.join(str(one["content"]) for one in lead)
+    shaped: list[Turn] = [{"role": one["role"], "content": said} for one in lead[:1]]
     calling: list[Turn] = []
     answers: list[Turn] = []
     for message in paced(messages):
