@@ -16,8 +16,8 @@ FOUR_BITS = INT4, E2M1
 NUMBERS, EXPONENTS, EIGHTS = range(3)
 """Kinds of scales: floating-point numbers that Triton knows, E8M0, and float8_e4m3fn as bytes."""
 FOLDED = {EIGHTS: 16, EXPONENTS: 32}
-"""By kinds of scales: the power of two by which `products_of` makes products of four-bit floating-point codes
-smaller. All that float8_e4m3fn scales are multiplied with stays exact. So do products with E8M0 scales from
+"""`products_of` makes products of four-bit floating-point codes smaller by these powers of two, by kinds of
+scales. All that float8_e4m3fn scales are multiplied with stays exact. So do products with E8M0 scales from
 2 ** -100 to 2 ** 33; with larger ones they are infinite."""
 NONE = "0x80008000"
 """-0 twice: what is added where nothing is."""
