@@ -39,6 +39,7 @@ from penstock.ops.matrix import Matrix
 from penstock.ops.triton import blocks, few_bits
 from penstock.ops.triton.blocks import BlocksTuning
 from penstock.ops.triton.few_bits import FewBitsTuning
+from penstock.ops.triton.few_bits_mma import MOST_ROWS, MmaTuning
 from penstock.ops.triton.few_bits_row import RowTuning
 
 FORMATS: Mapping[str, WeightFormat] = {
@@ -53,7 +54,7 @@ FORMATS: Mapping[str, WeightFormat] = {
     **GGUF,
 }
 KERNELS: Mapping[str, Any] = {"few_bits": few_bits, "blocks": blocks}
-Tuning = FewBitsTuning | RowTuning | BlocksTuning
+Tuning = FewBitsTuning | RowTuning | MmaTuning | BlocksTuning
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate and up": (28672, 4096), "down": (4096, 14336)}
 TINY = {"tiny": (64, 256)}
 AT_LEAST, MAX_ERROR = 1 << 30, 2e-2
@@ -100,7 +101,11 @@ def tunings(sweep: bool, format: WeightFormat, height: int, rows: int) -> Iterat
         ):
             if 16 <= cols // warps <= 64:
                 yield BlocksTuning(cols, splits, stages, warps)
-    elif sweep and rows == 1:
+        return
+    if sweep and not isinstance(format, Blocks) and rows <= MOST_ROWS:
+        for tiles, warps in itertools.product((1, 2, 4), (4, 8, 16)):
+            yield MmaTuning(tiles, warps)
+    if sweep and rows == 1:
         for each, runs, warps in itertools.product((1, 2, 4, 8), (16, 32), (2, 4, 8)):
             if each * warps <= 32:
                 yield RowTuning(each, runs, warps)

@@ -31,6 +31,7 @@ from penstock.ops.triton import blocks as triton_blocks
 from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton import few_bits as triton_few_bits
 from penstock.ops.triton import few_bits_experts as triton_few_bits_experts
+from penstock.ops.triton import few_bits_mma
 from penstock.ops.triton import linear as triton_linear
 from penstock.ops.triton import pointwise as triton_pointwise
 from penstock.ops.triton import routing as triton_routing
@@ -242,7 +243,12 @@ def few_bits(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:
         }
         large = Matrix(format, (outer, inner), parts)
         for rows in classes:
-            triton_few_bits.few_rows(empty(rows, inner, dtype=dtype), large, gated=outer == 2 * INNER)
+            x = empty(rows, inner, dtype=dtype)
+            triton_few_bits.few_rows(x, large, gated=outer == 2 * INNER)
+            if few_bits_mma.suits(x, large):
+                triton_few_bits.few_rows(
+                    x, large, gated=outer == 2 * INNER, tuning=few_bits_mma.MmaTuning(2, 8)
+                )
         triton_few_bits.dequantise(large, slice(0, 1024), empty(1024, inner))
 
 

@@ -1,9 +1,9 @@
 """A machine that runs PTX, as inline assembly has it, on many words at once.
 
-It knows the instructions that take codes of few bits apart, and refuses what an assembler or a device would:
-an instruction or an operand of another kind, a register that is not declared, or is read before it is
-written. Sums and products are rounded once, to nearest even, and keep subnormal numbers. Source of what
-instructions do: the PTX ISA, chapter 9.7.
+It knows the instructions that take codes of few bits apart and multiply them, and refuses what an assembler
+or a device would: an instruction or an operand of another kind, a register that is not declared, or is read
+before it is written. Sums and products are rounded once, to nearest even, and keep subnormal numbers. Source
+of what instructions do: the PTX ISA, chapter 9.7.
 """
 
 import re
@@ -48,12 +48,40 @@ class _Machine:
 
     def run(self, statement: str) -> None:
         """Run one instruction, or declare registers."""
-        operation, operands = statement.split(None, 1)
+        operation, *rest = statement.split(None, 1)
+        if operation.startswith("@"):
+            assert rest == ["trap"], statement
+            assert not self._register(operation[1:], 1).any(), f"{statement}: a thread has stopped"
+            return
+        [operands] = rest
         into, *names = (one.strip() for one in re.split(r",(?![^{]*\})", operands))
         match operation.split("."):
             case ["", "reg"]:
                 kind, first = into.split()
-                self._bits |= dict.fromkeys((first, *names), {".b16": 16, ".b32": 32}[kind])
+                self._bits |= dict.fromkeys((first, *names), {".pred": 1, ".b16": 16, ".b32": 32}[kind])
+            case ["mov", "u32"] if names == ["%tid.x"]:
+                self._write(into, np.arange(32))
+            case ["setp", "ne", "u32"]:
+                a, b = (self._register(one) for one in names)
+                self._write(into, a != b, 1)
+            case [
+                "mma",
+                "sync",
+                "aligned",
+                "m16n8k16",
+                "row",
+                "col",
+                "f32",
+                "f16" | "bf16" as kind,
+                same,
+                "f32",
+            ]:
+                assert same == kind, statement
+                a, b, c = (one.strip("{}").split(", ") for one in names)
+                for name, made in zip(
+                    into.strip("{}").split(", "), self._product(a, b, c, kind), strict=True
+                ):
+                    self._write(name, made)
             case ["mov", "b32"] if into.startswith("{"):
                 [source] = names
                 low, high = _pair(into)
@@ -85,6 +113,36 @@ class _Machine:
                 self._write(into, np.subtract(a, b).view(np.uint32))
             case _:
                 self._write(into, _logical(operation, [self.word(one) for one in names]))
+
+    def _product(self, a: Sequence[str], b: Sequence[str], c: Sequence[str], kind: str) -> list[Words]:
+        """Return the four registers of `a · b + c`, of matrices that 32 lanes have parts of, which are the
+        last axis (PTX ISA, matrix fragments for mma.m16n8k16 with floating point types)."""
+        assert (len(a), len(b), len(c)) == (4, 2, 4)
+        lanes = np.arange(32)
+        group, thread = lanes // 4, lanes % 4
+
+        def matrix(names: Sequence[str], shape: tuple[int, int], rows: Any, columns: Any) -> Numbers:
+            words = [np.broadcast_to(self._register(name), (*self._lanes(), 32)) for name in names]
+            whole = np.full((*self._lanes(), *shape), np.nan)
+            for at, word in enumerate(words):
+                for half in (0, 1):
+                    number = _numbers(word >> 16 * half & 0xFFFF, kind)
+                    whole[..., rows(at), columns(at) + half] = number
+            return whole
+
+        left = matrix(a, (16, 16), lambda at: group + 8 * (at % 2), lambda at: 2 * thread + 8 * (at // 2))
+        right = matrix(b, (8, 16), lambda at: group, lambda at: 2 * thread + 8 * at)
+        assert not np.isnan(left).all()
+        total = left @ np.swapaxes(right, -1, -2)
+        made = []
+        for at, name in enumerate(c):
+            before = self._float(name).view(np.float32).astype(np.float64)
+            part = total[..., group + 8 * (at // 2), 2 * thread + at % 2]
+            made.append((part + before).astype(np.float32).view(np.uint32))
+        return made
+
+    def _lanes(self) -> tuple[int, ...]:
+        return np.broadcast_shapes(*(np.shape(one) for one in self._held.values()))[:-1]
 
     def word(self, name: str) -> Words:
         """Return what a register holds, or a whole number."""
@@ -122,8 +180,10 @@ def _logical(operation: str, operands: Sequence[Words]) -> NDArray[Any]:
         case "shl.b32" | "shr.b32" | "shr.u32" as shift, a, b:
             assert (b < 32).all(), f"{shift} by {b}"
             return a << b if shift == "shl.b32" else a >> b
-        case "max.u32", a, b:
-            return np.maximum(a, b)
+        case "add.u32", a, b:
+            return a + b
+        case "max.u32" | "min.u32" as which, a, b:
+            return np.maximum(a, b) if which == "max.u32" else np.minimum(a, b)
         case "lop3.b32", a, b, c, table if table == 0xEA:
             return a & b | c
         case "lop3.b32", a, b, c, table if table == 0x6A:

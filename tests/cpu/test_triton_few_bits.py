@@ -11,8 +11,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 
 from penstock.ops.activation import silu_mul
+from penstock.ops.triton import few_bits_mma
 from penstock.ops.triton.dequantise import look_up
 from penstock.ops.triton.few_bits import FewBitsTuning, dequantise, few_rows, suits
+from penstock.ops.triton.few_bits_mma import MmaTuning
 from penstock.ops.triton.few_bits_row import RowTuning, one_row
 from quantised import SCHEMES, matrix_of
 
@@ -57,6 +59,44 @@ def test_product_of_one_row(scheme: str, gated: bool) -> None:
             got = one_row(x.float(), few, bias, gated=gated, tuning=tuning)
             assert (got - want).abs().max() < 1e-5 * want.abs().max()
         assert torch.equal(few_rows(x, few, bias, gated=gated), one_row(x, few, bias, gated=gated))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("scheme", READ)
+def test_product_by_warps(scheme: str, gated: bool) -> None:
+    """In float32 here, so close. Some warps have no columns at last, some tiles no rows, and rows of
+    activations end in the first eight or in the second."""
+    rng = torch.Generator().manual_seed(len(scheme))
+    for height, width, rows, tuning in ((48, 384, 3, MmaTuning(1, 2)), (40, 640, 11, MmaTuning(4, 4))):
+        weight = torch.randn(height, width, generator=rng) / width**0.5
+        few, plain = matrix_of(SCHEMES[scheme], weight)
+        x = torch.randn(rows, 2 * width, generator=rng).bfloat16()[:, width:]
+        if not suits(x, few):
+            pytest.skip("a format that the kernel leaves alone")
+        assert few_bits_mma.suits(x, few)
+        bias = torch.randn(height, generator=rng)
+        want = x.float() @ plain.T + bias
+        out = torch.full((rows + 1, len(bias) // (2 if gated else 1) + 1), torch.nan)[:rows, :-1]
+        got = few_rows(x, few, bias, gated=gated, out=out, tuning=tuning)
+        want = silu_mul(want) if gated else want
+        assert got is out
+        assert (got - want).abs().max() < 1e-5 * want.abs().max()
+        assert out._base is not None
+        assert out._base[rows].isnan().all()
+        assert out._base[:, -1].isnan().all()
+
+
+def test_products_by_warps_take_whole_steps_of_activations_that_lie_right() -> None:
+    four, _ = matrix_of(SCHEMES["gptq_128"], torch.randn(32, 256))
+    eight, _ = matrix_of(SCHEMES["gptq_8"], torch.randn(32, 192))
+    x = torch.zeros(16, 260).bfloat16()
+    assert few_bits_mma.suits(x[:, :256], four)
+    assert few_bits_mma.suits(x[:, 4:196], eight)
+    assert not few_bits_mma.suits(x[:, 1:257], four)
+    assert not few_bits_mma.suits(torch.zeros(16, 258).bfloat16()[:, :256], four)
+    assert not few_bits_mma.suits(torch.zeros(17, 256).bfloat16(), four)
+    odd, _ = matrix_of(SCHEMES["gptq_128"], torch.randn(32, 320))
+    assert not few_bits_mma.suits(torch.zeros(1, 320).bfloat16(), odd)
 
 
 @pytest.mark.parametrize("scheme", READ)

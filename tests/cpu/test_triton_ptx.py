@@ -12,13 +12,15 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from penstock.arch.formats.codes import E2M1 as FOUR_BIT_NUMBERS
-from penstock.arch.formats.codes import NO_EXPONENT, powers_of_two
+from penstock.arch.formats.codes import NO_EXPONENT, packed, powers_of_two
 from penstock.arch.formats.codes import floats_of as numbers_of
 from penstock.ops.triton.codes import RUN_SCALES
 from penstock.ops.triton.ptx import (
     E2M1,
     E4M3,
+    EIGHTS,
     EXPONENTS,
+    FOLDED,
     FOUR_BITS,
     INT4,
     INT8,
@@ -26,6 +28,7 @@ from penstock.ops.triton.ptx import (
     floats_of,
     less,
     pairs_of,
+    products_of,
 )
 from ptx_machine import run_ptx
 
@@ -163,6 +166,74 @@ def test_scales_of_a_run_in_one_register(kind: int, raw: int, group: int, kept: 
             assert torch.equal(want.bfloat16().float(), want)  # exact
 
 
+WARPS = 3
+
+
+@pytest.mark.parametrize("wide", [1, 2])
+@pytest.mark.parametrize("scales", ["whole", "scaled", "bytes", "exponents"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "zeros"), WITH_ZEROS)
+def test_products(kind: int, zeros: bool, dtype: torch.dtype, scales: str, wide: int) -> None:
+    """Of 16 rows of two runs, as they rest, and 8 rows of activations or 16. Whole numbers, so that sums are
+    exact in every order."""
+    raw = {"bytes": EIGHTS, "exponents": EXPONENTS}.get(scales, NUMBERS)
+    if raw and (dtype == torch.float16 or kind not in {EIGHTS: (E2M1,), EXPONENTS: (E2M1, E4M3)}[raw]):
+        pytest.skip("scales of such codes are no bytes")
+    half, places, integers = dtype == torch.float16, 32 // bits_of(kind), kind in (INT4, INT8)
+    text, registers = products_of(kind, half=half, zeros=zeros, scaled=scales != "whole", raw=raw, wide=wide)
+    rng = np.random.default_rng(5)
+    codes = rng.integers(0, 1 << bits_of(kind), (WARPS, 16, 2, 8 * places))
+    if kind == E4M3:
+        codes = codes % 4 * 8 + 48 + codes // 128 * 128  # 0.25 to 2
+    zero = rng.integers(0, 1 << bits_of(kind), (WARPS, 16, 2, 2)) if zeros else np.full((1, 1, 1, 2), 0)
+    zero = zero + (0 if zeros or not integers else (1 << bits_of(kind)) // 2)
+    exponent = rng.integers(-2, 3, (WARPS, 16, 2, 4)) if scales != "whole" else np.zeros((WARPS, 16, 2, 4))
+    each = {EIGHTS: 1, EXPONENTS: 2 if kind == E2M1 else 4}.get(raw, 1)
+    exponent = exponent[..., ::each].repeat(each, -1)
+    x = rng.integers(-4, 5, (WARPS, 8 * wide, 2, 8 * places)).astype(np.float64)
+    place = np.arange(8 * places) // 8
+    weight = plain(kind, codes).double().numpy()
+    weight = weight - (zero[..., place * 2 // places] if integers else 0)
+    weight = weight * 2.0 ** exponent[..., place * 4 // places]
+    want = np.einsum("wrsc,wnsc->wrn", weight, x)
+
+    lane = np.arange(32)
+    group, run, first = lane // 4, lane % 4 // 2, lane % 2 * 4
+    resting = packed(torch.from_numpy(codes.reshape(-1, 16 * places)).byte(), bits_of(kind))
+    words = resting.view(torch.int32).numpy().view(np.uint32).reshape(WARPS, 16, 2, 8)
+    given: list[NDArray[np.uint32]] = [np.broadcast_to(lane, (WARPS, 32))]
+    given += [words[:, group + row, run, first + at] for row in (0, 8) for at in range(4)]
+    pairs = torch.from_numpy(x).to(dtype).view(torch.int32).numpy().view(np.uint32)
+    for at in range(places):
+        for row in range(0, 8 * wide, 8):
+            given += [pairs[:, group + row, run, 4 * at + first // 2 + more] for more in (0, 1)]
+    if zeros:
+        minus = twice((less(kind, half=half) - torch.from_numpy(zero).float()).to(dtype).reshape(-1, 2))
+        minus = minus.reshape(WARPS, 16, 2, 2)
+        given += [minus[:, group + row, run, which] for row in (0, 8) for which in (0, 1)]
+    if scales == "scaled":
+        factors = twice(torch.from_numpy(2.0**exponent).to(dtype).reshape(-1, 4)).reshape(WARPS, 16, 2, 4)
+        given += [factors[:, group + row, run, which] for row in (0, 8) for which in range(4)]
+    elif raw:
+        scale = (exponent + 127 if raw == EXPONENTS else (exponent + 7) * 8).astype(np.uint32)[..., ::each]
+        together = sum(scale[..., at] << 8 * at for at in range(4 // each))
+        given += [together[:, group + row, run] for row in (0, 8)]
+    if raw and kind == E2M1:
+        want = want * 2.0 ** -FOLDED[raw]
+    assert len(given) == registers.count("r")
+    outputs = registers.count("=")
+    made = np.stack(run_ptx(text, given, outputs)).view(np.float32).reshape(wide, 2, 2, WARPS, 32)
+    for at, row, column in product(range(wide), (0, 1), (0, 1)):
+        assert np.array_equal(made[at, row, column], want[:, group + 8 * row, 8 * at + lane % 4 * 2 + column])
+
+
+def test_products_stop_where_lanes_are_others() -> None:
+    text, registers = products_of(INT4, half=False, zeros=False, scaled=False, raw=0, wide=1)
+    given = [np.zeros(32, np.uint32) for _ in range(registers.count("r"))]
+    with pytest.raises(AssertionError, match="stopped"):
+        run_ptx(text, given, 4)
+
+
 @pytest.mark.parametrize(("kind", "zeros"), WITH_ZEROS)
 def test_floats(kind: int, zeros: bool) -> None:
     """Those of four bits are 64 times smaller, and two codes of eight are no numbers."""
@@ -184,7 +255,7 @@ def test_floats(kind: int, zeros: bool) -> None:
     "text",
     [
         "fma.rn.f16x2 $0, $1, 0x3c003c00, $1;",
-        "add.u32 $0, $1, 1;",
+        "add.u64 $0, $1, 1;",
         "shl.u32 $0, $1, 1;",
         "lop3.b32 $0, $1, $1;",
         "lop3.b32 $0, $1, $1, $1, 0x3c;",

@@ -11,6 +11,7 @@ from penstock.ops.activation import silu_mul
 from penstock.ops.kernels import pdl_launches
 from penstock.ops.matrix import Matrix
 from penstock.ops.triton.few_bits import dequantise, few_rows, suits
+from penstock.ops.triton.few_bits_mma import MmaTuning
 from quantised import SCHEMES, matrix_of
 
 DEVICE = "cuda"
@@ -49,9 +50,34 @@ def test_product(scheme: str, dtype: torch.dtype) -> None:
             assert torch.equal(few_rows(x, few, bias, gated=gated).float(), got)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("scheme", READ)
+def test_product_by_warps(scheme: str, dtype: torch.dtype) -> None:
+    """Some warps have no columns at last, and tiles no rows. That a kernel runs says that lanes are where it
+    takes them to be."""
+    for (height, width), tuning, *classes in (
+        ((40, 384), MmaTuning(4, 2), (1, False), (3, True)),
+        ((272, 1280), MmaTuning(1, 8), (8, True), (16, False)),
+        ((1040, 4096), MmaTuning(2, 8), (1, False), (1, True), (9, True)),
+    ):
+        few, plain = made(scheme, height, width)
+        rng = torch.Generator(DEVICE).manual_seed(height)
+        bias = torch.empty(height, device=DEVICE).normal_(generator=rng).to(dtype)
+        for rows, gated in classes:
+            x = torch.empty(rows, width, device=DEVICE).normal_(generator=rng).to(dtype)
+            if not suits(x, few):
+                pytest.skip("a format that the kernel leaves alone")
+            want = x.float() @ plain.T + bias.float()
+            want = silu_mul(want) if gated else want
+            got = few_rows(x, few, bias, gated=gated, tuning=tuning).float()
+            assert (got - want).abs().max() <= TOLERANCE[dtype] * (2 if gated else 1) * want.abs().max()
+            assert torch.equal(few_rows(x, few, bias, gated=gated, tuning=tuning).float(), got)
+
+
 @pytest.mark.parametrize("scheme", ["gptq_128", "awq", "fp8_128", "nvfp4"])
 @pytest.mark.parametrize("rows", [1, 16])
-def test_overlapping_launches_compute_the_same(scheme: str, rows: int) -> None:
+@pytest.mark.parametrize("tuning", [None, MmaTuning(2, 8)], ids=["usual", "by warps"])
+def test_overlapping_launches_compute_the_same(scheme: str, rows: int, tuning: MmaTuning | None) -> None:
     """A chain in which each product needs the one before, in a graph that is replayed."""
     few, _ = made(scheme, 1024, 1024)
     x = torch.randn(rows, 1024, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1)).bfloat16()
@@ -59,7 +85,7 @@ def test_overlapping_launches_compute_the_same(scheme: str, rows: int) -> None:
     def chain() -> Tensor:
         y = x
         for _ in range(12):
-            y = few_rows(y, few)
+            y = few_rows(y, few, tuning=tuning)
         return y
 
     want = chain()

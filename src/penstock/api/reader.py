@@ -4,6 +4,7 @@ sees it."""
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from penstock.api.limits import ServingLimits
@@ -18,6 +19,9 @@ from penstock.weights.checkpoint.generation import GenerationDefaults
 Message = Mapping[str, object]
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or a conversation."""
+
+
+_CHANNEL, _MESSAGE_END, _OUTPUT_ENDS = "<|channel|>", "<|end|>", ("<|return|>", "<|call|>")
 
 
 class Admit(Protocol):
@@ -53,7 +57,8 @@ class PromptReader:
         admit: the rule by which requests are admitted.
         """
         self._tokenizer, self._structures, self._admit = tokenizer, structures, admit
-        self.vocab_size, self.defaults, self.limits = vocab_size, defaults, limits
+        self.vocab_size, self.limits = vocab_size, limits
+        self.defaults = replace(defaults, eos_tokens=self._ends(defaults.eos_tokens))
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -114,6 +119,20 @@ class PromptReader:
     def close(self) -> None:
         """Free what was compiled for structured outputs."""
         self._structures.close()
+
+    def _ends(self, named: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tokens that end an output, of those that the checkpoint names as such.
+
+        Where the model writes messages in channels (harmony), they are `<|return|>` and `<|call|>` too,
+        named or not, and never `<|end|>`, behind which the next message comes.
+        """
+        if self._tokenizer is None:
+            return named
+        more = [self._tokenizer.token_to_id(token) for token in (_CHANNEL, *_OUTPUT_ENDS)]
+        if not all(token is not None and token < self.vocab_size for token in more):
+            return named
+        between = self._tokenizer.token_to_id(_MESSAGE_END)
+        return tuple(token for token in dict.fromkeys([*named, *more[1:]]) if token not in (None, between))
 
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Return the prompt's text, if it has one, and its tokens."""

@@ -119,11 +119,17 @@ def remark(answer: TimedAnswer) -> None:
 
 
 def record(
-    llm: "LLM", config: Config, prompt: str, params: SamplingParams, answer: TimedAnswer
+    llm: "LLM",
+    config: Config,
+    prompt: str,
+    params: SamplingParams,
+    answer: TimedAnswer,
+    split: Callable[[str], tuple[str, str]],
 ) -> dict[str, object]:
-    """Return what --json writes of an answer to `prompt`, which is as the user gave it."""
+    """Return what --json writes of an answer to `prompt`, which is as the user gave it. split: returns the
+    reasoning in an output's text, and the answer."""
     budget, made = llm.memory.budget, answer.completion
-    outputs = [_output(llm, output, params) for output in made.outputs]
+    outputs = [_output(llm, output, params, *split(output.text)) for output in made.outputs]
     return {
         "model": str(config.model),
         "prompt": prompt,
@@ -171,9 +177,12 @@ def json_line(entries: dict[str, object]) -> str:
     return json.dumps(entries, allow_nan=False) + "\n"
 
 
-def _output(llm: "LLM", output: "Output", params: SamplingParams) -> dict[str, object]:
+def _output(
+    llm: "LLM", output: "Output", params: SamplingParams, reasoning: str, text: str
+) -> dict[str, object]:
     entries: dict[str, object] = {
-        "text": output.text,
+        "text": text,
+        **({"reasoning": reasoning} if reasoning else {}),
         "tokens": output.tokens,
         "finish_reason": str(output.finish_reason),
     }

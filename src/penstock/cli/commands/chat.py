@@ -180,26 +180,36 @@ class ChatSession:
                 f"answer; {hint}"
             )
         params = replace(self.params, max_tokens=min(self.params.max_tokens or room, room))
+        params, reader = self.conversation.marked(params), self.conversation.reader
         with Interrupt() as interrupt, LiveLine.of(self.llm, quiet=self.quiet or self.json) as live:
             put = (lambda text: None) if self.json else live.write
             live.compute(length)
-            answer = follow(self.llm, request, params, lambda delta: put(delta.text), lambda: interrupt.asked)
+            answer = follow(
+                self.llm,
+                request,
+                params,
+                lambda delta: put(reader.shown(delta).text),
+                lambda: interrupt.asked,
+            )
             output = answer.completion.outputs[0]
-            if not output.text.endswith("\n"):
+            _, text = reader.split(output.text)
+            if not text.endswith("\n"):
                 put("\n")
         if self.json:
-            write(json_line(record(self.llm, self.config, line, params, answer)))
+            write(json_line(record(self.llm, self.config, line, params, answer, reader.split)))
         stopped = output.finish_reason is FinishReason.ABORT
         self.leaving = stopped
-        if stopped and not output.text.strip():
+        if stopped and not text.strip():
             say("stopped; the message and its answer are left out of the conversation", faint=True)
         else:
-            self.conversation.turns.append((line, output.text))
+            self.conversation.turns.append((line, text))
         self._remark(answer, full=not stopped and answer.tokens >= room)
 
     def _remark(self, answer: TimedAnswer, *, full: bool) -> None:
         if self.verbose:
             remark(answer)
+        if self.conversation.reader.unanswered(answer.completion):
+            say("the answer was cut short in its reasoning; allow more with --max-tokens", faint=True)
         if full and answer.completion.finish_reason is FinishReason.LENGTH:
             held = len(answer.completion.prompt_tokens) + answer.tokens
             say(f"the context is full with {held} tokens; /reset begins a new conversation", faint=True)

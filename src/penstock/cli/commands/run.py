@@ -139,11 +139,12 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     config = engine_config(ctx, model, params.n)
     with loaded(config, quiet=asked["quiet"], trace=asked["trace"]) as llm:
         chat = asked["chat"] or asked["system"] is not None
-        request, length = Conversation(llm, chat, asked["system"]).request(prompt.text)
-        params = _limited(llm, params, length)
+        conversation = Conversation(llm, chat, asked["system"])
+        request, length = conversation.request(prompt.text)
+        params, reader = conversation.marked(_limited(llm, params, length)), conversation.reader
         if asked["json"]:
             answer = follow(llm, request, params, lambda _: None)
-            entries = record(llm, config, prompt.text, params, answer)
+            entries = record(llm, config, prompt.text, params, answer, reader.split)
             if (reported := answer.completion.prompt_logprobs) is not None:
                 entries["prompt_logprobs"] = logprob_entries(llm, reported)
             write(json_line(entries))
@@ -153,7 +154,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
             with LiveLine.of(llm, quiet=asked["quiet"]) as live:
                 screen = Screen(params.n, echo, live.write)
                 live.compute(length)
-                answer = follow(llm, request, params, screen.show)
+                answer = follow(llm, request, params, lambda delta: screen.show(reader.shown(delta)))
                 screen.end()
         if asked["verbose"] or (is_terminal(sys.stderr) and not asked["quiet"] and not asked["json"]):
             remark(answer)

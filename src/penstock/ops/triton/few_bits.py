@@ -36,6 +36,7 @@ from penstock.ops.triton.codes import (
 from penstock.ops.triton.dequantise import dequantise as dequantise
 from penstock.ops.triton.dequantise import reads as reads
 from penstock.ops.triton.experts import shared_memory
+from penstock.ops.triton.few_bits_mma import MmaTuning, few_columns
 from penstock.ops.triton.few_bits_row import RowTuning, one_row
 from penstock.ops.triton.pointwise import silu
 from penstock.ops.triton.ptx import less, pairs_of
@@ -209,7 +210,7 @@ def few_rows(
     *,
     gated: bool = False,
     out: Tensor | None = None,
-    tuning: FewBitsTuning | RowTuning | None = None,
+    tuning: FewBitsTuning | RowTuning | MmaTuning | None = None,
 ) -> Tensor:
     """Return `x @ weight.T + bias`: x `[rows, in]` of at most MOST_ROWS, rows strided; result `[rows, out]`.
 
@@ -223,6 +224,8 @@ def few_rows(
     assert 0 < rows <= MOST_ROWS, x.shape
     assert x.shape[1] == inner, (x.shape, weight.shape)
     assert x.stride(1) == 1, x.stride()
+    if isinstance(tuning, MmaTuning):
+        return few_columns(x, weight, bias, gated=gated, out=out, tuning=tuning)
     if isinstance(tuning, RowTuning) or (rows == 1 and tuning is None):
         return one_row(x, weight, bias, gated=gated, out=out, tuning=tuning)
     y = torch.empty(rows, outer, dtype=x.dtype, device=x.device) if out is None else out

@@ -15,6 +15,10 @@ INT4, INT8, E2M1, E4M3 = range(4)
 FOUR_BITS = INT4, E2M1
 NUMBERS, EXPONENTS, EIGHTS = range(3)
 """Kinds of scales: floating-point numbers that Triton knows, E8M0, and float8_e4m3fn as bytes."""
+FOLDED = {EIGHTS: 16, EXPONENTS: 32}
+"""`products_of` makes products of four-bit floating-point codes smaller by these powers of two, by kinds of
+scales. All that float8_e4m3fn scales are multiplied with stays exact. So do products with E8M0 scales from
+2 ** -100 to 2 ** 33; with larger ones they are infinite."""
 NONE = "0x80008000"
 """-0 twice: what is added where nothing is."""
 
@@ -60,7 +64,7 @@ def pairs_of(kind: int, *, half: bool, zeros: bool, scaled: bool, raw: int) -> t
     words, behind = (f"${count}", f"${count + 1}"), count + 2
     minus = [f"${behind}", f"${behind + 2}"] if zeros else ["", ""]
     behind += 4 * zeros
-    lines = ["{", ".reg .b32 a, b, c, d, e, s, x, y, z;"]
+    lines = ["{", ".reg .b32 a, b, c, d, e, s, u, x, y, z;"]
     if four:
         lines += [
             f"prmt.b32 a, {words[0]}, {words[1]}, 0x5410;",
@@ -68,19 +72,10 @@ def pairs_of(kind: int, *, half: bool, zeros: bool, scaled: bool, raw: int) -> t
         ]
     for place in range(count):
         quarter, into = place * 4 // count, "c" if scaled else f"${place}"
-        if kind == INT4:
-            lines += _int4(pairs, place, into, minus[place // 4])
-        elif kind == INT8:
-            lines += _int8(pairs, place, into, minus[place // 2], words)
-        elif kind == E2M1:
-            lines += _e2m1(pairs, place, into)
-        else:
-            lines += _e4m3(pairs, place, into, words)
+        lines += _code(pairs, kind, place, into, minus[place * 2 // count], ("a", "b") if four else words)
         if scaled:
             if raw and place * 4 % count == 0:
-                lines += _raw_scale(
-                    f"${behind}", quarter if raw == EIGHTS else quarter // 2 if four else 0, raw
-                )
+                lines += _raw_scale(f"${behind}", quarter, raw, four, "s", False, "u")
             by = "s" if raw else f"${behind + 2 * quarter}"
             lines.append(pairs.fused(f"${place}", "c", by, NONE))
     registers = ["=r"] * count + ["r"] * (2 + 4 * zeros + (2 if raw else 8 * scaled))
@@ -92,8 +87,25 @@ def less(kind: int, *, half: bool) -> float:
     return -1024.0 if half else 128.0 if kind == INT8 else -128.0
 
 
-def _int4(pairs: _Pairs, place: int, into: str, minus: str) -> list[str]:
-    word, at = "ab"[place // 4], place % 4
+def _code(
+    pairs: _Pairs, kind: int, place: int, into: str, minus: str, words: tuple[str, str], by: str = ""
+) -> list[str]:
+    """Return what makes a pair of numbers of the codes of one place of two words.
+
+    words: the registers that they are in; of four bits, the lower halves of both, and the upper ones. Those
+    of four-bit integers are shifted in place, so places are to be asked for in their order.
+    by: a register with what four-bit floating-point codes are multiplied by, in place of the power of two
+    that makes numbers of them.
+    """
+    if kind == INT4:
+        return _int4(pairs, place, into, minus, words)
+    if kind == INT8:
+        return _int8(pairs, place, into, minus, words)
+    return _e2m1(pairs, place, into, words, by) if kind == E2M1 else _e4m3(pairs, place, into, words)
+
+
+def _int4(pairs: _Pairs, place: int, into: str, minus: str, words: tuple[str, str]) -> list[str]:
+    word, at = words[place // 4], place % 4
     if pairs is _BFLOAT16:  # A mantissa of seven bits has room for one code.
         shift = [f"shr.b32 {word}, {word}, 4;"] if at else []
         code = f"lop3.b32 c, {word}, 0x000f000f, 0x43004300, 0xea;"
@@ -119,11 +131,11 @@ def _int8(pairs: _Pairs, place: int, into: str, minus: str, words: tuple[str, st
     return [*lines, pairs.fused(into, "c", pairs.one, minus)] if minus else lines
 
 
-def _e2m1(pairs: _Pairs, place: int, into: str) -> list[str]:
-    (size, bits, low), word, at = pairs.e2m1, "ab"[place // 4], place % 4 * 4
+def _e2m1(pairs: _Pairs, place: int, into: str, words: tuple[str, str], by: str) -> list[str]:
+    (size, bits, low), word, at = pairs.e2m1, words[place // 4], place % 4 * 4
     shift = f"shl.b32 d, {word}, {low - at};" if at <= low else f"shr.b32 d, {word}, {at - low};"
     lines = [f"shl.b32 c, {word}, {12 - at};", "and.b32 c, c, 0x80008000;", shift]
-    return [*lines, f"lop3.b32 c, d, {bits}, c, 0xea;", pairs.fused(into, "c", size, NONE)]
+    return [*lines, f"lop3.b32 c, d, {bits}, c, 0xea;", pairs.fused(into, "c", by or size, NONE)]
 
 
 def _e4m3(pairs: _Pairs, place: int, into: str, words: tuple[str, str]) -> list[str]:
@@ -133,15 +145,90 @@ def _e4m3(pairs: _Pairs, place: int, into: str, words: tuple[str, str]) -> list[
     return [*lines, f"lop3.b32 c, d, {bits}, c, 0xea;", pairs.fused(into, "c", size, NONE)]
 
 
-def _raw_scale(scales: str, byte: int, raw: int) -> list[str]:
-    """Return what makes bfloat16 of a scale that is one of four bytes."""
-    lines = [f"prmt.b32 s, {scales}, 0, 0x{byte}4{byte}4;"]
+def _raw_scale(
+    scales: str, quarter: int, raw: int, four: bool, into: str, folds: bool, two: str
+) -> list[str]:
+    """Return what makes a bfloat16, twice, of the scale of a quarter that is one of four bytes.
+
+    folds: it is made 2 ** 126 times as large, less FOLDED: what four-bit codes are multiplied by that are the
+    leading bits of a number. two: a register for each two scales float8_e4m3fn, which are made together.
+    """
     if raw == EXPONENTS:
+        byte = quarter // 2 if four else 0
+        lines = [f"prmt.b32 s, {scales}, 0, 0x{byte}4{byte}4;", "shr.b32 s, s, 1;"]
+        if folds:
+            return [*lines, "add.u32 s, s, 0x2f002f00;", f"min.u32 {into}, s, 0x7f807f80;"]
         # The smallest, 2 ** -127, is a subnormal number.
-        return [*lines, "shr.b32 s, s, 1;", "max.u32 s, s, 0x00400040;"]
+        return [*lines, f"max.u32 {into}, s, 0x00400040;"]
+    if quarter % 2:
+        return [f"prmt.b32 {into}, {two}, 0, 0x3232;"]
     size, bits, right = _BFLOAT16.e4m3
-    lines += ["and.b32 e, s, 0x80008000;", f"shr.b32 s, s, {right};", f"lop3.b32 s, s, {bits}, e, 0xea;"]
-    return [*lines, _BFLOAT16.fused("s", "s", size, NONE)]
+    lines = [f"prmt.b32 s, {scales}, 0, 0x{quarter + 1}4{quarter}4;", "and.b32 e, s, 0x80008000;"]
+    lines += [f"shr.b32 s, s, {right};", f"lop3.b32 s, s, {bits}, e, 0xea;"]
+    lines.append(_BFLOAT16.fused(two, "s", size, NONE))
+    if folds:
+        lines.append(_BFLOAT16.fused(two, two, "0x76807680", NONE))  # 2 ** 110
+    return [*lines, f"prmt.b32 {into}, {two}, 0, 0x1010;"]
+
+
+@lru_cache(maxsize=64)
+def products_of(kind: int, *, half: bool, zeros: bool, scaled: bool, raw: int, wide: int) -> tuple[str, str]:
+    """Return PTX by which a warp multiplies 16 rows of codes with `8 * wide` rows of activations, and its
+    registers.
+
+    A thread has parts of rows g and g + 8 of the left operand, g being a quarter of its lane, and of row g of
+    the right one (PTX ISA, matrix fragments of mma.m16n8k16). Registers: four sums, float32, for each of
+    `wide`; the place of the thread in its program, without which it stops; four words of row g and four of
+    row g + 8; pairs of activations, two for each of `wide`, of each place of the words; with `zeros`, what is
+    added to codes of integers (see `less`), for the first half of the places and the second, of row g and of
+    row g + 8; with `scaled`, scales for each quarter of the places, of row g and of row g + 8, or with `raw`
+    all of them as bytes in one, of either row.
+
+    half: operands are float16, else bfloat16. Sums of four-bit floating-point codes with `raw` are smaller by
+    the power of two in FOLDED.
+    """
+    pairs, four = _FLOAT16 if half else _BFLOAT16, kind in FOUR_BITS
+    places, quarters, sums = 8 if four else 4, 1 if raw else 4, 4 * wide
+    folds = scaled and raw in FOLDED and kind == E2M1
+    first = sums + 1
+    activations = first + 8
+    minus = activations + 2 * places * wide
+    scales = minus + 4 * zeros
+    given = scales + 2 * quarters * scaled - sums
+    lines = [
+        "{",
+        ".reg .b32 a, c, d, e, s, x, y, z, p0, p1, p2, p3, l0, l1, l2, l3, h0, h1, h2, h3, s0, s1, u0, u1;",
+    ]
+    lines += [".reg .pred off;", "mov.u32 a, %tid.x;", f"setp.ne.u32 off, ${sums}, a;", "@off trap;"]
+    # Of each two words of row g and of row g + 8 a register of the left operand is made, in this order.
+    couples = [(f"${at}", f"${at + 1}") for at in (first, first + 4, first + 2, first + 6)]
+    if four:
+        for at, (one, other) in enumerate(couples):
+            lines += [f"prmt.b32 l{at}, {one}, {other}, 0x5410;", f"prmt.b32 h{at}, {one}, {other}, 0x7632;"]
+            couples[at] = f"l{at}", f"h{at}"
+    for place in range(places):
+        quarter, new = place * 4 // places, place * 4 % places == 0
+        for at, words in enumerate(couples):
+            row = at % 2
+            if scaled and raw and at < 2 and new:
+                lines += _raw_scale(f"${scales + row}", quarter, raw, four, f"s{row}", folds, f"u{row}")
+            taken = f"${minus + 2 * row + place * 2 // places}" if zeros else ""
+            if folds:
+                lines += _code(pairs, kind, place, f"p{at}", taken, words, f"s{row}")
+                continue
+            lines += _code(pairs, kind, place, "c" if scaled else f"p{at}", taken, words)
+            if scaled:
+                by = f"s{row}" if raw else f"${scales + 4 * row + quarter}"
+                lines.append(pairs.fused(f"p{at}", "c", by, NONE))
+        for eight in range(wide):
+            into = ", ".join(f"${4 * eight + at}" for at in range(4))
+            before = into if place else "0f00000000, 0f00000000, 0f00000000, 0f00000000"
+            x = activations + 2 * (place * wide + eight)
+            lines.append(
+                f"mma.sync.aligned.m16n8k16.row.col.f32.{pairs.name}.{pairs.name}.f32 "
+                f"{{{into}}}, {{p0, p1, p2, p3}}, {{${x}, ${x + 1}}}, {{{before}}};"
+            )
+    return "\n".join([*lines, "}"]), ",".join(["=&f"] * sums + ["r"] * given)
 
 
 @lru_cache(maxsize=16)

@@ -1,6 +1,6 @@
 """Makes prompts of requests, as the engine takes them, and what writes the answers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,9 +11,11 @@ from penstock.base.errors import StructureError
 from penstock.server.answers.completions import AnswerWriter, ChatWriter, TextWriter
 from penstock.server.broker.calls import BusyError
 from penstock.server.parsing.dialects import Dialect, dialect_of
-from penstock.server.parsing.forms import behind_reasoning, may_be_behind
+from penstock.server.parsing.forms import behind_reasoning, in_channels, may_be_behind
+from penstock.server.parsing.harmony import ANSWERING, MARKS, HarmonyParser, answer_after, begun
 from penstock.server.parsing.output_parser import LIST, OutputParser
 from penstock.server.parsing.tools import Tools, template_messages, tools_of
+from penstock.server.parsing.turns import EFFORTS, channel_tools
 from penstock.server.wire.requests import ChatRequest, CompletionRequest, FieldError, TokenizeRequest
 from penstock.step.params import SamplingParams
 from penstock.step.structure import Structure, StructureKind
@@ -61,39 +63,103 @@ def read_chat(
     RequestError."""
     dialect = dialect or dialect_of(reader.tokenizer.templates)
     tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-    params = asked.params
+    text = _chat_text(reader, asked, dialect, tools)
+    if dialect.channels:
+        text, params, speech = _in_channels(reader, asked.params, text, tools, calls=dialect.channel_calls)
+        marks: Sequence[str] = MARKS
+    else:
+        params, marks, speech = _in_marks(reader, asked.params, text, tools, dialect)
+    shown = [token for mark in marks if (token := reader.tokenizer.token_to_id(mark)) is not None]
+    ready = _read(reader, reader.encode(text, special=False), replace(params, shown_tokens=shown), asked)
+    return ready, speech
+
+
+def _in_marks(
+    reader: PromptReader, params: SamplingParams, text: str, tools: Tools, dialect: Dialect
+) -> tuple[SamplingParams, Sequence[str], Callable[[], OutputParser]]:
+    """Return the settings of an output whose reasoning and calls stand within marks, these marks, and what
+    makes parsers of it. text: the prompt. Raise FieldError and RequestError."""
     if tools.forced:
         params = _held(params, tools)
-    elif tools and params.structure is not None and params.structure.kind is not StructureKind.LARK:
+    elif tools and _form(params) is not None:
         raise FieldError(
             "response_format does not work with tools; set tool_choice to none, or leave response_format out",
             "response_format",
         )
-    text = _chat_text(reader, asked, dialect, tools)
     format = LIST if tools.forced else dialect.calls if tools else None
     thought, end = dialect.thought, text.rstrip()
     thinking = thought is not None and end.endswith(thought.begin)
-    if (
-        thought is not None
-        and params.structure is not None
-        and params.structure.kind is not StructureKind.LARK
-    ):
-        if not may_be_behind(params.structure):
+    if thought is not None and (form := _form(params)) is not None:
+        if not may_be_behind(form):
             thought, thinking = None, False
         elif not end.endswith(thought.end):
             params = replace(
-                params,
-                structure=behind_reasoning(params.structure, thought, reader.tokenizer, opened=thinking),
+                params, structure=behind_reasoning(form, thought, reader.tokenizer, opened=thinking)
             )
     marks = [
         *(format.markers + format.others if format else ()),
         *((thought.begin, thought.end) if thought else ()),
     ]
-    shown = [token for mark in marks if (token := reader.tokenizer.token_to_id(mark)) is not None]
-    ready = _read(reader, reader.encode(text, special=False), replace(params, shown_tokens=shown), asked)
-    return ready, partial(
+    speech = partial(
         OutputParser, format, tools.schemas, several=tools.several, thought=thought, thinking=thinking
     )
+    return params, marks, speech
+
+
+def _in_channels(
+    reader: PromptReader, params: SamplingParams, text: str, tools: Tools, *, calls: bool
+) -> tuple[str, SamplingParams, Callable[[], OutputParser]]:
+    """Return the prompt and the settings of an output in channels, and what makes parsers of it.
+
+    text: the prompt. The answer is begun in it where its form can be no part of a larger one.
+    calls: whether messages to functions are calls.
+
+    Raise FieldError and RequestError.
+    """
+    header, form = begun(text), None if tools.forced else _form(params)
+    functions = tools.schemas if calls or tools.forced else {}
+    if form is not None and not functions and header != ANSWERING and not may_be_behind(form):
+        text += answer_after(header)
+        header = begun(text)
+    elif tools.forced or (form is not None and header != ANSWERING):
+        called = {name: _arguments(tools, name) for name in tools.forced or functions}
+        if form is not None and not may_be_behind(form):
+            raise _no_part("what response_format asks for has", "response_format")
+        try:
+            structure = in_channels(form, called, reader.tokenizer, header=header)
+        except StructureError as error:
+            raise FieldError(str(error), "tools" if called else "response_format") from error
+        params = replace(params, structure=structure)
+    return text, params, partial(HarmonyParser, functions, several=tools.several, header=header)
+
+
+def _no_part(what: str, param: str) -> FieldError:
+    return FieldError(
+        f"{what} multipleOf, a control character or a comment in an expression, and where a model that "
+        "writes in channels may call tools, it cannot be held to those; leave them out, or change "
+        "tool_choice",
+        param,
+    )
+
+
+def _form(params: SamplingParams) -> Structure | None:
+    """Return the structure of an answer. There is none where a grammar says what all of the output is."""
+    grammar = params.structure is not None and params.structure.kind is StructureKind.LARK
+    return None if grammar else params.structure
+
+
+def _arguments(tools: Tools, name: str) -> Structure:
+    """Return the structure of a function's arguments: any object where it cannot be kept to and need not be.
+    Raise FieldError."""
+    try:
+        structure = Structure.json_schema(tools.arguments(name))
+    except StructureError as error:
+        raise FieldError(f"the tools cannot be used: {error}", "tools") from error
+    if may_be_behind(structure):
+        return structure
+    if not tools.forced:
+        return Structure.json_object()
+    raise _no_part(f"the parameters of {name!r} have", "tools")
 
 
 def _read(
@@ -145,6 +211,14 @@ def _chat_text(
     variables = _asked_for(asked, reads) | (asked.chat_template_kwargs or {})
     messages = template_messages(asked.messages or (), dialect)
     described = tools.described if tools else None
+    if dialect.channels:
+        if (effort := variables.get("reasoning_effort", EFFORTS[0])) not in EFFORTS:
+            raise FieldError(
+                f"reasoning_effort {str(effort)[:40]!r} is not one that the model knows; ask for one of "
+                f"{', '.join(EFFORTS)}",
+                "reasoning_effort",
+            )
+        described = channel_tools(described) if described else None
     return reader.tokenizer.render_chat(
         messages, add_generation_prompt=asked.add_generation_prompt, tools=described, **variables
     )

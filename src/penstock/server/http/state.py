@@ -73,6 +73,7 @@ class ServerState:
             self.dialect = dialect_of(templates, self.settings.tool_parser, self.settings.reasoning_parser)
             if (
                 self.dialect.calls is None
+                and not self.dialect.channels
                 and self.settings.tool_parser == AUTO
                 and any("tools" in source for source in templates.values())
             ):

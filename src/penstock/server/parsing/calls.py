@@ -4,7 +4,6 @@ A call is given out from where its name and the beginning of its arguments are k
 not what it began as is plain text again; afterwards it is a call that was broken off.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +22,6 @@ from penstock.server.parsing.schemas import kinds_of, typed
 
 _ARGUMENTS = ("arguments", "parameters")
 _LONGEST_NAME = 256
-_NAME = re.compile(r"[\w.-]*")
 Schemas = Mapping[str, Mapping[str, Any]]
 """Schemas of the arguments of each function."""
 
@@ -210,25 +208,20 @@ class Calls:
                 yield from self._named()
 
     def _named(self) -> Reading[None]:
-        name = yield from self._word()
+        name = yield from self.reader.word(_LONGEST_NAME)
         if (yield from self.reader.skip("[CALL_ID]")):
-            yield from self._word()
+            yield from self.reader.word(_LONGEST_NAME)
         yield from self.reader.skip("[ARGS]")
         yield from self.reader.space()
+        yield from self.given(name)
+
+    def given(self, name: str) -> Reading[None]:
+        """Read the arguments of a call of a function: an object, which comes next. Raise MalformedError."""
         if not name or (yield from self.reader.starts("{")) is None:
             raise MalformedError("a name and an object should come")
         yield from self.begin(name)
         yield from self.value(given=True)
         yield from self.end()
-
-    def _word(self) -> Reading[str]:
-        while (size := len(_NAME.match(self.reader.text, self.reader.at)[0])) == self.reader.left:  # type: ignore[index]
-            if size > _LONGEST_NAME:
-                break
-            yield from self.reader.need()
-        if size > _LONGEST_NAME:
-            raise MalformedError("the name is too long")
-        return self.reader.take(size)
 
 
 def _object(held: str | None) -> str:

@@ -3,10 +3,15 @@ reasoning."""
 
 import json
 import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from penstock.api.text.tokenizer import Tokenizer
+from penstock.server.parsing.harmony import CHANNEL, CONSTRAIN, END, FUNCTIONS, MESSAGE, START
 from penstock.server.parsing.output_parser import ReasoningMarks
 from penstock.step.structure import Structure, StructureKind
+
+if TYPE_CHECKING:  # The command line, which needs none to refuse a flag, comes by here.
+    from penstock.api.text.tokenizer import Tokenizer
 
 _NO_PART = {
     StructureKind.JSON_SCHEMA: re.compile(r"multipleOf|\\u"),
@@ -20,19 +25,50 @@ _SPACES = {"x-guidance": {"whitespace_pattern": "[ \\n\\r\\t]{1,64}"}}
 
 
 def behind_reasoning(
-    structure: Structure, thought: ReasoningMarks, tokenizer: Tokenizer, *, opened: bool
+    structure: Structure, thought: ReasoningMarks, tokenizer: "Tokenizer", *, opened: bool
 ) -> Structure:
     """Return the structure of an output that reasons before it keeps to `structure`. opened: reasoning has
     begun in the prompt; else there may be none. Raise StructureError."""
-    begin, end = (_special(mark, tokenizer) for mark in (thought.begin, thought.end))
     grammar = [
-        "start: reasoning form"
-        if opened
-        else f"start: ({begin or json.dumps(thought.begin)} reasoning)? form",
+        "start: reasoning form" if opened else f"start: ({_mark(thought.begin, tokenizer)} reasoning)? form",
         r"reasoning: thought /\n{0,4}/",
-        f"thought: /(?s:.*)/ {end}" if end else f"thought[suffix={json.dumps(thought.end)}]: /(?s:.*)/",
+        _thought(thought.end, tokenizer),
         f"form: {_rule(structure)}",
     ]
+    return Structure.lark("\n".join(grammar))
+
+
+def in_channels(
+    form: Structure | None, calls: Mapping[str, Structure], tokenizer: "Tokenizer", *, header: str
+) -> Structure:
+    """Return the structure of an output in channels: reasoning, then an answer that keeps to a form, or a
+    call.
+
+    form: of the answer; None if there has to be a call.
+    calls: functions that may be called, and the structure of their arguments.
+    header: what harmony's `begun` returns for the prompt.
+
+    Raise StructureError.
+    """
+    start, channel, message, constrain = (
+        _mark(mark, tokenizer) for mark in (START, CHANNEL, MESSAGE, CONSTRAIN)
+    )
+    lead = "thought again" if header.endswith(MESSAGE) else "" if header else "again"
+    answer = f'answer: {channel} "final" (" " {constrain} "json")? {message} form'
+    last = [f"call{at}" for at in range(len(calls))] + (["answer"] if form is not None else [])
+    grammar = [
+        f"start: {lead} (analysis again)* ({' | '.join(last)})",
+        f'analysis: {channel} "analysis" {message} thought',
+        f'again: {start} "assistant"',
+        _thought(END, tokenizer),
+        *([answer, f"form: {_rule(form)}"] if form is not None else []),
+    ]
+    for at, (name, arguments) in enumerate(calls.items()):
+        to = json.dumps(f"commentary to={FUNCTIONS}{name} ")
+        grammar += [
+            f'call{at}: {channel} {to} {constrain} "json" {message} arguments{at}',
+            f"arguments{at}: {_rule(arguments)}",
+        ]
     return Structure.lark("\n".join(grammar))
 
 
@@ -45,7 +81,18 @@ def may_be_behind(structure: Structure) -> bool:
     )
 
 
-def _special(mark: str, tokenizer: Tokenizer) -> str | None:
+def _mark(mark: str, tokenizer: "Tokenizer") -> str:
+    """Return how grammars write a mark."""
+    return _special(mark, tokenizer) or json.dumps(mark)
+
+
+def _thought(end: str, tokenizer: "Tokenizer") -> str:
+    """Return the rule of reasoning up to its end."""
+    special = _special(end, tokenizer)
+    return f"thought: /(?s:.*)/ {special}" if special else f"thought[suffix={json.dumps(end)}]: /(?s:.*)/"
+
+
+def _special(mark: str, tokenizer: "Tokenizer") -> str | None:
     """Return how grammars write a mark, if it is a token that is no text."""
     token = tokenizer.token_to_id(mark)
     return f"<[{token}]>" if token is not None and tokenizer.is_special(token) else None

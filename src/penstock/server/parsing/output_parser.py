@@ -143,10 +143,15 @@ class OutputParser:
             return
         self._reader.unmark()
         yield from self._reader.space()
-        while self._calls.enough:
+        if self._calls.enough:
+            yield from self._drop()
+
+    def _drop(self) -> Reading[None]:
+        """Read all that is left, and give out nothing of it."""
+        while True:
             self._reader.take(self._reader.left)
             if not (yield from self._reader.more()):
-                break
+                return
 
 
 @dataclass(frozen=True, slots=True)

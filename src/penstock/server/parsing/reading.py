@@ -62,6 +62,7 @@ class Broken:
 
 BREAK = "\n"
 _RUNS = {characters: re.compile(f"[{characters}]*") for characters in (SPACE, BREAK)}
+_WORD = re.compile(r"[\w.-]*")
 Part = Reasoning | Content | Begin | Arguments | End | Broken
 Reading = Generator[Part | None, None, T]
 
@@ -95,6 +96,10 @@ class FormatReader:
         """Return what was read since the mark."""
         text, self._marked = "".join(self._marked or ()), None
         return text
+
+    def back(self) -> None:
+        """Go back to the mark: what was read since is still to be read."""
+        self.text, self.at = self.unmark() + self.text[self.at :], 0
 
     def take(self, count: int) -> str:
         """Read so many characters."""
@@ -163,6 +168,15 @@ class FormatReader:
         if not (yield from self.skip(literal)):
             raise MalformedError(f"{self.text[self.at : self.at + 20]!r} comes where {literal!r} should")
 
+    def word(self, most: int) -> Reading[str]:
+        """Read the letters, digits, underscores, dots and hyphens that come next, at most so many."""
+        while True:
+            found = _WORD.match(self.text, self.at)
+            assert found is not None
+            size = len(found[0])
+            if size < self.left or size >= most or not (yield from self.more()):
+                return self.take(min(size, most))
+
     def before(self, literal: str, most: int) -> Reading[str]:
         """Read up to a literal and past it, and return what stands before it, without spaces around. Raise
         MalformedError if that has more than so many characters."""
@@ -180,13 +194,15 @@ class FormatReader:
         all of them. What `part` makes of each piece is given out, unless that is nothing. Returns the marker,
         to be read with `behind`; None at the end of the text."""
         any_of = re.compile("|".join(map(re.escape, markers)))
+        firsts, longest = {one[0] for one in markers}, max(map(len, markers), default=1)
         held = (
             0  # Line breaks at the end of what was read, which are counted, as there may be no end of them.
         )
         while True:
             found = any_of.search(self.text, self.at) if markers else None
             rest = self.text[self.at : found.start()] if found else self.text[self.at :]
-            piece = self.take(len(rest) - (0 if found or self.ended else _begun(rest, markers)))
+            certain = bool(found) or self.ended or firsts.isdisjoint(rest[-longest:])
+            piece = self.take(len(rest) - (0 if certain else _begun(rest, markers)))
             if body := piece.rstrip(BREAK):
                 body, held = BREAK * held + body, 0
             held += len(piece) - len(piece.rstrip(BREAK))

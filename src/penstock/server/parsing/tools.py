@@ -13,6 +13,7 @@ from msgspec import Struct
 from penstock.base.pacing import paced
 from penstock.server.parsing.dialects import Dialect
 from penstock.server.parsing.jsontext import MalformedError, loaded
+from penstock.server.parsing.turns import channel_messages
 from penstock.server.wire.requests import FieldError, Message, converted
 
 MOST_TOOLS = 128
@@ -101,9 +102,19 @@ class Tools:
             }
             return json.dumps(calls | {"$defs": own, "x-guidance": _PLAIN})
         except RecursionError as error:
-            raise FieldError(
-                "the parameters of a tool are nested too deeply; send a flatter schema", "tools"
-            ) from error
+            raise _too_deep() from error
+
+    def arguments(self, name: str) -> str:
+        """Return the schema of the arguments of a function, where they have to keep to it. Raise
+        FieldError."""
+        try:
+            return json.dumps({**_closed(self.schemas[name]), "x-guidance": _PLAIN}, ensure_ascii=False)
+        except RecursionError as error:
+            raise _too_deep() from error
+
+
+def _too_deep() -> FieldError:
+    return FieldError("the parameters of a tool are nested too deeply; send a flatter schema", "tools")
 
 
 def tools_of(tools: Sequence[object] | None, choice: object, parallel: bool | None) -> Tools:
@@ -196,7 +207,8 @@ def _moved(schema: object, place: str) -> object:
 
 def template_messages(messages: Sequence[Message], dialect: Dialect) -> list[dict[str, object]]:
     """Return messages as templates read them: arguments of calls, which clients have as text, are objects."""
-    return [_message(message.plain(), dialect) for message in paced(messages)]
+    found = [_message(message.plain(), dialect) for message in paced(messages)]
+    return channel_messages(found) if dialect.channels else found
 
 
 def _message(message: dict[str, object], dialect: Dialect) -> dict[str, object]:
