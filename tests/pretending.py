@@ -26,7 +26,8 @@ from penstock.bench.shapes import LAYERS_OF, SHAPES
 from penstock.engine import parts
 from penstock.engine.contexts import LongRoom
 from penstock.engine.parts import blank_runner, make_carrier, make_runner
-from penstock.engine.plan import Hardware, Outline
+from penstock.engine.plan import Outline
+from penstock.engine.rooms import Hardware
 from penstock.engine.settling import Settled
 from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.host import HostLedger

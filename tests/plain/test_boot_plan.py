@@ -13,19 +13,8 @@ from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
 from penstock.engine.budget import memory_of
 from penstock.engine.draft import DraftModel, beyond_trained, check_draft
-from penstock.engine.plan import (
-    USUAL,
-    BootPlan,
-    Hardware,
-    Measured,
-    Outline,
-    Rest,
-    device_room,
-    dtype_of,
-    host_room,
-    limits_of,
-    plan_boot,
-)
+from penstock.engine.plan import USUAL, BootPlan, Measured, Outline, Rest, dtype_of, limits_of, plan_boot
+from penstock.engine.rooms import Hardware, device_room, host_room
 from penstock.weights.streaming.residency import WeightLimits, padded
 
 GIB, MIB = 1 << 30, 1 << 20

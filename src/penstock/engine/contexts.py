@@ -9,7 +9,7 @@ from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.units import format_size, parse_size
 from penstock.engine.budget import goes_to_host, usual_activations
-from penstock.engine.plan import Hardware, host_room
+from penstock.engine.rooms import Hardware, host_room
 from penstock.kv.movement.sizes import (
     Disk,
     Policies,

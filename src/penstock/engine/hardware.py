@@ -3,7 +3,7 @@
 import psutil
 import torch
 
-from penstock.engine.plan import Hardware
+from penstock.engine.rooms import Hardware
 from penstock.memory.device import begins_early, free_memory, native_half, stuck_memory, total_memory
 from penstock.ops.attention.attend import reads_pages
 

@@ -16,7 +16,8 @@ from penstock.base.units import format_size
 from penstock.engine.budget import GROWTH, goes_to_host, on_heap, usual_activations
 from penstock.engine.contexts import LongRoom, long_room
 from penstock.engine.costs import StepCosts
-from penstock.engine.plan import BootPlan, Hardware, Measured, Outline, host_room, plan_boot
+from penstock.engine.plan import BootPlan, Measured, Outline, plan_boot
+from penstock.engine.rooms import Hardware, host_room
 from penstock.sched.rules import SchedulerLimits
 from penstock.weights.streaming.residency import padded
 from penstock.weights.streaming.ring import StreamRates

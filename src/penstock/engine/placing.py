@@ -12,7 +12,7 @@ from penstock.base.config import Config
 from penstock.base.tiers import Tier
 from penstock.base.trace import Trace
 from penstock.base.units import format_rate, format_size
-from penstock.engine import plan
+from penstock.engine import rooms
 from penstock.engine.contexts import LongRoom
 from penstock.engine.hardware import read_hardware
 from penstock.engine.plan import BootPlan, Measured, Outline, plan_boot
@@ -99,7 +99,7 @@ class PlacedWeights:
 
 def host_room(config: Config, device: torch.device) -> int:
     """Return the bytes that weights may take in host memory now. Raises BudgetError."""
-    return plan.host_room(config, read_hardware(device))
+    return rooms.host_room(config, read_hardware(device))
 
 
 def place(

@@ -16,11 +16,12 @@ from penstock.arch.layout import GroupKind, GroupLayout, KVLayout, mixture_layou
 from penstock.arch.shards import Shard
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.config import Config
-from penstock.base.errors import BudgetError, ConfigError
+from penstock.base.errors import ConfigError
 from penstock.base.tiers import Tier
-from penstock.base.units import format_size, parse_size
-from penstock.engine.budget import GROWTH, Budget, Demand, cpu_ring, divide, weights_room
+from penstock.base.units import parse_size
+from penstock.engine.budget import Budget, Demand, cpu_ring, divide, weights_room
 from penstock.engine.draft import DraftModel
+from penstock.engine.rooms import STEP, Hardware, host_room
 from penstock.sched.rules import SchedulerLimits
 from penstock.weights.streaming.residency import ExpertRoom, Placement, Use, WeightLimits, padded
 from penstock.weights.streaming.ring import StreamRates
@@ -29,51 +30,8 @@ from penstock.worker.sizes import StepSizes, graph_blocker, graph_bytes
 
 USUAL = StreamRates(host_to_device=25e9, disk_to_host=3e9, device_read=1e12)
 """Rates before anything was measured. They decide only whether there is a placement at all."""
-HOST_SHARE = 0.8
-"""Part of the host's free memory for weights, if no budget was given."""
 _ROOMY = 64 << 30
 """Bytes of a device from which on a step is twice as long by default: less attention is merged from parts."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepDefaults:
-    """Holds the default step of a device.
-
-    tokens: as many as keep it busy.
-    sequences: that share a pass over the weights.
-    memory_share: part of the free memory, if no budget was given.
-    """
-
-    tokens: int
-    sequences: int
-    memory_share: float
-
-
-_STEP = {"cpu": StepDefaults(512, 64, 0.5), "cuda": StepDefaults(8192, 256, 0.9)}
-
-
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """Describes a machine as a boot finds it.
-
-    cuda: whether the device is a GPU; otherwise it is the CPU.
-    free, whole: bytes of the device's memory, free and in all.
-    host_free, host_whole: the same of host memory.
-    process: bytes of host memory that this process takes.
-    halves: whether the device multiplies bfloat16 in hardware.
-    kernels: whether our kernels run there.
-    pdl: whether the device has programmatic dependent launch.
-    """
-
-    cuda: bool
-    free: int
-    whole: int
-    host_free: int
-    host_whole: int
-    process: int = 0
-    halves: bool = True
-    kernels: bool = False
-    pdl: bool = False
 
 
 class FarRoom(Protocol):
@@ -382,7 +340,7 @@ def dtype_of(config: Config, stored: str, pack: Path | None, hardware: Hardware)
 
 def limits_of(config: Config, spec: ModelSpec, hardware: Hardware) -> SchedulerLimits:
     """Return the limits that were asked for, or the device's defaults. Raises ConfigError."""
-    usual = _STEP["cuda" if hardware.cuda else "cpu"]
+    usual = STEP["cuda" if hardware.cuda else "cpu"]
     beyond = (
         config.max_length is not None
         and config.max_length > spec.max_length
@@ -421,44 +379,3 @@ def _is_roomy(config: Config, hardware: Hardware) -> bool:
     return (
         whole if config.device_memory is None else parse_size(config.device_memory, whole=whole)
     ) >= _ROOMY
-
-
-def device_room(config: Config, hardware: Hardware) -> int:
-    """Return the bytes that the engine may take on the device: as asked, or a share of the free memory.
-
-    Raises BudgetError if fewer are free.
-    """
-    free, whole, usual = hardware.free, hardware.whole, _STEP["cuda" if hardware.cuda else "cpu"]
-    asked = [config.device_memory] + ([] if hardware.cuda else [config.host_memory])
-    sizes = [parse_size(size, whole=whole) for size in asked if size is not None]
-    if config.host_memory is not None:
-        parse_size(config.host_memory, whole=hardware.host_whole)
-    total = min(sizes, default=int(free * usual.memory_share))
-    if total > free:
-        raise BudgetError(
-            f"{format_size(total)} of device memory were asked for, but only {format_size(free)} are free; "
-            "lower device_memory, or close what uses it"
-        )
-    return total
-
-
-def host_room(config: Config, hardware: Hardware) -> int:
-    """Return the bytes that weights may take in host memory; on a CPU, host_memory beyond device_memory.
-
-    Raises BudgetError if fewer are free than were asked for.
-    """
-    whole, free = hardware.host_whole, hardware.host_free
-    if not hardware.cuda:
-        if config.host_memory is None or config.device_memory is None:
-            return 0
-        both, own = (parse_size(size, whole=whole) for size in (config.host_memory, config.device_memory))
-        return max(both - own, 0)
-    if config.host_memory is None:
-        return int(free * HOST_SHARE)
-    asked_for = parse_size(config.host_memory, whole=whole)
-    if asked_for - hardware.process > free:
-        raise BudgetError(
-            f"{format_size(asked_for)} of host memory were asked for, but only {format_size(free)} are "
-            "free; lower host_memory, or close what uses it"
-        )
-    return max(asked_for - hardware.process - GROWTH, 0)

@@ -16,13 +16,8 @@ from penstock.engine.contexts import LongRoom, long_room, usual_chunk
 from penstock.engine.draft import DraftModel, beyond_trained, check_draft
 from penstock.engine.hardware import read_hardware
 from penstock.engine.placing import Model, Say
-from penstock.engine.plan import (
-    Outline,
-    device_room,
-    dtype_of,
-    host_room,
-    limits_of,
-)
+from penstock.engine.plan import Outline, dtype_of, limits_of
+from penstock.engine.rooms import device_room, host_room
 from penstock.memory.device import (
     cap_memory,
     device_name,

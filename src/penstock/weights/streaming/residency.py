@@ -66,7 +66,7 @@ class WeightLimits:
     kept: int | None = None
     device_ring: int | None = None
     copies: bool = False
-    """Whether experts on DEVICE are copies, where HOST has room for all experts: the device decides which."""
+    """The device decides which experts it has copies of, where HOST has room for all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class ExpertRoom:
     total: int = 0
     slots: int = 0
     copies: bool = False
-    """Whether the device decides which experts have slots; there may be none."""
+    """The device decides which experts have slots, of which there may be none."""
 
     @property
     def near(self) -> int:
