@@ -21,6 +21,9 @@ class TensorNames:
     """Names the tensors of a family's feed-forward. All other tensors have the same names in every family."""
 
     router: str = "mlp.gate"
+    correction: str = "mlp.gate.e_score_correction_bias"
+    shared: str = "mlp.shared_experts"
+    shared_gate: str = "mlp.shared_expert_gate"
     expert_gate: str = "mlp.experts.{expert}.gate_proj"
     expert_up: str = "mlp.experts.{expert}.up_proj"
     expert_down: str = "mlp.experts.{expert}.down_proj"
