@@ -151,7 +151,10 @@ def check_groups(path: Path, dtype: str) -> None:
 def expected(layout: GroupLayout, tensors: dict[str, torch.Tensor], dtype: str) -> torch.Tensor:
     group = torch.zeros(layout.size, dtype=torch.uint8)
     for field in layout.fields:
-        whole = torch.cat([tensors[source.tensor] for source in field.sources]).to(DTYPES[dtype]).contiguous()
+        exact = field.dtype == "float32" and field.name in ("router", "correction")
+        assert exact or field.dtype == dtype
+        whole = torch.cat([tensors[source.tensor] for source in field.sources])
+        whole = whole.to(DTYPES[field.dtype]).contiguous()
         assert whole.shape == field.shape
         group[field.offset : field.offset + whole.nbytes] = whole.view(-1).view(torch.uint8)
     return group
@@ -200,7 +203,10 @@ def test_spec_means_the_model_that_transformers_builds(family: tuple[str, Path])
     if name in ("mistral", "mixtral"):
         windows = [config.sliding_window] * 3
     assert list(spec.windows) == windows
-    assert set(windows) == ({None} if name == "llama" else {None, 16} if name in ("qwen2", "qwen3") else {16})
+    everywhere = name in ("llama", "glm4_moe", "minimax_m2")
+    assert set(windows) == (
+        {None} if everywhere else {None, 16} if name in ("qwen2", "qwen3", "qwen2_moe") else {16}
+    )
     assert [spec.is_moe(number) for number in range(3)] == [hasattr(layer.mlp, "experts") for layer in layers]
     if spec.moe is not None:
         assert (spec.moe.experts, spec.moe.top_k) == (4, 2)
@@ -223,6 +229,7 @@ def test_defaults_of_configs_that_leave_keys_out(family: tuple[str, Path]) -> No
     assert spec.max_length == config.max_position_embeddings
     assert spec.norm_eps == config.rms_norm_eps
     assert spec.rope.theta == config.rope_parameters["rope_theta"]
+    assert spec.rope.dim == spec.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)
     assert spec.tied_embeddings == config.tie_word_embeddings
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
@@ -232,11 +239,20 @@ def test_defaults_of_configs_that_leave_keys_out(family: tuple[str, Path]) -> No
         else [window if kind == "sliding_attention" else None for kind in types]
     )
     if spec.moe is not None:
-        assert (spec.moe.experts, spec.moe.top_k) == (config.num_local_experts, config.num_experts_per_tok)
+        experts = getattr(config, "num_local_experts", None) or config.num_experts
+        assert (spec.moe.experts, spec.moe.top_k) == (experts, config.num_experts_per_tok)
         assert spec.moe.intermediate_size == getattr(
             config, "moe_intermediate_size", config.intermediate_size
         )
-        assert spec.moe.router.normalise == getattr(config, "norm_topk_prob", True)
+        router = spec.moe.router
+        assert router.normalise == getattr(config, "norm_topk_prob", True)
+        assert router.groups == getattr(config, "n_group", 1)
+        assert router.top_groups == getattr(config, "topk_group", 1)
+        assert router.scale == getattr(config, "routed_scaling_factor", 1.0)
+        shared = getattr(config, "n_shared_experts", 0) * spec.moe.intermediate_size
+        assert spec.shared_size == getattr(config, "shared_expert_intermediate_size", shared)
+        dense = getattr(config, "first_k_dense_replace", 0)
+        assert list(spec.moe_layers) == [layer >= dense for layer in range(40)]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))  # script
 import fuzz_transformers as fuzz
 
 import tiny
-from penstock.arch import families, rope
+from penstock.arch import reading, rope
 from penstock.engine.store import root_of
 from penstock.kv.ledger import keys
 from penstock.models import mixers
@@ -109,7 +109,7 @@ FAULTS: dict[str, tuple[int, Callable[..., object], str, str]] = {
         "distance - window + 2",
     ),
     "window: tiles hidden too soon": (8, InputBuilder._seen, "start - window + 1", "start"),
-    "window: left out": (1, families._window, 'config.whole("sliding_window")', "None"),
+    "window: left out": (1, reading.window_of, 'config.whole("sliding_window")', "None"),
     "softmax: scaled by the width of all heads": (
         0,
         mixers.scores_of,

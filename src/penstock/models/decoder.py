@@ -97,9 +97,8 @@ class Decoder:
         for layer in range(self.spec.layers) if layers is None else layers:
             spec = self._local.stack[layer]
             last = wanted if layer == ends else None
-            self._mix(
-                spec, residual, weights, caches[layer], Mixing(layer, inputs, cold, last, self.spec.norm_eps)
-            )
+            mixing = Mixing(layer, inputs, cold, last, self.spec.norm_eps, self._collectives)
+            self._mix(spec, residual, weights, caches[layer], mixing)
             if last is not None:
                 wanted = None
                 if not len(last):
