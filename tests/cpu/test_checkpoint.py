@@ -2,6 +2,7 @@
 said in one line."""
 
 import json
+import logging
 import os
 import random
 import shutil
@@ -17,6 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import specs
+from penstock import LLM, SamplingParams
 from penstock.api.text.tokenizer import Tokenizer
 from penstock.arch.families import FAMILIES, read_spec
 from penstock.arch.layout import GroupLayout, group_layouts
@@ -445,6 +447,40 @@ def test_extra_tensors_that_do_no_harm(llama: Path) -> None:
     verify(llama)
     change_tensors(llama, lambda tensors: tensors.update({"inv_freq": torch.ones(12)}))
     assert "'inv_freq'" in refusal(lambda: verify(llama))
+
+
+def test_tensors_of_layers_that_predict_several_tokens_are_left_for_drafts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As GLM-4.5 has them, behind its last layer, and Qwen3-Next, in a module of their own."""
+    written("glm4_moe", tmp_path)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert checkpoint.left_for_drafts == ()
+    mtp = {
+        name: torch.ones(4, 4)
+        for name in (
+            "model.layers.3.eh_proj.weight",
+            "model.layers.3.mlp.experts.0.up_proj.weight",
+            "model.layers.3.shared_head.norm.weight",
+            "model.mtp.layers.0.enorm.weight",
+            "mtp.fc.weight",
+        )
+    }
+    change_tensors(tmp_path, lambda tensors: tensors.update(mtp))
+    verify(tmp_path)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert checkpoint.left_for_drafts == tuple(sorted(mtp))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    caplog.set_level(logging.INFO, "penstock")
+    with LLM(tmp_path, device="cpu", dtype="float32") as llm, torch.inference_mode():
+        [found] = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+        assert found.tokens[0] == int(model(torch.tensor([[5, 6, 7]])).logits[0, -1].argmax())
+    assert any(one.message.startswith("5 tensors behind the last layer") for one in caplog.records)
+    change_tensors(tmp_path, lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": torch.ones(4)}))
+    assert "eh_proj" in refusal(lambda: verify(tmp_path))
+    change_tensors(tmp_path, lambda tensors: [tensors.pop("model.layers.2.eh_proj.weight")])
+    change_tensors(tmp_path, lambda tensors: tensors.update({"mtpx.weight": torch.ones(4)}))
+    assert "mtpx" in refusal(lambda: verify(tmp_path))
 
 
 def test_head_beside_a_tied_embedding(llama: Path) -> None:
