@@ -40,12 +40,16 @@ def _frozen() -> None:
 
 
 def seeds(family: str) -> range:
+    if family in fuzz.MIXTURES:
+        every = range(fuzz.MIXED, fuzz.MIXED + len(fuzz.FAMILIES + fuzz.MIXTURES))
+        first = next(seed for seed in every if fuzz.family_of(seed) == family)
+        return range(first, first + CASES * len(every), len(every))
     first = fuzz.FAMILIES.index(family)
     return range(first, first + CASES * len(fuzz.FAMILIES), len(fuzz.FAMILIES))
 
 
 @pytest.mark.timeout(240 * (10 if tiny.THOROUGH else 1))
-@pytest.mark.parametrize("family", fuzz.FAMILIES)
+@pytest.mark.parametrize("family", fuzz.FAMILIES + fuzz.MIXTURES)
 def test_random_models_say_what_transformers_says(family: str) -> None:
     tally = fuzz.Tally()
     for seed in seeds(family):
