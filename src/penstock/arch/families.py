@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from penstock.arch.mixtures import glm4_moe, minimax_m2, mixtral, qwen2_moe, qwen3_moe
-from penstock.arch.reading import Reader, active_window, layers_of, spec_of, typed_windows, window_of
+from penstock.arch.reading import ConfigReader, active_window, layers_of, spec_of, typed_windows, window_of
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import UnsupportedModelError
 
@@ -34,7 +34,7 @@ class Family:
     defaults: values of keys that config.json may leave out.
     """
 
-    read: Callable[[Reader], ModelSpec]
+    read: Callable[[ConfigReader], ModelSpec]
     names: TensorNames = TensorNames()
     defaults: Mapping[str, object] = field(default_factory=dict)
 
@@ -46,7 +46,7 @@ def read_spec(config: Mapping[str, object], where: str = "config.json") -> Model
     run.
     """
     family = family_of(config, where)
-    return family.read(Reader({**family.defaults, **config}, where))
+    return family.read(ConfigReader({**family.defaults, **config}, where))
 
 
 def family_of(config: Mapping[str, object], where: str = "config.json") -> Family:
@@ -61,7 +61,7 @@ def family_of(config: Mapping[str, object], where: str = "config.json") -> Famil
     return family
 
 
-def _windows(config: Reader) -> tuple[int | None, ...]:
+def _windows(config: ConfigReader) -> tuple[int | None, ...]:
     """Return the sliding window of each layer, from the config of a dense Qwen model.
 
     Such a config has a list `layer_types`, or a window in all layers from `max_window_layers` on.
@@ -73,21 +73,21 @@ def _windows(config: Reader) -> tuple[int | None, ...]:
     return tuple(window if layer >= first else None for layer in range(layers))
 
 
-def _llama(config: Reader) -> ModelSpec:
+def _llama(config: ConfigReader) -> ModelSpec:
     config.only("pretraining_tp", 1)
     bias = config.flag("attention_bias", False)
     return spec_of(config, qkv_bias=bias, out_bias=bias, mlp_bias=config.flag("mlp_bias", False))
 
 
-def _mistral(config: Reader) -> ModelSpec:
+def _mistral(config: ConfigReader) -> ModelSpec:
     return spec_of(config, windows=(window_of(config),) * layers_of(config))
 
 
-def _qwen2(config: Reader) -> ModelSpec:
+def _qwen2(config: ConfigReader) -> ModelSpec:
     return spec_of(config, qkv_bias=True, windows=_windows(config))
 
 
-def _qwen3(config: Reader) -> ModelSpec:
+def _qwen3(config: ConfigReader) -> ModelSpec:
     bias = config.flag("attention_bias", False)
     return spec_of(config, qkv_bias=bias, out_bias=bias, qk_norm=True, windows=_windows(config))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from penstock.arch.mixers.attention import Attention
 from penstock.arch.reading import (
     MOST,
-    Reader,
+    ConfigReader,
     active_window,
     layers_of,
     spec_of,
@@ -17,7 +17,7 @@ from penstock.arch.spec import Mlp, ModelSpec, MoeSpec, RopeKind, Router, Scorin
 from penstock.base.errors import UnsupportedModelError
 
 
-def mixtral(config: Reader) -> ModelSpec:
+def mixtral(config: ConfigReader) -> ModelSpec:
     """Return the spec of a Mixtral."""
     experts, top_k = config.whole("num_local_experts", 8, high=MOST), config.whole("num_experts_per_tok", 2)
     moe = _moe(config, MoeSpec(experts, top_k, config.whole("intermediate_size"), Router(normalise=True)))
@@ -29,7 +29,7 @@ def mixtral(config: Reader) -> ModelSpec:
     )
 
 
-def qwen2_moe(config: Reader) -> ModelSpec:
+def qwen2_moe(config: ConfigReader) -> ModelSpec:
     """Return the spec of a Qwen2-MoE: shared experts with a gate beside the mixture."""
     moe = _qwen_moe(config, config.whole("num_experts", 60, high=MOST), top_k=4, size=1408)
     shared = Mlp(config.whole("shared_expert_intermediate_size", 5632))
@@ -49,7 +49,7 @@ def qwen2_moe(config: Reader) -> ModelSpec:
     )
 
 
-def qwen3_moe(config: Reader) -> ModelSpec:
+def qwen3_moe(config: ConfigReader) -> ModelSpec:
     """Return the spec of a Qwen3-MoE."""
     layers, bias = layers_of(config), config.flag("attention_bias", False)
     experts = config.whole(
@@ -66,7 +66,7 @@ def qwen3_moe(config: Reader) -> ModelSpec:
     )
 
 
-def _qwen_moe(config: Reader, experts: int, top_k: int, size: int) -> MoeSpec:
+def _qwen_moe(config: ConfigReader, experts: int, top_k: int, size: int) -> MoeSpec:
     """Return the mixture of a Qwen model. top_k, size: what missing keys mean."""
     size, router = (
         config.whole("moe_intermediate_size", size),
@@ -75,7 +75,7 @@ def _qwen_moe(config: Reader, experts: int, top_k: int, size: int) -> MoeSpec:
     return _moe(config, MoeSpec(experts, config.whole("num_experts_per_tok", top_k), size, router))
 
 
-def _qwen_layers(config: Reader) -> tuple[bool, ...]:
+def _qwen_layers(config: ConfigReader) -> tuple[bool, ...]:
     """Tell of each layer of a Qwen model whether it is a mixture."""
     step, dense = config.whole("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if not isinstance(dense, list):
@@ -86,7 +86,7 @@ def _qwen_layers(config: Reader) -> tuple[bool, ...]:
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers_of(config)))
 
 
-def glm4_moe(config: Reader) -> ModelSpec:
+def glm4_moe(config: ConfigReader) -> ModelSpec:
     """Return the spec of GLM-4.5, 4.5-Air, 4.6 and 4.7: partial rotary, dense first layers, shared experts.
 
     Tensors of the layers behind the last one predict several tokens (MTP) and are not part of the spec.
@@ -120,7 +120,7 @@ def glm4_moe(config: Reader) -> ModelSpec:
     return _rotated(config, spec, rotated)
 
 
-def minimax_m2(config: Reader) -> ModelSpec:
+def minimax_m2(config: ConfigReader) -> ModelSpec:
     """Return the spec of a MiniMax-M2: partial rotary, and norms over all heads of queries, and of keys.
 
     Released configs repeat keys of MiniMax-Text-01, a family with linear attention and shared experts. They
@@ -154,7 +154,7 @@ def minimax_m2(config: Reader) -> ModelSpec:
     return _rotated(config, replace(spec, stack=tuple(stack)), rotated)
 
 
-def _partly_rotated(config: Reader, default: float) -> tuple[Reader, float]:
+def _partly_rotated(config: ConfigReader, default: float) -> tuple[ConfigReader, float]:
     """Return the config as if heads were rotated as a whole, and the share of them that is.
 
     As in transformers, the value among RoPE's parameters comes before that beside them.
@@ -164,12 +164,12 @@ def _partly_rotated(config: Reader, default: float) -> tuple[Reader, float]:
     key = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
     scaling = given.get(key)
     if isinstance(scaling, Mapping):
-        share = Reader(scaling, f"{config.where}, {key}").number("partial_rotary_factor", share)
+        share = ConfigReader(scaling, f"{config.where}, {key}").number("partial_rotary_factor", share)
         given[key] = {name: value for name, value in scaling.items() if name != "partial_rotary_factor"}
-    return Reader(given, config.where), share
+    return ConfigReader(given, config.where), share
 
 
-def _rotated(config: Reader, spec: ModelSpec, share: float) -> ModelSpec:
+def _rotated(config: ConfigReader, spec: ModelSpec, share: float) -> ModelSpec:
     """Return the spec with a share of each head rotated: `int(head_dim * share)` dimensions of it."""
     dim = int(spec.head_dim * share)
     if not 0 < dim <= spec.head_dim or dim % 2 or (spec.rope.kind is RopeKind.DYNAMIC and dim < 4):
@@ -181,7 +181,7 @@ def _rotated(config: Reader, spec: ModelSpec, share: float) -> ModelSpec:
     return replace(spec, rope=replace(spec.rope, dim=dim))
 
 
-def _moe(config: Reader, moe: MoeSpec) -> MoeSpec:
+def _moe(config: ConfigReader, moe: MoeSpec) -> MoeSpec:
     """Return the mixture. Raises UnsupportedModelError for numbers that contradict each other."""
     router = moe.router
     if moe.top_k > moe.experts:

@@ -1,6 +1,6 @@
 """Reads what all families share of a checkpoint's config.json.
 
-`Reader` checks the type of every value that it returns. A value that this engine cannot run exactly is
+`ConfigReader` checks the type of every value that it returns. A value that this engine cannot run exactly is
 refused, and the message names its key.
 """
 
@@ -16,7 +16,7 @@ MOST = 2**16
 """Largest number of layers, and of experts of a layer, that is accepted. It is far beyond any model."""
 
 
-class Reader:
+class ConfigReader:
     """Reads values of a config.json and checks their types.
 
     All methods raise UnsupportedModelError, which names the key.
@@ -79,7 +79,7 @@ class Reader:
 
 
 def spec_of(
-    config: Reader,
+    config: ConfigReader,
     *,
     qkv_bias: bool = False,
     out_bias: bool = False,
@@ -133,7 +133,7 @@ def spec_of(
     )
 
 
-def layers_of(config: Reader) -> int:
+def layers_of(config: ConfigReader) -> int:
     """Return the number of layers. It is bounded: lists of that size are made before any file is read."""
     return config.whole("num_hidden_layers", high=MOST)
 
@@ -149,7 +149,7 @@ def _max_length(rope: RopeSpec, positions: int) -> int:
     )
 
 
-def _dtype(config: Reader) -> str:
+def _dtype(config: ConfigReader) -> str:
     key = "dtype" if config.get("dtype") is not None else "torch_dtype"
     value = config.get(key) or "float32"
     if not isinstance(value, str) or value not in DTYPE_BYTES:
@@ -160,7 +160,7 @@ def _dtype(config: Reader) -> str:
     return value
 
 
-def _rope(config: Reader, head_dim: int, max_length: int) -> RopeSpec:
+def _rope(config: ConfigReader, head_dim: int, max_length: int) -> RopeSpec:
     """Return the RoPE of the config, in either spelling.
 
     Older configs have `rope_theta` beside `rope_scaling`, newer ones have `rope_parameters`. `rope_scaling`
@@ -178,7 +178,7 @@ def _rope(config: Reader, head_dim: int, max_length: int) -> RopeSpec:
             f"{config.where}: key '{key}' differs by layer; supported: one set for all layers; use another "
             "checkpoint"
         )
-    reader = Reader(scaling, f"{config.where}, {key}")
+    reader = ConfigReader(scaling, f"{config.where}, {key}")
     name = scaling.get("rope_type", scaling.get("type", "default"))
     if name not in list(RopeKind):
         raise UnsupportedModelError(
@@ -207,7 +207,7 @@ def _rope(config: Reader, head_dim: int, max_length: int) -> RopeSpec:
     zero_is_absent = {
         key: None for key in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow") if scaling.get(key) == 0
     }
-    reader = Reader({**scaling, **zero_is_absent}, reader.where)
+    reader = ConfigReader({**scaling, **zero_is_absent}, reader.where)
     optional = {
         key: reader.number(key)
         for key in ("attention_factor", "mscale", "mscale_all_dim")
@@ -246,11 +246,12 @@ def _rope(config: Reader, head_dim: int, max_length: int) -> RopeSpec:
     return rope
 
 
-def window_of(config: Reader) -> int | None:
+def window_of(config: ConfigReader) -> int | None:
+    """Return the sliding window, or None without one."""
     return None if config.get("sliding_window") is None else config.whole("sliding_window")
 
 
-def active_window(config: Reader) -> int | None:
+def active_window(config: ConfigReader) -> int | None:
     """Return the sliding window, or None where `use_sliding_window` is off.
 
     Qwen configs have a window even then.
@@ -258,7 +259,7 @@ def active_window(config: Reader) -> int | None:
     return window_of(config) if config.flag("use_sliding_window", False) else None
 
 
-def typed_windows(config: Reader, window: int | None) -> tuple[int | None, ...]:
+def typed_windows(config: ConfigReader, window: int | None) -> tuple[int | None, ...]:
     """Return the sliding window of each layer, by the list `layer_types`."""
     layers, types = layers_of(config), config.get("layer_types")
     supported = ["full_attention"] if window is None else ["full_attention", "sliding_attention"]

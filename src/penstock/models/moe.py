@@ -24,7 +24,7 @@ _WIDE_ROWS = 8192
 
 
 Choice = Grouped | tuple[Tensor, Tensor]
-"""Which experts each token takes: where kernels compute many experts at a time, or as `route` returns it."""
+"""A choice says which experts each token takes: it is a `Grouped`, or else what `route` returns."""
 
 
 def choose(

@@ -1,4 +1,4 @@
-"""Kernels that normalise all heads of a token together: its queries, and its keys, in place."""
+"""Normalise all heads of a token together in place: its queries, and its keys."""
 
 import torch
 import triton
