@@ -22,6 +22,7 @@ import quantised
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import matrix
 from penstock.arch.formats.gguf import FORMATS
+from penstock.arch.spec import MoeSpec, Router, Scoring
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
 from penstock.ops.kernels import pdl_launches
 from penstock.ops.matrix import Matrix
@@ -33,6 +34,7 @@ from penstock.ops.triton import few_bits as triton_few_bits
 from penstock.ops.triton import few_bits_experts as triton_few_bits_experts
 from penstock.ops.triton import few_bits_mma
 from penstock.ops.triton import linear as triton_linear
+from penstock.ops.triton import norms as triton_norms
 from penstock.ops.triton import pointwise as triton_pointwise
 from penstock.ops.triton import routing as triton_routing
 from penstock.ops.triton import sampling as triton_sampling
@@ -127,6 +129,19 @@ def pointwise(*, gains: bool) -> None:
     )
 
 
+def partly_turned() -> None:
+    """Of GLM-4.5 and of MiniMax-M2: half of each head is rotated, and all heads are normalised together."""
+    turns = empty(8, DIM // 4, dtype=torch.float32), empty(8, DIM // 4, dtype=torch.float32)
+    triton_pointwise.rope_(empty(8, HEADS, DIM), empty(8, KV_HEADS, DIM), *turns)
+    qkv, where = empty(8, (HEADS + 2 * KV_HEADS) * DIM), empty(8, dtype=torch.int64)
+    for gains in (None, (empty(DIM), empty(DIM))):
+        triton_pointwise.project(qkv, *turns, pages(), where, heads=HEADS, gains=gains, eps=1e-5)
+    sizes = HEADS * DIM, KV_HEADS * DIM
+    gains = empty(sizes[0]), empty(sizes[1])
+    triton_norms.norm_together(qkv, gains, sizes, 1e-5)
+    triton_norms.norm_together(qkv, gains, sizes, 1e-5, triton_norms.sums_of_squares(qkv, *sizes))
+
+
 def one_head() -> None:
     """Of one KV head: fewer numbers than a program has threads."""
     turns = empty(8, DIM // 2, dtype=torch.float32), empty(8, DIM // 2, dtype=torch.float32)
@@ -179,13 +194,29 @@ def experts(tokens: int, dtype: torch.dtype = BF16) -> None:
     """Of Qwen3-30B-A3B: 128, of which 8 are used, of 2,048 by 768."""
     number, top, hidden, inner = 128, 8, 2048, 768
     tuning = triton_experts.expert_tuning(tokens * top, number, dtype)
-    chosen, shares = triton_routing.choose(empty(tokens, number, dtype=dtype), top, normalise=True)
+    moe = MoeSpec(number, top, inner, Router(normalise=True))
+    shares, chosen = triton_routing.choose(empty(tokens, number, dtype=dtype), moe)
     order, blocks, _ = triton_routing.arrange(chosen, number, tuning.rows)
     h, y = empty(tokens * top, inner, dtype=dtype), empty(tokens * top, hidden, dtype=dtype)
     table = empty(number, 2, dtype=torch.int64)
     x, every = empty(tokens, hidden, dtype=dtype), range(blocks.shape[1])
     triton_experts.products(x, (order, blocks), table, h, y, tuning, every, (DENSE, DENSE))
     triton_experts.combine(y, shares)
+
+
+def routers() -> None:
+    """Of Qwen3, gpt-oss, MiniMax-M2 and DeepSeek-V3, of which only the last has groups."""
+    for number, top, router in (
+        (128, 8, Router()),
+        (32, 4, Router(Scoring.SOFTMAX_OF_CHOSEN)),
+        (256, 8, Router(Scoring.SIGMOID, normalise=True, correction=True)),
+        (256, 8, Router(Scoring.SIGMOID, True, correction=True, groups=8, top_groups=4, scale=2.5)),
+        (60, 4, Router(groups=3, top_groups=1)),
+    ):
+        correction = empty(number, dtype=torch.float32) if router.correction else None
+        for tokens in (1, 1000):
+            logits = empty(tokens, number, dtype=torch.float32)
+            triton_routing.choose(logits, MoeSpec(number, top, 8, router), correction)
 
 
 def few_bits_experts(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:
@@ -285,6 +316,7 @@ CASES: dict[str, Callable[[], None]] = {
     "pointwise": lambda: pointwise(gains=False),
     "pointwise, norms of heads": lambda: pointwise(gains=True),
     "pointwise, one head": one_head,
+    "pointwise, half of a head": partly_turned,
     "linear": linear,
     "linear, few rows": lambda: few_rows(16, 32),
     "linear, more rows": lambda: few_rows(64),
@@ -325,6 +357,7 @@ CASES: dict[str, Callable[[], None]] = {
     "blocks of GGUF, few bits": lambda: blocks("Q2_K", "Q3_K"),
     "blocks of GGUF, four and five bits": lambda: blocks("Q4_K", "Q5_K"),
     "blocks of GGUF, six bits and levels": lambda: blocks("Q6_K", "IQ4_XS"),
+    "routers": routers,
     "experts, few": lambda: experts(4),
     "experts, some": lambda: experts(100),
     "experts, many": lambda: experts(4096),

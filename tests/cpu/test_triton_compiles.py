@@ -22,6 +22,8 @@ LARGE = (
     "write",
     "fold, float32",
     "draw",
+    "routers",
+    "pointwise, half of a head",
     "experts, some",
     "few bits, integers",
     "few bits, NVFP4",
@@ -68,9 +70,12 @@ def test_what_changes_in_place_waits_until_all_threads_have_read_it(tmp_path: Pa
     That takes a pause between two warps of one program, as a GPU shared by processes makes it.
     """
     pytest.importorskip("triton.backends.nvidia")
-    cases = ("merge", "fold, one", "fold, some", "pointwise, one head", "sums, narrow", "slots")
+    cases = (
+        "merge", "fold, one", "fold, some", "pointwise, one head", "pointwise, half of a head",
+        "sums, narrow", "slots",
+    )  # fmt: skip
     kernels = list(map(json.loads, _run("-m", "compiling", "89", *cases, cache=tmp_path).splitlines()))[1:]
-    changing = ("_merge", "_fold", "_rope", "_project", "_expert_step")
+    changing = ("_merge", "_fold", "_rope", "_project", "_norm_together", "_expert_step")
     assert {kernel["kernel"] for kernel in kernels} >= set(changing)
     assert not [one for one in kernels if one["kernel"] in changing and not one["meets"]]
     # Sums of few numbers need no barrier of the compiler's own. One is before turns change, and one before

@@ -31,6 +31,7 @@ import toys
 from members import Rank, pass_of, steps, together
 from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId, GroupKind
+from penstock.arch.spec import MoeSpec, Router
 from penstock.engine import measuring, placing
 from penstock.memory.device import peak_of
 from penstock.ops import experts
@@ -94,6 +95,7 @@ class Case:
     levels: int | None = None
 
     def __post_init__(self) -> None:
+        self.moe = MoeSpec(self.experts, self.top_k, self.inner, Router(normalise=self.normalise))
         rng = torch.Generator().manual_seed(self.tokens * 1000 + self.hidden)
         self.x = torch.randn(self.tokens, self.hidden + 8, generator=rng).to(self.dtype)[:, 4:-4]
         scores = torch.randn(self.tokens, self.experts + 3, generator=rng)[:, : self.experts]
@@ -105,7 +107,7 @@ class Case:
         ]
 
     def grouped(self) -> Grouped:
-        mixed = Grouped(self.x, self.scores, self.top_k, self.inner, normalise=self.normalise)
+        mixed = Grouped(self.x, self.scores, self.moe)
         mixed._h.fill_(math.nan)
         mixed.y.fill_(math.nan)
         return mixed
@@ -124,7 +126,7 @@ class Case:
 
     def reference(self) -> tuple[Tensor, Tensor]:
         weights = [(gate_up, down) for gate_up, down in self.weights]
-        return experts_reference(self.x, self.scores, self.top_k, weights, normalise=self.normalise)
+        return experts_reference(self.x, self.scores, self.moe, weights)
 
     def check(self) -> None:
         mixed = self.grouped()
@@ -143,7 +145,7 @@ class TestChoose:
     )
     def test_as_the_reference_does(self, tokens: int, count: int, top_k: int, normalise: bool) -> None:
         scores = torch.randn(tokens, count + 5, generator=torch.Generator().manual_seed(count))[:, 2:-3] * 4
-        chosen, shares = choose(scores, top_k, normalise=normalise)
+        shares, chosen = choose(scores, MoeSpec(count, top_k, 1, Router(normalise=normalise)))
         probabilities = scores.double().softmax(-1)
         want, best = probabilities.topk(top_k)
         assert torch.equal(chosen.long(), best)
@@ -159,7 +161,7 @@ class TestChoose:
     def test_of_equal_scores_the_lower_expert_wins(self, row: list[float], top_k: int) -> None:
         top_k = min(top_k, len(row))
         with np.errstate(invalid="ignore"):
-            chosen, _ = choose(torch.tensor([row]), top_k, normalise=True)
+            _, chosen = choose(torch.tensor([row]), MoeSpec(len(row), top_k, 1, Router(normalise=True)))
         assert (
             chosen[0].tolist() == sorted(range(len(row)), key=lambda expert: (-row[expert], expert))[:top_k]
         )
@@ -167,7 +169,7 @@ class TestChoose:
     def test_whatever_the_scores_are_the_experts_exist_and_differ(self) -> None:
         scores = torch.tensor([[math.nan, 1.0, -math.nan], [math.nan] * 3, [math.inf] * 3, [-math.inf] * 3])
         with np.errstate(invalid="ignore"):
-            chosen, _ = choose(scores, 2, normalise=False)
+            _, chosen = choose(scores, MoeSpec(3, 2, 1))
         for row in chosen.tolist():
             assert len(set(row)) == 2
             assert set(row) <= {0, 1, 2}
@@ -303,10 +305,10 @@ def _lean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_lean")
-def test_what_streams_in_waves_computes_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3_moe_dense_layer", "qwen2_moe", "glm4_moe", "glm4_moe_groups"])
+def test_what_streams_in_waves_computes_the_same(name: str, tmp_path: Path) -> None:
     """Resident, from one table for each layer; then with most experts on the host; tokens are the reference
     model's."""
-    name = "qwen3_moe_dense_layer"
     references = tiny.references(name)[:3]
     prompts = [one.prompt for one in references]
 
@@ -337,8 +339,8 @@ def test_what_streams_in_waves_computes_the_same(tmp_path: Path) -> None:
 def test_padding_takes_what_the_first_takes() -> None:
     case = Case(6, 32, 16, 8, 2)
     padding = torch.tensor([False, False, False, True, True, True])
-    mixed = Grouped(case.x, case.scores, 2, 16, normalise=True, padding=padding)
-    chosen, _ = choose(case.scores, 2, normalise=True)
+    mixed = Grouped(case.x, case.scores, case.moe, padding=padding)
+    _, chosen = choose(case.scores, case.moe)
     asked = torch.cat((chosen[:3], chosen[:1].expand(3, 2)))
     assert torch.equal(mixed.pairs, torch.bincount(asked.flatten(), minlength=8).int())
     mixed.compute(case.table(range(8)))

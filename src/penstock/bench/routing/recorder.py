@@ -1,5 +1,7 @@
 """Records what routers choose while an engine computes prompts."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,6 +11,7 @@ from penstock.arch.spec import ModelSpec, MoeSpec
 from penstock.bench.routing.recording import least_dtype
 from penstock.ops.linear import linear
 from penstock.ops.matrix import GroupViews
+from penstock.ops.route import route
 
 
 class Recorder:
@@ -49,14 +52,16 @@ class Recorder:
         if self._recording:
             assert self._moe is not None, "a router of a dense model"
             top_k = self._moe.top_k
-            self._chosen[layer].append(_highest(scores, top_k))
+            correction = router.vectors.get("correction")
+            self._chosen[layer].append(route(scores, self._moe, correction, _highest)[1])
             norm = router.vectors.get("norm")
             if self._before is not None:
                 before, hidden = self._before
                 given = hidden if norm is None else hidden * norm.float()
                 bias = router.vectors.get("router_bias")
                 told = linear(given.to(scores.dtype), router.matrices["router"], bias)
-                self._foretold[before].append(_highest(told, 2 * top_k))
+                wider = replace(self._moe, top_k=min(2 * top_k, self._moe.experts))
+                self._foretold[before].append(route(told, wider, correction, _highest)[1])
             last = layer == self.layers[-1]
             self._before = None if last else (layer, x.float() if norm is None else _unscaled(x, norm))
         return scores
@@ -79,9 +84,10 @@ class Recorder:
         return joined(self._chosen, top_k), joined(self._foretold, wide)
 
 
-def _highest(scores: Tensor, count: int) -> Tensor:
-    """Return the experts of the highest scores, int64 `[tokens, count]`; of equal ones the lower expert."""
-    return scores.float().sort(dim=-1, descending=True, stable=True).indices[:, :count]
+def _highest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the highest scores and their experts, `[..., count]`; of equal ones the lower expert."""
+    values, indices = scores.float().sort(dim=-1, descending=True, stable=True)
+    return values[..., :count], indices[..., :count]
 
 
 def _unscaled(x: Tensor, norm: Tensor) -> Tensor:
