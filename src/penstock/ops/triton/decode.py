@@ -88,6 +88,15 @@ def score_factor(layer: LayerAttention) -> float:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _with_sinks(acc, level, sinks, heads, head_in, SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the output of heads, given the log-sum-exp of all of their keys, as their sinks leave it."""
+    if SINKS:
+        sink = tl.load(sinks + heads, mask=head_in, other=0.0).to(tl.float32)
+        acc = acc / (1.0 + tl.exp(sink - level))[:, None]
+    return acc
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _joined(  # type: ignore[no-untyped-def]
     part_out,
     part_lse,
@@ -154,6 +163,7 @@ def decode(  # type: ignore[no-untyped-def]
     part_lse,
     ends,
     arrivals,
+    sinks,
     scale_log2,
     window,
     batch,
@@ -188,6 +198,7 @@ def decode(  # type: ignore[no-untyped-def]
     JOIN_ROWS: tl.constexpr,
     JOIN_PARTS: tl.constexpr,
     LSE: tl.constexpr,
+    SINKS: tl.constexpr,
     CAP: tl.constexpr,
 ) -> None:
     """Attend with one worker's run of tiles for one KV head. Grid [kv_heads, workers].
@@ -197,6 +208,7 @@ def decode(  # type: ignore[no-untyped-def]
     RUN: the sequences are one, cut at every TOKENS of its last `queries` tokens, which begin at `begins`; no
         lengths are read then. If it is 2, both numbers are read where lengths would be.
     LSE: whether the log-sum-exp is written.
+    SINKS: whether sinks weigh on the output: `sinks` are `[heads]`.
     CAP: soft cap of scores, 0 for none.
     """
     if OVERLAP or EARLY:
@@ -325,6 +337,7 @@ def decode(  # type: ignore[no-untyped-def]
                         + (heads * s_out_head + token * s_out)[:, None]
                         + cols[None, :]
                     )
+                    acc = _with_sinks(acc, level, sinks, heads, row_in, SINKS)
                     tl.store(answer, acc.to(out.dtype.element_ty), mask=inside)
                     if LSE:
                         tl.store(lse + first_seq * HEADS + part_heads, level, mask=row_in)
@@ -355,6 +368,7 @@ def decode(  # type: ignore[no-untyped-def]
                                 JOIN_PARTS,
                                 4,
                             )
+                            whole = _with_sinks(whole, peak, sinks, some, few < GROUP, SINKS)
                             target = (
                                 out + seq.to(tl.int64) * s_out + some[:, None] * s_out_head + cols[None, :]
                             )
@@ -379,6 +393,7 @@ def join(  # type: ignore[no-untyped-def]
     part_lse,
     ends,
     lengths,
+    sinks,
     batch,
     s_out,
     s_out_head,
@@ -392,6 +407,7 @@ def join(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     WAITS: tl.constexpr,
     LSE: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> None:
     """Join the partials of one sequence for ROWS heads; an empty sequence gets its empty answer.
 
@@ -436,6 +452,7 @@ def join(  # type: ignore[no-untyped-def]
                 TOKENS > 1,
             )
         query = seq.to(tl.int64) * TOKENS + token
+        acc = _with_sinks(acc, top, sinks, heads - token * HEADS, head_in, SINKS)
         where = out + (query * s_out + (heads - token * HEADS) * s_out_head)[:, None] + cols[None, :]
         tl.store(where, acc.to(out.dtype.element_ty), mask=head_in[:, None] & (cols < DIM)[None, :])
         if LSE:
