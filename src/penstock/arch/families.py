@@ -7,6 +7,8 @@ refused, and the message names its key.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from penstock.arch.formats import mxfp4, recipe
+from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.methods import read_format
 from penstock.arch.mixers.attention import Attention
 from penstock.arch.spec import DTYPE_BYTES, LayerSpec, Mlp, ModelSpec, MoeSpec, RopeKind, RopeSpec
@@ -18,12 +20,17 @@ MOST = 2**16
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Names the tensors of a family's feed-forward. All other tensors have the same names in every family."""
+    """Names the tensors of a family's feed-forward. All other tensors have the same names in every family.
+
+    stacked: whether the experts of a layer are stacks of tensors, as `formats/mxfp4.py` describes them. Names
+        of single experts are not used then.
+    """
 
     router: str = "mlp.gate"
     expert_gate: str = "mlp.experts.{expert}.gate_proj"
     expert_up: str = "mlp.experts.{expert}.up_proj"
     expert_down: str = "mlp.experts.{expert}.down_proj"
+    stacked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,10 +312,15 @@ def _windows(config: _Reader) -> tuple[int | None, ...]:
     Such a config has a list `layer_types`, or a window in all layers from `max_window_layers` on.
     """
     layers, window = _layers(config), _active_window(config)
-    types = config.get("layer_types")
-    if types is None:
+    if config.get("layer_types") is None:
         first = config.whole("max_window_layers", layers, low=0)
         return tuple(window if layer >= first else None for layer in range(layers))
+    return _typed_windows(config, window)
+
+
+def _typed_windows(config: _Reader, window: int | None) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer, by the list `layer_types`."""
+    layers, types = _layers(config), config.get("layer_types")
     supported = ["full_attention"] if window is None else ["full_attention", "sliding_attention"]
     if not isinstance(types, list) or len(types) != layers or any(kind not in supported for kind in types):
         raise UnsupportedModelError(
@@ -369,6 +381,45 @@ def _qwen3_moe(config: _Reader) -> ModelSpec:
     )
 
 
+def _gpt_oss(config: _Reader) -> ModelSpec:
+    layers, bias = _layers(config), config.flag("attention_bias", True)
+    if config.get("layer_types") is None:
+        pair = ["sliding_attention", "full_attention"]
+        config = _Reader({**config.config, "layer_types": (pair * layers)[:layers]}, config.where)
+    if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
+        config = _Reader({**config.config, "rope_parameters": _GPT_OSS_ROPE}, config.where)
+    experts = config.whole(
+        "num_local_experts" if config.get("num_local_experts") is not None else "num_experts", 128, high=MOST
+    )
+    activation = Activation(
+        alpha=config.number("swiglu_alpha", 1.702), shift=1.0, limit=config.number("swiglu_limit", 7.0)
+    )
+    moe = MoeSpec(
+        experts,
+        config.whole("num_experts_per_tok", 4),
+        config.whole("intermediate_size"),
+        Router(Scoring.SOFTMAX_OF_CHOSEN, bias=True),
+        bias=True,
+        activation=activation,
+    )
+    spec = _spec(
+        config,
+        qkv_bias=bias,
+        out_bias=bias,
+        windows=_typed_windows(config, _window(config)),
+        moe=_moe(config, moe),
+        moe_layers=(True,) * layers,
+    )
+    if spec.format != DENSE and spec.format.name not in (mxfp4.METHOD, recipe.METHOD):
+        raise UnsupportedModelError(
+            f"{config.where}: key 'quantization_config' is set to quant_method {spec.format.name!r}; supported "
+            f"of gpt_oss: {mxfp4.METHOD}, and experts that are not quantised; use the model as it was published"
+        )
+    return replace(
+        spec, stack=tuple(replace(one, mixer=replace(one.mixer, sinks=True)) for one in spec.stack)
+    )
+
+
 def _moe(config: _Reader, moe: MoeSpec) -> MoeSpec:
     if moe.top_k > moe.experts:
         raise UnsupportedModelError(
@@ -379,6 +430,15 @@ def _moe(config: _Reader, moe: MoeSpec) -> MoeSpec:
 
 
 _QWEN_WINDOWS = {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
+
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(_llama),
@@ -404,4 +464,17 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "qwen3_moe": Family(_qwen3_moe, defaults={"num_key_value_heads": 4, **_QWEN_WINDOWS}),
+    "gpt_oss": Family(
+        _gpt_oss,
+        TensorNames(router="mlp.router", stacked=True),
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "sliding_window": 128,
+            "rope_theta": 150000.0,
+            "rms_norm_eps": 1e-5,
+            "torch_dtype": "bfloat16",
+        },
+    ),
 }

@@ -49,6 +49,24 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Activation:
+    """An activation makes the inner numbers of a feed-forward: `(up + shift) * gate * sigmoid(alpha * gate)`.
+
+    By default that is SwiGLU, `up * silu(gate)`.
+
+    limit: gate is clipped from above at it, and up on both sides. None clips nothing.
+    """
+
+    alpha: float = 1.0
+    shift: float = 0.0
+    limit: float | None = None
+
+
+SWIGLU = Activation()
+"""The activation of Shazeer 2020, arXiv 2002.05202."""
+
+
+@dataclass(frozen=True, slots=True)
 class MoeSpec:
     """A mixture-of-experts feed-forward runs `top_k` of its `experts` for each token.
 
@@ -59,6 +77,9 @@ class MoeSpec:
     top_k: int
     intermediate_size: int
     normalise: bool
+    bias: bool = False
+    """Whether an expert's projections have biases."""
+    activation: Activation = SWIGLU
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class Attention(Mixer):
         return Plane("k", self.kv_heads, self.head_dim, scored=True), Plane("v", self.kv_heads, self.head_dim)
 
     def weights(self, at: str, hidden: int, shard: Shard) -> dict[str, Sequence[TensorSlice]]:
-        """Return the fused `qkv` and `out`, with biases, norms of heads and sinks where the model has them."""
+        """Return the fused `qkv` and `out`, with biases, norms and sinks where the model has them."""
         at, dim = f"{at}.self_attn", self.head_dim
         heads, kv_heads = share_heads(self.heads // self.kv_heads, self.kv_heads, shard)
         queries, keys = (range(part.start * dim, part.stop * dim) for part in (heads, kv_heads))

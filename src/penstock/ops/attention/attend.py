@@ -45,7 +45,8 @@ class Attended(NamedTuple):
 
     out: `[tokens, heads, dim_v]` of q's dtype.
     lse: natural log-sum-exp of the scaled scores, sinks left out, float32 `[tokens, heads]`, -inf where
-        nothing was seen. `merge` takes both where there are no sinks. None if LayerAttention does not ask for it.
+        nothing was seen. `merge` takes both where there are no sinks. None if LayerAttention does not ask for
+        it.
     """
 
     out: Tensor

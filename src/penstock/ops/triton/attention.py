@@ -14,7 +14,8 @@ from torch import Tensor
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.runs import run_tokens
-from penstock.ops.triton.decode import decode, join, score_factor
+from penstock.ops.triton.decode import decode, join
+from penstock.ops.triton.scores import score_factor
 from penstock.ops.triton.tuning import DecodeTuning, decode_tuning, multiprocessors
 
 _FEW = 4
