@@ -22,6 +22,7 @@ import quantised
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import matrix
 from penstock.arch.formats.gguf import FORMATS
+from penstock.arch.spec import MoeSpec, Router, Scoring
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
 from penstock.ops.kernels import pdl_launches
 from penstock.ops.matrix import Matrix
@@ -176,13 +177,29 @@ def experts(tokens: int, dtype: torch.dtype = BF16) -> None:
     """Of Qwen3-30B-A3B: 128, of which 8 are used, of 2,048 by 768."""
     number, top, hidden, inner = 128, 8, 2048, 768
     tuning = triton_experts.expert_tuning(tokens * top, number, dtype)
-    chosen, shares = triton_routing.choose(empty(tokens, number, dtype=dtype), top, normalise=True)
+    moe = MoeSpec(number, top, inner, Router(normalise=True))
+    shares, chosen = triton_routing.choose(empty(tokens, number, dtype=dtype), moe)
     order, blocks, _ = triton_routing.arrange(chosen, number, tuning.rows)
     h, y = empty(tokens * top, inner, dtype=dtype), empty(tokens * top, hidden, dtype=dtype)
     table = empty(number, 2, dtype=torch.int64)
     x, every = empty(tokens, hidden, dtype=dtype), range(blocks.shape[1])
     triton_experts.products(x, (order, blocks), table, h, y, tuning, every, (DENSE, DENSE))
     triton_experts.combine(y, shares)
+
+
+def routers() -> None:
+    """Of Qwen3, gpt-oss, MiniMax-M2 and DeepSeek-V3, of which only the last has groups."""
+    for number, top, router in (
+        (128, 8, Router()),
+        (32, 4, Router(Scoring.SOFTMAX_OF_CHOSEN)),
+        (256, 8, Router(Scoring.SIGMOID, normalise=True, correction=True)),
+        (256, 8, Router(Scoring.SIGMOID, True, correction=True, groups=8, top_groups=4, scale=2.5)),
+        (60, 4, Router(groups=3, top_groups=1)),
+    ):
+        correction = empty(number, dtype=torch.float32) if router.correction else None
+        for tokens in (1, 1000):
+            logits = empty(tokens, number, dtype=torch.float32)
+            triton_routing.choose(logits, MoeSpec(number, top, 8, router), correction)
 
 
 def few_bits_experts(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:
@@ -304,6 +321,7 @@ CASES: dict[str, Callable[[], None]] = {
     "blocks of GGUF, few bits": lambda: blocks("Q2_K", "Q3_K"),
     "blocks of GGUF, four and five bits": lambda: blocks("Q4_K", "Q5_K"),
     "blocks of GGUF, six bits and levels": lambda: blocks("Q6_K", "IQ4_XS"),
+    "routers": routers,
     "experts, few": lambda: experts(4),
     "experts, some": lambda: experts(100),
     "experts, many": lambda: experts(4096),

@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import TypeVar
 
-from penstock.arch.spec import ModelSpec, MoeSpec
+from penstock.arch.spec import ModelSpec, MoeSpec, Router
 
 _T = TypeVar("_T")
 
@@ -15,7 +15,9 @@ def neighbours(spec: ModelSpec) -> Iterator[ModelSpec]:
     another."""
     if spec.moe is None:
         *others, last = spec.stack
-        yield replace(spec, stack=(*others, replace(last, feed_forward=MoeSpec(4, 2, 40, True))))
+        yield replace(
+            spec, stack=(*others, replace(last, feed_forward=MoeSpec(4, 2, 40, Router(normalise=True))))
+        )
     yield from _neighbours(spec)
 
 

@@ -236,7 +236,7 @@ def test_defaults_of_configs_that_leave_keys_out(family: tuple[str, Path]) -> No
         assert spec.moe.intermediate_size == getattr(
             config, "moe_intermediate_size", config.intermediate_size
         )
-        assert spec.moe.normalise == getattr(config, "norm_topk_prob", True)
+        assert spec.moe.router.normalise == getattr(config, "norm_topk_prob", True)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ import tiny
 from penstock.arch import families, rope
 from penstock.engine.store import root_of
 from penstock.kv.ledger import keys
-from penstock.models import mixers, moe
-from penstock.ops import norm
+from penstock.models import mixers
+from penstock.ops import norm, route
 from penstock.ops.attention import dense
 from penstock.sched.rules import PrefixRule
 from penstock.sched.span import KVSpan
@@ -122,8 +122,8 @@ FAULTS: dict[str, tuple[int, Callable[..., object], str, str]] = {
         "F.rms_norm(x, weight.shape, weight, eps)",
         "F.rms_norm(x, weight.shape, weight, 1e-6)",
     ),
-    "router: normalised where it should not be": (17, moe.mixture, "if moe.normalise", "if True"),
-    "router: not normalised where it should be": (4, moe.mixture, "if moe.normalise", "if False"),
+    "router: normalised where it should not be": (17, route.route, "if router.normalise", "if True"),
+    "router: not normalised where it should be": (4, route.route, "if router.normalise", "if False"),
     "preemption: positions of what was sent back": (
         0,
         KVSpan.reset,

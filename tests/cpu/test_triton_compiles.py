@@ -22,6 +22,7 @@ LARGE = (
     "write",
     "fold, float32",
     "draw",
+    "routers",
     "experts, some",
     "few bits, integers",
     "few bits, NVFP4",

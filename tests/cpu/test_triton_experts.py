@@ -31,6 +31,7 @@ import toys
 from members import pass_of
 from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId, GroupKind
+from penstock.arch.spec import MoeSpec, Router
 from penstock.engine import measuring, placing
 from penstock.memory.device import peak_of
 from penstock.ops import experts
@@ -90,6 +91,7 @@ class Case:
     levels: int | None = None
 
     def __post_init__(self) -> None:
+        self.moe = MoeSpec(self.experts, self.top_k, self.inner, Router(normalise=self.normalise))
         rng = torch.Generator().manual_seed(self.tokens * 1000 + self.hidden)
         self.x = torch.randn(self.tokens, self.hidden + 8, generator=rng).to(self.dtype)[:, 4:-4]
         scores = torch.randn(self.tokens, self.experts + 3, generator=rng)[:, : self.experts]
@@ -101,7 +103,7 @@ class Case:
         ]
 
     def grouped(self) -> Grouped:
-        mixed = Grouped(self.x, self.scores, self.top_k, self.inner, normalise=self.normalise)
+        mixed = Grouped(self.x, self.scores, self.moe)
         mixed._h.fill_(math.nan)
         mixed.y.fill_(math.nan)
         return mixed
@@ -115,7 +117,7 @@ class Case:
 
     def reference(self) -> tuple[Tensor, Tensor]:
         weights = [(gate_up, down) for gate_up, down in self.weights]
-        return experts_reference(self.x, self.scores, self.top_k, weights, normalise=self.normalise)
+        return experts_reference(self.x, self.scores, self.moe, weights)
 
     def check(self) -> None:
         mixed = self.grouped()
@@ -134,7 +136,7 @@ class TestChoose:
     )
     def test_as_the_reference_does(self, tokens: int, count: int, top_k: int, normalise: bool) -> None:
         scores = torch.randn(tokens, count + 5, generator=torch.Generator().manual_seed(count))[:, 2:-3] * 4
-        chosen, shares = choose(scores, top_k, normalise=normalise)
+        shares, chosen = choose(scores, MoeSpec(count, top_k, 1, Router(normalise=normalise)))
         probabilities = scores.double().softmax(-1)
         want, best = probabilities.topk(top_k)
         assert torch.equal(chosen.long(), best)
@@ -150,7 +152,7 @@ class TestChoose:
     def test_of_equal_scores_the_lower_expert_wins(self, row: list[float], top_k: int) -> None:
         top_k = min(top_k, len(row))
         with np.errstate(invalid="ignore"):
-            chosen, _ = choose(torch.tensor([row]), top_k, normalise=True)
+            _, chosen = choose(torch.tensor([row]), MoeSpec(len(row), top_k, 1, Router(normalise=True)))
         assert (
             chosen[0].tolist() == sorted(range(len(row)), key=lambda expert: (-row[expert], expert))[:top_k]
         )
@@ -158,7 +160,7 @@ class TestChoose:
     def test_whatever_the_scores_are_the_experts_exist_and_differ(self) -> None:
         scores = torch.tensor([[math.nan, 1.0, -math.nan], [math.nan] * 3, [math.inf] * 3, [-math.inf] * 3])
         with np.errstate(invalid="ignore"):
-            chosen, _ = choose(scores, 2, normalise=False)
+            _, chosen = choose(scores, MoeSpec(3, 2, 1))
         for row in chosen.tolist():
             assert len(set(row)) == 2
             assert set(row) <= {0, 1, 2}

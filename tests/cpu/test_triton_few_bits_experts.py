@@ -21,6 +21,7 @@ import tiny
 from members import pass_of
 from penstock.arch.formats.format import STORED_BYTES, matrix
 from penstock.arch.layout import MixtureLayout
+from penstock.arch.spec import MoeSpec, Router
 from penstock.ops import experts
 from penstock.ops.experts import Grouped, experts_reference
 from penstock.ops.matrix import Matrix
@@ -91,15 +92,16 @@ def mixed(its: list[Expert], tokens: int, tuning: ExpertTuning) -> tuple[Grouped
     rng = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, hidden + 8, generator=rng)[:, 4:-4]
     scores = torch.randn(tokens, EXPERTS, generator=rng)
+    moe = MoeSpec(EXPERTS, TOP, inner, Router(normalise=True))
     formats = tuple(matrix.format for matrix, _ in its[0])
     assert MixtureLayout(EXPERTS, formats).kernels == "few_bits_experts"
     with patch.object(kernels, "expert_tuning", lambda *_: tuning):
-        made = Grouped(x, scores, TOP, inner, normalise=True, formats=formats)
+        made = Grouped(x, scores, moe, formats=formats)
     made._h.fill_(torch.nan)
     made.y.fill_(torch.nan)
     addresses = [[part.data_ptr() for matrix, _ in one for part in matrix.parts.values()] for one in its]
     plain = [(gate_up[1], down[1]) for gate_up, down in its]
-    want = experts_reference(x, scores, TOP, plain, normalise=True)[1]
+    want = experts_reference(x, scores, moe, plain)[1]
     return made, torch.tensor(addresses), want
 
 

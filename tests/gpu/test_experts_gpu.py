@@ -9,6 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from penstock.arch.spec import MoeSpec, Router
 from penstock.ops.experts import Grouped, experts_reference
 from penstock.ops.triton.experts import expert_tuning
 from penstock.ops.triton.routing import arrange, choose
@@ -25,6 +26,10 @@ class Shape:
     experts: int
     top_k: int
     normalise: bool = True
+
+    @property
+    def moe(self) -> MoeSpec:
+        return MoeSpec(self.experts, self.top_k, self.inner, Router(normalise=self.normalise))
 
 
 QWEN = Shape(2048, 768, 128, 8)
@@ -67,7 +72,7 @@ class Layer:
         return x, (scores + torch.linspace(0, 1, self.shape.experts, device=DEVICE)).to(self.dtype)
 
     def grouped(self, x: Tensor, scores: Tensor) -> Grouped:
-        return Grouped(x, scores, self.shape.top_k, self.shape.inner, normalise=self.shape.normalise)
+        return Grouped(x, scores, self.shape.moe)
 
     def whole(self, x: Tensor, scores: Tensor) -> Tensor:
         mixed = self.grouped(x, scores)
@@ -108,9 +113,7 @@ def test_against_the_steps(
     x, scores = layer.step(tokens)
     mixed = layer.grouped(x, scores)
     mixed.compute(layer.table)
-    chosen, want = experts_reference(
-        x, scores, layer.shape.top_k, layer.weights, normalise=layer.shape.normalise
-    )
+    chosen, want = experts_reference(x, scores, layer.shape.moe, layer.weights)
     assert used_in(mixed) == chosen.unique().tolist()
     torch.testing.assert_close(mixed.total(), want, rtol=0, atol=TOLERANCE[dtype] * float(want.abs().amax()))
 
@@ -158,7 +161,7 @@ def test_choice_and_arrangement(tokens: int, count: int, top_k: int, normalise: 
     """With many ties, of which the lower expert wins."""
     rng = torch.Generator(DEVICE).manual_seed(tokens)
     scores = (torch.empty(tokens, count, device=DEVICE).normal_(generator=rng) * 4).round().div(2)
-    chosen, shares = choose(scores, top_k, normalise=normalise)
+    shares, chosen = choose(scores, MoeSpec(count, top_k, 1, Router(normalise=normalise)))
     want = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     assert torch.equal(chosen.long(), want)
     best = scores.double().softmax(-1).gather(1, want)

@@ -8,6 +8,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from penstock.arch.layout import MixtureLayout
+from penstock.arch.spec import MoeSpec, Router
 from penstock.ops.experts import Grouped, experts_reference
 from penstock.ops.matrix import Matrix
 from quantised import SCHEMES, matrix_of
@@ -25,6 +26,7 @@ class Layer:
     def __init__(self, scheme: str, hidden: int, inner: int) -> None:
         rng = torch.Generator().manual_seed(hidden)
         self.hidden, self.inner = hidden, inner
+        self.moe = MoeSpec(EXPERTS, TOP, inner, Router(normalise=True))
 
         def made(height: int, width: int, seed: int) -> tuple[Matrix, Tensor]:
             weight = torch.randn(height, width, generator=rng) / width**0.5
@@ -48,7 +50,7 @@ class Layer:
         return x, torch.empty(tokens, EXPERTS, device=DEVICE).normal_(generator=rng).to(dtype)
 
     def grouped(self, x: Tensor, scores: Tensor) -> Grouped:
-        return Grouped(x, scores, TOP, self.inner, normalise=True, formats=self.formats)
+        return Grouped(x, scores, self.moe, formats=self.formats)
 
     def whole(self, x: Tensor, scores: Tensor) -> Tensor:
         mixed = self.grouped(x, scores)
@@ -57,7 +59,7 @@ class Layer:
 
     def want(self, x: Tensor, scores: Tensor) -> Tensor:
         plain = [(gate_up[1], down[1]) for gate_up, down in self.experts]
-        return experts_reference(x.float(), scores, TOP, plain, normalise=True)[1]
+        return experts_reference(x.float(), scores, self.moe, plain)[1]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

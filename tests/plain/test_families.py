@@ -12,7 +12,7 @@ from penstock.arch.families import FAMILIES, MOST, family_of, read_spec
 from penstock.arch.layout import ALIGNMENT, GroupKind, GroupLayout, group_layouts, kv_layout, mixture_layouts
 from penstock.arch.mixers.attention import Attention
 from penstock.arch.rope import attention_scale, inverse_frequencies
-from penstock.arch.spec import DTYPE_BYTES, LayerSpec, Mlp, ModelSpec, MoeSpec, RopeKind, RopeSpec
+from penstock.arch.spec import DTYPE_BYTES, LayerSpec, Mlp, ModelSpec, MoeSpec, RopeKind, RopeSpec, Router
 from penstock.base.errors import UnsupportedModelError
 
 SMALL = {
@@ -125,16 +125,16 @@ def test_dtype_in_both_spellings() -> None:
 
 def test_mixture_of_experts() -> None:
     spec = read("mixtral", num_local_experts=6, num_experts_per_tok=3)
-    assert spec.moe == MoeSpec(experts=6, top_k=3, intermediate_size=80, normalise=True)
+    assert spec.moe == MoeSpec(experts=6, top_k=3, intermediate_size=80, router=Router(normalise=True))
     assert spec.moe_layers == (True, True, True)
     spec = read(
         "qwen3_moe", num_experts=16, num_experts_per_tok=4, moe_intermediate_size=24, norm_topk_prob=True
     )
-    assert spec.moe == MoeSpec(experts=16, top_k=4, intermediate_size=24, normalise=True)
+    assert spec.moe == MoeSpec(experts=16, top_k=4, intermediate_size=24, router=Router(normalise=True))
     spec = read(
         "qwen3_moe", num_local_experts=16, num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3]
     )
-    assert spec.moe == MoeSpec(experts=16, top_k=8, intermediate_size=768, normalise=False)
+    assert spec.moe == MoeSpec(experts=16, top_k=8, intermediate_size=768)
     assert spec.moe_layers == (False, True, False, False, False, True)
     assert [spec.is_moe(layer) for layer in range(6)] == list(spec.moe_layers)
     assert not read("llama").is_moe(0)

@@ -11,7 +11,7 @@ from penstock.arch.formats import mxfp4, recipe
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.methods import read_format
 from penstock.arch.mixers.attention import Attention
-from penstock.arch.spec import DTYPE_BYTES, LayerSpec, Mlp, ModelSpec, MoeSpec, RopeKind, RopeSpec
+from penstock.arch.spec import DTYPE_BYTES, LayerSpec, Mlp, ModelSpec, MoeSpec, RopeKind, RopeSpec, Router
 from penstock.base.errors import UnsupportedModelError
 
 MOST = 2**16
@@ -351,7 +351,7 @@ def _qwen3(config: _Reader) -> ModelSpec:
 
 def _mixtral(config: _Reader) -> ModelSpec:
     experts, top_k = config.whole("num_local_experts", 8, high=MOST), config.whole("num_experts_per_tok", 2)
-    moe = _moe(config, MoeSpec(experts, top_k, config.whole("intermediate_size"), normalise=True))
+    moe = _moe(config, MoeSpec(experts, top_k, config.whole("intermediate_size"), Router(normalise=True)))
     return _spec(
         config, windows=(_window(config),) * _layers(config), moe=moe, moe_layers=(True,) * _layers(config)
     )
@@ -362,8 +362,11 @@ def _qwen3_moe(config: _Reader) -> ModelSpec:
     experts = config.whole(
         "num_experts" if config.get("num_experts") is not None else "num_local_experts", 128, high=MOST
     )
-    size, normalise = config.whole("moe_intermediate_size", 768), config.flag("norm_topk_prob", False)
-    moe = _moe(config, MoeSpec(experts, config.whole("num_experts_per_tok", 8), size, normalise))
+    size, router = (
+        config.whole("moe_intermediate_size", 768),
+        Router(normalise=config.flag("norm_topk_prob", False)),
+    )
+    moe = _moe(config, MoeSpec(experts, config.whole("num_experts_per_tok", 8), size, router))
     step, dense = config.whole("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise UnsupportedModelError(

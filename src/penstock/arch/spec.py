@@ -48,6 +48,46 @@ class RopeSpec:
     truncate: bool = True
 
 
+class Scoring(StrEnum):
+    """A Scoring names the function that turns a token's router logits into scores of experts."""
+
+    SOFTMAX = "softmax"
+    """Softmax over all experts. The best of them are chosen."""
+    SOFTMAX_OF_CHOSEN = "softmax_of_chosen"
+    """Softmax over the chosen experts. They are chosen by their logits."""
+    SIGMOID = "sigmoid"
+    """Sigmoid of each logit by itself (DeepSeek-V3, arXiv 2412.19437)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """A router says how a mixture chooses experts for a token, and how their scores become shares.
+
+    normalise: whether the shares of the chosen experts are divided by their sum.
+    bias: whether the projection to logits has a bias.
+    correction: whether a vector of the router is added to the scores for the choice. Shares come from the
+        scores without it (`e_score_correction_bias` of checkpoints).
+    groups: how many groups of neighbouring experts there are, all of one size.
+    top_groups: how many groups experts are chosen from: those with the largest sums of their two best scores.
+    scale: factor of shares, after all else (`routed_scaling_factor`).
+    float32: whether logits are computed in float32, whatever the dtype of activations.
+    """
+
+    scoring: Scoring = Scoring.SOFTMAX
+    normalise: bool = False
+    bias: bool = False
+    correction: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    float32: bool = False
+
+    @property
+    def grouped(self) -> bool:
+        """Tell whether some groups are left out of the choice."""
+        return self.top_groups < self.groups
+
+
 @dataclass(frozen=True, slots=True)
 class Activation:
     """An activation makes the inner numbers of a feed-forward: `(up + shift) * gate * sigmoid(alpha * gate)`.
@@ -68,15 +108,12 @@ SWIGLU = Activation()
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """A mixture-of-experts feed-forward runs `top_k` of its `experts` for each token.
-
-    normalise: whether the probabilities of the chosen experts are scaled to sum to one.
-    """
+    """A mixture-of-experts feed-forward runs `top_k` of its `experts` for each token."""
 
     experts: int
     top_k: int
     intermediate_size: int
-    normalise: bool
+    router: Router = Router()
     bias: bool = False
     """Whether an expert's projections have biases."""
     activation: Activation = SWIGLU

@@ -15,6 +15,7 @@ from penstock.ops.activation import silu_mul_into
 from penstock.ops.experts import Grouped, few_outputs, few_tokens, grouped
 from penstock.ops.linear import gated, linear
 from penstock.ops.matrix import GroupViews
+from penstock.ops.route import route
 
 _ROWS = 2048
 """Rows of an expert that are computed at a time, at most: no slower than more."""
@@ -22,29 +23,29 @@ _ROWS = 2048
 
 def mixture(
     x: Tensor,
-    scores: Tensor,
+    logits: Tensor,
     moe: MoeSpec,
     layer: int,
     experts: ExpertWeights,
     *,
+    correction: Tensor | None = None,
     rows_at_rest: int = 0,
 ) -> Tensor:
-    """Return the weighted sum of the chosen experts' outputs: x and result `[tokens, hidden]`, router scores
-    `[tokens, experts]`.
+    """Return the weighted sum of the chosen experts' outputs: x and result `[tokens, hidden]`.
 
-    moe: of the rank; its experts may be narrower than the model's. Only experts that some token chose are
-    borrowed, each once for all its tokens. Where all of them are on the device, the host does not learn which
-    these are. rows_at_rest: an expert with at most so many tokens is computed on the host if it stays there.
+    Only experts that some token chose are borrowed, each once for all its tokens. Where all of them are on
+    the device, the host does not learn which these are.
+
+    logits: of the router, `[tokens, experts]`.
+    moe: of the rank; its experts may be narrower than the model's.
+    correction: of the router, float32 `[experts]`, if it has one.
+    rows_at_rest: an expert with at most so many tokens is computed on the host if it stays there.
     """
     layout = experts.mixtures[layer]
     if grouped(x.device, layout):
-        mixed = Grouped(
-            x, scores, moe.top_k, moe.intermediate_size, normalise=moe.normalise, formats=layout.formats
-        )
+        mixed = Grouped(x, logits, moe, correction, formats=layout.formats)
         return _many_at_a_time(mixed, x, layer, experts, rows_at_rest)
-    shares, chosen = scores.float().softmax(-1).topk(moe.top_k)
-    if moe.normalise:
-        shares = shares / shares.sum(-1, keepdim=True)
+    shares, chosen = route(logits, moe, correction)
     pairs = chosen.flatten().argsort(stable=True)
     tokens = pairs // moe.top_k
     counts = torch.bincount(chosen.flatten(), minlength=moe.experts).tolist()

@@ -11,10 +11,12 @@ from torch import Tensor
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import WeightFormat
 from penstock.arch.layout import MixtureLayout
+from penstock.arch.spec import MoeSpec
 from penstock.ops.activation import silu_mul, silu_mul_into
 from penstock.ops.kernels import native_kernels, triton_kernels
 from penstock.ops.linear import dense_linear
 from penstock.ops.matrix import GroupViews
+from penstock.ops.route import route
 
 
 def grouped(device: torch.device, mixture: MixtureLayout) -> bool:
@@ -67,18 +69,20 @@ class Grouped:
     def __init__(
         self,
         x: Tensor,
-        scores: Tensor,
-        top_k: int,
-        inner: int,
+        logits: Tensor,
+        moe: MoeSpec,
+        correction: Tensor | None = None,
         *,
-        normalise: bool,
         formats: Sequence[WeightFormat] | None = None,
     ) -> None:
         """Choose experts; the host waits for nothing.
 
-        x: `[tokens, hidden]`. scores: `[tokens, experts]`; each token takes the top_k highest, of equal ones
-        those of the lower experts. inner: rows of gate, and of up. formats: of gate_up and down of all
-        experts, dense by default; their kernels compute the products."""
+        x: `[tokens, hidden]`.
+        logits: of the router, `[tokens, experts]`. Of equal scores those of the lower experts win.
+        moe: of the rank.
+        correction: of the router, float32 `[experts]`, if it has one.
+        formats: of gate_up and down of all experts, dense by default; their kernels compute the products.
+        """
         kernels, routing = _kernels(x.device), triton_kernels("routing")
         assert kernels is not None, f"no kernels on {x.device}"
         assert routing is not None
@@ -86,12 +90,12 @@ class Grouped:
         products = triton_kernels(self._formats[0].expert_kernels)
         assert products is not None, formats
         self._products = products
-        tokens, experts = scores.shape
+        (tokens, experts), top_k = logits.shape, moe.top_k
         self._tuning = products.expert_tuning(tokens * top_k, experts, x.dtype)
-        chosen, self._shares = routing.choose(scores, top_k, normalise=normalise)
+        self._shares, chosen = routing.choose(logits, moe, correction)
         self.order, self._blocks, self._counts = routing.arrange(chosen, experts, self._tuning.rows)
         """Pairs in the order of their experts, int32 `[pairs]`."""
-        self._h = x.new_empty(tokens * top_k, inner)
+        self._h = x.new_empty(tokens * top_k, moe.intermediate_size)
         self.y = x.new_empty(tokens * top_k, x.shape[1])
         """Outputs by pair, `[pairs, hidden]`."""
         self._starts: list[int] | None = None
@@ -128,22 +132,28 @@ class Grouped:
 
 
 def experts_reference(
-    x: Tensor, scores: Tensor, top_k: int, weights: Sequence[tuple[Tensor, Tensor]], *, normalise: bool
+    x: Tensor,
+    logits: Tensor,
+    moe: MoeSpec,
+    weights: Sequence[tuple[Tensor, Tensor]],
+    correction: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return what `Grouped` finds, computed step by step: what each token takes, int64 `[tokens, top_k]`, and
     the sum. weights: gate_up and down of every expert."""
-    shares = scores.float().softmax(-1)
-    chosen = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    shares = shares.gather(1, chosen)
-    if normalise:
-        shares = shares / shares.sum(-1, keepdim=True)
-    y = x.new_zeros(len(x), top_k, x.shape[1])
+    shares, chosen = route(logits, moe, correction, lower_first)
+    y = x.new_zeros(len(x), moe.top_k, x.shape[1])
     for expert, (gate_up, down) in enumerate(weights):
         at = chosen == expert
         if at.any():
             inner = silu_mul(dense_linear(x[at.nonzero()[:, 0]], gate_up))
             y[at] = dense_linear(inner, down)
     return chosen, (shares.to(x.dtype).float().unsqueeze(-1) * y.float()).sum(1).to(x.dtype)
+
+
+def lower_first(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return what `torch.topk` returns; of equal numbers the first are taken."""
+    values, at = rows.sort(dim=-1, descending=True, stable=True)
+    return values[:, :count], at[:, :count]
 
 
 def _kernels(device: torch.device) -> ModuleType | None:
