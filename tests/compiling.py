@@ -19,9 +19,9 @@ from triton.runtime import JITFunction, driver
 from triton.runtime.jit import MockTensor
 
 import quantised
-from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import matrix
 from penstock.arch.formats.gguf import FORMATS
+from penstock.arch.layout import ExpertKind
 from penstock.arch.spec import MoeSpec, Router, Scoring
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
 from penstock.ops.kernels import pdl_launches
@@ -183,7 +183,7 @@ def experts(tokens: int, dtype: torch.dtype = BF16) -> None:
     h, y = empty(tokens * top, inner, dtype=dtype), empty(tokens * top, hidden, dtype=dtype)
     table = empty(number, 2, dtype=torch.int64)
     x, every = empty(tokens, hidden, dtype=dtype), range(blocks.shape[1])
-    triton_experts.products(x, (order, blocks), table, h, y, tuning, every, (DENSE, DENSE))
+    triton_experts.products(x, (order, blocks), table, h, y, tuning, every, ExpertKind())
     triton_experts.combine(y, shares)
 
 
@@ -220,7 +220,7 @@ def few_bits_experts(name: str, *classes: int, dtype: torch.dtype = BF16) -> Non
             empty(tokens * top, hidden, dtype=dtype),
             tuning,
             range(bound),
-            formats,
+            ExpertKind(formats),
         )
 
 

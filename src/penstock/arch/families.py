@@ -1,6 +1,6 @@
 """Turns a checkpoint's config.json into a `ModelSpec`: one function of switches and tensor names a family.
 
-`_Reader` checks the type of every value that it returns. A value that this engine cannot run exactly is
+`ConfigReader` checks the type of every value that it returns. A value that this engine cannot run exactly is
 refused, and the message names its key.
 """
 
@@ -11,7 +11,19 @@ from penstock.arch.formats import mxfp4, recipe
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.methods import read_format
 from penstock.arch.mixers.attention import Attention
-from penstock.arch.spec import DTYPE_BYTES, LayerSpec, Mlp, ModelSpec, MoeSpec, RopeKind, RopeSpec, Router
+from penstock.arch.reading import ConfigReader as _Reader
+from penstock.arch.spec import (
+    DTYPE_BYTES,
+    Activation,
+    LayerSpec,
+    Mlp,
+    ModelSpec,
+    MoeSpec,
+    RopeKind,
+    RopeSpec,
+    Router,
+    Scoring,
+)
 from penstock.base.errors import UnsupportedModelError
 
 MOST = 2**16
@@ -47,64 +59,6 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
 
 
-class _Reader:
-    """Reads values of a config.json and checks their types.
-
-    Raises UnsupportedModelError, which names the key.
-    """
-
-    def __init__(self, config: Mapping[str, object], where: str) -> None:
-        self.config = config
-        self.where = where
-
-    def get(self, key: str) -> object:
-        return self.config.get(key)
-
-    def whole(self, key: str, default: int | None = None, *, low: int = 1, high: int = 2**40) -> int:
-        value = self.config.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise UnsupportedModelError(
-                f"{self.where}: key '{key}' is missing, which must be a whole number; fetch config.json again"
-            )
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise UnsupportedModelError(
-                f"{self.where}: key '{key}' is {value!r}; it must be a whole number from {low} to {high}; "
-                "correct config.json, or fetch it again"
-            )
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.config.get(key)
-        value = default if value is None else value
-        # Within these bounds no formula of a model, rope's powers included, leaves the range of a double.
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 <= value <= 1e30:
-            raise UnsupportedModelError(
-                f"{self.where}: key '{key}' is {value!r}; it must be a number from 1e-30 to 1e30; correct "
-                "config.json, or fetch it again"
-            )
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.config.get(key)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise UnsupportedModelError(
-                f"{self.where}: key '{key}' is {value!r}; it must be true or false; correct config.json, or "
-                "fetch it again"
-            )
-        return value
-
-    def only(self, key: str, *supported: object) -> None:
-        """Refuse any value but the supported ones. A missing key counts as the first of them."""
-        value = self.config.get(key, supported[0])
-        if value not in supported:
-            raise UnsupportedModelError(
-                f"{self.where}: key '{key}' is {value!r}; supported: {', '.join(map(repr, supported))}; use "
-                "another checkpoint"
-            )
-
-
 def read_spec(config: Mapping[str, object], where: str = "config.json") -> ModelSpec:
     """Return the spec of the model that `config`, a parsed config.json, describes.
 
@@ -134,6 +88,7 @@ def _spec(
     out_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    sinks: bool = False,
     windows: tuple[int | None, ...] = (),
     moe: MoeSpec | None = None,
     moe_layers: tuple[bool, ...] = (),
@@ -162,7 +117,7 @@ def _spec(
     rope = _rope(config, head_dim, positions)
     windows = windows or (None,) * layers
     mlp = Mlp(config.whole("intermediate_size"), mlp_bias)
-    mixer = Attention(heads, kv_heads, head_dim, None, qkv_bias, out_bias, qk_norm)
+    mixer = Attention(heads, kv_heads, head_dim, None, qkv_bias, out_bias, qk_norm, sinks=sinks)
     sparse, dtype = moe_layers or (False,) * layers, _dtype(config)
     return ModelSpec(
         family=str(config.get("model_type")),
@@ -412,15 +367,14 @@ def _gpt_oss(config: _Reader) -> ModelSpec:
         windows=_typed_windows(config, _window(config)),
         moe=_moe(config, moe),
         moe_layers=(True,) * layers,
+        sinks=True,
     )
     if spec.format != DENSE and spec.format.name not in (mxfp4.METHOD, recipe.METHOD):
         raise UnsupportedModelError(
-            f"{config.where}: key 'quantization_config' is set to quant_method {spec.format.name!r}; supported "
-            f"of gpt_oss: {mxfp4.METHOD}, and experts that are not quantised; use the model as it was published"
+            f"{config.where}: key 'quantization_config' is set to quant_method {spec.format.name!r}; "
+            f"supported for gpt_oss: {mxfp4.METHOD}, or none; use the model as it was published"
         )
-    return replace(
-        spec, stack=tuple(replace(one, mixer=replace(one.mixer, sinks=True)) for one in spec.stack)
-    )
+    return spec
 
 
 def _moe(config: _Reader, moe: MoeSpec) -> MoeSpec:

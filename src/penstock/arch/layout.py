@@ -407,9 +407,11 @@ class _Layer:
 
     def _mixture(self, layer: int, moe: MoeSpec, at: str, norms: Tensors) -> list[GroupLayout]:
         names, hidden = self.names, self.spec.hidden_size
-        router = norms | {"router": [matrix(f"{at}.{names.router}.weight", moe.experts, hidden)]}
+        tensors = norms | {"router": [matrix(f"{at}.{names.router}.weight", moe.experts, hidden)]}
+        if moe.router.bias:
+            tensors["router_bias"] = [vector(f"{at}.{names.router}.bias", moe.experts)]
         return [
-            self.group(GroupId(GroupKind.ROUTER, layer), router),
+            self.group(GroupId(GroupKind.ROUTER, layer), tensors),
             *(
                 self.group(GroupId(GroupKind.EXPERT, layer, expert), self._expert(at, expert, moe))
                 for expert in range(moe.experts)

@@ -204,10 +204,10 @@ class Decoder:
         group = GroupId(GroupKind.ROUTER, layer)
         w = weights.take(group)
         x, after = residual.normed(w.vectors.get("norm")), w.vectors.get("norm_after")
-        scores = linear(x, w.matrices["router"])
+        logits = linear(x, w.matrices["router"], w.vectors.get("router_bias"))
         weights.release(group)
         assert weights.experts is not None, "a mixture without experts"
-        mixed = mixture(x, scores, moe, layer, weights.experts, rows_at_rest=self._rows_at_rest)
+        mixed = mixture(x, logits, moe, layer, weights.experts, rows_at_rest=self._rows_at_rest)
         residual.add(mixed, after, spec.scale)
 
 

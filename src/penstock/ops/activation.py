@@ -20,6 +20,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def activate(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Return the activation, `[tokens, inner]`, of a fused `[tokens, 2 * inner]` with the gate first.
+
+    `gate_up` may be overwritten.
+    """
+    if activation == SWIGLU:
+        return silu_mul(gate_up)
+    return activate_into(gate_up, gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2), activation)
+
+
 def activate_into(gate_up: Tensor, out: Tensor, activation: Activation) -> Tensor:
     """Write the activation of a fused `[tokens, 2 * inner]`, the gate first, to `out` `[tokens, inner]` and
     return it. `gate_up` is overwritten.
