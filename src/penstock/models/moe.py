@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupKind
-from penstock.arch.spec import Activation, MoeSpec
+from penstock.arch.spec import SWIGLU, Activation, MoeSpec
 from penstock.models.inputs import ExpertWeights
 from penstock.ops.activation import activate, activate_into
 from penstock.ops.experts import Grouped, few_outputs, few_tokens, grouped
@@ -51,7 +51,7 @@ def mixture(
     counts = torch.bincount(chosen.flatten(), minlength=moe.experts).tolist()
     spans = _spans(layer, counts)
     y = x.new_empty(len(pairs), x.shape[1])
-    with _at_rest(x, y, pairs, spans, experts, moe.activation, rows_at_rest) as others:
+    with _at_rest(x, y, pairs, spans, experts, rows_at_rest, moe.activation) as others:
         if few_tokens(x, layout):
             _few_tokens(x, y, pairs, spans, others, experts, moe.activation)
         else:
@@ -89,7 +89,7 @@ def _many_at_a_time(
         mixed.compute(table)
         return mixed.total()
     spans = _spans(layer, mixed.counts())
-    with _at_rest(x, mixed.y, mixed.order, spans, experts, activation, rows_at_rest) as others:
+    with _at_rest(x, mixed.y, mixed.order, spans, experts, rows_at_rest, activation) as others:
         for wave, table in experts.waves(others):
             mixed.compute(table, range(wave[0].expert, wave[-1].expert + 1))
     return mixed.total()
@@ -102,8 +102,8 @@ def _at_rest(
     pairs: Tensor,
     spans: Mapping[GroupId, slice],
     experts: ExpertWeights,
-    activation: Activation,
     most: int,
+    activation: Activation = SWIGLU,
 ) -> Iterator[Sequence[GroupId]]:
     """Yield the experts that the body computes; after it, compute the others on the host, where they rest.
 
