@@ -30,12 +30,33 @@ def _shape(
     }
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, object]:
+    """Return a config.json of gpt-oss, whose experts rest in MXFP4."""
+    rope = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+    left_alone = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    return _shape(
+        "gpt_oss",
+        2880,
+        2880,
+        layers,
+        (64, 8, 64),
+        201088,
+        num_local_experts=experts,
+        num_experts_per_tok=4,
+        rope_theta=150000.0,
+        rope_scaling=rope,
+        quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": left_alone},
+    )
+
+
 SHAPES: Mapping[str, Mapping[str, object]] = {
     "100M": _shape("llama", 768, 2048, 12, (12, 4, 64), 32000, tie_word_embeddings=True),
     "0.6B": _shape("qwen3", 1024, 3072, 28, (16, 8, 128), 151936, tie_word_embeddings=True),
     "8B": _shape("llama", 4096, 14336, 32, (32, 8, 128), 128256),
     "70B": _shape("llama", 8192, 28672, 80, (64, 8, 128), 128256),
     "70B-slice": _shape("llama", 8192, 28672, 4, (64, 8, 128), 128256),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
 }
 """Configs by the names that `penstock bench --shape` knows. 70B-slice is 4 of the 80 layers."""
 
