@@ -3,6 +3,7 @@ the whole vocabulary.
 
     python tools/fuzz_transformers.py --seconds 3600      cases in a row, until the time is up or one fails
     python tools/fuzz_transformers.py --seed 17           one case, whose settings are printed
+    python tools/fuzz_transformers.py --family gpt_oss    cases of one family
 
 A seed decides everything: family, sizes, switches, rope, weights, the engine's settings, prompts, and when
 each comes and leaves. The reference is one forward pass of transformers over the prompt and the engine's own
@@ -41,6 +42,8 @@ from penstock.sched import arrivals
 from penstock.sched.rates import TransferRates
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+LATER = ("gpt_oss",)
+"""Families that a seed does not choose, so that seeds keep their cases."""
 LONGEST = 200
 """Tokens of a prompt and its output."""
 LIMIT = tiny.LIMIT
@@ -125,13 +128,13 @@ class Tally:
 # ---- what a seed stands for
 
 
-def draw(seed: int, ranks: bool = False) -> Case:
+def draw(seed: int, ranks: bool = False, family: str | None = None) -> Case:
     """The case of a seed. `ranks`: whether some engines are divided among two processes, which takes seconds
-    each."""
-    rng = random.Random(seed)
-    config = _config(rng, FAMILIES[seed % len(FAMILIES)])
+    each. `family`: the seed's own if none is given."""
+    rng, family = random.Random(seed), family or FAMILIES[seed % len(FAMILIES)]
+    config = _config(rng, family)
     kind = tiny.Case(
-        FAMILIES[seed % len(FAMILIES)],
+        family,
         config,
         dtype=rng.choice(["float32", "float32", "bfloat16", "float16"]),
         shard=rng.choice(["1GB", "20KB"]),
@@ -169,6 +172,9 @@ def _config(rng: random.Random, family: str) -> dict[str, object]:
         window = max(window, 2)
     if family in ("mistral", "mixtral"):
         config["sliding_window"] = rng.choice([None, window, window])
+    elif family == "gpt_oss":
+        config["sliding_window"] = window
+        config["layer_types"] = [rng.choice(["sliding_attention", "full_attention"]) for _ in range(layers)]
     elif family != "llama" and rng.random() < 0.6:
         config |= {"use_sliding_window": True, "sliding_window": window}
         if family == "qwen3_moe":
@@ -179,13 +185,15 @@ def _config(rng: random.Random, family: str) -> dict[str, object]:
             config["layer_types"] = [
                 rng.choice(["sliding_attention", "full_attention"]) for _ in range(layers)
             ]
-    if family in ("llama", "qwen3", "qwen3_moe"):
+    if family in ("llama", "qwen3", "qwen3_moe", "gpt_oss"):
         config["attention_bias"] = rng.random() < 0.5
     if family == "llama":
         config["mlp_bias"] = rng.random() < 0.5
-    if family in ("mixtral", "qwen3_moe"):
+    if family == "gpt_oss":
+        config |= {"swiglu_limit": rng.choice([0.3, 1.0, 7.0]), "swiglu_alpha": rng.choice([1.702, 0.5, 3.0])}
+    if family in ("mixtral", "qwen3_moe", "gpt_oss"):
         experts = rng.randint(1, 9)
-        config["num_local_experts" if family == "mixtral" else "num_experts"] = experts
+        config["num_experts" if family == "qwen3_moe" else "num_local_experts"] = experts
         config["num_experts_per_tok"] = rng.randint(1, experts)
     if family == "qwen3_moe":
         config |= {"moe_intermediate_size": rng.choice([8, 24, 40]), "norm_topk_prob": rng.random() < 0.5}
@@ -529,6 +537,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, help="the first seed; the time of day if left out")
     parser.add_argument("--seed", type=int, help="run this case alone")
     parser.add_argument("--ranks", action="store_true", help="divide some engines among two processes")
+    parser.add_argument("--family", choices=(*FAMILIES, *LATER), help="this one alone [all in turn]")
     given = parser.parse_args()
     begin, tally = time.monotonic(), Tally()
     again = f"python tools/fuzz_transformers.py{' --ranks' if given.ranks else ''} --seed"
@@ -546,7 +555,9 @@ def main() -> None:
     gc.freeze()
     with one_thread():
         while True:
-            case = draw(seed, given.ranks)
+            every = (*FAMILIES, *LATER)
+            family = given.family or every[seed % len(every)]
+            case = draw(seed, given.ranks, family)
             if given.seed is not None:
                 print(case, flush=True)
             try:
@@ -554,7 +565,7 @@ def main() -> None:
             except BaseException as error:
                 print(
                     f"{tally}\nseed {seed} after {time.monotonic() - begin:.0f} s: {type(error).__name__}: "
-                    f"{error}\nagain: {again} {seed}"
+                    f"{error}\nagain: {again} {seed} --family {family}"
                 )
                 if isinstance(error, Mismatch):
                     sys.exit(1)
