@@ -71,25 +71,30 @@ def pages(dim: int = DIM, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
     return empty(2, 64, SIZE, KV_HEADS, dim, dtype=dtype).unbind(0)  # type: ignore[return-value]
 
 
+def scores(
+    heads: int, dtype: torch.dtype, *, window: int | None = None, cap: float | None = None,
+    sinks: bool = False,
+) -> LayerAttention:  # fmt: skip
+    return LayerAttention(0.1, window, cap=cap, sinks=empty(heads, dtype=dtype) if sinks else None)
+
+
 def decode(
-    batch: int, *, heads: int = HEADS, dim: int = DIM, window: int | None = None, joins: bool = False,
-    dtype: torch.dtype = BF16, lse: bool = False, cap: float | None = None, sinks: bool = False,
+    batch: int, *, heads: int = HEADS, dim: int = DIM, joins: bool = False, dtype: torch.dtype = BF16,
+    lse: bool = False, **more: Any,
 ) -> None:  # fmt: skip
+    """more: as of `scores`."""
     q, table = empty(batch, heads, dim, dtype=dtype), empty(batch, 64, dtype=torch.int32)
     arrivals = empty(batch * KV_HEADS, dtype=torch.int32) if joins else None
     rows = Rows(batch, table, empty(batch, dtype=torch.int32), 4096, arrivals=arrivals)
     level = empty(batch, heads, dtype=torch.float32) if lse else None
-    layer = LayerAttention(0.1, window, cap=cap, sinks=empty(heads, dtype=dtype) if sinks else None)
+    layer = scores(heads, dtype, **more)
     triton_attention.paged_decode(q, pages(dim=dim, dtype=dtype), rows, layer, lse=level)
 
 
-def run(
-    tokens: int, *, heads: int = HEADS, dim: int = DIM, window: int | None = None,
-    dtype: torch.dtype = BF16, cap: float | None = None, sinks: bool = False,
-) -> None:  # fmt: skip
+def run(tokens: int, *, heads: int = HEADS, dim: int = DIM, dtype: torch.dtype = BF16, **more: Any) -> None:
+    """more: as of `scores`."""
     q, blocks = empty(tokens, heads, dim, dtype=dtype), empty(64, dtype=torch.int64)
-    of_heads = empty(heads, dtype=dtype) if sinks else None
-    cache, layer = pages(dim=dim, dtype=dtype), LayerAttention(0.1, window, cap=cap, sinks=of_heads)
+    cache, layer = pages(dim=dim, dtype=dtype), scores(heads, dtype, **more)
     triton_attention.paged_run(q, cache, QueryRun(0, tokens, 2048, blocks), layer)
     placed = PlacedRun(blocks.int(), empty(2, dtype=torch.int32), 4096)
     triton_attention.placed_run(q, cache, placed, layer, out=torch.empty_like(q))

@@ -88,7 +88,6 @@ def _spec(
     out_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
-    sinks: bool = False,
     windows: tuple[int | None, ...] = (),
     moe: MoeSpec | None = None,
     moe_layers: tuple[bool, ...] = (),
@@ -117,7 +116,7 @@ def _spec(
     rope = _rope(config, head_dim, positions)
     windows = windows or (None,) * layers
     mlp = Mlp(config.whole("intermediate_size"), mlp_bias)
-    mixer = Attention(heads, kv_heads, head_dim, None, qkv_bias, out_bias, qk_norm, sinks=sinks)
+    mixer = Attention(heads, kv_heads, head_dim, None, qkv_bias, out_bias, qk_norm)
     sparse, dtype = moe_layers or (False,) * layers, _dtype(config)
     return ModelSpec(
         family=str(config.get("model_type")),
@@ -367,14 +366,18 @@ def _gpt_oss(config: _Reader) -> ModelSpec:
         windows=_typed_windows(config, _window(config)),
         moe=_moe(config, moe),
         moe_layers=(True,) * layers,
-        sinks=True,
     )
     if spec.format != DENSE and spec.format.name not in (mxfp4.METHOD, recipe.METHOD):
         raise UnsupportedModelError(
             f"{config.where}: key 'quantization_config' is set to quant_method {spec.format.name!r}; "
             f"supported for gpt_oss: {mxfp4.METHOD}, or none; use the model as it was published"
         )
-    return spec
+    return replace(spec, stack=tuple(map(_with_sinks, spec.stack)))
+
+
+def _with_sinks(layer: LayerSpec) -> LayerSpec:
+    assert isinstance(layer.mixer, Attention)
+    return replace(layer, mixer=replace(layer.mixer, sinks=True))
 
 
 def _moe(config: _Reader, moe: MoeSpec) -> MoeSpec:

@@ -108,14 +108,16 @@ SWIGLU = Activation()
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """A mixture-of-experts feed-forward runs `top_k` of its `experts` for each token."""
+    """A mixture-of-experts feed-forward runs `top_k` of its `experts` for each token.
+
+    bias: whether an expert's projections have biases.
+    """
 
     experts: int
     top_k: int
     intermediate_size: int
     router: Router = Router()
     bias: bool = False
-    """Whether an expert's projections have biases."""
     activation: Activation = SWIGLU
 
 

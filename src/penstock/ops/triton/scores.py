@@ -1,4 +1,4 @@
-"""What kernels do to scores of attention: their scale and cap, and what sinks do to an output."""
+"""Scale and cap scores of attention in kernels, and let sinks weigh on an output."""
 
 import triton
 import triton.language as tl
