@@ -34,7 +34,8 @@ from few_bits import FORMATS, random_matrix
 from recording import need_commit, write
 from torch import Tensor
 
-from penstock.arch.layout import ExpertKind, GroupId, MixtureLayout
+from penstock.arch.experts import ExpertKind
+from penstock.arch.layout import GroupId, MixtureLayout
 from penstock.arch.spec import MoeSpec
 from penstock.memory.probe import matmul_rate
 from penstock.models.moe import mixture

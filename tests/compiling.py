@@ -19,9 +19,9 @@ from triton.runtime import JITFunction, driver
 from triton.runtime.jit import MockTensor
 
 import quantised
+from penstock.arch.experts import ExpertKind
 from penstock.arch.formats.format import matrix
 from penstock.arch.formats.gguf import FORMATS
-from penstock.arch.layout import ExpertKind
 from penstock.arch.spec import Activation, MoeSpec, Router, Scoring
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
 from penstock.ops.kernels import pdl_launches
@@ -32,6 +32,7 @@ from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton import few_bits as triton_few_bits
 from penstock.ops.triton import few_bits_experts as triton_few_bits_experts
 from penstock.ops.triton import linear as triton_linear
+from penstock.ops.triton import norms as triton_norms
 from penstock.ops.triton import pointwise as triton_pointwise
 from penstock.ops.triton import routing as triton_routing
 from penstock.ops.triton import sampling as triton_sampling
@@ -126,6 +127,19 @@ def pointwise(*, gains: bool) -> None:
         gains=norms,
         eps=1e-5,
     )
+
+
+def partly_turned() -> None:
+    """Of GLM-4.5 and of MiniMax-M2: half of each head is rotated, and all heads are normalised together."""
+    turns = empty(8, DIM // 4, dtype=torch.float32), empty(8, DIM // 4, dtype=torch.float32)
+    triton_pointwise.rope_(empty(8, HEADS, DIM), empty(8, KV_HEADS, DIM), *turns)
+    qkv, where = empty(8, (HEADS + 2 * KV_HEADS) * DIM), empty(8, dtype=torch.int64)
+    for gains in (None, (empty(DIM), empty(DIM))):
+        triton_pointwise.project(qkv, *turns, pages(), where, heads=HEADS, gains=gains, eps=1e-5)
+    sizes = HEADS * DIM, KV_HEADS * DIM
+    gains = empty(sizes[0]), empty(sizes[1])
+    triton_norms.norm_together(qkv, gains, sizes, 1e-5)
+    triton_norms.norm_together(qkv, gains, sizes, 1e-5, triton_norms.sums_of_squares(qkv, *sizes))
 
 
 def one_head() -> None:
@@ -298,6 +312,7 @@ CASES: dict[str, Callable[[], None]] = {
     "pointwise": lambda: pointwise(gains=False),
     "pointwise, norms of heads": lambda: pointwise(gains=True),
     "pointwise, one head": one_head,
+    "pointwise, half of a head": partly_turned,
     "linear": linear,
     "linear, few rows": lambda: few_rows(16, 32),
     "linear, more rows": lambda: few_rows(64),

@@ -50,6 +50,8 @@ class Member:
     rank: int
     sums: int = 0
     gathers: int = 0
+    few: int = 0
+    """Sums of a few numbers a row."""
 
     def all_reduce(self, x: Tensor) -> None:
         assert x.is_contiguous()
@@ -60,6 +62,11 @@ class Member:
             total += other
         self.meeting.barrier.wait()  # Before anyone writes, all have read.
         x.copy_(total)
+
+    def all_reduce_few(self, x: Tensor) -> None:
+        self.all_reduce(x)
+        self.sums -= 1
+        self.few += 1
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         self.all_reduce(x)
@@ -180,6 +187,8 @@ def pass_of(
                 len(plans) * (1 + 2 * spec.layers),
                 2 * len(plans),
             )
+            joint = [getattr(layer.mixer, "normed_together", None) for layer in spec.stack]
+            assert rank.member.few == len(plans) * (spec.layers - joint.count(None))
             stats = rank.weights.stats()
             assert stats.streams == ("part" in settings)
         if ranks == 1 and those[0].member:

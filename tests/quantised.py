@@ -21,7 +21,7 @@ from penstock.ops.matrix import Matrix
 
 Made = tuple[dict[str, Tensor], Tensor]
 """Tensors by what comes after `q_proj.`, and the matrix in float32."""
-ROUTERS = "mlp.gate.weight", "sparse_moe.gate.weight"
+ROUTERS = "mlp.gate.weight", "sparse_moe.gate.weight", "shared_expert_gate.weight"
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -144,7 +144,7 @@ def _compressed(kind: str, weights: Mapping[str, object]) -> dict[str, object]:
     group = {"targets": ["Linear"], "weights": {"dynamic": False, **weights}, "input_activations": None}
     return {
         "quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "re:.*mlp.gate$", r"re:.*block_sparse_moe\.gate$"],
+        "ignore": ["lm_head", "re:.*mlp.gate$", "re:.*shared_expert_gate$", r"re:.*block_sparse_moe\.gate$"],
         "quantization_status": "compressed",
     }  # fmt: skip
 

@@ -82,6 +82,15 @@ _SHORT = {"max_position_embeddings": 32}
 _MIX = ["sliding_attention", "full_attention", "sliding_attention"]
 _MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 _GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8}
+_SHARED = _MOE | {"shared_expert_intermediate_size": 48, "norm_topk_prob": False}
+_GLM = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "head_dim": 32,
+}
 
 CASES: dict[str, Case] = {
     "llama": Case("llama", seed=2),
@@ -155,6 +164,56 @@ CASES: dict[str, Case] = {
         "qwen3_moe",
         _MOE | {"use_sliding_window": True, "sliding_window": 8, "head_dim": 16},
         {"use_sliding_window": False, "sliding_window": None},
+    ),
+    "qwen2_moe": Case("qwen2_moe", _SHARED, {"norm_topk_prob": True}),
+    "qwen2_moe_window": Case(
+        "qwen2_moe",
+        _SHARED
+        | {
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+        },
+        {"layer_types": _MIX[::-1][1:] + _MIX[1:2]},
+        seed=1,
+    ),
+    "glm4_moe": Case(
+        "glm4_moe",
+        _GLM | {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 2.5},
+        {"routed_scaling_factor": 1.0},
+    ),
+    "glm4_moe_groups": Case(
+        "glm4_moe",
+        _GLM
+        | {
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 2,
+        },
+        {"topk_group": 4},
+    ),
+    "glm4_moe_yarn": Case(
+        "glm4_moe",
+        _GLM
+        | {
+            "first_k_dense_replace": 0,
+            "rope_parameters": _YARN["rope_parameters"] | {"partial_rotary_factor": 0.25},
+        },
+        {"rope_parameters": _YARN["rope_parameters"] | {"partial_rotary_factor": 1.0}},
+    ),
+    "minimax_m2": Case(
+        "minimax_m2",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 32, "rotary_dim": 16},
+        {"num_experts_per_tok": 3},
+    ),
+    "minimax_m2_whole": Case(
+        "minimax_m2", {"num_local_experts": 5, "num_experts_per_tok": 4, "head_dim": 16}, PLAIN_ROPE, seed=1
     ),
     "gpt_oss": Case("gpt_oss", _GPT_OSS | _YARN_OPEN | {"swiglu_limit": 0.8}, {"swiglu_limit": 7.0}),
     "gpt_oss_window": Case(
@@ -263,6 +322,9 @@ def randomise(model: torch.nn.Module, seed: int, embedding: float) -> None:
                 gain = 3.0 if kind == "lm_head.weight" else 2.0 if kind == "gate.weight" else 1.5
                 noise *= gain / math.sqrt(weight.shape[-1])
             weight.copy_(noise)
+        for name, bias in model.named_buffers():
+            if name.endswith(".e_score_correction_bias"):
+                bias.copy_(torch.randn(bias.shape, generator=rng) * 0.3)
 
 
 def load(

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tiny
-from penstock.arch import families
+from penstock.arch import families, reading
 from penstock.arch.formats import methods
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import (
@@ -206,7 +206,7 @@ def tilted(mixer: Mixer, x: Tensor, weights: GroupViews, cache: tuple[Tensor, ..
     return (values * (1 + tilts.mean(-1, keepdim=True))).flatten(1)
 
 
-def read_tilted(config: families._Reader) -> ModelSpec:
+def read_tilted(config: reading.ConfigReader) -> ModelSpec:
     """A llama of which the layers from the second on are tilted and normalised after their blocks, too."""
     spec = families.FAMILIES["llama"].read(config)
     first, *others = spec.stack
@@ -218,7 +218,7 @@ def read_tilted(config: families._Reader) -> ModelSpec:
     return replace(spec, stack=(first, *stack))
 
 
-def read_all_tilted(config: families._Reader) -> ModelSpec:
+def read_all_tilted(config: reading.ConfigReader) -> ModelSpec:
     """The same with no other layers."""
     spec = read_tilted(config)
     _, *others = spec.stack
@@ -322,7 +322,7 @@ def gated(mixer: Mixer, x: Tensor, weights: GroupViews, cache: tuple[Tensor, ...
     return (out if mixing.wanted is None else out[mixing.wanted]).flatten(1)
 
 
-def read_hybrid(config: families._Reader) -> ModelSpec:
+def read_hybrid(config: reading.ConfigReader) -> ModelSpec:
     """A llama whose first and last layers are gated instead of attending."""
     spec = families.FAMILIES["llama"].read(config)
     mixer = Gated(spec.heads, spec.heads, spec.head_dim)
@@ -357,7 +357,7 @@ def hybrid_checkpoint(folder: Path) -> Path:
 # ---- caps and scales
 
 
-def read_capped(config: families._Reader) -> ModelSpec:
+def read_capped(config: reading.ConfigReader) -> ModelSpec:
     """A llama with every cap and scale that a spec has, the layers from the second on normalised after their
     blocks."""
     spec = families.FAMILIES["llama"].read(config)

@@ -3,7 +3,6 @@ the whole vocabulary.
 
     python tools/fuzz_transformers.py --seconds 3600      cases in a row, until the time is up or one fails
     python tools/fuzz_transformers.py --seed 17           one case, whose settings are printed
-    python tools/fuzz_transformers.py --family gpt_oss    cases of one family
 
 A seed decides everything: family, sizes, switches, rope, weights, the engine's settings, prompts, and when
 each comes and leaves. The reference is one forward pass of transformers over the prompt and the engine's own
@@ -42,8 +41,9 @@ from penstock.sched import arrivals
 from penstock.sched.rates import TransferRates
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
-LATER = ("gpt_oss",)
-"""Families that a seed does not choose, so that seeds keep their cases."""
+MIXTURES = ("qwen2_moe", "glm4_moe", "minimax_m2", "gpt_oss")
+"""Families that seeds from MIXED on stand for as well."""
+MIXED = 10_000
 LONGEST = 200
 """Tokens of a prompt and its output."""
 LIMIT = tiny.LIMIT
@@ -128,13 +128,13 @@ class Tally:
 # ---- what a seed stands for
 
 
-def draw(seed: int, ranks: bool = False, family: str | None = None) -> Case:
+def draw(seed: int, ranks: bool = False) -> Case:
     """The case of a seed. `ranks`: whether some engines are divided among two processes, which takes seconds
-    each. `family`: the seed's own if none is given."""
-    rng, family = random.Random(seed), family or FAMILIES[seed % len(FAMILIES)]
-    config = _config(rng, family)
+    each."""
+    rng = random.Random(seed)
+    config = _config(rng, family_of(seed))
     kind = tiny.Case(
-        family,
+        family_of(seed),
         config,
         dtype=rng.choice(["float32", "float32", "bfloat16", "float16"]),
         shard=rng.choice(["1GB", "20KB"]),
@@ -142,6 +142,12 @@ def draw(seed: int, ranks: bool = False, family: str | None = None) -> Case:
         old_style=rng.random() < 0.4,
     )
     return Case(seed, kind, tuple(_runs(rng, int(str(config["vocab_size"])), ranks)))
+
+
+def family_of(seed: int) -> str:
+    """The family of a seed's model."""
+    every = FAMILIES if seed < MIXED else FAMILIES + MIXTURES
+    return every[seed % len(every)]
 
 
 def _config(rng: random.Random, family: str) -> dict[str, object]:
@@ -175,7 +181,7 @@ def _config(rng: random.Random, family: str) -> dict[str, object]:
     elif family == "gpt_oss":
         config["sliding_window"] = window
         config["layer_types"] = [rng.choice(["sliding_attention", "full_attention"]) for _ in range(layers)]
-    elif family != "llama" and rng.random() < 0.6:
+    elif family not in ("llama", "glm4_moe", "minimax_m2") and rng.random() < 0.6:
         config |= {"use_sliding_window": True, "sliding_window": window}
         if family == "qwen3_moe":
             pass
@@ -201,7 +207,44 @@ def _config(rng: random.Random, family: str) -> dict[str, object]:
             "decoder_sparse_step": rng.choice([1, 1, 2]),
             "mlp_only_layers": rng.choice([[], [], [0], [layers - 1]]),
         }
-    return config
+    return config | _mixture(rng, family, layers, head_dim or hidden // heads, rope)
+
+
+def _mixture(
+    rng: random.Random, family: str, layers: int, head_dim: int, rope: dict[str, object]
+) -> dict[str, object]:
+    """What sets a family of MIXTURES apart; nothing for others."""
+    if family not in MIXTURES:
+        return {}
+    experts = rng.randint(2, 9)
+    turned = 2 * rng.randint(2 if rope["rope_type"] == "dynamic" else 1, head_dim // 2)
+    config: dict[str, object] = {"num_experts_per_tok": rng.randint(1, experts), "head_dim": head_dim}
+    if family == "minimax_m2":
+        return config | {"num_local_experts": experts, "rotary_dim": turned}
+    config |= {"moe_intermediate_size": rng.choice([8, 24, 40]), "norm_topk_prob": rng.random() < 0.5}
+    if family == "qwen2_moe":
+        return config | {
+            "num_experts": experts,
+            "shared_expert_intermediate_size": rng.choice([8, 33, 48]),
+            "qkv_bias": rng.random() < 0.5,
+            "decoder_sparse_step": rng.choice([1, 1, 2]),
+            "mlp_only_layers": rng.choice([[], [], [0], [layers - 1]]),
+        }
+    groups = rng.choice([1, 1, 2, 3])
+    each = rng.randint(2, 4) if groups > 1 else experts
+    top_groups = rng.randint(1, groups)
+    rope["partial_rotary_factor"] = turned / head_dim
+    return config | {
+        "n_routed_experts": groups * each,
+        "num_experts_per_tok": rng.randint(1, top_groups * each),
+        "n_group": groups,
+        "topk_group": top_groups,
+        "n_shared_experts": rng.randint(1, 3),
+        "first_k_dense_replace": rng.randint(0, layers),
+        "routed_scaling_factor": rng.choice([1.0, 2.5]),
+        "attention_bias": rng.random() < 0.5,
+        "use_qk_norm": rng.random() < 0.5,
+    }
 
 
 def _rope(rng: random.Random, dim: int) -> dict[str, object]:
@@ -432,19 +475,23 @@ class Reference:
         self.dynamic = config.rope_parameters["rope_type"] == "dynamic"
         self.leads: dict[str, list[Tensor]] = {}
         for name, module in self.model.named_modules():
-            if type(module).__name__.endswith("TopKRouter"):
+            if type(module).__name__.lower().endswith("topkrouter"):
                 module.register_forward_hook(self._noting(name))
 
     def _noting(self, name: str) -> "object":
-        def note(module: torch.nn.Module, _: object, output: tuple[Tensor, ...]) -> None:
-            logits, k = output[0].double(), int(module.top_k)  # type: ignore[arg-type]
-            ranked = logits.sort(-1, descending=True).values
-            lead = (
-                ranked[:, k - 1] - ranked[:, k]
-                if k < logits.shape[1]
-                else torch.full((len(logits),), math.inf)
-            )
-            self.leads.setdefault(name, []).append(lead / logits.abs().max(-1).values.clamp(min=1e-3))
+        def note(module: torch.nn.Module, given: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+            scores, k = output[0].double(), int(module.top_k)  # type: ignore[arg-type]
+            bias = given[1] if len(given) > 1 else getattr(module, "e_score_correction_bias", None)
+            size, lead = scores.abs().max(-1).values.clamp(min=1e-3), torch.full((len(scores),), math.inf)
+            if bias is not None:  # What moves a logit moves its sigmoid by a quarter of that at most.
+                size, scores = size / 4, scores.sigmoid() + bias.double()
+            if getattr(module, "num_group", 1) > 1:
+                by_group = scores.unflatten(-1, (module.num_group, -1))  # type: ignore[arg-type]
+                sums = by_group.topk(2).values.sum(-1)
+                lead = _lead(sums, int(module.topk_group))  # type: ignore[arg-type]
+                others = sums < sums.topk(int(module.topk_group)).values[:, -1:]  # type: ignore[arg-type]
+                scores = by_group.masked_fill(others.unsqueeze(-1), -math.inf).flatten(1)
+            self.leads.setdefault(name, []).append(torch.minimum(lead, _lead(scores, k)) / size)
 
         return note
 
@@ -472,6 +519,14 @@ class Reference:
             hair = torch.stack([torch.cat(some) for some in self.leads.values()]).min(0).values < CLOSE
             clear = int(hair.nonzero()[0]) if hair.any() else clear
         return found.double().log_softmax(-1), clear
+
+
+def _lead(scores: Tensor, count: int) -> Tensor:
+    """By how much the last that is chosen is ahead of the first that is not, `[tokens]`."""
+    ranked = scores.sort(-1, descending=True).values
+    if count == scores.shape[1]:
+        return torch.full((len(scores),), math.inf, dtype=scores.dtype)
+    return ranked[:, count - 1] - ranked[:, count]
 
 
 def _compare(
@@ -537,7 +592,6 @@ def main() -> None:
     parser.add_argument("--first", type=int, help="the first seed; the time of day if left out")
     parser.add_argument("--seed", type=int, help="run this case alone")
     parser.add_argument("--ranks", action="store_true", help="divide some engines among two processes")
-    parser.add_argument("--family", choices=(*FAMILIES, *LATER), help="this one alone [all in turn]")
     given = parser.parse_args()
     begin, tally = time.monotonic(), Tally()
     again = f"python tools/fuzz_transformers.py{' --ranks' if given.ranks else ''} --seed"
@@ -555,9 +609,7 @@ def main() -> None:
     gc.freeze()
     with one_thread():
         while True:
-            every = (*FAMILIES, *LATER)
-            family = given.family or every[seed % len(every)]
-            case = draw(seed, given.ranks, family)
+            case = draw(seed, given.ranks)
             if given.seed is not None:
                 print(case, flush=True)
             try:
@@ -565,7 +617,7 @@ def main() -> None:
             except BaseException as error:
                 print(
                     f"{tally}\nseed {seed} after {time.monotonic() - begin:.0f} s: {type(error).__name__}: "
-                    f"{error}\nagain: {again} {seed} --family {family}"
+                    f"{error}\nagain: {again} {seed}"
                 )
                 if isinstance(error, Mismatch):
                     sys.exit(1)

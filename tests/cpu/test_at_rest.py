@@ -48,7 +48,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_moe_dense_layer"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_moe_dense_layer", "qwen2_moe", "glm4_moe"])
 @pytest.mark.parametrize("rows", [1, 3, MOST])
 def test_what_is_computed_at_rest_is_what_is_computed_elsewhere(
     name: str, rows: int, at_rest: list[GroupId]

@@ -128,8 +128,9 @@ def test_shapes_have_the_parameters_that_transformers_counts(name: str) -> None:
         config = transformers.AutoConfig.for_model(**SHAPES[name])
         model = transformers.AutoModelForCausalLM.from_config(config)
     shape = Shape.of(SHAPES[name])
+    corrections = [one for name, one in model.named_buffers() if name.endswith("correction_bias")]
     assert bounds.parameters(group_layouts(shape.spec, shape.names, "bfloat16")) == sum(
-        one.numel() for one in model.parameters()
+        one.numel() for one in (*model.parameters(), *corrections)
     )
 
 

@@ -2,6 +2,7 @@
 said in one line."""
 
 import json
+import logging
 import os
 import random
 import shutil
@@ -17,6 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import specs
+from penstock import LLM, SamplingParams
 from penstock.api.text.tokenizer import Tokenizer
 from penstock.arch.families import FAMILIES, read_spec
 from penstock.arch.formats.format import TensorSlice
@@ -153,9 +155,10 @@ def check_groups(path: Path, dtype: str) -> None:
 def expected(layout: GroupLayout, tensors: dict[str, torch.Tensor], dtype: str) -> torch.Tensor:
     group = torch.zeros(layout.size, dtype=torch.uint8)
     for field in layout.fields:
-        whole = (
-            torch.cat([part_of(tensors, source) for source in field.sources]).to(DTYPES[dtype]).contiguous()
-        )
+        exact = field.dtype == "float32" and field.name in ("router", "correction")
+        assert exact or field.dtype == dtype
+        whole = torch.cat([part_of(tensors, source) for source in field.sources])
+        whole = whole.to(DTYPES[field.dtype]).contiguous()
         assert whole.shape == field.shape
         group[field.offset : field.offset + whole.nbytes] = whole.view(-1).view(torch.uint8)
     return group
@@ -212,8 +215,9 @@ def test_spec_means_the_model_that_transformers_builds(family: tuple[str, Path])
     if name in ("mistral", "mixtral"):
         windows = [config.sliding_window] * 3
     assert list(spec.windows) == windows
+    everywhere = name in ("llama", "glm4_moe", "minimax_m2")
     assert set(windows) == (
-        {None} if name == "llama" else {None, 16} if name in ("qwen2", "qwen3", "gpt_oss") else {16}
+        {None} if everywhere else {None, 16} if name in ("qwen2", "qwen3", "qwen2_moe", "gpt_oss") else {16}
     )
     assert [spec.is_moe(number) for number in range(3)] == [hasattr(layer.mlp, "experts") for layer in layers]
     if spec.moe is not None:
@@ -237,6 +241,7 @@ def test_defaults_of_configs_that_leave_keys_out(family: tuple[str, Path]) -> No
     assert spec.max_length == config.max_position_embeddings
     assert spec.norm_eps == config.rms_norm_eps
     assert spec.rope.theta == config.rope_parameters["rope_theta"]
+    assert spec.rope.dim == spec.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)
     assert spec.tied_embeddings == config.tie_word_embeddings
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
@@ -246,11 +251,20 @@ def test_defaults_of_configs_that_leave_keys_out(family: tuple[str, Path]) -> No
         else [window if kind == "sliding_attention" else None for kind in types]
     )
     if spec.moe is not None:
-        assert (spec.moe.experts, spec.moe.top_k) == (config.num_local_experts, config.num_experts_per_tok)
+        experts = getattr(config, "num_local_experts", None) or config.num_experts
+        assert (spec.moe.experts, spec.moe.top_k) == (experts, config.num_experts_per_tok)
         assert spec.moe.intermediate_size == getattr(
             config, "moe_intermediate_size", config.intermediate_size
         )
-        assert spec.moe.router.normalise == getattr(config, "norm_topk_prob", name != "gpt_oss")
+        router = spec.moe.router
+        assert router.normalise == getattr(config, "norm_topk_prob", name != "gpt_oss")
+        assert router.groups == getattr(config, "n_group", 1)
+        assert router.top_groups == getattr(config, "topk_group", 1)
+        assert router.scale == getattr(config, "routed_scaling_factor", 1.0)
+        shared = getattr(config, "n_shared_experts", 0) * spec.moe.intermediate_size
+        assert spec.shared_size == getattr(config, "shared_expert_intermediate_size", shared)
+        dense = getattr(config, "first_k_dense_replace", 0)
+        assert list(spec.moe_layers) == [layer >= dense for layer in range(40)]
         if name == "gpt_oss":
             assert spec.moe.activation == Activation(config.swiglu_alpha, 1.0, config.swiglu_limit)
             assert (spec.rope.kind, spec.rope.truncate, spec.rope.factor) == ("yarn", False, 32)
@@ -446,6 +460,40 @@ def test_extra_tensors_that_do_no_harm(llama: Path) -> None:
     verify(llama)
     change_tensors(llama, lambda tensors: tensors.update({"inv_freq": torch.ones(12)}))
     assert "'inv_freq'" in refusal(lambda: verify(llama))
+
+
+def test_tensors_of_layers_that_predict_several_tokens_are_left_for_drafts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As GLM-4.5 has them, behind its last layer, and Qwen3-Next, in a module of their own."""
+    written("glm4_moe", tmp_path)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert checkpoint.left_for_drafts == ()
+    mtp = {
+        name: torch.ones(4, 4)
+        for name in (
+            "model.layers.3.eh_proj.weight",
+            "model.layers.3.mlp.experts.0.up_proj.weight",
+            "model.layers.3.shared_head.norm.weight",
+            "model.mtp.layers.0.enorm.weight",
+            "mtp.fc.weight",
+        )
+    }
+    change_tensors(tmp_path, lambda tensors: tensors.update(mtp))
+    verify(tmp_path)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert checkpoint.left_for_drafts == tuple(sorted(mtp))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    caplog.set_level(logging.INFO, "penstock")
+    with LLM(tmp_path, device="cpu", dtype="float32") as llm, torch.inference_mode():
+        [found] = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+        assert found.tokens[0] == int(model(torch.tensor([[5, 6, 7]])).logits[0, -1].argmax())
+    assert any(one.message.startswith("5 tensors behind the last layer") for one in caplog.records)
+    change_tensors(tmp_path, lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": torch.ones(4)}))
+    assert "eh_proj" in refusal(lambda: verify(tmp_path))
+    change_tensors(tmp_path, lambda tensors: [tensors.pop("model.layers.2.eh_proj.weight")])
+    change_tensors(tmp_path, lambda tensors: tensors.update({"mtpx.weight": torch.ones(4)}))
+    assert "mtpx" in refusal(lambda: verify(tmp_path))
 
 
 def test_head_beside_a_tied_embedding(llama: Path) -> None:

@@ -130,7 +130,10 @@ def opened(name: str | Path, **more: object) -> LLM:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3", "qwen2_windows", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "llama_tied", "qwen3", "qwen2_windows", "qwen3_moe", "qwen2_moe", "glm4_moe", "minimax_m2"],
+)
 def test_greedy_tokens_are_the_same(name: str, ahead: bool) -> None:
     references = tiny.references(name)
     with patch.object(Runner, "ahead", ahead), opened(name) as llm:

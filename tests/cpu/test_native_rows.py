@@ -74,10 +74,11 @@ def test_gates_of_what_is_large_or_no_number(way: str) -> None:
     torch.testing.assert_close(got, torch.nn.functional.silu(gate), equal_nan=True, atol=1e-30, rtol=1e-6)
 
 
+@pytest.mark.parametrize("turned", [64, 32, 10])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_projections(dtype: torch.dtype, way: str) -> None:
+def test_projections(dtype: torch.dtype, turned: int, way: str) -> None:
     heads, kv_heads, dim = 6, 2, 64
-    qkv, angles = drawn(4, (heads + 2 * kv_heads) * dim, dtype=dtype), drawn(4, dim // 2, seed=1)
+    qkv, angles = drawn(4, (heads + 2 * kv_heads) * dim, dtype=dtype), drawn(4, turned // 2, seed=1)
     pages = torch.zeros(5, 2, 16, kv_heads, dim, dtype=dtype)
     cache, slots = (pages[:, 0], pages[:, 1]), torch.tensor([17, -1, 79, 3])
     inputs = AttentionInputs(slots // 16, slots % 16, slots, None, ())
@@ -125,11 +126,11 @@ def below(first: Matrix, second: Matrix) -> Matrix:
 
 
 @pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("window", "turned"), [(None, 64), (20, 64), (None, 32)])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_of_half_a_layer_is_its_calls_one_by_one(
-    dtype: torch.dtype, rows: int, window: int | None, several: bool, way: str
+    dtype: torch.dtype, rows: int, window: int | None, turned: int, several: bool, way: str
 ) -> None:
     """A product with matrices of several formats is rounded before its bias is added, but here once."""
     if several and dtype != torch.float32:
@@ -153,11 +154,11 @@ def test_attention_of_half_a_layer_is_its_calls_one_by_one(
     at = lengths.long() - 1
     blocks = table.gather(1, at.unsqueeze(1) // 16).squeeze(1).long()
     inputs = AttentionInputs(blocks, at % 16, blocks * 16 + at % 16, Rows(rows, table, lengths, 64), ())
-    angles, layer = drawn(rows, dim // 2, seed=7), LayerAttention(0.1, window)
+    angles, layer = drawn(rows, turned // 2, seed=7), LayerAttention(0.1, window)
     cos, sin = angles.cos(), angles.sin()
     x, part = drawn(rows, hidden, dtype=dtype), drawn(rows, hidden, seed=4, dtype=dtype)
     half = layers.Half(views, ("qkv", "out"), dtype, eps)
-    half.attend(views, (heads, kv_heads, dim), layer, eps)
+    half.attend(views, (heads, kv_heads, dim), layer, eps, turned)
     for before in (None, part):
         residual, other, mine, theirs = x.clone(), x.clone(), pages.clone(), pages.clone()
         cache = mine[:, 0], mine[:, 1]

@@ -30,7 +30,9 @@ from penstock.weights.pack.writer import write_pack
 from penstock.weights.pieces import JOURNAL, MANIFEST, PAGE, PIECE_BYTES, STORE
 from safetensor_files import flip, sealed
 
-FAMILY_CASES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+FAMILY_CASES = (
+    "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "minimax_m2"
+)  # fmt: skip
 DTYPES = ("float32", "float16", "bfloat16")
 UNFINISHED = "weights.bin.partial"
 

@@ -154,7 +154,11 @@ def test_prefix_of_a_running_request(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("llama", "float16"), ("qwen3", "bfloat16"), ("mixtral", "bfloat16")]
+    ("name", "dtype"),
+    [
+        ("llama", "float16"),
+        *((name, "bfloat16") for name in ("qwen3", "mixtral", "qwen2_moe", "glm4_moe", "minimax_m2")),
+    ],
 )
 def test_half_precision(name: str, dtype: str) -> None:
     """As close to transformers in float32 as transformers itself comes in this precision, or nearly."""

@@ -42,6 +42,8 @@ from quantised import (
 )
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
+MIXTURES = ("qwen2_moe", "glm4_moe", "minimax_m2")
+"""Those with shared experts, gates, corrections of routers, and heads of which a part is rotated."""
 
 
 def matrices(path: Path) -> dict[str, torch.Tensor]:
@@ -73,8 +75,13 @@ def outputs(path: Path, **settings: object) -> list[object]:
         return [(one.tokens, one.logprobs) for one in llm.generate(tiny.prompts()[1:4], GREEDY)]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", ["llama_biases", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    [
+        *((scheme, name) for name in ("llama_biases", "qwen3_moe") for scheme in SCHEMES),
+        *((scheme, name) for name in MIXTURES for scheme in ("fp8", "gptq", "awq", "nvfp4")),
+    ],
+)
 def test_tokens(scheme: str, name: str, tmp_path: Path) -> None:
     few, dense = checkpoints(tiny.checkpoint(name), tmp_path, SCHEMES[scheme])
     same = outputs(dense, kernels=False)
@@ -84,8 +91,13 @@ def test_tokens(scheme: str, name: str, tmp_path: Path) -> None:
         assert its == pytest.approx(known, abs=1e-4)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    [
+        *((scheme, name) for name in ("llama", "mixtral") for scheme in SCHEMES),
+        *((scheme, name) for name in MIXTURES for scheme in ("fp8", "gptq")),
+    ],
+)
 def test_streamed_and_ranks(scheme: str, name: str, tmp_path: Path) -> None:
     few, dense = checkpoints(tiny.checkpoint(name), tmp_path, SCHEMES[scheme])
     for kernels in (False, True):
@@ -99,6 +111,32 @@ def test_streamed_and_ranks(scheme: str, name: str, tmp_path: Path) -> None:
                 torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=0)
             else:
                 assert torch.equal(mine, theirs)
+
+
+LISTS = {
+    "minimax_m2": ("ignored_layers", ["gate", "e_score_correction_bias", "lm_head"], None),
+    "glm4_moe": (
+        "modules_to_not_convert",
+        ["lm_head", "model.layers.1.mlp.shared_experts", *(f"model.layers.{at}.mlp.gate" for at in range(3))],
+        "layers.1.mlp.shared_experts",
+    ),
+    "qwen2_moe": (
+        "modules_to_not_convert",
+        ["lm_head", "mlp.gate", "mlp.shared_expert_gate", "model.layers.2.self_attn"],
+        "layers.2.self_attn",
+    ),
+}
+"""Lists of modules that stay as they are, as published checkpoints spell them, and what they say more."""
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_lists_of_modules_that_are_not_quantised(name: str, tmp_path: Path) -> None:
+    (key, listed, left), scheme = LISTS[name], SCHEMES["fp8"]
+    its = replace(scheme, config=scheme.config | {key: listed})
+    few, dense = checkpoints(tiny.checkpoint(name), tmp_path, its, {left: None} if left else None)
+    mine, theirs = matrices(few), matrices(dense)
+    assert all(torch.equal(matrix, theirs[of]) for of, matrix in mine.items())
+    assert outputs(few, kernels=False) == outputs(dense, kernels=False)
 
 
 def test_experts_in_several_formats(tmp_path: Path) -> None:

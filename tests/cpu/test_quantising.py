@@ -185,7 +185,10 @@ def test_modules_of_eight_bits_have_the_groups_of_the_others() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", ["llama_biases", "qwen3_moe", "mixtral", "llama_tied", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama_biases", "qwen3_moe", "mixtral", "llama_tied", "qwen2_moe", "glm4_moe", "minimax_m2", "gpt_oss"],
+)
 def test_a_pack_is_the_model_that_its_numbers_stand_for(recipe: str, name: str, tmp_path: Path) -> None:
     model, pack = tiny.checkpoint(name), tmp_path / "pack"
     found = quantised_pack(model, pack, RECIPES[recipe])

@@ -2,7 +2,10 @@
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,8 +16,15 @@ from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRout
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
+import tiny
+from members import Rank, pass_of, steps
+from penstock.arch.layout import GroupId, GroupKind, group_layouts
 from penstock.arch.spec import MoeSpec, Router, Scoring
+from penstock.models import decoder
+from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.route import route
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.streaming.stream import WeightStream
 
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are interpreted where there is no GPU"
@@ -179,3 +189,55 @@ def test_kernels_choose_by_a_score_that_no_logit_spoils() -> None:
     assert chosen[:3].tolist() == [[0, 1, 2], [0, 1, 2], [0, 5, 4]]
     assert shares[0].tolist() == [0.0] * 3
     assert all(len(set(row)) == 3 and set(row) <= set(range(6)) for row in chosen.tolist())
+
+
+class Poisoned:
+    """Lends copies of groups, which hold NaN from their release on."""
+
+    def __init__(self, weights: WeightStream) -> None:
+        self._weights, self._lent = weights, dict[GroupId, list[Tensor]]()
+        self.experts = weights.experts
+
+    def take(self, group: GroupId) -> GroupViews:
+        views = self._weights.take(group)
+        vectors = {name: vector.clone() for name, vector in views.vectors.items()}
+        matrices = {name: Matrix.of(matrix.tensor.clone()) for name, matrix in views.matrices.items()}
+        self._lent[group] = [*vectors.values(), *(matrix.tensor for matrix in matrices.values())]
+        return GroupViews(matrices, vectors, views.addresses)
+
+    def release(self, group: GroupId) -> None:
+        self._weights.release(group)
+        for tensor in self._lent.pop(group):
+            tensor.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "minimax_m2"])
+def test_nothing_of_a_group_is_read_after_its_release(name: str) -> None:
+    with Checkpoint.open(tiny.checkpoint(name)) as model:
+        rank = Rank(model)
+        with closing(rank.weights):
+            rank.load()
+            want = rank.run(steps())
+            rank.weights = Poisoned(rank.weights)  # type: ignore[assignment]
+            assert all(map(torch.equal, rank.run(steps()), want))
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "minimax_m2"])
+def test_what_decides_the_choice_is_float32_whatever_the_model_is(name: str) -> None:
+    """The router's matrix and its correction are not rounded; all else of its group is."""
+    with Checkpoint.open(tiny.checkpoint(name)) as model:
+        layouts = group_layouts(model.spec, model.names, "bfloat16")
+        group = next(one for one in layouts if one.id.kind is GroupKind.ROUTER)
+        dtypes = {field.name: field.dtype for field in group.fields}
+        assert {name for name, dtype in dtypes.items() if dtype == "float32"} == {"router", "correction"}
+        assert set(dtypes.values()) == {"float32", "bfloat16"}
+    seen = list[torch.dtype]()
+    choose = decoder.choose
+
+    def noting(x: Tensor, logits: Tensor, *rest: Any) -> object:
+        seen.append(logits.dtype)
+        return choose(x, logits, *rest)
+
+    with patch.object(decoder, "choose", noting):
+        pass_of(tiny.checkpoint(name), 0, dtype="bfloat16")
+    assert set(seen) == {torch.float32}

@@ -22,7 +22,7 @@ from penstock.arch.layout import Field, GroupId, GroupKind, GroupLayout, group_l
 from penstock.arch.shards import Shard
 from penstock.arch.spec import Mlp
 from penstock.base.errors import CheckpointError, ConfigError, PenstockError
-from penstock.models import decoder
+from penstock.models import decoder, moe
 from penstock.models.decoder import Decoder
 from penstock.weights.checkpoint import tensors as reading
 from penstock.weights.checkpoint.reader import Checkpoint
@@ -82,8 +82,11 @@ def test_ranks_find_what_one_does(name: str, ranks: int) -> None:
     assert apart(pass_of(tiny.checkpoint(name), ranks), alone(name)) < CLOSE
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_biases", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama_biases", "qwen2", "qwen3_moe", "qwen2_moe", "glm4_moe", "minimax_m2"]
+)
 def test_as_many_ranks_as_heads(name: str) -> None:
+    """Of each two one KV head: where norms cover all heads, only one of them counts its keys."""
     assert apart(pass_of(tiny.checkpoint(name), 4), alone(name)) < CLOSE
 
 
@@ -92,10 +95,11 @@ def test_one_rank_of_one_exchanges_nothing(name: str) -> None:
     assert all(map(torch.equal, pass_of(tiny.checkpoint(name), 1), alone(name)))
 
 
-@pytest.mark.parametrize("name", ["llama_biases", "qwen3"])
+@pytest.mark.parametrize("name", ["llama_biases", "qwen3", "qwen2_moe"])
 def test_long_chunks_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = alone(name)
     monkeypatch.setattr(decoder, "_WIDE_ROWS", 7)
+    monkeypatch.setattr(moe, "_WIDE_ROWS", 7)
     assert apart(pass_of(tiny.checkpoint(name), 2), expected) < CLOSE
 
 
@@ -166,6 +170,11 @@ CUTS = [
         ("mixtral", GroupKind.EXPERT, name, number)
         for name, number in (("gate_up", 0), ("gate_up", 1), ("down", 0))
     ),
+    *(
+        ("glm4_moe", GroupKind.ROUTER, name, number)
+        for name, number in (("gate_up", 0), ("gate_up", 1), ("down", 0))
+    ),
+    *(("minimax_m2", GroupKind.ATTENTION, name, 0) for name in ("q_norm", "k_norm")),
     ("llama_biases", GroupKind.HEAD, "output", 0),
     ("llama_tied", GroupKind.EMBEDDING, "embedding", 0),
 ]

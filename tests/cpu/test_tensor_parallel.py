@@ -37,7 +37,7 @@ SETTINGS = {
 FEW = 20
 """Tokens of most answers."""
 GREEDY = SamplingParams(temperature=0, max_tokens=FEW, ignore_eos=True, logprobs=0)
-USUAL = ["llama_biases", "qwen2_windows", "qwen3_moe_dense_layer"]
+USUAL = ["llama_biases", "qwen2_windows", "qwen3_moe_dense_layer", "qwen2_moe", "glm4_moe", "minimax_m2"]
 """One of each kind; the others' parts are those of tests/cpu/test_sharded.py."""
 EVERY = sorted(set(tiny.CASES) - {"llama_dynamic"}) if tiny.THOROUGH else USUAL
 

@@ -23,6 +23,7 @@ LARGE = (
     "fold, float32",
     "draw",
     "routers",
+    "pointwise, half of a head",
     "experts, some",
     "experts, gpt-oss",
     "few bits experts, gpt-oss",
@@ -73,9 +74,11 @@ def test_what_changes_in_place_waits_until_all_threads_have_read_it(tmp_path: Pa
     That takes a pause between two warps of one program, as a GPU shared by processes makes it.
     """
     pytest.importorskip("triton.backends.nvidia")
-    cases = ("merge", "fold, one", "fold, some", "pointwise, one head", "sums, narrow")
+    cases = (
+        "merge", "fold, one", "fold, some", "pointwise, one head", "pointwise, half of a head", "sums, narrow"
+    )  # fmt: skip
     kernels = list(map(json.loads, _run("-m", "compiling", "89", *cases, cache=tmp_path).splitlines()))[1:]
-    changing = ("_merge", "_fold", "_rope", "_project")
+    changing = ("_merge", "_fold", "_rope", "_project", "_norm_together")
     assert {kernel["kernel"] for kernel in kernels} >= set(changing)
     assert not [one for one in kernels if one["kernel"] in changing and not one["meets"]]
     # Sums of few numbers need no barrier of the compiler's own. One is before turns change, and one before

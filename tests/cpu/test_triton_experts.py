@@ -315,7 +315,9 @@ def _lean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_lean")
-@pytest.mark.parametrize("name", ["qwen3_moe_dense_layer", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe_dense_layer", "qwen2_moe", "glm4_moe", "glm4_moe_groups", "gpt_oss"]
+)
 def test_what_streams_in_waves_computes_the_same(name: str, tmp_path: Path) -> None:
     """Resident, from one table for each layer; then with most experts on the host; tokens are the reference
     model's."""

@@ -46,7 +46,9 @@ class Case:
         *,
         norms: bool,
         block_size: int = 4,
+        turned: int | None = None,
     ) -> None:
+        turned = dim if turned is None else turned
         rng = torch.Generator().manual_seed(tokens * 1000 + heads * 100 + dim)
         width = (heads + 2 * kv_heads) * dim
         x, weight, bias = (
@@ -54,7 +56,7 @@ class Case:
         )
         self.qkv = torch.full((tokens, width + 16), math.nan, dtype=dtype)[:, 8 : width + 8]
         self.qkv.copy_(linear(x, weight, bias))
-        angle = torch.rand(tokens, dim // 2 + 3, generator=rng)[:, : dim // 2] * 300
+        angle = torch.rand(tokens, turned // 2 + 3, generator=rng)[:, : turned // 2] * 300
         self.cos, self.sin = angle.cos(), angle.sin()
         self.heads, self.kv_heads = heads, kv_heads
         gains = [torch.randn(dim, generator=rng).to(dtype) for _ in range(2)]
@@ -156,18 +158,49 @@ class TestAgainstTheSteps:
         close(got, case.reference(), 4 if dtype == torch.bfloat16 else 2)
 
 
+@pytest.mark.parametrize(("dim", "turned"), [(128, 64), (64, 32), (80, 20), (96, 92), (24, 2)])
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestOfWhichPartIsRotated:
+    def test_without_norms(self, dim: int, turned: int, dtype: torch.dtype) -> None:
+        case = Case(7, 6, 2, dim, dtype, norms=False, turned=turned)
+        got = case.fused()
+        equal(got, case.kernels())
+        if dtype == torch.bfloat16:
+            close(got, case.reference(), 1)
+        else:
+            equal(got, case.reference())
+        before = case.qkv.view(7, -1, dim)[:, :8, turned:]
+        assert torch.equal(torch.cat((got[0], got[1]), 1)[..., turned:], before)
+
+    def test_with_norms(self, dim: int, turned: int, dtype: torch.dtype) -> None:
+        case = Case(7, 6, 2, dim, dtype, norms=True, turned=turned)
+        got = case.fused()
+        close(got, case.kernels(), 2)
+        close(got, case.reference(), 4 if dtype == torch.bfloat16 else 2)
+
+
 @settings(max_examples=30)
 @given(
     tokens=st.integers(0, 6),
     group=st.integers(1, 5),
     kv_heads=st.integers(1, 5),
     half=st.integers(1, 40),
+    rest=st.sampled_from([0, 0, 1, 6, 30]),
     norms=st.booleans(),
     block_size=st.sampled_from([1, 2, 16]),
 )
-def test_any_shape(tokens: int, group: int, kv_heads: int, half: int, norms: bool, block_size: int) -> None:
+def test_any_shape(
+    tokens: int, group: int, kv_heads: int, half: int, rest: int, norms: bool, block_size: int
+) -> None:
     case = Case(
-        tokens, group * kv_heads, kv_heads, 2 * half, torch.float32, norms=norms, block_size=block_size
+        tokens,
+        group * kv_heads,
+        kv_heads,
+        2 * half + rest,
+        torch.float32,
+        norms=norms,
+        block_size=block_size,
+        turned=2 * half,
     )
     (close if norms else equal)(case.fused(), case.reference(), *([4] if norms else []))
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.arch.families import FAMILIES, MOST, family_of, read_spec
+from penstock.arch.families import FAMILIES, family_of, read_spec
 from penstock.arch.layout import ALIGNMENT, GroupKind, GroupLayout, group_layouts, kv_layout, mixture_layouts
 from penstock.arch.mixers.attention import Attention
+from penstock.arch.reading import MOST
 from penstock.arch.rope import attention_scale, inverse_frequencies
 from penstock.arch.spec import (
     DTYPE_BYTES,
@@ -96,6 +97,9 @@ def test_plain_llama() -> None:
         ("qwen3", False, False, True),
         ("mixtral", False, False, False),
         ("qwen3_moe", False, False, True),
+        ("qwen2_moe", True, False, False),
+        ("glm4_moe", False, False, False),
+        ("minimax_m2", False, False, True),
         ("gpt_oss", True, True, False),
     ],
 )
@@ -124,13 +128,23 @@ def test_keys_left_out_mean_what_the_family_says() -> None:
         131072,
         32768,
         131072,
+        196608,
+        32768,
+        131072,
     ]
-    assert [read(family, **left_out).kv_heads for family in FAMILIES] == [32, 8, 32, 32, 8, 4, 8]
-    assert [read(family, num_key_value_heads=None).kv_heads for family in FAMILIES] == [8] * 7
-    assert [read(family, head_dim=...).head_dim for family in FAMILIES] == [8, 8, 8, 128, 8, 8, 64]
-    assert [read(family).norm_eps for family in FAMILIES] == [1e-6, 1e-6, 1e-6, 1e-6, 1e-5, 1e-6, 1e-5]
-    assert [read(family).rope.theta for family in FAMILIES] == [1e4, 1e4, 1e4, 1e4, 1e6, 1e4, 15e4]
-    assert [read(family).windows[0] for family in FAMILIES] == [None, 4096, None, None, None, None, 128]
+    assert [read(family, **left_out).kv_heads for family in FAMILIES] == [32, 8, 32, 32, 8, 16, 8, 8, 4, 8]
+    assert [read(family, num_key_value_heads=None).kv_heads for family in FAMILIES] == [8] * 10
+    assert [read(family, head_dim=...).head_dim for family in FAMILIES] == [8, 8, 8, 128, 8, 8, 8, 128, 8, 64]
+    assert [read(family).norm_eps for family in FAMILIES] == [
+        *[1e-6] * 4,
+        1e-5,
+        1e-6,
+        1e-5,
+        *[1e-6] * 2,
+        1e-5,
+    ]
+    assert [read(family).rope.theta for family in FAMILIES] == [*[1e4] * 4, 1e6, 1e4, 1e4, 5e6, 1e4, 15e4]
+    assert [read(family).windows[0] for family in FAMILIES] == [None, 4096, *[None] * 7, 128]
 
 
 def test_gpt_oss() -> None:
@@ -182,6 +196,87 @@ def test_mixture_of_experts() -> None:
     assert spec.moe_layers == (False, True, False, False, False, True)
     assert [spec.is_moe(layer) for layer in range(6)] == list(spec.moe_layers)
     assert not read("llama").is_moe(0)
+
+
+def test_a_mixture_of_qwen2() -> None:
+    spec = read("qwen2_moe", mlp_only_layers=[0])
+    shared = Mlp(5632)
+    assert spec.moe == MoeSpec(60, 4, 1408, Router(), shared=shared, shared_gate=True)
+    assert spec.moe_layers == (False, True, True)
+    assert read("qwen2_moe", norm_topk_prob=True).moe == replace(spec.moe, router=Router(normalise=True))
+    window = {"use_sliding_window": True, "sliding_window": 7}
+    assert read("qwen2_moe", **window).windows == (7, None, 7)
+    assert read("qwen2_moe", max_window_layers=2, **window).windows == (7, None, None)
+    assert read("qwen2_moe", sliding_window=7).windows == (None, None, None)
+    mixed = ["full_attention", "sliding_attention", "full_attention"]
+    assert read("qwen2_moe", layer_types=mixed, **window).windows == (None, 7, None)
+
+
+def test_a_mixture_of_glm() -> None:
+    spec = read("glm4_moe", first_k_dense_replace=2, n_shared_experts=2, routed_scaling_factor=2.5)
+    router = Router(Scoring.SIGMOID, normalise=True, correction=True, scale=2.5, float32=True)
+    assert spec.moe == MoeSpec(128, 8, 1408, router, shared=Mlp(2816))
+    assert spec.moe_layers == (False, False, True)
+    assert spec.rope == RopeSpec(theta=1e4, dim=8)
+    one = read(
+        "glm4_moe", n_group=8, topk_group=2, norm_topk_prob=False, use_qk_norm=True, attention_bias=True
+    )
+    assert one.moe is not None
+    assert one.moe.router == replace(router, normalise=False, groups=8, top_groups=2, scale=1.0)
+    assert one.stack[0].mixer == Attention(8, 2, 16, qkv_bias=True, qk_norm=True)
+    in_rope = {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.25}
+    assert read("glm4_moe", rope_parameters=in_rope, partial_rotary_factor=1.0).rope.dim == 4
+    assert read("glm4_moe", partial_rotary_factor=1.0).rope.dim == 16
+
+
+def test_a_mixture_of_minimax() -> None:
+    spec = read("minimax_m2", rotary_dim=6, head_dim=16, num_local_experts=12, attn_type_list=[1, 1, 1])
+    router = Router(Scoring.SIGMOID, normalise=True, correction=True, float32=True)
+    assert spec.moe == MoeSpec(12, 8, 80, router)
+    assert spec.moe_layers == (True, True, True)
+    assert spec.rope.dim == 6
+    assert spec.stack[0].mixer == Attention(8, 2, 16, qk_norm=True, normed_together=(128, 32))
+    assert read("minimax_m2", head_dim=16).rope.dim == 16
+    assert read("minimax_m2", head_dim=16, rotary_dim=8, partial_rotary_factor=0.25).rope.dim == 4
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        *(("glm4_moe", "partial_rotary_factor", value) for value in (0.01, 1.5, 0.4375, "half", 0)),
+        ("glm4_moe", "n_group", 3),
+        ("glm4_moe", "n_group", 128),
+        ("glm4_moe", "topk_group", 2),
+        ("glm4_moe", "n_shared_experts", 0),
+        ("glm4_moe", "num_experts_per_tok", 129),
+        ("glm4_moe", "n_routed_experts", 2**17),
+        ("glm4_moe", "hidden_act", "gelu"),
+        ("glm4_moe", "use_qk_norm", "yes"),
+        ("minimax_m2", "scoring_func", "softmax"),
+        ("minimax_m2", "use_routing_bias", False),
+        ("minimax_m2", "use_qk_norm", False),
+        ("minimax_m2", "qk_norm_type", "per_head"),
+        ("minimax_m2", "shared_intermediate_size", 64),
+        ("minimax_m2", "sliding_window", 64),
+        ("minimax_m2", "attn_type_list", [1, 0, 1]),
+        ("minimax_m2", "layernorm_mlp_beta", 0.5),
+        ("minimax_m2", "rotary_dim", 200),
+        ("minimax_m2", "attention_bias", True),
+        ("qwen2_moe", "shared_expert_intermediate_size", 0),
+        ("qwen2_moe", "layer_types", ["sliding_attention"] * 3),
+        ("qwen2_moe", "num_experts", 0),
+        ("qwen2_moe", "partial_rotary_factor", 0.5),
+        ("llama", "partial_rotary_factor", 0.5),
+    ],
+)
+def test_a_mixture_that_cannot_be_run_exactly_is_refused(family: str, key: str, value: object) -> None:
+    assert f"key '{key}'" in refusal(family, **{key: value})
+
+
+def test_groups_that_cannot_hold_the_experts_of_a_token_are_refused() -> None:
+    few = {"n_group": 8, "topk_group": 1, "n_routed_experts": 32, "num_experts_per_tok": 5}
+    assert "key 'topk_group'" in refusal("glm4_moe", **few)
+    assert read("glm4_moe", **few | {"topk_group": 2}).moe is not None
 
 
 def test_windows() -> None:

@@ -5,7 +5,7 @@ A group is the unit in which weights rest and move: one contiguous run. Projecti
 are fused, one below the other, so that a layer needs four matrix products and a group one copy.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -20,13 +20,16 @@ from penstock.arch.formats.joined import Joined
 from penstock.arch.mixers.mixer import Plane, StateArray
 from penstock.arch.parts import Held, held, local_spec
 from penstock.arch.shards import WHOLE, Shard
-from penstock.arch.spec import SWIGLU, Activation, Mlp, ModelSpec, MoeSpec, Norms
+from penstock.arch.spec import Mlp, ModelSpec, MoeSpec, Norms
 from penstock.arch.stacks import stacked_expert
 from penstock.base.errors import ConfigError, UnsupportedModelError
 
 ALIGNMENT = 256
 """Bytes to which every field of a group is aligned. Vector loads and matrix kernels need no more."""
 _FP8, _SCALE_BYTES = "float8_e4m3fn", 4
+_FLOAT32 = frozenset({"correction"})
+"""Vectors that are float32 whatever the activations are. Rounded, they would change which experts are
+chosen."""
 Tensors = dict[str, Sequence[TensorSlice]]
 """Tensors of a group, by name. The sources of each are joined one below the other."""
 
@@ -129,22 +132,6 @@ class MixtureLayout:
     def __post_init__(self) -> None:
         modules = {format.expert_kernels for format in self.formats or ()}
         object.__setattr__(self, "kernels", modules.pop() if len(modules) == 1 else "")
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertKind:
-    """An ExpertKind says how kernels compute the experts of a layer, of which they have a table of addresses.
-
-    Addresses of an expert are those of the tensors that the formats store, gate_up's before down's, and then
-    those of its biases.
-
-    formats: of gate_up and down.
-    biases: the field of `MixtureLayout`.
-    """
-
-    formats: tuple[WeightFormat, ...] = (DENSE, DENSE)
-    biases: int = 0
-    activation: Activation = SWIGLU
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,14 +342,17 @@ class _Layer:
     held: Held
     shard: Shard
 
-    def group(self, id: GroupId, tensors: Tensors) -> GroupLayout:
-        """Lay tensors out behind each other: matrices as their format stores them, vectors as they are."""
+    def group(self, id: GroupId, tensors: Tensors, float32: Container[str] = _FLOAT32) -> GroupLayout:
+        """Lay tensors out behind each other: matrices as their format stores them, vectors as they are.
+
+        float32: names of tensors that are float32 whatever the activations are, unless of few bits.
+        """
         fields, matrices, offset = list[Field](), list[MatrixLayout](), 0
         for name, sources in tensors.items():
             is_matrix = len(sources[0].shape) == 2
             format = self._format(sources) if is_matrix else DENSE
             parts = []
-            for stored in format.stored(self.dtype, sources):
+            for stored in format.stored("float32" if name in float32 else self.dtype, sources):
                 label = f"{name}.{stored.name}" if stored.name else name
                 field = Field(
                     label, stored.shape, offset, stored.sources, stored.dtype, stored.repack, stored.random
@@ -406,12 +396,20 @@ class _Layer:
         return self.group(GroupId(GroupKind.FFN, layer), tensors)
 
     def _mixture(self, layer: int, moe: MoeSpec, at: str, norms: Tensors) -> list[GroupLayout]:
-        names, hidden = self.names, self.spec.hidden_size
+        names, hidden, router = self.names, self.spec.hidden_size, moe.router
         tensors = norms | {"router": [matrix(f"{at}.{names.router}.weight", moe.experts, hidden)]}
-        if moe.router.bias:
+        if router.bias:
             tensors["router_bias"] = [vector(f"{at}.{names.router}.bias", moe.experts)]
+        if router.correction:
+            tensors["correction"] = [vector(f"{at}.{names.correction}", moe.experts)]
+        if moe.shared is not None:
+            gate, up, down = (f"{at}.{names.shared}.{part}_proj" for part in ("gate", "up", "down"))
+            tensors |= self._mlp(gate, up, down, moe.shared.intermediate_size, self.held.shared_inner)
+        if moe.shared_gate:
+            tensors["shared_gate"] = [matrix(f"{at}.{names.shared_gate}.weight", 1, hidden)]
+        float32 = _FLOAT32 | ({"router", "router_bias"} if router.float32 else set())
         return [
-            self.group(GroupId(GroupKind.ROUTER, layer), tensors),
+            self.group(GroupId(GroupKind.ROUTER, layer), tensors, float32),
             *(
                 self.group(GroupId(GroupKind.EXPERT, layer, expert), self._expert(at, expert, moe))
                 for expert in range(moe.experts)

@@ -6,7 +6,7 @@ Every rank has every layer, with its own heads and inner rows. Its result is one
 from dataclasses import dataclass, replace
 
 from penstock.arch.shards import Shard, cut
-from penstock.arch.spec import Mlp, ModelSpec
+from penstock.arch.spec import Mlp, ModelSpec, MoeSpec
 from penstock.base.errors import ConfigError
 
 
@@ -16,11 +16,13 @@ class Held:
 
     inner: rows of gate and up, columns of down of a dense feed-forward. Empty without one.
     expert_inner: the same of every expert. Empty without experts.
+    shared_inner: the same of the shared experts. Empty without any.
     vocabulary: rows of the embedding and of the output matrix.
     """
 
     inner: range
     expert_inner: range
+    shared_inner: range
     vocabulary: range
 
 
@@ -33,6 +35,7 @@ def held(spec: ModelSpec, shard: Shard, whose: str = "the model's") -> Held:
         (min(layer.mixer.heads for layer in spec.stack), "query heads"),
         (spec.intermediate_size if dense else shard.ranks, "rows in a feed-forward"),
         (expert_inner if spec.moe else shard.ranks, "rows in an expert"),
+        (spec.shared_size or shard.ranks, "rows in a shared expert"),
         (spec.vocab_size, "tokens in its vocabulary"),
     ):
         if count < shard.ranks:
@@ -40,7 +43,8 @@ def held(spec: ModelSpec, shard: Shard, whose: str = "the model's") -> Held:
                 f"tensor_parallel={shard.ranks} is more than {whose} {count} {what}; give a "
                 f"tensor_parallel of at most {count}"
             )
-    return Held(cut(spec.intermediate_size, shard), cut(expert_inner, shard), cut(spec.vocab_size, shard))
+    sizes = spec.intermediate_size, expert_inner, spec.shared_size, spec.vocab_size
+    return Held(*(cut(size, shard) for size in sizes))
 
 
 def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
@@ -53,7 +57,13 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
     mine = held(spec, shard)
     stack = []
     for layer in spec.stack:
-        inner = mine.inner if isinstance(layer.feed_forward, Mlp) else mine.expert_inner
-        feed_forward = replace(layer.feed_forward, intermediate_size=len(inner))
+        feed_forward = _local(layer.feed_forward, mine)
         stack.append(replace(layer, mixer=layer.mixer.local(shard), feed_forward=feed_forward))
     return replace(spec, stack=tuple(stack), vocab_size=len(mine.vocabulary))
+
+
+def _local(feed_forward: Mlp | MoeSpec, mine: Held) -> Mlp | MoeSpec:
+    if isinstance(feed_forward, Mlp):
+        return replace(feed_forward, intermediate_size=len(mine.inner))
+    shared = feed_forward.shared and replace(feed_forward.shared, intermediate_size=len(mine.shared_inner))
+    return replace(feed_forward, intermediate_size=len(mine.expert_inner), shared=shared)

@@ -111,12 +111,17 @@ class MoeSpec:
     """A mixture-of-experts feed-forward runs `top_k` of its `experts` for each token.
 
     bias: whether an expert's projections have biases.
+    shared: what every token passes besides, added to the sum of its experts.
+    shared_gate: whether the output of that is multiplied with the sigmoid of a number that the router's group
+        computes of each token.
     """
 
     experts: int
     top_k: int
     intermediate_size: int
     router: Router = Router()
+    shared: "Mlp | None" = None
+    shared_gate: bool = False
     bias: bool = False
     activation: Activation = SWIGLU
 
@@ -229,6 +234,12 @@ class ModelSpec:
     def intermediate_size(self) -> int:
         """Return the inner size of the widest dense feed-forward, or 0 without one."""
         return max((one.intermediate_size for one in self._feed_forwards(Mlp)), default=0)
+
+    @property
+    def shared_size(self) -> int:
+        """Return the inner size of the shared experts, or 0 without any."""
+        moe = self.moe
+        return 0 if moe is None or moe.shared is None else moe.shared.intermediate_size
 
     @property
     def moe(self) -> MoeSpec | None:

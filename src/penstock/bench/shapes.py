@@ -49,6 +49,29 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, object]:
     )
 
 
+_QWEN_MOE = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+_GLM_AIR = {
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "attention_bias": True,
+    "use_qk_norm": False,
+    "partial_rotary_factor": 0.5,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_MINIMAX = {"num_local_experts": 256, "num_experts_per_tok": 8, "rotary_dim": 64}
+
 SHAPES: Mapping[str, Mapping[str, object]] = {
     "100M": _shape("llama", 768, 2048, 12, (12, 4, 64), 32000, tie_word_embeddings=True),
     "0.6B": _shape("qwen3", 1024, 3072, 28, (16, 8, 128), 151936, tie_word_embeddings=True),
@@ -57,23 +80,21 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
     "70B-slice": _shape("llama", 8192, 28672, 4, (64, 8, 128), 128256),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
+    "glm-4.5-air": _shape("glm4_moe", 4096, 10944, 46, (96, 8, 128), 151552, **_GLM_AIR),
+    "minimax-m2": _shape("minimax_m2", 3072, 1536, 62, (48, 8, 128), 200064, **_MINIMAX),
+    "qwen3-235b-a22b": _shape(
+        "qwen3_moe", 4096, 12288, 94, (64, 4, 128), 151936, **_QWEN_MOE, moe_intermediate_size=1536
+    ),
 }
 """Configs by the names that `penstock bench --shape` knows. 70B-slice is 4 of the 80 layers."""
 
-_QWEN_MOE = {
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [],
-}
 LAYERS_OF: Mapping[str, tuple[Mapping[str, object], tuple[int, int]]] = {
     "0.6B": (SHAPES["0.6B"], (4, 28)),
     "1B": (_shape("llama", 2048, 8192, 16, (32, 8, 64), 128256, tie_word_embeddings=True), (4, 16)),
     "8B": (SHAPES["8B"], (2, 12)),
     "70B": (SHAPES["70B"], (2, 5)),
     "30B-A3B": (
-        _shape("qwen3_moe", 2048, 6144, 48, (32, 4, 128), 151936, decoder_sparse_step=1, **_QWEN_MOE),
+        _shape("qwen3_moe", 2048, 6144, 48, (32, 4, 128), 151936, **_QWEN_MOE, moe_intermediate_size=768),
         (4, 12),
     ),
     "8x7B": (

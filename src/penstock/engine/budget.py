@@ -194,7 +194,7 @@ def least_activations(spec: ModelSpec, dtype: str, max_step_tokens: int, max_seq
     In a mixture each token passes through top_k experts: for every pair of a token and an expert there is a
     row of the expert's width and a row of its output.
     """
-    inner = max(spec.intermediate_size, spec.query_size)
+    inner = max(spec.intermediate_size, spec.shared_size, spec.query_size)
     wide = 2 * spec.hidden_size + 2 * inner
     if spec.moe is not None:
         wide = max(

@@ -189,6 +189,8 @@ def _use(
         moved = 4 * spec.hidden_size + spec.moe.top_k * (
             3 * spec.moe.intermediate_size + 2 * spec.hidden_size
         )
+        if spec.shared_size:
+            moved += 3 * spec.shared_size + 3 * spec.hidden_size
         experts = mixtures[layer]
         chosen = bounds.experts_chosen(spec.moe, tokens) * experts.mean
         operations = spec.moe.experts * bounds.matrix_operations(spec, experts.one, tokens)

@@ -69,6 +69,8 @@ def settle(
         model.verify(group_layouts(spec, model.names, dtype))
     layouts = group_layouts(spec, model.names, dtype, shard)
     say(f"{spec.family}, {spec.layers} layers, {dtype} on {device_name(device)}")
+    if isinstance(model, Checkpoint) and (left := model.left_for_drafts):
+        say(f"{len(left)} tensors behind the last layer are left for drafts, {left[0]} and more")
     if draft:
         say(
             f"draft model: {draft.spec.family}, {draft.spec.layers} layers, {draft.dtype}; its "

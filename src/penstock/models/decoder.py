@@ -15,7 +15,7 @@ from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import LayerSpec, ModelSpec, MoeSpec
 from penstock.models.inputs import ColdCache, Collectives, LayerCaches, StepInputs, Weights
 from penstock.models.mixers import FORWARD, Mixing, attention_at_once
-from penstock.models.moe import mixture
+from penstock.models.moe import choose, mixture, shared_experts
 from penstock.models.residual import Residual
 from penstock.ops.activation import soft_cap
 from penstock.ops.embedding import look_up
@@ -97,9 +97,8 @@ class Decoder:
         for layer in range(self.spec.layers) if layers is None else layers:
             spec = self._local.stack[layer]
             last = wanted if layer == ends else None
-            self._mix(
-                spec, residual, weights, caches[layer], Mixing(layer, inputs, cold, last, self.spec.norm_eps)
-            )
+            mixing = Mixing(layer, inputs, cold, last, self.spec.norm_eps, self._collectives)
+            self._mix(spec, residual, weights, caches[layer], mixing)
             if last is not None:
                 wanted = None
                 if not len(last):
@@ -204,11 +203,14 @@ class Decoder:
         group = GroupId(GroupKind.ROUTER, layer)
         w = weights.take(group)
         x, after = residual.normed(w.vectors.get("norm")), w.vectors.get("norm_after")
-        logits = linear(x, w.matrices["router"], w.vectors.get("router_bias"))
-        weights.release(group)
+        given = x.float() if moe.router.float32 else x
+        logits = linear(given, w.matrices["router"], w.vectors.get("router_bias"))
         assert weights.experts is not None, "a mixture without experts"
-        mixed = mixture(x, logits, moe, layer, weights.experts, rows_at_rest=self._rows_at_rest)
-        residual.add(mixed, after, spec.scale)
+        choice = choose(x, logits, moe, weights.experts.mixtures[layer], w.vectors.get("correction"))
+        shared = None if moe.shared is None else shared_experts(x, w)
+        weights.release(group)
+        mixed = mixture(x, choice, moe, layer, weights.experts, rows_at_rest=self._rows_at_rest)
+        residual.add(mixed if shared is None else mixed.add_(shared), after, spec.scale)
 
 
 def _of_halves(spec: LayerSpec, x: Tensor, weights: GroupViews) -> ModuleType | None:

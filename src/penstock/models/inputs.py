@@ -126,6 +126,10 @@ class Collectives(Protocol):
         """Put the sum over all ranks in the place of `x`, contiguous, added up in its dtype or a wider
         one."""
 
+    def all_reduce_few(self, x: Tensor) -> None:
+        """Put the sum over all ranks in the place of `x` `[rows, width]`, contiguous: a few numbers a row, of
+        any dtype."""
+
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add the sum of `x` over all ranks to `residual` in place, both `[rows, hidden]`, and return the
         norm of that, as `norm.add_rms_norm`. `x` then holds anything."""

@@ -1,5 +1,6 @@
 """Computes mixers, by their types: from a layer's normalised input to the input of its output projection."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol
@@ -8,12 +9,12 @@ from torch import Tensor
 
 from penstock.arch.mixers.attention import Attention
 from penstock.arch.mixers.mixer import Mixer
-from penstock.models.inputs import ColdCache, StepInputs
+from penstock.models.inputs import ColdCache, Collectives, StepInputs
 from penstock.ops.attention.attend import attend
 from penstock.ops.attention.inputs import LayerAttention
 from penstock.ops.linear import linear
 from penstock.ops.matrix import GroupViews
-from penstock.ops.project import HeadNorms, project
+from penstock.ops.project import HeadNorms, JointNorms, norm_together, project
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class Mixing:
 
     wanted: positions whose output is read, int64 `[rows]`, if not all of them.
     cold: lends and takes KV beyond the device, where `inputs` name it.
+    collectives: of a model on several ranks.
     """
 
     layer: int
@@ -29,6 +31,7 @@ class Mixing:
     cold: ColdCache | None
     wanted: Tensor | None
     norm_eps: float
+    collectives: Collectives | None = None
 
 
 class Forward(Protocol):
@@ -55,7 +58,14 @@ def attention(
     k_cache, v_cache = cache
     qkv = linear(x, w.matrices["qkv"], w.vectors.get("qkv_bias"))
     del x  # Attention needs its memory.
-    norms = HeadNorms(w.vectors["q_norm"], w.vectors["k_norm"], mixing.norm_eps) if mixer.qk_norm else None
+    norms = None
+    if mixer.normed_together is not None:
+        together = JointNorms(
+            w.vectors["q_norm"], w.vectors["k_norm"], mixing.norm_eps, mixer.normed_together
+        )
+        norm_together(qkv, together, _over_ranks(mixing.collectives, counts_keys=mixer.counts_keys))
+    elif mixer.qk_norm:
+        norms = HeadNorms(w.vectors["q_norm"], w.vectors["k_norm"], mixing.norm_eps)
     q, k, v = project(
         qkv, inputs.cos, inputs.sin, (k_cache, v_cache), seen_by, heads=mixer.heads, norms=norms
     )
@@ -84,6 +94,7 @@ def attention_at_once(
     k_cache, v_cache = cache[:2]
     if (
         not isinstance(mixer, Attention)
+        or mixer.normed_together is not None
         or mixing.cold is not None
         or mixing.wanted is not None
         or not kernels.suits(inputs.attention, (k_cache, v_cache), x)
@@ -92,11 +103,25 @@ def attention_at_once(
     half = weights.matrices["out"].half
     if not kernels.describes(half, x):
         half = kernels.Half(weights, ("qkv", "out"), x.dtype, mixing.norm_eps)
-        heads = mixer.heads, k_cache.shape[2], 2 * inputs.cos.shape[1]
-        half.attend(weights, heads, scores_of(mixer, weights), mixing.norm_eps)
+        heads = mixer.heads, k_cache.shape[2], mixer.head_dim
+        half.attend(weights, heads, scores_of(mixer, weights), mixing.norm_eps, 2 * inputs.cos.shape[1])
         weights.matrices["out"].half = half
     angles, pages = (inputs.cos, inputs.sin), (k_cache, v_cache)
     return kernels.attention(half, x, part, angles, pages, inputs.attention)  # type: ignore[no-any-return]
+
+
+def _over_ranks(collectives: Collectives | None, *, counts_keys: bool) -> Callable[[Tensor], None] | None:
+    """Return the `over_ranks` of `norm_together`: sums of squares `[tokens, 2]`, in which the keys of a rank
+    do not count if another one with the same keys counts them."""
+    if collectives is None:
+        return None
+
+    def add_up(squares: Tensor) -> None:
+        if not counts_keys:
+            squares[:, 1].zero_()
+        collectives.all_reduce_few(squares)
+
+    return add_up
 
 
 def scores_of(mixer: Attention, weights: GroupViews) -> LayerAttention:

@@ -8,27 +8,54 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from penstock.arch.layout import GroupId, GroupKind
+from penstock.arch.layout import GroupId, GroupKind, MixtureLayout
 from penstock.arch.spec import SWIGLU, Activation, MoeSpec
 from penstock.models.inputs import ExpertWeights
 from penstock.ops.activation import activate, activate_into
 from penstock.ops.experts import Grouped, few_outputs, few_tokens, grouped
-from penstock.ops.linear import linear
+from penstock.ops.linear import gated, linear
 from penstock.ops.matrix import GroupViews
 from penstock.ops.route import route
 
 _ROWS = 2048
 """Rows of an expert that are computed at a time, at most: no slower than more."""
+_WIDE_ROWS = 8192
+"""Tokens in the widest part of shared experts at a time, as in a feed-forward."""
+
+
+Choice = Grouped | tuple[Tensor, Tensor]
+"""A choice says which experts each token takes: it is a `Grouped`, or else what `route` returns."""
+
+
+def choose(
+    x: Tensor, logits: Tensor, moe: MoeSpec, layout: MixtureLayout, correction: Tensor | None = None
+) -> Choice:
+    """Return the choice of experts for x `[tokens, hidden]`, for `mixture`. The host waits for nothing.
+
+    logits: of the router, `[tokens, experts]`.
+    moe: of the rank; its experts may be narrower than the model's.
+    correction: of the router, float32 `[experts]`, if it has one. It is read by what this queues.
+    """
+    if grouped(x.device, layout):
+        return Grouped(x, logits, moe, correction, formats=layout.formats, biases=layout.biases)
+    return route(logits, moe, correction)
+
+
+def shared_experts(x: Tensor, weights: GroupViews) -> Tensor:
+    """Return the output of the shared experts in a router's group: x and result `[tokens, hidden]`."""
+    out, gate = x.new_empty(x.shape), weights.matrices.get("shared_gate")
+    for piece, place in zip(torch.split(x, _WIDE_ROWS), torch.split(out, _WIDE_ROWS), strict=True):
+        linear(gated(piece, weights.matrices["gate_up"]), weights.matrices["down"], out=place)
+    return out if gate is None else out.mul_(linear(x, gate).sigmoid())
 
 
 def mixture(
     x: Tensor,
-    logits: Tensor,
+    choice: Choice,
     moe: MoeSpec,
     layer: int,
     experts: ExpertWeights,
     *,
-    correction: Tensor | None = None,
     rows_at_rest: int = 0,
 ) -> Tensor:
     """Return the weighted sum of the chosen experts' outputs: x and result `[tokens, hidden]`.
@@ -36,16 +63,13 @@ def mixture(
     Only experts that some token chose are borrowed, each once for all its tokens. Where all of them are on
     the device, the host does not learn which these are.
 
-    logits: of the router, `[tokens, experts]`.
-    moe: of the rank; its experts may be narrower than the model's.
-    correction: of the router, float32 `[experts]`, if it has one.
+    choice: what `choose` returned for x.
     rows_at_rest: an expert with at most so many tokens is computed on the host if it stays there.
     """
+    if isinstance(choice, Grouped):
+        return _many_at_a_time(choice, x, layer, experts, moe.activation, rows_at_rest)
+    shares, chosen = choice
     layout = experts.mixtures[layer]
-    if grouped(x.device, layout):
-        mixed = Grouped(x, logits, moe, correction, formats=layout.formats, biases=layout.biases)
-        return _many_at_a_time(mixed, x, layer, experts, moe.activation, rows_at_rest)
-    shares, chosen = route(logits, moe, correction)
     pairs = chosen.flatten().argsort(stable=True)
     tokens = pairs // moe.top_k
     counts = torch.bincount(chosen.flatten(), minlength=moe.experts).tolist()

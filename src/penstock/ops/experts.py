@@ -8,9 +8,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from penstock.arch.experts import ExpertKind
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import WeightFormat
-from penstock.arch.layout import ExpertKind, MixtureLayout
+from penstock.arch.layout import MixtureLayout
 from penstock.arch.spec import Activation, MoeSpec
 from penstock.ops.activation import activate, activate_into
 from penstock.ops.kernels import native_kernels, triton_kernels

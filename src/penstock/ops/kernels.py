@@ -108,6 +108,7 @@ _MODULES = (
     "few_bits_row",
     "few_bits_experts",
     "linear",
+    "norms",
     "pointwise",
     "routing",
     "sampling",

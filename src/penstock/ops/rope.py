@@ -46,11 +46,15 @@ class RotaryAngles:
 def rotate(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate queries and keys `[tokens, heads, dim]` by their positions' angles, perhaps in place.
 
-    cos, sin: float32 `[tokens, dim / 2]`.
+    The first `turned` dimensions of a head are rotated, the others stay as they are.
+
+    cos, sin: float32 `[tokens, turned / 2]`.
     """
     if qk.is_cuda and (kernels := triton_kernels("pointwise")):
         kernels.rope_(qk, None, cos, sin)
         return qk
-    first, second = qk.float().chunk(2, dim=-1)
+    turned = 2 * cos.shape[1]
+    first, second = qk[..., :turned].float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qk.dtype)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qk.dtype)
+    return rotated if turned == qk.shape[-1] else torch.cat((rotated, qk[..., turned:]), dim=-1)

@@ -74,6 +74,13 @@ class RankCollectives:
         else:
             self._group.all_reduce(x)
 
+    def all_reduce_few(self, x: Tensor) -> None:
+        """Replace `x` `[rows, width]`, contiguous, by its sum over all ranks.
+
+        It goes by the group's library: windows are for rows of one width and dtype.
+        """
+        self._group.all_reduce(x)
+
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add the sum of `x` over all ranks to `residual` in place, and return its norm: all `[rows,
         hidden]`."""
@@ -154,6 +161,9 @@ class Unsummed:
         """Launch the sum, if it has few enough rows for one launch."""
         if len(x) <= self._collectives.rows:
             self._collectives.all_reduce(x)
+
+    def all_reduce_few(self, x: Tensor) -> None:
+        """Leave `x` as it is: the group's library has no kernels to compile."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Launch addition and norm of `[rows, hidden]`, and return a result of that shape."""

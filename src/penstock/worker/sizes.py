@@ -89,12 +89,13 @@ def graph_bytes(spec: ModelSpec, dtype: str, rows: int, tokens: int) -> int:
     tokens: most tokens of a step with a run.
     """
     wide = max(
-        2 * spec.intermediate_size + spec.hidden_size,
+        2 * max(spec.intermediate_size, spec.shared_size) + spec.hidden_size,
         spec.projected_size + 3 * spec.hidden_size,
     )
     if spec.moe is not None:
+        beside = 3 if spec.shared_size else 2
         wide = max(
-            wide, spec.moe.top_k * (spec.moe.intermediate_size + spec.hidden_size) + 2 * spec.hidden_size
+            wide, spec.moe.top_k * (spec.moe.intermediate_size + spec.hidden_size) + beside * spec.hidden_size
         )
     runs = run_counts(spec, tokens)
     passing = (max(rows, *runs, 0) * 2 * wide + rows * spec.vocab_size) * DTYPE_BYTES[dtype]

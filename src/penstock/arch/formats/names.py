@@ -15,8 +15,9 @@ _QUANTIFIERS, _MOST = re.compile(r"(?<!\\)[*+{?]"), 5
 """A pattern of a stranger may not take forever: few quantifiers, and none of a group."""
 _NESTED = re.compile(r"(?<!\\)\)[*+{?]")
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
-ROUTERS = (".mlp.gate", ".block_sparse_moe.gate", ".mlp.router")
-"""Ends of the names of routers of mixtures, which quantisers leave alone without saying so."""
+ROUTERS = (".mlp.gate", ".block_sparse_moe.gate", ".mlp.router", ".mlp.shared_expert_gate")
+"""Ends of the names of routers of mixtures, and of gates of shared experts, which quantisers leave alone
+without saying so."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,10 @@ class Attention(Mixer):
     """Attention is softmax attention over keys and values `[tokens, kv_heads, head_dim]`.
 
     qk_norm: whether each head of queries and keys is normalised (RMS) before RoPE.
+    normed_together: with `qk_norm`, how many numbers of queries and of keys have one norm: those of all heads
+        of the whole model. None if each head has its own.
+    counts_keys: whether the rank's keys are part of sums over ranks. Of ranks that hold the same keys one
+        counts them.
     scale: factor of scores. None is `head_dim ** -0.5`.
     sinks: whether each head's softmax has one more score, learned, that adds to its sum and has no value
         (gpt-oss; Xiao et al. 2023, arXiv 2309.17453).
@@ -25,6 +29,8 @@ class Attention(Mixer):
     cap: float | None = None
     """Soft cap c of scaled scores s, which become c * tanh(s / c); None is no cap."""
     sinks: bool = False
+    normed_together: tuple[int, int] | None = None
+    counts_keys: bool = True
 
     @property
     def output_size(self) -> int:
@@ -53,7 +59,10 @@ class Attention(Mixer):
             tensors["qkv_bias"] = [
                 vector(f"{at}.{name}_proj.bias", size, rows) for name, (size, rows) in parts.items()
             ]
-        if self.qk_norm:
+        if self.normed_together is not None:
+            tensors["q_norm"] = [vector(f"{at}.q_norm.weight", *parts["q"])]
+            tensors["k_norm"] = [vector(f"{at}.k_norm.weight", *parts["k"])]
+        elif self.qk_norm:
             tensors["q_norm"] = [vector(f"{at}.q_norm.weight", dim)]
             tensors["k_norm"] = [vector(f"{at}.k_norm.weight", dim)]
         if self.sinks:
@@ -66,4 +75,5 @@ class Attention(Mixer):
     def local(self, shard: Shard) -> "Attention":
         """Return the attention with the rank's heads and KV heads."""
         heads, kv_heads = share_heads(self.heads // self.kv_heads, self.kv_heads, shard)
-        return replace(self, heads=len(heads), kv_heads=len(kv_heads))
+        first = heads.start % (self.heads // self.kv_heads) == 0
+        return replace(self, heads=len(heads), kv_heads=len(kv_heads), counts_keys=first)

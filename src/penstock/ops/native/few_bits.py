@@ -72,7 +72,7 @@ class FewBitsLibrary:
         real = ctypes.c_float
         self.norm.argtypes = [whole, pointer, pointer, pointer, real, number, number, pointer]
         self.gate.argtypes = [whole, pointer, number, number, pointer]
-        self.project.argtypes = [whole, *[pointer] * 5, real, *[pointer] * 3, *[number] * 8]
+        self.project.argtypes = [whole, *[pointer] * 5, real, *[pointer] * 3, *[number] * 9]
         self.norm.restype = self.gate.restype = self.project.restype = None
         self.layer_feed_forward, self.layer_attention = library.layer_feed_forward, library.layer_attention
         self.layer_feed_forward.argtypes = [pointer, pointer, pointer, number, pointer, whole, pointer]

@@ -20,7 +20,7 @@ struct projection {
 struct half {
     const void *norm, *q_norm, *k_norm;
     struct projection in, out;
-    int64_t size, heads, kv_heads, dim, window;
+    int64_t size, heads, kv_heads, dim, turned, window;
     float eps, head_eps, scale;
     int32_t kind;
 };
@@ -72,7 +72,7 @@ int layer_attention(const struct half *h, const void *part, void *residual, int6
     pointwise_norm(h->kind, part ? part : residual, part ? residual : 0, h->norm, h->eps, rows, h->size, normed);
     int failed = multiply(&h->in, h->kind, normed, h->size, rows, qkv, threads, parallel);
     pointwise_project(h->kind, qkv, cos, sin, h->q_norm, h->k_norm, h->head_eps, slots, k, v, block_size, of_block,
-                      of_token, of_head, rows, h->heads, h->kv_heads, h->dim);
+                      of_token, of_head, rows, h->heads, h->kv_heads, h->dim, h->turned);
     struct rows queries = {qkv, k, v, attended, 0, table, lengths, rows, h->kv_heads, h->heads / h->kv_heads, h->dim,
                            table_stride, block_size, h->window, wide, h->dim, of_block, of_token, of_head, of_block,
                            of_token, of_head, h->scale, h->kind, h->kind};

@@ -42,7 +42,7 @@ class _Half(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("norm", "q_norm", "k_norm")),
         ("into", _Projection),
         ("out", _Projection),
-        *((name, ctypes.c_int64) for name in ("size", "heads", "kv_heads", "dim", "window")),
+        *((name, ctypes.c_int64) for name in ("size", "heads", "kv_heads", "dim", "turned", "window")),
         *((name, ctypes.c_float) for name in ("eps", "head_eps", "scale")),
         ("kind", ctypes.c_int32),
     ]
@@ -78,11 +78,20 @@ class Half:
         self.address = ctypes.addressof(self.made)
 
     def attend(
-        self, weights: GroupViews, heads: tuple[int, int, int], layer: LayerAttention, eps: float
+        self,
+        weights: GroupViews,
+        heads: tuple[int, int, int],
+        layer: LayerAttention,
+        eps: float,
+        turned: int,
     ) -> None:
-        """Describe its attention. heads: of queries, of keys, and the dimensions of each."""
+        """Describe its attention.
+
+        heads: of queries, of keys, and the dimensions of each.
+        turned: the dimensions of a head that are rotated.
+        """
         made, vectors = self.made, weights.vectors
-        made.heads, made.kv_heads, made.dim = heads
+        (made.heads, made.kv_heads, made.dim), made.turned = heads, turned
         made.window, made.scale = layer.window or 0, layer.scale
         if "q_norm" in vectors:
             made.q_norm, made.k_norm, made.head_eps = (
@@ -174,7 +183,7 @@ def attention(
     here. Keys and values are written.
 
     half: what `describes` such a half. x, part: as of `feed_forward`.
-    angles: cosines and sines, float32 `[rows, dim / 2]`.
+    angles: cosines and sines, float32 `[rows, turned / 2]`.
     cache: K and V in pages, which `suits_pages`.
     inputs: which `suits`. Raises MemoryError.
     """

@@ -122,9 +122,9 @@ INLINE void rotate_as(int kind, void *head, const float *cos, const float *sin, 
 
 INLINE void project_as(int kind, void *qkv, const float *cos, const float *sin, const void *q_norm,
                        const void *k_norm, float eps, const int64_t *slots, const struct pages *pages,
-                       int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim)
+                       int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim, int64_t turned)
 {
-    int64_t bytes = kind == FLOAT32 ? 4 : 2, half = dim / 2;
+    int64_t bytes = kind == FLOAT32 ? 4 : 2, half = turned / 2;
     for (int64_t token = 0; token < tokens; token++) {
         char *its = (char *)qkv + token * (heads + 2 * kv_heads) * dim * bytes, *k = its + heads * dim * bytes;
         for (int64_t head = 0; head < heads + kv_heads; head++) {
@@ -144,13 +144,15 @@ INLINE void project_as(int kind, void *qkv, const float *cos, const float *sin, 
     }
 }
 
-/* qkv [tokens, heads + 2 * kv_heads, dim]: heads of queries and keys are normalised if there are weights, and
-   rotated, in place; keys and values are also written to slots of pages, but for negative slots. */
+/* qkv [tokens, heads + 2 * kv_heads, dim]: heads of queries and keys are normalised if there are weights, and the
+   first `turned` dimensions of each rotated, in place; keys and values are also written to slots of pages, but for
+   negative slots. */
 void pointwise_project(int kind, void *qkv, const float *cos, const float *sin, const void *q_norm,
                        const void *k_norm, float eps, const int64_t *slots, void *k, void *v, int64_t block_size,
                        int64_t of_block, int64_t of_token, int64_t of_head, int64_t tokens, int64_t heads,
-                       int64_t kv_heads, int64_t dim)
+                       int64_t kv_heads, int64_t dim, int64_t turned)
 {
     struct pages pages = {k, v, block_size, of_block, of_token, of_head};
-    BY_KIND(kind, project_as, qkv, cos, sin, q_norm, k_norm, eps, slots, &pages, tokens, heads, kv_heads, dim);
+    BY_KIND(kind, project_as, qkv, cos, sin, q_norm, k_norm, eps, slots, &pages, tokens, heads, kv_heads, dim,
+            turned);
 }

@@ -56,6 +56,7 @@ def project(
     Return q `[tokens, heads, dim]`, k and v `[tokens, kv_heads, dim]`: views of qkv, which is changed in
     place. The arguments are those of the kernel for GPUs; K and V have the same strides.
     """
+    turned = 2 * cos.shape[1]
     found, (k, v) = library(), cache
     assert found is not None, "suits() says whether there are kernels"
     (_, block_size, kv_heads, dim), (of_block, of_token, of_head, one) = k.shape, k.stride()
@@ -63,12 +64,12 @@ def project(
     assert qkv.shape == (len(slots), (heads + 2 * kv_heads) * dim), (qkv.shape, slots.shape, heads, k.shape)
     assert slots.dtype == torch.int64
     assert cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous()  # noqa: PT018
-    assert cos.shape == (len(slots), dim // 2), cos.shape
+    assert len(cos) == len(slots) and turned <= dim, (cos.shape, dim)  # noqa: PT018
     q_gain, k_gain = (None, None) if gains is None else (gains[0].data_ptr(), gains[1].data_ptr())
     found.project(
         NUMBERS[qkv.dtype], qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), q_gain, k_gain, eps,
         slots.data_ptr(), k.data_ptr(), v.data_ptr(), block_size, of_block,
-        of_token, of_head, len(slots), heads, kv_heads, dim,
+        of_token, of_head, len(slots), heads, kv_heads, dim, turned,
     )  # fmt: skip
     split = qkv.view(len(slots), heads + 2 * kv_heads, dim)
     return split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]

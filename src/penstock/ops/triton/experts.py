@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-from penstock.arch.layout import ExpertKind
-from penstock.ops.triton.pointwise import activated, activation_options
+from penstock.arch.experts import ExpertKind
+from penstock.ops.triton.activation import activated, activation_options
 
 
 @dataclass(frozen=True, slots=True)

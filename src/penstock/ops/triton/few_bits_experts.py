@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.arch.experts import ExpertKind
 from penstock.arch.formats.codes import packed_bytes
-from penstock.arch.layout import ExpertKind
 from penstock.arch.spec import Activation
+from penstock.ops.triton.activation import activated, activation_options
 from penstock.ops.triton.codes import (
     COMPILED,
     FOUR_BITS,
@@ -30,7 +31,6 @@ from penstock.ops.triton.codes import (
     scale_of,
 )
 from penstock.ops.triton.experts import ExpertTuning, place_of, shared_memory
-from penstock.ops.triton.pointwise import activated, activation_options
 from penstock.ops.triton.ptx import less, pairs_of
 
 _TUNINGS = (

@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.arch.spec import Activation
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
 
 
@@ -113,31 +112,50 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 @triton.jit  # type: ignore[untyped-decorator]
 def _turn(  # type: ignore[no-untyped-def]
     x, gain, cos, sin, eps, s_head, HEADS: tl.constexpr, HALF: tl.constexpr, COLS: tl.constexpr,
-    ROWS: tl.constexpr, NORMS: tl.constexpr,
+    REST: tl.constexpr, REST_COLS: tl.constexpr, ROWS: tl.constexpr, NORMS: tl.constexpr,
     first=0,
 ):  # fmt: skip
     """Normalise, if NORMS, and rotate ROWS heads of one token from `first` on, in place.
 
-    Pairs are (i, i + HALF). Returns the stored halves.
+    Pairs are (i, i + HALF). The REST dimensions behind them are not rotated. Returns the stored halves, and
+    the rest if there is any.
     """
     heads, cols = first + tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
     inside = (heads < HEADS) & (cols < HALF)
     at = x + heads * s_head + cols
     left = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    if REST > 0:
+        rest_cols = tl.arange(0, REST_COLS)[None, :]
+        rest_inside = (heads < HEADS) & (rest_cols < REST)
+        rest_at = x + heads * s_head + 2 * HALF + rest_cols
+        rest = tl.load(rest_at, mask=rest_inside, other=0.0)
     if NORMS:
         gain_left = tl.load(gain + cols, mask=cols < HALF, other=0.0).to(tl.float32)
         gain_right = tl.load(gain + HALF + cols, mask=cols < HALF, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(left * left + right * right, 1) / (2 * HALF) + eps)[:, None]
+        squares = tl.sum(left * left + right * right, 1)
+        if REST > 0:
+            rest_wide = rest.to(tl.float32)
+            squares += tl.sum(rest_wide * rest_wide, 1)
+        scale = tl.rsqrt(squares / (2 * HALF + REST) + eps)[:, None]
         left = (left * scale).to(x.dtype.element_ty).to(tl.float32) * gain_left
         right = (right * scale).to(x.dtype.element_ty).to(tl.float32) * gain_right
         left, right = left.to(x.dtype.element_ty).to(tl.float32), right.to(x.dtype.element_ty).to(tl.float32)
+        if REST > 0:
+            gain_rest = tl.load(gain + 2 * HALF + rest_cols, mask=rest_cols < REST, other=0.0).to(tl.float32)
+            rest = (rest_wide * scale).to(x.dtype.element_ty).to(tl.float32) * gain_rest
+            rest = rest.to(x.dtype.element_ty)
     turned = (left * cos - right * sin).to(x.dtype.element_ty)
     other = (right * cos + left * sin).to(x.dtype.element_ty)
     tl.debug_barrier()  # several threads may have read one number, where these are few
     tl.store(at, turned, mask=inside)
     tl.store(at + HALF, other, mask=inside)
-    return turned, other
+    if REST > 0:
+        if NORMS:
+            tl.store(rest_at, rest, mask=rest_inside)
+        return turned, other, rest
+    else:
+        return turned, other, other
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -164,29 +182,31 @@ def _rope(  # type: ignore[no-untyped-def]
     cols = tl.arange(0, COLS)
     c = tl.load(cos + token * s_cos + cols, mask=cols < HALF, other=0.0)[None, :]
     s = tl.load(sin + token * s_sin + cols, mask=cols < HALF, other=0.0)[None, :]
-    _turn(q + token * s_q, q, c, s, 0.0, s_q_head, HEADS, HALF, COLS, ROWS, False)
+    _turn(q + token * s_q, q, c, s, 0.0, s_q_head, HEADS, HALF, COLS, 0, 1, ROWS, False)
     if KV_HEADS > 0:
-        _turn(k + token * s_k, k, c, s, 0.0, s_k_head, KV_HEADS, HALF, COLS, KV_ROWS, False)
+        _turn(k + token * s_k, k, c, s, 0.0, s_k_head, KV_HEADS, HALF, COLS, 0, 1, KV_ROWS, False)
 
 
 def rope_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
-    """Rotate q `[tokens, heads, dim]` and k `[tokens, kv_heads, dim]` in place: pairs (i, i + dim / 2).
+    """Rotate q `[tokens, heads, dim]` and k `[tokens, kv_heads, dim]` in place: pairs (i, i + turned / 2).
 
-    The arithmetic is float32, rounded once. Without k, q may hold the heads of both.
+    The first `turned` dimensions of a head are rotated. The arithmetic is float32, rounded once. Without k, q
+    may hold the heads of both.
 
-    cos, sin: float32 `[tokens, dim / 2]`.
+    cos, sin: float32 `[tokens, turned / 2]`.
     """
     tokens, heads, dim = q.shape
     kv_heads = 0 if k is None else k.shape[1]
     k = q if k is None else k
     assert k.shape == (tokens, kv_heads or heads, dim), (q.shape, k.shape)
-    assert cos.shape == sin.shape == (tokens, dim // 2), (q.shape, cos.shape)
-    assert dim % 2 == 0, dim
+    half = cos.shape[1]
+    assert cos.shape == sin.shape == (tokens, half), (q.shape, cos.shape)
+    assert 2 * half <= dim, (q.shape, cos.shape)
     assert q.stride(2) == k.stride(2) == cos.stride(1) == sin.stride(1) == 1
     assert cos.dtype == sin.dtype == torch.float32
     if tokens == 0:
         return
-    rows, cols = triton.next_power_of_2(heads), triton.next_power_of_2(dim // 2)
+    rows, cols = triton.next_power_of_2(heads), triton.next_power_of_2(half)
     _rope[(tokens,)](
         q,
         k,
@@ -198,7 +218,7 @@ def rope_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
         sin.stride(0),
         HEADS=heads,
         KV_HEADS=kv_heads,
-        HALF=dim // 2,
+        HALF=half,
         COLS=cols,
         ROWS=rows,
         KV_ROWS=triton.next_power_of_2(max(kv_heads, 1)),
@@ -230,6 +250,8 @@ def _project(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     COLS: tl.constexpr,
+    REST: tl.constexpr,
+    REST_COLS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     NORMS: tl.constexpr,
@@ -241,32 +263,43 @@ def _project(  # type: ignore[no-untyped-def]
     """
     in_turn(EARLY)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    DIM: tl.constexpr = 2 * HALF + REST
     cols = tl.arange(0, COLS)[None, :]
     c = tl.load(cos + token * s_cos + cols, mask=cols < HALF, other=0.0)
     s = tl.load(sin + token * s_sin + cols, mask=cols < HALF, other=0.0)
     row = qkv + token * s_row
     query_parts = tl.cdiv(HEADS, ROWS)
     if part < query_parts:
-        _turn(row, q_gain, c, s, eps, 2 * HALF, HEADS, HALF, COLS, ROWS, NORMS, part * ROWS)
+        _turn(row, q_gain, c, s, eps, DIM, HEADS, HALF, COLS, REST, REST_COLS, ROWS, NORMS, part * ROWS)
     else:
         slot = tl.load(slots + token)
         first = (part - query_parts) * ROWS
         heads = first + tl.arange(0, ROWS)[:, None]
         inside = (heads < KV_HEADS) & (cols < HALF)
-        value = row + (HEADS + KV_HEADS + heads) * (2 * HALF) + cols
+        values = row + (HEADS + KV_HEADS + heads) * DIM
+        value = values + cols
         value_left = tl.load(value, mask=inside)
         value_right = tl.load(value + HALF, mask=inside)
-        left, right = _turn(
-            row + HEADS * 2 * HALF, k_gain, c, s, eps, 2 * HALF, KV_HEADS, HALF, COLS, ROWS, NORMS, first
-        )
+        if REST > 0:
+            rest_cols = tl.arange(0, REST_COLS)[None, :]
+            rest_inside = (heads < KV_HEADS) & (rest_cols < REST)
+            value_rest = tl.load(values + 2 * HALF + rest_cols, mask=rest_inside)
+        left, right, rest = _turn(
+            row + HEADS * DIM, k_gain, c, s, eps, DIM, KV_HEADS, HALF, COLS, REST, REST_COLS, ROWS, NORMS,
+            first,
+        )  # fmt: skip
         if slot >= 0:
             block, offset = slot // BLOCK, slot % BLOCK
-            k_at = k_cache + block * s_kc_block + offset * s_kc + heads * s_kc_head + cols
-            v_at = v_cache + block * s_vc_block + offset * s_vc + heads * s_vc_head + cols
+            k_head = k_cache + block * s_kc_block + offset * s_kc + heads * s_kc_head
+            v_head = v_cache + block * s_vc_block + offset * s_vc + heads * s_vc_head
+            k_at, v_at = k_head + cols, v_head + cols
             tl.store(k_at, left, mask=inside)
             tl.store(k_at + HALF, right, mask=inside)
             tl.store(v_at, value_left, mask=inside)
             tl.store(v_at + HALF, value_right, mask=inside)
+            if REST > 0:
+                tl.store(k_head + 2 * HALF + rest_cols, rest, mask=rest_inside)
+                tl.store(v_head + 2 * HALF + rest_cols, value_rest, mask=rest_inside)
 
 
 def project(
@@ -288,7 +321,7 @@ def project(
     nothing differs from `rope_`.
 
     qkv: `[tokens, (heads + 2 * kv_heads) * dim]` (rows strided), of which q and k are changed in place.
-    cos, sin: float32 `[tokens, dim / 2]`.
+    cos, sin: float32 `[tokens, turned / 2]`; the first `turned` dimensions of a head are rotated.
     cache: K and V in pages, `[blocks, block_size, kv_heads, dim]`.
     slots: the slot mapping, int64 `[tokens]`: block * block_size + offset; -1 writes nothing.
     gains: of q and k, `[dim]`, if heads are normalised.
@@ -297,9 +330,11 @@ def project(
     tokens, (block_size, kv_heads, dim) = len(qkv), k_cache.shape[1:]
     assert qkv.shape == (tokens, (heads + 2 * kv_heads) * dim), (qkv.shape, heads, k_cache.shape)
     assert v_cache.shape == k_cache.shape, (k_cache.shape, v_cache.shape)
-    assert cos.shape == sin.shape == (tokens, dim // 2), (qkv.shape, cos.shape)
+    half = cos.shape[1]
+    rest = dim - 2 * half
+    assert cos.shape == sin.shape == (tokens, half), (qkv.shape, cos.shape)
     assert slots.shape == (tokens,), (slots.shape, tokens)
-    assert dim % 2 == 0, dim
+    assert rest >= 0, (dim, cos.shape)
     assert (
         qkv.stride(1)
         == cos.stride(1)
@@ -320,8 +355,9 @@ def project(
     assert gains is None or (
         q_gain.shape == k_gain.shape == (dim,) and q_gain.stride(0) == k_gain.stride(0) == 1
     )
-    cols = triton.next_power_of_2(dim // 2)
-    rows, early = min(triton.next_power_of_2(max(heads, kv_heads)), max(1, 1024 // cols)), uses_pdl()
+    cols, rest_cols = triton.next_power_of_2(half), triton.next_power_of_2(max(rest, 1))
+    most = max(1, 1024 // max(cols, rest_cols // 2))
+    rows, early = min(triton.next_power_of_2(max(heads, kv_heads)), most), uses_pdl()
     _project[(tokens, triton.cdiv(heads, rows) + triton.cdiv(kv_heads, rows))](
         qkv,
         q_gain,
@@ -339,8 +375,10 @@ def project(
         *v_cache.stride()[:3],
         HEADS=heads,
         KV_HEADS=kv_heads,
-        HALF=dim // 2,
+        HALF=half,
         COLS=cols,
+        REST=rest,
+        REST_COLS=rest_cols,
         ROWS=rows,
         BLOCK=block_size,
         NORMS=gains is not None,
@@ -356,29 +394,6 @@ def silu(gate):  # type: ignore[no-untyped-def]
     """Return silu of float32 numbers."""
     tail = tl.exp(-tl.abs(gate))  # at most 1: no overflow on either side
     return gate * tl.where(gate >= 0.0, 1.0, tail) / (1.0 + tail)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def activated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the activation (`spec.Activation`) of float32 gate and up in float32.
-
-    KIND: dtype to which silu is rounded before the product. All else is rounded by the caller, once.
-    LIMIT: 0 for none.
-    """
-    if LIMIT > 0.0:  # A comparison with NaN is false, so NaN stays.
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    if (ALPHA == 1.0) & (SHIFT == 0.0) & (LIMIT == 0.0):
-        active = silu(gate).to(KIND).to(tl.float32) * up
-    else:
-        tail = tl.exp(-tl.abs(ALPHA * gate))
-        active = (up + SHIFT) * (gate * (tl.where(gate * ALPHA >= 0.0, 1.0, tail) / (1.0 + tail)))
-    return active
-
-
-def activation_options(activation: Activation) -> dict[str, float]:
-    """Return the arguments by which kernels give an activation to `activated`."""
-    return {"ALPHA": activation.alpha, "SHIFT": activation.shift, "LIMIT": activation.limit or 0.0}
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
@@ -24,6 +23,7 @@ from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.errors import CheckpointError, PenstockError
 from penstock.memory.disk import DiskFile
 from penstock.weights.checkpoint.config import read_config
+from penstock.weights.checkpoint.drafts import belongs_to_drafts, left_for_drafts
 from penstock.weights.checkpoint.generation import GenerationDefaults, open_generation, read_generation
 from penstock.weights.checkpoint.gguf import GGUFWeights
 from penstock.weights.checkpoint.identity import Digests, Hashing, Memory, same_bytes_remembered
@@ -48,7 +48,6 @@ _FINGERPRINT = "penstock checkpoint", 3
 spec of version 2 did not name the types of mixers and formats."""
 _REPACKED = 8
 """Repacked tensors that are kept: as many as threads ask for at once, each for one piece after the other."""
-_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -132,6 +131,11 @@ class Checkpoint:
             files.close()
             raise
         return cls(path, config, generation, weights, spec, Memory(cache))
+
+    @property
+    def left_for_drafts(self) -> tuple[str, ...]:
+        """Return the names of tensors of layers that predict several tokens, which no pass reads, sorted."""
+        return left_for_drafts(self._shards.tensors, self.spec.layers)
 
     def verify(self, layouts: Iterable[GroupLayout]) -> None:
         """Check that the files hold exactly the tensors that `layouts`, of the whole model, are made from, in
@@ -369,13 +373,12 @@ class Checkpoint:
         return next((self._shards.tensors[name] for name in names if name in self._shards.tensors), None)
 
     def _ignorable(self, name: str) -> bool:
-        """Tell whether no pass needs the tensor, as many checkpoints hold some: rotary frequencies, layers
-        past the last, a head that is the embedding."""
+        """Tell whether no pass needs the tensor, as many checkpoints hold some: rotary frequencies, those of
+        `left_for_drafts`, a head that is the embedding."""
         if name != _HEAD:  # Which is expected, and does not come here, where nothing is tied.
-            layer = _LAYER.match(name)
             return (
                 name.endswith(".rotary_emb.inv_freq")
-                or (layer is not None and int(layer[1]) >= self.spec.layers)
+                or belongs_to_drafts(name, self.spec.layers)
                 or self.spec.format.ignores(name)
             )
         head, embedding = self._shards.tensors[_HEAD], self._shards.tensors.get(_EMBEDDING)
