@@ -34,6 +34,7 @@ from few_bits import FORMATS, random_matrix
 from recording import need_commit, write
 from torch import Tensor
 
+from penstock.arch.experts import ExpertKind
 from penstock.arch.layout import GroupId, MixtureLayout
 from penstock.arch.spec import MoeSpec
 from penstock.memory.probe import matmul_rate
@@ -89,6 +90,7 @@ class Layer:
         self.moe = MoeSpec(shape.experts, shape.top_k, shape.inner, normalise=True)
         self.formats = tuple(one.format for one in self.weights[0].values())
         self.mixtures = {0: MixtureLayout(shape.experts, self.formats)}
+        self.kind = ExpertKind(self.formats)
         if not self.mixtures[0].kernels:
             sys.exit(f"{shape.name} in {format}: no kernel takes such experts many at a time")
         self.kernels = KERNELS[self.mixtures[0].kernels]
@@ -164,7 +166,7 @@ class Bench:
         def call(i: int) -> None:
             x, every = self.steps[i][0], range(placed[i][1].shape[1])
             layer = self.layer
-            layer.kernels.products(x, placed[i], layer.addresses, h, y, tuning, every, layer.formats)
+            layer.kernels.products(x, placed[i], layer.addresses, h, y, tuning, every, layer.kind)
 
         return call
 

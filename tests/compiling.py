@@ -19,10 +19,10 @@ from triton.runtime import JITFunction, driver
 from triton.runtime.jit import MockTensor
 
 import quantised
-from penstock.arch.formats.dense import DENSE
+from penstock.arch.experts import ExpertKind
 from penstock.arch.formats.format import matrix
 from penstock.arch.formats.gguf import FORMATS
-from penstock.arch.spec import MoeSpec, Router, Scoring
+from penstock.arch.spec import Activation, MoeSpec, Router, Scoring
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
 from penstock.ops.kernels import pdl_launches
 from penstock.ops.matrix import Matrix
@@ -48,8 +48,6 @@ SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 
 """By compute capability: bytes of shared memory that a program may have (CUDA C++ Programming Guide,
 technical specifications)."""
 BF16 = torch.bfloat16
-SIZES = (1536, 2048), (2048, 768)
-"""Of gate_up and down in Qwen3-30B-A3B."""
 HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCAB, SIZE = 32, 8, 128, 4096, 14336, 128256, 64
 
 
@@ -77,25 +75,30 @@ def pages(dim: int = DIM, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
     return empty(2, 64, SIZE, KV_HEADS, dim, dtype=dtype).unbind(0)  # type: ignore[return-value]
 
 
+def scores(
+    heads: int, dtype: torch.dtype, *, window: int | None = None, cap: float | None = None,
+    sinks: bool = False,
+) -> LayerAttention:  # fmt: skip
+    return LayerAttention(0.1, window, cap=cap, sinks=empty(heads, dtype=dtype) if sinks else None)
+
+
 def decode(
-    batch: int, *, heads: int = HEADS, dim: int = DIM, window: int | None = None, joins: bool = False,
-    dtype: torch.dtype = BF16, lse: bool = False, cap: float | None = None,
+    batch: int, *, heads: int = HEADS, dim: int = DIM, joins: bool = False, dtype: torch.dtype = BF16,
+    lse: bool = False, **more: Any,
 ) -> None:  # fmt: skip
+    """more: as of `scores`."""
     q, table = empty(batch, heads, dim, dtype=dtype), empty(batch, 64, dtype=torch.int32)
     arrivals = empty(batch * KV_HEADS, dtype=torch.int32) if joins else None
     rows = Rows(batch, table, empty(batch, dtype=torch.int32), 4096, arrivals=arrivals)
     level = empty(batch, heads, dtype=torch.float32) if lse else None
-    triton_attention.paged_decode(
-        q, pages(dim=dim, dtype=dtype), rows, LayerAttention(0.1, window, cap=cap), lse=level
-    )
+    layer = scores(heads, dtype, **more)
+    triton_attention.paged_decode(q, pages(dim=dim, dtype=dtype), rows, layer, lse=level)
 
 
-def run(
-    tokens: int, *, heads: int = HEADS, dim: int = DIM, window: int | None = None,
-    dtype: torch.dtype = BF16, cap: float | None = None,
-) -> None:  # fmt: skip
+def run(tokens: int, *, heads: int = HEADS, dim: int = DIM, dtype: torch.dtype = BF16, **more: Any) -> None:
+    """more: as of `scores`."""
     q, blocks = empty(tokens, heads, dim, dtype=dtype), empty(64, dtype=torch.int64)
-    cache, layer = pages(dim=dim, dtype=dtype), LayerAttention(0.1, window, cap=cap)
+    cache, layer = pages(dim=dim, dtype=dtype), scores(heads, dtype, **more)
     triton_attention.paged_run(q, cache, QueryRun(0, tokens, 2048, blocks), layer)
     placed = PlacedRun(blocks.int(), empty(2, dtype=torch.int32), 4096)
     triton_attention.placed_run(q, cache, placed, layer, out=torch.empty_like(q))
@@ -190,17 +193,23 @@ def fold(queries: int, dtype: torch.dtype = BF16, cap: float | None = None) -> N
     triton_tiles.fold_tile(out, lse, empty(queries, HEADS, DIM, dtype=dtype), k, v, layer=layer)
 
 
-def experts(tokens: int, dtype: torch.dtype = BF16) -> None:
-    """Of Qwen3-30B-A3B: 128, of which 8 are used, of 2,048 by 768."""
-    number, top, hidden, inner = 128, 8, 2048, 768
+QWEN, GPT_OSS = (128, 8, 2048, 768), (32, 4, 2880, 2880)
+"""Experts, how many of them are used, hidden and inner size of Qwen3-30B-A3B and of gpt-oss-20b."""
+CLAMPED = Activation(1.702, 1.0, 7.0)
+
+
+def experts(tokens: int, dtype: torch.dtype = BF16, sizes: tuple[int, int, int, int] = QWEN) -> None:
+    """Those of gpt-oss have biases and their own activation."""
+    number, top, hidden, inner = sizes
+    kind = ExpertKind() if sizes == QWEN else ExpertKind(biases=2, activation=CLAMPED)
     tuning = triton_experts.expert_tuning(tokens * top, number, dtype)
     moe = MoeSpec(number, top, inner, Router(normalise=True))
     shares, chosen = triton_routing.choose(empty(tokens, number, dtype=dtype), moe)
     order, blocks, _ = triton_routing.arrange(chosen, number, tuning.rows)
     h, y = empty(tokens * top, inner, dtype=dtype), empty(tokens * top, hidden, dtype=dtype)
-    table = empty(number, 2, dtype=torch.int64)
+    table = empty(number, 2 + kind.biases, dtype=torch.int64)
     x, every = empty(tokens, hidden, dtype=dtype), range(blocks.shape[1])
-    triton_experts.products(x, (order, blocks), table, h, y, tuning, every, (DENSE, DENSE))
+    triton_experts.products(x, (order, blocks), table, h, y, tuning, every, kind)
     triton_experts.combine(y, shares)
 
 
@@ -219,25 +228,29 @@ def routers() -> None:
             triton_routing.choose(logits, MoeSpec(number, top, 8, router), correction)
 
 
-def few_bits_experts(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:
-    """Of as many tokens, of the sizes in `experts`."""
-    number, top, hidden, inner = 128, 8, 2048, 768
-    sources = [matrix("model.layers.0.self_attn.q_proj.weight", outer, wide) for outer, wide in SIZES]
+def few_bits_experts(
+    name: str, *classes: int, dtype: torch.dtype = BF16, sizes: tuple[int, int, int, int] = QWEN
+) -> None:
+    """Of as many tokens, as `experts`."""
+    number, top, hidden, inner = sizes
+    shapes = (2 * inner, hidden), (hidden, inner)
+    sources = [matrix("model.layers.0.self_attn.q_proj.weight", outer, wide) for outer, wide in shapes]
     few, _ = quantised.matrix_of(quantised.SCHEMES[name], torch.zeros(64, 256))
     formats = few.format.cut(sources[:1]), few.format.cut(sources[1:])
     tensors = sum(len(one.stored("bfloat16", [of])) for one, of in zip(formats, sources, strict=True))
+    kind = ExpertKind(formats) if sizes == QWEN else ExpertKind(formats, 2, CLAMPED)
     for tokens in classes:
         tuning = triton_few_bits_experts.expert_tuning(tokens * top, number, dtype)
         bound = most_blocks(tokens * top, number, tuning.rows)
         triton_few_bits_experts.products(
             empty(tokens, hidden, dtype=dtype),
             (empty(tokens * top, dtype=torch.int32), empty(3, bound, dtype=torch.int32)),
-            empty(number, tensors, dtype=torch.int64),
+            empty(number, tensors + kind.biases, dtype=torch.int64),
             empty(tokens * top, inner, dtype=dtype),
             empty(tokens * top, hidden, dtype=dtype),
             tuning,
             range(bound),
-            formats,
+            kind,
         )
 
 
@@ -301,6 +314,8 @@ CASES: dict[str, Callable[[], None]] = {
     "decode, with log-sum-exp": lambda: decode(64, joins=True, lse=True),
     "decode, a window": lambda: decode(2, window=512, joins=True),
     "decode, capped": lambda: decode(64, joins=True, cap=50.0),
+    "decode, sinks": lambda: decode(2, heads=64, dim=64, window=128, sinks=True),
+    "decode, sinks, many rows": lambda: decode(64, heads=64, dim=64, joins=True, sinks=True),
     "decode, wide heads": lambda: decode(2, heads=16, dim=256),
     "decode, wide heads in float32": lambda: decode(2, heads=16, dim=256, dtype=torch.float32),
     "decode, one KV head for many": lambda: decode(2, heads=64 * KV_HEADS),
@@ -308,6 +323,7 @@ CASES: dict[str, Callable[[], None]] = {
     "run": lambda: run(64),
     "run, a window": lambda: run(20, window=512),
     "run, capped": lambda: run(64, cap=50.0),
+    "run, sinks": lambda: run(512, heads=64, dim=64, window=128, sinks=True),
     "run, wide heads": lambda: run(20, heads=16, dim=256),
     "run, float32": lambda: run(20, dtype=torch.float32),
     "run, wide heads in float32": lambda: run(20, heads=16, dim=256, dtype=torch.float32),
@@ -351,6 +367,7 @@ CASES: dict[str, Callable[[], None]] = {
     "few bits experts, FP8": lambda: few_bits_experts("fp8_128", 4, 100, 4096),
     "few bits experts, MXFP4": lambda: few_bits_experts("mxfp4", 4, 4096),
     "few bits experts, NVFP4": lambda: few_bits_experts("nvfp4", 4, 4096),
+    "few bits experts, gpt-oss": lambda: few_bits_experts("mxfp4", 4, 100, 4096, sizes=GPT_OSS),
     "few bits experts, float16": lambda: few_bits_experts("awq", 4, 4096, dtype=torch.float16),
     "few bits experts, float32": lambda: few_bits_experts("mxfp4", 4, dtype=torch.float32),
     "blocks of GGUF, old ones": lambda: blocks("Q4_1", "Q5_0", "Q5_1", "IQ4_NL"),
@@ -361,6 +378,7 @@ CASES: dict[str, Callable[[], None]] = {
     "experts, few": lambda: experts(4),
     "experts, some": lambda: experts(100),
     "experts, many": lambda: experts(4096),
+    "experts, gpt-oss": lambda: (experts(4, sizes=GPT_OSS), experts(4096, sizes=GPT_OSS)),
     "experts, float32": lambda: experts(100, torch.float32),
 }
 

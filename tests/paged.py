@@ -103,11 +103,21 @@ class Case:
     window: int | None = None
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    sinks: bool = False
 
     @property
     def layer(self) -> LayerAttention:
-        """Return a scale that is not the usual one, and the window."""
-        return LayerAttention(1.3 / math.sqrt(self.dim), self.window)
+        """Return a scale that is not the usual one, the window, and sinks that differ by head."""
+        sinks = torch.linspace(-2, 4, self.heads).to(self.device, self.dtype) if self.sinks else None
+        return LayerAttention(1.3 / math.sqrt(self.dim), self.window, sinks=sinks)
+
+    def answer(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+        """Return what a query is answered, in float64; the log-sum-exp is that of keys alone."""
+        layer = self.layer
+        out, lse = attend(q, k, v, layer.scale if scale is None else scale, self.window)
+        if layer.sinks is not None:
+            out = out * torch.sigmoid(lse - layer.sinks.double())[:, None]
+        return out, lse
 
     def cache(self, lengths: list[int]) -> tuple[Tensor, Tensor]:
         """Return K and V of a layer with room for sequences of these lengths."""
@@ -136,7 +146,7 @@ def check_decode(
     assert got is out
     assert lse.dtype == torch.float32
     for seq in range(len(lengths)):
-        check_answer(got[seq], lse[seq], *attend(q[seq], keys[seq], values[seq], of.layer.scale, of.window))
+        check_answer(got[seq], lse[seq], *of.answer(q[seq], keys[seq], values[seq]))
 
 
 def check_run(
@@ -166,8 +176,7 @@ def check_tokens(
     got, lse = answer
     for token in range(len(k) - start):
         seen = start + token + 1
-        want = attend(q[token], k[:seen], v[:seen], case.layer.scale, case.window)
-        check_answer(got[token], lse[token], *want)
+        check_answer(got[token], lse[token], *case.answer(q[token], k[:seen], v[:seen]))
 
 
 def check_placed_run(

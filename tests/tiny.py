@@ -75,9 +75,13 @@ _YARN_FULL = _rope(
     mscale=1.3,
     mscale_all_dim=0.6,
 )
+_YARN_OPEN = _rope(
+    "yarn", factor=8.0, original_max_position_embeddings=32, beta_fast=32.0, beta_slow=1.0, truncate=False
+)
 _SHORT = {"max_position_embeddings": 32}
 _MIX = ["sliding_attention", "full_attention", "sliding_attention"]
 _MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8}
 _SHARED = _MOE | {"shared_expert_intermediate_size": 48, "norm_topk_prob": False}
 _GLM = {
     "n_routed_experts": 6,
@@ -211,6 +215,17 @@ CASES: dict[str, Case] = {
     "minimax_m2_whole": Case(
         "minimax_m2", {"num_local_experts": 5, "num_experts_per_tok": 4, "head_dim": 16}, PLAIN_ROPE, seed=1
     ),
+    "gpt_oss": Case("gpt_oss", _GPT_OSS | _YARN_OPEN | {"swiglu_limit": 0.8}, {"swiglu_limit": 7.0}),
+    "gpt_oss_window": Case(
+        "gpt_oss",
+        _GPT_OSS
+        | {"num_experts_per_tok": 3, "attention_bias": False, "num_key_value_heads": 1}
+        | {"layer_types": _MIX[1:] + _MIX[1:2]},
+        {"layer_types": ["full_attention"] * 3},
+    ),
+    "gpt_oss_bfloat16_file": Case(
+        "gpt_oss", _GPT_OSS | {"swiglu_alpha": 3.0}, {"swiglu_alpha": 1.702}, dtype="bfloat16"
+    ),
 }
 THOROUGH = bool(os.environ.get("PENSTOCK_THOROUGH"))
 """Whether everything is tested that might be, and not a part that leaves no kind out."""
@@ -297,8 +312,10 @@ def randomise(model: torch.nn.Module, seed: int, embedding: float) -> None:
                 noise = torch.rand(weight.shape, generator=rng) + (
                     1.0 if kind in ("q_norm.weight", "k_norm.weight") else 0.5
                 )
-            elif kind.endswith(".bias"):
+            elif kind.endswith((".bias", "_bias")):
                 noise *= 0.3
+            elif kind.endswith(".sinks"):
+                pass
             elif kind == "embed_tokens.weight":
                 noise *= embedding
             else:

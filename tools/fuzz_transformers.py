@@ -41,7 +41,7 @@ from penstock.sched import arrivals
 from penstock.sched.rates import TransferRates
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
-MIXTURES = ("qwen2_moe", "glm4_moe", "minimax_m2")
+MIXTURES = ("qwen2_moe", "glm4_moe", "minimax_m2", "gpt_oss")
 """Families that seeds from MIXED on stand for as well."""
 MIXED = 10_000
 LONGEST = 200
@@ -178,6 +178,9 @@ def _config(rng: random.Random, family: str) -> dict[str, object]:
         window = max(window, 2)
     if family in ("mistral", "mixtral"):
         config["sliding_window"] = rng.choice([None, window, window])
+    elif family == "gpt_oss":
+        config["sliding_window"] = window
+        config["layer_types"] = [rng.choice(["sliding_attention", "full_attention"]) for _ in range(layers)]
     elif family not in ("llama", "glm4_moe", "minimax_m2") and rng.random() < 0.6:
         config |= {"use_sliding_window": True, "sliding_window": window}
         if family == "qwen3_moe":
@@ -188,13 +191,15 @@ def _config(rng: random.Random, family: str) -> dict[str, object]:
             config["layer_types"] = [
                 rng.choice(["sliding_attention", "full_attention"]) for _ in range(layers)
             ]
-    if family in ("llama", "qwen3", "qwen3_moe"):
+    if family in ("llama", "qwen3", "qwen3_moe", "gpt_oss"):
         config["attention_bias"] = rng.random() < 0.5
     if family == "llama":
         config["mlp_bias"] = rng.random() < 0.5
-    if family in ("mixtral", "qwen3_moe"):
+    if family == "gpt_oss":
+        config |= {"swiglu_limit": rng.choice([0.3, 1.0, 7.0]), "swiglu_alpha": rng.choice([1.702, 0.5, 3.0])}
+    if family in ("mixtral", "qwen3_moe", "gpt_oss"):
         experts = rng.randint(1, 9)
-        config["num_local_experts" if family == "mixtral" else "num_experts"] = experts
+        config["num_experts" if family == "qwen3_moe" else "num_local_experts"] = experts
         config["num_experts_per_tok"] = rng.randint(1, experts)
     if family == "qwen3_moe":
         config |= {"moe_intermediate_size": rng.choice([8, 24, 40]), "norm_topk_prob": rng.random() < 0.5}

@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE, SHAPES, RESULTS = ROOT / "docs" / "plans.md", ROOT / "benchmarks" / "shapes", ROOT / "docs" / "results"
 CONTEXT = 4096
 
-HEAD = f"""# Ten models on six machines
+HEAD = f"""# Twelve models on six machines
 
-What `penstock plan` forecasts, written by `tools/plan_table.py`: bfloat16, one sequence of {CONTEXT:,} tokens. Weights are placed by the
-functions that a boot uses, and a pass takes as long as disk, link and device hold each other up.
+What `penstock plan` forecasts, written by `tools/plan_table.py`: bfloat16, the experts of gpt-oss in MXFP4, one sequence of
+{CONTEXT:,} tokens. Weights are placed by the functions that a boot uses, and a pass takes as long as disk, link and device hold each other up.
 
 On `h100` and `h200` the device's time follows from costs of steps that `penstock doctor` measured there: launches, and the rates at which
 kernels read and compute. They were fitted to models of a few layers and then held against whole models: see below. On the other machines

@@ -226,7 +226,7 @@ def check(
     cap: float | None = None,
 ) -> None:
     """Output and log-sum-exp; the same output where no log-sum-exp is asked for, to rounding; and with sinks
-    merged to it (one more logit a head, of no value) what a softmax over one more logit gives."""
+    (one more logit a head, of no value), merged to it or given, what a softmax over one more logit gives."""
     made = path(dim_v, window, dtype)
     want, want_lse = exact(made, window, cap)
     room = TOLERANCE[dtype] * float(want.abs().max())
@@ -238,11 +238,17 @@ def check(
     for one in (out, alone.out):
         torch.testing.assert_close(one.double(), want, rtol=0, atol=room)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
-    sinks = torch.linspace(-1, 2, HEADS).expand_as(lse).contiguous()
-    wide = out.float()
-    merge(wide, lse, torch.zeros_like(wide), sinks)
+    sinks = torch.linspace(-1, 2, HEADS).to(dtype)
     share = torch.sigmoid(want_lse - sinks.double())[..., None]
-    torch.testing.assert_close(wide.double(), want * share, rtol=0, atol=room)
+    wide, level = out.float(), lse.clone()
+    merge(wide, level, torch.zeros_like(wide), sinks.float().expand_as(lse).contiguous())
+    sunk = made.attend(LayerAttention(SCALE, window, lse=True, cap=cap, sinks=sinks))
+    also = made.attend(LayerAttention(SCALE, window, cap=cap, sinks=sinks))
+    for one in (wide, sunk.out, also.out):
+        torch.testing.assert_close(one.double(), want * share, rtol=0, atol=room)
+    assert sunk.lse is not None
+    assert also.lse is None
+    torch.testing.assert_close(sunk.lse.double(), want_lse, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("cap", CAPS)

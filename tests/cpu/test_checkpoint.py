@@ -21,8 +21,10 @@ import specs
 from penstock import LLM, SamplingParams
 from penstock.api.text.tokenizer import Tokenizer
 from penstock.arch.families import FAMILIES, read_spec
+from penstock.arch.formats.format import TensorSlice
 from penstock.arch.layout import GroupLayout, group_layouts
 from penstock.arch.mixers.attention import Attention
+from penstock.arch.spec import Activation
 from penstock.base.errors import CheckpointError, PenstockError, UnsupportedModelError
 from penstock.weights.checkpoint import shards
 from penstock.weights.checkpoint.identity import STEP_BYTES
@@ -155,11 +157,18 @@ def expected(layout: GroupLayout, tensors: dict[str, torch.Tensor], dtype: str) 
     for field in layout.fields:
         exact = field.dtype == "float32" and field.name in ("router", "correction")
         assert exact or field.dtype == dtype
-        whole = torch.cat([tensors[source.tensor] for source in field.sources])
+        whole = torch.cat([part_of(tensors, source) for source in field.sources])
         whole = whole.to(DTYPES[field.dtype]).contiguous()
         assert whole.shape == field.shape
         group[field.offset : field.offset + whole.nbytes] = whole.view(-1).view(torch.uint8)
     return group
+
+
+def part_of(tensors: dict[str, torch.Tensor], source: TensorSlice) -> torch.Tensor:
+    tensor = tensors[source.tensor]
+    tensor = tensor if source.index is None else tensor[source.index]
+    tensor = tensor.t() if source.transposed else tensor
+    return tensor if source.rows is None else tensor[source.rows.start : source.rows.stop : source.rows.step]
 
 
 # ---- what is read ------------------------------------------------------------------------------------------
@@ -190,7 +199,7 @@ def test_spec_means_the_model_that_transformers_builds(family: tuple[str, Path])
     assert (spec.layers, spec.heads, spec.kv_heads, spec.head_dim) == (3, 4, 2, 24)
     assert (spec.norm_eps, spec.max_length, spec.tied_embeddings) == (
         config.rms_norm_eps,
-        64,
+        32 * 4096 if name == "gpt_oss" else 64,
         config.tie_word_embeddings,
     )
     layers = model.model.layers
@@ -201,13 +210,14 @@ def test_spec_means_the_model_that_transformers_builds(family: tuple[str, Path])
         assert mixer.qkv_bias == (attention.k_proj.bias is not None)
         assert mixer.out_bias == (attention.o_proj.bias is not None)
         assert mixer.qk_norm == hasattr(attention, "q_norm")
+        assert mixer.sinks == hasattr(attention, "sinks")
     windows = [getattr(layer.self_attn, "sliding_window", None) for layer in layers]
     if name in ("mistral", "mixtral"):
         windows = [config.sliding_window] * 3
     assert list(spec.windows) == windows
     everywhere = name in ("llama", "glm4_moe", "minimax_m2")
     assert set(windows) == (
-        {None} if everywhere else {None, 16} if name in ("qwen2", "qwen3", "qwen2_moe") else {16}
+        {None} if everywhere else {None, 16} if name in ("qwen2", "qwen3", "qwen2_moe", "gpt_oss") else {16}
     )
     assert [spec.is_moe(number) for number in range(3)] == [hasattr(layer.mlp, "experts") for layer in layers]
     if spec.moe is not None:
@@ -247,7 +257,7 @@ def test_defaults_of_configs_that_leave_keys_out(family: tuple[str, Path]) -> No
             config, "moe_intermediate_size", config.intermediate_size
         )
         router = spec.moe.router
-        assert router.normalise == getattr(config, "norm_topk_prob", True)
+        assert router.normalise == getattr(config, "norm_topk_prob", name != "gpt_oss")
         assert router.groups == getattr(config, "n_group", 1)
         assert router.top_groups == getattr(config, "topk_group", 1)
         assert router.scale == getattr(config, "routed_scaling_factor", 1.0)
@@ -255,6 +265,9 @@ def test_defaults_of_configs_that_leave_keys_out(family: tuple[str, Path]) -> No
         assert spec.shared_size == getattr(config, "shared_expert_intermediate_size", shared)
         dense = getattr(config, "first_k_dense_replace", 0)
         assert list(spec.moe_layers) == [layer >= dense for layer in range(40)]
+        if name == "gpt_oss":
+            assert spec.moe.activation == Activation(config.swiglu_alpha, 1.0, config.swiglu_limit)
+            assert (spec.rope.kind, spec.rope.truncate, spec.rope.factor) == ("yarn", False, 32)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import TensorSlice, WeightFormat
 from penstock.arch.formats.methods import read_format
 from penstock.arch.layout import ALIGNMENT, Field, GroupId, GroupKind, GroupLayout, MatrixLayout
+from penstock.arch.spec import MoeSpec
+from penstock.arch.stacks import stacked_expert
 from penstock.base.errors import CheckpointError
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming.views import group_views
@@ -91,17 +93,17 @@ def laid_out(expert: int, inner: range) -> GroupLayout:
         fields.extend(field for _, field in parts)
         return tuple(parts)
 
-    for name, sources in {
-        "gate_up": list(mxfp4.gate_up(AT, expert, (INNER, HIDDEN), inner)),
-        "down": [mxfp4.down(AT, expert, (HIDDEN, INNER), inner)],
-    }.items():
+    moe = MoeSpec(EXPERTS, 2, INNER, True, bias=True)
+    tensors = stacked_expert(AT, expert, moe, HIDDEN, format, inner)
+    for name in ("gate_up", "down"):
+        sources = tensors[name]
         its = format.of(sources[0].tensor)
         assert isinstance(its, mxfp4.StackedFloat4)
         cut = its.cut(sources)
         shape = sum(one.taken[0] for one in sources), sources[0].taken[1]
         matrices.append(MatrixLayout(name, shape, cut, add(name, cut, sources)))
-    add("gate_up_bias", DENSE, list(mxfp4.gate_up_bias(AT, expert, INNER, inner)))
-    add("down_bias", DENSE, [mxfp4.down_bias(AT, expert, HIDDEN)])
+    for name in ("gate_up_bias", "down_bias"):
+        add(name, DENSE, tensors[name])
     return GroupLayout(GroupId(GroupKind.EXPERT, 0, expert), tuple(fields), offset, tuple(matrices))
 
 

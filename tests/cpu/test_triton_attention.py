@@ -2,6 +2,7 @@
 
 import math
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,6 +79,15 @@ class TestPagedDecode:
     def test_a_bound_far_above_the_lengths(self) -> None:
         check_decode([20, 3], max_length=1 << 20)
 
+    @pytest.mark.parametrize("window", [None, 17])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_sinks(self, dtype: torch.dtype, window: int | None) -> None:
+        """Of sequences that one worker finishes, that several do, and of none; heads that are no power of
+        two."""
+        tuning = DecodeTuning(tile=16, warps=4, depth=2, workers_per_sm=4)
+        check_decode([300, 16, 0, 65, 1], heads=6, window=window, dtype=dtype, sinks=True, tuning=tuning)
+        check_decode([20, 40], heads=6, window=window, dtype=dtype, sinks=True)
+
     def test_a_pool_beyond_two_billion_elements(self) -> None:
         """Only the pages that are touched exist: an address computed in 32 bits would fall outside or onto
         other bytes."""
@@ -144,9 +154,9 @@ def check_joined(
         q = torch.randn(len(now), of.heads, of.dim, generator=rng).to(of.dtype)
         out, visible = torch.full_like(q, math.nan), torch.tensor(now, dtype=torch.int32)
         rows = Rows(len(now), table, visible, max_length or max(*now, 1), arrivals=arrivals)
-        _, lse = decode(q, cache, rows, LayerAttention(0.3, of.window), out=out, tuning=tuning)
+        _, lse = decode(q, cache, rows, replace(of.layer, scale=0.3), out=out, tuning=tuning)
         for seq in range(len(now)):
-            check_answer(out[seq], lse[seq], *attend(q[seq], keys[seq], values[seq], 0.3, of.window))
+            check_answer(out[seq], lse[seq], *of.answer(q[seq], keys[seq], values[seq], 0.3))
         assert not arrivals.any()
 
 
@@ -169,6 +179,12 @@ class TestDecodeInOneLaunch:
 
     def test_one_long_sequence_uses_every_worker(self) -> None:
         check_joined([1000], tuning=DecodeTuning(tile=16, warps=4, depth=2, workers_per_sm=14))
+
+    @pytest.mark.parametrize("window", [None, 17])
+    def test_sinks(self, window: int | None) -> None:
+        check_joined([0, 0, 137, 0, 250, 0], heads=6, window=window, sinks=True)
+        tuning = DecodeTuning(tile=16, warps=4, depth=2, workers_per_sm=14)
+        check_joined([1000, 3], window=window, sinks=True, tuning=tuning)
 
     @pytest.mark.parametrize("lengths", [[20, 3], [700], [0, 0, 40, 0], [0]])
     def test_a_bound_far_above_the_lengths(self, lengths: list[int]) -> None:
@@ -330,6 +346,11 @@ class TestRun:
         check_decode([300, 290, 280, 270, 260], heads=heads, kv_heads=kv_heads, dim=dim)
         assert sum(partial) - most <= said
         assert most > said / 4, "the bound is far from what is taken"
+
+    @pytest.mark.parametrize(("tokens", "start", "window"), [(9, 0, 4), (5, 90, None), (20, 31, 20)])
+    def test_sinks(self, tokens: int, start: int, window: int | None) -> None:
+        check_run(tokens, start, heads=16, window=window, sinks=True)
+        check_placed_run(tokens, start, 5, heads=16, window=window, sinks=True, max_length=4096)
 
     def test_nothing(self) -> None:
         k_cache, v_cache = pool_views(2, 16, 2, 16, torch.float32)

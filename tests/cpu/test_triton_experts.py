@@ -31,7 +31,7 @@ import toys
 from members import Rank, pass_of, steps, together
 from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId, GroupKind
-from penstock.arch.spec import MoeSpec, Router
+from penstock.arch.spec import SWIGLU, Activation, MoeSpec, Router
 from penstock.engine import measuring, placing
 from penstock.memory.device import peak_of
 from penstock.ops import experts
@@ -63,11 +63,12 @@ def _interpreted() -> Iterator[None]:
     compute = triton_experts.products
 
     def products(x: Tensor, arranged: object, table: Tensor, h: Tensor, *rest: object) -> None:
-        size = h.shape[1] * x.shape[1] * x.element_size()
+        inner, hidden = h.shape[1], x.shape[1]
+        numbers = 2 * inner * hidden, hidden * inner, 2 * inner, hidden
         matrices = [
-            one
-            for gate_up, down in table.tolist()
-            for one in ((gate_up, gate_up + 2 * size), (down, down + size))
+            (at, at + count * x.element_size())
+            for row in table.tolist()
+            for at, count in zip(row, numbers, strict=False)
         ]
         with bounds.lent(span for span in matrices if span[0] not in (0, NOWHERE)):
             compute(x, arranged, table, h, *rest)  # type: ignore[arg-type]
@@ -83,7 +84,7 @@ def _interpreted() -> Iterator[None]:
 @dataclass
 class Case:
     """Random experts, each in memory of its own, and tokens whose rows stand apart. levels: how many
-    different scores there may be."""
+    different scores there may be. biases: of gate_up, and of down."""
 
     tokens: int
     hidden: int
@@ -93,21 +94,29 @@ class Case:
     dtype: torch.dtype = torch.float32
     normalise: bool = True
     levels: int | None = None
+    biases: int = 0
+    activation: Activation = SWIGLU
 
     def __post_init__(self) -> None:
-        self.moe = MoeSpec(self.experts, self.top_k, self.inner, Router(normalise=self.normalise))
+        router = Router(normalise=self.normalise)
+        self.moe = MoeSpec(
+            self.experts, self.top_k, self.inner, router, self.biases > 0, activation=self.activation
+        )
         rng = torch.Generator().manual_seed(self.tokens * 1000 + self.hidden)
         self.x = torch.randn(self.tokens, self.hidden + 8, generator=rng).to(self.dtype)[:, 4:-4]
         scores = torch.randn(self.tokens, self.experts + 3, generator=rng)[:, : self.experts]
         self.scores = (scores if self.levels is None else (scores * self.levels / 4).round()).to(self.dtype)
         sizes = (2 * self.inner, self.hidden), (self.hidden, self.inner)
         self.weights = [
-            [(torch.randn(size, generator=rng) / size[1] ** 0.5).to(self.dtype) for size in sizes]
+            [
+                *((torch.randn(size, generator=rng) / size[1] ** 0.5).to(self.dtype) for size in sizes),
+                *(torch.randn(size[0], generator=rng).to(self.dtype) for size in sizes[: self.biases]),
+            ]
             for _ in range(self.experts)
         ]
 
     def grouped(self) -> Grouped:
-        mixed = Grouped(self.x, self.scores, self.moe)
+        mixed = Grouped(self.x, self.scores, self.moe, biases=self.biases)
         mixed._h.fill_(math.nan)
         mixed.y.fill_(math.nan)
         return mixed
@@ -125,7 +134,8 @@ class Case:
         )
 
     def reference(self) -> tuple[Tensor, Tensor]:
-        weights = [(gate_up, down) for gate_up, down in self.weights]
+        zeros = torch.zeros(self.hidden, dtype=self.dtype)
+        weights = [[*one, zeros] if self.biases == 1 else one for one in self.weights]
         return experts_reference(self.x, self.scores, self.moe, weights)
 
     def check(self) -> None:
@@ -227,6 +237,15 @@ class TestProducts:
     ) -> None:
         Case(tokens, hidden, inner, count, top_k, dtype, normalise=bool(tokens % 2)).check()
 
+    @pytest.mark.parametrize("dtype", TOLERANCE)
+    @pytest.mark.parametrize("biases", [0, 1, 2])
+    def test_biases_and_a_clamped_activation(self, biases: int, dtype: torch.dtype) -> None:
+        """As gpt-oss has them; a rank that is not the first has no bias of down."""
+        clamped = Activation(alpha=1.702, shift=1.0, limit=0.7)
+        for tokens, hidden, inner in ((1, 48, 40), (9, 65, 33)):
+            Case(tokens, hidden, inner, 5, 3, dtype, biases=biases, activation=clamped).check()
+            Case(tokens, hidden, inner, 5, 3, dtype, biases=biases).check()
+
     @pytest.mark.parametrize("tokens", [1, 9, 40, 80])
     def test_every_size_of_blocks(self, tokens: int) -> None:
         case = Case(tokens, 48, 24, 2, 2, torch.float16)
@@ -305,7 +324,9 @@ def _lean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_lean")
-@pytest.mark.parametrize("name", ["qwen3_moe_dense_layer", "qwen2_moe", "glm4_moe", "glm4_moe_groups"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe_dense_layer", "qwen2_moe", "glm4_moe", "glm4_moe_groups", "gpt_oss"]
+)
 def test_what_streams_in_waves_computes_the_same(name: str, tmp_path: Path) -> None:
     """Resident, from one table for each layer; then with most experts on the host; tokens are the reference
     model's."""
@@ -423,7 +444,7 @@ def _products(
     y: Tensor,
     tuning: object,
     part: range,
-    formats: object,
+    kind: object,
 ) -> None:
     """What kernels of the toy format would do: the reference for each block, from the addresses alone."""
     (inner, hidden), top_k, (order, blocks) = (h.shape[1], x.shape[1]), len(y) // len(x), arranged

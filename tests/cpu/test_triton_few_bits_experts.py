@@ -21,7 +21,7 @@ import tiny
 from members import pass_of
 from penstock.arch.formats.format import STORED_BYTES, matrix
 from penstock.arch.layout import MixtureLayout
-from penstock.arch.spec import MoeSpec, Router
+from penstock.arch.spec import SWIGLU, Activation, MoeSpec, Router
 from penstock.ops import experts
 from penstock.ops.experts import Grouped, experts_reference
 from penstock.ops.matrix import Matrix
@@ -32,6 +32,7 @@ from penstock.ops.triton.experts import ExpertTuning
 from penstock.weights.streaming.lending import ExpertStream
 from penstock.weights.streaming.views import StillExperts
 from quantised import SCHEMES, checkpoints, matrix_of
+from stacks import in_mxfp4
 
 TUNINGS = (
     ExpertTuning(16, 64, 256, warps=4, stages=1, group=1),
@@ -50,9 +51,10 @@ def _interpreted() -> Iterator[None]:
         shapes = (2 * h.shape[1], x.shape[1]), (x.shape[1], h.shape[1])
         sizes = [
             prod(stored.shape) * STORED_BYTES[stored.dtype]
-            for format, shape in zip(rest[-1], shapes, strict=True)  # type: ignore[call-overload]
+            for format, shape in zip(rest[-1].formats, shapes, strict=True)  # type: ignore[attr-defined]
             for stored in format.stored("float32", [matrix("experts.weight", *shape)])
         ]
+        sizes += [4 * height for height, _ in shapes][: rest[-1].biases]  # type: ignore[attr-defined]
         rows = (zip(row, sizes, strict=True) for row in table.tolist())
         with bounds.lent((at, at + size) for row in rows for at, size in row if at):
             compute(x, arranged, table, h, *rest)  # type: ignore[arg-type]
@@ -86,21 +88,36 @@ def weights(scheme: str, hidden: int, inner: int, mine: range | None = None) -> 
     ]
 
 
-def mixed(its: list[Expert], tokens: int, tuning: ExpertTuning) -> tuple[Grouped, Tensor, Tensor]:
+KEPT = list[list[Tensor]]()
+"""Biases that a table has addresses of."""
+
+
+def mixed(
+    its: list[Expert], tokens: int, tuning: ExpertTuning, biases: int = 0, activation: Activation = SWIGLU
+) -> tuple[Grouped, Tensor, Tensor]:
     """A mixture that is to be computed, its table, and what the dense experts give."""
     hidden, inner = its[0][1][0].shape
     rng = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, hidden + 8, generator=rng)[:, 4:-4]
     scores = torch.randn(tokens, EXPERTS, generator=rng)
-    moe = MoeSpec(EXPERTS, TOP, inner, Router(normalise=True))
+    moe = MoeSpec(EXPERTS, TOP, inner, Router(normalise=True), bias=biases > 0, activation=activation)
     formats = tuple(matrix.format for matrix, _ in its[0])
     assert MixtureLayout(EXPERTS, formats).kernels == "few_bits_experts"
     with patch.object(kernels, "expert_tuning", lambda *_: tuning):
-        made = Grouped(x, scores, moe, formats=formats)
+        made = Grouped(x, scores, moe, formats=formats, biases=biases)
     made._h.fill_(torch.nan)
     made.y.fill_(torch.nan)
     addresses = [[part.data_ptr() for matrix, _ in one for part in matrix.parts.values()] for one in its]
-    plain = [(gate_up[1], down[1]) for gate_up, down in its]
+    plain: list[list[Tensor]] = [[gate_up[1], down[1]] for gate_up, down in its]
+    if biases:
+        added = [[torch.randn(size, generator=rng) for size in (2 * inner, hidden)] for _ in its]
+        for row, its_biases in zip(addresses, added, strict=True):
+            row += [bias.data_ptr() for bias in its_biases[:biases]]
+        KEPT[:] = added
+        plain = [
+            [*matrices, gate_up, down if biases > 1 else torch.zeros_like(down)]
+            for matrices, (gate_up, down) in zip(plain, added, strict=True)
+        ]
     want = experts_reference(x, scores, moe, plain)[1]
     return made, torch.tensor(addresses), want
 
@@ -121,6 +138,18 @@ def test_products(scheme: str) -> None:
         made, table, want = mixed(weights(scheme, 192, 64), tokens, tuning)
         made.compute(table)
         close(made.total(), want)
+
+
+@pytest.mark.parametrize("biases", [0, 1, 2])
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "fp8", "awq"])
+def test_biases_and_a_clamped_activation(scheme: str, biases: int) -> None:
+    """As gpt-oss has them; a rank that is not the first has no bias of down."""
+    for tokens, tuning in zip((1, 9), TUNINGS, strict=True):
+        clamped = Activation(alpha=1.702, shift=1.0, limit=0.7)
+        for activation in (clamped, SWIGLU) if biases else (clamped,):
+            made, table, want = mixed(weights(scheme, 192, 64), tokens, tuning, biases, activation)
+            made.compute(table)
+            close(made.total(), want)
 
 
 @pytest.mark.parametrize("scheme", ["awq", "nvfp4", "fp8", "mxfp8"])
@@ -176,9 +205,13 @@ def not_one_by_one(self: object, experts: object) -> None:
     raise AssertionError("an expert was taken by itself")
 
 
-@pytest.mark.parametrize("scheme", ["gptq", "nvfp4", "fp8"])
+@pytest.mark.parametrize("scheme", ["gptq", "nvfp4", "fp8", "stacks"])
 def test_streamed(scheme: str, tmp_path: Path) -> None:
-    few, dense = checkpoints(tiny.checkpoint("qwen3_moe"), tmp_path, SCHEMES[scheme])
+    """Also the stacks of gpt-oss, with biases."""
+    if scheme == "stacks":
+        few, dense = in_mxfp4(tmp_path)
+    else:
+        few, dense = checkpoints(tiny.checkpoint("qwen3_moe"), tmp_path, SCHEMES[scheme])
     with patch.object(experts, "_kernels", lambda device: None):
         want = pass_of(dense, 0)
     with (

@@ -1,6 +1,8 @@
 """A mixture of experts of few bits by kernels as a GPU compiles them: against the same experts dense, in
 waves, and in a graph."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from penstock.arch.layout import MixtureLayout
-from penstock.arch.spec import MoeSpec, Router
+from penstock.arch.spec import Activation, MoeSpec, Router
 from penstock.ops.experts import Grouped, experts_reference
 from penstock.ops.matrix import Matrix
 from quantised import SCHEMES, matrix_of
@@ -75,6 +77,27 @@ def test_against_dense(scheme: str, dtype: torch.dtype) -> None:
             torch.testing.assert_close(
                 got.float(), want, rtol=0, atol=TOLERANCE[dtype] * float(want.abs().amax())
             )
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 900])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_biases_and_a_clamped_activation(tokens: int, dtype: torch.dtype) -> None:
+    """As gpt-oss has them."""
+    layer = Layer("mxfp4", 320, 96)
+    moe = replace(layer.moe, bias=True, activation=Activation(alpha=1.702, shift=1.0, limit=0.7))
+    x, scores = layer.step(tokens, dtype)
+    biases = [[torch.randn(size, device=DEVICE).to(dtype) for size in (192, 320)] for _ in layer.experts]
+    added = torch.tensor([[bias.data_ptr() for bias in one] for one in biases], device=DEVICE)
+    mixed = Grouped(x, scores, moe, formats=layer.formats, biases=2)
+    mixed.compute(torch.cat((layer.table, added), 1))
+    plain = [
+        (gate_up[1], down[1], *(bias.float() for bias in its))
+        for (gate_up, down), its in zip(layer.experts, biases, strict=True)
+    ]
+    want = experts_reference(x.float(), scores, moe, plain)[1]
+    torch.testing.assert_close(
+        mixed.total().float(), want, rtol=0, atol=TOLERANCE[dtype] * float(want.abs().amax())
+    )
 
 
 @pytest.mark.parametrize("scheme", ["gptq_128", "awq", "fp8", "nvfp4"])

@@ -120,6 +120,15 @@ def test_runs_in_other_precisions(dtype: torch.dtype) -> None:
     check_run(70, 1000, heads=8, kv_heads=2, dim=64, block_size=16, dtype=dtype, device="cuda")
 
 
+@pytest.mark.parametrize("window", [None, 128])
+def test_sinks(window: int | None) -> None:
+    case = {"heads": 64, "kv_heads": 8, "dim": 64, "block_size": 16, "window": window, "sinks": True}
+    for dtype in (torch.bfloat16, torch.float32):
+        check_decode([3000, 64, 1, 0, 500], dtype=dtype, device="cuda", **case)
+        check_run(300, 1000, dtype=dtype, device="cuda", **case)
+        check_placed_run(60, 1000, 4, dtype=dtype, device="cuda", max_length=4096, **case)
+
+
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(

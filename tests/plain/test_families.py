@@ -16,6 +16,7 @@ from penstock.arch.reading import MOST
 from penstock.arch.rope import attention_scale, inverse_frequencies
 from penstock.arch.spec import (
     DTYPE_BYTES,
+    Activation,
     LayerSpec,
     Mlp,
     ModelSpec,
@@ -99,6 +100,7 @@ def test_plain_llama() -> None:
         ("qwen2_moe", True, False, False),
         ("glm4_moe", False, False, False),
         ("minimax_m2", False, False, True),
+        ("gpt_oss", True, True, False),
     ],
 )
 def test_switches_of_each_family(family: str, qkv_bias: bool, out_bias: bool, qk_norm: bool) -> None:
@@ -110,9 +112,10 @@ def test_switches_of_each_family(family: str, qkv_bias: bool, out_bias: bool, qk
             out_bias,
             qk_norm,
         )
-        assert isinstance(layer.feed_forward, MoeSpec) or not layer.feed_forward.bias
+        assert layer.mixer.sinks == (family == "gpt_oss")
+        assert layer.feed_forward.bias == (family == "gpt_oss")
     assert spec.tied_embeddings is False
-    assert spec.dtype == "float32"
+    assert spec.dtype == ("bfloat16" if family == "gpt_oss" else "float32")
 
 
 def test_keys_left_out_mean_what_the_family_says() -> None:
@@ -127,13 +130,50 @@ def test_keys_left_out_mean_what_the_family_says() -> None:
         131072,
         196608,
         32768,
+        131072,
     ]
-    assert [read(family, **left_out).kv_heads for family in FAMILIES] == [32, 8, 32, 32, 8, 16, 8, 8, 4]
-    assert [read(family, num_key_value_heads=None).kv_heads for family in FAMILIES] == [8] * 9
-    assert [read(family, head_dim=...).head_dim for family in FAMILIES] == [8, 8, 8, 128, 8, 8, 8, 128, 8]
-    assert [read(family).norm_eps for family in FAMILIES] == [*[1e-6] * 4, 1e-5, 1e-6, 1e-5, *[1e-6] * 2]
-    assert [read(family).rope.theta for family in FAMILIES] == [*[1e4] * 4, 1e6, 1e4, 1e4, 5e6, 1e4]
-    assert [read(family).windows[0] for family in FAMILIES] == [None, 4096, *[None] * 7]
+    assert [read(family, **left_out).kv_heads for family in FAMILIES] == [32, 8, 32, 32, 8, 16, 8, 8, 4, 8]
+    assert [read(family, num_key_value_heads=None).kv_heads for family in FAMILIES] == [8] * 10
+    assert [read(family, head_dim=...).head_dim for family in FAMILIES] == [8, 8, 8, 128, 8, 8, 8, 128, 8, 64]
+    assert [read(family).norm_eps for family in FAMILIES] == [
+        *[1e-6] * 4,
+        1e-5,
+        1e-6,
+        1e-5,
+        *[1e-6] * 2,
+        1e-5,
+    ]
+    assert [read(family).rope.theta for family in FAMILIES] == [*[1e4] * 4, 1e6, 1e4, 1e4, 5e6, 1e4, 15e4]
+    assert [read(family).windows[0] for family in FAMILIES] == [None, 4096, *[None] * 7, 128]
+
+
+def test_gpt_oss() -> None:
+    """Windows and full attention take turns; `rope_scaling` and `rope_parameters` say the same; what neither
+    says is YaRN."""
+    spec = read("gpt_oss", num_local_experts=6, num_experts_per_tok=3, num_hidden_layers=4)
+    assert spec.windows == (128, None, 128, None)
+    assert spec.moe == MoeSpec(
+        6,
+        3,
+        80,
+        Router(Scoring.SOFTMAX_OF_CHOSEN, bias=True),
+        bias=True,
+        activation=Activation(alpha=1.702, shift=1.0, limit=7.0),
+    )
+    yarn = RopeSpec(150000.0, 16, RopeKind.YARN, 32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False)
+    assert spec.rope == yarn == read("gpt_oss", rope_scaling=None, rope_parameters=None).rope
+    changed = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "truncate": True}
+    for key in ("rope_scaling", "rope_parameters"):
+        assert read("gpt_oss", **{key: changed}).rope == replace(
+            yarn, factor=8.0, original_length=64, truncate=True
+        )
+    other = read("gpt_oss", num_experts=5, swiglu_limit=3.0, swiglu_alpha=1.5, attention_bias=False)
+    assert other.moe is not None
+    assert (other.moe.experts, other.moe.activation) == (5, Activation(1.5, 1.0, 3.0))
+    assert other.stack[0].mixer == replace(spec.stack[0].mixer, qkv_bias=False, out_bias=False)  # type: ignore[call-arg]
+    full = read("gpt_oss", sliding_window=None, layer_types=["full_attention"] * 3)
+    assert full.windows == (None,) * 3
+    assert read("gpt_oss", torch_dtype="float16").dtype == read("gpt_oss", dtype="float16").dtype == "float16"
 
 
 def test_dtype_in_both_spellings() -> None:
@@ -405,7 +445,16 @@ def test_refused_in_some_families() -> None:
         ["full_attention"] * 2 + [[]],
     ):
         assert "key 'layer_types'" in refusal("qwen3", layer_types=types)
-    for family in ("mixtral", "qwen3_moe"):
+        assert "key 'layer_types'" in refusal("gpt_oss", layer_types=types)
+    assert "key 'layer_types'" in refusal("gpt_oss", sliding_window=None)
+    assert "key 'swiglu_limit'" in refusal("gpt_oss", swiglu_limit=0)
+    assert "key 'swiglu_alpha'" in refusal("gpt_oss", swiglu_alpha="1.7")
+    assert "key 'attention_bias'" in refusal("gpt_oss", attention_bias=1)
+    few = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": True}
+    said = refusal("gpt_oss", quantization_config=few)
+    assert "key 'quantization_config'" in said
+    assert "'gptq'; supported for gpt_oss: mxfp4" in said
+    for family in ("mixtral", "qwen3_moe", "gpt_oss"):
         assert "key 'num_experts_per_tok'" in refusal(family, num_local_experts=4, num_experts_per_tok=5)
         assert "key 'num_local_experts'" in refusal(family, num_local_experts=MOST + 1)
     assert "key 'num_experts'" in refusal("qwen3_moe", num_experts=0)
@@ -696,8 +745,41 @@ def test_experts_that_differ_are_computed_one_by_one() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_tensor_is_laid_out_twice(family: str) -> None:
-    names = [source.tensor for group in layouts(family) for field in group.fields for source in field.sources]
+    names = [
+        (source.tensor, source.index, source.rows)
+        for group in layouts(family)
+        for field in group.fields
+        for source in field.sources
+    ]
     assert len(set(names)) == len(names)
+
+
+def test_groups_of_stacked_experts() -> None:
+    """Biases lie behind the matrices of their expert."""
+    found = layouts("gpt_oss", num_local_experts=4)
+    assert [str(group.id) for group in found][2:6] == ["router.0", "expert.0.0", "expert.0.1", "expert.0.2"]
+    assert {field.name: field.shape for field in found[2].fields} == {
+        "norm": (64,),
+        "router": (4, 64),
+        "router_bias": (4,),
+    }
+    expert = found[4]
+    assert [(field.name, field.shape) for field in expert.fields] == [
+        ("gate_up", (160, 64)),
+        ("down", (64, 80)),
+        ("gate_up_bias", (160,)),
+        ("down_bias", (64,)),
+    ]
+    assert {source.index for field in expert.fields for source in field.sources} == {1}
+    assert [field.name for field in found[1].fields] == [
+        "norm",
+        "qkv",
+        "qkv_bias",
+        "sinks",
+        "out",
+        "out_bias",
+    ]
+    assert [one.biases for one in mixture_layouts(found).values()] == [2] * 3
 
 
 def test_bytes_of_a_kv_block() -> None:

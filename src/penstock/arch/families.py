@@ -6,7 +6,7 @@ A value that this engine cannot run exactly is refused, and the message names it
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from penstock.arch.mixtures import glm4_moe, minimax_m2, mixtral, qwen2_moe, qwen3_moe
+from penstock.arch.mixtures import glm4_moe, gpt_oss, minimax_m2, mixtral, qwen2_moe, qwen3_moe
 from penstock.arch.reading import ConfigReader, active_window, layers_of, spec_of, typed_windows, window_of
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import UnsupportedModelError
@@ -14,7 +14,11 @@ from penstock.base.errors import UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Names the tensors of a family's feed-forward. All other tensors have the same names in every family."""
+    """Names the tensors of a family's feed-forward. All other tensors have the same names in every family.
+
+    stacked: whether the experts of a layer are stacks of tensors, as `formats/mxfp4.py` describes them. Names
+        of single experts are not used then.
+    """
 
     router: str = "mlp.gate"
     correction: str = "mlp.gate.e_score_correction_bias"
@@ -23,6 +27,7 @@ class TensorNames:
     expert_gate: str = "mlp.experts.{expert}.gate_proj"
     expert_up: str = "mlp.experts.{expert}.up_proj"
     expert_down: str = "mlp.experts.{expert}.down_proj"
+    stacked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,4 +140,17 @@ FAMILIES: dict[str, Family] = {
         {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608, "rope_theta": 5e6},
     ),
     "qwen3_moe": Family(qwen3_moe, defaults={"num_key_value_heads": 4, **_QWEN_WINDOWS}),
+    "gpt_oss": Family(
+        gpt_oss,
+        TensorNames(router="mlp.router", stacked=True),
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "sliding_window": 128,
+            "rope_theta": 150000.0,
+            "rms_norm_eps": 1e-5,
+            "torch_dtype": "bfloat16",
+        },
+    ),
 }

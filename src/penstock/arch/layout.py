@@ -21,6 +21,7 @@ from penstock.arch.mixers.mixer import Plane, StateArray
 from penstock.arch.parts import Held, held, local_spec
 from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import Mlp, ModelSpec, MoeSpec, Norms
+from penstock.arch.stacks import stacked_expert
 from penstock.base.errors import ConfigError, UnsupportedModelError
 
 ALIGNMENT = 256
@@ -116,10 +117,13 @@ class MixtureLayout:
     """A MixtureLayout says how many experts a layer has, and in which formats their matrices rest.
 
     formats: of gate_up and down; None if they differ from expert to expert.
+    biases: how many biases lie behind the matrices of an expert: that of gate_up, and where the rank has it
+        that of down.
     """
 
     experts: int
     formats: tuple[WeightFormat, ...] | None
+    biases: int = 0
 
     kernels: str = field(init=False, repr=False, compare=False)
     """The module of `penstock.ops.triton` that computes the layer's experts at once. If empty, a GPU computes
@@ -315,12 +319,15 @@ def group_layouts(
 
 def mixture_layouts(layouts: Iterable[GroupLayout]) -> dict[int, MixtureLayout]:
     """Return what each layer that is a mixture has, by the layer's number."""
-    formats = dict[int, list[tuple[WeightFormat, ...]]]()
+    formats, biases = dict[int, list[tuple[WeightFormat, ...]]](), dict[int, int]()
     for layout in layouts:
         if layout.id.kind is GroupKind.EXPERT:
             formats.setdefault(layout.id.layer, []).append(tuple(one.format for one in layout.matrices))
+            biases[layout.id.layer] = len(layout.vectors)
     return {
-        layer: MixtureLayout(len(every), every[0] if every.count(every[0]) == len(every) else None)
+        layer: MixtureLayout(
+            len(every), every[0] if every.count(every[0]) == len(every) else None, biases[layer]
+        )
         for layer, every in formats.items()
     }
 
@@ -401,15 +408,26 @@ class _Layer:
         if moe.shared_gate:
             tensors["shared_gate"] = [matrix(f"{at}.{names.shared_gate}.weight", 1, hidden)]
         float32 = _FLOAT32 | ({"router", "router_bias"} if router.float32 else set())
-        groups = [self.group(GroupId(GroupKind.ROUTER, layer), tensors, float32)]
-        for expert in range(moe.experts):
-            gate, up, down = (
-                f"{at}.{name.format(expert=expert)}"
-                for name in (names.expert_gate, names.expert_up, names.expert_down)
-            )
-            tensors = self._mlp(gate, up, down, moe.intermediate_size, self.held.expert_inner)
-            groups.append(self.group(GroupId(GroupKind.EXPERT, layer, expert), tensors))
-        return groups
+        return [
+            self.group(GroupId(GroupKind.ROUTER, layer), tensors, float32),
+            *(
+                self.group(GroupId(GroupKind.EXPERT, layer, expert), self._expert(at, expert, moe))
+                for expert in range(moe.experts)
+            ),
+        ]
+
+    def _expert(self, at: str, expert: int, moe: MoeSpec) -> Tensors:
+        names, inner = self.names, self.held.expert_inner
+        if names.stacked:
+            found = stacked_expert(f"{at}.mlp", expert, moe, self.spec.hidden_size, self.spec.format, inner)
+            if self.shard.rank > 0:
+                found.pop("down_bias", None)
+            return found
+        gate, up, down = (
+            f"{at}.{name.format(expert=expert)}"
+            for name in (names.expert_gate, names.expert_up, names.expert_down)
+        )
+        return self._mlp(gate, up, down, moe.intermediate_size, inner)
 
     def _norms(self, norms: Norms, at: str) -> Tensors:
         named = {"norm": norms.before, "norm_after": norms.after}

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from penstock.arch.formats import mxfp4, recipe
+from penstock.arch.formats.dense import DENSE
 from penstock.arch.mixers.attention import Attention
 from penstock.arch.reading import (
     MOST,
@@ -13,7 +15,7 @@ from penstock.arch.reading import (
     typed_windows,
     window_of,
 )
-from penstock.arch.spec import Mlp, ModelSpec, MoeSpec, RopeKind, Router, Scoring
+from penstock.arch.spec import Activation, LayerSpec, Mlp, ModelSpec, MoeSpec, RopeKind, Router, Scoring
 from penstock.base.errors import UnsupportedModelError
 
 
@@ -179,6 +181,57 @@ def _rotated(config: ConfigReader, spec: ModelSpec, share: float) -> ModelSpec:
             "least 4; correct config.json, or fetch it again"
         )
     return replace(spec, rope=replace(spec.rope, dim=dim))
+
+
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def gpt_oss(config: ConfigReader) -> ModelSpec:
+    """Return the spec of a gpt-oss: sinks, biases everywhere, and experts with a clamped activation."""
+    layers, bias = layers_of(config), config.flag("attention_bias", True)
+    if config.get("layer_types") is None:
+        pair = ["sliding_attention", "full_attention"]
+        config = ConfigReader({**config.config, "layer_types": (pair * layers)[:layers]}, config.where)
+    if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
+        config = ConfigReader({**config.config, "rope_parameters": _GPT_OSS_ROPE}, config.where)
+    key = "num_local_experts" if config.get("num_local_experts") is not None else "num_experts"
+    activation = Activation(
+        alpha=config.number("swiglu_alpha", 1.702), shift=1.0, limit=config.number("swiglu_limit", 7.0)
+    )
+    moe = MoeSpec(
+        config.whole(key, 128, high=MOST),
+        config.whole("num_experts_per_tok", 4),
+        config.whole("intermediate_size"),
+        Router(Scoring.SOFTMAX_OF_CHOSEN, bias=True),
+        bias=True,
+        activation=activation,
+    )
+    spec = spec_of(
+        config,
+        qkv_bias=bias,
+        out_bias=bias,
+        windows=typed_windows(config, window_of(config)),
+        moe=_moe(config, moe),
+        moe_layers=(True,) * layers,
+    )
+    if spec.format != DENSE and spec.format.name not in (mxfp4.METHOD, recipe.METHOD):
+        raise UnsupportedModelError(
+            f"{config.where}: key 'quantization_config' is set to quant_method {spec.format.name!r}; "
+            f"supported for gpt_oss: {mxfp4.METHOD}, or none; use the model as it was published"
+        )
+    return replace(spec, stack=tuple(map(_with_sinks, spec.stack)))
+
+
+def _with_sinks(layer: LayerSpec) -> LayerSpec:
+    assert isinstance(layer.mixer, Attention)
+    return replace(layer, mixer=replace(layer.mixer, sinks=True))
 
 
 def _moe(config: ConfigReader, moe: MoeSpec) -> MoeSpec:

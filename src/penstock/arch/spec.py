@@ -89,9 +89,28 @@ class Router:
 
 
 @dataclass(frozen=True, slots=True)
+class Activation:
+    """An activation makes the inner numbers of a feed-forward: `(up + shift) * gate * sigmoid(alpha * gate)`.
+
+    By default that is SwiGLU, `up * silu(gate)`.
+
+    limit: gate is clipped from above at it, and up on both sides. None clips nothing.
+    """
+
+    alpha: float = 1.0
+    shift: float = 0.0
+    limit: float | None = None
+
+
+SWIGLU = Activation()
+"""The activation of Shazeer 2020, arXiv 2002.05202."""
+
+
+@dataclass(frozen=True, slots=True)
 class MoeSpec:
     """A mixture-of-experts feed-forward runs `top_k` of its `experts` for each token.
 
+    bias: whether an expert's projections have biases.
     shared: what every token passes besides, added to the sum of its experts.
     shared_gate: whether the output of that is multiplied with the sigmoid of a number that the router's group
         computes of each token.
@@ -103,6 +122,8 @@ class MoeSpec:
     router: Router = Router()
     shared: "Mlp | None" = None
     shared_gate: bool = False
+    bias: bool = False
+    activation: Activation = SWIGLU
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,25 @@ def _shape(
     }
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, object]:
+    """Return a config.json of gpt-oss, whose experts rest in MXFP4."""
+    rope = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+    left_alone = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    return _shape(
+        "gpt_oss",
+        2880,
+        2880,
+        layers,
+        (64, 8, 64),
+        201088,
+        num_local_experts=experts,
+        num_experts_per_tok=4,
+        rope_theta=150000.0,
+        rope_scaling=rope,
+        quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": left_alone},
+    )
+
+
 _QWEN_MOE = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
@@ -59,6 +78,8 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
     "8B": _shape("llama", 4096, 14336, 32, (32, 8, 128), 128256),
     "70B": _shape("llama", 8192, 28672, 80, (64, 8, 128), 128256),
     "70B-slice": _shape("llama", 8192, 28672, 4, (64, 8, 128), 128256),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "glm-4.5-air": _shape("glm4_moe", 4096, 10944, 46, (96, 8, 128), 151552, **_GLM_AIR),
     "minimax-m2": _shape("minimax_m2", 3072, 1536, 62, (48, 8, 128), 200064, **_MINIMAX),
     "qwen3-235b-a22b": _shape(

@@ -74,7 +74,7 @@ def attention(
     if wanted is not None and inputs.last is not None:
         # They are rows, which see no keys but those in pages.
         q, wanted, seen_by = q[wanted], None, inputs.last
-    seen = attend(q, k, v, (k_cache, v_cache), seen_by, scores_of(mixer), mixing.cold).out
+    seen = attend(q, k, v, (k_cache, v_cache), seen_by, scores_of(mixer, w), mixing.cold).out
     seen = seen if wanted is None else seen[wanted]
     return seen.view(len(seen), mixer.output_size)
 
@@ -104,7 +104,7 @@ def attention_at_once(
     if not kernels.describes(half, x):
         half = kernels.Half(weights, ("qkv", "out"), x.dtype, mixing.norm_eps)
         heads = mixer.heads, k_cache.shape[2], mixer.head_dim
-        half.attend(weights, heads, scores_of(mixer), mixing.norm_eps, 2 * inputs.cos.shape[1])
+        half.attend(weights, heads, scores_of(mixer, weights), mixing.norm_eps, 2 * inputs.cos.shape[1])
         weights.matrices["out"].half = half
     angles, pages = (inputs.cos, inputs.sin), (k_cache, v_cache)
     return kernels.attention(half, x, part, angles, pages, inputs.attention)  # type: ignore[no-any-return]
@@ -124,10 +124,10 @@ def _over_ranks(collectives: Collectives | None, *, counts_keys: bool) -> Callab
     return add_up
 
 
-def scores_of(mixer: Attention) -> LayerAttention:
-    """Return the scale and the window of a layer's scores."""
+def scores_of(mixer: Attention, weights: GroupViews) -> LayerAttention:
+    """Return the scale, the window, the cap and the sinks of a layer's scores."""
     scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
-    return LayerAttention(scale, mixer.window, cap=mixer.cap)
+    return LayerAttention(scale, mixer.window, cap=mixer.cap, sinks=weights.vectors.get("sinks"))
 
 
 FORWARD: dict[type[Mixer], Forward] = {Attention: attention}

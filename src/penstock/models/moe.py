@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupKind, MixtureLayout
-from penstock.arch.spec import MoeSpec
+from penstock.arch.spec import SWIGLU, Activation, MoeSpec
 from penstock.models.inputs import ExpertWeights
-from penstock.ops.activation import silu_mul_into
+from penstock.ops.activation import activate, activate_into
 from penstock.ops.experts import Grouped, few_outputs, few_tokens, grouped
 from penstock.ops.linear import gated, linear
 from penstock.ops.matrix import GroupViews
@@ -43,7 +43,9 @@ def choose(
     padding: bool `[tokens]`, tokens that take the experts of the first one: what comes of them means nothing.
     """
     if grouped(x.device, layout):
-        return Grouped(x, logits, moe, correction, formats=layout.formats, padding=padding)
+        return Grouped(
+            x, logits, moe, correction, formats=layout.formats, biases=layout.biases, padding=padding
+        )
     return route(logits, moe, correction)
 
 
@@ -73,7 +75,7 @@ def mixture(
     rows_at_rest: an expert with at most so many tokens is computed on the host if it stays there.
     """
     if isinstance(choice, Grouped):
-        return _many_at_a_time(choice, x, layer, experts, rows_at_rest)
+        return _many_at_a_time(choice, x, layer, experts, moe.activation, rows_at_rest)
     shares, chosen = choice
     layout = experts.mixtures[layer]
     pairs = chosen.flatten().argsort(stable=True)
@@ -81,11 +83,11 @@ def mixture(
     counts = torch.bincount(chosen.flatten(), minlength=moe.experts).tolist()
     spans = _spans(layer, counts)
     y = x.new_empty(len(pairs), x.shape[1])
-    with _at_rest(x, y, pairs, spans, experts, rows_at_rest) as others:
+    with _at_rest(x, y, pairs, spans, experts, rows_at_rest, moe.activation) as others:
         if few_tokens(x, layout):
-            _few_tokens(x, y, pairs, spans, others, experts)
+            _few_tokens(x, y, pairs, spans, others, experts, moe.activation)
         else:
-            scratch = _Scratch(x, moe.intermediate_size)
+            scratch = _Scratch(x, moe)
             for group, weights in experts.each(others):
                 for start in range(spans[group].start, spans[group].stop, scratch.rows):
                     part = slice(start, min(start + scratch.rows, spans[group].stop))
@@ -100,6 +102,7 @@ def _few_tokens(
     spans: Mapping[GroupId, slice],
     others: Sequence[GroupId],
     experts: ExpertWeights,
+    activation: Activation,
 ) -> None:
     """Compute these experts of few bits on a CPU, as many at a time as are lent: their rows of y, as
     `_at_rest` has it."""
@@ -107,11 +110,11 @@ def _few_tokens(
         mine = torch.cat([pairs[spans[group]] for group in wave])
         counts = [spans[group].stop - spans[group].start for group in wave]
         rows = x.index_select(0, mine // (len(y) // len(x)))
-        y.index_copy_(0, mine, few_outputs(rows, list(wave.values()), counts))
+        y.index_copy_(0, mine, few_outputs(rows, list(wave.values()), counts, activation))
 
 
 def _many_at_a_time(
-    mixed: Grouped, x: Tensor, layer: int, experts: ExpertWeights, rows_at_rest: int
+    mixed: Grouped, x: Tensor, layer: int, experts: ExpertWeights, activation: Activation, rows_at_rest: int
 ) -> Tensor:
     table = experts.table(layer)
     if table is not None:
@@ -123,7 +126,7 @@ def _many_at_a_time(
             mixed.compute(table)
         return mixed.total()
     spans = _spans(layer, mixed.counts())
-    with _at_rest(x, mixed.y, mixed.order, spans, experts, rows_at_rest) as others:
+    with _at_rest(x, mixed.y, mixed.order, spans, experts, rows_at_rest, activation) as others:
         for wave, table in experts.waves(others):
             mixed.compute(table, range(wave[0].expert, wave[-1].expert + 1))
     return mixed.total()
@@ -137,6 +140,7 @@ def _at_rest(
     spans: Mapping[GroupId, slice],
     experts: ExpertWeights,
     most: int,
+    activation: Activation = SWIGLU,
 ) -> Iterator[Sequence[GroupId]]:
     """Yield the experts that the body computes; after it, compute the others on the host, where they rest.
 
@@ -154,7 +158,9 @@ def _at_rest(
         yield [group for group in spans if group not in lent]
         sizes = [spans[group].stop - spans[group].start for group in lent]
         for part, weights in zip(torch.split(rows, sizes), lent.values(), strict=True):
-            part.copy_(linear(gated(part, weights.matrices["gate_up"]), weights.matrices["down"]))
+            matrices, vectors = weights.matrices, weights.vectors
+            gate_up = linear(part, matrices["gate_up"], vectors.get("gate_up_bias"))
+            part.copy_(linear(activate(gate_up, activation), matrices["down"], vectors.get("down_bias")))
         y.index_copy_(0, mine, rows.to(y.device))
 
 
@@ -165,21 +171,20 @@ class _Scratch:
     much as any other.
     """
 
-    def __init__(self, x: Tensor, inner: int) -> None:
-        self.rows = min(len(x), _ROWS)
-        hidden = x.shape[1]
+    def __init__(self, x: Tensor, moe: MoeSpec) -> None:
+        self.rows, self._activation = min(len(x), _ROWS), moe.activation
+        hidden, inner = x.shape[1], moe.intermediate_size
         self._x, self._out = x.new_empty(self.rows, hidden), x.new_empty(self.rows, hidden)
         self._gate_up, self._inner = x.new_empty(self.rows, 2 * inner), x.new_empty(self.rows, inner)
 
     def expert(self, x: Tensor, tokens: Tensor, weights: GroupViews) -> Tensor:
         """Return the expert's output `[rows, hidden]` for these rows of x, at most `self.rows`; the next call
         overwrites it."""
-        count = len(tokens)
+        count, matrices, vectors = len(tokens), weights.matrices, weights.vectors
         taken = torch.index_select(x, 0, tokens, out=self._x[:count])
-        inner = silu_mul_into(
-            linear(taken, weights.matrices["gate_up"], out=self._gate_up[:count]), self._inner[:count]
-        )
-        return linear(inner, weights.matrices["down"], out=self._out[:count])
+        gate_up = linear(taken, matrices["gate_up"], vectors.get("gate_up_bias"), out=self._gate_up[:count])
+        inner = activate_into(gate_up, self._inner[:count], self._activation)
+        return linear(inner, matrices["down"], vectors.get("down_bias"), out=self._out[:count])
 
 
 def _spans(layer: int, counts: Sequence[int]) -> dict[GroupId, slice]:

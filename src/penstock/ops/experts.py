@@ -8,11 +8,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from penstock.arch.experts import ExpertKind
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import WeightFormat
 from penstock.arch.layout import MixtureLayout
-from penstock.arch.spec import MoeSpec
-from penstock.ops.activation import silu_mul, silu_mul_into
+from penstock.arch.spec import Activation, MoeSpec
+from penstock.ops.activation import activate, activate_into
 from penstock.ops.kernels import native_kernels, triton_kernels
 from penstock.ops.linear import dense_linear
 from penstock.ops.matrix import GroupViews
@@ -41,7 +42,9 @@ def few_tokens(x: Tensor, mixture: MixtureLayout) -> bool:
     return kernels is not None and kernels.takes_each(x, formats)
 
 
-def few_outputs(x: Tensor, experts: Sequence[GroupViews], counts: Sequence[int]) -> Tensor:
+def few_outputs(
+    x: Tensor, experts: Sequence[GroupViews], counts: Sequence[int], activation: Activation
+) -> Tensor:
     """Return the outputs of experts, the next `counts` rows of x through each of them: x and result
     `[rows, hidden]`."""
     kernels = native_kernels()
@@ -49,13 +52,22 @@ def few_outputs(x: Tensor, experts: Sequence[GroupViews], counts: Sequence[int])
     gate_up, down = ([one.matrices[name] for one in experts] for name in ("gate_up", "down"))
     both = x.new_empty(len(x), gate_up[0].shape[0])
     kernels.few_rows_each(x, gate_up, counts, both)
+    _add_each(both, experts, "gate_up_bias", counts)
     inner = x.new_empty(len(x), both.shape[1] // 2)
     each = max(1, _PIECE // inner.shape[1])
     for part, into in zip(torch.split(both, each), torch.split(inner, each), strict=True):
-        silu_mul_into(part, into)
+        activate_into(part, into, activation)
     out = torch.empty_like(x)
     kernels.few_rows_each(inner, down, counts, out)
+    _add_each(out, experts, "down_bias", counts)
     return out
+
+
+def _add_each(y: Tensor, experts: Sequence[GroupViews], bias: str, counts: Sequence[int]) -> None:
+    """Add each expert's bias, if they have that, to the next `counts` rows of y."""
+    if bias in experts[0].vectors:
+        for part, expert in zip(torch.split(y, list(counts)), experts, strict=True):
+            part.add_(expert.vectors[bias])
 
 
 class Grouped:
@@ -73,7 +85,8 @@ class Grouped:
         moe: MoeSpec,
         correction: Tensor | None = None,
         *,
-        formats: Sequence[WeightFormat] | None = None,
+        formats: tuple[WeightFormat, ...] | None = None,
+        biases: int = 0,
         padding: Tensor | None = None,
     ) -> None:
         """Choose experts; the host waits for nothing.
@@ -83,13 +96,15 @@ class Grouped:
         moe: of the rank.
         correction: of the router, float32 `[experts]`, if it has one.
         formats: of gate_up and down of all experts, dense by default; their kernels compute the products.
+        biases: the field of `MixtureLayout`.
         padding: bool `[tokens]`, tokens that take what the first one takes, not being padding.
         """
         kernels, routing = _kernels(x.device), triton_kernels("routing")
         assert kernels is not None, f"no kernels on {x.device}"
         assert routing is not None
-        self._kernels, self._x, self._formats = kernels, x, formats or (DENSE, DENSE)
-        products = triton_kernels(self._formats[0].expert_kernels)
+        self._kernels, self._x = kernels, x
+        self._kind = ExpertKind(formats or (DENSE, DENSE), biases, moe.activation)
+        products = triton_kernels(self._kind.formats[0].expert_kernels)
         assert products is not None, formats
         self._products = products
         (tokens, experts), top_k = logits.shape, moe.top_k
@@ -119,14 +134,14 @@ class Grouped:
 
         table: int64 `[experts, tensors]` on the device, addresses or 0; of dense experts those of gate_up
         `[2 * inner, hidden]`, gate first, and down `[hidden, inner]`; of others those of each tensor that
-        the formats of both store.
+        the formats of both store; then those of biases.
         """
         part = range(self._blocks.shape[1])
         if experts is not None:
             assert self._starts is not None, "which experts are used is not known"
             part = range(self._starts[experts.start], self._starts[experts.stop])
         self._products.products(
-            self._x, (self.order, self._blocks), table, self._h, self.y, self._tuning, part, self._formats
+            self._x, (self.order, self._blocks), table, self._h, self.y, self._tuning, part, self._kind
         )
 
     def total(self) -> Tensor:
@@ -140,18 +155,19 @@ def experts_reference(
     x: Tensor,
     logits: Tensor,
     moe: MoeSpec,
-    weights: Sequence[tuple[Tensor, Tensor]],
+    weights: Sequence[Sequence[Tensor]],
     correction: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return what `Grouped` finds, computed step by step: what each token takes, int64 `[tokens, top_k]`, and
-    the sum. weights: gate_up and down of every expert."""
+    the sum. weights: gate_up and down of every expert, and perhaps the biases of both."""
     shares, chosen = route(logits, moe, correction, lower_first)
     y = x.new_zeros(len(x), moe.top_k, x.shape[1])
-    for expert, (gate_up, down) in enumerate(weights):
+    for expert, (gate_up, down, *biases) in enumerate(weights):
         at = chosen == expert
         if at.any():
-            inner = silu_mul(dense_linear(x[at.nonzero()[:, 0]], gate_up))
-            y[at] = dense_linear(inner, down)
+            of_both, of_down = biases or (None, None)
+            inner = activate(dense_linear(x[at.nonzero()[:, 0]], gate_up, of_both), moe.activation)
+            y[at] = dense_linear(inner, down, of_down)
     return chosen, (shares.to(x.dtype).float().unsqueeze(-1) * y.float()).sum(1).to(x.dtype)
 
 

@@ -41,6 +41,8 @@ class TensorSlice:
     shape: shape of the whole tensor there.
     rows, columns: the part that is taken. None takes all. Rows may lie apart, at equal distances.
     index: which tensor of a stack is meant, such as one expert's; `shape` is then that of one tensor.
+    transposed: whether the checkpoint has the matrix as `[in, out]`. Shape, rows and columns are those of
+        `[out, in]`, and so are those of the tensor that `repack` gets. Such a slice needs a `repack`.
     """
 
     tensor: str
@@ -52,6 +54,12 @@ class TensorSlice:
     loose: bool = False
     dtypes: tuple[str, ...] = ()
     index: int | None = None
+    transposed: bool = False
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Return the shape of the tensor in the checkpoint, of one of a stack."""
+        return self.shape[::-1] if self.transposed else self.shape
 
     @property
     def taken(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ layer there are, for E experts of hidden size H and inner size I:
 - `gate_up_proj_bias` `[E, 2 * I]` and `down_proj_bias` `[E, H]`, not quantised.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from penstock.arch.formats.dense import DENSE
@@ -43,35 +43,3 @@ def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
     words = Words(config, f"{where}: quantization_config")
     excepted = ModuleNames(globs=words.list("modules_to_not_convert"))
     return ByName(METHOD, rules=((excepted, DENSE), (ModuleNames(ends=(GATE_UP, DOWN)), StackedFloat4())))
-
-
-def gate_up(at: str, expert: int, shape: tuple[int, int], inner: range) -> Sequence[TensorSlice]:
-    """Return the gate and up of an expert, below each other.
-
-    at: the layer's feed-forward, `model.layers.0.mlp`.
-    shape: `[I, H]` of each.
-    inner: the rows of each that a rank has.
-    """
-    height, width = shape
-    parts = (range(2 * inner.start + odd, 2 * inner.stop + odd, 2) for odd in (0, 1))
-    whole = TensorSlice(f"{at}.{GATE_UP}", (2 * height, width), index=expert)
-    return [replace(whole, rows=rows) for rows in parts]
-
-
-def gate_up_bias(at: str, expert: int, size: int, inner: range) -> Sequence[TensorSlice]:
-    """Return the biases of an expert's gate and up. size: I; the others as of `gate_up`."""
-    return [
-        replace(one, tensor=f"{one.tensor}_bias", shape=(2 * size,))
-        for one in gate_up(at, expert, (size, 1), inner)
-    ]
-
-
-def down(at: str, expert: int, shape: tuple[int, int], inner: range) -> TensorSlice:
-    """Return the down of an expert. shape: `[H, I]`. inner: the columns that a rank has."""
-    columns = None if inner == range(shape[1]) else inner
-    return TensorSlice(f"{at}.{DOWN}", shape, columns=columns, index=expert)
-
-
-def down_bias(at: str, expert: int, size: int) -> TensorSlice:
-    """Return the bias of an expert's down. size: H."""
-    return TensorSlice(f"{at}.{DOWN}_bias", (size,), index=expert)

@@ -15,7 +15,7 @@ _QUANTIFIERS, _MOST = re.compile(r"(?<!\\)[*+{?]"), 5
 """A pattern of a stranger may not take forever: few quantifiers, and none of a group."""
 _NESTED = re.compile(r"(?<!\\)\)[*+{?]")
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
-ROUTERS = (".mlp.gate", ".block_sparse_moe.gate", ".mlp.shared_expert_gate")
+ROUTERS = (".mlp.gate", ".block_sparse_moe.gate", ".mlp.router", ".mlp.shared_expert_gate")
 """Ends of the names of routers of mixtures, and of gates of shared experts, which quantisers leave alone
 without saying so."""
 

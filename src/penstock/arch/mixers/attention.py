@@ -18,6 +18,8 @@ class Attention(Mixer):
     counts_keys: whether the rank's keys are part of sums over ranks. Of ranks that hold the same keys one
         counts them.
     scale: factor of scores. None is `head_dim ** -0.5`.
+    sinks: whether each head's softmax has one more score, learned, that adds to its sum and has no value
+        (gpt-oss; Xiao et al. 2023, arXiv 2309.17453).
     """
 
     qkv_bias: bool = False
@@ -26,6 +28,7 @@ class Attention(Mixer):
     scale: float | None = None
     cap: float | None = None
     """Soft cap c of scaled scores s, which become c * tanh(s / c); None is no cap."""
+    sinks: bool = False
     normed_together: tuple[int, int] | None = None
     counts_keys: bool = True
 
@@ -40,7 +43,7 @@ class Attention(Mixer):
         return Plane("k", self.kv_heads, self.head_dim, scored=True), Plane("v", self.kv_heads, self.head_dim)
 
     def weights(self, at: str, hidden: int, shard: Shard) -> dict[str, Sequence[TensorSlice]]:
-        """Return the fused `qkv` and `out`, with biases and norms of heads where the model has them."""
+        """Return the fused `qkv` and `out`, with biases, norms and sinks where the model has them."""
         at, dim = f"{at}.self_attn", self.head_dim
         heads, kv_heads = share_heads(self.heads // self.kv_heads, self.kv_heads, shard)
         queries, keys = (range(part.start * dim, part.stop * dim) for part in (heads, kv_heads))
@@ -62,6 +65,8 @@ class Attention(Mixer):
         elif self.qk_norm:
             tensors["q_norm"] = [vector(f"{at}.q_norm.weight", dim)]
             tensors["k_norm"] = [vector(f"{at}.k_norm.weight", dim)]
+        if self.sinks:
+            tensors["sinks"] = [vector(f"{at}.sinks", self.heads, heads)]
         tensors["out"] = [matrix(f"{at}.o_proj.weight", hidden, self.query_size, columns=queries)]
         if self.out_bias and shard.rank == 0:
             tensors["out_bias"] = [vector(f"{at}.o_proj.bias", hidden)]

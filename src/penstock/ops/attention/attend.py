@@ -10,9 +10,14 @@ kernel for it.
 A sequence too long for the device's pages keeps only its newest tokens there, the tail. Its other KV streams
 by in *tiles*, in an order fixed before the step. Each tile is lent once a layer and serves every query that
 it names. What pages hold is merged with it.
+
+A sink is one more logit of a head, of no value. It weighs on an output only when all of its keys were
+merged: by then `out * sigmoid(lse - sink)` is what a softmax over the keys and the sink gives, without the
+sink.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import ModuleType
 from typing import NamedTuple
 
@@ -39,8 +44,9 @@ class Attended(NamedTuple):
     """Attended is the output of attention, by whatever path.
 
     out: `[tokens, heads, dim_v]` of q's dtype.
-    lse: natural log-sum-exp of the scaled scores, float32 `[tokens, heads]`, -inf where nothing was seen.
-        `merge` takes both. None if LayerAttention does not ask for it.
+    lse: natural log-sum-exp of the scaled scores, sinks left out, float32 `[tokens, heads]`, -inf where
+        nothing was seen. `merge` takes both where there are no sinks. None if LayerAttention does not ask for
+        it.
     """
 
     out: Tensor
@@ -55,12 +61,6 @@ def reads_pages(device: torch.device) -> bool:
 def _kernels(x: Tensor) -> ModuleType | None:
     """Return the kernels over pages for tensors where `x` is, or None."""
     return triton_kernels("attention") if x.is_cuda else None
-
-
-def _row_kernels(q: Tensor, cache: Cache, layer: LayerAttention) -> ModuleType | None:
-    """Return the kernels over pages that attend with rows: Triton's on a GPU, those in C on a CPU; or
-    None."""
-    return _kernels(q) or _native_kernels(q, cache, layer)
 
 
 def _native_kernels(q: Tensor, cache: Cache, layer: LayerAttention) -> ModuleType | None:
@@ -152,10 +152,22 @@ def _attend_mixed(
     if cold and (cold.choosing_rows or cold.choosing_runs):
         _fold_chosen(q, inputs, cold, layer, rows, runs, tiles)
     if rows:
-        _put(result, slice(len(rows[0])), rows)
+        _put(result, slice(len(rows[0])), _with_sinks(rows, layer))
     for index, state in runs.items():
-        _put(result, inputs.runs[index].queries, state)
+        _put(result, inputs.runs[index].queries, _with_sinks(state, layer))
     return result
+
+
+def _with_sinks(part: tuple[Tensor, Tensor | None], layer: LayerAttention) -> tuple[Tensor, Tensor | None]:
+    """Let the layer's sinks, if it has any, weigh on outputs of which all keys are merged, in place.
+
+    Our kernels for GPUs do so themselves.
+    """
+    out, lse = part
+    if layer.sinks is not None:
+        assert lse is not None, "sinks weigh by the log-sum-exp of the keys"
+        out.mul_(torch.sigmoid(lse - layer.sinks)[..., None])
+    return part
 
 
 def _put(result: Attended, queries: slice, part: tuple[Tensor, Tensor | None]) -> None:
@@ -173,11 +185,16 @@ def _attend_rows(
     lse = None if result.lse is None else result.lse[: rows.count]
     if more:
         out = torch.empty(out.shape, dtype=torch.float32, device=q.device)
+        layer = layer if layer.sinks is None else replace(layer, sinks=None)
+    kernels = _kernels(q)
+    if more or (lse is None and layer.sinks is not None and kernels is None):
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
-    if kernels := _row_kernels(q, cache, layer):
-        kernels.paged_decode(q[: rows.count], cache, rows, layer, out=out, lse=lse)
+    if either := kernels or _native_kernels(q, cache, layer):
+        either.paged_decode(q[: rows.count], cache, rows, layer, out=out, lse=lse)
     else:
         attend_rows(q, cache, rows, layer, out, lse)
+    if kernels is None:
+        _with_sinks((out, lse), layer)
     return (out, lse) if more and lse is not None else None
 
 
@@ -186,23 +203,26 @@ def _attend_paged(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with a run whose past is in pages; the output is perhaps float32.
 
-    The log-sum-exp is there if the layer asks for it. Capped scores have no other kernel than that over
-    pages.
+    The log-sum-exp is there if the layer asks for it. Capped scores, and windows with sinks, have no other
+    kernel than that over pages.
     """
-    group, head_bytes = q.shape[1] // k.shape[1], q.shape[2] * q.element_size()
-    if (
-        (run.start or layer.cap is not None)
-        and (kernels := _kernels(q))
-        and (layer.cap is not None or suits_run(run.count, run.start + run.count, group, head_bytes))
-    ):
+    group, head_bytes, sinks = (
+        q.shape[1] // k.shape[1],
+        q.shape[2] * q.element_size(),
+        layer.sinks is not None,
+    )
+    alone = layer.cap is not None or (sinks and layer.window is not None)
+    kernels = _kernels(q) if run.start or alone else None
+    if kernels and (alone or suits_run(run.count, run.start + run.count, group, head_bytes)):
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if layer.lse else None
         return kernels.paged_run(q, cache, run, layer, lse=lse), lse
+    levels = layer.lse or sinks
     if (native := _native_kernels(q, cache, layer)) and native.suits_run(run):
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if layer.lse else None
-        return native.paged_run(q, cache, run, layer, lse=lse), lse
-    if layer.window is not None and run.start + run.count > layer.window and not layer.lse:
-        return attend_window(q, cache, run, layer), None
-    return _attend_chunk(q, k, v, cache, run, layer, more=run.start > 0)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if levels else None
+        return _with_sinks((native.paged_run(q, cache, run, layer, lse=lse), lse), layer)
+    if layer.window is not None and run.start + run.count > layer.window and not (levels and q.is_cuda):
+        return _with_sinks(attend_window(q, cache, run, layer, lse=levels), layer)
+    return _with_sinks(_attend_chunk(q, k, v, cache, run, layer, more=run.start > 0), layer)
 
 
 def _attend_chunk(

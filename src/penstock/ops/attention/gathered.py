@@ -92,13 +92,15 @@ def past_in_pages(cache: Cache, run: QueryRun, window: int | None) -> Iterator[t
             yield position, past_k, past_v
 
 
-def attend_window(q: Tensor, cache: Cache, run: QueryRun, layer: LayerAttention) -> Tensor:
+def attend_window(
+    q: Tensor, cache: Cache, run: QueryRun, layer: LayerAttention, *, lse: bool
+) -> tuple[Tensor, Tensor | None]:
     """Attend with a run, its own KV in pages as well, in a layer with a window.
 
     It takes pieces of the run, each against the keys that any of its queries sees, and returns the output
-    alone, `[queries, heads, dim_v]`.
+    `[queries, heads, dim_v]`, and the log-sum-exp if it is needed.
     """
-    window, block_size, parts = layer.window, cache[0].shape[1], []
+    window, block_size, parts, levels = layer.window, cache[0].shape[1], list[Tensor](), list[Tensor]()
     assert window is not None
     for first in range(0, run.count, dense.WINDOW_TILE):
         count = min(dense.WINDOW_TILE, run.count - first)
@@ -111,9 +113,11 @@ def attend_window(q: Tensor, cache: Cache, run: QueryRun, layer: LayerAttention)
         piece = (q[first : first + count], *(_of_blocks(x, blocks)[: stop - oldest] for x in cache))
         mask = (key <= query) & (key > query - window)
         queries, k, v = (x.transpose(0, 1)[None] for x in piece)
-        out, _ = masked(queries, k, v, layer, mask=mask, lse=False)
+        out, level = masked(queries, k, v, layer, mask=mask, lse=lse)
         parts.append(out[0].transpose(0, 1))
-    return torch.cat(parts)
+        if lse and level is not None:
+            levels.append(level[0].t())
+    return torch.cat(parts), torch.cat(levels) if lse else None
 
 
 def _gathered(cache: Cache, blocks: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:

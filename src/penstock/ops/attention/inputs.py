@@ -15,14 +15,17 @@ class LayerAttention:
 
     scale: factor of each score.
     window: tokens that a query sees, itself included; None is all of them.
-    lse: whether the caller needs the log-sum-exp, as where sinks or other keys are merged to the output.
+    lse: whether the caller needs the log-sum-exp, as where other keys are merged to the output.
     cap: soft cap c of scaled scores s, which become c * tanh(s / c) before the softmax; None is no cap.
+    sinks: `[heads]`, a score of each head that adds to the sum of its softmax and has no value; None is no
+        such score. Parts of attention are merged without it. The log-sum-exp is always that of keys alone.
     """
 
     scale: float
     window: int | None = None
     lse: bool = False
     cap: float | None = None
+    sinks: Tensor | None = None
 
 
 class Scratch:

@@ -99,7 +99,12 @@ class Half:
                 vectors["k_norm"].data_ptr(),
                 eps,
             )
-        if layer.cap is not None or layer.lse or not attention_rows.suits_heads(*heads):
+        if (
+            layer.cap is not None
+            or layer.lse
+            or layer.sinks is not None
+            or not attention_rows.suits_heads(*heads)
+        ):
             self.address = 0
 
     def _projection(self, weights: GroupViews, name: str) -> _Projection | None:

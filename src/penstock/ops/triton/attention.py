@@ -14,7 +14,8 @@ from torch import Tensor
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.runs import run_tokens
-from penstock.ops.triton.decode import decode, join, score_factor
+from penstock.ops.triton.decode import decode, join
+from penstock.ops.triton.scores import score_factor
 from penstock.ops.triton.tuning import DecodeTuning, decode_tuning, multiprocessors
 
 _FEW = 4
@@ -73,6 +74,7 @@ def paged_decode(
         have more than 2**31 elements.
     rows: a row of length 0 is padding. It answers 0 and -inf, and no entry of its table is read.
     out: `[rows, heads, dim]`, which is written and returned; new and of q's dtype by default.
+    layer: its sinks weigh on the output, and not on the log-sum-exp.
     lse: float32 `[rows, heads]`, contiguous, which takes the natural log-sum-exp of the scaled scores.
         Without it none is written.
     """
@@ -162,7 +164,7 @@ def _attended(
     q: Tensor, cache: tuple[Tensor, Tensor], cut: _Cut, layer: LayerAttention, tuning: DecodeTuning,
     out: Tensor | None, lse: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    (queries, heads, dim), (k_cache, v_cache), arrivals = q.shape, cache, cut.arrivals
+    (queries, heads, dim), (k_cache, v_cache), arrivals, sinks = q.shape, cache, cut.arrivals, layer.sinks
     kv_heads, block_size = k_cache.shape[2], k_cache.shape[1]
     assert heads % kv_heads == 0, (q.shape, k_cache.shape)
     assert block_size & (block_size - 1) == 0, block_size
@@ -172,6 +174,7 @@ def _attended(
     assert q.stride(2) == k_cache.stride(3) == cut.table.stride(1) == 1
     assert q.dtype == k_cache.dtype == v_cache.dtype
     assert lse is None or (lse.dtype == torch.float32 and lse.is_contiguous()), lse
+    assert sinks is None or (sinks.shape == (heads,) and sinks.is_contiguous()), sinks
     group = heads // kv_heads
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -201,6 +204,7 @@ def _attended(
         part_lse,
         ends,
         ends if arrivals is None else arrivals,
+        part_lse if sinks is None else sinks,
         score_factor(layer),
         window or 0,
         cut.count,
@@ -233,6 +237,7 @@ def _attended(
         JOIN_ROWS=join_rows,
         JOIN_PARTS=max(1, min(8, 4096 // (join_rows * cols))),
         LSE=lse is not None,
+        SINKS=sinks is not None,
         CAP=layer.cap or 0.0,
         num_warps=tuning.warps,
         **pdl_launch_options(early),
@@ -249,6 +254,7 @@ def _attended(
         part_lse,
         ends,
         ends if cut.lengths is None else cut.lengths,
+        part_lse if sinks is None else sinks,
         cut.count,
         out.stride(0),
         out.stride(1),
@@ -262,6 +268,7 @@ def _attended(
         PARTS=parts,
         WAITS=overlap,
         LSE=lse is not None,
+        SINKS=sinks is not None,
         num_warps=8 if parts > 4 else 4,
         **pdl_launch_options(overlap),
     )

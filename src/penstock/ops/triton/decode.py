@@ -27,10 +27,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.ops.attention.inputs import LayerAttention
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
+from penstock.ops.triton.scores import LN_2, scaled, with_sinks
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -63,28 +60,6 @@ def _divided(spans, total, workers, LEAST: tl.constexpr):  # type: ignore[no-unt
     even = piece * tl.maximum((pieces + workers - 1) // workers, 1)
     aligned = (even <= run + 2 + run // 16) & (even <= 2 * piece)
     return tl.where(aligned, even, run), tl.where(aligned, piece, 1)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def scaled(product, scale_log2, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores times log2(e), of products of queries and keys.
-
-    CAP: soft cap of scores, 0 for none. With one, `scale_log2` is twice the scale times log2(e) over CAP
-        (`score_factor`). The score is CAP * tanh(x), with tanh(|x|) = (1 - e) / (1 + e), e = exp(-2|x|).
-    """
-    if CAP > 0:
-        twice = product * scale_log2
-        fade = tl.exp2(-tl.abs(twice))
-        product = tl.where(twice < 0.0, -CAP * LOG2_E, CAP * LOG2_E) * ((1.0 - fade) / (1.0 + fade))
-    else:
-        product = product * scale_log2
-    return product
-
-
-def score_factor(layer: LayerAttention) -> float:
-    """Return `scale_log2` of `scaled` for a layer."""
-    factor: float = layer.scale * LOG2_E.value
-    return factor if layer.cap is None else 2 * factor / layer.cap
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -154,6 +129,7 @@ def decode(  # type: ignore[no-untyped-def]
     part_lse,
     ends,
     arrivals,
+    sinks,
     scale_log2,
     window,
     batch,
@@ -188,6 +164,7 @@ def decode(  # type: ignore[no-untyped-def]
     JOIN_ROWS: tl.constexpr,
     JOIN_PARTS: tl.constexpr,
     LSE: tl.constexpr,
+    SINKS: tl.constexpr,
     CAP: tl.constexpr,
 ) -> None:
     """Attend with one worker's run of tiles for one KV head. Grid [kv_heads, workers].
@@ -197,6 +174,7 @@ def decode(  # type: ignore[no-untyped-def]
     RUN: the sequences are one, cut at every TOKENS of its last `queries` tokens, which begin at `begins`; no
         lengths are read then. If it is 2, both numbers are read where lengths would be.
     LSE: whether the log-sum-exp is written.
+    SINKS: whether sinks weigh on the output: `sinks` are `[heads]`.
     CAP: soft cap of scores, 0 for none.
     """
     if OVERLAP or EARLY:
@@ -325,6 +303,7 @@ def decode(  # type: ignore[no-untyped-def]
                         + (heads * s_out_head + token * s_out)[:, None]
                         + cols[None, :]
                     )
+                    acc = with_sinks(acc, level, sinks, heads, row_in, SINKS)
                     tl.store(answer, acc.to(out.dtype.element_ty), mask=inside)
                     if LSE:
                         tl.store(lse + first_seq * HEADS + part_heads, level, mask=row_in)
@@ -355,6 +334,7 @@ def decode(  # type: ignore[no-untyped-def]
                                 JOIN_PARTS,
                                 4,
                             )
+                            whole = with_sinks(whole, peak, sinks, some, few < GROUP, SINKS)
                             target = (
                                 out + seq.to(tl.int64) * s_out + some[:, None] * s_out_head + cols[None, :]
                             )
@@ -379,6 +359,7 @@ def join(  # type: ignore[no-untyped-def]
     part_lse,
     ends,
     lengths,
+    sinks,
     batch,
     s_out,
     s_out_head,
@@ -392,6 +373,7 @@ def join(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     WAITS: tl.constexpr,
     LSE: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> None:
     """Join the partials of one sequence for ROWS heads; an empty sequence gets its empty answer.
 
@@ -436,6 +418,7 @@ def join(  # type: ignore[no-untyped-def]
                 TOKENS > 1,
             )
         query = seq.to(tl.int64) * TOKENS + token
+        acc = with_sinks(acc, top, sinks, heads - token * HEADS, head_in, SINKS)
         where = out + (query * s_out + (heads - token * HEADS) * s_out_head)[:, None] + cols[None, :]
         tl.store(where, acc.to(out.dtype.element_ty), mask=head_in[:, None] & (cols < DIM)[None, :])
         if LSE:

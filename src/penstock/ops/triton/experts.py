@@ -8,7 +8,6 @@ A row's numbers are its own: they depend on the tuning, which is chosen by the s
 and neither on the other rows of its block nor on which experts are computed in the same call.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-from penstock.arch.formats.format import WeightFormat
+from penstock.arch.experts import ExpertKind
+from penstock.ops.triton.activation import activated, activation_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +92,21 @@ def _gate_up(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
+    TENSORS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    SHIFT: tl.constexpr,
+    LIMIT: tl.constexpr,
 ) -> None:
-    """Compute COLS columns of `silu(gate) * up` of one block's pairs."""
+    """Compute COLS columns of the activation of one block's pairs, `silu(gate) * up` or another.
+
+    TENSORS: addresses of an expert. BIAS: which of them is that of gate_up's bias; 0 for none.
+    """
     block, part = place_of(first, count, tl.cdiv(INNER, COLS), GROUP)
     expert = tl.load(blocks + block)
     if expert < 0:
         return
-    address = tl.load(table + 2 * expert)
+    address = tl.load(table + TENSORS * expert)
     if address == 0:
         return
     row = tl.load(blocks + bound + block) + tl.arange(0, ROWS)
@@ -128,11 +136,15 @@ def _gate_up(  # type: ignore[no-untyped-def]
         gate = tl.dot(a, g.T, gate, input_precision="ieee")
         up = tl.dot(a, u.T, up, input_precision="ieee")
     dtype: tl.constexpr = h.dtype.element_ty
+    if BIAS:
+        bias = tl.load(table + TENSORS * expert + BIAS).to(tl.pointer_type(dtype)) + tl.minimum(
+            col, INNER - 1
+        )
+        gate, up = gate + tl.load(bias).to(tl.float32), up + tl.load(bias + INNER).to(tl.float32)
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    tail = tl.exp(-tl.abs(gate))  # at most 1: no overflow on either side
-    active = (gate * tl.where(gate >= 0.0, 1.0, tail) / (1.0 + tail)).to(dtype).to(tl.float32)
+    active = activated(gate, up, dtype, ALPHA, SHIFT, LIMIT)
     to = h + row.to(tl.int64)[:, None] * INNER + col[None, :]
-    tl.store(to, (active * up).to(dtype), mask=there[:, None] & (col < INNER)[None, :])
+    tl.store(to, active.to(dtype), mask=there[:, None] & (col < INNER)[None, :])
 
 
 @triton.jit(do_not_specialize=["first", "count", "bound"])  # type: ignore[untyped-decorator]
@@ -153,13 +165,15 @@ def _down(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
+    TENSORS: tl.constexpr,
+    BIAS: tl.constexpr,
 ) -> None:
-    """Compute COLS columns of one block's outputs, each to its pair's row."""
+    """Compute COLS columns of one block's outputs, each to its pair's row. BIAS: see `_gate_up`."""
     block, part = place_of(first, count, tl.cdiv(HIDDEN, COLS), GROUP)
     expert = tl.load(blocks + block)
     if expert < 0:
         return
-    address = tl.load(table + 2 * expert + 1)
+    address = tl.load(table + TENSORS * expert + 1)
     if address == 0:
         return
     row = tl.load(blocks + bound + block) + tl.arange(0, ROWS)
@@ -184,6 +198,9 @@ def _down(  # type: ignore[no-untyped-def]
         if WIDEN:
             a, w = a.to(tl.float32), w.to(tl.float32)
         out = tl.dot(a, w.T, out, input_precision="ieee")
+    if BIAS:
+        bias = tl.load(table + TENSORS * expert + BIAS).to(tl.pointer_type(h.dtype.element_ty))
+        out += tl.load(bias + tl.minimum(col, HIDDEN - 1)).to(tl.float32)
     to = y + pair[:, None] * HIDDEN + col[None, :]
     tl.store(to, out.to(y.dtype.element_ty), mask=there[:, None] & (col < HIDDEN)[None, :])
 
@@ -196,24 +213,24 @@ def products(
     y: Tensor,
     tuning: ExpertTuning,
     part: range,
-    formats: Sequence[WeightFormat],
+    kind: ExpertKind,
 ) -> None:
     """Compute the blocks `part` through those of their experts that have an address: their pairs' rows of y
     are written, no others.
 
     x `[tokens, hidden]` (rows strided); arranged: order and blocks from `arrange`; table int64
-    `[experts, 2]`, addresses of gate_up `[2 * inner, hidden]`, gate first, and down `[hidden, inner]`,
-    contiguous, of x's dtype, at multiples of 16, 0 for an expert that is not there; h `[pairs, inner]`,
-    overwritten; y `[pairs, hidden]`.
-    Products are summed up in fp32. Rounded are gate and up, the activation, its product with up, and the
-    output. formats: of gate_up and down, dense.
+    `[experts, 2 + biases]`, addresses of gate_up `[2 * inner, hidden]`, gate first, down `[hidden, inner]`,
+    and biases, contiguous, of x's dtype, at multiples of 16, 0 for an expert that is not there; h
+    `[pairs, inner]`, overwritten; y `[pairs, hidden]`.
+    Products are summed up in fp32, biases too. Rounded are gate and up, silu, its product with up, and the
+    output. kind: of dense experts.
     """
     (pairs, inner), (tokens, hidden), (order, blocks) = h.shape, x.shape, arranged
     first, count = part.start, len(part)
     bound, likely = blocks.shape[1], max(min(pairs, len(table)), pairs // tuning.rows)
     assert len(order) == pairs, (order.shape, h.shape)
     assert y.shape == (pairs, hidden), (y.shape, h.shape, x.shape)
-    assert table.shape == (len(table), 2), table.shape
+    assert table.shape == (len(table), 2 + kind.biases), (table.shape, kind)
     assert table.dtype == torch.int64, table.dtype
     assert x.dtype == h.dtype == y.dtype, (x.dtype, h.dtype, y.dtype)
     assert x.stride(1) == 1, x.stride()
@@ -225,6 +242,7 @@ def products(
         "ROWS": tuning.rows,
         "GROUP": tuning.group,
         "WIDEN": x.device.type == "cpu",
+        "TENSORS": table.shape[1],
         "num_warps": tuning.warps,
     }
     columns, depth, stages = _divided(tuning, 2 * inner, likely, x)
@@ -244,6 +262,8 @@ def products(
         COLS=columns // 2,
         DEPTH=depth,
         STAGES=stages,
+        BIAS=2 if kind.biases > 0 else 0,
+        **activation_options(kind.activation),
         **more,
     )
     columns, depth, stages = _divided(tuning, hidden, likely, x)
@@ -261,6 +281,7 @@ def products(
         COLS=columns,
         DEPTH=depth,
         STAGES=stages,
+        BIAS=3 if kind.biases > 1 else 0,
         **more,
     )
 

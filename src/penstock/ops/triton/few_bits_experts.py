@@ -8,7 +8,6 @@ A row's numbers are its own: they depend on the tuning, which is chosen by the s
 and neither on the other rows of its block nor on which experts are computed in the same call.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.arch.experts import ExpertKind
 from penstock.arch.formats.codes import packed_bytes
-from penstock.arch.formats.format import WeightFormat
+from penstock.arch.spec import Activation
+from penstock.ops.triton.activation import activated, activation_options
 from penstock.ops.triton.codes import (
     COMPILED,
     FOUR_BITS,
@@ -30,7 +31,6 @@ from penstock.ops.triton.codes import (
     scale_of,
 )
 from penstock.ops.triton.experts import ExpertTuning, place_of, shared_memory
-from penstock.ops.triton.pointwise import silu
 from penstock.ops.triton.ptx import less, pairs_of
 
 _TUNINGS = (
@@ -85,17 +85,22 @@ def _expert_products(  # type: ignore[no-untyped-def]
     RAW: tl.constexpr,
     ZEROS: tl.constexpr,
     SECOND: tl.constexpr,
+    BIAS: tl.constexpr,
     GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    SHIFT: tl.constexpr,
+    LIMIT: tl.constexpr,
     OPERAND: tl.constexpr,
     HALF: tl.constexpr,
     LESS: tl.constexpr,
     PTX: tl.constexpr,
     REGISTERS: tl.constexpr,
 ) -> None:
-    """Compute COLS rows of a matrix for the pairs of one block: where GATED, COLS / 2 numbers of
-    `silu(gate) * up` of each pair's token, to the pair's row in `order`; else of each such row, to its pair.
+    """Compute COLS rows of a matrix for the pairs of one block: where GATED, COLS / 2 numbers of the
+    activation of each pair's token, to the pair's row in `order`; else of each such row, to its pair.
 
-    TENSORS: addresses of an expert. AT: the first of them that is this matrix's. SECOND: as in `few_bits`.
+    TENSORS: addresses of an expert. AT: the first of them that is this matrix's. BIAS: which of them is that
+    of its bias; 0 for none. SECOND: as in `few_bits`.
     OPERAND: dtype of operands. PTX: what makes them; if empty, plain arithmetic.
     """
     WORDS: tl.constexpr = STEP // PLACES
@@ -169,11 +174,15 @@ def _expert_products(  # type: ignore[no-untyped-def]
         more = tl.load(tl.load(entry + 2).to(tl.pointer_type(tl.float32)) + own)[:, None]
         sums = sums * more if SECOND == 1 else tl.div_rn(sums, more)
     kind: tl.constexpr = y.dtype.element_ty
+    if BIAS:
+        bias = tl.load(table + expert * TENSORS + BIAS).to(tl.pointer_type(kind))
+        sums += tl.load(bias + own).to(tl.float32)[:, None]
     total = tl.trans(sums)
     number = part * WIDE + tl.arange(0, WIDE)
     if GATED:
         gate, up = tl.split(tl.reshape(total, [ROWS, WIDE, 2]))
-        total = silu(gate.to(kind).to(tl.float32)).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
+        gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
+        total = activated(gate, up, kind, ALPHA, SHIFT, LIMIT)
     to_row = row.to(tl.int64) if GATED else pair
     tl.store(
         y + to_row[:, None] * OUTER + number[None, :],
@@ -190,20 +199,21 @@ def products(
     y: Tensor,
     tuning: ExpertTuning,
     part: range,
-    formats: Sequence[WeightFormat],
+    kind: ExpertKind,
 ) -> None:
     """Compute the blocks `part` through those of their experts that have an address, as `experts.products`.
 
     table: int64 `[experts, tensors]`, addresses of the tensors that the formats of gate_up and down store, in
-    their order, at multiples of 16; 0 for an expert that is not there.
+    their order, and of biases, at multiples of 16; 0 for an expert that is not there.
     """
     pairs, (tokens, hidden), (order, blocks) = len(h), x.shape, arranged
-    gate_up, down = map(kind_of, formats)
-    assert gate_up is not None, formats[0]
-    assert down is not None, formats[1]
+    gate_up, down = map(kind_of, kind.formats)
+    assert gate_up is not None, kind
+    assert down is not None, kind
+    matrices = gate_up.tensors + down.tensors
     assert len(order) == pairs, (order.shape, h.shape)
     assert y.shape == (pairs, hidden), (y.shape, h.shape, x.shape)
-    assert table.shape[1] == gate_up.tensors + down.tensors, (table.shape, formats)
+    assert table.shape[1] == matrices + kind.biases, (table.shape, kind)
     assert table.dtype == torch.int64, table.dtype
     assert x.dtype == h.dtype == y.dtype, (x.dtype, h.dtype, y.dtype)
     assert x.stride(1) == 1, x.stride()
@@ -211,9 +221,9 @@ def products(
     assert 0 <= part.start <= part.stop <= blocks.shape[1], (part, blocks.shape)
     if not part:
         return
-    step = _MixtureStep(table, order, blocks, pairs // tokens, tuning, part)
-    _product(x, h, gate_up, step, 0, gated=True)
-    _product(h, y, down, step, gate_up.tensors, gated=False)
+    step = _MixtureStep(table, order, blocks, pairs // tokens, tuning, part, kind.activation)
+    _product(x, h, gate_up, step, (0, matrices if kind.biases > 0 else 0), gated=True)
+    _product(h, y, down, step, (gate_up.tensors, matrices + 1 if kind.biases > 1 else 0), gated=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,11 +236,14 @@ class _MixtureStep:
     top: int
     tuning: ExpertTuning
     part: range
+    activation: Activation
 
 
-def _product(x: Tensor, y: Tensor, kind: CodeKind, step: _MixtureStep, at: int, *, gated: bool) -> None:
+def _product(
+    x: Tensor, y: Tensor, kind: CodeKind, step: _MixtureStep, at: tuple[int, int], *, gated: bool
+) -> None:
     """Launch one product: y `[pairs, outer]` of x `[rows, inner]`. at: the first address of the matrix in a
-    row of the table. gated: see the kernel."""
+    row of the table, and that of its bias, or 0. gated: see the kernel."""
     tuning, outer, inner = step.tuning, y.shape[1], x.shape[1]
     four, group = kind.codes in FOUR_BITS, WHOLE if kind.group >= inner else kind.group
     depth = tuning.depth if group > _SHALLOW else min(tuning.depth, _SHALLOW)
@@ -260,7 +273,7 @@ def _product(x: Tensor, y: Tensor, kind: CodeKind, step: _MixtureStep, at: int, 
         x.stride(0),
         TOP=step.top,
         TENSORS=step.table.shape[1],
-        AT=at,
+        AT=at[0],
         OUTER=outer,
         INNER=inner,
         ROW_WORDS=packed_bytes(inner, 4 if four else 8) // 4,
@@ -279,7 +292,9 @@ def _product(x: Tensor, y: Tensor, kind: CodeKind, step: _MixtureStep, at: int, 
         RAW=raw,
         ZEROS=kind.zeros,
         SECOND=kind.second,
+        BIAS=at[1],
         GATED=gated,
+        **activation_options(step.activation),
         OPERAND=_NUMBERS[x.dtype] if COMPILED else tl.float32,
         HALF=half,
         LESS=less(kind.codes, half=half),

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.attention.inputs import LayerAttention
-from penstock.ops.triton.decode import LN_2, scaled, score_factor
+from penstock.ops.triton.scores import LN_2, scaled, score_factor
 from penstock.ops.triton.tuning import DecodeTuning, decode_tuning, multiprocessors
 
 STACKED = 32

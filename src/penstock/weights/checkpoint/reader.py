@@ -28,7 +28,7 @@ from penstock.weights.checkpoint.generation import GenerationDefaults, open_gene
 from penstock.weights.checkpoint.gguf import GGUFWeights
 from penstock.weights.checkpoint.identity import Digests, Hashing, Memory, same_bytes_remembered
 from penstock.weights.checkpoint.links import expect_inside
-from penstock.weights.checkpoint.shards import Shards, ShardTensor, WeightFiles
+from penstock.weights.checkpoint.shards import MAX_TENSORS, Shards, ShardTensor, WeightFiles
 from penstock.weights.checkpoint.tensors import (
     EXACT,
     ROUNDED,
@@ -109,7 +109,7 @@ class Checkpoint:
         generation = open_generation(path, config, spec.vocab_size)
         shards = Shards(path)
         try:
-            _check_count(path, spec, len(shards.tensors))
+            _check_count(path, spec, family_of(config).names, shards.tensors)
             found = {name: _found(one) for name, one in shards.tensors.items()}
             config = with_stored(config, where, found, spec.dtype)
             spec = read_spec(config, where)
@@ -126,7 +126,7 @@ class Checkpoint:
             spec = read_spec(config, str(path))
             generation = read_generation(read_gguf_generation(files), config, spec.vocab_size, str(path))
             weights = GGUFWeights(files, naming_of(config, files.architecture), spec.head_dim)
-            _check_count(path, spec, len(weights.tensors))
+            _check_count(path, spec, family_of(config).names, weights.tensors)
         except PenstockError:
             files.close()
             raise
@@ -235,12 +235,13 @@ class Checkpoint:
                 wholes.append(known)
                 continue
             stored = self._check(source, field)
-            shape = stored.entry.shape if source.index is None else source.shape
+            shape = stored.entry.shape if source.index is None else source.stored_shape
             whole = torch.empty(shape, dtype=stored_dtype(stored))
             with readable():
                 stored.file.read_into(
                     bytes_of(whole), stored.entry.offset + (source.index or 0) * whole.nbytes
                 )
+            whole = whole.t() if source.transposed else whole
             wholes.append(whole)
             read[source.tensor, source.index] = whole
         try:
@@ -346,10 +347,10 @@ class Checkpoint:
         if source.index is not None:
             stack = f"at least {source.index + 1} of "
             shape = shape[1:] if shape and source.index < shape[0] else ()
-        if shape != source.shape and not source.loose:
+        if shape != source.stored_shape and not source.loose:
             raise CheckpointError(
                 f"{where} has shape {shown(list(stored.entry.shape))}; {self._shards.described} calls for "
-                f"{stack}{list(source.shape)}; fetch config.json and the weights of the same model"
+                f"{stack}{list(source.stored_shape)}; fetch config.json and the weights of the same model"
             )
         if field.repack is not None:
             kinds = {**ROUNDED, **EXACT}
@@ -406,10 +407,22 @@ def _found(stored: ShardTensor) -> FileTensor:
     return FileTensor(str(stored.file.path), {**ROUNDED, **EXACT}.get(entry.dtype, ""), entry.shape)
 
 
-def _check_count(path: Path, spec: ModelSpec, there: int) -> None:
+def _check_count(path: Path, spec: ModelSpec, names: TensorNames, tensors: Mapping[str, ShardTensor]) -> None:
     """Refuse a config far beyond its files before anything is laid out for every layer and expert that it
     claims."""
-    least = spec.layers + sum(spec.moe_layers) * (spec.moe.experts if spec.moe else 0)
+    mixtures, experts, there = sum(spec.moe_layers), spec.moe.experts if spec.moe else 0, len(tensors)
+    if names.stacked:
+        stacks = (
+            one.entry.shape[0] for name, one in tensors.items() if ".experts." in name and one.entry.shape
+        )
+        most = max(stacks, default=0)
+        if experts > most or experts * mixtures > MAX_TENSORS:
+            raise CheckpointError(
+                f"{path} holds stacks of {most} experts; {experts} in each of {mixtures} layers, as in "
+                "config.json, are not there; fetch config.json and the weights of the same model"
+            )
+        experts = 1
+    least = spec.layers + mixtures * experts
     if least > there:
         raise CheckpointError(
             f"{path} holds {there} tensors; {spec.layers} layers as in config.json need at least {least}; "
