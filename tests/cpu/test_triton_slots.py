@@ -154,7 +154,6 @@ def test_the_host_uses_what_is_in_slots_now() -> None:
             assert waves[0] == [chosen]
             assert sorted(one for wave in waves for one in wave) == [0, 1, 2, 3]
     assert experts.hits() == (6, 0)
-    assert experts.fetched_bytes == 6 * SIZE
     # Many tokens: all come, and those of the next layer ahead, each once.
     before = ring.copied_bytes
     for layer in (1, 3):

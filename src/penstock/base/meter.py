@@ -38,6 +38,9 @@ class WeightStats:
     nothing is predicted."""
     binding: str
     """The bottleneck of a pass: "disk", "link" or "compute"."""
+    experts_asked: int = 0
+    experts_hit: int = 0
+    """Experts that steps asked the device for, where it decides which it has; and those that were there."""
 
     @property
     def streams(self) -> bool:
@@ -54,6 +57,8 @@ class WeightStats:
             passes=self.passes - before.passes,
             copied=self.copied - before.copied,
             read=self.read - before.read,
+            experts_asked=self.experts_asked - before.experts_asked,
+            experts_hit=self.experts_hit - before.experts_hit,
             stalled_link=max(self.stalled_link - before.stalled_link, 0.0),
             stalled_disk=max(self.stalled_disk - before.stalled_disk, 0.0),
         )

@@ -164,7 +164,7 @@ def _fetch(  # type: ignore[no-untyped-def]
     for start in range(part * WORDS, words, PARTS * WORDS):
         at = tl.max_contiguous(tl.multiple_of(start + word, WORDS), WORDS)
         inside = at < words
-        got = tl.load(tl.multiple_of(source, 16) + at, mask=inside, other=0, cache_modifier=".cv")
+        got = tl.load(tl.multiple_of(source, 16) + at, mask=inside, other=0)
         tl.store(tl.multiple_of(target, 16) + at, got, mask=inside)
 
 

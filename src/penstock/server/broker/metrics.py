@@ -305,6 +305,12 @@ def _of_weights(stats: WeightStats) -> Sequence[Metric]:
         ),
         _counter("weights_read_bytes", "Bytes of weights that were read from disk.", stats.read),
         _counter("weights_stalled_seconds", "Time that arithmetic waited for weights.", waits, "cause"),
+        _counter(
+            "experts_asked",
+            "Experts that steps asked the device for, where it decides which it has, by whether it had them.",
+            {"hit": stats.experts_hit, "miss": stats.experts_asked - stats.experts_hit},
+            "found",
+        ),
     )
 
 

@@ -158,12 +158,6 @@ class SlotExperts(ExpertStream):
         asked, hits = self._slot_table.counts.sum(0).tolist()
         return asked, hits
 
-    @property
-    def fetched_bytes(self) -> int:
-        """Return the bytes that the device has read through the link. The host waits for it."""
-        asked, hits = self.hits()
-        return (asked - hits) * self._memory.shape[1]
-
     def _places_of(self, layer: int) -> Places:
         offsets = [field.offset for field in self._layouts[self._of_layer[layer][0]].fields]
         slots, ring = self._slots_each, self._slots.ring_slots

@@ -209,7 +209,7 @@ class WeightStream:
         placement, rates, room, moving = self.placement, self.rates, self.room, self._moving
         stalled = self._waits.stalled()
         disk = min(sum(one.disk_late for one in moving), stalled)
-        fetched = self.experts.fetched_bytes if isinstance(self.experts, SlotExperts) else 0
+        asked, hit = self.experts.hits() if isinstance(self.experts, SlotExperts) else (0, 0)
         on_disk = placement.resting(Tier.DISK) + (room.resting(Tier.DISK) if room else 0)
         return WeightStats(
             device=placement.resting(Tier.DEVICE) + (room.resting(Tier.DEVICE) if room else 0),
@@ -218,7 +218,7 @@ class WeightStream:
             device_ring=placement.device_ring.size + (room.beside(Tier.DEVICE) if room else 0),
             host_ring=placement.host_ring.size + (room.beside(Tier.HOST) if room else 0),
             passes=self._passes,
-            copied=sum(one.copied_bytes for one in moving) + fetched,
+            copied=sum(one.copied_bytes for one in moving) + (asked - hit) * (room.size if room else 0),
             read=sum(one.read_bytes for one in moving),
             stalled_link=stalled - disk,
             stalled_disk=disk,
@@ -232,6 +232,8 @@ class WeightStream:
             else Link.DISK
             if room.on_disk
             else Link.LINK,
+            experts_asked=asked,
+            experts_hit=hit,
         )
 
     def close(self) -> None:
