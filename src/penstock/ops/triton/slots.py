@@ -215,6 +215,7 @@ def expert_step(
         TENSOR_COLS=triton.next_power_of_2(tensors),
         CHUNK=_CHUNK,
         num_warps=8,
+        enable_fp_fusion=False,
     )
     return coming, tables
 
