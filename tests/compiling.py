@@ -25,6 +25,7 @@ from penstock.arch.formats.gguf import FORMATS
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
 from penstock.ops.kernels import pdl_launches
 from penstock.ops.matrix import Matrix
+from penstock.ops.slots import SlotArrays
 from penstock.ops.triton import attention as triton_attention
 from penstock.ops.triton import blocks as triton_blocks
 from penstock.ops.triton import experts as triton_experts
@@ -34,6 +35,7 @@ from penstock.ops.triton import linear as triton_linear
 from penstock.ops.triton import pointwise as triton_pointwise
 from penstock.ops.triton import routing as triton_routing
 from penstock.ops.triton import sampling as triton_sampling
+from penstock.ops.triton import slots as triton_slots
 from penstock.ops.triton import steps as triton_steps
 from penstock.ops.triton import sums as triton_sums
 from penstock.ops.triton import tiles as triton_tiles
@@ -185,6 +187,15 @@ def experts(tokens: int, dtype: torch.dtype = BF16) -> None:
     triton_experts.combine(y, shares)
 
 
+def slots(tokens: int, number: int, top: int) -> None:
+    """A step of a layer with slots for a third of its experts."""
+    whole = {"slot_of": number + 1, "expert_of": number // 3, "used": number, "now": 1, "counts": 2}
+    arrays = {name: empty(size, dtype=torch.int64) for name, size in whole.items()}
+    numbers = {name: empty(size, dtype=torch.float32) for name, size in (("value", number), ("decays", 2562))}
+    most = min(tokens * top, number)
+    triton_slots.slot_step(empty(tokens, top, dtype=torch.int32), SlotArrays(**arrays, **numbers), most, 1.0)
+
+
 def few_bits_experts(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:
     """Of as many tokens, of the sizes in `experts`."""
     number, top, hidden, inner = 128, 8, 2048, 768
@@ -308,6 +319,8 @@ CASES: dict[str, Callable[[], None]] = {
     "experts, some": lambda: experts(100),
     "experts, many": lambda: experts(4096),
     "experts, float32": lambda: experts(100, torch.float32),
+    "slots, one token": lambda: slots(1, 128, 8),
+    "slots, many tokens": lambda: slots(64, 512, 10),
 }
 
 

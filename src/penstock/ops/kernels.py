@@ -111,6 +111,7 @@ _MODULES = (
     "pointwise",
     "routing",
     "sampling",
+    "slots",
     "steps",
     "sums",
     "tiles",
