@@ -1,7 +1,7 @@
 """Trains a small mixture of experts on real text, and records how it routes: benchmarks need a routing that
 training has made, and random weights route unlike it.
 
-python3 tools/small_moe.py --minutes 6 --text DIR --out OUT/model --routings OUT/routings
+PYTHONPATH=src python3 tools/small_moe.py --minutes 6 --text DIR --out OUT/model --routings OUT/routings
 """
 
 from __future__ import annotations

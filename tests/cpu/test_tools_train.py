@@ -23,6 +23,8 @@ import stories  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
 from penstock import LLM, SamplingParams  # noqa: E402
+from penstock.base.config import Config  # noqa: E402
+from penstock.bench.routing.experts import RoutingWork, record  # noqa: E402
 from penstock.bench.routing.recording import Recording  # noqa: E402
 
 
@@ -190,5 +192,13 @@ def test_a_small_mixture_learns_is_read_by_both_and_has_its_routing_recorded(tmp
     with torch.no_grad():
         early = layers[1].mlp.gate.weight @ layers[1].post_attention_layernorm(seen[0]).T
     assert recording.foretold[:40, 0].tolist() == early.T.topk(8).indices.tolist()
+    # However a prompt is divided, its tokens are routed alike and stand in their order.
+    config = Config(
+        folder, device="cpu", dtype="float32", max_length=64, max_step_tokens=16, prefix_cache=False
+    )
+    text = (tmp_path / "work" / "tales.txt").read_text()
+    again = record(config, RoutingWork(text, "tales.txt", 2, 40, 8), "model")
+    assert (again.chosen[:40] == recording.chosen[:40]).all()
+    assert (again.foretold[:40] == recording.foretold[:40]).all()
     report = json.loads((routings / "stories.json").read_text())
     assert [curve["batch"] for curve in report["curves"]] == [1, 16]

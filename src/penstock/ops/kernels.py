@@ -112,6 +112,7 @@ _MODULES = (
     "pointwise",
     "routing",
     "sampling",
+    "slots",
     "steps",
     "sums",
     "tiles",

@@ -1,8 +1,8 @@
 """Decides which experts of a mixture have slots on the device, as a program over arrays of fixed sizes.
 
 A step of a layer is told which experts its tokens chose, and says which of them are in slots, which come, and
-which slot each of these takes. It is made of tensor operations without a wait and without a shape that
-depends on data, so it may run on the device within a recorded step. `bench.routing.policies.Ranked` plays the
+which slot each of these takes (`ops/slots.py`). It needs no wait and no shape that depends on data, so it may
+run on the device within a recorded step: one kernel for a layer. `bench.routing.policies.Ranked` plays the
 same rule on the host.
 
 The rule. An expert is worth its uses, each of which counts half after `half_life` steps (LRFU: Lee et al.,
@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.ops.slots import SlotArrays
+from penstock.ops.slots import SlotArrays, slot_step
 
 _FORGOTTEN = 20
 """Half-lives after which no more is forgotten."""
@@ -67,11 +67,7 @@ class SlotStep(NamedTuple):
 class SlotTable:
     """Holds the arrays of all layers on a device, at addresses that never change.
 
-    slot_of: int64 `[layers, experts + 1]`: each expert's slot, or -1. The last entry has no meaning.
-    expert_of: int64 `[layers, slots]`: each slot's expert, or -1.
-    value: float32 `[layers, experts]`: the expert's worth when it was last used.
-    used: int64 `[layers, experts]`: the step of that.
-    now: int64 `[]`: the step. counts: int64 `[layers, 2]`: experts asked for, and those of them in slots.
+    Their first dimension is the layer; `ops.slots.SlotArrays` has the others. now: int64 `[]`, the step.
     """
 
     def __init__(
@@ -86,66 +82,29 @@ class SlotTable:
         """Begin with empty slots. slots: of each layer. most: experts that a layer can be asked for in a
         step: no more than tokens times top_k."""
         assert 0 <= slots <= experts, f"{slots} slots for {experts} experts"
-        self._experts, self._most, self._margin = experts, min(most, experts), rule.margin
+        self._most, self._margin = min(most, experts), rule.margin
         self.slot_of = torch.full((layers, experts + 1), -1, dtype=torch.int64, device=device)
         self.expert_of = torch.full((layers, slots), -1, dtype=torch.int64, device=device)
         self.value = torch.zeros(layers, experts, device=device)
         self.used = torch.zeros(layers, experts, dtype=torch.int64, device=device)
         self.now = torch.zeros((), dtype=torch.int64, device=device)
         self.counts = torch.zeros(layers, 2, dtype=torch.int64, device=device)
-        self._decays = torch.from_numpy(rule.table.copy()).to(device)
+        decays = torch.from_numpy(rule.table.copy()).to(device)
+        rows = zip(self.slot_of, self.expert_of, self.value, self.used, self.counts, strict=True)
+        self._layers = [SlotArrays(*row[:4], self.now, decays, row[4]) for row in rows]
 
     def begin(self) -> None:
         """Begin a step: time goes on."""
         self.now += 1
 
     def step(self, layer: int, asked: Tensor) -> SlotStep:
-        """Take what the tokens of a layer chose, int64 of any shape, and return what comes."""
-        slot_of, expert_of = self.slot_of[layer], self.expert_of[layer]
-        value, used = self.value[layer], self.used[layer]
-        wanted = torch.zeros_like(value, dtype=torch.bool).index_fill_(0, asked.flatten(), True)
-        # What every expert is worth now.
-        ago = (self.now - used).clamp_(max=len(self._decays) - 1)
-        worth = value * self._decays[ago] + wanted.to(value.dtype)
-        value.copy_(torch.where(wanted, worth, value))
-        used.copy_(torch.where(wanted, self.now, used))
-        # Who comes, the most valuable first; and which slots give way, the least valuable first.
-        missing = wanted & (slot_of[:-1] < 0)
-        coming, experts = torch.where(missing, -worth, torch.inf).sort(stable=True)
-        coming, experts = coming[: self._most], experts[: self._most]
-        held = expert_of.clamp(min=0)
-        staying = torch.where(wanted[held], torch.inf, worth[held])
-        giving, slots = torch.where(expert_of < 0, -1.0, staying).sort(stable=True)
-        pairs = min(self._most, len(slots))
-        giving, slots = giving[:pairs], slots[:pairs]
-        # The pairs that change places are the first ones: worth falls on one side and rises on the other.
-        enough = (giving < 0) | (-coming[:pairs] >= self._margin * giving)
-        change = (coming[:pairs] < torch.inf) & (giving < torch.inf) & enough
-        before = expert_of[slots]
-        left = torch.where(change, before, -1)
-        into = torch.where(change, experts[:pairs], before)
-        expert_of.scatter_(0, slots, into)
-        nobody = torch.full_like(left, self._experts)
-        slot_of.scatter_(0, torch.where(left >= 0, left, nobody), -1)
-        slot_of.scatter_(0, torch.where(change, experts[:pairs], nobody), slots)
-        self.counts[layer] += torch.stack((wanted.sum(), (wanted & ~missing).sum()))
-        none = torch.full_like(experts, -1)
-        found, gone = none.clone(), none.clone()
-        found[:pairs] = torch.where(change, slots, -1)
-        gone[:pairs] = left
-        return SlotStep(torch.where(coming < torch.inf, experts, none), found, gone)
+        """Take what the tokens of a layer chose, int32 or int64 of any shape, and return what comes. Called
+        once for a layer in a step."""
+        return SlotStep(*slot_step(asked, self._layers[layer], self._most, self._margin))
 
     def arrays(self, layer: int) -> SlotArrays:
-        """Return the arrays of one layer, for kernels that do what `step` does."""
-        return SlotArrays(
-            self.slot_of[layer],
-            self.expert_of[layer],
-            self.value[layer],
-            self.used[layer],
-            self.counts[layer],
-            self.now,
-            self._decays,
-        )
+        """Return the arrays of one layer, for a kernel that does what `step` does."""
+        return self._layers[layer]
 
     def hits(self) -> Sequence[float]:
         """Return the share of asked-for experts that were in slots, layer by layer. The host waits for it."""
