@@ -41,8 +41,10 @@ from penstock.sched import arrivals
 from penstock.sched.rates import TransferRates
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
-MIXTURES = ("qwen2_moe", "glm4_moe", "minimax_m2", "gpt_oss")
+MIXTURES = ("qwen2_moe", "glm4_moe", "minimax_m2")
 """Families that seeds from MIXED on stand for as well."""
+LATER = ("gpt_oss",)
+"""Families that seeds from 2 * MIXED on stand for as well, so that earlier seeds keep their cases."""
 MIXED = 10_000
 LONGEST = 200
 """Tokens of a prompt and its output."""
@@ -146,7 +148,7 @@ def draw(seed: int, ranks: bool = False) -> Case:
 
 def family_of(seed: int) -> str:
     """The family of a seed's model."""
-    every = FAMILIES if seed < MIXED else FAMILIES + MIXTURES
+    every = FAMILIES + (MIXTURES if seed >= MIXED else ()) + (LATER if seed >= 2 * MIXED else ())
     return every[seed % len(every)]
 
 

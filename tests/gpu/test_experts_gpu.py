@@ -9,8 +9,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from penstock.arch.spec import MoeSpec, Router
-from penstock.ops.experts import Grouped, experts_reference
+from penstock.arch.spec import MoeSpec, Router, Scoring
+from penstock.ops.experts import Grouped, experts_reference, lower_first
+from penstock.ops.route import route
 from penstock.ops.triton.experts import expert_tuning
 from penstock.ops.triton.routing import arrange, choose
 
@@ -228,3 +229,30 @@ def test_every_tuning_is_visited() -> None:
         for name, tokens, dtype in CASES
     }
     assert {tuning.rows for tuning in seen} == {16, 32, 64, 128}
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 4000])
+@pytest.mark.parametrize(
+    ("count", "top_k", "router"),
+    [
+        (256, 8, Router(Scoring.SIGMOID, normalise=True, correction=True)),
+        (160, 8, Router(Scoring.SIGMOID, normalise=True, correction=True, scale=2.5)),
+        (256, 8, Router(Scoring.SIGMOID, normalise=True, correction=True, groups=8, top_groups=4, scale=2.5)),
+        (60, 4, Router(groups=3, top_groups=2)),
+        (32, 4, Router(Scoring.SOFTMAX_OF_CHOSEN)),
+    ],
+)
+def test_routers(tokens: int, count: int, top_k: int, router: Router) -> None:
+    """Scores lie far apart for rounding, or are equal; of equal ones the lower expert wins."""
+    rng = torch.Generator(DEVICE).manual_seed(tokens)
+    logits = (torch.empty(tokens, count, device=DEVICE).normal_(generator=rng) * 8).round() / 4
+    correction = (torch.empty(count, device=DEVICE).normal_(generator=rng) * 4).round() / 8
+    moe, given = MoeSpec(count, top_k, 8, router), correction if router.correction else None
+    shares, chosen = choose(logits, moe, given)
+    want, best = route(logits, moe, given, lower_first)
+    by_expert = torch.zeros(2, tokens, count, device=DEVICE)
+    by_expert[0].scatter_(1, chosen.long(), shares)
+    by_expert[1].scatter_(1, best, want)
+    same = (chosen.long().sort(1).values == best.sort(1).values).all(1)
+    assert same.float().mean() > 0.99  # the device's exponential may tell apart what is equal here
+    torch.testing.assert_close(by_expert[0][same], by_expert[1][same], rtol=1e-5, atol=1e-7)

@@ -3,6 +3,7 @@ other inputs."""
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from paged import attend as attend_exactly
 from paged import check_answer, decode, fill, pool_views
 from penstock.ops.attention.attend import attend
 from penstock.ops.attention.inputs import AttentionInputs, LayerAttention, Rows
-from penstock.ops.project import HeadNorms, project
+from penstock.ops.project import HeadNorms, JointNorms, norm_together, project
 from penstock.ops.triton.attention import write_kv
 from penstock.ops.triton.pointwise import rms_norm, rope_
 from penstock.ops.triton.tuning import DecodeTuning
@@ -69,26 +70,30 @@ def check_close(got: Tensor, want: Tensor, steps: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(
-    ("tokens", "heads", "kv_heads", "dim"),
+    ("tokens", "heads", "kv_heads", "dim", "turned"),
     [
-        (1, 32, 8, 128),
-        (64, 16, 8, 128),
-        (700, 5, 5, 64),
-        (9, 9, 3, 80),
-        (33, 14, 2, 96),
-        (5, 64, 4, 256),
-        (3, 40, 20, 128),
+        (1, 32, 8, 128, 128),
+        (64, 16, 8, 128, 128),
+        (700, 5, 5, 64, 64),
+        (9, 9, 3, 80, 80),
+        (33, 14, 2, 96, 96),
+        (5, 64, 4, 256, 256),
+        (3, 40, 20, 128, 128),
+        (1, 96, 8, 128, 64),
+        (700, 48, 8, 128, 64),
+        (9, 6, 2, 80, 20),
+        (33, 4, 4, 24, 22),
     ],
 )
 def test_projection(
-    tokens: int, heads: int, kv_heads: int, dim: int, norms: bool, dtype: torch.dtype
+    tokens: int, heads: int, kv_heads: int, dim: int, turned: int, norms: bool, dtype: torch.dtype
 ) -> None:
     around = random(tokens, (heads + 2 * kv_heads) * dim + 32, dtype=dtype)
     qkv = around[:, 16:-16]
     gains = (
         HeadNorms(random(dim, dtype=dtype, seed=1), random(dim, dtype=dtype, seed=2), 1e-6) if norms else None
     )
-    cos, sin = angles(tokens, dim)
+    cos, sin = angles(tokens, turned)
     caches = [pool_views(tokens // 16 + 3, 16, kv_heads, dim, dtype, DEVICE) for _ in range(2)]
     slots = torch.randperm((tokens // 16 + 3) * 16, generator=torch.Generator().manual_seed(1))[:tokens].to(
         DEVICE
@@ -103,6 +108,26 @@ def test_projection(
     torch.testing.assert_close(caches[1][1], caches[0][1], rtol=0, atol=0, equal_nan=True)
     assert torch.equal(around[:, :16], beside[0])
     assert torch.equal(around[:, -16:], beside[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "queries", "keys"), [(1, 6144, 1024), (64, 6144, 1024), (700, 96, 32), (3, 40, 40)]
+)
+def test_norms_of_all_heads(tokens: int, queries: int, keys: int, dtype: torch.dtype) -> None:
+    """As MiniMax-M2 has them: alone, and on two ranks that have the same numbers."""
+    qkv = random(tokens, queries + 2 * keys + 32, dtype=dtype)[:, 16:-16]
+    norms = JointNorms(
+        random(queries, dtype=dtype, seed=1), random(keys, dtype=dtype, seed=2), 1e-6, (queries, keys)
+    )
+    q, k, v = qkv.clone().split([queries, keys, keys], 1)
+    want = rms_norm(q, norms.q, 1e-6)[0], rms_norm(k, norms.k, 1e-6)[0]
+    for ranks in (1, 2):
+        got = qkv.clone()
+        its = replace(norms, sizes=(ranks * queries, ranks * keys))
+        norm_together(got, its, (lambda squares: squares.mul_(2)) if ranks == 2 else None)
+        for one, other in zip(got.split([queries, keys, keys], 1), (*want, v), strict=True):
+            check_close(one, other, 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.arch.bounds import parameters
 from penstock.arch.families import FAMILIES, family_of, read_spec
 from penstock.arch.layout import ALIGNMENT, GroupKind, GroupLayout, group_layouts, kv_layout, mixture_layouts
 from penstock.arch.mixers.attention import Attention
@@ -786,3 +787,105 @@ def test_bytes_of_a_kv_block() -> None:
     layout = kv_layout(read(), "float16", 32)
     assert layout.layer_bytes == 2 * 32 * 2 * 16 * 2
     assert layout.block_bytes == 3 * layout.layer_bytes
+
+
+GLM = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338],
+    "first_k_dense_replace": 3,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 202752,
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 92,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "pad_token_id": 151329,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_qk_norm": True,
+    "vocab_size": 151552,
+}
+MINIMAX = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "attn_type_list": [1] * 62,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "layernorm_full_attention_beta": 1.0,
+    "layernorm_linear_attention_beta": 1.0,
+    "layernorm_mlp_beta": 1.0,
+    "max_position_embeddings": 196608,
+    "mlp_intermediate_size": 8192,
+    "model_type": "minimax_m2",
+    "mtp_transformer_layers": 1,
+    "num_attention_heads": 48,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "num_mtp_modules": 3,
+    "output_router_logits": False,
+    "qk_norm_type": "per_layer",
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "float8_e4m3fn",
+        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "shared_moe_mode": "sigmoid",
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_mtp": True,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 200064,
+}
+
+
+def test_configs_as_they_are_published() -> None:
+    """All their keys are read, or left alone; sizes are those of the models' cards."""
+    spec, names = read_spec(GLM), family_of(GLM).names
+    layouts = group_layouts(spec, names, "bfloat16")
+    assert 352e9 < parameters(layouts) < 354e9  # and an MTP layer of 3.8 billion
+    assert (spec.rope.dim, spec.rope.theta, spec.max_length) == (64, 1e6, 202752)
+    assert spec.moe_layers == (False,) * 3 + (True,) * 89
+    spec, names = read_spec(MINIMAX), family_of(MINIMAX).names
+    layouts = group_layouts(spec, names, "bfloat16")
+    assert 228e9 < parameters(layouts) < 230e9
+    formats = {str(one.id): {m.name: m.format.name for m in one.matrices} for one in layouts}
+    assert formats["attention.3"] == {"qkv": "fp8", "out": "fp8"}
+    assert formats["router.3"] == {"router": "dense"}
+    assert formats["expert.3.7"] == {"gate_up": "fp8", "down": "fp8"}
+    assert formats["head"] == {"output": "dense"}
