@@ -109,6 +109,9 @@ class Blank:
     """Lends zeros in place of all weights, in memory for the largest group: what the activations of a step
     are measured with."""
 
+    all_stay = False
+    """Whether all groups are in memory of their own: each is lent where the one before was."""
+
     def __init__(self, layouts: Sequence[GroupLayout], device: torch.device) -> None:
         self._layouts = {layout.id: layout for layout in layouts}
         self._bytes = torch.zeros(max(layout.size for layout in layouts), dtype=torch.uint8, device=device)
