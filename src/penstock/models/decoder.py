@@ -127,9 +127,7 @@ class Decoder:
         if stack is None or not kernels.suits(inputs.attention, caches[0], residual.x):
             return False
         angles, k = (inputs.cos, inputs.sin), caches[0][0]
-        return residual.pass_half(
-            lambda x, _: kernels.pass_layers(stack, x, angles, k, inputs.attention)  # type: ignore[no-any-return]
-        )
+        return residual.pass_half(lambda x, _: kernels.pass_layers(stack, x, angles, k, inputs.attention))
 
     def _ends_of_halves(self, weights: Weights) -> Iterator[Matrix]:
         """Yield the last matrix of each half of a layer, as far as halves are attention and feed-forward."""

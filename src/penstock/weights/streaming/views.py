@@ -92,6 +92,9 @@ class Standing:
         self._views, self._runs, self._in_ring, self.experts = views, runs, in_ring, experts
         self._next = 0
 
+    all_stay = False
+    """What is recorded takes one group after the other."""
+
     def take(self, group: GroupId) -> GroupViews:
         """Return the views that `WeightStream.take` will lend, if groups are taken in the order of a pass."""
         views = self._views.get(group)
