@@ -70,12 +70,13 @@ def test_an_arena_of_nothing_is_closed_like_any_other() -> None:
     assert made.bytes.shape == (0,)
 
 
-def test_a_forked_process_frees_nothing_of_its_parents() -> None:
-    """Its own finalizers close what it has inherited, and anonymous memory of Python's is shared."""
-    arena = Arena(1 << 20, torch.device("cpu"))
-    arena.bytes.fill_(7)
-    if not (child := os.fork()):
-        arena.close()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert bool((arena.bytes == 7).all())
+def test_a_forked_process_frees_nothing_of_its_parents(unpinned: list[tuple[int, bool]]) -> None:
+    """Its own finalizers close what it has inherited, and what is pinned is shared."""
+    for made in (pinned(), Arena(SIZE, CPU)):
+        made.bytes.fill_(7)
+        if not (child := os.fork()):
+            made.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert bool((made.bytes == 7).all())
+    assert unpinned == []

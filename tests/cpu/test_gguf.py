@@ -36,6 +36,7 @@ from penstock.ops.embedding import look_up
 from penstock.ops.kernels import plain_torch
 from penstock.ops.matrix import Matrix
 from penstock.ops.native import blocks as native
+from penstock.ops.native import layers
 from penstock.ops.native.few_bits import find_library
 from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.gguf import HeadRows
@@ -206,6 +207,20 @@ def expect_same(made: Made) -> None:
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *QUANTISED])
 def test_tokens_of_types(kind: str, tmp_path: Path) -> None:
     expect_same(gguf_files.write(source("llama_biases"), tmp_path, Writing(kind)))
+
+
+@pytest.mark.parametrize("name", ["llama_biases", "qwen3"])
+def test_all_layers_at_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode step in one call has the bits of one in two calls a layer."""
+    file, passed = gguf_files.write(source(name), tmp_path, Writing("Q4_1")).file, list[int]()
+    once = layers.pass_layers
+    monkeypatch.setattr(layers, "pass_layers", lambda *given: (passed.append(1), once(*given))[1])
+    at_once = outputs(file)
+    assert passed or find_library()
+    monkeypatch.setattr(layers, "stack", lambda *_: None)
+    del passed[:]
+    assert outputs(file) == at_once
+    assert not passed
 
 
 FAMILIES = (

@@ -60,7 +60,7 @@ class Arena:
 
         No view may be used any more: host memory reads as zeros from now on, and a device's is gone. No copy
         may be in flight. If this is never called, memory is unpinned and freed with the last view of it. In a
-        forked process the call does nothing: host memory is shared with the process that made it, which may
+        forked process the call does nothing: pinned memory is shared with the process that made it, which may
         still use it.
         """
         if os.getpid() != self._process:
@@ -70,11 +70,12 @@ class Arena:
             return
         if isinstance(self._mapping, _Mapping):
             self._mapping.unpin()
-        if hasattr(mmap, "MADV_REMOVE"):
-            # Python maps anonymous memory as shared, of which MADV_DONTNEED frees nothing. If this fails, the
-            # memory is freed with its last view.
+        # Of shared memory, which what is pinned is, MADV_DONTNEED frees nothing. If this fails, the memory is
+        # freed with its last view.
+        advice = "MADV_REMOVE" if isinstance(self._mapping, _Mapping) else "MADV_DONTNEED"
+        if hasattr(mmap, advice):
             with suppress(OSError):
-                self._mapping.madvise(mmap.MADV_REMOVE)
+                self._mapping.madvise(getattr(mmap, advice))
 
     def _register(self, mapping: "_Mapping", device: torch.device) -> None:
         with torch.cuda.device(device):
@@ -125,7 +126,9 @@ def pinned_if_possible(size: int, device: torch.device) -> Arena:
 def _mapped(size: int, kind: type[mmap.mmap]) -> tuple[mmap.mmap, Tensor]:
     """Map anonymous memory and touch all of its pages by several threads, many times faster than by one."""
     # The part begins at a multiple of a huge page, so that the kernel can use huge pages from there on.
-    mapping = kind(-1, size + _HUGE)
+    # It gives them to memory of one process. What is pinned is shared: a fork does not copy its pages.
+    shared = mmap.MAP_SHARED if kind is _Mapping else mmap.MAP_PRIVATE
+    mapping = kind(-1, size + _HUGE, flags=shared | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(mapping, dtype=np.uint8)

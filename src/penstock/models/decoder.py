@@ -79,12 +79,15 @@ class Decoder:
         inputs: StepInputs,
         layers: range | tuple[int, ...] | None = None,
         cold: ColdCache | None = None,
+        *,
+        stay: bool = False,
     ) -> Tensor:
         """Return the hidden states `[rows, hidden]` of the wanted positions, for `head`. KV of all tokens is
         cached.
 
         layers: the layers to run, for measurements, with all positions in each. All layers by default.
         cold: needed where `inputs` name KV beyond the device.
+        stay: whether all weights stay where they are lent, so that a CPU may pass all layers in one call.
         """
         wanted, ends = inputs.wanted, self._ends(inputs) if layers is None else None
         embedding = weights.take(EMBEDDING)
@@ -96,7 +99,12 @@ class Decoder:
         weights.release(EMBEDDING)
         if self.spec.embedding_scale != 1.0:
             residual.x.mul_(self.spec.embedding_scale)
-        for layer in range(self.spec.layers) if layers is None else layers:
+        if layers is None:
+            at_once = (
+                stay and cold is None and ends is None and self._at_once(weights, caches, inputs, residual)
+            )
+            layers = range(0 if at_once else self.spec.layers)
+        for layer in layers:
             spec = self._local.stack[layer]
             last = wanted if layer == ends else None
             mixing = Mixing(layer, inputs, cold, last, self.spec.norm_eps, self._collectives)
@@ -108,6 +116,27 @@ class Decoder:
             self._feed_forward(layer, spec, residual, weights, inputs.padding)
         hidden = residual.sum()
         return hidden if wanted is None else hidden[wanted]
+
+    def _at_once(self, weights: Weights, caches: LayerCaches, inputs: StepInputs, residual: Residual) -> bool:
+        """Pass all layers in one call of a CPU's kernels, if they can and the halves of each have been
+        described by passes before; tell whether they did."""
+        kernels = row_kernels("layers", residual.x)
+        if kernels is None:
+            return False
+        first = weights.take(GroupId(GroupKind.ATTENTION, 0)).matrices["out"].half
+        stack = kernels.stack(first, self._ends_of_halves(weights), caches, residual.x)
+        if stack is None or not kernels.suits(inputs.attention, caches[0], residual.x):
+            return False
+        angles, k = (inputs.cos, inputs.sin), caches[0][0]
+        return residual.pass_half(lambda x, _: kernels.pass_layers(stack, x, angles, k, inputs.attention))
+
+    def _ends_of_halves(self, weights: Weights) -> Iterator[Matrix]:
+        """Yield the last matrix of each half of a layer, as far as halves are attention and feed-forward."""
+        for layer, spec in enumerate(self._local.stack):
+            if isinstance(spec.feed_forward, MoeSpec):
+                return
+            yield weights.take(GroupId(GroupKind.ATTENTION, layer)).matrices["out"]
+            yield weights.take(GroupId(GroupKind.FFN, layer)).matrices["down"]
 
     def _ends(self, inputs: StepInputs) -> int | None:
         """Return the last layer, if few positions are wanted: from its mixer on only these are computed.

@@ -67,6 +67,10 @@ class Weights(Protocol):
     def experts(self) -> "ExpertWeights | None":
         """Return what lends the experts of the model's mixtures, None for a model without any."""
 
+    @property
+    def all_stay(self) -> bool:
+        """Tell whether each group is lent in the same place in every pass, in memory of its own."""
+
     def take(self, group: GroupId) -> GroupViews:
         """Lend a group that is no expert. Raises CheckpointError for one that cannot be read."""
 

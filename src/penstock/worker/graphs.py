@@ -343,6 +343,9 @@ class _Program:
     end waiting.
     """
 
+    all_stay = False
+    """Each group is taken by itself, since the program is cut where one moves."""
+
     def __init__(self, pool: "_POOL_HANDLE", weights: WeightStream) -> None:
         """Recording begins, on the current stream."""
         self._pool, self._weights, self._standing = pool, weights, weights.standing()

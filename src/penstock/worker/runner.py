@@ -255,7 +255,9 @@ class Runner:
         logits: Tensor | None = None
         with ExitStack() as whole:
             whole.enter_context(pdl_launches(model.early))
-            hidden = model.decoder.forward(weights, pool.layers, step.inputs, layers, model.carrier)
+            hidden = model.decoder.forward(
+                weights, pool.layers, step.inputs, layers, model.carrier, stay=weights.all_stay
+            )
             if not len(hidden):
                 return None, prompts
             logits_of = whole.enter_context(model.decoder.head(weights, hidden))

@@ -31,6 +31,27 @@ INLINE float half_at(const uint8_t *at)
 #endif
 }
 
+/* How codes of a type lie, and what they stand for: (code - middle) * scale - least. */
+struct shape {
+    int unit, run;  /* columns of a unit; words of a run */
+    int bits, more; /* of a code in a word, and apart in numbers of sixteen bits */
+    int group, middle;
+    int minima; /* 1: - least; -1: + least; 0: neither */
+    int levels; /* Whether codes are places in a table. */
+};
+
+INLINE struct shape shape_of(int type)
+{
+    static const struct shape shapes[] = {
+        [Q4_1] = {128, 16, 4, 0, 32, 0, -1, 0},  [Q5_0] = {128, 16, 4, 1, 32, 16, 0, 0},
+        [Q5_1] = {128, 16, 4, 1, 32, 0, -1, 0},  [Q2_K] = {256, 16, 2, 0, 16, 0, 1, 0},
+        [Q3_K] = {256, 16, 2, 1, 16, 4, 0, 0},   [Q4_K] = {256, 32, 4, 0, 32, 0, 1, 0},
+        [Q5_K] = {256, 32, 4, 1, 32, 0, 1, 0},   [Q6_K] = {256, 16, 4, 2, 16, 32, 0, 0},
+        [IQ4_NL] = {128, 16, 4, 0, 32, 0, 0, 1}, [IQ4_XS] = {256, 32, 4, 0, 32, 0, 0, 1},
+    };
+    return shapes[type];
+}
+
 /* Sixteen words, and as many numbers: compilers unroll loops as short as these and leave vectors alone. */
 typedef uint8_t bytes16 __attribute__((vector_size(16)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
@@ -43,55 +64,11 @@ struct scales {
     float scale[16], least[16];
 };
 
-#if LANES == 16
-/* Codes of four bits, by a table of the sixteen numbers of a group; `values` are those of codes before the scale. */
-INLINE void put_fours(const uint8_t *codes, const int unit, const int run, const int group, vec values,
-                      const struct scales *of, float *to)
-{
-    UNROLL for (int at = 0; at < unit / 8; at += 16) {
-        __m512i low = _mm512_loadu_si512(codes + 4 * at); /* The lowest four bits of each word say which. */
-        UNROLL for (int place = 0; place < 8; place++) {
-            int column = at / run * run * 8 + place * run + at % run, g = column / group;
-            vec numbers = v_sub(v_mul(values, v_all(of->scale[g])), v_all(of->least[g]));
-            v_store(to + column, _mm512_permutexvar_ps(low, numbers));
-            low = _mm512_srli_epi32(low, 4);
-        }
-    }
-}
-#endif
-
-/* The numbers of a unit: (code - middle) * scale - least. Runs are of `run` words; words have codes of `bits` bits,
-   and `more` bits apart, from bit `first` on of numbers of sixteen. */
-INLINE void put_codes(const uint8_t *codes, const uint8_t *high, const int unit, const int run, const int bits,
-                      const int more, int first, const int group, float middle, const struct scales *of, float *to)
-{
-    const int places = 32 / bits;
-#if LANES == 16
-    if (bits == 4 && !more) {
-        put_fours(codes, unit, run, group, v_sub(table_of(INT4), v_all(middle)), of, to);
-        return;
-    }
-#endif
-    UNROLL for (int at = 0; at < unit / places; at += LANES) {
-        words low, above = {0};
-        memcpy(&low, codes + 4 * at, sizeof low);
-        if (more) {
-            halves some;
-            memcpy(&some, high + 2 * at, sizeof some);
-            above = __builtin_convertvector(some, words) >> (uint32_t)first;
-        }
-        UNROLL for (int place = 0; place < places; place++) {
-            words code = low & ((1u << bits) - 1);
-            if (more)
-                code |= (above & ((1u << more) - 1)) << bits;
-            int column = at / run * run * places + place * run + at % run;
-            floats some = __builtin_convertvector((whole)code, floats) - middle;
-            some = some * of->scale[column / group] - of->least[column / group];
-            memcpy(to + column, &some, sizeof some);
-            low >>= bits, above >>= more;
-        }
-    }
-}
+/* A row's codes at a stretch of columns: its runs once, at all their places. */
+struct codes {
+    words low[32 / LANES], above[32 / LANES]; /* of a run; above: bits apart, or levels of odd places */
+    vec table;              /* the sixteen numbers of a group */
+};
 
 static const int8_t levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
@@ -110,29 +87,89 @@ INLINE bytes16 levels_of(bytes16 codes)
     return some;
 }
 
-INLINE void put_levels(const uint8_t *codes, const int unit, const int run, const struct scales *of, float *to)
+INLINE int stretch_of(struct shape of) { return of.run * (32 / of.bits); }
+
+INLINE const uint8_t *high_of_unit(const struct blocks *m, const uint8_t *line, int64_t at)
 {
-#if LANES == 16
-    __m512i numbers = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)levels));
-    put_fours(codes, unit, run, 32, _mm512_cvtepi32_ps(numbers), of, to);
-    return;
-#endif
-    UNROLL for (int at = 0; at < unit / 8; at += LANES) {
-        words both[2]; /* Levels of even places, and of odd ones. */
-        for (int part = 0; part < LANES / 4; part++) {
+    return line + m->high_at + at / m->paired * m->high_bytes;
+}
+
+/* Read a stretch of a unit, from its column `start` on. high: of its unit, or of the pair of which it is the second. */
+INLINE void read_codes(const int type, const uint8_t *codes, const uint8_t *high, int second, int start, struct codes *to)
+{
+    const struct shape of = shape_of(type);
+    high += start * of.bits / 16;
+    UNROLL for (int i = 0; i < of.run / LANES; i++) {
+        memcpy(&to->low[i], codes + 4 * LANES * i, sizeof to->low[i]);
+        if (of.more) {
+            halves some;
+            memcpy(&some, high + 2 * LANES * i, sizeof some);
+            to->above[i] = __builtin_convertvector(some, words) >> 8 * (uint32_t)second;
+        }
+#if LANES < 16
+        for (int part = 0; of.levels && part < LANES / 4; part++) {
             bytes16 some, low, high;
-            memcpy(&some, codes + 4 * at + 16 * part, sizeof some);
+            memcpy(&some, codes + 4 * LANES * i + 16 * part, sizeof some);
             low = levels_of(some & 15), high = levels_of(some >> 4);
-            memcpy((uint8_t *)&both[0] + 16 * part, &low, sizeof low);
-            memcpy((uint8_t *)&both[1] + 16 * part, &high, sizeof high);
+            memcpy((uint8_t *)&to->low[i] + 16 * part, &low, sizeof low);
+            memcpy((uint8_t *)&to->above[i] + 16 * part, &high, sizeof high);
         }
-        UNROLL for (int place = 0; place < 8; place++) {
-            int column = at / run * run * 8 + place * run + at % run;
-            whole level = (whole)(both[place % 2] << (24 - place / 2 * 8)) >> 24;
-            floats some = __builtin_convertvector(level, floats) * of->scale[column / 32];
-            memcpy(to + column, &some, sizeof some);
-        }
+#endif
     }
+}
+
+/* The numbers of vector i of a run at a place, of the stretch from column `start` on. Ask for them in order. */
+INLINE vec numbers_at(const int type, struct codes *from, const struct scales *of_unit, int start, const int place,
+                      const int i)
+{
+    const struct shape of = shape_of(type);
+    const int column = place * of.run + i * LANES, group = (start + column) / of.group;
+    vec numbers;
+#if LANES == 16
+    if (of.bits == 4 && !of.more) { /* By a table: it is looked up by the lowest four bits of each word. */
+        if (column % of.group == 0) {
+            __m512i level = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)levels));
+            vec values = of.levels ? _mm512_cvtepi32_ps(level) : table_of(INT4);
+            from->table = v_mul(values, v_all(of_unit->scale[group]));
+            if (of.minima)
+                from->table = of.minima > 0 ? v_sub(from->table, v_all(of_unit->least[group]))
+                                            : v_add(from->table, v_all(of_unit->least[group]));
+        }
+        numbers = _mm512_permutexvar_ps((__m512i)from->low[i], from->table);
+        from->low[i] >>= 4;
+        return numbers;
+    }
+#endif
+    floats some;
+    if (of.levels) {
+        words *both = place % 2 ? from->above : from->low;
+        some = __builtin_convertvector((whole)(both[i] << (24 - place / 2 * 8)) >> 24, floats);
+    } else {
+        words code = from->low[i] & ((1u << of.bits) - 1);
+        if (of.more)
+            code |= (from->above[i] & ((1u << of.more) - 1)) << of.bits;
+        some = __builtin_convertvector((whole)code, floats) - (float)of.middle;
+        from->low[i] >>= of.bits, from->above[i] >>= of.more;
+    }
+    some = some * of_unit->scale[group];
+    if (of.minima)
+        some = of.minima > 0 ? some - of_unit->least[group] : some + of_unit->least[group];
+    memcpy(&numbers, &some, sizeof numbers);
+    return numbers;
+}
+
+/* Four pairs of float16: scales, and what is added. */
+INLINE void pairs_at(const uint8_t *head, struct scales *of)
+{
+#if defined(__F16C__) && defined(__AVX2__)
+    __m256 both = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)head));
+    both = _mm256_permutevar8x32_ps(both, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+    _mm_storeu_ps(of->scale, _mm256_castps256_ps128(both));
+    _mm_storeu_ps(of->least, _mm256_extractf128_ps(both, 1));
+#else
+    for (int g = 0; g < 4; g++)
+        of->scale[g] = half_at(head + 4 * g), of->least[g] = half_at(head + 4 * g + 2);
+#endif
 }
 
 /* The scales and minima of a unit of 256 columns of Q4_K and Q5_K, in six bits each. */
@@ -163,67 +200,44 @@ INLINE void scales_of_q3(const uint8_t *head, float d, float *scale)
         v_store(scale + i, v_mul(v_sub(v_bytes((const uint8_t *)six + i), v_all(32)), v_all(d)));
 }
 
-/* The numbers of a unit of a row, which begins at `line`. */
-INLINE void decode_as(const int type, const struct blocks *m, const uint8_t *line, int64_t at, float *to)
+/* The scales of a unit of a row, which begins at `line`. */
+INLINE void read_scales(const int type, const struct blocks *m, const uint8_t *line, int64_t at, struct scales *of)
 {
-    const uint8_t *codes = line + at * m->code_bytes, *head = line + m->heads_at + at * m->head_bytes;
-    const uint8_t *high = line + m->high_at + at / m->paired * m->high_bytes;
-    const int first = (int)(at % m->paired) * 8;
-    struct scales of = {{0}, {0}};
+    const uint8_t *head = line + m->heads_at + at * m->head_bytes;
     switch (type) {
     case Q4_1:
     case Q5_1:
-        for (int g = 0; g < 4; g++)
-            of.scale[g] = half_at(head + 4 * g), of.least[g] = -half_at(head + 4 * g + 2);
-        if (type == Q4_1)
-            put_codes(codes, high, 128, 16, 4, 0, 0, 32, 0, &of, to);
-        else
-            put_codes(codes, high, 128, 16, 4, 1, first, 32, 0, &of, to);
+        pairs_at(head, of);
         break;
     case Q5_0:
     case IQ4_NL:
         for (int g = 0; g < 4; g++)
-            of.scale[g] = half_at(head + 2 * g);
-        if (type == Q5_0)
-            put_codes(codes, high, 128, 16, 4, 1, first, 32, 16, &of, to);
-        else
-            put_levels(codes, 128, 16, &of, to);
+            of->scale[g] = half_at(head + 2 * g);
         break;
     case Q2_K:
         for (int g = 0; g < 16; g++) {
-            of.scale[g] = half_at(head + 16) * (float)(head[g] & 15);
-            of.least[g] = half_at(head + 18) * (float)(head[g] >> 4);
+            of->scale[g] = half_at(head + 16) * (float)(head[g] & 15);
+            of->least[g] = half_at(head + 18) * (float)(head[g] >> 4);
         }
-        put_codes(codes, high, 256, 16, 2, 0, 0, 16, 0, &of, to);
         break;
     case Q3_K:
-        scales_of_q3(head, half_at(head + 12), of.scale);
-        put_codes(codes, high, 256, 16, 2, 1, 0, 16, 4, &of, to);
+        scales_of_q3(head, half_at(head + 12), of->scale);
         break;
     case Q4_K:
-        scales_of_q4(head, &of);
-        put_codes(codes, high, 256, 32, 4, 0, 0, 32, 0, &of, to);
-        break;
     case Q5_K:
-        scales_of_q4(head, &of);
-        put_codes(codes, high, 256, 32, 4, 1, first, 32, 0, &of, to);
+        scales_of_q4(head, of);
         break;
     case Q6_K:
         for (int g = 0; g < 16; g++)
-            of.scale[g] = (float)(int8_t)head[g] * half_at(head + 16);
-        put_codes(codes, high, 256, 16, 4, 2, 0, 16, 32, &of, to);
+            of->scale[g] = (float)(int8_t)head[g] * half_at(head + 16);
         break;
     default:
         for (int g = 0; g < 8; g++) {
             int low = head[4 + g / 2] >> (g % 2 * 4) & 15, two = head[2 + g / 4] >> (g % 4 * 2) & 3;
-            of.scale[g] = (float)((low | two << 4) - 32) * half_at(head);
+            of->scale[g] = (float)((low | two << 4) - 32) * half_at(head);
         }
-        put_levels(codes, 256, 32, &of, to);
     }
 }
-
-/* Columns of a unit. */
-INLINE int unit_of(int type) { return type == Q4_1 || type == Q5_0 || type == Q5_1 || type == IQ4_NL ? 128 : 256; }
 
 INLINE int64_t block_units(const struct blocks *m) { return (m->skip + m->inner + m->unit - 1) / m->unit; }
 
@@ -237,6 +251,7 @@ struct block_work {
 };
 
 #define TALL 4 /* Rows of the matrix at a time: as many sums do not wait for each other, and x is read once for all. */
+#define TALLEST 8 /* The same of one row of x, where registers hold as many rows' codes. */
 #define AT_ONCE (LANES == 16 ? 4 : 2) /* Rows of x: as registers hold sums for. */
 
 /* A unit of TALL rows of the matrix, [TALL, 256], times rows of x, [rows, width]: added to acc [rows, TALL]. */
@@ -259,44 +274,89 @@ INLINE void add_products(const float (*w)[256], const int values, const float *x
         acc[i] = sums[i];
 }
 
-/* Fetch the same unit of the next tile. */
-INLINE void fetch_unit(const struct blocks *m, const uint8_t *line, int64_t at)
+/* Rows of the matrix at a time of one row of x. */
+INLINE int tall_of(int type)
 {
-    const uint8_t *next = line + TALL * m->row_bytes;
-    for (int first = 0; first < m->code_bytes; first += 64)
-        __builtin_prefetch(next + at * m->code_bytes + first, 0, 2);
-    __builtin_prefetch(next + m->heads_at + at * m->head_bytes, 0, 2);
+    return LANES == 16 && shape_of(type).run == LANES && !shape_of(type).more && shape_of(type).bits == 4 ? TALLEST : TALL;
 }
 
-/* TALL rows of the matrix, which begin at `lines`, times one row of x: sums acc [TALL], which stay in registers. */
+#define FAR 4096 /* Bytes, at least, that a tile is fetched ahead. */
+#define AHEAD 4 /* Units whose scales are read at a time: a number is slow to read while it is being written. */
+
+/* Rows of the matrix, which begin at `lines`, times one row of x: sums acc [tall_of(type)]. Numbers and sums stay in
+   registers. The same units of the next tile are fetched. */
 INLINE void one_row(const int type, const struct blocks *about, const uint8_t *const *lines, const float *x, vec *acc)
 {
     const struct blocks m = *about; /* Stores of vectors may change anything but what has no address. */
-    const int values = unit_of(type);
-    int64_t count = block_units(&m);
-    float w[TALL][256] __attribute__((aligned(64)));
-    const uint8_t *its[TALL];
-    vec sums[TALL];
-    UNROLL for (int high = 0; high < TALL; high++)
-        its[high] = lines[high], sums[high] = v_zero();
-    for (int64_t at = 0; at < count; at++) {
-        UNROLL for (int high = 0; high < TALL; high++) {
-            fetch_unit(&m, its[high], at);
-            decode_as(type, &m, its[high], at, w[high]);
+    const struct shape of = shape_of(type);
+    const int tall = tall_of(type), places = 32 / of.bits, bytes = of.unit * of.bits / 8;
+    const int64_t count = block_units(&m), below = (FAR / (tall * m.row_bytes) + 1) * tall * m.row_bytes;
+    struct scales scales[AHEAD][TALLEST] __attribute__((aligned(64)));
+    vec sums[TALLEST];
+    UNROLL for (int w = 0; w < tall; w++)
+        sums[w] = v_zero();
+    for (int64_t from = 0; from < count; from += AHEAD) {
+        const int64_t some = count - from < AHEAD ? count - from : AHEAD;
+        const uint8_t *its[TALLEST];
+        UNROLL for (int w = 0; w < tall; w++) {
+            its[w] = lines[w] + from * bytes;
+            __builtin_prefetch(lines[w] + m.heads_at + from * m.head_bytes + below, 0, 2);
         }
-        add_products(w, values, x + at * values, 0, 1, sums);
+        for (int64_t i = 0; i < some; i++)
+            UNROLL for (int w = 0; w < tall; w++)
+                read_scales(type, &m, lines[w], from + i, &scales[i][w]);
+        for (int64_t i = 0; i < some; i++)
+            for (int start = 0; start < of.unit; start += stretch_of(of), x += stretch_of(of)) {
+                struct codes codes[TALLEST];
+                UNROLL for (int w = 0; w < tall; w++) {
+                    const uint8_t *high = of.more ? high_of_unit(&m, lines[w], from + i) : 0;
+                    read_codes(type, its[w], high, (int)((from + i) % m.paired), start, &codes[w]);
+                    for (int line = 0; line < stretch_of(of) * of.bits / 8; line += 64)
+                        __builtin_prefetch(its[w] + below + line, 0, 2);
+                    its[w] += stretch_of(of) * of.bits / 8;
+                }
+                UNROLL for (int place = 0; place < places; place++)
+                    UNROLL for (int v = 0; v < of.run / LANES; v++) {
+                        vec of_x = v_load(x + place * of.run + v * LANES);
+                        UNROLL for (int w = 0; w < tall; w++) {
+                            vec numbers = numbers_at(type, &codes[w], &scales[i][w], start, place, v);
+                            sums[w] = v_fma(numbers, of_x, sums[w]);
+                        }
+                    }
+            }
     }
-    UNROLL for (int high = 0; high < TALL; high++)
-        acc[high] = sums[high];
+    UNROLL for (int w = 0; w < tall; w++)
+        acc[w] = sums[w];
 }
 
-typedef void decode_call(const struct blocks *, const uint8_t *, int64_t, float *);
+/* The numbers of a unit of `tall` rows: to [tall, 256]. */
+INLINE void decode_as(const int type, const struct blocks *m, const uint8_t *const *lines, int tall, int64_t at,
+                      float (*to)[256])
+{
+    const struct shape of = shape_of(type);
+    struct scales scales[TALL];
+    for (int w = 0; w < tall; w++)
+        read_scales(type, m, lines[w], at, &scales[w]);
+    for (int w = 0; w < tall; w++)
+        for (int start = 0; start < of.unit; start += stretch_of(of)) {
+            struct codes codes;
+            read_codes(type, lines[w] + at * m->code_bytes + start * of.bits / 8, high_of_unit(m, lines[w], at),
+                       (int)(at % m->paired), start, &codes);
+            UNROLL for (int place = 0; place < 32 / of.bits; place++)
+                UNROLL for (int i = 0; i < of.run / LANES; i++)
+                    v_store(to[w] + start + place * of.run + i * LANES,
+                            numbers_at(type, &codes, &scales[w], start, place, i));
+        }
+}
+
+typedef void decode_call(const struct blocks *, const uint8_t *const *, int, int64_t, float (*)[256]);
 typedef void one_row_call(const struct blocks *, const uint8_t *const *, const float *, vec *);
 
 #define OF_TYPE(type)                                                                                          \
-    static void decode_##type(const struct blocks *m, const uint8_t *line, int64_t at, float *to)              \
+    static void decode_##type(const struct blocks *m, const uint8_t *const *lines, int tall, int64_t at,       \
+                              float (*to)[256])                                                                \
     {                                                                                                          \
-        decode_as(type, m, line, at, to);                                                                      \
+        decode_as(type, m, lines, tall, at, to);                                                               \
     }                                                                                                          \
     static void one_row_##type(const struct blocks *m, const uint8_t *const *lines, const float *x, vec *acc)  \
     {                                                                                                          \
@@ -312,7 +372,7 @@ static const struct {
 } types[] = {BY_TYPE(Q4_1), BY_TYPE(Q5_0), BY_TYPE(Q5_1), BY_TYPE(Q2_K), BY_TYPE(Q3_K),
              BY_TYPE(Q4_K), BY_TYPE(Q5_K), BY_TYPE(Q6_K), BY_TYPE(IQ4_NL), BY_TYPE(IQ4_XS)};
 
-/* The same with several rows of x: sums acc [rows, TALL]. */
+/* TALL rows of the matrix times several rows of x: sums acc [rows, TALL]. */
 static void more_rows(const struct blocks *m, const uint8_t *const *lines, const float *x, int64_t rows, vec *acc)
 {
     decode_call *decode = types[m->type].decode;
@@ -322,9 +382,12 @@ static void more_rows(const struct blocks *m, const uint8_t *const *lines, const
         acc[i] = v_zero();
     for (int64_t at = 0; at < count; at++, x += m->unit) {
         for (int high = 0; high < TALL; high++) {
-            fetch_unit(m, lines[high], at);
-            decode(m, lines[high], at, w[high]);
+            const uint8_t *next = lines[high] + TALL * m->row_bytes;
+            for (int line = 0; line < m->code_bytes; line += 64)
+                __builtin_prefetch(next + at * m->code_bytes + line, 0, 2);
+            __builtin_prefetch(next + m->heads_at + at * m->head_bytes, 0, 2);
         }
+        decode(m, lines, TALL, at, w);
         int64_t r = 0;
         for (; r + AT_ONCE <= rows; r += AT_ONCE)
             add_products(w, m->unit, x + r * width, width, AT_ONCE, acc + r * TALL);
@@ -337,7 +400,8 @@ static void multiply_rows(void *about)
 {
     struct block_work *given = about;
     const struct blocks *m = given->m;
-    vec *acc = aligned_alloc(64, (size_t)((given->rows * TALL * sizeof(vec) + 63) / 64 * 64));
+    const int tall = given->rows == 1 ? tall_of(m->type) : TALL;
+    vec *acc = aligned_alloc(64, (size_t)((given->rows * tall * sizeof(vec) + 63) / 64 * 64));
     if (!acc) {
         __atomic_store_n(&given->failed, 1, __ATOMIC_RELAXED);
         return;
@@ -347,10 +411,10 @@ static void multiply_rows(void *about)
         int64_t end = from + given->each < given->height ? from + given->each : given->height;
         if (from >= given->height)
             break;
-        for (int64_t row = from; row < end; row += TALL) {
-            int there = end - row < TALL ? (int)(end - row) : TALL;
-            const uint8_t *lines[TALL]; /* Below the part its last row stands in. */
-            for (int high = 0; high < TALL; high++)
+        for (int64_t row = from; row < end; row += tall) {
+            int there = end - row < tall ? (int)(end - row) : tall;
+            const uint8_t *lines[TALLEST]; /* Below the part its last row stands in. */
+            for (int high = 0; high < tall; high++)
                 lines[high] = m->blocks + (row + (high < there ? high : there - 1)) * m->row_bytes;
             if (given->rows == 1)
                 types[m->type].one_row(m, lines, given->x, acc);
@@ -359,7 +423,7 @@ static void multiply_rows(void *about)
             for (int64_t r = 0; r < given->rows; r++)
                 for (int high = 0; high < there; high++) {
                     int64_t place = r * given->y_stride + row + high;
-                    float sum = v_sum(acc[r * TALL + high]);
+                    float sum = v_sum(acc[r * tall + high]);
                     if (given->bias)
                         sum += get(given->y_kind, given->bias, row + high);
                     if (given->adds)
@@ -384,7 +448,7 @@ int blocks_product(const struct blocks *m, const void *x, int64_t x_stride, int6
         for (int64_t i = 0; i < m->inner; i++)
             wide[r * width + m->skip + i] = get(kind, x, r * x_stride + i);
     /* Long parts: what a thread fetches ahead is its own, but at a part's beginning. */
-    int64_t each = (m->height / (4 * (int64_t)threads) / TALL + 1) * TALL;
+    int64_t each = (m->height / (4 * (int64_t)threads) / TALLEST + 1) * TALLEST;
     struct block_work about = {m, wide, y, bias, 0, m->height, rows, y_stride, each, 0, kind, adds, 0};
     run_on(parallel, m->height * m->row_bytes < LEAST ? 1 : threads, multiply_rows, &about);
     free(wide);
@@ -403,12 +467,13 @@ static void dequantise_block_rows(void *about)
             break;
         for (int64_t row = from; row < end; row++)
             for (int64_t at = 0; at < count; at++) {
-                float w[256];
-                types[m->type].decode(m, m->blocks + (given->first + row) * m->row_bytes, at, w);
+                float w[1][256];
+                const uint8_t *line = m->blocks + (given->first + row) * m->row_bytes;
+                types[m->type].decode(m, &line, 1, at, w);
                 int64_t column = at * m->unit - m->skip;
                 for (int i = 0; i < m->unit; i++)
                     if (column + i >= 0 && column + i < m->inner)
-                        put(given->y_kind, given->y, row * given->y_stride + column + i, w[i]);
+                        put(given->y_kind, given->y, row * given->y_stride + column + i, w[0][i]);
             }
     }
 }

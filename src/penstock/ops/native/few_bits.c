@@ -114,6 +114,7 @@ INLINE void v_store(float *at, vec value) { _mm512_storeu_ps(at, value); }
 INLINE vec v_fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE vec v_mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
 INLINE vec v_sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
+INLINE vec v_add(vec a, vec b) { return _mm512_add_ps(a, b); }
 INLINE vec v_max(vec a, vec b) { return _mm512_max_ps(a, b); }
 INLINE vec v_bytes(const uint8_t *at) /* Numbers 0 to 255. */
 {
@@ -181,14 +182,17 @@ INLINE vec part(int kind, int grain, raw words, int p, terms its)
         __m256i halves = p ? _mm512_extracti64x4_epi64(words, 1) : _mm512_castsi512_si256(words);
         return _mm512_mul_ps(_mm512_cvtph_ps(halves), its.scale);
     }
-    const int bits = kind == INT8 ? 8 : 4, low = 2 * p * bits, high = low + bits;
+    if (kind == INT8) { /* Byte 2p of each of eight words, and the next. */
+        const int bytes[4] = {(int)0x80808000, (int)0x80808004, (int)0x80808008, (int)0x8080800c};
+        const __m512i from = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)bytes));
+        const __m512i places = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+        __m512i codes = _mm512_shuffle_epi8(words, _mm512_add_epi32(from, _mm512_add_epi32(places, _mm512_set1_epi32(2 * p))));
+        return _mm512_mul_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(codes), its.zero), its.scale);
+    }
+    const int low = 8 * p, high = low + 4;
     const __m512i shifts = _mm512_setr_epi32(low, low, low, low, low, low, low, low, high, high, high, high,
                                              high, high, high, high);
     __m512i codes = _mm512_srlv_epi32(words, shifts);
-    if (kind == INT8) {
-        vec values = _mm512_cvtepi32_ps(_mm512_and_si512(codes, _mm512_set1_epi32(255)));
-        return _mm512_mul_ps(_mm512_sub_ps(values, its.zero), its.scale);
-    }
     if (grain > 0) /* The table is looked up by the lowest four bits. */
         return _mm512_permutexvar_ps(codes, its.scale);
     vec values = _mm512_permutexvar_ps(codes, table_of(kind));
@@ -211,6 +215,7 @@ INLINE void v_store(float *at, vec value) { _mm256_storeu_ps(at, value); }
 INLINE vec v_fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE vec v_mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
 INLINE vec v_sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
+INLINE vec v_add(vec a, vec b) { return _mm256_add_ps(a, b); }
 INLINE vec v_max(vec a, vec b) { return _mm256_max_ps(a, b); }
 INLINE vec v_bytes(const uint8_t *at) /* Numbers 0 to 255. */
 {
@@ -291,6 +296,7 @@ INLINE void v_store(float *at, vec value) { vst1q_f32(at, value); }
 INLINE vec v_fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
 INLINE vec v_mul(vec a, vec b) { return vmulq_f32(a, b); }
 INLINE vec v_sub(vec a, vec b) { return vsubq_f32(a, b); }
+INLINE vec v_add(vec a, vec b) { return vaddq_f32(a, b); }
 INLINE vec v_max(vec a, vec b) { return vmaxq_f32(a, b); }
 INLINE vec v_bytes(const uint8_t *at) /* Numbers 0 to 255. */
 {
@@ -364,6 +370,7 @@ INLINE void v_store(float *at, vec value) { memcpy(at, &value, sizeof value); }
 INLINE vec v_fma(vec a, vec b, vec c) { EACH c.of[i] += a.of[i] * b.of[i]; return c; }
 INLINE vec v_mul(vec a, vec b) { EACH a.of[i] *= b.of[i]; return a; }
 INLINE vec v_sub(vec a, vec b) { EACH a.of[i] -= b.of[i]; return a; }
+INLINE vec v_add(vec a, vec b) { EACH a.of[i] += b.of[i]; return a; }
 INLINE vec v_max(vec a, vec b) { EACH a.of[i] = a.of[i] > b.of[i] ? a.of[i] : b.of[i]; return a; }
 INLINE vec v_bytes(const uint8_t *at) { vec v; EACH v.of[i] = at[i]; return v; } /* Numbers 0 to 255. */
 

@@ -79,6 +79,10 @@ class FewBitsLibrary:
         self.layer_attention.argtypes = [
             *[pointer] * 3, number, *[pointer] * 5, number, *[pointer] * 3, *[number] * 4, whole, pointer,
         ]  # fmt: skip
+        self.layers_pass = library.layers_pass
+        self.layers_pass.argtypes = [
+            pointer, number, pointer, number, *[pointer] * 5, number, pointer, *[number] * 4, whole, pointer,
+        ]  # fmt: skip
         self.attend_rows = library.attend_rows
         self.attend_rows.argtypes, self.attend_rows.restype = [pointer, whole, pointer], None
         self.lanes: int = library.few_bits_lanes()

@@ -81,3 +81,26 @@ int layer_attention(const struct half *h, const void *part, void *residual, int6
     free(room);
     return failed;
 }
+
+/* A layer, and its pages. */
+struct layer {
+    const struct half *attention, *feed_forward;
+    void *k, *v;
+};
+
+/* All layers, one after the other: x [rows, size] is the residual, and part [rows, size] gets what is still to be added
+   to it. The pages of all have the same strides. Returns 0, or 1 if there is no memory. */
+int layers_pass(const struct layer *layers, int64_t count, void *x, int64_t rows, void *part, const float *cos,
+                const float *sin, const int64_t *slots, const int32_t *table, int64_t table_stride,
+                const int32_t *lengths, int64_t block_size, int64_t of_block, int64_t of_token, int64_t of_head,
+                int threads, parallel_call *parallel)
+{
+    int failed = 0;
+    for (int64_t i = 0; i < count && !failed; i++) {
+        const struct layer *its = layers + i;
+        failed = layer_attention(its->attention, i ? part : 0, x, rows, part, cos, sin, slots, table, table_stride,
+                                 lengths, its->k, its->v, block_size, of_block, of_token, of_head, threads, parallel);
+        failed |= layer_feed_forward(its->feed_forward, part, x, rows, part, threads, parallel);
+    }
+    return failed;
+}

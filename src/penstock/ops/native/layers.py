@@ -5,13 +5,15 @@ feed-forward. Numbers are those of the kernels one by one; what is saved is the 
 """
 
 import ctypes
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from penstock.ops.attention.inputs import AttentionInputs, LayerAttention
-from penstock.ops.matrix import GroupViews
+from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.native import attention as attention_rows
 from penstock.ops.native import blocks, few_bits
 from penstock.ops.native.few_bits import NUMBERS, library
@@ -48,18 +50,26 @@ class _Half(ctypes.Structure):
     ]
 
 
+class _Layer(ctypes.Structure):
+    """Holds what `struct layer` of layers.c does."""
+
+    _fields_: ClassVar = [(name, ctypes.c_void_p) for name in ("attention", "feed_forward", "k", "v")]
+
+
 class Half:
     """Describes half a layer whose weights rest in these places.
 
     address: of the description, or 0 where the half is not computed here.
     """
 
-    __slots__ = ("_kept", "address", "dtype", "made")
+    __slots__ = ("_kept", "address", "dtype", "made", "stack")
 
     def __init__(self, weights: GroupViews, ends: tuple[str, str], dtype: torch.dtype, eps: float) -> None:
         """Describe a half without attention. ends: names of its first projection and its last, which keeps
         this description: so that has no way back to it."""
         self.dtype, self.address = dtype, 0
+        self.stack: Stack | None = None
+        """The description of all layers, where this is the first half of the first."""
         self._kept: list[object] = [weights.matrices[ends[0]], *weights.vectors.values()]
         """What the description has addresses of."""
         into, out = (self._projection(weights, name) for name in ends)
@@ -128,6 +138,75 @@ class Half:
 
 
 _KERNELS = {"few_bits": few_bits, "blocks": blocks}
+
+
+class Stack:
+    """Describes all layers whose weights rest in these places, with their pages.
+
+    It is kept by the first half, and keeps the others, which have no way back to it. It does not keep pages:
+    `of` says whether they are those that are given.
+    """
+
+    __slots__ = ("_first", "_kept", "layers")
+
+    def __init__(self, halves: Sequence[Half], caches: Sequence[tuple[Tensor, ...]]) -> None:
+        """Describe layers of two halves each. caches: K and V of each layer in pages."""
+        self._kept, self._first = halves[1:], ref(caches[0][0])
+        addresses = iter([half.address for half in halves])
+        self.layers = (_Layer * len(caches))(
+            *(_Layer(next(addresses), next(addresses), k.data_ptr(), v.data_ptr()) for k, v in caches)
+        )
+
+    def of(self, caches: Sequence[tuple[Tensor, ...]]) -> bool:
+        """Tell whether it describes layers with these pages, which are made and given up together."""
+        return self._first() is caches[0][0]
+
+
+def stack(
+    first: object, last_matrices: Iterable[Matrix], caches: Sequence[tuple[Tensor, ...]], x: Tensor
+) -> Stack | None:
+    """Return the description of all layers, or None where they are not computed here at once, or not yet.
+
+    first: the `half` of the first layer's attention.
+    last_matrices: the last matrix of each half in turn, which are read only if there is no description.
+    """
+    if not isinstance(first, Half) or first.dtype != x.dtype:
+        return None
+    if first.stack is None or not first.stack.of(caches):
+        halves: list[Half] = []
+        for matrix in last_matrices:
+            half = matrix.half
+            if not isinstance(half, Half) or half.dtype != x.dtype or not half.address:
+                return None
+            halves.append(half)
+        pages = caches[0]
+        alike = all(
+            len(its) == 2 and its[0].shape == pages[0].shape and its[0].stride() == pages[0].stride()
+            and suits_pages((its[0], its[1]), x.dtype)
+            for its in caches
+        )  # fmt: skip
+        first.stack = Stack(halves, caches) if alike and len(halves) == 2 * len(caches) else None
+    return first.stack
+
+
+def pass_layers(
+    layers: Stack, x: Tensor, angles: tuple[Tensor, Tensor], k: Tensor, inputs: AttentionInputs
+) -> Tensor:
+    """Pass the residual x `[rows, hidden]` through all layers, in place. Return what is still to be added.
+
+    angles, inputs: as of `attention`.
+    k: keys of any layer in pages. Raises MemoryError.
+    """
+    found, rows, (cos, sin), part = library(), inputs.rows, angles, torch.empty_like(x)
+    assert found is not None
+    assert rows is not None
+    if found.layers_pass(
+        layers.layers, len(layers.layers), x.data_ptr(), rows.count, part.data_ptr(), cos.data_ptr(),
+        sin.data_ptr(), inputs.slots.data_ptr(), rows.table.data_ptr(), rows.table.stride(0),
+        rows.lengths.data_ptr(), k.shape[1], *k.stride()[:3], torch.get_num_threads(), found.parallel,
+    ):  # fmt: skip
+        raise MemoryError("no memory for layers of few bits")
+    return part
 
 
 def _like(part: Tensor, x: Tensor) -> bool:

@@ -122,6 +122,9 @@ class Standing:
         self._views, self._runs, self._in_ring, self.experts = views, runs, in_ring, experts
         self._next = 0
 
+    all_stay = False
+    """What is recorded takes one group after the other."""
+
     def take(self, group: GroupId) -> GroupViews:
         """Return the views that `WeightStream.take` will lend, if groups are taken in the order of a pass."""
         views = self._views.get(group)
@@ -138,6 +141,9 @@ class Standing:
 class Blank:
     """Lends zeros in place of all weights, in memory for the largest group: what the activations of a step
     are measured with."""
+
+    all_stay = False
+    """Whether all groups are in memory of their own: each is lent where the one before was."""
 
     def __init__(self, layouts: Sequence[GroupLayout], device: torch.device) -> None:
         self._layouts = {layout.id: layout for layout in layouts}
