@@ -50,7 +50,7 @@ class _Half(ctypes.Structure):
     ]
 
 
-class _Layer(ctypes.Structure):
+class _LayerHalves(ctypes.Structure):
     """Holds what `struct layer` of layers.c does."""
 
     _fields_: ClassVar = [(name, ctypes.c_void_p) for name in ("attention", "feed_forward", "k", "v")]
@@ -153,8 +153,8 @@ class Stack:
         """Describe layers of two halves each. caches: K and V of each layer in pages."""
         self._kept, self._first = halves[1:], ref(caches[0][0])
         addresses = iter([half.address for half in halves])
-        self.layers = (_Layer * len(caches))(
-            *(_Layer(next(addresses), next(addresses), k.data_ptr(), v.data_ptr()) for k, v in caches)
+        self.layers = (_LayerHalves * len(caches))(
+            *(_LayerHalves(next(addresses), next(addresses), k.data_ptr(), v.data_ptr()) for k, v in caches)
         )
 
     def of(self, caches: Sequence[tuple[Tensor, ...]]) -> bool:

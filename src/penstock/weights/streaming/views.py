@@ -143,7 +143,7 @@ class Blank:
     are measured with."""
 
     all_stay = False
-    """Whether all groups are in memory of their own: each is lent where the one before was."""
+    """Each group is lent where the one before was."""
 
     def __init__(self, layouts: Sequence[GroupLayout], device: torch.device) -> None:
         self._layouts = {layout.id: layout for layout in layouts}
