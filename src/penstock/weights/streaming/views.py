@@ -123,7 +123,7 @@ class Standing:
         self._next = 0
 
     all_stay = False
-    """What is recorded takes one group after the other."""
+    """Recorded steps take one group after the other."""
 
     def take(self, group: GroupId) -> GroupViews:
         """Return the views that `WeightStream.take` will lend, if groups are taken in the order of a pass."""
