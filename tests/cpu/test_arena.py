@@ -72,11 +72,14 @@ def test_an_arena_of_nothing_is_closed_like_any_other() -> None:
 
 def test_a_forked_process_frees_nothing_of_its_parents(unpinned: list[tuple[int, bool]]) -> None:
     """Its own finalizers close what it has inherited, and what is pinned is shared."""
-    for made in (pinned(), Arena(SIZE, CPU)):
+    for make in (pinned, lambda: Arena(SIZE, CPU)):
+        made = make()
         made.bytes.fill_(7)
         if not (child := os.fork()):
             made.close()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         assert bool((made.bytes == 7).all())
-    assert unpinned == []
+        assert unpinned == []
+        made.close()
+        unpinned.clear()
