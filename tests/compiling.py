@@ -289,10 +289,8 @@ def few_bits(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:
         for rows in classes:
             x = empty(rows, inner, dtype=dtype)
             triton_few_bits.few_rows(x, large, gated=outer == 2 * INNER)
-            if few_bits_mma.suits(x, large):
-                triton_few_bits.few_rows(
-                    x, large, gated=outer == 2 * INNER, tuning=few_bits_mma.MmaTuning(2, 8)
-                )
+            if outer == 2 * INNER and few_bits_mma.suits(x, large):
+                triton_few_bits.few_rows(x, large, gated=True, tuning=few_bits_mma.MmaTuning(2, 8))
         triton_few_bits.dequantise(large, slice(0, 1024), empty(1024, inner))
 
 

@@ -169,17 +169,26 @@ def test_the_host_uses_what_is_in_slots_now() -> None:
 
 
 def test_slots_are_filled_at_the_beginning() -> None:
-    host, memory = torch.randint(256, (8, SIZE), dtype=torch.uint8), torch.zeros(8, SIZE, dtype=torch.uint8)
+    """Where they cannot be divided evenly the first layers have one more."""
+    host, memory = torch.randint(256, (8, SIZE), dtype=torch.uint8), torch.zeros(7, SIZE, dtype=torch.uint8)
     layouts = [layout(GroupId(GroupKind.EXPERT, at // 4, at % 4), SIZE) for at in range(8)]
-    room, stream = ExpertRoom(SIZE, 8, 0, 8, 2, slots=6, copies=True), CallerStream()
-    ring = Experts(layouts, room, memory[6:], host, Store(Gates()), stream, stream, StreamWaits(None))
+    room, stream = ExpertRoom(SIZE, 8, 0, 8, 2, slots=5, copies=True), CallerStream()
+    ring = Experts(layouts, room, memory[5:], host, Store(Gates()), stream, stream, StreamWaits(None))
     experts = SlotExperts(layouts, {at: MixtureLayout(4, None) for at in (0, 1)}, ring, memory, host)
     experts.fill()
-    assert torch.equal(memory[:6], host[[0, 1, 2, 4, 5, 6]])
+    assert torch.equal(memory[:5], host[[0, 1, 2, 4, 5]])
     for layer in (0, 1):
         places = {
             wave[0].expert: len(wave)
             for wave, _ in experts.waves([GroupId(GroupKind.EXPERT, layer, at) for at in range(4)])
         }
-        assert places == {0: 3, 3: 1}
+        assert places == ({0: 3, 3: 1} if layer == 0 else {0: 2, 2: 1, 3: 1})
+    with bounds.lent(spans(host, memory)):
+        for layer, chosen in ((0, 3), (1, 2), (1, 3), (0, 0), (1, 1), (0, 1)):
+            rounds = experts.rounds(layer, torch.tensor([one == chosen for one in range(4)]).int(), 1)
+            assert rounds is not None
+            for table in rounds:
+                place, rest = divmod(int(table[chosen, 0]) - memory.data_ptr(), SIZE)
+                assert rest == 0
+                assert torch.equal(memory[place], host[4 * layer + chosen])
     ring.close()

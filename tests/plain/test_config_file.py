@@ -148,8 +148,8 @@ def test_run_takes_the_model_that_is_set_unless_one_is_typed(
 # ---------------------------------------------------------------------------------------------------------
 
 WRONG = [
-    ("prot = 1", "there is no setting prot; did you mean port?"),
-    ("[serve]\nprot = 1", "there is no setting prot in [serve]; did you mean port?"),
+    ("prt = 1", "there is no setting prt; did you mean port?"),
+    ("[serve]\nprt = 1", "there is no setting prt in [serve]; did you mean port?"),
     ("[sevre]\nport = 1", "there is no command for [sevre]; did you mean [serve]?"),
     ("serve = 1", "there is no setting serve"),
     ("[serve.more]\nport = 1", "there is no setting more in [serve]"),

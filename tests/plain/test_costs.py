@@ -148,7 +148,7 @@ def test_a_layer_whose_experts_are_elsewhere_costs_the_wait_for_its_router() -> 
     spec, names = read_spec(config), family_of(config).names
     layouts = group_layouts(spec, names, "bfloat16")
     experts = [layout for layout in layouts if layout.id.kind is GroupKind.EXPERT]
-    small = Machine(12 * GIB, 64 * GIB, RATES, 8e14, COSTS)
+    small = Machine(12 * GIB, 8 * GIB, RATES, 8e14, COSTS)
     work = Work("bfloat16", context=512, step_tokens=512)
     seconds = [
         forecast(

@@ -296,16 +296,17 @@ def test_experts_on_the_host_are_copied_when_they_are_chosen() -> None:
     found = of(MIXED, machine(MIXED, 0.4))
     room = found.experts
     assert room is not None
-    assert 0 < room.on_device < room.experts == 16 * 8
+    assert room.copies
+    assert 0 < room.near < room.experts == 16 * 8
     assert found.placement.everything_resident
     assert not found.everything_resident
-    copied = 16 * 2 * (1 - room.on_device / room.experts) * room.size
+    copied = 16 * 2 * (1 - room.near / room.experts) * room.size
     assert found.decode.copied == pytest.approx(copied)
     dense = sum(found.placement.prediction.busy.values())
     assert found.decode.seconds == pytest.approx(copied / 50e9, abs=2 * dense + 16 * 2 * room.size / 1e12)
     # A prompt needs all experts, but in the last layer those of its last token.
     assert found.prefill.copied == pytest.approx(
-        (15 * 8 + 2) * (1 - room.on_device / room.experts) * room.size, rel=1e-4
+        (15 * 8 + 2) * (1 - room.near / room.experts) * room.size, rel=1e-4
     )
 
 
@@ -327,8 +328,8 @@ def test_hits_that_are_known_say_what_comes(batch: int) -> None:
         assert one.prefill == of(MIXED, machine(MIXED, 0.4), work).prefill
     evenly = of(MIXED, machine(MIXED, 0.4), work)
     assert evenly.decode.experts is not None
-    assert evenly.decode.experts.hits == room.on_device / room.experts
-    assert evenly.decode.copied == pytest.approx(asked * (1 - room.on_device / room.experts) * room.size)
+    assert evenly.decode.experts.hits == room.near / room.experts
+    assert evenly.decode.copied == pytest.approx(asked * (1 - room.near / room.experts) * room.size)
     # As many as were counted are as many as such hits let come.
     counted = of(MIXED, machine(MIXED, 0.4), replace(work, experts_fetched=0.4 * asked))
     assert counted.decode.seconds == pytest.approx(found[0.6].decode.seconds)
@@ -344,7 +345,7 @@ def test_hits_that_were_recorded_rise_with_what_is_on_the_device() -> None:
         assert room is not None
         assert traffic is not None
         assert (traffic.asked, traffic.source) == (16 * 1.5, "recorded")
-        assert traffic.hits == pytest.approx(use.at(room.on_device / room.experts))
+        assert traffic.hits == pytest.approx(use.at(room.near / room.experts))
     assert paces[0].decode.seconds > paces[1].decode.seconds > paces[2].decode.seconds
     assert of(MIXED, Machine(64 * GIB, 0, FAST, 1e15), work).decode.experts is None
 
@@ -448,7 +449,7 @@ def test_experts_of_several_sizes_add_up(eight: str, share: float, on_host: floa
     assert found.resting(Tier.HOST) + found.ring(Tier.HOST) <= on_host * whole(config)
     if found.plan.streams:
         assert room.device_ring >= 2
-        slots = (room.on_device + room.device_ring) * max(experts)
+        slots = (room.near + room.device_ring) * max(experts)
         assert (
             found.placement.resting(Tier.DEVICE) + found.placement.device_ring.size + slots == budget.weights
         )
@@ -470,7 +471,7 @@ def test_the_work_of_experts_of_several_sizes(eight: str) -> None:
         assert use.experts == pytest.approx(chosen)
     none = of(config, machine(config, 0.3, host=PROCESS + 2 * whole(config)))
     assert none.experts is not None
-    chosen = 2 * 16 * (1 - none.experts.on_device / 128)
+    chosen = 2 * 16 * (1 - none.experts.near / 128)
     mean = sum(padded(one) for one in layouts if one.id.kind is GroupKind.EXPERT) / 128
     assert none.decode.copied - none.placement.streamed == pytest.approx(chosen * mean)
 

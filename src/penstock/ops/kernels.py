@@ -105,6 +105,7 @@ _MODULES = (
     "blocks",
     "experts",
     "few_bits",
+    "few_bits_mma",
     "few_bits_row",
     "few_bits_experts",
     "linear",

@@ -78,19 +78,22 @@ class SlotTable:
         most: int,
         device: torch.device,
         rule: SlotRule = SlotRule(),
+        *,
+        fuller: int = 0,
     ) -> None:
         """Begin with empty slots. slots: of each layer. most: experts that a layer can be asked for in a
-        step: no more than tokens times top_k."""
-        assert 0 <= slots <= experts, f"{slots} slots for {experts} experts"
+        step: no more than tokens times top_k. fuller: layers that have one slot more, the first ones."""
+        assert 0 <= slots + (fuller > 0) <= experts, f"{slots} slots for {experts} experts"
         self._most, self._margin = min(most, experts), rule.margin
         self.slot_of = torch.full((layers, experts + 1), -1, dtype=torch.int64, device=device)
-        self.expert_of = torch.full((layers, slots), -1, dtype=torch.int64, device=device)
+        self.expert_of = torch.full((layers, slots + (fuller > 0)), -1, dtype=torch.int64, device=device)
         self.value = torch.zeros(layers, experts, device=device)
         self.used = torch.zeros(layers, experts, dtype=torch.int64, device=device)
         self.now = torch.zeros((), dtype=torch.int64, device=device)
         self.counts = torch.zeros(layers, 2, dtype=torch.int64, device=device)
         decays = torch.from_numpy(rule.table.copy()).to(device)
-        rows = zip(self.slot_of, self.expert_of, self.value, self.used, self.counts, strict=True)
+        held = [row[: slots + (layer < fuller)] for layer, row in enumerate(self.expert_of)]
+        rows = zip(self.slot_of, held, self.value, self.used, self.counts, strict=True)
         self._layers = [SlotArrays(*row[:4], self.now, decays, row[4]) for row in rows]
 
     def begin(self) -> None:

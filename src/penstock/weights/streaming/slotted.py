@@ -65,9 +65,11 @@ class SlotExperts(ExpertStream):
         experts = [len(every) for every in self._of_layer.values()]
         assert len(set(experts)) == 1, "layers with different numbers of experts"
         self._experts = experts[0]
-        slots = (len(memory) - ring.ring_slots) // len(experts)
-        self._slot_table = SlotTable(len(experts), self._experts, slots, self._experts, memory.device, rule)
-        self._margin, self._slots_each = rule.margin, slots
+        self._each, self._fuller = divmod(len(memory) - ring.ring_slots, len(experts))
+        self._slot_table = SlotTable(
+            len(experts), self._experts, self._each, self._experts, memory.device, rule, fuller=self._fuller
+        )
+        self._margin = rule.margin
         self._places = {layer: self._places_of(layer) for layer in self._layers}
         self._decides = False
         """True while the device decides; else the host may have queued copies to the ring."""
@@ -122,13 +124,13 @@ class SlotExperts(ExpertStream):
 
     def fill(self) -> None:
         """Copy the first experts of each layer to its slots: at the beginning all are equally likely."""
-        slots = self._slots_each
-        for number in range(len(self._layers)):
-            experts = self._host[number * self._experts :][:slots]
-            self._memory[number * slots :][:slots].copy_(experts)
-        self._slot_table.slot_of[:, :slots] = self._slot_table.expert_of.copy_(
-            torch.arange(slots, device=self._device)
-        )
+        for number, places in enumerate(self._places.values()):
+            held = self._slot_table.arrays(number).expert_of
+            experts = self._host[number * self._experts :][: len(held)]
+            self._memory[places.first :][: len(held)].copy_(experts)
+            self._slot_table.slot_of[number, : len(held)] = held.copy_(
+                torch.arange(len(held), device=self._device)
+            )
 
     def device_decides(self) -> None:
         """Note that what is queued from now on, recorded steps too, asks the device."""
@@ -160,9 +162,9 @@ class SlotExperts(ExpertStream):
 
     def _places_of(self, layer: int) -> Places:
         offsets = [field.offset for field in self._layouts[self._of_layer[layer][0]].fields]
-        slots, ring = self._slots_each, self._slots.ring_slots
+        number, ring = self._layers[layer], self._slots.ring_slots
         return Places(
-            first=self._layers[layer] * slots,
+            first=number * self._each + min(number, self._fuller),
             transit=len(self._memory) - ring,
             rounds_of=ring,
             base=self._memory.data_ptr(),

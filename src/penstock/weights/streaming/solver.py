@@ -117,13 +117,11 @@ def solve_mixture(
     rates: StreamRates,
     seconds: Sequence[float] | None = None,
     piece: int = PIECE,
-    layers: int = 1,
 ) -> tuple[Placement, ExpertRoom]:
     """Return a placement for `uses`, the groups that every pass needs, and what is then left for `experts`
     groups of `size` bytes each.
 
-    The former come first on every tier: they are needed in each pass, an expert only now and then. layers:
-    that the experts are divided among evenly; each has as many slots where those on DEVICE are copies. Raises
+    The former come first on every tier: they are needed in each pass, an expert only now and then. Raises
     BudgetError.
     """
     uses = tuple(uses)
@@ -147,8 +145,7 @@ def solve_mixture(
         return placement, ExpertRoom(size, experts, experts, 0)
     free = limits.host - placement.resting(Tier.HOST) - placement.host_ring.size
     if limits.copies and free // size >= experts:
-        slots = min(on_device, experts) // layers * layers
-        return placement, ExpertRoom(size, experts, 0, experts, ring, slots=slots, copies=True)
+        return placement, ExpertRoom(size, experts, 0, experts, ring, slots=on_device, copies=True)
     on_host, host_ring = min(free // size, experts - on_device), 0
     if on_device + on_host < experts:
         if limits.disk == 0:
@@ -179,16 +176,13 @@ def solve_model(
     uses = [Use(layout.id, padded(layout)) for layout in pass_order(layouts, tied)]
     experts = [padded(layout) for layout in layouts if layout.id.kind is GroupKind.EXPERT]
     piece = piece_of(layouts)
-    layers = len({layout.id.layer for layout in layouts if layout.id.kind is GroupKind.EXPERT})
 
     def solved(most: int | None) -> tuple[Placement, ExpertRoom | None]:
         if not experts:
             return solve(uses, replace(limits, disk=most), rates, piece=piece), None
         largest = max(experts)  # Slots are of one size, so that any expert may come to any of them.
         most_of = replace(limits, disk=most)
-        placement, room = solve_mixture(
-            uses, largest, len(experts), most_of, rates, piece=piece, layers=layers
-        )
+        placement, room = solve_mixture(uses, largest, len(experts), most_of, rates, piece=piece)
         return placement, replace(room, total=0 if min(experts) == largest else sum(experts))
 
     try:
