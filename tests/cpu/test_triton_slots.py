@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import MagicMock, patch
 
 import numpy as np
@@ -17,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import bounds
 from penstock.arch.layout import GroupId, GroupKind, MixtureLayout
 from penstock.memory.streams import CallerStream
-from penstock.ops.slots import Places
+from penstock.ops.slots import Places, SlotArrays
 from penstock.ops.triton import slots as triton_slots
 from penstock.ops.triton.slots import expert_step, fetch
 from penstock.weights.streaming.experts import Experts
@@ -252,6 +253,23 @@ def test_what_was_expected_comes_anew_when_the_ring_was_lent() -> None:
     memory[2:].fill_(0)  # by the device
     for _, table in experts.waves(ids):
         _right(table, host, memory)
+    ring.close()
+
+
+def test_kernels_are_compiled_for_few_bounds() -> None:
+    experts, ring, host, memory, _ = _of_one_layer()
+    bounds_of, step = set[int](), triton_slots.expert_step
+
+    def noted(arrays: SlotArrays, pairs: torch.Tensor, most: int, *rest: Any) -> Any:
+        bounds_of.add(most)
+        return step(arrays, pairs, most, *rest)
+
+    with bounds.lent(spans(host, memory)), patch.object(triton_slots, "expert_step", noted):
+        for count in range(1, 7):
+            tables = [_right(table, host, memory) for table in _asked(experts, set(range(count)))]
+            assert len(tables) == -(-count // 2)
+            assert set[int]().union(*tables) == set(range(count))
+    assert bounds_of == {1, 2, 4, 6}
     ring.close()
 
 

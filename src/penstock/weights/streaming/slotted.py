@@ -95,21 +95,26 @@ class SlotExperts(ExpertStream):
         if most > _MANY * self._experts and not recorded:
             return self._every(layer)
         self.device_decides()
-        return self._rounds(kernels, layer, pairs, min(most, self._experts))
+        most = min(most, self._experts)
+        # A kernel is compiled for each bound: steps that were not recorded have few of them.
+        bound = most if recorded else min(1 << (most - 1).bit_length(), self._experts)
+        return self._rounds(kernels, layer, pairs, most, bound)
 
     def recorded(self) -> DecidedExperts:
         """Return what lends experts to steps that are recorded."""
         return DecidedExperts(self.mixtures, partial(self.rounds, recorded=True))
 
-    def _rounds(self, kernels: ModuleType, layer: int, pairs: Tensor, most: int) -> Iterator[Tensor]:
+    def _rounds(
+        self, kernels: ModuleType, layer: int, pairs: Tensor, most: int, bound: int
+    ) -> Iterator[Tensor]:
         number, places = self._layers[layer], self._places[layer]
         if number == 0:
             self._slot_table.begin()
         arrays = self._slot_table.arrays(number)
         self._changing = number
-        coming, tables = kernels.expert_step(arrays, pairs, most, self._margin, places)
+        coming, tables = kernels.expert_step(arrays, pairs, bound, self._margin, places)
         first = self._host[number * self._experts].data_ptr()
-        for turn, table in enumerate(tables):
+        for turn, table in enumerate(tables[: -(-most // places.rounds_of)]):
             kernels.fetch(coming, turn, places, first)
             yield table
         self._changing = -1
