@@ -1,6 +1,9 @@
 """The kernels by which a device decides about experts' slots and fetches them, interpreted on the CPU."""
 
 import os
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import MagicMock, patch
 
 import numpy as np
 import pytest
@@ -15,7 +18,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import bounds
 from penstock.arch.layout import GroupId, GroupKind, MixtureLayout
 from penstock.memory.streams import CallerStream
-from penstock.ops.slots import Places
+from penstock.ops.slots import Places, SlotArrays
+from penstock.ops.triton import slots as triton_slots
 from penstock.ops.triton.slots import expert_step, fetch
 from penstock.weights.streaming.experts import Experts
 from penstock.weights.streaming.residency import ExpertRoom
@@ -165,6 +169,107 @@ def test_the_host_uses_what_is_in_slots_now() -> None:
     computed(1, {0}, 17)
     assert computed(1, {3}, 1) == [{3}]
     assert sorted(one for some in computed(1, {0}, 17) for one in some) == [0, 1, 2, 3]
+    ring.close()
+
+
+def _of_one_layer() -> tuple[SlotExperts, Experts, torch.Tensor, torch.Tensor, list[GroupId]]:
+    """Two slots, filled with experts 0 and 1 of six, and two through which others pass."""
+    ids = [GroupId(GroupKind.EXPERT, 0, at) for at in range(6)]
+    layouts = [layout(id, SIZE) for id in ids]
+    host, memory = torch.randint(256, (6, SIZE), dtype=torch.uint8), torch.zeros(4, SIZE, dtype=torch.uint8)
+    room, stream = ExpertRoom(SIZE, 6, 0, 6, 2, slots=2, copies=True), CallerStream()
+    ring = Experts(layouts, room, memory[2:], host, Store(Gates()), stream, stream, StreamWaits(None))
+    experts = SlotExperts(layouts, {0: MixtureLayout(6, None)}, ring, memory, host, SlotRule(1.0, 0.0))
+    experts.fill()
+    return experts, ring, host, memory, ids
+
+
+def _asked(experts: SlotExperts, chosen: set[int]) -> Iterator[torch.Tensor]:
+    pairs = torch.tensor([one in chosen for one in range(6)]).int()
+    rounds = experts.rounds(0, pairs, len(chosen))
+    assert rounds is not None
+    return rounds
+
+
+def _right(table: torch.Tensor, host: torch.Tensor, memory: torch.Tensor) -> set[int]:
+    there = {expert for expert, (address, *_) in enumerate(table.tolist()) if address}
+    for expert in there:
+        at = (int(table[expert, 0]) - memory.data_ptr()) // SIZE
+        assert torch.equal(memory[at], host[expert]), expert
+    return there
+
+
+@pytest.mark.parametrize("fetched", [0, 1])
+@pytest.mark.parametrize("host_decides", [False, True])
+def test_what_was_decided_and_not_fetched_is_in_no_slot(host_decides: bool, fetched: int) -> None:
+    """A pass is broken off behind a decision, before or between what fetches: 4 and 5 came to slots of 0 and
+    1, and 2 and 3 pass by."""
+    experts, ring, host, memory, ids = _of_one_layer()
+    done = list[int]()
+
+    def broken_off(coming: torch.Tensor, turn: int, places: Places, first: int) -> None:
+        if len(done) == fetched:
+            raise KeyboardInterrupt
+        done.append(turn)
+        fetch(coming, turn, places, first)
+
+    with (
+        bounds.lent(spans(host, memory)),
+        patch.object(triton_slots, "fetch", broken_off),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        list(_asked(experts, {2, 3, 4, 5}))
+    if host_decides:
+        seen = [_right(table, host, memory) for _, table in experts.waves(ids)]
+        assert sorted(one for some in seen for one in some) == [*range(6)]
+    with bounds.lent(spans(host, memory)):
+        for _ in range(2):
+            seen = [_right(table, host, memory) for table in _asked(experts, {2, 3, 4, 5})]
+            assert sorted(one for some in seen for one in some) == [2, 3, 4, 5]
+    ring.close()
+
+
+def test_an_interrupt_of_who_asks_for_slots_leaves_nothing_old() -> None:
+    """Whoever waits for the device is interrupted before it knows: it asks again."""
+    experts, ring, host, memory, ids = _of_one_layer()
+    for _, table in experts.waves(ids):
+        _right(table, host, memory)
+    with bounds.lent(spans(host, memory)):
+        list(_asked(experts, {4}))
+    slot_of = experts._slot_table.slot_of
+    experts._slot_table.slot_of = MagicMock(tolist=MagicMock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        list(experts.waves(ids))
+    experts._slot_table.slot_of = slot_of
+    seen = [_right(table, host, memory) for _, table in experts.waves(ids)]
+    assert 4 in seen[0]
+    ring.close()
+
+
+def test_what_was_expected_comes_anew_when_the_ring_was_lent() -> None:
+    experts, ring, host, memory, ids = _of_one_layer()
+    ring.expect_ahead(ids[2:])
+    experts.device_decides()
+    memory[2:].fill_(0)  # by the device
+    for _, table in experts.waves(ids):
+        _right(table, host, memory)
+    ring.close()
+
+
+def test_kernels_are_compiled_for_few_bounds() -> None:
+    experts, ring, host, memory, _ = _of_one_layer()
+    bounds_of, step = set[int](), triton_slots.expert_step
+
+    def noted(arrays: SlotArrays, pairs: torch.Tensor, most: int, *rest: Any) -> Any:
+        bounds_of.add(most)
+        return step(arrays, pairs, most, *rest)
+
+    with bounds.lent(spans(host, memory)), patch.object(triton_slots, "expert_step", noted):
+        for count in range(1, 7):
+            tables = [_right(table, host, memory) for table in _asked(experts, set(range(count)))]
+            assert len(tables) == -(-count // 2)
+            assert set[int]().union(*tables) == set(range(count))
+    assert bounds_of == {1, 2, 4, 6}
     ring.close()
 
 

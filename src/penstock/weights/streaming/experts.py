@@ -252,7 +252,8 @@ class Experts:
 
     def lend_ring(self) -> None:
         """Let what is queued on the compute stream from now on write to the ring on DEVICE, until
-        `take_ring_back`. Nothing may be expected or taken meanwhile."""
+        `take_ring_back`. Nothing may be expected or taken meanwhile; what was expected comes anew."""
+        self._ahead = ()
         self._compute.wait(self._copies.mark())
 
     def take_ring_back(self) -> None:

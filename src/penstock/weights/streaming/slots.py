@@ -109,6 +109,11 @@ class SlotTable:
         """Return the arrays of one layer, for a kernel that does what `step` does."""
         return self._layers[layer]
 
+    def empty(self, layer: int) -> None:
+        """Forget who is in the slots of a layer; what its experts are worth stays known."""
+        self.slot_of[layer].fill_(-1)
+        self.expert_of[layer].fill_(-1)
+
     def hits(self) -> Sequence[float]:
         """Return the share of asked-for experts that were in slots, layer by layer. The host waits for it."""
         return [hit / max(asked, 1) for asked, hit in self.counts.tolist()]

@@ -14,6 +14,9 @@ stream: behind a mark on the compute stream that is left when the host takes ove
 that the device decided is done. When the device takes over, the compute stream first waits for all copies
 that were queued. The host knows which experts are in slots from a copy of the arrays, which it takes when it
 takes over; nothing changes them before the device does.
+
+What is decided for a layer is queued before what fetches. Where an interrupt or an error comes between, slots
+do not hold what the arrays say: all slots of that layer are taken for empty before anything else is decided.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,6 +78,8 @@ class SlotExperts(ExpertStream):
         """True while the device decides; else the host may have queued copies to the ring."""
         self._known: list[list[int]] = []
         """Slots of each layer's experts, while the host decides."""
+        self._changing = -1
+        """The layer, by its number, of which something is decided that may not have been fetched."""
 
     def rounds(
         self, layer: int, pairs: Tensor, most: int, *, recorded: bool = False
@@ -92,22 +97,29 @@ class SlotExperts(ExpertStream):
         if most > _MANY * self._experts and not recorded:
             return self._every(layer)
         self.device_decides()
-        return self._rounds(kernels, layer, pairs, min(most, self._experts))
+        most = min(most, self._experts)
+        # A kernel is compiled for each bound: steps that were not recorded have few of them.
+        bound = most if recorded else min(1 << (most - 1).bit_length(), self._experts)
+        return self._rounds(kernels, layer, pairs, most, bound)
 
     def recorded(self) -> DecidedExperts:
         """Return what lends experts to steps that are recorded."""
         return DecidedExperts(self.mixtures, partial(self.rounds, recorded=True))
 
-    def _rounds(self, kernels: ModuleType, layer: int, pairs: Tensor, most: int) -> Iterator[Tensor]:
+    def _rounds(
+        self, kernels: ModuleType, layer: int, pairs: Tensor, most: int, bound: int
+    ) -> Iterator[Tensor]:
         number, places = self._layers[layer], self._places[layer]
         if number == 0:
             self._slot_table.begin()
         arrays = self._slot_table.arrays(number)
-        coming, tables = kernels.expert_step(arrays, pairs, most, self._margin, places)
+        self._changing = number
+        coming, tables = kernels.expert_step(arrays, pairs, bound, self._margin, places)
         first = self._host[number * self._experts].data_ptr()
-        for turn, table in enumerate(tables):
+        for turn, table in enumerate(tables[: -(-most // places.rounds_of)]):
             kernels.fetch(coming, turn, places, first)
             yield table
+        self._changing = -1
 
     def _every(self, layer: int) -> Iterator[Tensor]:
         """Yield tables of all experts of a layer, which come in their order; those of the next layer begin to
@@ -134,6 +146,7 @@ class SlotExperts(ExpertStream):
 
     def device_decides(self) -> None:
         """Note that what is queued from now on, recorded steps too, asks the device."""
+        self._mend()
         if not self._decides:
             self._slots.lend_ring()
             self._decides = True
@@ -141,18 +154,24 @@ class SlotExperts(ExpertStream):
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
         """Yield these experts of one layer: first those in slots, then the others in waves. The host waits
         once, when the device has decided before."""
+        self._mend()
         if self._decides:
             self._slots.take_ring_back()
-            self._decides = False
+        if self._decides or not self._known:
             self._known = self._slot_table.slot_of.tolist()
-        elif not self._known:
-            self._known = self._slot_table.slot_of.tolist()
+            self._decides = False  # Not before it is known: an interrupt may come between.
         number = self._layers[experts[0].layer]
         slot_of = self._known[number]
         here = [expert for expert in experts if slot_of[expert.expert] >= 0]
         if here:
             yield here, self._table_of(here, number, slot_of)
         yield from super().waves(self._without_slot(experts))
+
+    def _mend(self) -> None:
+        """Take the slots of a layer for empty, if a step was broken off before all had come to them."""
+        if self._changing >= 0:
+            self._slot_table.empty(self._changing)
+            self._changing = -1
 
     def hits(self) -> tuple[int, int]:
         """Return how many experts steps have asked the device for, and how many of these were in slots. The
