@@ -170,3 +170,15 @@ def test_what_is_not_converted() -> None:
     other = read_format({"quantization_config": listed}, "config.json", "bfloat16")
     assert other.of("model.layers.7.mlp.experts.down_proj") == DENSE
     assert other.of("model.layers.6.mlp.experts.down_proj") == mxfp4.StackedFloat4()
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_codes_that_are_no_bytes_are_refused(name: str) -> None:
+    source = TensorSlice(f"{AT}.experts.{name}", (64, 64))
+    codes = mxfp4.StackedFloat4().cut([source]).stored("float32", [source])[0]
+    assert codes.repack is not None
+    bytes_ = torch.zeros(64, 2, 16, dtype=torch.uint8)
+    assert codes.repack([bytes_]).shape == codes.shape
+    for wrong in (bytes_.float(), bytes_.bfloat16(), bytes_.int()):
+        with pytest.raises(CheckpointError, match=rf"{name} has codes of .*fetch the weights again"):
+            codes.repack([wrong])

@@ -462,7 +462,8 @@ def test_refused_in_some_families() -> None:
     assert "key 'moe_intermediate_size'" in refusal("qwen3_moe", moe_intermediate_size=0)
     assert "key 'decoder_sparse_step'" in refusal("qwen3_moe", decoder_sparse_step=0)
     assert "key 'norm_topk_prob'" in refusal("qwen3_moe", norm_topk_prob="yes")
-    assert "key 'mlp_only_layers'" in refusal("qwen3_moe", mlp_only_layers={"0": True})
+    for wrong in ({"0": True}, ["0"], [None], [[1]], [True]):
+        assert "key 'mlp_only_layers'" in refusal("qwen3_moe", mlp_only_layers=wrong)
 
 
 ANY = st.recursive(

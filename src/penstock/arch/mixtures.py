@@ -80,7 +80,7 @@ def _qwen_moe(config: ConfigReader, experts: int, top_k: int, size: int) -> MoeS
 def _qwen_layers(config: ConfigReader) -> tuple[bool, ...]:
     """Tell of each layer of a Qwen model whether it is a mixture."""
     step, dense = config.whole("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    if not isinstance(dense, list):
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise UnsupportedModelError(
             f"{config.where}: key 'mlp_only_layers' is {dense!r}; it must be a list of layer numbers; "
             "correct config.json, or fetch it again"

@@ -299,6 +299,11 @@ class _Codes:
         parts = []
         for source, whole in zip(self.sources, wholes, strict=True):
             assert whole is not None
+            if whole.element_size() != 1:
+                raise CheckpointError(
+                    f"tensor {source.tensor} has codes of {whole.dtype}; config.json calls for bytes; "
+                    "fetch the weights again"
+                )
             rows, columns = source.rows or range(source.shape[0]), source.columns or range(source.shape[1])
             taken = as_bytes(whole[rows.start : rows.stop : rows.step]).flatten(1)
             single = in_words(taken, self.bits, source.shape[1])
