@@ -145,6 +145,13 @@ def test_experts_have_slots_on_the_device_where_the_host_holds_them_all() -> Non
     assert not without.copies
 
 
+def test_the_host_decides_where_layers_have_different_numbers_of_experts() -> None:
+    outline = outlined(MIXED, HOPPER, GIB)
+    assert outline.decides
+    assert outline.layouts[-2].id.kind is GroupKind.EXPERT
+    assert not replace(outline, layouts=(*outline.layouts[:-2], outline.layouts[-1])).decides
+
+
 def test_what_was_compiled_for_weights_that_rest_is_compiled_again_where_kv_takes_their_room() -> None:
     """By themselves they would fit: 0.99 of them and what is for KV and the step."""
     plan = planned(DENSE, HOPPER, 0.99)

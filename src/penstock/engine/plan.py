@@ -119,11 +119,11 @@ class Outline(Generic[Far]):
     @property
     def decides(self) -> bool:
         """Tell whether the device decides which experts it has, where they do not all fit: it has kernels for
-        that, host memory has room for all of them, and there are no other ranks."""
+        that, host memory has room for all of them, all layers have as many, and there are no other ranks."""
         found, mixtures = self.hardware, mixture_layouts(self.layouts).values()
         if not (found.cuda and found.kernels and mixtures) or not all(one.kernels for one in mixtures):
             return False
-        if self.shard.ranks > 1:
+        if self.shard.ranks > 1 or len({one.experts for one in mixtures}) > 1:
             return False
         experts = [padded(layout) for layout in self.layouts if layout.id.kind is GroupKind.EXPERT]
         return len(experts) * max(experts) <= self.host_room
