@@ -47,6 +47,7 @@ from penstock.ops.triton.routing import arrange, choose, most_blocks
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming import slotted
 from penstock.weights.streaming.lending import ExpertStream
+from penstock.weights.streaming.stream import WeightStream
 from penstock.weights.streaming.views import StillExperts
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-2, torch.float16: 4e-3}
@@ -385,22 +386,40 @@ def _slots_interpreted() -> Iterator[list[tuple[int, int]]]:
         yield came
 
 
-@pytest.mark.parametrize(("name", "many"), [("qwen3_moe", 0), ("qwen3_moe", 4)])
+def _begins_with_the_device(weights: WeightStream) -> None:
+    """A pass that is recorded asks the device, whoever decided before."""
+    experts = weights.experts
+    assert isinstance(experts, slotted.SlotExperts)
+    layer = min(experts.mixtures)
+    for _ in experts.waves([GroupId(GroupKind.EXPERT, layer, 0)]):
+        pass
+    with patch.object(experts._slots, "lend_ring", wraps=experts._slots.lend_ring) as lend:
+        weights.begin_pass()
+        weights.begin_pass()
+    lend.assert_called_once()
+
+
+@pytest.mark.parametrize(
+    ("name", "many", "most"),
+    [("qwen3_moe", 0, 0.9), ("qwen3_moe", 4, 0.9), ("glm4_moe", 4, 0.98), ("gpt_oss", 4, 0.9)],
+)
 def test_experts_that_the_device_decides_about_compute_the_same(
-    name: str, many: int, monkeypatch: pytest.MonkeyPatch
+    name: str, many: int, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With slots for some of them, or none; where the host decides about steps of many tokens, in turns."""
+    """With slots for some of them, or none; with a dense first layer and shared experts; with biases; where
+    the host decides about steps of many tokens, in turns."""
     monkeypatch.setattr(slotted, "_MANY", many or 1 << 20)
     first, second, third = steps()
     path, plans = tiny.checkpoint(name), [first, second, third, first, second, first, third, third]
     whole = pass_of(path, 0, plans=plans)
     some = set[bool]()
-    for part in (0.2, 0.9):
+    for part in (0.2, most):
         with _slots_interpreted() as came:
             rank = Rank(Checkpoint.open(path), part=part, copies=True)
             assert isinstance(rank.weights.experts, slotted.SlotExperts)
             found = together([rank], plans)[0]
             stats, (asked, hits) = rank.weights.stats(), rank.weights.experts.hits()
+            _begins_with_the_device(rank.weights)
             rank.weights.close()
         assert all(map(torch.equal, found, whole))
         assert len(came) == asked - hits
