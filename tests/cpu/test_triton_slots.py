@@ -17,6 +17,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import bounds
 from penstock.arch.layout import GroupId, GroupKind, MixtureLayout
+from penstock.bench.routing.policies import Ranked, Room
 from penstock.memory.streams import CallerStream
 from penstock.ops.slots import Places, SlotArrays
 from penstock.ops.triton import slots as triton_slots
@@ -37,6 +38,15 @@ def spans(*arrays: torch.Tensor) -> list[tuple[int, int]]:
     return [(one.data_ptr(), one.data_ptr() + one.nbytes) for one in arrays]
 
 
+def decided(table: SlotTable, layer: int, asked: list[int], rule: SlotRule) -> list[tuple[int, int]]:
+    """Who comes, and to which slot, or -1."""
+    experts, slots = table.value.shape[1], table.expert_of.shape[1]
+    pairs = torch.bincount(torch.tensor(asked), minlength=experts).int()
+    places = Places(0, slots, experts, 1 << 20, 4096, OFFSETS)
+    coming, _ = expert_step(table.arrays(layer), pairs, min(len(asked), experts), rule.margin, places)
+    return [(one, place if place < slots else -1) for one, place in coming.T.tolist() if one >= 0]
+
+
 @pytest.mark.parametrize("each", [1, 3, 64])
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @given(workloads())
@@ -47,7 +57,7 @@ def test_the_kernels_do_what_plain_python_does(
     """Each expert that is asked for is in the table of one round, whose address then holds its bytes."""
     experts, slots, most, steps = work
     most = min(most, experts)
-    table = SlotTable(2, experts, slots, most, CPU, rule)
+    table = SlotTable(2, experts, slots, CPU, rule)
     layers = [Layer(experts, slots, rule) for _ in range(2)]
     host = torch.randint(256, (2, experts, SIZE), dtype=torch.uint8)
     device = torch.zeros(2 * slots + each, SIZE, dtype=torch.uint8)
@@ -98,7 +108,7 @@ def test_many_experts_and_slots() -> None:
     """More than are compared at a time, and ties."""
     rng = np.random.default_rng(1)
     rule, experts, slots = SlotRule(4.0, 1.0), 200, 90
-    table, layer = SlotTable(1, experts, slots, 128, CPU, rule), Layer(experts, slots, rule)
+    table, layer = SlotTable(1, experts, slots, CPU, rule), Layer(experts, slots, rule)
     places = Places(0, slots, 8, 1 << 20, 4096, OFFSETS)
     for now in range(1, 30):
         table.begin()
@@ -297,3 +307,36 @@ def test_slots_are_filled_at_the_beginning() -> None:
                 assert rest == 0
                 assert torch.equal(memory[place], host[4 * layer + chosen])
     ring.close()
+
+
+def test_slots_are_empty_first_and_the_least_valuable_leaves() -> None:
+    table = SlotTable(1, 4, 2, CPU, SlotRule(1e9, 1.0))
+    for asked, came in [
+        ([0, 0, 0], [(0, 0)]),
+        ([0, 1], [(1, 1)]),
+        ([2], [(2, 1)]),  # Both were used once, and one of them now.
+        ([1], [(1, 1)]),  # It comes back at its old rank: twice used by now.
+        ([0], []),
+        ([2, 3], [(2, 1), (3, -1)]),  # 0 was used three times, and 3 once: it passes by.
+    ]:
+        table.begin()
+        assert decided(table, 0, asked, SlotRule(1e9, 1.0)) == came
+    assert table.hits() == [2 / 8]
+
+
+@pytest.mark.parametrize("rule", [SlotRule(), SlotRule(11.0, 1.0), SlotRule(37.0, 2.5)], ids=str)
+def test_the_replay_on_the_host_hits_as_often(rule: SlotRule) -> None:
+    rng = np.random.default_rng(3)
+    layers, experts, slots = 3, 16, 5
+    table, ranked = SlotTable(layers, experts, slots, CPU, rule), Ranked(
+        Room(layers, experts, layers * slots), rule, shared=False
+    )  # fmt: skip
+    hits = np.zeros(layers, int)
+    for _ in range(60):
+        table.begin()
+        for layer in range(layers):
+            asked = (rng.zipf(1.4, size=rng.integers(1, 12)) * (layer + 1)) % experts
+            decided(table, layer, asked.tolist(), rule)
+            hits[layer] += ranked.step(layer, np.unique(asked))
+    assert table.counts[:, 1].tolist() == hits.tolist()
+    assert hits.sum() > 0

@@ -27,7 +27,7 @@ def test_the_kernels_do_what_plain_python_does(experts: int, slots: int, each: i
     """And bring the bytes, from memory of the host."""
     rng = torch.Generator().manual_seed(experts)
     rule, most = SlotRule(16.0, 1.0), min(experts, 64)
-    table, layer = SlotTable(1, experts, slots, most, DEVICE, rule), Layer(experts, slots, rule)
+    table, layer = SlotTable(1, experts, slots, DEVICE, rule), Layer(experts, slots, rule)
     host = torch.randint(256, (experts, size), dtype=torch.uint8, generator=rng).pin_memory()
     memory = torch.zeros(slots + each, size, dtype=torch.uint8, device=DEVICE)
     places = Places(0, slots, each, memory.data_ptr(), size, torch.tensor(OFFSETS, device=DEVICE))

@@ -1,8 +1,8 @@
 """Decides which experts of a mixture have slots on the device, as a program over arrays of fixed sizes.
 
 A step of a layer is told which experts its tokens chose, and says which of them are in slots, which come, and
-which slot each of these takes (`ops/slots.py`). It needs no wait and no shape that depends on data, so it may
-run on the device within a recorded step: one kernel for a layer. `bench.routing.policies.Ranked` plays the
+which slot each of these takes. One kernel does that (`ops/triton/slots.py`), without a wait and without a
+shape that depends on data, so it may run within a recorded step. `bench.routing.policies.Ranked` plays the
 same rule on the host.
 
 The rule. An expert is worth its uses, each of which counts half after `half_life` steps (LRFU: Lee et al.,
@@ -19,14 +19,12 @@ each other; an expert that is asked for in a step does not leave in it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from penstock.ops.slots import SlotArrays, slot_step
+from penstock.ops.slots import SlotArrays
 
 _FORGOTTEN = 20
 """Half-lives after which no more is forgotten."""
@@ -52,18 +50,6 @@ class SlotRule:
         return np.exp2(-np.arange(steps) / self.half_life).astype(np.float32)
 
 
-class SlotStep(NamedTuple):
-    """Says what a layer's step does. Arrays are int64 and have an entry for each expert that may come.
-
-    experts: those that come, the most valuable first; -1 behind the last. slots: the slot that each takes, -1
-    for a bypass. left: the expert that was in that slot, -1 if there was none.
-    """
-
-    experts: Tensor
-    slots: Tensor
-    left: Tensor
-
-
 class SlotTable:
     """Holds the arrays of all layers on a device, at addresses that never change.
 
@@ -75,17 +61,14 @@ class SlotTable:
         layers: int,
         experts: int,
         slots: int,
-        most: int,
         device: torch.device,
         rule: SlotRule = SlotRule(),
         *,
         fuller: int = 0,
     ) -> None:
-        """Begin with empty slots. slots: of each layer. most: experts that a layer can be asked for in a
-        step: no more than tokens times top_k. fuller: layers that have one slot more, the first ones."""
+        """Begin with empty slots. slots: of each layer. fuller: layers that have one more, the first ones."""
         assert 0 <= slots + (fuller > 0) <= experts, f"{slots} slots for {experts} experts"
-        self._most, self._margin = min(most, experts), rule.margin
-        self.slot_of = torch.full((layers, experts + 1), -1, dtype=torch.int64, device=device)
+        self.slot_of = torch.full((layers, experts), -1, dtype=torch.int64, device=device)
         self.expert_of = torch.full((layers, slots + (fuller > 0)), -1, dtype=torch.int64, device=device)
         self.value = torch.zeros(layers, experts, device=device)
         self.used = torch.zeros(layers, experts, dtype=torch.int64, device=device)
@@ -100,13 +83,8 @@ class SlotTable:
         """Begin a step: time goes on."""
         self.now += 1
 
-    def step(self, layer: int, asked: Tensor) -> SlotStep:
-        """Take what the tokens of a layer chose, int32 or int64 of any shape, and return what comes. Called
-        once for a layer in a step."""
-        return SlotStep(*slot_step(asked, self._layers[layer], self._most, self._margin))
-
     def arrays(self, layer: int) -> SlotArrays:
-        """Return the arrays of one layer, for a kernel that does what `step` does."""
+        """Return the arrays of one layer, for the kernel that plays the rule."""
         return self._layers[layer]
 
     def empty(self, layer: int) -> None:

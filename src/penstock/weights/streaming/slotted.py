@@ -70,7 +70,7 @@ class SlotExperts(ExpertStream):
         self._experts = experts[0]
         self._each, self._fuller = divmod(len(memory) - ring.ring_slots, len(experts))
         self._slot_table = SlotTable(
-            len(experts), self._experts, self._each, self._experts, memory.device, rule, fuller=self._fuller
+            len(experts), self._experts, self._each, memory.device, rule, fuller=self._fuller
         )
         self._margin = rule.margin
         self._places = {layer: self._places_of(layer) for layer in self._layers}
