@@ -340,3 +340,12 @@ def test_the_replay_on_the_host_hits_as_often(rule: SlotRule) -> None:
             hits[layer] += ranked.step(layer, np.unique(asked))
     assert table.counts[:, 1].tolist() == hits.tolist()
     assert hits.sum() > 0
+
+
+def test_who_is_asked_for_does_not_leave() -> None:
+    """Even where whoever comes may take any other slot."""
+    rule = SlotRule(1e9, 0.0)
+    table = SlotTable(1, 3, 1, CPU, rule)
+    for asked, came in (([0], [(0, 0)]), ([0, 1], [(1, -1)]), ([2], [(2, 0)])):
+        table.begin()
+        assert decided(table, 0, asked, rule) == came
