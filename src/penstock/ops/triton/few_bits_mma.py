@@ -212,8 +212,7 @@ def _scaled(found, own, other, WIDE: tl.constexpr):  # type: ignore[no-untyped-d
     """Return sums of one row and of another, two each, times the scale of theirs."""
     some = (found[0] * own, found[1] * own, found[2] * other, found[3] * other)
     if WIDE == 2:
-        more = (found[4] * own, found[5] * own, found[6] * other, found[7] * other)
-        return some + more
+        some = some + (found[4] * own, found[5] * own, found[6] * other, found[7] * other)
     return some
 
 
