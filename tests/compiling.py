@@ -270,8 +270,9 @@ def slots(experts: int, count: int, most: int) -> None:
         empty(experts, dtype=long), empty(2, dtype=long), empty(1, dtype=long), empty(2562, dtype=short),
     )  # fmt: skip
     places = Places(3 * count, 36 * count, 8, 1 << 40, 13 << 20, empty(4, dtype=long))
-    coming, _ = triton_slots.expert_step(arrays, empty(experts, dtype=torch.int32), most, 1.0, places)
-    triton_slots.fetch(coming, 0, places, 1 << 44)
+    pairs, parts = empty(experts, dtype=torch.int32), places.parts(most)[0]
+    coming = triton_slots.expert_step(arrays, pairs, most, 1.0, places, parts)
+    triton_slots.fetch(coming, places, 1 << 44, 0)
 
 
 def few_bits(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:

@@ -34,11 +34,12 @@ from penstock.arch.layout import GroupId, GroupKind
 from penstock.arch.spec import SWIGLU, Activation, MoeSpec, Router
 from penstock.engine import measuring, placing
 from penstock.memory.device import peak_of
+from penstock.models import decoder
 from penstock.ops import experts
 from penstock.ops.experts import Grouped, experts_reference
 from penstock.ops.linear import gated, linear
 from penstock.ops.matrix import GroupViews, Matrix
-from penstock.ops.slots import Places
+from penstock.ops.slots import ExpertParts, Places
 from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton import routing as triton_routing
 from penstock.ops.triton import slots as triton_slots
@@ -370,17 +371,19 @@ def test_padding_takes_what_the_first_takes() -> None:
 
 
 @contextmanager
-def _slots_interpreted() -> Iterator[list[tuple[int, int]]]:
+def _slots_interpreted(order: list[str] | None = None) -> Iterator[list[list[int]]]:
     """Kernels may read the host's memory of a layer's experts, and write to all places. Yields who came to
     which place."""
-    came, fetch = list[tuple[int, int]](), triton_slots.fetch
+    came, fetch = list[list[int]](), triton_slots.fetch
 
-    def lent(coming: Tensor, number: int, places: Places, host: int) -> None:
-        experts = coming[:, number * places.rounds_of : (number + 1) * places.rounds_of]
-        came.extend((expert, place) for expert, place in experts.T.tolist() if expert >= 0)
-        ends = host + 8 * places.size, places.base + (places.transit + places.rounds_of) * places.size
+    def lent(parts: ExpertParts, places: Places, host: int, part: int) -> None:
+        start, stop = parts.starts[part : part + 2].tolist()
+        came.extend(parts.coming[:, start:stop].T.tolist())
+        if order is not None:
+            order.append("fetch")
+        ends = host + 8 * places.size, places.base + (places.transit + places.ring) * places.size
         with bounds.lent([(host, ends[0]), (places.base, ends[1])]):
-            fetch(coming, number, places, host)
+            fetch(parts, places, host, part)
 
     with patch.object(triton_slots, "fetch", lent):
         yield came
@@ -427,6 +430,23 @@ def test_experts_that_the_device_decides_about_compute_the_same(
         assert (hits > 0) == (rank.weights.room.slots > 0)
         some.add(hits > 0)
     assert some == {False, True}
+
+
+def test_shared_experts_are_queued_behind_the_first_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not need what comes, so they are computed meanwhile."""
+    monkeypatch.setattr(slotted, "_MANY", 1 << 20)
+    order, shared = list[str](), decoder.shared_experts
+
+    def noted(x: Tensor, weights: GroupViews) -> Tensor:
+        order.append("shared")
+        return shared(x, weights)
+
+    with _slots_interpreted(order), patch.object(decoder, "shared_experts", noted):
+        rank = Rank(Checkpoint.open(tiny.checkpoint("glm4_moe")), part=0.2, copies=True)
+        together([rank], steps()[:1])
+        rank.weights.close()
+    assert order[0] == "fetch"
+    assert "shared" in order
 
 
 def test_some_are_computed_at_rest_while_the_others_stream() -> None:

@@ -19,7 +19,7 @@ import bounds
 from penstock.arch.layout import GroupId, GroupKind, MixtureLayout
 from penstock.bench.routing.policies import Ranked, Room
 from penstock.memory.streams import CallerStream
-from penstock.ops.slots import Places, SlotArrays
+from penstock.ops.slots import ExpertParts, Places, SlotArrays
 from penstock.ops.triton import slots as triton_slots
 from penstock.ops.triton.slots import expert_step, fetch
 from penstock.weights.streaming.experts import Experts
@@ -43,44 +43,53 @@ def decided(table: SlotTable, layer: int, asked: list[int], rule: SlotRule) -> l
     experts, slots = table.value.shape[1], table.expert_of.shape[1]
     pairs = torch.bincount(torch.tensor(asked), minlength=experts).int()
     places = Places(0, slots, experts, 1 << 20, 4096, OFFSETS)
-    coming, _ = expert_step(table.arrays(layer), pairs, min(len(asked), experts), rule.margin, places)
-    return [(one, place if place < slots else -1) for one, place in coming.T.tolist() if one >= 0]
+    parts = expert_step(table.arrays(layer), pairs, min(len(asked), experts), rule.margin, places, 1)
+    return [(one, place if place < slots else -1) for one, place in parts.coming.T.tolist() if one >= 0]
 
 
-@pytest.mark.parametrize("each", [1, 3, 64])
+@pytest.mark.parametrize("ring", [1, 3, 64])
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @given(workloads())
 @settings(deadline=None, max_examples=8)
 def test_the_kernels_do_what_plain_python_does(
-    rule: SlotRule, each: int, work: tuple[int, int, int, list[list[list[int]]]]
+    rule: SlotRule, ring: int, work: tuple[int, int, int, list[list[list[int]]]]
 ) -> None:
-    """Each expert that is asked for is in the table of one round, whose address then holds its bytes."""
+    """Each expert that is asked for is in the table of one part, whose address then holds its bytes; parts
+    are nearly equal, and what a part writes to is left alone by those that are in the ring with it."""
     experts, slots, most, steps = work
     most = min(most, experts)
     table = SlotTable(2, experts, slots, CPU, rule)
     layers = [Layer(experts, slots, rule) for _ in range(2)]
     host = torch.randint(256, (2, experts, SIZE), dtype=torch.uint8)
-    device = torch.zeros(2 * slots + each, SIZE, dtype=torch.uint8)
+    device = torch.zeros(2 * slots + ring, SIZE, dtype=torch.uint8)
     for now, step in enumerate(steps[:12], 1):
         table.begin()
         for number, (layer, asked) in enumerate(zip(layers, step, strict=True)):
             pairs = torch.bincount(torch.tensor(asked), minlength=experts).int()
-            places = Places(number * slots, 2 * slots, each, device.data_ptr(), SIZE, OFFSETS)
-            coming, tables = expert_step(table.arrays(number), pairs, most, rule.margin, places)
-            want = layer.step(now, set(asked))
-            assert tables.shape == (-(-most // each), experts, 3)
+            places = Places(number * slots, 2 * slots, ring, device.data_ptr(), SIZE, OFFSETS)
+            count, at_once = places.parts(most)
+            parts = expert_step(table.arrays(number), pairs, most, rule.margin, places, count)
+            want, coming, starts = layer.step(now, set(asked)), parts.coming, parts.starts.tolist()
+            assert parts.tables.shape == (count, experts, 3)
+            assert starts == [part * len(want) // count for part in range(count + 1)]
             assert coming[0].tolist() == [one for one, *_ in want] + [-1] * (most - len(want))
             for at, (_, slot, _) in enumerate(want):
-                assert coming[1, at] == (number * slots + slot if slot >= 0 else 2 * slots + at % each)
+                assert coming[1, at] == (number * slots + slot if slot >= 0 else 2 * slots + at % ring)
+            for part in range(count):
+                together = coming[1, starts[max(part + 1 - at_once, 0)] : starts[part + 1]].tolist()
+                assert len(together) == len(set(together))
             held = {slot: one for slot, one in enumerate(table.expert_of[number].tolist()) if one >= 0}
             assert held == layer.in_slot
             assert table.slot_of[number, :experts].tolist() == [
                 {one: slot for slot, one in held.items()}.get(expert, -1) for expert in range(experts)
             ]
             seen = list[int]()
-            for turn, addresses in enumerate(tables):
+            for part, addresses in enumerate(parts.tables):
                 with bounds.lent(spans(host, device)):
-                    fetch(coming, turn, places, host[number].data_ptr())
+                    fetch(parts, places, host[number].data_ptr(), part)
+                here = set(coming[0, starts[part] : starts[part + 1]].tolist())
+                here |= set(asked) - {one for one, *_ in want} if part == 0 else set()
+                assert here == set(addresses[:, 0].nonzero()[:, 0].tolist())
                 for expert, row in enumerate(addresses.tolist()):
                     if row[0] == 0:
                         assert row == [0, 0, 0]
@@ -94,14 +103,18 @@ def test_the_kernels_do_what_plain_python_does(
 
 
 def test_a_large_expert_is_copied_by_many() -> None:
-    size = 4 * 4096 * 3 + 4096
+    size = 4 * triton_slots._WORDS * (triton_slots._COPIERS + 1) + 4096
     host, device = torch.randint(256, (5, size), dtype=torch.uint8), torch.zeros(3, size, dtype=torch.uint8)
-    coming = torch.tensor([[4, 1, -1], [2, 0, 1]])
+    coming, starts = torch.tensor([[4, 1, 3], [2, 0, 1]]), torch.tensor([0, 2, 3])
+    parts = ExpertParts(coming, starts, torch.zeros(2, 5, 3, dtype=torch.int64))
     places = Places(0, 3, 3, device.data_ptr(), size, OFFSETS)
     with bounds.lent(spans(host, device)):
-        fetch(coming, 0, places, host.data_ptr())
+        fetch(parts, places, host.data_ptr(), 0)
     assert torch.equal(device[[2, 0]], host[[4, 1]])
     assert not device[1].any()
+    with bounds.lent(spans(host, device)):
+        fetch(parts, places, host.data_ptr(), 1)
+    assert torch.equal(device, host[[1, 3, 4]])
 
 
 def test_many_experts_and_slots() -> None:
@@ -114,7 +127,7 @@ def test_many_experts_and_slots() -> None:
         table.begin()
         asked = rng.zipf(1.2, size=rng.integers(1, 128)) % experts
         pairs = torch.from_numpy(np.bincount(asked, minlength=experts).astype(np.int32))
-        coming, _ = expert_step(table.arrays(0), pairs, 128, rule.margin, places)
+        coming = expert_step(table.arrays(0), pairs, 128, rule.margin, places, 32).coming
         want = layer.step(now, set(asked.tolist()))
         assert coming[0, : len(want)].tolist() == [one for one, *_ in want]
         assert {
@@ -133,7 +146,7 @@ def test_the_host_uses_what_is_in_slots_now() -> None:
     memory = torch.zeros(2 * 1 + 2, SIZE, dtype=torch.uint8)
     stream, room = CallerStream(), ExpertRoom(SIZE, 8, 0, 8, 2, slots=2, copies=True)
     ring = Experts(layouts, room, memory[2:], host, Store(Gates()), stream, stream, StreamWaits(None))
-    experts = SlotExperts(layouts, mixtures, ring, memory, host, SlotRule(1.0, 0.0))
+    experts = SlotExperts(layouts, mixtures, ring, memory, host, (stream, stream), SlotRule(1.0, 0.0))
 
     def held(table: torch.Tensor, layer: int, expected: set[int]) -> None:
         there = {expert for expert, (address, *_) in enumerate(table.tolist()) if address}
@@ -144,13 +157,11 @@ def test_the_host_uses_what_is_in_slots_now() -> None:
             assert torch.equal(memory[place], host[4 * (layer == 3) + expert])
 
     def computed(layer: int, chosen: set[int], most: int) -> list[set[int]]:
-        rounds, found = (
-            experts.rounds(layer, torch.tensor([one in chosen for one in range(4)]).int(), most),
-            [],
-        )
-        assert rounds is not None
+        found, pairs = [], torch.tensor([one in chosen for one in range(4)]).int()
         with bounds.lent(spans(host, memory)):
-            for table in rounds:
+            parts = experts.parts(layer, pairs, most)
+            assert parts is not None
+            for table in parts:
                 found.append({expert for expert, (address, *_) in enumerate(table.tolist()) if address})
                 held(table, layer, found[-1])
         return found
@@ -175,7 +186,8 @@ def test_the_host_uses_what_is_in_slots_now() -> None:
         assert found[0] == {1}, "in its slot"
         assert sorted(one for some in found for one in some) == [0, 1, 2, 3]
     assert ring.copied_bytes - before == 6 * SIZE
-    assert computed(1, {0, 1, 2}, 3) == [{0, 1, 2}, set()]  # The ring is given back with what was on its way.
+    # The ring is given back with what was on its way; what was there is computed first.
+    assert computed(1, {0, 1, 2}, 3) == [{1}, {2}, {0}]
     computed(1, {0}, 17)
     assert computed(1, {3}, 1) == [{3}]
     assert sorted(one for some in computed(1, {0}, 17) for one in some) == [0, 1, 2, 3]
@@ -189,16 +201,17 @@ def _of_one_layer() -> tuple[SlotExperts, Experts, torch.Tensor, torch.Tensor, l
     host, memory = torch.randint(256, (6, SIZE), dtype=torch.uint8), torch.zeros(4, SIZE, dtype=torch.uint8)
     room, stream = ExpertRoom(SIZE, 6, 0, 6, 2, slots=2, copies=True), CallerStream()
     ring = Experts(layouts, room, memory[2:], host, Store(Gates()), stream, stream, StreamWaits(None))
-    experts = SlotExperts(layouts, {0: MixtureLayout(6, None)}, ring, memory, host, SlotRule(1.0, 0.0))
+    mixtures, rule = {0: MixtureLayout(6, None)}, SlotRule(1.0, 0.0)
+    experts = SlotExperts(layouts, mixtures, ring, memory, host, (stream, stream), rule)
     experts.fill()
     return experts, ring, host, memory, ids
 
 
 def _asked(experts: SlotExperts, chosen: set[int]) -> Iterator[torch.Tensor]:
     pairs = torch.tensor([one in chosen for one in range(6)]).int()
-    rounds = experts.rounds(0, pairs, len(chosen))
-    assert rounds is not None
-    return rounds
+    parts = experts.parts(0, pairs, len(chosen))
+    assert parts is not None
+    return parts
 
 
 def _right(table: torch.Tensor, host: torch.Tensor, memory: torch.Tensor) -> set[int]:
@@ -209,7 +222,7 @@ def _right(table: torch.Tensor, host: torch.Tensor, memory: torch.Tensor) -> set
     return there
 
 
-@pytest.mark.parametrize("fetched", [0, 1])
+@pytest.mark.parametrize("fetched", [0, 1, 2])
 @pytest.mark.parametrize("host_decides", [False, True])
 def test_what_was_decided_and_not_fetched_is_in_no_slot(host_decides: bool, fetched: int) -> None:
     """A pass is broken off behind a decision, before or between what fetches: 4 and 5 came to slots of 0 and
@@ -217,11 +230,11 @@ def test_what_was_decided_and_not_fetched_is_in_no_slot(host_decides: bool, fetc
     experts, ring, host, memory, ids = _of_one_layer()
     done = list[int]()
 
-    def broken_off(coming: torch.Tensor, turn: int, places: Places, first: int) -> None:
+    def broken_off(parts: ExpertParts, places: Places, first: int, part: int) -> None:
         if len(done) == fetched:
             raise KeyboardInterrupt
-        done.append(turn)
-        fetch(coming, turn, places, first)
+        done.append(part)
+        fetch(parts, places, first, part)
 
     with (
         bounds.lent(spans(host, memory)),
@@ -277,7 +290,7 @@ def test_kernels_are_compiled_for_few_bounds() -> None:
     with bounds.lent(spans(host, memory)), patch.object(triton_slots, "expert_step", noted):
         for count in range(1, 7):
             tables = [_right(table, host, memory) for table in _asked(experts, set(range(count)))]
-            assert len(tables) == -(-count // 2)
+            assert len(tables) == count
             assert set[int]().union(*tables) == set(range(count))
     assert bounds_of == {1, 2, 4, 6}
     ring.close()
@@ -289,7 +302,9 @@ def test_slots_are_filled_at_the_beginning() -> None:
     layouts = [layout(GroupId(GroupKind.EXPERT, at // 4, at % 4), SIZE) for at in range(8)]
     room, stream = ExpertRoom(SIZE, 8, 0, 8, 2, slots=5, copies=True), CallerStream()
     ring = Experts(layouts, room, memory[5:], host, Store(Gates()), stream, stream, StreamWaits(None))
-    experts = SlotExperts(layouts, {at: MixtureLayout(4, None) for at in (0, 1)}, ring, memory, host)
+    experts = SlotExperts(
+        layouts, {at: MixtureLayout(4, None) for at in (0, 1)}, ring, memory, host, (stream, stream)
+    )
     experts.fill()
     assert torch.equal(memory[:5], host[[0, 1, 2, 4, 5]])
     for layer in (0, 1):
@@ -300,9 +315,9 @@ def test_slots_are_filled_at_the_beginning() -> None:
         assert places == ({0: 3, 3: 1} if layer == 0 else {0: 2, 2: 1, 3: 1})
     with bounds.lent(spans(host, memory)):
         for layer, chosen in ((0, 3), (1, 2), (1, 3), (0, 0), (1, 1), (0, 1)):
-            rounds = experts.rounds(layer, torch.tensor([one == chosen for one in range(4)]).int(), 1)
-            assert rounds is not None
-            for table in rounds:
+            parts = experts.parts(layer, torch.tensor([one == chosen for one in range(4)]).int(), 1)
+            assert parts is not None
+            for table in parts:
                 place, rest = divmod(int(table[chosen, 0]) - memory.data_ptr(), SIZE)
                 assert rest == 0
                 assert torch.equal(memory[place], host[4 * layer + chosen])

@@ -1,7 +1,10 @@
 """Experts that the device decides about, as a GPU does it: with recorded steps and without, whatever is late,
 the tokens of experts that all rest."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,11 +13,18 @@ pytest.importorskip("triton")
 
 import tiny
 from penstock import LLM, SamplingParams
-from penstock.ops.slots import Places
+from penstock.arch.layout import GroupId, GroupKind, MixtureLayout
+from penstock.memory.streams import CudaStream, Ticket
+from penstock.ops.slots import ExpertParts, Places
+from penstock.ops.triton import slots as triton_slots
 from penstock.ops.triton.slots import expert_step, fetch
+from penstock.weights.streaming.experts import Experts
+from penstock.weights.streaming.residency import ExpertRoom
 from penstock.weights.streaming.slots import SlotRule, SlotTable
 from penstock.weights.streaming.slotted import SlotExperts
+from penstock.weights.streaming.waits import StreamWaits
 from slot_oracle import Layer
+from streams import Gates, Store, layout
 
 DEVICE = torch.device("cuda")
 OFFSETS = (0, 512, 4096)
@@ -35,12 +45,12 @@ def test_the_kernels_do_what_plain_python_does(experts: int, slots: int, each: i
         table.begin()
         asked = (torch.rand(most, generator=rng) ** 3 * experts).long()
         pairs = torch.bincount(asked, minlength=experts).int().to(DEVICE)
-        coming, tables = expert_step(table.arrays(0), pairs, most, rule.margin, places)
+        parts = expert_step(table.arrays(0), pairs, most, rule.margin, places, places.parts(most)[0])
         want = layer.step(now, set(asked.tolist()))
-        assert coming[0].tolist() == [one for one, *_ in want] + [-1] * (most - len(want))
+        assert parts.coming[0].tolist() == [one for one, *_ in want] + [-1] * (most - len(want))
         seen = set[int]()
-        for turn, addresses in enumerate(tables):
-            fetch(coming, turn, places, host.data_ptr())
+        for part, addresses in enumerate(parts.tables):
+            fetch(parts, places, host.data_ptr(), part)
             for expert in addresses[:, 0].nonzero()[:, 0].tolist():
                 place, rest = divmod(int(addresses[expert, 0]) - memory.data_ptr(), size)
                 assert rest == 0
@@ -78,3 +88,124 @@ def test_tokens_are_those_of_experts_that_rest(share: float, graphs: bool, tmp_p
         asked, _ = experts.hits()
         assert asked > 0
         assert llm.memory.weights.copied > 0
+
+
+# ---- the waits, one by one
+
+SIZE, LAYERS, EXPERTS, LATE = 1 << 16, 3, 16, 2_000_000
+"""Bytes; clock cycles, about a millisecond: far longer than any fetch here."""
+
+
+class Queue(CudaStream):
+    """Work begins late, and waits may be left out."""
+
+    cycles, waits = 0, True
+
+    def run(self, work: Callable[[], object]) -> None:
+        def late() -> None:
+            torch.cuda._sleep(self.cycles)
+            work()
+
+        super().run(late)
+
+    def wait(self, ticket: Ticket) -> None:
+        if self.waits:
+            super().wait(ticket)
+
+
+class World:
+    """Layers of experts, some in slots. What computes with a part compares all its bytes, twice."""
+
+    def __init__(self, slots: int, ring: int, fetch: int, kernel: int) -> None:
+        ids = [GroupId(GroupKind.EXPERT, at // EXPERTS, at % EXPERTS) for at in range(LAYERS * EXPERTS)]
+        layouts = [layout(id, SIZE) for id in ids]
+        rng = torch.Generator().manual_seed(1)
+        self.host = torch.randint(256, (len(ids), SIZE), dtype=torch.uint8, generator=rng).pin_memory()
+        self.all, self.kernel_cycles = self.host.to(DEVICE), kernel
+        self.memory = torch.zeros(slots + ring, SIZE, dtype=torch.uint8, device=DEVICE)
+        self.right = torch.ones((), dtype=torch.bool, device=DEVICE)
+        copies = CudaStream(DEVICE)
+        self.link, self.compute = (
+            Queue(DEVICE, clock=copies.clock),
+            Queue(DEVICE, current=True, clock=copies.clock),
+        )
+        self.link.cycles = fetch
+        room = ExpertRoom(SIZE, len(ids), 0, len(ids), ring, slots=slots, copies=True)
+        slots_of = Experts(
+            layouts, room, self.memory[slots:], self.host, Store(Gates()), copies, self.compute,
+            StreamWaits(None),
+        )  # fmt: skip
+        mixtures, streams = (
+            dict.fromkeys(range(LAYERS), MixtureLayout(EXPERTS, None)),
+            (self.link, self.compute),
+        )
+        self.experts = SlotExperts(
+            layouts, mixtures, slots_of, self.memory, self.host, streams, SlotRule(1.0, 0.0)
+        )
+        self.kept = list[ExpertParts]()
+        """What fetches read stays, also where nothing waits for them."""
+
+    def layer(
+        self, number: int, pairs: torch.Tensor, most: int, *, join: bool = True, reuse: bool = True
+    ) -> None:
+        parts = self.experts.recorded().parts(number, pairs, most)
+        self.compute.waits, self.link.waits = join, reuse
+        for table in parts or ():
+            address = table[:, 0]
+            place = ((address - self.memory.data_ptr()) // SIZE).clamp(min=0)
+            for _ in range(2):
+                same = (self.memory[place] == self.all[number * EXPERTS :][:EXPERTS]).all(1)
+                self.right.logical_and_((same | (address == 0)).all())
+                torch.cuda._sleep(self.kernel_cycles)
+        self.compute.waits = self.link.waits = True
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(("fetch", "kernel"), [(0, 0), (LATE, 0), (0, LATE), (LATE // 4, LATE // 4)])
+@pytest.mark.parametrize(("slots", "ring"), [(0, 2), (9, 4), (24, 8)])
+def test_whatever_is_late(slots: int, ring: int, fetch: int, kernel: int, graphs: bool) -> None:
+    """Before every fetch, and between what reads a part and what reads it again."""
+    world, rng = World(slots, ring, fetch, kernel), torch.Generator().manual_seed(slots)
+    pairs = torch.zeros(LAYERS, EXPERTS, dtype=torch.int32, device=DEVICE)
+
+    def step() -> None:
+        for number in range(LAYERS):
+            world.layer(number, pairs[number], 7)
+
+    work = step
+    if graphs:
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            step()
+            stream.synchronize()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                step()
+        work = graph.replay
+    for _ in range(8):
+        chosen = torch.stack([torch.randperm(EXPERTS, generator=rng)[:7] for _ in range(LAYERS)])
+        pairs.zero_().scatter_(1, chosen.to(DEVICE), 1)
+        work()
+    assert bool(world.right)
+    assert world.experts.hits()[0] == 8 * 7 * LAYERS
+
+
+@pytest.mark.parametrize(("left_out", "fetch", "kernel"), [("join", LATE, 0), ("reuse", 0, LATE)])
+def test_every_wait_is_needed(left_out: str, fetch: int, kernel: int) -> None:
+    """But the one behind the decision, without which a fetch would read anywhere: `tests/cpu` leaves it
+    out."""
+    for waits in (True, False):
+        world = World(3, 2, fetch, kernel)
+        step = triton_slots.expert_step
+
+        def kept(*given: Any, world: World = world, step: Any = step) -> ExpertParts:
+            world.kept.append(step(*given))
+            return world.kept[-1]
+
+        with patch.object(triton_slots, "expert_step", kept):
+            for first in (0, 5, 9):
+                pairs = torch.zeros(EXPERTS, dtype=torch.int32, device=DEVICE)
+                pairs[first : first + 7] = 1
+                for number in range(LAYERS):
+                    world.layer(number, pairs, 7, **{left_out: waits})
+        torch.cuda.synchronize()
+        assert bool(world.right) == waits

@@ -65,6 +65,9 @@ class Stream(Protocol):
         refuses.
         """
 
+    def run(self, work: Callable[[], object]) -> None:
+        """Queue what `work` does, or what it launches on a device. It must not raise on a thread."""
+
     def wait(self, ticket: Ticket) -> None:
         """Start what is queued from now on after `ticket`."""
 
@@ -233,6 +236,11 @@ class CudaStream:
         self._device = device
         self._stream = None if current else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
         self.clock = clock or _Clock(device)
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Queue what `work` launches."""
+        with torch.cuda.stream(self._queue()):
+            work()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Queue what `Stream.copy` says."""

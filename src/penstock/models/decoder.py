@@ -15,7 +15,7 @@ from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import LayerSpec, ModelSpec, MoeSpec
 from penstock.models.inputs import ColdCache, Collectives, LayerCaches, Routing, StepInputs, Weights
 from penstock.models.mixers import FORWARD, Mixing, attention_at_once
-from penstock.models.moe import choose, mixture, shared_experts
+from penstock.models.moe import ask, choose, mixture, shared_experts
 from penstock.models.residual import Residual
 from penstock.ops.activation import soft_cap
 from penstock.ops.embedding import look_up
@@ -250,9 +250,10 @@ class Decoder:
         assert experts is not None, "a mixture without experts"
         padding = padding if experts.decided else None
         choice = choose(x, logits, moe, experts.mixtures[layer], w.vectors.get("correction"), padding)
+        parts = ask(choice, layer, experts)
         shared = None if moe.shared is None else shared_experts(x, w)
         weights.release(group)
-        mixed = mixture(x, choice, moe, layer, experts, rows_at_rest=self._rows_at_rest)
+        mixed = mixture(x, choice, moe, layer, experts, parts, rows_at_rest=self._rows_at_rest)
         residual.add(mixed if shared is None else mixed.add_(shared), after, spec.scale)
 
 

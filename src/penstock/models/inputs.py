@@ -82,7 +82,7 @@ class ExpertWeights(Protocol):
     """Lends the experts of mixtures, groups that a layer's router names as the pass goes.
 
     A step borrows a layer's experts in one of five ways: all of them by `table`; those that its tokens chose
-    by `rounds`, of which the host does not learn; by `waves`, several at a time, or as views by
+    by `parts`, of which the host does not learn; by `waves`, several at a time, or as views by
     `waves_of_views`; or by `each`, one at a time. Beside these, `at_rest` lends experts where they are,
     without moving them.
     """
@@ -102,12 +102,13 @@ class ExpertWeights(Protocol):
         """Tell whether the device may decide which experts come: tokens that are nobody's then ask for
         none."""
 
-    def rounds(self, layer: int, pairs: Tensor, most: int) -> Iterator[Tensor] | None:
+    def parts(self, layer: int, pairs: Tensor, most: int) -> Iterator[Tensor] | None:
         """Return tables as `table` has them, one after another, of those of a layer's experts that tokens
         chose, each in one of them: the device finds out which and brings them. None where the host has to.
 
-        Work with a table is queued before the next is asked for. pairs: int32 `[experts]` on the device, how
-        many pairs of a token and an expert each has; most: of all together, which the host knows.
+        They begin to come at once. Work with a table is queued before the next is asked for.
+        pairs: int32 `[experts]` on the device, how many pairs of a token and an expert each has.
+        most: of all together, which the host knows.
         """
 
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:

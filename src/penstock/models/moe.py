@@ -57,12 +57,21 @@ def shared_experts(x: Tensor, weights: GroupViews) -> Tensor:
     return out if gate is None else out.mul_(linear(x, gate).sigmoid())
 
 
+def ask(choice: Choice, layer: int, experts: ExpertWeights) -> Iterator[Tensor] | None:
+    """Ask for the chosen experts and return their tables, part by part, for `mixture`: None unless the device
+    decides which come. What is queued before `mixture` is computed while the first of them come."""
+    if not isinstance(choice, Grouped) or experts.table(layer) is not None:
+        return None
+    return experts.parts(layer, choice.pairs, len(choice.order))
+
+
 def mixture(
     x: Tensor,
     choice: Choice,
     moe: MoeSpec,
     layer: int,
     experts: ExpertWeights,
+    parts: Iterator[Tensor] | None = None,
     *,
     rows_at_rest: int = 0,
 ) -> Tensor:
@@ -71,11 +80,11 @@ def mixture(
     Only experts that some token chose are borrowed, each once for all its tokens. Where all of them are on
     the device, the host does not learn which these are.
 
-    choice: what `choose` returned for x.
+    choice: what `choose` returned for x. parts: what `ask` did.
     rows_at_rest: an expert with at most so many tokens is computed on the host if it stays there.
     """
     if isinstance(choice, Grouped):
-        return _many_at_a_time(choice, x, layer, experts, moe.activation, rows_at_rest)
+        return _many_at_a_time(choice, x, layer, experts, parts, moe.activation, rows_at_rest)
     shares, chosen = choice
     layout = experts.mixtures[layer]
     pairs = chosen.flatten().argsort(stable=True)
@@ -114,15 +123,19 @@ def _few_tokens(
 
 
 def _many_at_a_time(
-    mixed: Grouped, x: Tensor, layer: int, experts: ExpertWeights, activation: Activation, rows_at_rest: int
+    mixed: Grouped,
+    x: Tensor,
+    layer: int,
+    experts: ExpertWeights,
+    parts: Iterator[Tensor] | None,
+    activation: Activation,
+    rows_at_rest: int,
 ) -> Tensor:
     table = experts.table(layer)
     if table is not None:
-        mixed.compute(table)
-        return mixed.total()
-    rounds = experts.rounds(layer, mixed.pairs, len(mixed.order))
-    if rounds is not None:
-        for table in rounds:
+        parts = iter((table,))
+    if parts is not None:
+        for table in parts:
             mixed.compute(table)
         return mixed.total()
     spans = _spans(layer, mixed.counts())

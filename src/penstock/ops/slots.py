@@ -32,13 +32,41 @@ class SlotArrays:
 class Places:
     """Places say where experts lie: slots of `size` bytes, one behind the other.
 
-    first: the place of the layer's first slot. transit: the first place for those that pass through, of
-    `rounds_of`. base: address of place 0. offsets: of an expert's tensors in its slot, int64 `[tensors]`.
+    first: the place of the layer's first slot. transit: the first of `ring` places for those that pass
+    through, which all layers share. base: address of place 0. offsets: of an expert's tensors in its slot,
+    int64 `[tensors]`.
     """
 
     first: int
     transit: int
-    rounds_of: int
+    ring: int
     base: int
     size: int
     offsets: Tensor
+
+    def parts(self, most: int) -> tuple[int, int]:
+        """Return into how many parts `most` experts are divided at least, so that a part takes up at most
+        half of the ring, and how many parts are in the ring at once."""
+        half = max(1, self.ring // 2)
+        count = max(min(PARTS, most), -(-most // half))
+        return count, max(1, self.ring // -(-most // count))
+
+
+PARTS = 2
+"""Parts in which experts come that have room in half of the ring: what is computed when all have come is the
+last part, and each part is a launch of every kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParts:
+    """ExpertParts say which experts come to a layer, part by part, and where all that it needs are.
+
+    coming: int64 `[2, most]`: experts and their places, in the order in which they come; -1 behind the last.
+    starts: int64 `[parts + 1]`: part p is those from `starts[p]` to before `starts[p + 1]`.
+    tables: int64 `[parts, experts, tensors]`: the addresses of a part's experts, 0 for all others. Those that
+    were there before are in the first table.
+    """
+
+    coming: Tensor
+    starts: Tensor
+    tables: Tensor

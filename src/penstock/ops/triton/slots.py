@@ -4,10 +4,12 @@
 in a block. `fetch` copies experts from host memory, which the device reads through the link by itself. Both
 are launched like any other kernel, so a recorded step holds them, and the host waits for nothing.
 
-Experts come in rounds of as many as have slots of their own or pass through one of `transit`. A round's table
-names those that are there then: the first one also those that were there before. What passes through a slot
-of `transit` is computed with before the next round, on the same stream, so nothing is overwritten that is
-still needed.
+Experts come in parts of nearly equal numbers, the later parts being the larger ones. Each part is fetched by
+one launch, and has a table of its own, so that it may be computed while the next one comes. Those that were
+there before are in the first table: where a single expert comes, it is in the last part, and they are
+computed meanwhile. What comes at rank r without a slot of its own passes through place r modulo `ring` of
+`transit`. A part has at most half as many experts as the ring, so what a part writes to was last used some
+parts before it (`Places.parts`).
 """
 
 import torch
@@ -15,17 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.slots import Places, SlotArrays
+from penstock.ops.slots import ExpertParts, Places, SlotArrays
 
 _CHUNK = 64
 """Experts whose worth is compared with all others' at a time."""
-_WORDS = 4096
-"""Numbers of 32 bits that a program copies at a time."""
-_COPIERS = 132
-"""Programs that fetch at once: enough reads under way for any link."""
+_COPIERS, _WORDS, _WARPS = 8, 16384, 16
+"""Programs that fetch at once, numbers of 32 bits that each copies at a time, and its warps: as fast as any
+other way of reading through the link, and nearly all multiprocessors are left to what computes."""
 
 
-@triton.jit(do_not_specialize=["base", "first", "transit"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["base", "first", "transit", "ring", "parts"])  # type: ignore[untyped-decorator]
 def _expert_step(  # type: ignore[no-untyped-def]
     pairs,
     slot_of,
@@ -38,19 +39,20 @@ def _expert_step(  # type: ignore[no-untyped-def]
     worths,
     order,
     coming,
+    starts,
     tables,
     offsets,
     base,
     first,
     transit,
+    ring,
+    parts,
     size,
     last,
     margin,
     EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
     MOST: tl.constexpr,
-    EACH: tl.constexpr,
-    ROUNDS: tl.constexpr,
     TENSORS: tl.constexpr,
     COLS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -58,9 +60,10 @@ def _expert_step(  # type: ignore[no-untyped-def]
     TENSOR_COLS: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Decide, and write who comes to which place, `coming` `[2, MOST]`, and the table of each round.
+    """Decide, and write who comes to which place, `coming` `[2, MOST]`, where each part begins, `starts`, and
+    the table of each part.
 
-    worths: float32 `[2, COLS]`, order: int64 `[2, COLS]`, to write in. EACH: experts of a round.
+    worths: float32 `[2, COLS]`, order: int64 `[2, COLS]`, to write in.
     """
     one = tl.arange(0, COLS)
     there = one < EXPERTS
@@ -81,7 +84,7 @@ def _expert_step(  # type: ignore[no-untyped-def]
     asked, hits = tl.sum(wanted.to(tl.int64), 0), tl.sum((wanted & (slot >= 0)).to(tl.int64), 0)
     tl.store(counts, all_asked + asked)
     tl.store(counts + 1, all_hits + hits)
-    for number in tl.static_range(ROUNDS):
+    for number in range(parts):
         found = (wanted & (slot >= 0) & (number == 0))[:, None]
         address = base + (first + slot)[:, None] * size + offset
         inside = there[:, None] & (at < TENSORS)
@@ -121,9 +124,10 @@ def _expert_step(  # type: ignore[no-untyped-def]
         tl.store(order + COLS + before_it, place.to(tl.int64), mask=inside)
     tl.debug_barrier()
     rank = tl.arange(0, PLACES)
-    comes = rank < tl.sum(missing.to(tl.int32), 0)
+    count = tl.sum(missing.to(tl.int32), 0)
+    comes = rank < count
     expert = tl.load(order + rank, mask=comes, other=0)
-    where_to = (transit + rank % EACH).to(tl.int64)
+    where_to = (transit + rank % ring).to(tl.int64)
     if SLOTS == 0:
         tl.debug_barrier()
     else:
@@ -141,48 +145,51 @@ def _expert_step(  # type: ignore[no-untyped-def]
         where_to = tl.where(change, first + slot, where_to)
     tl.store(coming + rank, tl.where(comes, expert, -1), mask=rank < MOST)
     tl.store(coming + MOST + rank, where_to, mask=rank < MOST)
-    table = (
-        tables + (rank // EACH).to(tl.int64)[:, None] * (EXPERTS * TENSORS) + expert[:, None] * TENSORS + at
-    )
+    tl.store(starts + rank, (count * rank // parts).to(tl.int64), mask=rank < parts)
+    tl.store(starts + parts, count.to(tl.int64))
+    part = ((rank + 1) * parts - 1) // tl.maximum(count, 1)
+    table = tables + part.to(tl.int64)[:, None] * (EXPERTS * TENSORS) + expert[:, None] * TENSORS + at
     address = base + where_to[:, None] * size + offset
     tl.store(table, address, mask=(comes & (rank < MOST))[:, None] & (at < TENSORS))
 
 
-@triton.jit(do_not_specialize=["host", "base", "begin"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["host", "base", "part"])  # type: ignore[untyped-decorator]
 def _fetch(  # type: ignore[no-untyped-def]
-    coming, host, base, begin, most, size, PARTS: tl.constexpr, WORDS: tl.constexpr
+    coming, starts, host, base, part, most, size, COPIERS: tl.constexpr, WORDS: tl.constexpr
 ) -> None:
-    """Copy a part of one expert, `size` bytes long, from its place on the host to its place on the device."""
-    number, part = begin + tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    expert = tl.load(coming + number)
-    if expert < 0:
-        return
-    source = (host + expert * size).to(tl.pointer_type(tl.int32))
-    target = (base + tl.load(coming + most + number) * size).to(tl.pointer_type(tl.int32))
-    word = tl.arange(0, WORDS)
+    """Copy the experts of one part, `size` bytes each, from their places on the host to those on the device:
+    one expert after the other, every program some pieces of each."""
+    begin = tl.load(starts + part)
     words = size // 4
-    for start in range(part * WORDS, words, PARTS * WORDS):
-        at = tl.max_contiguous(tl.multiple_of(start + word, WORDS), WORDS)
+    pieces = tl.cdiv(words, WORDS)
+    word = tl.arange(0, WORDS)
+    all_pieces = (tl.load(starts + part + 1) - begin).to(tl.int32) * pieces
+    for piece in range(tl.program_id(0), all_pieces, COPIERS):
+        number = begin + piece // pieces
+        source = (host + tl.load(coming + number) * size).to(tl.pointer_type(tl.int32))
+        target = (base + tl.load(coming + most + number) * size).to(tl.pointer_type(tl.int32))
+        at = tl.max_contiguous(tl.multiple_of(piece % pieces * WORDS + word, WORDS), WORDS)
         inside = at < words
         got = tl.load(tl.multiple_of(source, 16) + at, mask=inside, other=0)
         tl.store(tl.multiple_of(target, 16) + at, got, mask=inside)
 
 
 def expert_step(
-    arrays: SlotArrays, pairs: Tensor, most: int, margin: float, places: Places
-) -> tuple[Tensor, Tensor]:
-    """Decide for a layer, and return who comes to which place, int64 `[2, most]`, the most valuable first and
-    -1 behind the last, and the tables of rounds, int64 `[rounds, experts, tensors]`: addresses, or 0.
+    arrays: SlotArrays, pairs: Tensor, most: int, margin: float, places: Places, parts: int
+) -> ExpertParts:
+    """Decide for a layer, and return who comes to which place, the most valuable first, in how many parts.
 
-    pairs: int32 `[experts]`, how many pairs each expert has in this step.
+    pairs: int32 `[experts]`, how many pairs each expert has in this step; at most `most` have any. parts: at
+    most `most`.
     """
     experts, slots, device = len(pairs), len(arrays.expert_of), pairs.device
-    tensors, rounds = len(places.offsets), -(-most // places.rounds_of)
+    tensors = len(places.offsets)
     cols, wide = max(_CHUNK, triton.next_power_of_2(experts)), max(16, triton.next_power_of_2(max(slots, 1)))
     worths = torch.empty(2 * cols + wide, dtype=torch.float32, device=device)
     order = torch.empty(cols + wide, dtype=torch.int64, device=device)
     coming = torch.empty(2, most, dtype=torch.int64, device=device)
-    tables = torch.empty(rounds, experts, tensors, dtype=torch.int64, device=device)
+    starts = torch.empty(parts + 1, dtype=torch.int64, device=device)
+    tables = torch.empty(parts, experts, tensors, dtype=torch.int64, device=device)
     _expert_step[(1,)](
         pairs,
         arrays.slot_of,
@@ -195,19 +202,20 @@ def expert_step(
         worths,
         order,
         coming,
+        starts,
         tables,
         places.offsets,
         places.base,
         places.first,
         places.transit,
+        places.ring,
+        parts,
         places.size,
         len(arrays.decays) - 1,
         margin,
         EXPERTS=experts,
         SLOTS=slots,
         MOST=most,
-        EACH=places.rounds_of,
-        ROUNDS=rounds,
         TENSORS=tensors,
         COLS=cols,
         WIDE=wide,
@@ -217,19 +225,27 @@ def expert_step(
         num_warps=8,
         enable_fp_fusion=False,
     )
-    return coming, tables
+    return ExpertParts(coming, starts, tables)
 
 
-def fetch(coming: Tensor, number: int, places: Places, host: int) -> None:
-    """Copy the experts of one round to their places.
+def fetch(parts: ExpertParts, places: Places, host: int, part: int) -> None:
+    """Copy the experts of one part to their places.
 
-    coming: as `expert_step` returns it. host: address of the layer's first expert; they lie one behind the
-    other. It must be memory that the device can read.
+    host: address of the layer's first expert; they lie one behind the other. It must be memory that the
+    device can read.
     """
-    most = coming.shape[1]
-    begin = number * places.rounds_of
-    count = min(places.rounds_of, most - begin)
-    parts = max(1, min(_COPIERS // count, -(-places.size // (4 * _WORDS))))
-    _fetch[(count * parts,)](
-        coming, host, places.base, begin, most, places.size, PARTS=parts, WORDS=_WORDS, num_warps=8
+    most, count = parts.coming.shape[1], len(parts.tables)
+    words = min(_WORDS, triton.next_power_of_2(places.size // 4))
+    copiers = min(_COPIERS, -(-most // count) * -(-places.size // (4 * words)))
+    _fetch[(copiers,)](
+        parts.coming,
+        parts.starts,
+        host,
+        places.base,
+        part,
+        most,
+        places.size,
+        COPIERS=copiers,
+        WORDS=words,
+        num_warps=_WARPS,
     )

@@ -43,7 +43,7 @@ class ExpertStream:
     decided = False
     """The host decides which experts come."""
 
-    def rounds(self, layer: int, pairs: Tensor, most: int) -> Iterator[Tensor] | None:
+    def parts(self, layer: int, pairs: Tensor, most: int) -> Iterator[Tensor] | None:
         """Return None: the host decides which experts come."""
         return None
 

@@ -7,21 +7,34 @@ recorded. A step of many tokens asks for nearly all experts anyway: all of them 
 ring by the copy engine, as `Experts` has it, those of the next layer while this one is computed; those in
 slots are used where they are.
 
-Why this is safe. Whatever the device decides is queued on the compute stream: looking up, giving way,
-fetching and computing with what was fetched are in one order, so no slot changes while it is read. Slots of
-the ring are what experts without a slot pass through in both ways. `Experts` writes to them on another
-stream: behind a mark on the compute stream that is left when the host takes over, so not before everything
-that the device decided is done. When the device takes over, the compute stream first waits for all copies
-that were queued. The host knows which experts are in slots from a copy of the arrays, which it takes when it
-takes over; nothing changes them before the device does.
+Experts come in parts, and a part is computed while the next one comes: the compute stream looks up, gives way
+and computes, another stream, the link's, fetches. Those in slots are in the first part.
+
+Why this is safe. Only the link's stream writes to slots and, while the device decides, to the ring, through
+which experts without a slot pass; only the compute stream reads them. Three waits order the two.
+1. A layer's first fetch waits for the mark behind the layer's decision. Whatever was computed before, of this
+   layer in the step before or of the layer before, is in front of that mark, so who reads what gives way is
+   done, and so is who reads the ring.
+2. What computes with a part waits for the mark behind its fetch. Those in slots are in the first part: they
+   do not leave in a step that asks for them, so nothing of the step writes to them.
+3. The ring holds `Places.parts` parts at once. A fetch of a later part waits for the mark behind what was
+   computed with the part whose places it takes.
+The last part's wait is also the end of the link's work for the layer, so the compute stream has all of it in
+front: whoever allocates there, or marks it, comes after it. A recorded step has the marks and waits as edges
+between its kernels. They begin and end within a layer, where a recording is never cut.
+
+`Experts` writes to the ring on a third stream: behind a mark on the compute stream that is left when the host
+takes over, so not before everything that the device decided is done. When the device takes over, the compute
+stream first waits for all copies that were queued. The host knows which experts are in slots from a copy of
+the arrays, which it takes when it takes over; nothing changes them before the device does.
 
 What is decided for a layer is queued before what fetches. Where an interrupt or an error comes between, slots
-do not hold what the arrays say: all slots of that layer are taken for empty before anything else is decided.
+do not hold what the arrays say: all slots of that layer are taken for empty before anything else is decided,
+and the compute stream waits for what was fetched. The fetch reads tensors that are kept until then.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import ModuleType
 
 import numpy as np
 import torch
@@ -29,8 +42,9 @@ from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupLayout, MixtureLayout
 from penstock.memory.device import send
+from penstock.memory.streams import Stream, Ticket
 from penstock.ops.kernels import triton_kernels
-from penstock.ops.slots import Places
+from penstock.ops.slots import ExpertParts, Places
 from penstock.weights.streaming.experts import Experts
 from penstock.weights.streaming.lending import ExpertStream
 from penstock.weights.streaming.slots import SlotRule, SlotTable
@@ -54,16 +68,18 @@ class SlotExperts(ExpertStream):
         ring: Experts,
         memory: Tensor,
         host: Tensor,
+        streams: tuple[Stream, Stream],
         rule: SlotRule = _RULE,
     ) -> None:
         """Begin with empty slots. layouts: of all experts, layer by layer, as they lie on the host.
 
         ring: the slots through which others pass, which are the last of `memory`, and all experts at home on
         HOST. memory: uint8 `[slots, size]` on the device. host: uint8 `[experts, size]`, which the device can
-        read.
+        read. streams: the link's, on which nothing else is queued, and the one that computes.
         """
         super().__init__(layouts, mixtures, ring, memory.device)
         self._memory, self._host = memory, host
+        self._link, self._compute = streams
         self._layers = {layer: number for number, layer in enumerate(self._of_layer)}
         experts = [len(every) for every in self._of_layer.values()]
         assert len(set(experts)) == 1, "layers with different numbers of experts"
@@ -80,16 +96,19 @@ class SlotExperts(ExpertStream):
         """Slots of each layer's experts, while the host decides."""
         self._changing = -1
         """The layer, by its number, of which something is decided that may not have been fetched."""
+        self._decided: ExpertParts | None = None
+        """What fetches of that layer read."""
 
-    def rounds(
+    def parts(
         self, layer: int, pairs: Tensor, most: int, *, recorded: bool = False
     ) -> Iterator[Tensor] | None:
-        """Return the tables of a layer's experts, round by round: of those that this step's tokens chose, or
-        of all of them where tokens are many, unless the step is `recorded`.
+        """Return the tables of a layer's experts, part by part: of those that this step's tokens chose, or of
+        all of them where tokens are many, unless the step is `recorded`.
 
         Each has addresses of some of them, and 0 for all others: work with them is queued before the next is
-        asked for. None where plain torch computes. pairs: int32 `[experts]`, on the device, how many pairs of
-        a token and an expert each expert has; most: of all of them. Raises CheckpointError.
+        asked for. The first parts begin to come at once: what is queued before the first table is asked for
+        is computed meanwhile. None where plain torch computes. pairs: int32 `[experts]`, on the device, how
+        many pairs of a token and an expert each expert has; most: of all of them. Raises CheckpointError.
         """
         kernels = triton_kernels("slots")
         if kernels is None:
@@ -100,26 +119,39 @@ class SlotExperts(ExpertStream):
         most = min(most, self._experts)
         # A kernel is compiled for each bound: steps that were not recorded have few of them.
         bound = most if recorded else min(1 << (most - 1).bit_length(), self._experts)
-        return self._rounds(kernels, layer, pairs, most, bound)
-
-    def recorded(self) -> DecidedExperts:
-        """Return what lends experts to steps that are recorded."""
-        return DecidedExperts(self.mixtures, partial(self.rounds, recorded=True))
-
-    def _rounds(
-        self, kernels: ModuleType, layer: int, pairs: Tensor, most: int, bound: int
-    ) -> Iterator[Tensor]:
         number, places = self._layers[layer], self._places[layer]
         if number == 0:
             self._slot_table.begin()
-        arrays = self._slot_table.arrays(number)
+        count, at_once = places.parts(most)
+        arrays, first = self._slot_table.arrays(number), self._host[number * self._experts].data_ptr()
         self._changing = number
-        coming, tables = kernels.expert_step(arrays, pairs, bound, self._margin, places)
-        first = self._host[number * self._experts].data_ptr()
-        for turn, table in enumerate(tables[: -(-most // places.rounds_of)]):
-            kernels.fetch(coming, turn, places, first)
+        self._decided = kernels.expert_step(arrays, pairs, bound, self._margin, places, count)
+        fetch = partial(self._fetch, partial(kernels.fetch, self._decided, places, first))
+        self._link.wait(self._compute.mark())
+        coming = [fetch(part) for part in range(min(at_once, count))]
+        return self._parts(self._decided.tables, coming, fetch)
+
+    def recorded(self) -> DecidedExperts:
+        """Return what lends experts to steps that are recorded."""
+        return DecidedExperts(self.mixtures, partial(self.parts, recorded=True))
+
+    def _fetch(self, launch: Callable[[int], None], part: int) -> Ticket:
+        """Queue the fetch of a part, and return the mark behind it."""
+        self._link.run(partial(launch, part))
+        return self._link.mark()
+
+    def _parts(
+        self, tables: Tensor, coming: list[Ticket], fetch: Callable[[int], Ticket]
+    ) -> Iterator[Tensor]:
+        """Yield the table of each part when it has come. coming: the marks of those that are on their way;
+        the others come to the places of what has been computed."""
+        for part, table in enumerate(tables):
+            self._compute.wait(coming[part])
             yield table
-        self._changing = -1
+            if len(coming) < len(tables):
+                self._link.wait(self._compute.mark())
+                coming.append(fetch(len(coming)))
+        self._changing, self._decided = -1, None
 
     def _every(self, layer: int) -> Iterator[Tensor]:
         """Yield tables of all experts of a layer, which come in their order; those of the next layer begin to
@@ -170,8 +202,9 @@ class SlotExperts(ExpertStream):
     def _mend(self) -> None:
         """Take the slots of a layer for empty, if a step was broken off before all had come to them."""
         if self._changing >= 0:
+            self._compute.wait(self._link.mark())
             self._slot_table.empty(self._changing)
-            self._changing = -1
+            self._changing, self._decided = -1, None
 
     def hits(self) -> tuple[int, int]:
         """Return how many experts steps have asked the device for, and how many of these were in slots. The
@@ -185,7 +218,7 @@ class SlotExperts(ExpertStream):
         return Places(
             first=number * self._each + min(number, self._fuller),
             transit=len(self._memory) - ring,
-            rounds_of=ring,
+            ring=ring,
             base=self._memory.data_ptr(),
             size=self._memory.shape[1],
             offsets=send(np.array(offsets, np.int64), self._device),

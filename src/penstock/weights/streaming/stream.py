@@ -13,7 +13,7 @@ from penstock.base.meter import WeightStats
 from penstock.base.tiers import Tier
 from penstock.base.trace import Trace
 from penstock.memory.arena import Arena
-from penstock.memory.streams import Stream, streams_of
+from penstock.memory.streams import CallerStream, CudaStream, Stream, streams_of
 from penstock.ops.matrix import GroupViews
 from penstock.weights.streaming.experts import Experts
 from penstock.weights.streaming.feeder import Feeder, Piece, RingCopy
@@ -69,6 +69,7 @@ class WeightStream:
         self._waits = StreamWaits(trace)
         self._moving: list[Feeder | Experts] = []
         self.experts: StillExperts | ExpertStream | None = None
+        beside = [self._streams[0]]
         mixtures = mixture_layouts(layouts)
         if experts is not None:
             those = [layout for layout in layouts if layout.id.kind is GroupKind.EXPERT]
@@ -89,11 +90,12 @@ class WeightStream:
                 resident |= places
             else:
                 self._moving.append(slots)
-                self.experts = (
-                    SlotExperts(those, mixtures, slots, memory, host)
-                    if experts.copies
-                    else ExpertStream(those, mixtures, slots, device)
-                )
+                if experts.copies:
+                    beside.append(_link(device, self._streams[0]))
+                    by_device = beside[1], self._streams[1]
+                    self.experts = SlotExperts(those, mixtures, slots, memory, host, by_device)
+                else:
+                    self.experts = ExpertStream(those, mixtures, slots, device)
         self._views = {id: group_views(self._layouts[id], place) for id, place in resident.items()}
         if mixtures and self.experts is None:
             self.experts = StillExperts(self._views.__getitem__, mixtures, device)
@@ -110,7 +112,7 @@ class WeightStream:
         # What is freed on a CUDA device is given away only behind all that was launched before.
         compute = self._streams[1] if device.type == "cpu" else None
         arenas = self._host, self._arena
-        self._close = weakref.finalize(self, _close, arenas, self._streams[0], compute, sources, self._moving)
+        self._close = weakref.finalize(self, _close, arenas, beside, compute, sources, self._moving)
 
     def load(self, loading: Loading | None = None) -> None:
         """Bring what stays on DEVICE and HOST there, in the order of a pass, and begin to fill the rings for
@@ -291,6 +293,11 @@ class WeightStream:
         return Feeder(names, segments, pieces, *self._streams, waits=self._waits, device=self._device)
 
 
+def _link(device: torch.device, copies: Stream) -> Stream:
+    """Return a stream for kernels that fetch, with the clock of `copies`. Interpreted ones fetch at once."""
+    return CudaStream(device, clock=copies.clock) if isinstance(copies, CudaStream) else CallerStream()
+
+
 def _laid(placement: Placement, tier: Tier, arena: Tensor) -> dict[GroupId, Tensor]:
     """Return places for the groups with their home on `tier`, one behind the other in the order of a pass."""
     places, at = dict[GroupId, Tensor](), 0
@@ -314,14 +321,14 @@ def _reading(source: WeightSource, layout: GroupLayout, start: int) -> Callable[
 
 def _close(
     arenas: Sequence[Arena],
-    copies: Stream,
+    beside: Sequence[Stream],
     compute: Stream | None,
     sources: Sources,
     moving: Sequence[Feeder | Experts],
 ) -> None:
-    for one in moving:
+    """Close all. beside: the streams whose work the compute stream need not have in front."""
+    for one in (*moving, *beside):
         one.close()
-    copies.close()
     if compute is not None:
         compute.mark().wait()
     for arena in arenas:

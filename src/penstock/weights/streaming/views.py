@@ -61,7 +61,7 @@ class StillExperts:
     decided = False
     """The host decides which experts come."""
 
-    def rounds(self, layer: int, pairs: Tensor, most: int) -> Iterator[Tensor] | None:
+    def parts(self, layer: int, pairs: Tensor, most: int) -> Iterator[Tensor] | None:
         """Return None: the host decides which experts come."""
         return None
 
@@ -91,10 +91,10 @@ class DecidedExperts:
     def __init__(
         self,
         mixtures: Mapping[int, MixtureLayout],
-        rounds: Callable[[int, Tensor, int], Iterator[Tensor] | None],
+        parts: Callable[[int, Tensor, int], Iterator[Tensor] | None],
     ) -> None:
-        """Lend nothing yet. rounds: as of `ExpertWeights`, never None."""
-        self.mixtures, self.rounds, self.decided = mixtures, rounds, True
+        """Lend nothing yet. parts: as of `ExpertWeights`, never None."""
+        self.mixtures, self.parts, self.decided = mixtures, parts, True
 
     def table(self, layer: int) -> None:
         """Return None: some of the experts come and go."""
