@@ -44,8 +44,7 @@ from penstock.ops.triton.ptx import less, pairs_of
 BLOCK = 16
 """Rows of a block where pairs are few."""
 _TUNINGS = (
-    (4, ExpertTuning(BLOCK, 64, 256, warps=4, stages=4, group=1)),
-    (16, ExpertTuning(32, 64, 256, warps=4, stages=3, group=1)),
+    (16, ExpertTuning(BLOCK, 128, 128, warps=4, stages=4, group=1)),
     (64, ExpertTuning(64, 128, 128, warps=4, stages=3, group=4)),
     (None, ExpertTuning(128, 128, 128, warps=8, stages=3, group=8)),
 )
@@ -228,7 +227,7 @@ def products(
     assert 0 <= part.start <= part.stop <= blocks.shape[1], (part, blocks.shape)
     if not part:
         return
-    few = MmaTuning(1 if tokens == 1 else 2, 2) if tuning.rows == BLOCK and tokens <= FEW_TOKENS else None
+    few = MmaTuning(1, 2) if tuning.rows == BLOCK and tokens <= FEW_TOKENS else None
     step = _MixtureStep(table, order, blocks, pairs // tokens, tuning, part, kind.activation, few)
     _product(x, h, gate_up, step, (0, matrices if kind.biases > 0 else 0), gated=True)
     _product(h, y, down, step, (gate_up.tensors, matrices + 1 if kind.biases > 1 else 0), gated=False)

@@ -39,7 +39,6 @@ from penstock.ops.triton.codes import (
 )
 from penstock.ops.triton.fragments import warp_products
 from penstock.ops.triton.ptx import FOLDED, less, products_of
-from penstock.ops.triton.tuning import multiprocessors
 
 MOST_ROWS = 16
 
@@ -250,10 +249,19 @@ def tiles_of_products(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _scaled(found, own, other, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return sums of one row and of another, two each, times the scale of theirs."""
-    some = (found[0] * own, found[1] * own, found[2] * other, found[3] * other)
     if WIDE == 2:
-        some += (found[4] * own, found[5] * own, found[6] * other, found[7] * other)
-    return some
+        return (
+            found[0] * own,
+            found[1] * own,
+            found[2] * other,
+            found[3] * other,
+            found[4] * own,
+            found[5] * own,
+            found[6] * other,
+            found[7] * other,
+        )
+    else:
+        return found[0] * own, found[1] * own, found[2] * other, found[3] * other
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -419,8 +427,7 @@ def few_columns(
     outer = height // 2 if gated else height
     assert 0 < rows <= MOST_ROWS, x.shape
     y = torch.empty(rows, outer, dtype=x.dtype, device=x.device) if out is None else out
-    places = 8 if kind.codes in FOUR_BITS else 4
-    tuning = tuning or mma_tuning(height, inner, places, multiprocessors(x.device))
+    tuning = tuning or MmaTuning(1 if rows == 1 else 2, 2)
     words, scale = parts["codes"].view(torch.int32), parts["scale"]
     scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
     codes = codes_options(kind, inner, x.dtype, scale.shape[1], wide=1 + (rows > 8))
@@ -509,6 +516,16 @@ def reads_rows(x: Tensor, codes: int) -> bool:
     )
 
 
-def mma_tuning(height: int, inner: int, places: int, many: int) -> MmaTuning:
-    """Return how a product is cut: the one place for constants."""
-    return MmaTuning(2 if height >= 16 * 8 * many else 1, 8)
+def mma_tuning(rows: int, codes: int, height: int, inner: int, many: int) -> MmaTuning | None:
+    """Return how a product is cut, the one place for constants; None where other kernels are as fast.
+
+    A program has few rows of the matrix, so it needs many of them, and not so many columns that its warps
+    would be at work for long. Four-bit floating-point codes take other kernels more instructions.
+
+    codes: their kind.
+    height, inner: shape of the matrix.
+    many: multiprocessors.
+    """
+    if rows > 8 or codes != E2M1.value or height < 128 * many or inner > 8192:
+        return None
+    return MmaTuning(1 if rows == 1 else 2, 2)
