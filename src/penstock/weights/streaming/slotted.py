@@ -21,6 +21,7 @@ do not hold what the arrays say: all slots of that layer are taken for empty bef
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from time import perf_counter
 from types import ModuleType
 
 import numpy as np
@@ -28,12 +29,15 @@ import torch
 from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupLayout, MixtureLayout
+from penstock.base.meter import ExpertCounts, ExpertMap, ExpertUse
+from penstock.base.tiers import Tier
 from penstock.memory.device import send
 from penstock.ops.kernels import triton_kernels
 from penstock.ops.slots import Places
 from penstock.weights.streaming.experts import Experts
 from penstock.weights.streaming.lending import ExpertStream
 from penstock.weights.streaming.slots import SlotRule, SlotTable
+from penstock.weights.streaming.snapshots import SlotSnapshot, SlotSnapshots
 from penstock.weights.streaming.views import DecidedExperts, sent_addresses
 
 _RULE = SlotRule()
@@ -72,7 +76,8 @@ class SlotExperts(ExpertStream):
         self._slot_table = SlotTable(
             len(experts), self._experts, self._each, memory.device, rule, fuller=self._fuller
         )
-        self._margin = rule.margin
+        self._margin, self._decay = rule.margin, 0.5 ** (1 / rule.half_life)
+        self.snapshots = SlotSnapshots(self._slot_table, ring.compute)
         self._places = {layer: self._places_of(layer) for layer in self._layers}
         self._decides = False
         """True while the device decides; else the host may have queued copies to the ring."""
@@ -80,6 +85,8 @@ class SlotExperts(ExpertStream):
         """Slots of each layer's experts, while the host decides."""
         self._changing = -1
         """The layer, by its number, of which something is decided that may not have been fetched."""
+        self._here = 0
+        """Experts that were in slots when the host decided."""
 
     def rounds(
         self, layer: int, pairs: Tensor, most: int, *, recorded: bool = False
@@ -163,6 +170,7 @@ class SlotExperts(ExpertStream):
         number = self._layers[experts[0].layer]
         slot_of = self._known[number]
         here = [expert for expert in experts if slot_of[expert.expert] >= 0]
+        self._here += len(here)
         if here:
             yield here, self._table_of(here, number, slot_of)
         yield from super().waves(self._without_slot(experts))
@@ -173,11 +181,37 @@ class SlotExperts(ExpertStream):
             self._slot_table.empty(self._changing)
             self._changing = -1
 
-    def hits(self) -> tuple[int, int]:
-        """Return how many experts steps have asked the device for, and how many of these were in slots. The
-        host waits for it."""
-        asked, hits = self._slot_table.counts.sum(0).tolist()
-        return asked, hits
+    def counts(self, *, exact: bool) -> ExpertCounts:
+        """Return what was asked for and what came: by the device's count, and of steps of many tokens by the
+        host's. exact: wait for the device; else what it said last."""
+        host, seen = super().counts(exact=exact), self._seen(exact=exact)
+        asked, hit = seen.counts.sum(0).tolist() if seen is not None else (0, 0)
+        fetched = (asked - hit) * self._memory.shape[1]
+        return ExpertCounts(
+            host.asked + self._here + asked,
+            host.hit + self._here + hit,
+            host.from_disk,
+            host.copied + fetched,
+            host.read,
+            fetched,
+            perf_counter() - seen.when if seen is not None else 0.0,
+        )
+
+    def use(self, *, exact: bool) -> ExpertMap:
+        """Return the use of all experts in steps of few tokens, about which the device decides."""
+        seen = self._seen(exact=exact)
+        if seen is None:
+            return ExpertMap((), 0.0)
+        rates, slots = seen.rates(self._decay).tolist(), seen.slot_of.tolist()
+        rows = (
+            ExpertUse(layer, expert, rate, Tier.DEVICE if slot >= 0 else Tier.HOST)
+            for layer, number in self._layers.items()
+            for expert, (rate, slot) in enumerate(zip(rates[number], slots[number], strict=True))
+        )
+        return ExpertMap(tuple(rows), perf_counter() - seen.when)
+
+    def _seen(self, *, exact: bool) -> SlotSnapshot | None:
+        return self.snapshots.exact() if exact else self.snapshots.last()
 
     def _places_of(self, layer: int) -> Places:
         offsets = [field.offset for field in self._layouts[self._of_layer[layer][0]].fields]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupKind, GroupLayout, mixture_layouts
-from penstock.base.meter import WeightStats
+from penstock.base.meter import ExpertCounts, ExpertMap, WeightStats
 from penstock.base.tiers import Tier
 from penstock.base.trace import Trace
 from penstock.memory.arena import Arena
@@ -22,6 +22,7 @@ from penstock.weights.streaming.loading import LOADERS, Loading, counted, load
 from penstock.weights.streaming.residency import ExpertRoom, Placement, piece_of
 from penstock.weights.streaming.ring import Link, RingRun, StreamRates
 from penstock.weights.streaming.slotted import SlotExperts
+from penstock.weights.streaming.snapshots import SlotSnapshots
 from penstock.weights.streaming.source import Sources, WeightSource
 from penstock.weights.streaming.views import Standing, StillExperts, group_views, next_run
 from penstock.weights.streaming.waits import StreamWaits
@@ -204,12 +205,26 @@ class WeightStream:
         assert not isinstance(experts, ExpertStream), "experts that stream have no places of their own"
         return Standing(self._views, self._runs_of, self._in_ring, experts)
 
-    def stats(self) -> WeightStats:
-        """Return where weights rest, and the traffic and waits since they were made."""
+    @property
+    def snapshots(self) -> SlotSnapshots | None:
+        """Return what copies a device's counts to the host, where the device decides about experts."""
+        return self.experts.snapshots if isinstance(self.experts, SlotExperts) else None
+
+    def expert_use(self, *, exact: bool) -> ExpertMap | None:
+        """Return how experts are used lately; None where all rest, or there are none. exact: as of
+        `stats`."""
+        return self.experts.use(exact=exact) if isinstance(self.experts, ExpertStream) else None
+
+    def stats(self, *, exact: bool = True) -> WeightStats:
+        """Return where weights rest, and the traffic and waits since they were made.
+
+        exact: wait for a device that counts experts; else what it said last counts. Any thread may call it.
+        """
         placement, rates, room, moving = self.placement, self.rates, self.room, self._moving
         stalled = self._waits.stalled()
         disk = min(sum(one.disk_late for one in moving), stalled)
-        asked, hit = self.experts.hits() if isinstance(self.experts, SlotExperts) else (0, 0)
+        lent = self.experts
+        experts = lent.counts(exact=exact) if isinstance(lent, ExpertStream) else ExpertCounts()
         on_disk = placement.resting(Tier.DISK) + (room.resting(Tier.DISK) if room else 0)
         return WeightStats(
             device=placement.resting(Tier.DEVICE) + (room.resting(Tier.DEVICE) if room else 0),
@@ -218,7 +233,7 @@ class WeightStream:
             device_ring=placement.device_ring.size + (room.beside(Tier.DEVICE) if room else 0),
             host_ring=placement.host_ring.size + (room.beside(Tier.HOST) if room else 0),
             passes=self._passes,
-            copied=sum(one.copied_bytes for one in moving) + (asked - hit) * (room.size if room else 0),
+            copied=(self._feeder.copied_bytes if self._feeder else 0) + experts.copied,
             read=sum(one.read_bytes for one in moving),
             stalled_link=stalled - disk,
             stalled_disk=disk,
@@ -232,8 +247,7 @@ class WeightStream:
             else Link.DISK
             if room.on_disk
             else Link.LINK,
-            experts_asked=asked,
-            experts_hit=hit,
+            experts=experts,
         )
 
     def close(self) -> None:
