@@ -123,10 +123,10 @@ def test_the_host_counts_what_it_brings_and_from_where() -> None:
             experts.release_wave(wave)
     assert (experts.asked, experts.missed) == (6, 4)
     assert (experts.copied_bytes, experts.read_bytes) == (4 * SIZE, 2 * SIZE)
-    found = experts.use()
-    assert [(one.layer, one.expert, one.tier) for one in found] == [
-        (id.layer, id.expert, tiers[id]) for id in ids
-    ]
+    found = {layer.layer: layer for layer in experts.use()}
+    assert [*found] == [0, 2]
+    for id, tier in tiers.items():
+        assert found[id.layer].tiers[id.expert] is tier
     experts.close()
 
 
@@ -140,11 +140,10 @@ def test_what_each_pass_asks_for_has_a_rate_of_one_and_half_of_them_half(passes:
             for id in wave:
                 experts.take(id)
                 experts.release(id)
-    rates = {(one.layer, one.expert): one.rate for one in experts.use()}
-    for layer in (0, 2):
-        assert rates[layer, 0] == pytest.approx(1.0, abs=0.01)
-        assert rates[layer, 1] == pytest.approx(0.5 if passes > 1 else 1.0, abs=0.08)
-        assert rates[layer, 2] == 0
+    for layer in experts.use():
+        assert layer.rates[0] == pytest.approx(1.0, abs=0.01)
+        assert layer.rates[1] == pytest.approx(0.5 if passes > 1 else 1.0, abs=0.08)
+        assert layer.rates[2] == 0
     experts.close()
 
 

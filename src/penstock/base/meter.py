@@ -54,6 +54,14 @@ class ExpertCounts:
             self.age - before.age,
         )
 
+    def rate(self, seconds: float) -> float:
+        """Return the bytes a second that came to DEVICE, of a difference over `seconds`.
+
+        What a device counts by itself is seen later, and is of a time that is seen later as well.
+        """
+        own = seconds - self.age
+        return (self.copied - self.fetched) / seconds + (self.fetched / own if own > 0 else 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class WeightStats:
@@ -109,9 +117,7 @@ class WeightStats:
         """Return all that was counted, as rates over `seconds`."""
         if seconds <= 0:
             return Flow(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        # What a device counts by itself is seen later, and is of a time that is seen later as well.
-        fetched, over = self.experts.fetched, seconds - self.experts.age
-        copied = (self.copied - fetched) / seconds + (fetched / over if over > 0 else 0.0)
+        copied = (self.copied - self.experts.copied) / seconds + self.experts.rate(seconds)
         read = self.read / seconds
         return Flow(
             copied,
@@ -124,28 +130,27 @@ class WeightStats:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertUse:
-    """Says how an expert is used lately.
+class LayerExperts:
+    """Says how the experts of a layer are used, in their order.
 
-    rate: share of recent steps that asked for it.
-    tier: where it is when a step begins; DEVICE also for a copy in a slot there.
+    rates: the share of recent steps that asked for each.
+    tiers: where each is when a step begins; DEVICE also for a copy in a slot there.
     """
 
     layer: int
-    expert: int
-    rate: float
-    tier: Tier
+    rates: list[float]
+    tiers: list[Tier]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertMap:
-    """Holds the use of all experts of a model, layer by layer, where not all of them rest on DEVICE.
+    """Holds the experts of all layers that have some, where not all of them rest on DEVICE.
 
     age: seconds since it was so.
     """
 
-    experts: Sequence[ExpertUse]
-    age: float
+    layers: Sequence[LayerExperts] = ()
+    age: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

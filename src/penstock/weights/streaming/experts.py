@@ -45,7 +45,7 @@ from time import perf_counter
 from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupLayout
-from penstock.base.meter import ExpertUse
+from penstock.base.meter import LayerExperts
 from penstock.base.tiers import Tier
 from penstock.memory.streams import Stream, Ticket
 from penstock.memory.tasks import Task, Workers, wait
@@ -271,17 +271,19 @@ class Experts:
         mark = self._compute.mark()
         self._done = [mark] * len(self._done)
 
-    def use(self) -> list[ExpertUse]:
+    def use(self) -> list[LayerExperts]:
         """Return how often each expert was expected lately, and where it stays, in their order. Any thread
         may call it, also while a step runs."""
         used, homes = dict.copy(self._used), dict.copy(self.homes)  # Each at once: nothing comes between.
         # Counts are halved after FADE passes, and so is the number of passes that they are of.
         fades, passes = divmod(self._passes, FADE)
         most = passes + 1 + FADE * (1 - 0.5**fades)
-        return [
-            ExpertUse(id.layer, id.expert, min(used.get(id, 0) / most, 1.0), home.tier)
-            for id, home in homes.items()
-        ]
+        found = dict[int, LayerExperts]()
+        for id, home in homes.items():
+            layer = found.setdefault(id.layer, LayerExperts(id.layer, [], []))
+            layer.rates.append(min(used.get(id, 0) / most, 1.0))
+            layer.tiers.append(home.tier)
+        return list(found.values())
 
     def close(self) -> None:
         """Wait for reads in flight. To be called again if it was interrupted; else that does nothing."""

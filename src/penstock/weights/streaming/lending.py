@@ -102,7 +102,7 @@ class ExpertStream:
 
     def use(self, *, exact: bool) -> ExpertMap:
         """Return the use of all experts lately. exact: as of `counts`."""
-        return ExpertMap(self._slots.use(), 0.0)
+        return ExpertMap(self._slots.use())
 
     def _in_slot(self, expert: GroupId, slot: Tensor) -> GroupViews:
         known = self._views[expert.layer]

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupLayout, MixtureLayout
-from penstock.base.meter import ExpertCounts, ExpertMap, ExpertUse
+from penstock.base.meter import ExpertCounts, ExpertMap, LayerExperts
 from penstock.base.tiers import Tier
 from penstock.memory.device import send
 from penstock.ops.kernels import triton_kernels
@@ -201,14 +201,15 @@ class SlotExperts(ExpertStream):
         """Return the use of all experts in steps of few tokens, about which the device decides."""
         seen = self._seen(exact=exact)
         if seen is None:
-            return ExpertMap((), 0.0)
+            return ExpertMap()
         rates, slots = seen.rates(self._decay).tolist(), seen.slot_of.tolist()
-        rows = (
-            ExpertUse(layer, expert, rate, Tier.DEVICE if slot >= 0 else Tier.HOST)
+        layers = [
+            LayerExperts(
+                layer, rates[number], [Tier.DEVICE if slot >= 0 else Tier.HOST for slot in slots[number]]
+            )
             for layer, number in self._layers.items()
-            for expert, (rate, slot) in enumerate(zip(rates[number], slots[number], strict=True))
-        )
-        return ExpertMap(tuple(rows), perf_counter() - seen.when)
+        ]
+        return ExpertMap(layers, perf_counter() - seen.when)
 
     def _seen(self, *, exact: bool) -> SlotSnapshot | None:
         return self.snapshots.exact() if exact else self.snapshots.last()

@@ -210,10 +210,9 @@ class WeightStream:
         """Return what copies a device's counts to the host, where the device decides about experts."""
         return self.experts.snapshots if isinstance(self.experts, SlotExperts) else None
 
-    def expert_use(self, *, exact: bool) -> ExpertMap | None:
-        """Return how experts are used lately; None where all rest, or there are none. exact: as of
-        `stats`."""
-        return self.experts.use(exact=exact) if isinstance(self.experts, ExpertStream) else None
+    def expert_map(self, *, exact: bool) -> ExpertMap:
+        """Return how experts are used lately; of none where all rest. exact: as of `stats`."""
+        return self.experts.use(exact=exact) if isinstance(self.experts, ExpertStream) else ExpertMap()
 
     def stats(self, *, exact: bool = True) -> WeightStats:
         """Return where weights rest, and the traffic and waits since they were made.
