@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupKind, GroupLayout, mixture_layouts
+from penstock.base.errors import CheckpointError
 from penstock.base.meter import ExpertCounts, ExpertMap, WeightStats
 from penstock.base.tiers import Tier
 from penstock.base.trace import Trace
@@ -146,11 +147,25 @@ class WeightStream:
             if staging:
                 self._streams[0].mark().wait()
                 staging.close()
+        self._check_corrections()
         if isinstance(self.experts, SlotExperts):
             self.experts.fill()
         if self.placement.device_ring.runs:
             self._feeder = self._feed()
             self._moving.append(self._feeder)
+
+    def _check_corrections(self) -> None:
+        """Raise CheckpointError for a router that chooses by what are no numbers: nothing else would show
+        it."""
+        for id, place in self._homes.items():
+            if id.kind is not GroupKind.ROUTER:
+                continue
+            correction = group_views(self._layouts[id], place).vectors.get("correction")
+            if correction is not None and not bool(correction.isfinite().all()):
+                raise CheckpointError(
+                    f"what {id} adds to scores of experts (e_score_correction_bias) has values that are not "
+                    "finite (NaN); fetch the model again"
+                )
 
     def take(self, group: GroupId) -> GroupViews:
         """Return the fields of a group that is no expert, ready on the compute stream until it is released.
