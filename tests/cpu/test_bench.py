@@ -8,9 +8,11 @@ import random
 import re
 import sys
 from collections import deque
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +35,7 @@ from penstock.bench.speed.streaming import scratch
 from penstock.bench.speed.throughput import RandomLengths
 from penstock.cli.main import main
 from penstock.engine import measuring
-from penstock.engine.boot import boot
+from penstock.engine.boot import Booted, boot
 from penstock.engine.costs import DecodeCosts, PromptCosts, StepCosts
 from penstock.engine.passes import UseWork
 from penstock.memory.device import peak_of
@@ -241,14 +243,26 @@ def test_every_timed_step_of_a_device_that_runs_ahead_is_a_whole_one(
     assert context.prefill == pytest.approx(2 * device + host if device > host else 3 * host)
 
 
-def test_copies_of_experts_are_timed_with_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("copies", [False, True])
+def test_copies_of_experts_are_timed_with_whole_steps(copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a layer takes more where half of its experts are elsewhere, with a link that takes no time."""
+    rooms, engine = list[bool](), calibration._engine
+
+    @contextmanager
+    def noted(*arguments: Any) -> Iterator[Booted]:
+        with engine(*arguments) as booted:
+            assert booted.weights.room is not None
+            rooms.append(booted.weights.room.copies)
+            yield booted
+
+    monkeypatch.setattr(calibration, "_engine", noted)
     simulated_device(monkeypatch, device=3.5, host=0.25, counters=3.0)
     resident = calibration.StepSample("moe", 2, 1, calibration.CONTEXTS[0], UseWork(), (0, 2), seconds=0.5)
     many = {"num_local_experts": 32, "num_experts": 32, "max_position_embeddings": 2048}
     shapes = {"moe": (MOE | many, (1, 2))}
-    taken = calibration._expert_layer(shapes, torch.device("cpu"), "float32", [resident])
+    taken = calibration._expert_layer(shapes, torch.device("cpu"), "float32", [resident], copies=copies)
     assert taken == pytest.approx((3.5 - 0.5) / 2)
+    assert rooms == [copies]
 
 
 def test_prefill_computes_every_prompt_every_time() -> None:

@@ -262,7 +262,7 @@ def test_corrections_that_are_no_numbers_are_refused(name: str, wrong: float, tm
     tensors = load_file(file[0])
     tensors[file[1]][3] = wrong
     save_file(tensors, file[0], {"format": "pt"})
-    with pytest.raises(CheckpointError, match="e_score_correction_bias.*not finite"):
+    with pytest.raises(CheckpointError, match=r"e_score_correction_bias.*not finite"):
         LLM(path, device="cpu", dtype="float32", cache=tmp_path, max_length=64)
     tensors[file[1]][3] = -2.0
     save_file(tensors, file[0], {"format": "pt"})

@@ -205,7 +205,7 @@ class State:
     plan: PlanState
     missed: MissedState
     experts: ExpertState | None
-    """None where all experts rest on the device, or there are none, or none was asked for yet."""
+    """Counts of experts. None where all of them rest on the device, and before any was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
