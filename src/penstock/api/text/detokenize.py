@@ -4,7 +4,7 @@ back."""
 import codecs
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -144,19 +144,6 @@ class Pieces:
         return (piece if first == later else first.encode()), piece
 
 
-@dataclass(frozen=True, slots=True)
-class Headers:
-    """Says where the texts of messages are, in outputs that have headers before them.
-
-    marks: tokens at which a text ends. text: the one of them behind which one begins.
-    within: whether the output begins within a text.
-    """
-
-    marks: frozenset[int]
-    text: int
-    within: bool
-
-
 class Detokenizer:
     """Gives out the text of one output as it becomes certain.
 
@@ -177,21 +164,18 @@ class Detokenizer:
         skip_special: bool,
         continues: bool,
         kept: Collection[int] = (),
-        headers: Headers | None = None,
     ) -> None:
         """Begin a text.
 
         stop: no empty strings.
         continues: whether the output goes on from text before it, so that a space at its start counts.
         kept: special tokens that are not skipped with the others.
-        headers: where stop strings are looked for; None is everywhere.
         """
-        self._headers = headers if stop else None
-        self._looks = bool(stop) and (headers is None or headers.within)
-        """Whether stop strings are looked for."""
         self._pieces = pieces
         self._skipped = pieces.special.difference(kept) if skip_special else frozenset[int]()
         self._stop = tuple(stop)
+        self._looks = bool(stop)
+        """True while stop strings are looked for."""
         self._within = frozenset("".join(stop))
         self._include_stop = include_stop
         self._started = continues
@@ -210,37 +194,23 @@ class Detokenizer:
         and after a stop."""
         if self.stopped:
             return ""
-        if self._headers is None:
-            return self._release(self._read(tokens), last=False)
-        said = list[str]()
-        for token in tokens:
-            if token in self._headers.marks:
-                self._looks = False  # No stop string goes on over a mark: what was held back is certain.
-            said.append(self._release(self._read([token]), last=False))
-            self._looks = self._looks or token == self._headers.text
-            if self.stopped:
-                break
-        return "".join(said)
-
-    def _read(self, tokens: Iterable[int]) -> str:
-        """Return the whole characters that end with these tokens."""
         added = bytearray()
         for token in tokens:
             if token not in self._skipped:
                 first, later = self._pieces.of(token)
                 added += later if self._started else first
                 self._started = self._started or bool(later)
-        return self._utf8.decode(bytes(added))
+        return self._release(self._utf8.decode(bytes(added)), last=False)
 
     def finish(self) -> str:
         """Return the text that is left, half a character as U+FFFD. Nothing may be pushed after it."""
         return "" if self.stopped else self._release(self._utf8.decode(b"", final=True), last=True)
 
     def _release(self, new: str, *, last: bool) -> str:
-        text, self._held = self._held + new, ""
         if not self._looks:
-            self._given.append(text)
-            return text
+            self._given.append(new)
+            return new
+        text, self._held = self._held + new, ""
         met = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         if met:
             end, start = min(met)
@@ -257,3 +227,46 @@ class Detokenizer:
             text, self._held = text[:certain], text[certain:]
         self._given.append(text)
         return text
+
+
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """Says where the texts of messages are, in outputs that have headers before them.
+
+    marks: tokens at which a text ends. text: the one of them behind which one begins.
+    within: whether the output begins within a text.
+    """
+
+    marks: frozenset[int]
+    text: int
+    within: bool
+
+
+class MessageDetokenizer(Detokenizer):
+    """Gives out the text of one output whose messages have headers: stop strings end texts of messages."""
+
+    def __init__(
+        self,
+        headers: Headers,
+        pieces: Pieces,
+        stop: Sequence[str],
+        include_stop: bool,
+        skip_special: bool,
+        continues: bool,
+        kept: Collection[int] = (),
+    ) -> None:
+        """Begin a text. All but `headers` is as of Detokenizer."""
+        super().__init__(pieces, stop, include_stop, skip_special, continues, kept)
+        self._headers, self._looks = headers, headers.within
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Return the text that is now certain, as of Detokenizer."""
+        said = list[str]()
+        for token in tokens:
+            if token in self._headers.marks:  # No stop string goes on over a mark: what was held is certain.
+                said.append(self._held)
+                self._given.append(self._held)
+                self._looks, self._held = False, ""
+            said.append(super().push([token]))
+            self._looks = self._looks or token == self._headers.text
+        return "".join(said)

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import tokenizers
 
-from penstock.api.text.detokenize import Detokenizer, Headers, Pieces, failures_as, growth_of, longest_share
+from penstock.api.text.detokenize import (
+    Detokenizer,
+    Headers,
+    MessageDetokenizer,
+    Pieces,
+    failures_as,
+    growth_of,
+    longest_share,
+)
 from penstock.api.text.messages import conversation
 from penstock.api.text.processes import Pool, Process, serve
 from penstock.api.text.rendering import Template
@@ -250,7 +258,8 @@ class Tokenizer:
         headers: Headers | None = None,
     ) -> Detokenizer:
         """Return a new detokenizer; see Detokenizer."""
-        return Detokenizer(self._pieces, stop, include_stop, skip_special, continues, kept, headers)
+        how = self._pieces, stop, include_stop, skip_special, continues, kept
+        return MessageDetokenizer(headers, *how) if headers is not None and stop else Detokenizer(*how)
 
     def template_variables(self, *, tools: bool = False) -> frozenset[str]:
         """Return the names that the chat template reads, of those that `render_chat` may be given. tools:
