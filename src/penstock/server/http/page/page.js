@@ -630,7 +630,7 @@ function showExperts(found, rate) {
   const old = found.age >= 2 ? ` These are counts of ${number(Math.round(found.age))} s ago.` : "";
   showRows($("expert-numbers"), [
     ["asked for lately", asked ? number(asked) : "–"],
-    ["hits, on the device", asked ? `${number(found.recent_hit)} (${share(found.recent_hit / asked)})` : "–"],
+    ["hits, on the device", asked ? `${number(found.recent_hit)} (${thousandths(1000 * found.recent_hit / asked)})` : "–"],
     ["misses, fetched", asked ? number(missed) : "–"],
     ["fetched per token", rate && asked ? size(found.rate / rate) : "–"],
     ["fetched since the start", size(found.copied)],
@@ -642,8 +642,8 @@ function showExperts(found, rate) {
 }
 
 const WHERE = { D: ["--weights", "on the device"], H: ["--kv", "in host memory"], S: ["--activations", "on disk"] };
-/** Experts that nothing asks for are seen as faintly as this. */
-const FAINT = 0.08;
+/** Experts that nothing asks for are seen as faintly as this; those on the device are to be told from others. */
+const FAINT = { D: 0.3, H: 0.08, S: 0.08 };
 
 function showMap(found) {
   map = found;
@@ -659,8 +659,9 @@ function showMap(found) {
   const most = Math.max(1, ...layers.map((one) => Math.max(...one.asked)));
   pen.clearRect(0, 0, columns, layers.length);
   layers.forEach((one, row) => one.asked.forEach((asked, column) => {
-    pen.fillStyle = colours[one.where[column]];
-    pen.globalAlpha = FAINT + (1 - FAINT) * Math.sqrt(asked / most);
+    const where = one.where[column];
+    pen.fillStyle = colours[where];
+    pen.globalAlpha = FAINT[where] + (1 - FAINT[where]) * Math.sqrt(asked / most);
     pen.fillRect(column, row, 1, 1);
   }));
   const counts = Object.keys(WHERE).map((where) => [where, layers.reduce((sum, one) => sum + one.where.split(where).length - 1, 0)]);
