@@ -26,11 +26,10 @@ def weight_forms(stats: WeightStats, flow: Flow, seconds: float) -> list[str]:
     seconds: of a pass, 0 if not known.
     """
     took = f"pass {seconds:.3g} s" if seconds else "first pass"
-    hits = stats.experts_hit / stats.experts_asked if stats.experts_asked else 0.0
     flows = " | ".join(
         [
             *_flows(stats, flow),
-            *([f"experts {hits:.1%} on the device"] if stats.experts_asked else []),
+            *([f"experts {stats.experts.hit_rate:.1%} on the device"] if stats.experts.asked else []),
             f"{took} (decode predicted {stats.predicted:.3g})" if stats.predicted else took,
         ]
     )
@@ -76,6 +75,17 @@ def summary(stats: WeightStats, seconds: float) -> str:
     predicted = f"decode predicted {stats.predicted:.3g}, " if stats.predicted else ""
     took = f"{took} ({predicted}bound by {stats.binding})"
     return " | ".join([f"weights: {_homes(stats)}", passes, *_flows(stats, stats.flow(seconds)), took])
+
+
+def expert_summary(stats: WeightStats) -> str:
+    """Return a line on a run in which layers asked for experts that were not all on the device."""
+    experts, passes = stats.experts, max(stats.passes, 1)
+    disk = f", {format_size(experts.read)} of it from disk" if experts.read else ""
+    return (
+        f"experts: {experts.hit_rate:.1%} of {experts.asked:,} asked were on the device | "
+        f"{format_size(experts.copied)} over the link{disk} | "
+        f"{format_size(experts.copied // passes)} a pass"
+    )
 
 
 def kv_summary(kv: KVStats, seconds: float) -> str:
