@@ -2,7 +2,7 @@
 allocates no blocks; its memory is the rows' tables."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -263,23 +263,23 @@ class Runner:
         self._tell(model, plan, step, layers)
         prompts: list[list[TokenLogprob]] = [[] for _ in plan.shares]
         logits: Tensor | None = None
-        with ExitStack() as whole:
-            whole.enter_context(pdl_launches(model.early))
+        with pdl_launches(model.early):
             hidden = model.decoder.forward(
                 weights, pool.layers, step.inputs, layers, model.carrier, stay=weights.all_stay
             )
             if not len(hidden):
                 return None, prompts
-            logits_of = whole.enter_context(model.decoder.head(weights, hidden))
-            if step.samples:
-                logits = logits_of(slice(step.samples)).float()
-            first = step.samples
-            for share, positions, found in zip(plan.shares, step.prompt_positions, prompts, strict=True):
-                for start in range(0, positions, HEAD_ROWS):
-                    end = min(start + HEAD_ROWS, positions)
-                    part = logits_of(slice(first + start, first + end)).float()
-                    found += model.sampler.prompt_logprobs(part, share, share.next_prompt_tokens[start:end])
-                first += positions
+            with model.decoder.head(weights, hidden) as logits_of:
+                if step.samples:
+                    logits = logits_of(slice(step.samples)).float()
+                first = step.samples
+                for share, positions, found in zip(plan.shares, step.prompt_positions, prompts, strict=True):
+                    for start in range(0, positions, HEAD_ROWS):
+                        end = min(start + HEAD_ROWS, positions)
+                        part = logits_of(slice(first + start, first + end)).float()
+                        following = share.next_prompt_tokens[start:end]
+                        found += model.sampler.prompt_logprobs(part, share, following)
+                    first += positions
         return None if logits is None else model.sampler.sample(
             logits, [share for share in plan.shares if share.sample]
         ), prompts
