@@ -1,6 +1,6 @@
 """Computes a mixture's few tokens with experts of few bits by the matrix products of a warp.
 
-Programs are as those of `few_bits_mma`: a few tiles of an expert's matrix, with the rows of one block of
+Programs are as those of `warp_tiles`: a few tiles of an expert's matrix, with the rows of one block of
 `routing`. A row's numbers are its own: they depend neither on the other rows of its block nor on which
 experts are computed in the same call.
 """
@@ -14,7 +14,8 @@ from penstock.arch.formats.codes import packed_bytes
 from penstock.arch.spec import SWIGLU, Activation
 from penstock.ops.triton.activation import activation_options
 from penstock.ops.triton.codes import FOUR_BITS, RUN_SCALES, CodeKind
-from penstock.ops.triton.few_bits_mma import MmaTuning, codes_options, tiles_of_products
+from penstock.ops.triton.few_bits_mma import MmaTuning
+from penstock.ops.triton.warp_tiles import codes_options, tiles_of_products
 
 FEW_TOKENS = 8
 """Most tokens of a step that is computed so. No expert has more rows than there are tokens."""
@@ -63,7 +64,7 @@ def _expert_columns(  # type: ignore[no-untyped-def]
     REGISTERS: tl.constexpr,
     FOLDED: tl.constexpr,
 ) -> None:
-    """Compute TILES tiles (see `few_bits_mma`) for the pairs of one block, of at most eight for each of WIDE.
+    """Compute TILES tiles (see `warp_tiles`) for the pairs of one block, of at most eight for each of WIDE.
     All else as in `few_bits_experts`. x: as fours."""
     PARTS: tl.constexpr = (OUTER + TILES * (8 if GATED else 16) - 1) // (TILES * (8 if GATED else 16))
     block, part = first + tl.program_id(0) // PARTS, tl.program_id(0) % PARTS

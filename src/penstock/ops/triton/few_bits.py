@@ -36,11 +36,12 @@ from penstock.ops.triton.codes import (
 from penstock.ops.triton.dequantise import dequantise as dequantise
 from penstock.ops.triton.dequantise import reads as reads
 from penstock.ops.triton.experts import shared_memory
-from penstock.ops.triton.few_bits_mma import MmaTuning, few_columns, mma_tuning, reads_rows
+from penstock.ops.triton.few_bits_mma import MmaTuning, few_columns, mma_tuning
 from penstock.ops.triton.few_bits_row import RowTuning, one_row
 from penstock.ops.triton.pointwise import silu
 from penstock.ops.triton.ptx import less, pairs_of
 from penstock.ops.triton.tuning import multiprocessors
+from penstock.ops.triton.warp_tiles import reads_rows
 
 MOST_ROWS = 64
 

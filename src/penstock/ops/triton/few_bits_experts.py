@@ -38,8 +38,9 @@ from penstock.ops.triton.expert_columns import (
     expert_columns,
 )
 from penstock.ops.triton.experts import ExpertTuning, place_of, shared_memory
-from penstock.ops.triton.few_bits_mma import MmaTuning, reads_rows
+from penstock.ops.triton.few_bits_mma import MmaTuning
 from penstock.ops.triton.ptx import less, pairs_of
+from penstock.ops.triton.warp_tiles import reads_rows
 
 BLOCK = 16
 """Rows of a block where pairs are few."""
