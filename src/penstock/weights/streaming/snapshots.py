@@ -4,6 +4,7 @@ Why this is safe. The thread that computes queues the copies between two steps, 
 are behind all that a step has changed, and before all that the next one changes, so they are of one moment.
 Each snapshot has memory of its own, which nothing writes to again. `last` may be called by any thread: it
 reads references that are replaced as a whole, and memory only when the mark behind its copies is reached.
+`exact` is for when no steps run, or for the thread that computes.
 """
 
 from dataclasses import dataclass
@@ -65,19 +66,23 @@ class SlotSnapshots:
         if self._coming is not None:
             if not self._coming[1].done:
                 return  # Steps are long: the next one would not come sooner.
-            self._landed = self._coming[0]
+            self._landed = self.last()
         self._when = now
         self._coming = self._copied(now), self._compute.mark()
 
     def last(self) -> SlotSnapshot | None:
         """Return the newest snapshot that has come, or None if none has. Waits for nothing."""
         coming, landed = self._coming, self._landed
-        return coming[0] if coming is not None and coming[1].done else landed
+        if coming is not None and coming[1].done and (landed is None or coming[0].when > landed.when):
+            return coming[0]
+        return landed
 
     def exact(self) -> SlotSnapshot:
-        """Return the arrays as they are behind all that is queued. The host waits for it."""
+        """Return the arrays as they are behind all that is queued. The host waits for it. `last` then returns
+        nothing older: what is counted never seems to become less."""
         found, ticket = self._copied(perf_counter()), self._compute.mark()
         ticket.wait()
+        self._landed = found
         return found
 
     def _copied(self, when: float) -> SlotSnapshot:
