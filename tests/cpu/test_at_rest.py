@@ -15,15 +15,20 @@ import toys
 from members import pass_of
 from penstock.arch.layout import GroupId
 from penstock.arch.shards import Shard
+from penstock.arch.spec import SWIGLU
 from penstock.models import moe
+from penstock.ops.experts import outputs_at_rest
+from penstock.ops.kernels import plain_torch
 from penstock.ops.linear import gated, linear
 from penstock.ops.matrix import GroupViews, Matrix
+from penstock.ops.native.experts import ThreadPool
+from penstock.ops.native.few_bits import library
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.reader import Pack
 from penstock.weights.pack.writer import write_pack
 from penstock.weights.streaming.lending import ExpertStream
 from penstock.weights.streaming.source import PackSource
-from quantised import SCHEMES, checkpoints
+from quantised import SCHEMES, checkpoints, matrix_of
 
 MOST = 1 << 20
 """Tokens of an expert: no step has as many."""
@@ -141,6 +146,48 @@ def test_a_product_at_rest_is_the_feed_forward() -> None:
     want = linear(gated(x[mine // 2], matrices["gate_up"]), matrices["down"])
     assert torch.equal(y[mine], want)
     assert y[pairs[3:]].isnan().all()
+
+
+@pytest.mark.parametrize("layout", ["dense", "mxfp4", "gptq_order"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits(layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several experts in one call of the kernels, where these take them: as one by one, but for roundings."""
+    if library() is None:
+        pytest.skip("no C compiler")
+    calls, feed_forward = list[Sequence[int]](), ThreadPool.feed_forward
+
+    def noted(self: ThreadPool, x: Tensor, experts: object, counts: Sequence[int], *others: object) -> None:
+        calls.append(counts)
+        feed_forward(self, x, experts, counts, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ThreadPool, "feed_forward", noted)
+    x = torch.randn(24, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    experts, counts = list[GroupViews](), (3, 16, 1, 4)
+    for seed in range(len(counts)):
+        rng = torch.Generator().manual_seed(seed)
+        made = {
+            "gate_up": torch.randn(128, 64, generator=rng) / 8,
+            "down": torch.randn(64, 64, generator=rng) / 8,
+        }
+        dense = layout == "dense"
+        experts.append(
+            GroupViews(
+                {
+                    name: Matrix.of(one.to(dtype)) if dense else matrix_of(SCHEMES[layout], one)[0]
+                    for name, one in made.items()
+                },
+                {},
+                (),
+            )
+        )
+    with plain_torch():
+        want = outputs_at_rest(x.clone(), experts, counts, SWIGLU)
+    got = outputs_at_rest(x.clone(), experts, counts, SWIGLU)
+    assert calls == ([] if layout == "gptq_order" else [counts])
+    torch.testing.assert_close(got, want, atol=2e-2 if dtype == torch.bfloat16 else 3e-3, rtol=1e-2)
+    many = torch.cat((x, x))
+    assert outputs_at_rest(many, experts[:2], (17, 31), SWIGLU).shape == many.shape
+    assert len(calls) <= 1, "many rows are torch's"
 
 
 class Lender:

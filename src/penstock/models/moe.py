@@ -11,8 +11,8 @@ from torch import Tensor
 from penstock.arch.layout import GroupId, GroupKind, MixtureLayout
 from penstock.arch.spec import SWIGLU, Activation, MoeSpec
 from penstock.models.inputs import ExpertWeights
-from penstock.ops.activation import activate, activate_into
-from penstock.ops.experts import Grouped, few_outputs, few_tokens, grouped
+from penstock.ops.activation import activate_into
+from penstock.ops.experts import Grouped, few_outputs, few_tokens, grouped, outputs_at_rest
 from penstock.ops.linear import gated, linear
 from penstock.ops.matrix import GroupViews
 from penstock.ops.route import route
@@ -170,11 +170,8 @@ def _at_rest(
         rows = x.index_select(0, mine // (len(y) // len(x))).cpu()
         yield [group for group in spans if group not in lent]
         sizes = [spans[group].stop - spans[group].start for group in lent]
-        for part, weights in zip(torch.split(rows, sizes), lent.values(), strict=True):
-            matrices, vectors = weights.matrices, weights.vectors
-            gate_up = linear(part, matrices["gate_up"], vectors.get("gate_up_bias"))
-            part.copy_(linear(activate(gate_up, activation), matrices["down"], vectors.get("down_bias")))
-        y.index_copy_(0, mine, rows.to(y.device))
+        made = outputs_at_rest(rows, list(lent.values()), sizes, activation)
+        y.index_copy_(0, mine, made.to(y.device))
 
 
 class _Scratch:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from penstock.ops.native import attention, blocks, few_bits, layers, pointwise
+from penstock.ops.native import attention, blocks, experts, few_bits, layers, pointwise
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -42,6 +42,7 @@ _NATIVE = {
     "pointwise": pointwise,
     "attention": attention,
     "layers": layers,
+    "experts": experts,
 }
 
 

@@ -24,14 +24,23 @@ FOLDER = "native"
 """The directory of compiled kernels below the cache."""
 SOURCES = tuple(
     Path(__file__).with_name(name)
-    for name in ("layers.c", "attention.c", "pointwise.c", "blocks.c", "few_bits.c")
+    for name in (
+        "experts.c",
+        "pool.c",
+        "dots.c",
+        "layers.c",
+        "attention.c",
+        "pointwise.c",
+        "blocks.c",
+        "few_bits.c",
+    )
 )
 """The source, and what it includes."""
 _FLAGS = ["-O3", "-shared", "-fPIC", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"]
 _TARGETS: tuple[list[str], ...] = (["-march=native"], ["-mcpu=native"], [])
 """Flags that say which processor to compile for, the best first: compilers know the first, the second, or
 neither."""
-_LIBRARIES = ["-lm"]
+_LIBRARIES = ["-lm", "-lpthread"]
 _DIGEST_BYTES = 32
 _SECONDS = 300
 """Seconds after which a compiler has failed."""

@@ -34,7 +34,7 @@ _EIGHTS, _EXPONENTS = 3, 4
 _OPENMP = re.compile(r"\S*/lib(gomp|omp|iomp5)\b[^/\s]*\.so[^/\s]*$")
 
 
-class _Numbers(ctypes.Structure):
+class MatrixNumbers(ctypes.Structure):
     """Holds what `struct matrix` of few_bits.c does."""
 
     _fields_: ClassVar = [
@@ -85,6 +85,17 @@ class FewBitsLibrary:
         ]  # fmt: skip
         self.attend_rows = library.attend_rows
         self.attend_rows.argtypes, self.attend_rows.restype = [pointer, whole, pointer], None
+        self.pool_open, self.pool_close = library.pool_open, library.pool_close
+        self.pool_open.argtypes, self.pool_open.restype = [whole], pointer
+        self.pool_close.argtypes, self.pool_close.restype = [pointer], None
+        self.experts_feed_forward, self.experts_by_dots = (
+            library.experts_feed_forward,
+            library.experts_by_dots,
+        )
+        self.experts_feed_forward.argtypes = [
+            pointer, number, whole, pointer, number, pointer, pointer, number, pointer, pointer,
+        ]  # fmt: skip
+        self.experts_by_dots.argtypes = [pointer, whole]
         self.lanes: int = library.few_bits_lanes()
         self.parallel = _parallel()
 
@@ -226,15 +237,15 @@ def address(weight: Matrix) -> int:
     """Return the address of the `struct matrix` of a matrix, made at its first use."""
     if weight.native is None:
         weight.native = _numbers(weight)
-    assert isinstance(weight.native, _Numbers)
+    assert isinstance(weight.native, MatrixNumbers)
     return ctypes.addressof(weight.native)
 
 
-def _numbers(weight: Matrix) -> _Numbers:
+def _numbers(weight: Matrix) -> MatrixNumbers:
     format, parts, (height, inner) = weight.format, weight.parts, weight.shape
     codes, scale = parts["codes"], parts["scale"]
     assert all(part.is_contiguous() for part in parts.values())
-    made = _Numbers(
+    made = MatrixNumbers(
         codes=codes.data_ptr(), scale=scale.data_ptr(), height=height, inner=inner, row_bytes=codes.shape[1],
         groups=scale.shape[1], down=1,
     )  # fmt: skip

@@ -1,7 +1,5 @@
 /* Halves of a decoder's layer for few rows on a CPU, in one call each: norm, products, and what is between them. The
-   numbers are those of the calls one by one.
-
-   This is the file that is compiled; see compiler.py. */
+   numbers are those of the calls one by one. */
 
 #include "attention.c"
 
