@@ -39,7 +39,7 @@ from penstock.ops import experts
 from penstock.ops.experts import Grouped, experts_reference
 from penstock.ops.linear import gated, linear
 from penstock.ops.matrix import GroupViews, Matrix
-from penstock.ops.slots import ExpertParts, Places
+from penstock.ops.slots import ExpertParts, Places, SlotArrays
 from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton import routing as triton_routing
 from penstock.ops.triton import slots as triton_slots
@@ -374,18 +374,23 @@ def test_padding_takes_what_the_first_takes() -> None:
 def _slots_interpreted(order: list[str] | None = None) -> Iterator[list[list[int]]]:
     """Kernels may read the host's memory of a layer's experts, and write to all places. Yields who came to
     which place."""
-    came, fetch = list[list[int]](), triton_slots.fetch
+    came, fetch, fetch_ahead = list[list[int]](), triton_slots.fetch, triton_slots.fetch_ahead
 
     def lent(parts: ExpertParts, places: Places, host: int, part: int) -> None:
         start, stop = parts.starts[part : part + 2].tolist()
         came.extend(parts.coming[:, start:stop].T.tolist())
         if order is not None:
             order.append("fetch")
-        ends = host + 8 * places.size, places.base + (places.transit + places.ring) * places.size
+        ends = host + 8 * places.size, places.base + (places.transit + places.ring + 1) * places.size
         with bounds.lent([(host, ends[0]), (places.base, ends[1])]):
             fetch(parts, places, host, part)
 
-    with patch.object(triton_slots, "fetch", lent):
+    def lent_ahead(arrays: SlotArrays, places: Places, host: int) -> None:
+        ends = host + 64 * places.size, places.base + (places.transit + places.ring + 1) * places.size
+        with bounds.lent([(host, ends[0]), (places.base, ends[1])]):
+            fetch_ahead(arrays, places, host)
+
+    with patch.object(triton_slots, "fetch", lent), patch.object(triton_slots, "fetch_ahead", lent_ahead):
         yield came
 
 
@@ -421,13 +426,15 @@ def test_experts_that_the_device_decides_about_compute_the_same(
             rank = Rank(Checkpoint.open(path), part=part, copies=True)
             assert isinstance(rank.weights.experts, slotted.SlotExperts)
             found = together([rank], plans)[0]
-            stats, (asked, hits) = rank.weights.stats(), rank.weights.experts.hits()
+            stats, (asked, hits, foretold, right) = rank.weights.stats(), rank.weights.experts.counts()
             _begins_with_the_device(rank.weights)
             rank.weights.close()
         assert all(map(torch.equal, found, whole))
         assert len(came) == asked - hits
         assert stats.copied >= len(came) * rank.weights.room.size
         assert (hits > 0) == (rank.weights.room.slots > 0)
+        assert (foretold > 0) == (rank.weights.room.device_ring >= 4)
+        assert (stats.experts_foretold, stats.experts_right) == (foretold, right)
         some.add(hits > 0)
     assert some == {False, True}
 

@@ -41,6 +41,9 @@ class WeightStats:
     experts_asked: int = 0
     experts_hit: int = 0
     """Experts that steps asked the device for, where it decides which it has; and those that were there."""
+    experts_foretold: int = 0
+    experts_right: int = 0
+    """Experts that were foretold by the layer before, to come early; and those that were then missing."""
 
     @property
     def streams(self) -> bool:
@@ -59,6 +62,8 @@ class WeightStats:
             read=self.read - before.read,
             experts_asked=self.experts_asked - before.experts_asked,
             experts_hit=self.experts_hit - before.experts_hit,
+            experts_foretold=self.experts_foretold - before.experts_foretold,
+            experts_right=self.experts_right - before.experts_right,
             stalled_link=max(self.stalled_link - before.stalled_link, 0.0),
             stalled_disk=max(self.stalled_disk - before.stalled_disk, 0.0),
         )

@@ -27,10 +27,12 @@ def weight_forms(stats: WeightStats, flow: Flow, seconds: float) -> list[str]:
     """
     took = f"pass {seconds:.3g} s" if seconds else "first pass"
     hits = stats.experts_hit / stats.experts_asked if stats.experts_asked else 0.0
+    right = stats.experts_right / stats.experts_foretold if stats.experts_foretold else 0.0
     flows = " | ".join(
         [
             *_flows(stats, flow),
             *([f"experts {hits:.1%} on the device"] if stats.experts_asked else []),
+            *([f"foretold {right:.1%} right"] if stats.experts_foretold else []),
             f"{took} (decode predicted {stats.predicted:.3g})" if stats.predicted else took,
         ]
     )

@@ -311,6 +311,12 @@ def _of_weights(stats: WeightStats) -> Sequence[Metric]:
             {"hit": stats.experts_hit, "miss": stats.experts_asked - stats.experts_hit},
             "found",
         ),
+        _counter(
+            "experts_foretold",
+            "Experts that the layer before foretold, by whether they were asked for and missing.",
+            {"right": stats.experts_right, "wrong": stats.experts_foretold - stats.experts_right},
+            "outcome",
+        ),
     )
 
 

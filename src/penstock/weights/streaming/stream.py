@@ -94,6 +94,8 @@ class WeightStream:
                     beside.append(_link(device, self._streams[0]))
                     by_device = beside[1], self._streams[1]
                     self.experts = SlotExperts(those, mixtures, slots, memory, host, by_device)
+                    if placement.everything_resident:
+                        self.experts.look_ahead()
                 else:
                     self.experts = ExpertStream(those, mixtures, slots, device)
         self._views = {id: group_views(self._layouts[id], place) for id, place in resident.items()}
@@ -181,7 +183,7 @@ class WeightStream:
         is lent where its first use is laid."""
         self._next = 0
         if isinstance(self.experts, SlotExperts):
-            self.experts.device_decides()
+            self.experts.begin_recorded()
 
     def moves(self, group: GroupId) -> bool:
         """Tell whether a group that is no expert streams to the device."""
@@ -211,7 +213,8 @@ class WeightStream:
         placement, rates, room, moving = self.placement, self.rates, self.room, self._moving
         stalled = self._waits.stalled()
         disk = min(sum(one.disk_late for one in moving), stalled)
-        asked, hit = self.experts.hits() if isinstance(self.experts, SlotExperts) else (0, 0)
+        experts = self.experts
+        asked, hit, foretold, right = experts.counts() if isinstance(experts, SlotExperts) else (0,) * 4
         on_disk = placement.resting(Tier.DISK) + (room.resting(Tier.DISK) if room else 0)
         return WeightStats(
             device=placement.resting(Tier.DEVICE) + (room.resting(Tier.DEVICE) if room else 0),
@@ -236,6 +239,8 @@ class WeightStream:
             else Link.LINK,
             experts_asked=asked,
             experts_hit=hit,
+            experts_foretold=foretold,
+            experts_right=right,
         )
 
     def close(self) -> None:
