@@ -92,7 +92,7 @@ def test_tokens_are_those_of_experts_that_rest(share: float, graphs: bool, tmp_p
 
 # ---- the waits, one by one
 
-SIZE, LAYERS, EXPERTS, LATE = 1 << 16, 3, 16, 2_000_000
+SIZE, LAYERS, EXPERTS, LATE = 1 << 20, 3, 16, 2_000_000
 """Bytes; clock cycles, about a millisecond: far longer than any fetch here."""
 
 

@@ -275,6 +275,8 @@ class Decoder:
         norm = w.vectors.get("norm")
         scores = router_scores(x if norm is None else rms_norm(x, norm, self.spec.norm_eps), moe, w)
         weights.release(group)
+        if self.routing is not None:
+            scores = self.routing.foretold(layer, scores)
         experts.foretell(layer, scores, moe.top_k * len(x), padding)
 
 

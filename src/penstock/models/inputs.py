@@ -157,6 +157,10 @@ class Routing(Protocol):
         recorded.
         """
 
+    def foretold(self, layer: int, scores: Tensor) -> Tensor:
+        """Return the scores to foretell an expert of a layer by, `[tokens, experts]`: these ones, which its
+        router gives hidden states of the layer before, or others."""
+
 
 class Collectives(Protocol):
     """Exchanges rows between the ranks of a model in a pass, on the compute stream. All call the same in the
