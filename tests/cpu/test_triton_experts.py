@@ -439,6 +439,44 @@ def test_experts_that_the_device_decides_about_compute_the_same(
     assert some == {False, True}
 
 
+def test_whatever_is_foretold_the_same_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the routers, wrongly, or not at all; whether there was time for all of it or for some pieces."""
+    monkeypatch.setattr(slotted, "_MANY", 1 << 20)
+    monkeypatch.setattr(triton_slots, "_WORDS", 256)
+    path, plans, ahead = tiny.checkpoint("qwen3_moe"), list(steps()) * 2, triton_slots.fetch_ahead
+    whole, foretell = pass_of(path, 0, plans=plans), triton_slots.foretell
+    said, heard = list[Tensor](), list[Tensor]()
+
+    def in_part(arrays: SlotArrays, places: Places, host: int) -> None:
+        ahead(arrays, places, host)
+        arrays.done.clamp_(max=1)
+
+    def listened(arrays: SlotArrays, scores: Tensor, *rest: object) -> None:
+        heard.append(scores)
+        foretell(arrays, scores, *rest)  # type: ignore[arg-type]
+
+    for sign, fetch_ahead in ((1, ahead), (1, in_part), (-1, ahead), (0, ahead)):
+
+        def foretold(layer: int, scores: Tensor, sign: int = sign) -> Tensor:
+            said.append(scores * sign)
+            return said[-1]
+
+        with (
+            patch.object(triton_slots, "fetch_ahead", fetch_ahead),
+            patch.object(triton_slots, "foretell", listened),
+            patch.object(slotted, "_LEAST_RING", 4 if sign else 99),
+            _slots_interpreted(),
+        ):
+            rank = Rank(Checkpoint.open(path), part=0.9, copies=True)
+            rank._decoder.routing = SimpleNamespace(scores=lambda *given: given[-1], foretold=foretold)
+            found = together([rank], plans)[0]
+            assert (rank.weights.experts.counts()[3] > 0) == (sign != 0)
+            rank.weights.close()
+        assert all(map(torch.equal, found, whole))
+    assert len(heard) == 3 * 2 * len(plans)
+    assert all(one is other for one, other in zip(heard, said, strict=True))
+
+
 def test_shared_experts_are_queued_behind_the_first_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
     """They do not need what comes, so they are computed meanwhile."""
     monkeypatch.setattr(slotted, "_MANY", 1 << 20)
