@@ -36,8 +36,9 @@ from torch import Tensor
 
 from penstock.arch.experts import ExpertKind
 from penstock.arch.layout import GroupId, MixtureLayout
-from penstock.arch.spec import MoeSpec
+from penstock.arch.spec import MoeSpec, Router
 from penstock.memory.probe import matmul_rate
+from penstock.models.moe import choose as choose_experts
 from penstock.models.moe import mixture
 from penstock.ops import experts
 from penstock.ops.experts import experts_reference
@@ -67,7 +68,12 @@ class Shape:
     top_k: int
 
 
-SHAPES = (Shape("Qwen3-30B-A3B", 2048, 768, 128, 8), Shape("Mixtral-8x7B", 4096, 14336, 8, 2))
+SHAPES = (
+    Shape("Qwen3-30B-A3B", 2048, 768, 128, 8),
+    Shape("Mixtral-8x7B", 4096, 14336, 8, 2),
+    Shape("gpt-oss-20b", 2880, 2880, 32, 4),
+    Shape("gpt-oss-120b", 2880, 2880, 128, 4),
+)
 TINY = (Shape("tiny", 64, 24, 12, 3), Shape("tiny, odd", 50, 33, 4, 2))
 
 
@@ -87,7 +93,7 @@ class Layer:
         parts = [[part for w in one.values() for part in w.parts.values()] for one in self.weights]
         self.bytes = sum(part.nbytes for part in parts[0])
         self.addresses = torch.tensor([[part.data_ptr() for part in one] for one in parts], device=device)
-        self.moe = MoeSpec(shape.experts, shape.top_k, shape.inner, normalise=True)
+        self.moe = MoeSpec(shape.experts, shape.top_k, shape.inner, Router(normalise=True))
         self.formats = tuple(one.format for one in self.weights[0].values())
         self.mixtures = {0: MixtureLayout(shape.experts, self.formats)}
         self.kind = ExpertKind(self.formats)
@@ -107,6 +113,9 @@ class Layer:
         for group in experts:
             yield group, GroupViews(self.weights[group.expert], {}, ())
 
+    def waves_of_views(self, experts: Sequence[GroupId]) -> Iterator[dict[GroupId, GroupViews]]:
+        yield dict(self.each(experts))
+
     def table(self, layer: int) -> Tensor:
         return self.addresses
 
@@ -124,7 +133,10 @@ class Bench:
         self.tuning = layer.kernels.expert_tuning(self.pairs, self.shape.experts, DTYPE)
 
     def whole(self, step: tuple[Tensor, Tensor]) -> Tensor:
-        return mixture(*step, self.layer.moe, 0, self.layer)
+        x, scores = step
+        layer = self.layer
+        choice = choose_experts(x, scores, layer.moe, layer.mixtures[0])
+        return mixture(x, choice, layer.moe, 0, layer)
 
     def loop(self, step: tuple[Tensor, Tensor]) -> Tensor:
         with patch.object(experts, "_kernels", lambda device: None):
@@ -134,14 +146,14 @@ class Bench:
         """Of the first step, relative to the largest value."""
         x, scores = self.steps[0]
         weights = [(one["gate_up"].dequantised(x), one["down"].dequantised(x)) for one in self.layer.weights]
-        _, want = experts_reference(x, scores, self.shape.top_k, weights, normalise=True)
+        _, want = experts_reference(x, scores, self.layer.moe, weights)
         return float((self.whole((x, scores)).float() - want.float()).abs().max() / want.float().abs().max())
 
     def bounds(self) -> tuple[float, float]:
         """Bytes that a step must move, on average, and operations."""
         shape, item = self.shape, DTYPE.itemsize
         used = statistics.mean(
-            int((choose(scores, shape.top_k, normalise=True)[0].unique()).numel()) for _, scores in self.steps
+            int((choose(scores, self.layer.moe)[1].unique()).numel()) for _, scores in self.steps
         )
         between = self.pairs * (2 * shape.inner + 2 * shape.hidden) + 2 * self.tokens * shape.hidden
         return used * self.layer.bytes + between * item, 6.0 * self.pairs * shape.hidden * shape.inner
@@ -149,17 +161,17 @@ class Bench:
     def parts(self) -> Iterator[tuple[str, Callable[[int], object]]]:
         """Each kernel, or two, by itself."""
         shape, (x, _) = self.shape, self.steps[0]
-        routed = [choose(scores, shape.top_k, normalise=True) for _, scores in self.steps]
+        routed = [choose(scores, self.layer.moe) for _, scores in self.steps]
         h, y = x.new_empty(self.pairs, shape.inner), x.new_zeros(self.pairs, shape.hidden)
-        yield "choose", lambda i: choose(self.steps[i][1], shape.top_k, normalise=True)
-        yield "arrange", lambda i: arrange(routed[i][0], shape.experts, self.tuning.rows)
+        yield "choose", lambda i: choose(self.steps[i][1], self.layer.moe)
+        yield "arrange", lambda i: arrange(routed[i][1], shape.experts, self.tuning.rows)
         yield "products", self.products(self.tuning, h, y)
-        yield "combine", lambda i: combine(y, routed[i][1])
+        yield "combine", lambda i: combine(y, routed[i][0])
 
     def products(self, tuning: ExpertTuning, h: Tensor, y: Tensor) -> Callable[[int], object]:
         shape = self.shape
         placed = [
-            arrange(choose(scores, shape.top_k, normalise=True)[0], shape.experts, tuning.rows)[:2]
+            arrange(choose(scores, self.layer.moe)[1], shape.experts, tuning.rows)[:2]
             for _, scores in self.steps
         ]
 

@@ -160,7 +160,9 @@ def anew(file: Path, out: Path | None, keep: Path | None) -> None:
     was = StepCosts.parse(json.dumps(found["costs"]), str(file))
     ceilings = Ceilings(was.link_rate, was.device_read, was.prompt.activations, was.compute)
     costs = dataclasses.replace(
-        fit(samples, ceilings, was.device, was.dtype, was.measured), expert_layer=was.expert_layer
+        fit(samples, ceilings, was.device, was.dtype, was.measured),
+        expert_layer=was.expert_layer,
+        slot_layer=was.slot_layer,
     )
     by_title = {case.title: case for case in CASES}
     whole = found["environment"]["devices"][0]["memory"]

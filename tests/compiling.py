@@ -7,7 +7,7 @@ imported whether it interprets.
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -299,7 +299,11 @@ def few_bits(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:
         triton_few_bits.dequantise(large, slice(0, 1024), empty(1024, inner))
 
 
-def blocks(*kinds: str) -> None:
+FEW, MORE = (16, torch.float16), (64, BF16)
+"""Rows of a product with blocks, and numbers; fewer have a gate."""
+
+
+def blocks(*kinds: str, products: Sequence[tuple[int, torch.dtype]] = (FEW, MORE)) -> None:
     """Of the size of an 8B Llama, blocks of GGUF dequantised, and products of few rows."""
     for kind in kinds:
         sources = [matrix("model.layers.0.mlp.down_proj.weight", HIDDEN, INNER)]
@@ -307,8 +311,8 @@ def blocks(*kinds: str) -> None:
         (stored,) = format.stored("bfloat16", sources)
         large = Matrix(format, (HIDDEN, INNER), {"repacked": empty(*stored.shape, dtype=torch.uint8)})
         triton_blocks.dequantise(large, slice(0, 1024), empty(1024, INNER))
-        for rows, dtype in ((16, torch.float16), (64, BF16)):
-            triton_blocks.few_rows(empty(rows, INNER, dtype=dtype), large, gated=rows == 16)
+        for rows, dtype in products:
+            triton_blocks.few_rows(empty(rows, INNER, dtype=dtype), large, gated=(rows, dtype) == FEW)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -374,8 +378,16 @@ CASES: dict[str, Callable[[], None]] = {
     "few bits experts, float16": lambda: few_bits_experts("awq", 4, 4096, dtype=torch.float16),
     "few bits experts, float32": lambda: few_bits_experts("mxfp4", 4, dtype=torch.float32),
     "blocks of GGUF, old ones": lambda: blocks("Q4_1", "Q5_0", "Q5_1", "IQ4_NL"),
+    "blocks of GGUF, old ones in turn": lambda: (
+        blocks("Q4_1", "IQ4_NL", products=[FEW]),
+        blocks("Q5_0", "Q5_1", products=[MORE]),
+    ),
     "blocks of GGUF, few bits": lambda: blocks("Q2_K", "Q3_K"),
     "blocks of GGUF, four and five bits": lambda: blocks("Q4_K", "Q5_K"),
+    "blocks of GGUF, four and five bits in turn": lambda: (
+        blocks("Q4_K", products=[FEW]),
+        blocks("Q5_K", products=[MORE]),
+    ),
     "blocks of GGUF, six bits and levels": lambda: blocks("Q6_K", "IQ4_XS"),
     "routers": routers,
     "experts, few": lambda: experts(4),

@@ -7,7 +7,8 @@ what it replaces is the same in every launch. So the replacements stay. Nothing 
 kernel, which alone would miss what was replaced.
 
 Every sum, difference and product of integers is computed once more in 64 bits, for an assertion that is only
-made where kernels are debugged; and each value wraps its shape anew. Neither is done here.
+made where kernels are debugged; and each value wraps its shape anew. Neither is done here. What two operands
+have to become is not asked where they are alike, and a number beside a tensor is spread once.
 """
 
 import math
@@ -47,12 +48,16 @@ def install() -> None:
 
 
 def _wrap_less() -> None:
+    from triton import language
     from triton.language import core
     from triton.language.semantic import TritonSemantic
 
     overflow, broadcast = TritonSemantic.binary_op_sanitize_overflow_impl, TritonSemantic.broadcast_impl_value
-    block = core.block_type.__init__
-    shapes, blocks = dict[tuple[int, ...], tuple[Any, Any]](), dict[tuple[Any, ...], tuple[Any, Any, Any]]()
+    block, with_element = core.block_type.__init__, core.block_type.with_element_ty
+    unwrap, alike = core._unwrap_if_constexpr, core.dtype.__eq__
+    shapes, blocks = dict[tuple[int, ...], tuple[Any, Any]](), dict[tuple[Any, ...], tuple[Any, ...]]()
+    types = dict[tuple[int, str], Any]()
+    wrapped_already = frozenset({int, float, bool, str, core.tensor, core.dtype, type(None)})
 
     def overflow_if_asserted(self: Any, *of: Any) -> None:
         if self.builder.options.debug:
@@ -63,24 +68,83 @@ def _wrap_less() -> None:
         see `make_tensor`."""
         return (one, other) if one.shape is other.shape else broadcast(self, one, other)
 
-    def make_tensor(self: Any, handle: Any, kind: Any) -> None:
-        shape = tuple(kind.shape) if kind.is_block() else ()
+    def shape_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
         if shape not in shapes:
             shapes[shape] = (
                 core.constexpr(math.prod(shape)),
                 core.tuple([core.constexpr(size) for size in shape]),
             )
-        self.numel, self.shape = shapes[shape]
+        return shapes[shape]
+
+    scalar = shape_of(())
+
+    def make_tensor(self: Any, handle: Any, kind: Any) -> None:
+        self.numel, self.shape = kind.of_tensors if kind.is_block() else scalar
         self.handle, self.type, self.dtype = handle, kind, kind.scalar
 
     def make_block(self: Any, element_ty: Any, shape: Any) -> None:
-        key = (element_ty.name, *(core._unwrap_if_constexpr(size) for size in shape))
+        key = element_ty.name, *(shape.values if type(shape) is core.tuple else shape)
         if key not in blocks:
             block(self, element_ty, shape)
-            blocks[key] = self.shape, self.numel, self.name
+            blocks[key] = self.shape, self.numel, self.name, shape_of(tuple(self.shape))
         self.element_ty = element_ty
-        self.shape, self.numel, self.name = blocks[key]
+        self.shape, self.numel, self.name, self.of_tensors = blocks[key]
+
+    def with_element_once(self: Any, element_ty: Any) -> Any:
+        """A type does not change. Pointers are told apart by more than their names."""
+        if element_ty.is_ptr():
+            return with_element(self, element_ty)
+        key = id(self.of_tensors), element_ty.name  # Which is kept in `shapes`.
+        if (found := types.get(key)) is None:
+            found = types[key] = with_element(self, element_ty)
+        return found
+
+    def unwrap_if_wrapped(of: Any) -> Any:
+        return of if type(of) in wrapped_already else unwrap(of)
+
+    def same_type(self: Any, other: Any) -> bool:
+        return self is other or alike(self, other)
 
     TritonSemantic.binary_op_sanitize_overflow_impl = overflow_if_asserted
     TritonSemantic.broadcast_impl_value = broadcast_if_unlike
     core.tensor.__init__, core.block_type.__init__ = make_tensor, make_block
+    core.block_type.with_element_ty, core.dtype.__eq__ = with_element_once, same_type
+    core._unwrap_if_constexpr = language._unwrap_if_constexpr = unwrap_if_wrapped
+    _ask_less(TritonSemantic, core)
+
+
+_KEPT = 1000
+"""Numbers that are kept spread over a shape, each at most `_WIDE` times."""
+_WIDE = 1 << 12
+
+
+def _ask_less(semantic: Any, core: Any) -> None:
+    check = semantic.binary_op_type_checking_impl
+    plain = frozenset((*core.dtype.SINT_TYPES, *core.dtype.UINT_TYPES, "fp32", "fp64"))
+    spread = dict[tuple[Any, ...], Any]()
+
+    def check_if_unlike(
+        self: Any, one: Any, other: Any, of_one: bool = False, of_other: bool = False,
+        arithmetic_check: bool = True, div_or_mod: bool = False,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Two tensors of one shape and one plain type stay as they are. What a number beside a tensor becomes
+        is kept, where the tensor stays as it is."""
+        if type(one) is not core.tensor or one.dtype.name not in plain:
+            return check(self, one, other, of_one, of_other, arithmetic_check, div_or_mod)  # type: ignore[no-any-return]
+        if type(other) is core.tensor:
+            if one.shape is other.shape and one.dtype.name == other.dtype.name:
+                return one, other
+        elif type(other) in (int, float, bool) and one.numel.value <= _WIDE:
+            key = type(other), other, one.dtype.name, id(one.shape), arithmetic_check, div_or_mod
+            if (found := spread.get(key)) is not None:
+                return one, found
+            same, found = check(self, one, other, of_one, of_other, arithmetic_check, div_or_mod)
+            if same is one:
+                found.handle.data.flags.writeable = False
+                if len(spread) >= _KEPT:
+                    spread.clear()
+                spread[key] = found
+            return same, found
+        return check(self, one, other, of_one, of_other, arithmetic_check, div_or_mod)  # type: ignore[no-any-return]
+
+    semantic.binary_op_type_checking_impl = check_if_unlike

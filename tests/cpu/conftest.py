@@ -1,6 +1,7 @@
-"""What every test with torch may count on: ranks that it starts here have imported torch before, and machines
-are measured briefly."""
+"""What every test with torch may count on: ranks that it starts here have imported torch before, CPU kernels
+are compiled once, and machines are measured briefly."""
 
+import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -9,12 +10,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import compiled_once
 import forks
 from penstock.memory import probe
 from penstock.parallel import crew
 
 BRIEFLY = 0.02
 """Seconds that a rate is measured for, and what rests on it is a forecast."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """All workers and the processes that tests start compile by the same compiler (see compiled_once)."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    compiler = compiled_once.compiler_in(folder / "compiled_once")
+    with pytest.MonkeyPatch.context() as patch:
+        if compiler is not None:
+            patch.setenv("CC", compiler)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

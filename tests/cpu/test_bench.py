@@ -8,9 +8,11 @@ import random
 import re
 import sys
 from collections import deque
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,14 +28,15 @@ from penstock.bench.doctor import calibration
 from penstock.bench.machine import machine
 from penstock.bench.shapes import SHAPES
 from penstock.bench.speed import baseline, contexts, measure
-from penstock.bench.speed.latency import BenchKind, LatencyBench, run
+from penstock.bench.speed.latency import BenchKind, LatencyBench, LatencyReport, run
 from penstock.bench.speed.measure import BatchWork
 from penstock.bench.speed.setup import Target
 from penstock.bench.speed.streaming import scratch
 from penstock.bench.speed.throughput import RandomLengths
 from penstock.cli.main import main
 from penstock.engine import measuring
-from penstock.engine.boot import boot
+from penstock.engine.boot import Booted, boot
+from penstock.engine.costs import DecodeCosts, PromptCosts, StepCosts
 from penstock.engine.passes import UseWork
 from penstock.memory.device import peak_of
 from penstock.memory.probe import matmul_rate
@@ -240,14 +243,26 @@ def test_every_timed_step_of_a_device_that_runs_ahead_is_a_whole_one(
     assert context.prefill == pytest.approx(2 * device + host if device > host else 3 * host)
 
 
-def test_copies_of_experts_are_timed_with_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("copies", [False, True])
+def test_copies_of_experts_are_timed_with_whole_steps(copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a layer takes more where half of its experts are elsewhere, with a link that takes no time."""
+    rooms, engine = list[bool](), calibration._engine
+
+    @contextmanager
+    def noted(*arguments: Any) -> Iterator[Booted]:
+        with engine(*arguments) as booted:
+            assert booted.weights.room is not None
+            rooms.append(booted.weights.room.copies)
+            yield booted
+
+    monkeypatch.setattr(calibration, "_engine", noted)
     simulated_device(monkeypatch, device=3.5, host=0.25, counters=3.0)
     resident = calibration.StepSample("moe", 2, 1, calibration.CONTEXTS[0], UseWork(), (0, 2), seconds=0.5)
     many = {"num_local_experts": 32, "num_experts": 32, "max_position_embeddings": 2048}
     shapes = {"moe": (MOE | many, (1, 2))}
-    taken = calibration._expert_layer(shapes, torch.device("cpu"), "float32", [resident])
+    taken = calibration._expert_layer(shapes, torch.device("cpu"), "float32", [resident], copies=copies)
     assert taken == pytest.approx((3.5 - 0.5) / 2)
+    assert rooms == [copies]
 
 
 def test_prefill_computes_every_prompt_every_time() -> None:
@@ -854,6 +869,31 @@ def test_weights_in_host_memory_need_no_disk() -> None:
     assert report.streaming.read_per_pass == report.streaming.disk == 0
 
 
+def least_of(report: LatencyReport) -> float:
+    """Milliseconds in which the device reads weights and KV of a step."""
+    bound = report.bound
+    return 1e3 * (bound.weight_bytes + bound.kv_bytes) / bound.per_second
+
+
+def test_costs_that_are_known_make_a_forecast_slower_and_others_do_not_fit() -> None:
+    mixture = MOE | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    asked = list[tuple[str, str]]()
+    one = DecodeCosts(1, 1e-3, 0.0, 0.0, 1e12, 1e12, 1e12)
+    prompt = PromptCosts(1e15, 1e15, 1e15, 1e12, 0.0, 0.0, 0.0, 0.0)
+
+    def costs(device: str, dtype: str) -> StepCosts:
+        asked.append((device, dtype))
+        return StepCosts(device, dtype, "", 1e9, 1e9, 1e9, (one,), prompt, expert_layer=2e-3)
+
+    job = streaming_job(source=mixture, config=dataclasses.replace(LITTLE, host_memory="128MiB"), costs=costs)
+    report = run(job)
+    streaming = report.streaming
+    assert streaming is not None
+    assert asked == [(report.subject.device, report.subject.dtype)]
+    link = 1e3 * streaming.copied_per_pass / streaming.link_ceiling
+    assert streaming.predicted_ms == pytest.approx(link + 1 + 4 * 2, rel=0.02)
+
+
 @pytest.mark.usefixtures("by_shape")
 @pytest.mark.parametrize("kind", [BenchKind.DECODE, BenchKind.PREFILL])
 def test_experts_that_come_are_counted(kind: BenchKind) -> None:
@@ -865,7 +905,7 @@ def test_experts_that_come_are_counted(kind: BenchKind) -> None:
     )
     streaming, size = report.streaming, 3 * 256 * 512 * 4
     assert streaming is not None
-    assert streaming.disk == streaming.read_per_pass == streaming.predicted_ms == 0
+    assert streaming.disk == streaming.read_per_pass == 0
     homes = r"of 32 experts of 1.50 MiB, \d+ on the device, \d+ on the host, 0 on disk"
     assert any(re.search(rf"^weights: of what every token needs, .*; {homes}", line) for line in said)
     assert streaming.copied_per_pass > 0
@@ -877,6 +917,14 @@ def test_experts_that_come_are_counted(kind: BenchKind) -> None:
             streaming.experts_per_pass * size % size, abs=1
         )
         assert re.search(r"^  experts +\d+ came to the device in a pass$", str(report), re.MULTILINE)
+        assert streaming.expert_hits is not None
+        assert 0 <= streaming.expert_hits < 1
+        # What comes takes its time on the link, and then the device reads what the step needs.
+        link = 1e3 * streaming.copied_per_pass / streaming.link_ceiling
+        assert streaming.predicted_ms == pytest.approx(link + least_of(report), rel=0.01)
+        assert f"{streaming.expert_hits:.1%} of them on the device" in str(report)
+    else:
+        assert streaming.predicted_ms == 0
         assert "predicted" not in str(report)
 
 

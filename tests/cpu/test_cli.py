@@ -353,7 +353,11 @@ def test_every_setting_has_a_flag() -> None:
     held = {"json_schema", "regex", "choice", "grammar"}
     assert held <= names
     # A structure is what these make, and shown tokens are for who takes the text apart.
-    assert {field.name for field in fields(SamplingParams)} - {"structure", "shown_tokens"} <= names
+    assert {field.name for field in fields(SamplingParams)} - {
+        "structure",
+        "shown_tokens",
+        "text_token",
+    } <= names
     assert {field.name for field in fields(Config)} - {"model"} <= names
 
 

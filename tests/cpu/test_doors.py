@@ -85,7 +85,7 @@ def completed(server: Server, *headers: tuple[str, str], host: str = "", body: b
     ],
 )
 @pytest.mark.parametrize(
-    "path", ["/", "/state", "/metrics", "/health", "/v1/models", "/openapi.json", "/nowhere"]
+    "path", ["/", "/state", "/experts", "/metrics", "/health", "/v1/models", "/openapi.json", "/nowhere"]
 )
 def test_a_rebound_name_reads_nothing(server: Server, name: str, path: str) -> None:
     status, _, said = sent(server, f"GET {path}", ("Host", name))
@@ -217,6 +217,7 @@ def test_no_answer_is_for_another_origins_page(server: Server, keyed: Server) ->
         "/",
         "/page/page.js",
         "/state",
+        "/experts",
         "/metrics",
         "/health",
         "/v1/models/shipped",

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,6 +25,7 @@ from penstock.server.broker.calls import BusyError, Call
 from penstock.server.broker.metrics import Metrics
 from penstock.server.fleet import backend as remote
 from penstock.server.fleet.backend import RemoteBackend
+from penstock.server.fleet.merge import summed
 from penstock.server.fleet.requests import (
     LostError,
     OutputChunk,
@@ -398,3 +400,25 @@ def test_numbers_of_replicas_that_cannot_be(text: str) -> None:
 
 def test_numbers_of_replicas() -> None:
     assert [bounds("2"), bounds("1:4"), bounds("3:3")] == [(2, 2), (1, 4), (3, 3)]
+
+
+def test_experts_of_replicas_are_summed_and_their_map_is_that_of_one() -> None:
+    counts = {"device": 5, "host": 1, "disk": 0, "rate": 2e9, "age": 0.5}
+    states = {"a": {"experts": None}, "b": {"experts": counts}, "c": {"experts": counts | {"age": 0.25}}}
+    found = summed(states)
+    assert found["experts"] == {"device": 10, "host": 2, "disk": 0, "rate": 4e9, "age": 0.5}
+    assert summed({"a": {"experts": None}})["experts"] is None
+
+    class Pool:
+        maps: Mapping[str, Any] = {"b": {"layers": [1]}, "a": {"layers": [2]}}
+
+        async def broadcast(self, what: str) -> Mapping[str, Any]:
+            assert what == "experts"
+            return self.maps
+
+    pool = Pool()
+    backend = RemoteBackend(Mock(), pool, Mock(), patience=1.0)  # type: ignore[arg-type]  # All that is asked of it.
+    assert asyncio.run(backend.experts()) == {"layers": [2]}
+    pool.maps = {}
+    with pytest.raises(EngineClosedError, match="no replica is ready"):
+        asyncio.run(backend.experts())

@@ -119,7 +119,7 @@ def test_types_have_the_numbers_of_the_library() -> None:
 def test_rows_of_an_embedding_are_those_of_the_dense_one(kind: str, kernels: bool) -> None:
     """To the bit, in any order and of any rank, as they were where embeddings rested dense."""
     rows = gguf_files.draw(kind, 96, 512, 0.1, np.random.default_rng(0))
-    name, tokens = "model.embed_tokens.weight", torch.tensor([7, 0, 31, 7, 95, 30])
+    name, tokens = "model.embed_tokens.weight", torch.tensor([7, 0, 31, 7, 95, 30, 1, 50, 31, 94])
     format = ByType(types=((kind, (name.removesuffix(".weight"),)),)).of(name)
     assert format == FORMATS[kind]
     for part in (range(96), range(31, 96)):
@@ -132,8 +132,10 @@ def test_rows_of_an_embedding_are_those_of_the_dense_one(kind: str, kernels: boo
             (dense,) = Unpacked(inner=format).cut(sources).stored(str(dtype).removeprefix("torch."), sources)
             assert dense.repack is not None
             with plain_torch(not kernels):
-                found = look_up(mine, weight, dtype)
-            assert torch.equal(found, dense.repack([torch.from_numpy(rows)])[mine])
+                found, few = look_up(mine, weight, dtype), look_up(mine[2:6], weight, dtype)
+            want = dense.repack([torch.from_numpy(rows)])[mine]
+            assert torch.equal(found, want)
+            assert torch.equal(few, want[2:6])
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied"])

@@ -139,6 +139,22 @@ def test_an_output_that_is_cut_short_is_what_it_is(client: Any) -> None:
     assert choice.message.content.startswith('{"city"')
 
 
+@pytest.mark.parametrize("stop", ["final", "analysis", "assistant", "channel", "<|start|>assistant", "an"])
+def test_stop_strings_are_no_words_of_headers(client: Any, stop: str) -> None:
+    """They end what is said, thoughts and answers, where they stand in it."""
+    text = f"{THOUGHT}Hm, one.{NEXT}{ANSWER}Two three."
+    assert told(client, asked(text, stop=[stop])) == ("Hm, one.", "Two three.", [], "stop")
+    whole = f"{THOUGHT}Hm, one.{NEXT}{ANSWER}Two {stop} three."
+    if "<" not in stop:
+        assert told(client, asked(whole, stop=[stop])) == ("Hm, one.", "Two ", [], "stop")
+    assert told(client, asked(f"{THOUGHT}Hm, ones.{NEXT}{ANSWER}Two", stop=["one", stop])) == (
+        "Hm, ",
+        "",
+        [],
+        "stop",
+    )
+
+
 def test_the_end_of_a_message_is_no_end_of_an_output(llm: LLM, model: Path) -> None:
     """Though generation_config.json names it; and the marks that end an output do, though it does not."""
     named = json.loads((model / "generation_config.json").read_text())

@@ -32,11 +32,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import forks
-from penstock.base.meter import KVStats, MeterSample, PromptProgress, WeightStats, pass_seconds
+from penstock.base.meter import ExpertCounts, KVStats, MeterSample, PromptProgress, WeightStats, pass_seconds
 from penstock.cli import live as module
 from penstock.cli.live import LiveLine, at_edge
 from penstock.cli.main import main
-from penstock.cli.summaries import bar, beside, fitting, kv_forms, kv_summary, summary, weight_forms
+from penstock.cli.summaries import (
+    bar,
+    beside,
+    expert_summary,
+    fitting,
+    kv_forms,
+    kv_summary,
+    summary,
+    weight_forms,
+)
 from penstock.engine.engine import Progress
 
 GIB = 1 << 30
@@ -726,6 +735,33 @@ def test_a_line_leaves_out_what_is_not_used_and_what_is_not_yet() -> None:
         f"{homes[:31]} | link 800 KB/s | waits"
     )
     assert fitting([], 200) == ""
+
+
+GB = 10**9
+EXPERTS = ExpertCounts(asked=5184, hit=3162, from_disk=22, copied=27 * GB, read=3 * GB)
+
+
+def test_experts_that_were_asked_for_have_a_line_and_a_part_of_the_live_line() -> None:
+    stats = replace(STATS, passes=18, experts=EXPERTS)
+    line = "experts: 61.0% of 5,184 asked were on the device | 25.1 GiB over the link"
+    assert expert_summary(stats) == f"{line}, 2.79 GiB of it from disk | 1.40 GiB a pass"
+    near = replace(stats, passes=0, experts=replace(EXPERTS, read=0, copied=GB))
+    assert expert_summary(near).endswith("| 954 MiB over the link | 954 MiB a pass")
+    assert "| experts 61.0% on the device | pass" in weight_forms(stats, FLOW, 7.61)[0]
+    assert EXPERTS.found == {"device": 3162, "host": 2000, "disk": 22}
+    assert (ExpertCounts().hit_rate, sum(ExpertCounts().found.values())) == (0.0, 0)
+
+
+def test_what_a_device_counts_has_a_rate_by_the_time_of_its_counts() -> None:
+    """Counts that are looked at every two seconds, of 0.9 s and of 0.1 s ago, are 2.8 s apart."""
+    own = ExpertCounts(fetched=20 * GB, copied=21 * GB, age=0.9)
+    before = replace(STATS, copied=50 * GB, experts=own)
+    more = ExpertCounts(fetched=48 * GB, copied=51 * GB, age=0.1)
+    after = replace(STATS, copied=84 * GB, experts=more)
+    # 28 GB in 2.8 s, and 6 GB in 2 s that the host counts.
+    assert after.since(before).flow(2.0).copied == pytest.approx(10e9 + 3e9)
+    same = replace(STATS, copied=56 * GB, experts=replace(own, copied=27 * GB, age=2.9))
+    assert same.since(before).flow(2.0).copied == pytest.approx(3e9), "nothing new was seen"
 
 
 KV_LONG, KV_SHORT = "KV host 3.00 GiB of 8.00 GiB, 120 GiB streamed, 21.0 GB/s", "KV 3.00 GiB 21.0 GB/s"

@@ -146,6 +146,7 @@ ASKED: list[tuple[str, str, str, Any, int]] = [
     ("GET", "/health", "/health", None, 200),
     ("GET", "/ready", "/ready", None, 200),
     ("GET", "/state", "/state", None, 200),
+    ("GET", "/experts", "/experts", None, 200),
     ("GET", "/metrics", "/metrics", None, 200),
     ("GET", "/", "/", None, 200),
     ("GET", "/page/icon.svg", "/page/icon.svg", None, 200),

@@ -99,6 +99,7 @@ PATHS = (
     "/v1/models",
     "/v1/models/shipped",
     "/state",
+    "/experts",
     "/metrics",
     "/health",
 )

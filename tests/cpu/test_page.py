@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,9 @@ from urllib.parse import urlsplit
 import pytest
 
 import forks
+import tiny
 from browsers import ENTER, ESCAPE, LONG, SHIFT, TAB, Browser, browsing, until
+from penstock.base.config import SHIPPED_MODEL
 
 pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 
@@ -273,6 +276,68 @@ def test_a_prompt_is_followed_until_it_is_computed(server: Server) -> None:
     assert all(0 <= step["left"] <= length / step["rate"] for step in timed)
 
 
+def test_a_model_without_experts_that_move_shows_none(server: Server) -> None:
+    status, headers, said = server.ask("GET", "/experts", headers={"Authorization": f"Bearer {KEY}"})
+    assert (status, headers["cache-control"]) == (200, "no-store")
+    assert json.loads(said) == {"layers": [], "age": 0}
+    assert told(server)["experts"] is None
+    assert server.ask("GET", "/experts")[0] == 401
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A mixture of 32 experts, of which some stay on the device and others on disk."""
+    folder = tmp_path_factory.mktemp("mixture")
+    words = json.loads((SHIPPED_MODEL / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    more = {"num_experts": 8, "num_hidden_layers": 4, "moe_intermediate_size": 1024, "vocab_size": len(words)}
+    model = tiny.write(tiny.CASES["qwen3_moe"], folder / "model", **more)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(SHIPPED_MODEL / name, model / name)
+    memory = ("--device-memory", "44MiB", "--cache", str(folder))
+    with serving(folder, str(model), *memory, "--max-length", "512", "--max-step-tokens", "64") as server:
+        yield server
+
+
+def whole(server: Server, **more: Any) -> Any:
+    body = {"model": "model", "prompt": [5, 6, 7], "ignore_eos": True, "temperature": 0, **more}
+    status, _, said = server.ask("POST", "/v1/completions", body)
+    assert status == 200, said
+    return json.loads(said)
+
+
+def test_experts_that_come_are_counted_by_where_they_were(mixture: Server) -> None:
+    whole(mixture, max_tokens=40)
+    until(lambda: mixture.state()["running"] == 0)
+    said = mixture.ask("GET", "/metrics")[2].decode()
+
+    def metric(name: str, label: str, value: str) -> float:
+        found = re.search(rf'^penstock:{name}\{{{label}="{value}"\}} (\S+)$', said, re.MULTILINE)
+        assert found is not None, name
+        return float(found[1])
+
+    state = mixture.state()["experts"]
+    for tier in ("device", "host", "disk"):
+        assert state[tier] == metric("experts_found_total", "tier", tier)
+    assert min(state["device"], state["disk"]) > 0
+    assert state["device"] == metric("experts_asked_total", "found", "hit")
+    assert state["host"] + state["disk"] == metric("experts_asked_total", "found", "miss")
+    # Each of 40 passes asks each of four layers for at least the experts that one token takes.
+    assert state["device"] + state["host"] + state["disk"] >= 40 * 4 * 2
+    assert state["copied"] - state["read"] == metric("experts_fetched_bytes_total", "tier", "host")
+    assert state["read"] == metric("experts_fetched_bytes_total", "tier", "disk") > 0
+    assert state["read"] % state["disk"] == 0
+    assert state["copied"] == (state["host"] + state["disk"]) * (state["read"] // state["disk"])
+    assert 0 <= state["recent_hit"] <= state["recent_asked"]
+    shown = json.loads(mixture.ask("GET", "/experts")[2])
+    assert [layer["layer"] for layer in shown["layers"]] == [0, 1, 2, 3]
+    for layer in shown["layers"]:
+        assert len(layer["asked"]) == len(layer["where"]) == 8
+        # Tokens of this model take two experts each.
+        assert 2000 <= sum(layer["asked"]) <= 3000
+    places = "".join(layer["where"] for layer in shown["layers"])
+    assert {"D", "S"} <= set(places) <= {"D", "H", "S"}
+
+
 # ---- in a browser
 
 
@@ -372,6 +437,57 @@ def test_the_machine_is_shown_where_a_tier_has_nothing(browser: Browser, tmp_pat
     until(lambda: browser.text("#state") == "The server cannot be reached.")
     assert browser.count("#gauges") == 0
     browser.complaints()
+
+
+def test_experts_are_shown_as_a_map_and_as_a_table(browser: Browser, mixture: Server) -> None:
+    browser.complaints()
+    browser.open(mixture.url)
+    whole(mixture, max_tokens=40)
+    until(lambda: browser.count("#experts") == 1)
+    shown = json.loads(mixture.ask("GET", "/experts")[2])
+    numbers = [f"{mixture.state()['experts'][tier]:,}" for tier in ("device", "host", "disk")]
+    until(lambda: [one for one in numbers if one in browser.text("#sources")] == numbers)
+    assert "fetched per token" in browser.text("#expert-numbers")
+    assert browser.count("#heat") == 0, "closed at first, and not asked for"
+    browser.click("#map summary")
+    until(lambda: browser.run("return document.getElementById('heat').width") == 8)
+    assert browser.run("return document.getElementById('heat').height") == 4
+    label = browser.run("return document.getElementById('heat').getAttribute('aria-label')")
+    on_device = sum(layer["where"].count("D") for layer in shown["layers"])
+    assert "4 layers of up to 8 experts" in label
+    assert f"{on_device} on the device" in label
+    # A pixel is as opaque as its expert is often asked for, in the colour of where it is.
+    pixels = browser.run(
+        "return [...document.getElementById('heat').getContext('2d').getImageData(0, 0, 8, 4).data]"
+    )
+    most = max(count for layer in shown["layers"] for count in layer["asked"])
+    for row, layer in enumerate(shown["layers"]):
+        for column, count in enumerate(layer["asked"]):
+            alpha = pixels[4 * (8 * row + column) + 3] / 255
+            faint = 0.3 if layer["where"][column] == "D" else 0.08
+            assert alpha == pytest.approx(faint + (1 - faint) * (count / most) ** 0.5, abs=0.02)
+    browser.run(
+        "const box = document.getElementById('heat').getBoundingClientRect();"
+        "document.getElementById('heat').dispatchEvent(new PointerEvent('pointermove', "
+        "{ clientX: box.left + box.width * 3.5 / 8, clientY: box.top + box.height * 2.5 / 4 }))"
+    )
+    asked = shown["layers"][2]["asked"][3]
+    assert browser.text("#heat-text").startswith(f"Layer 2, expert 3: asked for in {asked / 10:.1f}%")
+    browser.run(
+        "const layer = document.getElementById('layer'); layer.value = '2';"
+        "layer.dispatchEvent(new Event('change'))"
+    )
+    assert browser.text("#layer-title").startswith("Layer 2:")
+    rows = browser.run("return [...document.querySelectorAll('#layer-rows tr')].map((row) => row.innerText)")
+    assert len(rows) == 8
+    words = {"D": "on the device", "H": "in host memory", "S": "on disk"}
+    expert = max(range(8), key=lambda one: shown["layers"][2]["asked"][one])
+    assert rows[0].split("\t")[1:] == [
+        f"{max(shown['layers'][2]['asked']) / 10:.1f}%",
+        words[shown["layers"][2]["where"][expert]],
+    ]
+    assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
+    assert browser.complaints() == []
 
 
 def test_an_answer_is_seen_as_it_comes_and_escape_stops_it(page: Browser, server: Server) -> None:

@@ -227,13 +227,17 @@ def test_a_pack_of_few_bits_streams(recipe: str, tmp_path: Path) -> None:
 
 
 def test_the_same_rows_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny.checkpoint("qwen3_moe")
-    for name in ("int4", "fp8", "mixed"):
-        quantised_pack(model, tmp_path / name, RECIPES[name])
-        monkeypatch.setattr(quantising, "_CPU_NUMBERS", 100)
-        quantised_pack(model, tmp_path / f"{name} again", RECIPES[name])
+    """Row by row, and some at a time, as all at once."""
+    for model, name, numbers in (
+        ("llama", "int4", 100), ("qwen3_moe", "int4", 400), ("qwen3_moe", "fp8", 400),
+        ("qwen3_moe", "mixed", 400),
+    ):  # fmt: skip
+        whole, parts = tmp_path / f"{model} {name}", tmp_path / f"{model} {name} again"
+        quantised_pack(tiny.checkpoint(model), whole, RECIPES[name])
+        monkeypatch.setattr(quantising, "_CPU_NUMBERS", numbers)
+        quantised_pack(tiny.checkpoint(model), parts, RECIPES[name])
         monkeypatch.undo()
-        assert (tmp_path / name / STORE).read_bytes() == (tmp_path / f"{name} again" / STORE).read_bytes()
+        assert (whole / STORE).read_bytes() == (parts / STORE).read_bytes()
 
 
 def test_an_interrupted_pack_goes_on(tmp_path: Path) -> None:

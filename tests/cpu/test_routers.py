@@ -1,8 +1,10 @@
 """Routers: plain torch against transformers, and kernels against plain torch."""
 
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -10,6 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
@@ -18,8 +21,10 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
 import tiny
 from members import Rank, pass_of, steps
+from penstock.api.llm import LLM
 from penstock.arch.layout import GroupId, GroupKind, group_layouts
 from penstock.arch.spec import MoeSpec, Router, Scoring
+from penstock.base.errors import CheckpointError
 from penstock.models import decoder
 from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.route import route
@@ -241,3 +246,24 @@ def test_what_decides_the_choice_is_float32_whatever_the_model_is(name: str) -> 
     with patch.object(decoder, "choose", noting):
         pass_of(tiny.checkpoint(name), 0, dtype="bfloat16")
     assert set(seen) == {torch.float32}
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["glm4_moe", "minimax_m2"])
+def test_corrections_that_are_no_numbers_are_refused(name: str, wrong: float, tmp_path: Path) -> None:
+    """Others would be chosen in silence: shares come of scores without them."""
+    path = shutil.copytree(tiny.checkpoint(name), tmp_path / "model")
+    [file] = [
+        (file, key)
+        for file in path.glob("*.safetensors")
+        for key in load_file(file)
+        if key.endswith("e_score_correction_bias")
+    ][-1:]
+    tensors = load_file(file[0])
+    tensors[file[1]][3] = wrong
+    save_file(tensors, file[0], {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"e_score_correction_bias.*not finite"):
+        LLM(path, device="cpu", dtype="float32", cache=tmp_path, max_length=64)
+    tensors[file[1]][3] = -2.0
+    save_file(tensors, file[0], {"format": "pt"})
+    LLM(path, device="cpu", dtype="float32", cache=tmp_path, max_length=64).close()

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.arch.spec import MoeSpec
+from penstock.arch.spec import MoeSpec, Router, Scoring
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError
 from penstock.bench.routing import recording as recordings
@@ -33,6 +33,7 @@ from penstock.engine.placing import Override
 from penstock.models import decoder
 from penstock.models.moe import mixture
 from penstock.ops.matrix import GroupViews, Matrix
+from penstock.ops.route import route
 from penstock.weights.checkpoint.shape import Shape
 
 MOE = {
@@ -365,6 +366,38 @@ def test_shares_are_sensible_in_every_dtype() -> None:
         assert torch.equal(order[0], chosen[0, 0])
         assert shares.sum() > 0.99
         assert 1 < shares[0, 0] / shares[0, -1] < 3
+
+
+@pytest.mark.parametrize("scoring", [Scoring.SIGMOID, Scoring.SOFTMAX])
+@pytest.mark.parametrize(
+    ("experts", "groups", "top_groups", "top_k"), [(16, 4, 2, 4), (12, 4, 1, 3), (64, 8, 4, 8)]
+)
+def test_routers_that_choose_among_groups_take_what_is_imposed(
+    experts: int, groups: int, top_groups: int, top_k: int, scoring: Scoring, tmp_path: Path
+) -> None:
+    corrects = scoring is Scoring.SIGMOID
+    router = Router(scoring, groups=groups, top_groups=top_groups, correction=corrects)
+    moe = replace(mixture_of(experts, top_k), router=router)
+    made(40).write(tmp_path / "r.npz")
+    correction = torch.linspace(-0.05, 0.05, experts) if corrects else None
+    for text in ("uniform", "zipf:1.1", str(tmp_path / "r.npz")):
+        chosen = ImposedRouting.parse(text).chosen(moe, 2, 40)
+        assert (np.diff(np.sort(chosen, -1)) > 0).all(), "each of a token's experts is another"
+        table = RoutingTable(torch.from_numpy(chosen), experts, (0, 1), 40, torch.float32)
+        for layer in range(2):
+            scores = table.scores(layer, views(), torch.empty(0), torch.zeros(40, experts))
+            _, found = route(scores, moe, correction)
+            rows = (torch.arange(40) * (len(chosen) // 40)) % len(chosen)
+            wanted = torch.from_numpy(chosen[:, layer])[rows]
+            assert torch.equal(found.sort(-1).values, wanted.sort(-1).values)
+        # What may stay as it was does.
+        free = ImposedRouting.parse(text).chosen(replace(moe, router=Router(scoring)), 2, 40)
+        assert (chosen[..., 0] == free[..., 0]).all()
+        fits = [
+            len({one // (experts // groups) for one in row}) <= top_groups
+            for row in free.reshape(-1, top_k).tolist()
+        ]
+        assert (chosen == free).all(-1).reshape(-1)[fits].all()
 
 
 def test_zipf_prefers_few_and_uniform_none() -> None:

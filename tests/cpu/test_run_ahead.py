@@ -135,7 +135,7 @@ def test_an_interrupt_anywhere_loses_no_token(steps: list[int]) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=few, ignore_eos=True)
     with LLM(tiny.checkpoint("llama"), **SETTINGS, prefix_cache=False) as llm:
         strikes = 0
-        for where in range(0, 3000, 150):
+        for where in range(0, 2700, 135):
             streams = [llm.stream(reference.prompt, greedy) for reference in references]
             for _ in range(4):
                 llm.driver.step()

@@ -26,17 +26,19 @@ LARGE = (
     "pointwise, half of a head",
     "experts, some",
     "experts, gpt-oss",
-    "few bits experts, gpt-oss",
     "decode, sinks",
     "run, sinks",
+)
+"""Each kernel once, and where one takes most."""
+FEW_BITS = (
+    "few bits experts, gpt-oss",
     "few bits, integers",
     "few bits, NVFP4",
     "few bits experts, zero points",
     "few bits experts, float16",
-    "blocks of GGUF, old ones",
-    "blocks of GGUF, six bits and levels",
 )
-"""Each kernel once, and where one takes most."""
+BLOCKS = ("blocks of GGUF, old ones in turn", "blocks of GGUF, six bits and levels")
+"""The same of few bits, and of GGUF's blocks: every kind, and few rows and more."""
 EARLY = (
     "decode, one row",
     "pointwise",
@@ -46,7 +48,7 @@ EARLY = (
     "sums",
     "few bits, zero points",
     "few bits, MXFP4",
-    "blocks of GGUF, four and five bits",
+    "blocks of GGUF, four and five bits in turn",
 )
 """Where launches may begin before those before them have ended, which devices can from 9.0 on. What such a
 kernel does besides is all that it has of its own: as it is otherwise, it is compiled only if all is to be
@@ -54,7 +56,10 @@ tested."""
 EVERYTHING = [(capability, ()) for capability in (80, 86, 89, 90, 100, 120)]
 
 
-@pytest.mark.parametrize(("capability", "cases"), EVERYTHING if tiny.THOROUGH else [(89, LARGE), (90, EARLY)])
+@pytest.mark.parametrize(
+    ("capability", "cases"),
+    EVERYTHING if tiny.THOROUGH else [(89, LARGE), (89, FEW_BITS), (89, BLOCKS), (90, EARLY)],
+)
 def test_every_kernel_compiles_for_it_and_fits(
     capability: int, cases: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -62,7 +67,7 @@ def test_every_kernel_compiles_for_it_and_fits(
     early = ["--early"] if cases == EARLY else []
     output = _run("-m", "compiling", *early, str(capability), *cases, cache=tmp_path)
     most, *kernels = map(json.loads, output.splitlines())
-    assert len(kernels) >= 2 * len(cases or LARGE)
+    assert len(kernels) >= 2 * len(cases or LARGE + FEW_BITS + BLOCKS)
     assert not cases or {kernel["case"] for kernel in kernels} == set(cases)
     assert all(kernel["early"] for kernel in kernels) or not early
     assert not [kernel for kernel in kernels if kernel["shared"] > most]

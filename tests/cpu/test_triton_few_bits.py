@@ -67,7 +67,11 @@ def test_product_by_warps(scheme: str, gated: bool) -> None:
     """In float32 here, so close. Some warps have no columns at last, some tiles no rows, and rows of
     activations end in the first eight or in the second."""
     rng = torch.Generator().manual_seed(len(scheme))
-    for height, width, rows, tuning in ((48, 384, 3, MmaTuning(1, 2)), (40, 640, 11, MmaTuning(4, 4))):
+    for height, width, rows, tuning in (
+        (48, 384, 3, MmaTuning(1, 2)),
+        (40, 640, 11, MmaTuning(4, 4)),
+        (40, 320, 9, MmaTuning(1, 1)),
+    ):
         weight = torch.randn(height, width, generator=rng) / width**0.5
         few, plain = matrix_of(SCHEMES[scheme], weight)
         x = torch.randn(rows, 2 * width, generator=rng).bfloat16()[:, width:]
@@ -95,8 +99,8 @@ def test_products_by_warps_take_whole_steps_of_activations_that_lie_right() -> N
     assert not few_bits_mma.suits(x[:, 1:257], four)
     assert not few_bits_mma.suits(torch.zeros(16, 258).bfloat16()[:, :256], four)
     assert not few_bits_mma.suits(torch.zeros(17, 256).bfloat16(), four)
-    odd, _ = matrix_of(SCHEMES["gptq_128"], torch.randn(32, 320))
-    assert not few_bits_mma.suits(torch.zeros(1, 320).bfloat16(), odd)
+    odd, _ = matrix_of(SCHEMES["gptq_128"], torch.randn(32, 352))
+    assert not few_bits_mma.suits(torch.zeros(1, 352).bfloat16(), odd)
 
 
 @pytest.mark.parametrize("scheme", READ)

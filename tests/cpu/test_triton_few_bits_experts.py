@@ -38,6 +38,8 @@ TUNINGS = (
     ExpertTuning(16, 64, 256, warps=4, stages=1, group=1),
     ExpertTuning(32, 64, 128, warps=4, stages=1, group=2),
 )
+BY_WARPS = ExpertTuning(kernels.BLOCK, 64, 256, warps=4, stages=1, group=1)
+BY_WARPS = ExpertTuning(kernels.BLOCK, 64, 256, warps=4, stages=1, group=1)
 EXPERTS, TOP = 4, 2
 
 
@@ -54,7 +56,7 @@ def _interpreted() -> Iterator[None]:
             for format, shape in zip(rest[-1].formats, shapes, strict=True)  # type: ignore[attr-defined]
             for stored in format.stored("float32", [matrix("experts.weight", *shape)])
         ]
-        sizes += [4 * height for height, _ in shapes][: rest[-1].biases]  # type: ignore[attr-defined]
+        sizes += [x.element_size() * height for height, _ in shapes][: rest[-1].biases]  # type: ignore[attr-defined]
         rows = (zip(row, sizes, strict=True) for row in table.tolist())
         with bounds.lent((at, at + size) for row in rows for at, size in row if at):
             compute(x, arranged, table, h, *rest)  # type: ignore[arg-type]
@@ -93,13 +95,18 @@ KEPT = list[list[Tensor]]()
 
 
 def mixed(
-    its: list[Expert], tokens: int, tuning: ExpertTuning, biases: int = 0, activation: Activation = SWIGLU
+    its: list[Expert],
+    tokens: int,
+    tuning: ExpertTuning,
+    biases: int = 0,
+    activation: Activation = SWIGLU,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Grouped, Tensor, Tensor]:
     """A mixture that is to be computed, its table, and what the dense experts give."""
     hidden, inner = its[0][1][0].shape
     rng = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, hidden + 8, generator=rng)[:, 4:-4]
-    scores = torch.randn(tokens, EXPERTS, generator=rng)
+    x = torch.randn(tokens, hidden + 8, generator=rng).to(dtype)[:, 4:-4]
+    scores = torch.randn(tokens, EXPERTS, generator=rng).to(dtype)
     moe = MoeSpec(EXPERTS, TOP, inner, Router(normalise=True), bias=biases > 0, activation=activation)
     formats = tuple(matrix.format for matrix, _ in its[0])
     assert MixtureLayout(EXPERTS, formats).kernels == "few_bits_experts"
@@ -110,15 +117,15 @@ def mixed(
     addresses = [[part.data_ptr() for matrix, _ in one for part in matrix.parts.values()] for one in its]
     plain: list[list[Tensor]] = [[gate_up[1], down[1]] for gate_up, down in its]
     if biases:
-        added = [[torch.randn(size, generator=rng) for size in (2 * inner, hidden)] for _ in its]
+        added = [[torch.randn(size, generator=rng).to(dtype) for size in (2 * inner, hidden)] for _ in its]
         for row, its_biases in zip(addresses, added, strict=True):
             row += [bias.data_ptr() for bias in its_biases[:biases]]
         KEPT[:] = added
         plain = [
-            [*matrices, gate_up, down if biases > 1 else torch.zeros_like(down)]
+            [*matrices, gate_up.float(), down.float() if biases > 1 else torch.zeros(hidden)]
             for matrices, (gate_up, down) in zip(plain, added, strict=True)
         ]
-    want = experts_reference(x, scores, moe, plain)[1]
+    want = experts_reference(x.float(), scores, moe, plain)[1]
     return made, torch.tensor(addresses), want
 
 
@@ -150,6 +157,32 @@ def test_biases_and_a_clamped_activation(scheme: str, biases: int) -> None:
             made, table, want = mixed(weights(scheme, 192, 64), tokens, tuning, biases, activation)
             made.compute(table)
             close(made.total(), want)
+
+
+@pytest.mark.parametrize("scheme", READ)
+def test_few_tokens_by_warps(scheme: str) -> None:
+    """With activations in bfloat16, which are read four at a time, and also some experts at a time."""
+    biases = 2 if scheme in ("mxfp4", "awq") else 0
+    its, activation = weights(scheme, 192, 64), Activation(alpha=1.702, shift=1.0, limit=0.7)
+    for tokens in (1, 8):
+        made, table, want = mixed(its, tokens, BY_WARPS, biases, activation, torch.bfloat16)
+        with patch.object(kernels, "expert_columns", wraps=kernels.expert_columns) as by_warps:
+            made.compute(table)
+        assert by_warps.call_count == 2
+        torch.testing.assert_close(made.total().float(), want, rtol=0, atol=2e-2 * float(want.abs().amax()))
+        if tokens == 1:
+            continue
+        some, table, _ = mixed(its, tokens, BY_WARPS, biases, activation, torch.bfloat16)
+        some.counts()
+        for first in (0, 1):
+            lent = torch.zeros_like(table)
+            lent[first::2] = table[first::2]
+            some.compute(lent)
+        assert torch.equal(some.total(), made.total())
+    made, table, _ = mixed(its, 9, BY_WARPS, biases, activation, torch.bfloat16)
+    with patch.object(kernels, "expert_columns") as by_warps:
+        made.compute(table)
+    assert not by_warps.called
 
 
 @pytest.mark.parametrize("scheme", ["awq", "nvfp4", "fp8", "mxfp8"])

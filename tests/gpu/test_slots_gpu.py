@@ -18,6 +18,7 @@ from penstock.memory.streams import CudaStream, Ticket
 from penstock.ops.slots import ExpertParts, Places
 from penstock.ops.triton import slots as triton_slots
 from penstock.ops.triton.slots import expert_step, fetch
+from penstock.weights.streaming import snapshots
 from penstock.weights.streaming.experts import Experts
 from penstock.weights.streaming.residency import ExpertRoom
 from penstock.weights.streaming.slots import SlotRule, SlotTable
@@ -85,7 +86,7 @@ def test_tokens_are_those_of_experts_that_rest(share: float, graphs: bool, tmp_p
             pytest.skip("all experts have room on the device")
         assert [one.tokens for one in llm.generate(prompts, params)] == want
         assert [one.tokens for one in llm.generate(prompts[:1], params)] == want[:1]
-        asked, _ = experts.counts()[:2]
+        asked = experts.counts(exact=True).asked
         assert asked > 0
         assert llm.memory.weights.copied > 0
 
@@ -192,7 +193,7 @@ def test_whatever_is_late(slots: int, ring: int, fetch: int, kernel: int, graphs
         world.scores.copy_(pairs + torch.rand(LAYERS, EXPERTS, generator=rng).to(DEVICE) * 4)
         work()
     assert bool(world.right)
-    asked, hits, foretold, right = world.experts.counts()
+    asked, hits, foretold, right = world.experts.snapshots.exact().counts.sum(0).tolist()
     assert asked == 8 * 7 * LAYERS
     assert (hits > 0) == (slots > 0)
     assert (0 < right <= foretold <= (8 + graphs) * (LAYERS - 1)) == (ring >= 4)
@@ -218,3 +219,35 @@ def test_every_wait_is_needed(left_out: str, fetch: int, kernel: int) -> None:
                     world.layer(number, pairs, 7, **{left_out: waits})
         torch.cuda.synchronize()
         assert bool(world.right) == waits
+
+
+def test_what_the_device_counts_is_seen_while_steps_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies to the host are of one moment each, come without a wait, and lag behind by little."""
+    monkeypatch.setattr(snapshots, "EVERY", 0.0)
+    path = tiny.checkpoint("qwen3_moe")
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    settings = {"dtype": "bfloat16", "max_length": 256, "kv_blocks": 40, "cache": tmp_path}
+    with LLM(path, **settings) as llm:  # type: ignore[arg-type]
+        budget = llm.memory.budget
+    room = budget.activations + budget.kv + budget.weights // 2 + (64 << 20)
+    with LLM(path, device_memory=room, **settings) as llm:  # type: ignore[arg-type]
+        experts = llm.booted.weights.experts
+        if not isinstance(experts, SlotExperts):
+            pytest.skip("all experts have room on the device")
+        asked = list[int]()
+        for _ in llm.stream([5, 6, 7], params):
+            counts = experts.counts(exact=False)
+            asked.append(counts.asked)
+            assert 0 <= counts.hit <= counts.asked
+            assert 0 <= counts.age < 5
+            for layer in experts.use(exact=False).layers:
+                assert all(0 <= rate <= 1 for rate in layer.rates)
+        assert asked == sorted(asked)
+        assert len(set(asked)) > 20, "it goes on while steps run"
+        exact = llm.memory.weights.experts
+        assert asked[-1] <= exact.asked
+        assert exact.age < 0.1
+        # A token asks each layer for its experts.
+        assert exact.asked >= 150 * len(experts.mixtures)

@@ -12,6 +12,7 @@ from penstock.arch.layout import GroupKind, group_layouts
 from penstock.base.errors import ConfigError
 from penstock.bench.shapes import LAYERS_OF, SHAPES
 from penstock.cli.commands.plan import MACHINES, kept_costs, machine_of, settle
+from penstock.cli.known_costs import SHIPPED, costs_of
 from penstock.engine.costs import (
     DecodeCosts,
     PromptCosts,
@@ -21,10 +22,10 @@ from penstock.engine.costs import (
     prompt_seconds,
     read_costs,
 )
-from penstock.engine.forecast import forecast
-from penstock.engine.machines import Machine, Work
+from penstock.engine.forecast import decode_pace, forecast
+from penstock.engine.machines import ExpertUse, Machine, Work
 from penstock.engine.passes import UseWork, decode_step, pass_work, prompt_step
-from penstock.weights.streaming.residency import pass_order
+from penstock.weights.streaming.residency import padded, pass_order
 from penstock.weights.streaming.ring import StreamRates
 
 ONE = DecodeCosts(1, step=1e-5, layer=2e-5, moe_layer=4e-5, weight_read=4e12, expert_read=3e12, kv_read=2e12)
@@ -50,6 +51,7 @@ def test_costs_are_read_as_they_were_kept(tmp_path: Path) -> None:
         lambda body: body.update(format=0),
         lambda body: body.update(link_rate=0),
         lambda body: body.update(expert_layer=-1),
+        lambda body: body.update(slot_layer=-1),
         lambda body: body.update(device=7),
         lambda body: body.update(more=1),
         lambda body: body["decode"].reverse(),
@@ -158,6 +160,44 @@ def test_a_layer_whose_experts_are_elsewhere_costs_the_wait_for_its_router() -> 
     ]
     assert seconds[0] - seconds[1] == pytest.approx(12 * 1e-3)
     assert seconds[2] - seconds[0] == pytest.approx(10 * experts[0].size / 50e9)
+
+
+def test_a_layer_with_slots_costs_what_deciding_takes_and_an_engine_is_forecast_as_its_plan() -> None:
+    config = dict(LAYERS_OF["30B-A3B"][0]) | {"num_hidden_layers": 12}
+    spec, names = read_spec(config), family_of(config).names
+    layouts = group_layouts(spec, names, "bfloat16")
+    size = padded(next(layout for layout in layouts if layout.id.kind is GroupKind.EXPERT))
+    seconds = list[float]()
+    for costs, fetched in ((COSTS, 0.0), (replace(COSTS, slot_layer=3e-4), 0.0), (COSTS, 10.0)):
+        there = Machine(8 * GIB, 64 * GIB, RATES, 8e14, costs)
+        work = Work("bfloat16", context=512, step_tokens=512, experts_fetched=fetched)
+        found = forecast(spec, names, there, work)
+        assert found.experts is not None
+        assert found.experts.copies
+        same = decode_pace(spec, layouts, there, found.placement, found.experts, work)
+        assert same == found.decode
+        seconds.append(same.seconds)
+    assert seconds[1] - seconds[0] == pytest.approx(12 * 3e-4)
+    assert seconds[2] - seconds[0] == pytest.approx(10 * size / 50e9)
+    # A step asks for 8 of 128 experts in each of 12 layers: by a share or by a count it is the same.
+    given = replace(work, experts_fetched=None, expert_use=ExpertUse(((0.0, 1 - 10 / 96),)))
+    assert forecast(spec, names, there, given).decode.seconds == pytest.approx(seconds[2])
+
+
+def test_costs_are_those_that_were_measured_here_else_those_of_the_name(tmp_path: Path) -> None:
+    shipped = read_costs(SHIPPED / "h100.json")
+    assert costs_of(tmp_path, shipped.device, "bfloat16") == shipped
+    assert costs_of(tmp_path, shipped.device, "float32") is None
+    assert costs_of(tmp_path, "Some GPU", "bfloat16") is None
+    keep_costs(COSTS, costs_file(tmp_path, shipped.device, "bfloat16"))
+    assert costs_of(tmp_path, shipped.device, "bfloat16") == COSTS
+
+
+def test_costs_from_before_there_were_slots_are_read() -> None:
+    body = json.loads(replace(COSTS, slot_layer=2e-4).line())
+    assert StepCosts.parse(json.dumps(body), "here").slot_layer == 2e-4
+    del body["slot_layer"]
+    assert StepCosts.parse(json.dumps(body), "here") == COSTS
 
 
 def test_machines_with_costs_are_forecast_with_them() -> None:

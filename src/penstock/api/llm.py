@@ -23,6 +23,7 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.config import SHIPPED_MODEL as SHIPPED_MODEL
 from penstock.base.config import Config
 from penstock.base.errors import RequestError
+from penstock.base.meter import ExpertMap
 from penstock.base.setting import keywords_of
 from penstock.base.trace import Trace
 from penstock.engine.boot import Booted, boot
@@ -153,6 +154,11 @@ class LLM:
         """Return the memory of weights and KV at this moment. May be read from any thread, also while a step
         runs."""
         return MemoryUse.of(self._booted)
+
+    def expert_map(self) -> ExpertMap:
+        """Return how the experts of a mixture are used lately, and where they are. May be called from any
+        thread, also while a step runs, for which it does not wait."""
+        return self._booted.weights.expert_map(exact=not self._booted.engine.busy)
 
     @property
     def progress(self) -> Progress:

@@ -10,7 +10,7 @@ from typing import Protocol
 from penstock.api.limits import ServingLimits
 from penstock.api.sequences import PreparedPrompt
 from penstock.api.structures import Structures
-from penstock.api.text.detokenize import Detokenizer
+from penstock.api.text.detokenize import Detokenizer, Headers
 from penstock.api.text.tokenizer import Tokenizer
 from penstock.base.errors import CheckpointError, RequestError
 from penstock.step.params import Sampling, SamplingParams, shown
@@ -103,13 +103,19 @@ class PromptReader:
         text, tokens = self._read(prompt)
         sampling = self._sampling(params)
         self._admit(len(tokens), params.max_tokens)
-        continues = isinstance(prompt, str) and bool(prompt)
+        continues, headers = isinstance(prompt, str) and bool(prompt), None
+        if (begins := params.text_token) is not None:
+            headers = Headers(frozenset(params.shown_tokens), begins, within=[*tokens[-1:]] == [begins])
 
         def detokenizer() -> Detokenizer | None:
             if self._tokenizer is None:
                 return None
             return self._tokenizer.detokenizer(
-                params.stop_strings, params.include_stop, continues=continues, kept=params.shown_tokens
+                params.stop_strings,
+                params.include_stop,
+                continues=continues,
+                kept=params.shown_tokens,
+                headers=headers,
             )
 
         return PreparedPrompt(

@@ -51,13 +51,14 @@ class MemoryUse:
 
     @classmethod
     def of(cls, booted: Booted) -> Self:
-        """Return the memory of a booted engine. May be called from any thread, also while a step runs."""
+        """Return the memory of a booted engine. May be called from any thread, also while a step runs, for
+        which it does not wait."""
         scheduler, placement = booted.engine.scheduler, booted.weights.placement
         host, tiers, counts = scheduler.host, scheduler.tiers, scheduler.tiers.counts
         kept = tiers.disk.capacity if tiers.disk is not None else 0
         return cls(
             budget=booted.budget,
-            weights=booted.weights.stats(),
+            weights=booted.weights.stats(exact=not booted.engine.busy),
             kv=booted.engine.kv_stats(),
             host_blocks=host.near,
             disk_blocks=host.blocks - host.near + kept,

@@ -2,12 +2,71 @@
 what happens in between."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from penstock.base.tiers import Tier
+
 _STEPS = 16
 """Over which a prompt's rate is taken: later ones take longer, since they look back further."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCounts:
+    """Counts the experts that layers were asked for since the start, where not all of them rest on DEVICE.
+
+    asked, hit: all, and those that were on DEVICE.
+    from_disk: those of the others that were on DISK; the rest were on HOST.
+    copied, read: bytes that came for them, HOST to DEVICE and DISK to HOST.
+    fetched: of `copied`, what a device has fetched and counted by itself.
+    age: seconds since that was so; of a difference, how much longer that is ago than it was before.
+    foretold, right: those that a layer foretold of the next, to come early; and those of them that were then
+    missing.
+    """
+
+    asked: int = 0
+    hit: int = 0
+    from_disk: int = 0
+    copied: int = 0
+    read: int = 0
+    fetched: int = 0
+    age: float = 0.0
+    foretold: int = 0
+    right: int = 0
+
+    @property
+    def found(self) -> Mapping[str, int]:
+        """Return how many of those that were asked for were on each tier."""
+        missed = self.asked - self.hit
+        return {"device": self.hit, "host": missed - self.from_disk, "disk": self.from_disk}
+
+    @property
+    def hit_rate(self) -> float:
+        """Return the share that was on DEVICE, 0 where nothing was asked for."""
+        return self.hit / self.asked if self.asked else 0.0
+
+    def since(self, before: "ExpertCounts") -> "ExpertCounts":
+        """Return the same, counting only what came after `before`."""
+        return ExpertCounts(
+            self.asked - before.asked,
+            self.hit - before.hit,
+            self.from_disk - before.from_disk,
+            self.copied - before.copied,
+            self.read - before.read,
+            self.fetched - before.fetched,
+            self.age - before.age,
+            self.foretold - before.foretold,
+            self.right - before.right,
+        )
+
+    def rate(self, seconds: float) -> float:
+        """Return the bytes a second that came to DEVICE, of a difference over `seconds`.
+
+        What a device counts by itself is seen later, and is of a time that is seen later as well.
+        """
+        own = seconds - self.age
+        return (self.copied - self.fetched) / seconds + (self.fetched / own if own > 0 else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +97,7 @@ class WeightStats:
     nothing is predicted."""
     binding: str
     """The bottleneck of a pass: "disk", "link" or "compute"."""
-    experts_asked: int = 0
-    experts_hit: int = 0
-    """Experts that steps asked the device for, where it decides which it has; and those that were there."""
-    experts_foretold: int = 0
-    experts_right: int = 0
-    """Experts that were foretold by the layer before, to come early; and those that were then missing."""
+    experts: ExpertCounts = ExpertCounts()
 
     @property
     def streams(self) -> bool:
@@ -60,10 +114,7 @@ class WeightStats:
             passes=self.passes - before.passes,
             copied=self.copied - before.copied,
             read=self.read - before.read,
-            experts_asked=self.experts_asked - before.experts_asked,
-            experts_hit=self.experts_hit - before.experts_hit,
-            experts_foretold=self.experts_foretold - before.experts_foretold,
-            experts_right=self.experts_right - before.experts_right,
+            experts=self.experts.since(before.experts),
             stalled_link=max(self.stalled_link - before.stalled_link, 0.0),
             stalled_disk=max(self.stalled_disk - before.stalled_disk, 0.0),
         )
@@ -72,7 +123,8 @@ class WeightStats:
         """Return all that was counted, as rates over `seconds`."""
         if seconds <= 0:
             return Flow(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        copied, read = self.copied / seconds, self.read / seconds
+        copied = (self.copied - self.experts.copied) / seconds + self.experts.rate(seconds)
+        read = self.read / seconds
         return Flow(
             copied,
             read,
@@ -81,6 +133,30 @@ class WeightStats:
             _share(self.stalled_link, seconds),
             _share(self.stalled_disk, seconds),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerExperts:
+    """Says how the experts of a layer are used, in their order.
+
+    rates: the share of recent steps that asked for each.
+    tiers: where each is when a step begins; DEVICE also for a copy in a slot there.
+    """
+
+    layer: int
+    rates: list[float]
+    tiers: list[Tier]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMap:
+    """Holds the experts of all layers that have some, where not all of them rest on DEVICE.
+
+    age: seconds since it was so.
+    """
+
+    layers: Sequence[LayerExperts] = ()
+    age: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.base.config import Config
 from penstock.base.meter import KVStats, MissedStats, TierStats, WeightStats
-from penstock.cli.summaries import kv_summary, missed_summary, summary, tier_summary
+from penstock.cli.summaries import expert_summary, kv_summary, missed_summary, summary, tier_summary
 from penstock.cli.terminal import say
 from penstock.step.params import SamplingParams
 from penstock.step.plan import TokenLogprob
@@ -110,6 +110,8 @@ def remark(answer: TimedAnswer) -> None:
     say(answer.statistics(), faint=True)
     if answer.weights.streams:
         say(summary(answer.weights, answer.end), faint=True)
+    if answer.weights.experts.asked:
+        say(expert_summary(answer.weights), faint=True)
     if answer.kv is not None and answer.kv.streams:
         say(kv_summary(answer.kv, answer.end), faint=True)
     if answer.missed.choices:

@@ -91,7 +91,8 @@ class Conversation:
         if structure is not None and may_be_behind(structure) and not header.endswith(MESSAGE):
             structure = in_channels(structure, {}, tokenizer, header=header)
         shown = [mark for mark in map(tokenizer.token_to_id, MARKS) if mark is not None]
-        return replace(params, structure=structure, shown_tokens=shown)
+        begins = tokenizer.token_to_id(MESSAGE)
+        return replace(params, structure=structure, shown_tokens=shown, text_token=begins)
 
     def check(self) -> None:
         """Raise RequestError if the model has no template, or one that refuses the system message."""

@@ -26,13 +26,12 @@ def weight_forms(stats: WeightStats, flow: Flow, seconds: float) -> list[str]:
     seconds: of a pass, 0 if not known.
     """
     took = f"pass {seconds:.3g} s" if seconds else "first pass"
-    hits = stats.experts_hit / stats.experts_asked if stats.experts_asked else 0.0
-    right = stats.experts_right / stats.experts_foretold if stats.experts_foretold else 0.0
+    right = stats.experts.right / max(stats.experts.foretold, 1)
     flows = " | ".join(
         [
             *_flows(stats, flow),
-            *([f"experts {hits:.1%} on the device"] if stats.experts_asked else []),
-            *([f"foretold {right:.1%} right"] if stats.experts_foretold else []),
+            *([f"experts {stats.experts.hit_rate:.1%} on the device"] if stats.experts.asked else []),
+            *([f"foretold {right:.1%} right"] if stats.experts.foretold else []),
             f"{took} (decode predicted {stats.predicted:.3g})" if stats.predicted else took,
         ]
     )
@@ -78,6 +77,17 @@ def summary(stats: WeightStats, seconds: float) -> str:
     predicted = f"decode predicted {stats.predicted:.3g}, " if stats.predicted else ""
     took = f"{took} ({predicted}bound by {stats.binding})"
     return " | ".join([f"weights: {_homes(stats)}", passes, *_flows(stats, stats.flow(seconds)), took])
+
+
+def expert_summary(stats: WeightStats) -> str:
+    """Return a line on a run in which layers asked for experts that were not all on the device."""
+    experts, passes = stats.experts, max(stats.passes, 1)
+    disk = f", {format_size(experts.read)} of it from disk" if experts.read else ""
+    return (
+        f"experts: {experts.hit_rate:.1%} of {experts.asked:,} asked were on the device | "
+        f"{format_size(experts.copied)} over the link{disk} | "
+        f"{format_size(experts.copied // passes)} a pass"
+    )
 
 
 def kv_summary(kv: KVStats, seconds: float) -> str:

@@ -75,6 +75,8 @@ class StepCosts:
     decode: in order of rows.
     expert_layer: seconds of a decode step for each layer with experts that are not on the device, since the
         host waits for the router's choice. 0 was not measured.
+    slot_layer: the same where the device decides which of them come: what deciding takes, and fetching beyond
+        the bytes at `link_rate`.
     """
 
     device: str
@@ -86,6 +88,7 @@ class StepCosts:
     decode: tuple[DecodeCosts, ...]
     prompt: PromptCosts
     expert_layer: float = 0.0
+    slot_layer: float = 0.0
 
     def rows(self, rows: float) -> DecodeCosts:
         """Return the costs of a decode step of `rows` sequences.
@@ -120,13 +123,16 @@ class StepCosts:
             link, read, compute, wait = (
                 float(body.pop(name)) for name in ("link_rate", "device_read", "compute", "expert_layer")
             )
+            slots = float(body.pop("slot_layer", 0.0))
             if body or not all(isinstance(text, str) for text in (device, dtype, measured)):
                 raise ValueError("it has other fields")
-            if not 0 <= wait < math.inf or not all(0 < rate < math.inf for rate in (link, read, compute)):
+            if not all(0 <= cost < math.inf for cost in (wait, slots)) or not all(
+                0 < rate < math.inf for rate in (link, read, compute)
+            ):
                 raise ValueError("it has numbers that cannot be")
             if not decode or [one.rows for one in decode] != sorted({one.rows for one in decode}):
                 raise ValueError("rows are not in order")
-            return cls(device, dtype, measured, link, read, compute, decode, prompt, wait)
+            return cls(device, dtype, measured, link, read, compute, decode, prompt, wait, slots)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"{where} is no file of measured step costs ({error}); remove it, and run `penstock doctor` "

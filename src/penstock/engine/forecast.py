@@ -15,7 +15,7 @@ from math import comb
 
 from penstock.arch import bounds
 from penstock.arch.families import TensorNames
-from penstock.arch.layout import GroupKind, group_layouts
+from penstock.arch.layout import GroupKind, GroupLayout, group_layouts
 from penstock.arch.parts import local_spec
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.errors import ConfigError
@@ -195,21 +195,30 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
 
     def pace(step: StepShape) -> Pace:
         arithmetic = _arithmetic(spec, own, pass_work(spec, work.dtype, every, mixtures, step), step)
-        return _pace(
-            spec,
-            own,
-            placement,
-            experts,
-            step,
-            arithmetic,
-            _passing(far, work),
-            work,
-        )
+        return _pace(spec, own, placement, experts, step, arithmetic, _passing(far, work), work)
 
     near = max(plan.budget.blocks // work.batch - _TAIL, 0) * BLOCK_SIZE if far else 0
     decode = pace(decode_step(spec, work.dtype, work.batch, work.context, near))
     prefill = pace(prompt_step(spec, work.dtype, work.batch, work.context, work.step_tokens, needed=not far))
     return Forecast(machine, work, plan, placement, experts, decode, prefill)
+
+
+def decode_pace(
+    spec: ModelSpec,
+    layouts: Sequence[GroupLayout],
+    machine: Machine,
+    placement: Placement,
+    experts: ExpertRoom | None,
+    work: Work,
+) -> Pace:
+    """Return how long decode steps take where weights rest so, with all KV on the device.
+
+    It is the decode pace of `forecast`, for an engine that is there. spec, layouts, machine: of a rank.
+    """
+    every = pass_order(layouts, spec.tied_embeddings)
+    step = decode_step(spec, work.dtype, work.batch, work.context)
+    uses = pass_work(spec, work.dtype, every, mixtures_of(layouts), step)
+    return _pace(spec, machine, placement, experts, step, _arithmetic(spec, machine, uses, step), None, work)
 
 
 def gains(spec: ModelSpec, names: TensorNames, now: Forecast) -> tuple[Gain, ...]:
@@ -300,8 +309,9 @@ def _pace(
             )
         else:
             seconds += sum(count * _fetch(experts, each, machine.rates) for count, each in layers)
-        if machine.costs and experts.on_device < experts.experts and not experts.copies:
-            seconds += sum(spec.moe_layers) * machine.costs.expert_layer
+        if machine.costs and experts.on_device < experts.experts:
+            each_layer = machine.costs.slot_layer if experts.copies else machine.costs.expert_layer
+            seconds += sum(spec.moe_layers) * each_layer
         copied, read = copied + experts_copied, read + experts_read
         busy[Link.LINK] += experts_copied / machine.rates.host_to_device
         busy[Link.DISK] += experts_read / machine.rates.disk_to_host if experts_read else 0.0

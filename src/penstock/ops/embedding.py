@@ -8,6 +8,9 @@ from penstock.arch.formats.gguf import Blocks
 from penstock.ops.kernels import native_kernels, triton_kernels
 from penstock.ops.matrix import Matrix
 
+_FEW = 8
+"""Tokens up to which a CPU's kernels look up row by row."""
+
 
 def look_up(tokens: Tensor, weight: Matrix, dtype: torch.dtype | None) -> Tensor:
     """Return the rows of an embedding `[vocabulary, hidden]` that tokens, int64 `[tokens]`, name.
@@ -21,6 +24,14 @@ def look_up(tokens: Tensor, weight: Matrix, dtype: torch.dtype | None) -> Tensor
     if kernels is not None and kernels.reads(weight.format):
         out = torch.empty(len(tokens), weight.shape[1], dtype=dtype, device=tokens.device)
         kernels.look_up(weight, tokens, out)
+        return out
+    native = None
+    if not tokens.is_cuda and len(tokens) <= _FEW and weight.format.native:
+        native = native_kernels(weight.format.native)
+    if native is not None and native.reads(weight.format):
+        out = torch.empty(len(tokens), weight.shape[1], dtype=dtype)
+        for place, token in enumerate(tokens.tolist()):
+            native.dequantise(weight, slice(token, token + 1), out[place : place + 1])
         return out
     blocks = None
     if isinstance(weight.format, Blocks):

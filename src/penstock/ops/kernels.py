@@ -103,6 +103,7 @@ _MODULES = (
     "dequantise",
     "dequantise_blocks",
     "blocks",
+    "expert_columns",
     "experts",
     "few_bits",
     "few_bits_mma",

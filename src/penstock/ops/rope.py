@@ -7,6 +7,9 @@ from penstock.arch.rope import attention_scale, inverse_frequencies
 from penstock.arch.spec import RopeKind, RopeSpec
 from penstock.ops.kernels import triton_kernels
 
+_KEPT = 64
+"""Positions whose angles are kept for sequences that are decoded alone, one token after the other."""
+
 
 class RotaryAngles:
     """Computes cosines and sines for any positions.
@@ -21,9 +24,21 @@ class RotaryAngles:
         """Factor of cosines and sines, float64 `[1]`."""
         self.frequencies = self._tensor(inverse_frequencies(rope))
         """Radians of a position, float64 `[dim / 2]`; with dynamic scaling those of short sequences."""
+        self._kept: tuple[int, Tensor, Tensor] | None = None
+        """The first of `_KEPT` positions, and their tables."""
 
     def _tensor(self, numbers: list[float]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.float64, device=self._device)
+
+    def of_one(self, position: int) -> tuple[Tensor, Tensor]:
+        """Return (cos, sin), float32 `[1, dim / 2]`, for one position, without dynamic scaling."""
+        first = position // _KEPT * _KEPT
+        if self._kept is None or self._kept[0] != first:
+            positions = torch.arange(first, first + _KEPT, device=self._device)
+            self._kept = first, *self.tables(positions)
+        _, cos, sin = self._kept
+        at = slice(position - first, position - first + 1)
+        return cos[at], sin[at]
 
     def tables(self, positions: Tensor, lengths: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Return (cos, sin), float32 `[tokens, dim / 2]`, for int64 positions `[tokens]`.

@@ -35,6 +35,8 @@ class SamplingParams:
     stop: strings that end the output, and are cut from it unless `include_stop`.
     stop_token_ids: tokens that end the output, beside the model's own end tokens.
     shown_tokens: special tokens that are part of the text; others are left out.
+    text_token: of these, the one behind which the text of a message begins, which ends at the next of them.
+        Stop strings are looked for in such texts alone. None: everywhere.
     min_tokens: no end token is sampled before this many.
     max_tokens: at most this many; None up to the context's end.
     ignore_eos: go on after the model's end tokens.
@@ -61,6 +63,7 @@ class SamplingParams:
     include_stop: bool = False
     stop_token_ids: Sequence[int] = ()
     shown_tokens: Sequence[int] = ()
+    text_token: int | None = None
     min_tokens: int = 0
     max_tokens: int | None = None
     ignore_eos: bool = False

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -21,6 +22,7 @@ from penstock.ops.attention.inputs import (
     AttentionInputs,
     ColdInputs,
     ColdTile,
+    LaterGroups,
     QueryRun,
     RowGroup,
     Rows,
@@ -100,6 +102,8 @@ class InputBuilder:
         self.tables.note(plan)
         self.tables.note_on_device(plan)
         shares = plan.shares
+        if not plan.runs and all(map(_plain, shares)):
+            return self._plain_rows(shares, newest)
         counts = np.array([len(share.tokens) for share in shares], dtype=np.int64)
         starts = np.array([share.start for share in shares], dtype=np.int64)
         first = np.cumsum(counts) - counts
@@ -168,6 +172,39 @@ class InputBuilder:
             self._state(shares, first, len(singles)) if self._has_state else None,
         )
         return StepTensors(inputs, samples, reported, tiling.tiles, sends, readers)
+
+    def _plain_rows(self, shares: Sequence[Share], newest: Tensor) -> StepTensors:
+        """Return the tensors of a step of rows that each see nothing but pages, and of which each samples.
+
+        There are too few numbers for arrays to pay.
+        """
+        size, rows = self._block_size, [share.row for share in shares]
+        positions = [share.start for share in shares]
+        longest = max(positions) + 1
+        table = self._table[rows, : -(-longest // size)]
+        blocks = [table.item(row, position // size) for row, position in enumerate(positions)]
+        slots = [block * size + position % size for block, position in zip(blocks, positions, strict=True)]
+        offsets, tokens = [slot % size for slot in slots], [share.tokens[0] for share in shares]
+        sent = self._send(np.array([positions, blocks, offsets, slots, tokens], dtype=np.int64))
+        where, in_blocks, at_offsets, in_slots, known = sent.unbind(0)
+        if UNKNOWN in tokens:
+            known = torch.where(known == UNKNOWN, newest[self._send(np.array(rows, dtype=np.int64))], known)
+        cos, sin = (
+            self._angles.of_one(positions[0])
+            if len(rows) == 1 and not self._dynamic
+            else self._angles.tables(where, self._rope_lengths(shares) if self._dynamic else None)
+        )
+        lengths = np.array([position + 1 for position in positions], dtype=np.int32)
+        attending = self._rows_of(table, lengths, longest)
+        inputs = StepInputs(
+            known,
+            cos,
+            sin,
+            AttentionInputs(in_blocks, at_offsets, in_slots, attending, ()),
+            None,
+            state=self._state(shares, np.arange(len(rows)), len(rows)) if self._has_state else None,
+        )
+        return StepTensors(inputs, len(rows), (0,) * len(rows))
 
     @property
     def angles(self) -> RotaryAngles:
@@ -289,14 +326,24 @@ class InputBuilder:
             self._table.shape[1] - 1,
         )
         table = self._table[np.array([share.row for share in shares])[:, None], columns]
-        groups = () if reads_pages(self._device) else tuple(self._groups(lengths, table, cold > 0))
-        return Rows(
-            len(shares), self._send(table), self._send(lengths), longest, groups, scratch=self.scratch
-        )
+        return self._rows_of(table, lengths, longest, cold > 0)
+
+    def _rows_of(
+        self,
+        table: NDArray[np.int32],
+        lengths: NDArray[np.int32],
+        longest: int,
+        cold: NDArray[np.bool_] | None = None,
+    ) -> Rows:
+        """Return rows of single tokens. cold: which of them also attend to tiles; None for none."""
+        groups = () if reads_pages(self._device) else LaterGroups(partial(self._groups, lengths, table, cold))
+        return Rows(len(table), self._send(table), self._send(lengths), longest, groups, scratch=self.scratch)
 
     def _groups(
-        self, lengths: NDArray[np.int32], table: NDArray[np.int32], cold: NDArray[np.bool_]
+        self, lengths: NDArray[np.int32], table: NDArray[np.int32], cold: NDArray[np.bool_] | None
     ) -> list[RowGroup]:
+        if cold is None:
+            cold = np.zeros(len(lengths), dtype=np.bool_)
         order = np.lexsort((-lengths, ~cold))
         groups, begin = [], 0
         for end in range(1, len(order) + 1):
@@ -355,6 +402,11 @@ class InputBuilder:
                     )
                 )
         return tuple(runs)
+
+
+def _plain(share: Share) -> bool:
+    """Tell whether a share of one token samples, reads and writes only pages, and reports no prompt."""
+    return share.sample and not (share.near or share.cold_start or share.next_prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 allocates no blocks; its memory is the rows' tables."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -27,6 +27,7 @@ from penstock.step.plan import (
     Result,
     TokenLogprob,
 )
+from penstock.weights.streaming.snapshots import SlotSnapshots
 from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.graphs import DecodeGraphs, DecodeStep
 from penstock.worker.inputs import StepTensors
@@ -65,6 +66,8 @@ class Runner:
         self._kernels = kernels
         self._few_bits = any(model.decoder.spec.format != DENSE for model in self.models.values())
         self._heap: Heap | None = None
+        self._snapshots: SlotSnapshots | None = None
+        """Takes what the device counts of experts, after a step."""
         self._ended = 0.0
         """Time at which the last plan ended, by perf_counter."""
 
@@ -81,6 +84,8 @@ class Runner:
         what the carrier carries. early: as of LoadedModel."""
         model = self.models[role]
         model.weights, model.pool, model.carrier, model.early = weights, pool, carrier, early
+        if role is ModelRole.TARGET:
+            self._snapshots = weights.snapshots if isinstance(weights, WeightStream) else None
 
     def bound_heap(self, kept: int) -> None:
         """Keep at most so many bytes of a CPU's heap for reuse between steps, beside those in use now."""
@@ -146,11 +151,13 @@ class Runner:
 
     def detach(self) -> None:
         """Release weights, KV and recorded steps."""
+        self._snapshots = None
         for model in self.models.values():
             model.detach()
 
     def close(self) -> None:
         """Release everything for good, and end all that moves weights or KV."""
+        self._snapshots = None
         for model in reversed(self.models.values()):
             model.close()
         lift_cap(self._device)
@@ -184,7 +191,10 @@ class Runner:
             for admission in plan.admissions:
                 self.target.sampler.admit(admission)
             if plan.shares:
-                return Begun(self, plan, begun, *self._compute(plan, layers))
+                computed = self._compute(plan, layers)
+                if self._snapshots is not None:
+                    self._snapshots.take(begun)
+                return Begun(self, plan, begun, *computed)
             self._transfer(plan)
             return Begun(self, plan, begun)
 
@@ -253,23 +263,23 @@ class Runner:
         self._tell(model, plan, step, layers)
         prompts: list[list[TokenLogprob]] = [[] for _ in plan.shares]
         logits: Tensor | None = None
-        with ExitStack() as whole:
-            whole.enter_context(pdl_launches(model.early))
+        with pdl_launches(model.early):
             hidden = model.decoder.forward(
                 weights, pool.layers, step.inputs, layers, model.carrier, stay=weights.all_stay
             )
             if not len(hidden):
                 return None, prompts
-            logits_of = whole.enter_context(model.decoder.head(weights, hidden))
-            if step.samples:
-                logits = logits_of(slice(step.samples)).float()
-            first = step.samples
-            for share, positions, found in zip(plan.shares, step.prompt_positions, prompts, strict=True):
-                for start in range(0, positions, HEAD_ROWS):
-                    end = min(start + HEAD_ROWS, positions)
-                    part = logits_of(slice(first + start, first + end)).float()
-                    found += model.sampler.prompt_logprobs(part, share, share.next_prompt_tokens[start:end])
-                first += positions
+            with model.decoder.head(weights, hidden) as logits_of:
+                if step.samples:
+                    logits = logits_of(slice(step.samples)).float()
+                first = step.samples
+                for share, positions, found in zip(plan.shares, step.prompt_positions, prompts, strict=True):
+                    for start in range(0, positions, HEAD_ROWS):
+                        end = min(start + HEAD_ROWS, positions)
+                        part = logits_of(slice(first + start, first + end)).float()
+                        following = share.next_prompt_tokens[start:end]
+                        found += model.sampler.prompt_logprobs(part, share, following)
+                    first += positions
         return None if logits is None else model.sampler.sample(
             logits, [share for share in plan.shares if share.sample]
         ), prompts

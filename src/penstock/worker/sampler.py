@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.memory.device import send
 from penstock.ops.sampling import TokenCounts, draw, is_greedy, pack_sampling, penalise, ranked
-from penstock.ops.steps import NO_TOKEN, without_numbers
+from penstock.ops.steps import NO_TOKEN, likeliest_on_host, without_numbers
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row, Share, TokenLogprob
 from penstock.worker.structures import Guide, Masks
@@ -104,15 +104,23 @@ class Sampler:
 
     def choose(self, logits: Tensor, likeliest: Tensor, shares: Sequence[Share]) -> "Drawn":
         """Choose tokens as `sample` does, where the likeliest tokens are known and are the rows' newest."""
-        if not self._non_greedy_rows or self._non_greedy_rows.isdisjoint([share.row for share in shares]):
+        if self._takes_likeliest(shares):
             return Drawn(likeliest)
         return self.sample(logits.float(), shares)
+
+    def _takes_likeliest(self, shares: Sequence[Share]) -> bool:
+        rows = self._non_greedy_rows
+        return not rows or rows.isdisjoint([share.row for share in shares])
 
     def sample(self, logits: Tensor, shares: Sequence[Share]) -> "Drawn":
         """Sample a token for each share, and find its log-probability if wanted.
 
         logits: float32 `[shares, vocab]` of the shares' last positions, which may be overwritten.
         """
+        if not logits.is_cuda and self._takes_likeliest(shares):
+            tokens = likeliest_on_host(logits)
+            self.newest.numpy()[[share.row for share in shares]] = tokens.clamp(min=0)
+            return Drawn(tokens)
         states = [self._rows[share.row] for share in shares]
         wanted = {
             row: state.sampling.logprobs
@@ -267,4 +275,6 @@ class Drawn:
 
 def _fetched(x: Tensor) -> Tensor:
     """Start a copy to the host, in stream order. Later work on the stream may reuse the memory."""
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=True)
+    if not x.is_cuda:
+        return x.clone()
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -173,6 +174,8 @@ class Detokenizer:
         self._pieces = pieces
         self._skipped = pieces.special.difference(kept) if skip_special else frozenset[int]()
         self._stop = tuple(stop)
+        self._looks = bool(stop)
+        """True while stop strings are looked for."""
         self._within = frozenset("".join(stop))
         self._include_stop = include_stop
         self._started = continues
@@ -204,7 +207,7 @@ class Detokenizer:
         return "" if self.stopped else self._release(self._utf8.decode(b"", final=True), last=True)
 
     def _release(self, new: str, *, last: bool) -> str:
-        if not self._stop:
+        if not self._looks:
             self._given.append(new)
             return new
         text, self._held = self._held + new, ""
@@ -224,3 +227,46 @@ class Detokenizer:
             text, self._held = text[:certain], text[certain:]
         self._given.append(text)
         return text
+
+
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """Says where the texts of messages are, in outputs that have headers before them.
+
+    marks: tokens at which a text ends. text: the one of them behind which one begins.
+    within: whether the output begins within a text.
+    """
+
+    marks: frozenset[int]
+    text: int
+    within: bool
+
+
+class MessageDetokenizer(Detokenizer):
+    """Gives out the text of one output whose messages have headers: stop strings end texts of messages."""
+
+    def __init__(
+        self,
+        headers: Headers,
+        pieces: Pieces,
+        stop: Sequence[str],
+        include_stop: bool,
+        skip_special: bool,
+        continues: bool,
+        kept: Collection[int] = (),
+    ) -> None:
+        """Begin a text. All but `headers` is as of Detokenizer."""
+        super().__init__(pieces, stop, include_stop, skip_special, continues, kept)
+        self._headers, self._looks = headers, headers.within
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Return the text that is now certain, as of Detokenizer."""
+        said = list[str]()
+        for token in tokens:
+            if token in self._headers.marks:  # No stop string goes on over a mark: what was held is certain.
+                said.append(self._held)
+                self._given.append(self._held)
+                self._looks, self._held = False, ""
+            said.append(super().push([token]))
+            self._looks = self._looks or token == self._headers.text
+        return "".join(said)

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import tokenizers
 
-from penstock.api.text.detokenize import Detokenizer, Pieces, failures_as, growth_of, longest_share
+from penstock.api.text.detokenize import (
+    Detokenizer,
+    Headers,
+    MessageDetokenizer,
+    Pieces,
+    failures_as,
+    growth_of,
+    longest_share,
+)
 from penstock.api.text.messages import conversation
 from penstock.api.text.processes import Pool, Process, serve
 from penstock.api.text.rendering import Template
@@ -239,10 +247,19 @@ class Tokenizer:
         ):
             return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
 
-    def detokenizer(self, stop: Sequence[str] = (), include_stop: bool = False, *, skip_special: bool = True,
-                    continues: bool = False, kept: Collection[int] = ()) -> Detokenizer:  # fmt: skip
+    def detokenizer(
+        self,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        *,
+        skip_special: bool = True,
+        continues: bool = False,
+        kept: Collection[int] = (),
+        headers: Headers | None = None,
+    ) -> Detokenizer:
         """Return a new detokenizer; see Detokenizer."""
-        return Detokenizer(self._pieces, stop, include_stop, skip_special, continues, kept)
+        how = self._pieces, stop, include_stop, skip_special, continues, kept
+        return MessageDetokenizer(headers, *how) if headers is not None and stop else Detokenizer(*how)
 
     def template_variables(self, *, tools: bool = False) -> frozenset[str]:
         """Return the names that the chat template reads, of those that `render_chat` may be given. tools:

@@ -119,7 +119,10 @@ def calibrate(
     ceilings = _ceilings(device, dtype)
     costs = fit(samples, ceilings, device_name(device), dtype, _when())
     if device.type == "cuda":
-        costs = replace(costs, expert_layer=_expert_layer(shapes, device, dtype, samples))
+        host, slots = (
+            _expert_layer(shapes, device, dtype, samples, copies=copies) for copies in (False, True)
+        )
+        costs = replace(costs, expert_layer=host, slot_layer=slots)
     return Calibration(
         costs,
         tuple(samples),
@@ -245,9 +248,14 @@ def _expert_layer(
     device: torch.device,
     dtype: str,
     samples: Sequence[StepSample],
+    *,
+    copies: bool = False,
 ) -> float:
     """Return the seconds that a layer of a decode step takes more where half of its experts are in host
-    memory, without those of their copies."""
+    memory, without those of their copies.
+
+    copies: the device decides which come, and host memory has all.
+    """
     found = [
         (name, config, depths[-1]) for name, (config, depths) in shapes.items() if "num_experts" in config
     ]
@@ -266,7 +274,9 @@ def _expert_layer(
         config_of = Config(
             Path(), device=str(device), dtype=dtype, max_length=2048, max_sequences=1, prefix_cache=False
         )
-        with _engine(config_of, shape, Override(WeightLimits(whole - half, half * 3 // 2))) as booted:
+        on_host = half * (5 if copies else 3) // 2
+        limits = WeightLimits(whole - half, on_host, copies=copies)
+        with _engine(config_of, shape, Override(limits)) as booted:
             rng = random.Random(0)
             [request] = measure.submit(
                 booted.engine,

@@ -71,7 +71,11 @@ class ImposedRouting:
         return f"zipf:{self.exponent:g}" if self.kind == "zipf" else self.kind
 
     def chosen(self, moe: MoeSpec, layers: int, tokens: int) -> NDArray[np.int64]:
-        """Return the experts of so many tokens, at most, `[tokens, layers, top_k]`."""
+        """Return the experts of so many tokens, at most, `[tokens, layers, top_k]`: such as the router may
+        choose."""
+        return within_groups(self._chosen(moe, layers, tokens), moe)
+
+    def _chosen(self, moe: MoeSpec, layers: int, tokens: int) -> NDArray[np.int64]:
         if self.kind in ("uniform", "zipf"):
             rng = np.random.default_rng(_SEED)
             scores = rng.gumbel(size=(tokens, layers, moe.experts))
@@ -192,6 +196,32 @@ def fitted(recording: Recording, moe: MoeSpec, layers: int, tokens: int) -> NDAr
         candidates = np.concatenate(behind, axis=1)
         for token, some in enumerate(candidates.tolist()):
             found[token, layer] = _distinct([*some, *range(moe.experts)], moe.top_k)
+    return found
+
+
+def within_groups(chosen: NDArray[np.int64], moe: MoeSpec) -> NDArray[np.int64]:
+    """Return choices `[tokens, layers, top_k]` without experts of more groups than a router chooses from.
+
+    A token's first experts name its groups. An expert of another group gives its place to the one that has
+    the same place in one of these, or where the token has that, to the next that it has not.
+    """
+    router, size = moe.router, moe.experts // moe.router.groups
+    if not router.grouped:
+        return chosen
+    found = np.empty_like(chosen)
+    for place in np.ndindex(chosen.shape[:2]):
+        experts = chosen[place].tolist()
+        groups = _distinct(
+            [*(expert // size for expert in experts), *range(router.groups)], router.top_groups
+        )
+        moved = [
+            expert
+            if expert // size in groups
+            else groups[expert // size % len(groups)] * size + expert % size
+            for expert in experts
+        ]
+        every = (group * size + at for group in groups for at in range(size))
+        found[place] = _distinct([*moved, *every], moe.top_k)
     return found
 
 

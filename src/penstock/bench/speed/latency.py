@@ -1,11 +1,15 @@
 """Times single decode steps, or prompts to their first tokens, beside the least time that the machine
 allows."""
 
+import math
 from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from statistics import fmean
 
 from penstock.arch import bounds
+from penstock.arch.layout import group_layouts
 from penstock.arch.parts import local_spec
 from penstock.arch.shards import Shard
 from penstock.base.config import Config
@@ -17,16 +21,20 @@ from penstock.bench.report import Subject
 from penstock.bench.speed import measure
 from penstock.bench.speed.baseline import Baseline, transformers
 from penstock.bench.speed.bound import Bound
-from penstock.bench.speed.measure import BatchWork
+from penstock.bench.speed.measure import BatchWork, Decoded
 from penstock.bench.speed.setup import OpenModel, Target, opened
 from penstock.bench.speed.streaming import Streaming
 from penstock.bench.times import Timings
 from penstock.engine.boot import Booted
+from penstock.engine.costs import StepCosts
+from penstock.engine.forecast import decode_pace
+from penstock.engine.machines import Machine, Work
 from penstock.engine.placing import Say, host_room
 from penstock.engine.settling import choose_limits
-from penstock.memory.device import give_back
+from penstock.memory.device import device_name, give_back
 from penstock.memory.probe import memory_read
 from penstock.weights.streaming.residency import HOST_SLOTS, PIECE, WeightLimits
+from penstock.weights.streaming.ring import StreamRates
 
 _CONTEXT = 2048
 """Prompt tokens where none were asked for and the model has room for as many."""
@@ -49,6 +57,7 @@ class LatencyBench:
     baseline: measure transformers too.
     window: bytes of a sliding window on the device. Nothing stays anywhere, as in systems without a
         placement.
+    costs: finds what steps cost on a device, by its name, in a dtype; None where that is not known.
     """
 
     kind: BenchKind
@@ -59,6 +68,7 @@ class LatencyBench:
     repeat: int
     baseline: bool = False
     window: int | None = None
+    costs: Callable[[str, str], StepCosts | None] = lambda device, dtype: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +147,16 @@ def run(bench: LatencyBench, say: Say = lambda _: None) -> LatencyReport:
         rate = memory_read(model.device) if decode else model.matmul_rate()
         booted = model.boot(config, say, _window(bench, config, model))
     before, step_tokens, boot_seconds = booted.weights.stats(), booted.limits.max_step_tokens, booted.seconds
-    times, bound, moved = (_decode if decode else _prefill)(booted, work, model, rate)
+    times, bound, decoded = (_decode if decode else _prefill)(booted, work, model, rate)
+    moved = (decoded.copied, decoded.read) if decoded is not None else None
     streaming = Streaming.of(booted, before, moved) if booted.weights.stats().streams else None
+    if streaming is not None and decoded is not None and streaming.experts_per_pass is not None:
+        costs = bench.costs(device_name(model.device), model.dtype)
+        streaming = replace(
+            streaming,
+            predicted_ms=_mixture_ms(booted, model, streaming, decoded.lengths, rate, costs),
+            expert_hits=decoded.experts.hit_rate,
+        )
     if streaming is not None:
         bound = streaming.bound(bound, 1 if decode else -(-work.batch * work.context // step_tokens))
     booted.engine.close()
@@ -188,18 +206,38 @@ def _sized(bench: LatencyBench, model: OpenModel) -> tuple[BatchWork, Config]:
     return work, replace(config, max_length=min(longest, work.room(step_tokens) + config.block_size))
 
 
-def _decode(
-    booted: Booted, work: BatchWork, model: OpenModel, rate: float
-) -> tuple[Timings, Bound, tuple[float, float]]:
-    """Time decode steps. Return the times, their bound, and the bytes of weights that came to the device and
-    from the disk in a timed step. Each rank reads its part of the model at `rate`, which is one device's."""
+def _mixture_ms(
+    booted: Booted,
+    model: OpenModel,
+    streaming: Streaming,
+    lengths: Sequence[int],
+    rate: float,
+    costs: StepCosts | None,
+) -> float:
+    """Return the milliseconds of a timed decode step as `penstock plan` forecasts it where weights rest as
+    they do, from the experts that came and the rates that were measured here. Without costs the device only
+    reads, at `rate`."""
+    weights, shard = booted.weights, Shard(0, model.target.config.tensor_parallel)
+    assert streaming.experts_per_pass is not None
+    rates = StreamRates(streaming.link_ceiling, streaming.disk_ceiling, rate)
+    on_cpu = model.device.type == "cpu"
+    there = Machine(0, None if on_cpu else 0, rates, math.inf, costs)
+    work = Work(model.dtype, len(lengths), round(fmean(lengths)), experts_fetched=streaming.experts_per_pass)
+    layouts = group_layouts(model.spec, model.model.names, model.dtype, shard)
+    spec = local_spec(model.spec, shard)
+    return 1e3 * decode_pace(spec, layouts, there, weights.placement, weights.room, work).seconds
+
+
+def _decode(booted: Booted, work: BatchWork, model: OpenModel, rate: float) -> tuple[Timings, Bound, Decoded]:
+    """Time decode steps. Return the times, their bound, and all that was counted. Each rank reads its part of
+    the model at `rate`, which is one device's."""
     decoded = measure.decode(booted, work)
     shard = Shard(0, model.target.config.tensor_parallel)
     weights = bounds.weight_bytes_read(model.spec, model.layouts, work.batch) / shard.ranks
     part = local_spec(model.spec, shard)
     kv = sum(bounds.kv_bytes_read(part, booted.dtype, length) for length in decoded.lengths)
     bound = Bound(weights, kv, 0, rate, 1e3 * (weights + kv) / rate)
-    return decoded.times, bound, (decoded.copied, decoded.read)
+    return decoded.times, bound, decoded
 
 
 def _prefill(booted: Booted, work: BatchWork, model: OpenModel, rate: float) -> tuple[Timings, Bound, None]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from penstock.base.errors import BudgetError, CheckpointError
+from penstock.base.meter import ExpertCounts
 from penstock.bench.times import Timings
 from penstock.engine.boot import Booted
 from penstock.engine.engine import Engine
@@ -51,12 +52,16 @@ class BatchWork:
 @dataclass(frozen=True, slots=True)
 class Decoded:
     """Timings of single steps, how long the sequences were in the middle of the timed ones, and bytes of
-    weights that came to the device and from the disk in each of those, experts included."""
+    weights that came to the device and from the disk in each of those, experts included.
+
+    experts: those that all timed steps together asked for.
+    """
 
     times: Timings
     lengths: tuple[int, ...]
-    copied: float = 0.0
-    read: float = 0.0
+    copied: float
+    read: float
+    experts: ExpertCounts
 
 
 class Laps:
@@ -78,12 +83,14 @@ class Steady:
 
     copied, read: of weights, to the device and from the disk.
     kv_copied: of KV of long contexts, to the device.
+    experts: those of mixtures that all steps together asked for.
     """
 
     seconds: list[float]
     copied: float
     read: float
     kv_copied: float
+    experts: ExpertCounts
 
 
 def time_decode(booted: Booted, got: dict[RequestId, int], steps: int) -> Steady:
@@ -105,7 +112,7 @@ def time_decode(booted: Booted, got: dict[RequestId, int], steps: int) -> Steady
         seconds.append(laps.lap())
     moved, kv, count = booted.weights.stats().since(before), engine.kv_stats(), EDGE_STEPS + steps
     kv_copied = kv.copied - kv_before.copied if kv and kv_before else 0
-    return Steady(seconds, moved.copied / count, moved.read / count, kv_copied / count)
+    return Steady(seconds, moved.copied / count, moved.read / count, kv_copied / count, moved.experts)
 
 
 def decode(booted: Booted, work: BatchWork) -> Decoded:
@@ -131,6 +138,7 @@ def decode(booted: Booted, work: BatchWork) -> Decoded:
         tuple(lengths),
         fmean(one.copied for one in rounds),
         fmean(one.read for one in rounds),
+        ExpertCounts(sum(one.experts.asked for one in rounds), sum(one.experts.hit for one in rounds)),
     )
 
 

@@ -83,12 +83,14 @@ class Streaming:
         needs. Where experts stream, they are of experts too: in a timed decode step, or in any pass if
         prompts are timed.
     link_ceiling, disk_ceiling: in bytes/s.
-    predicted_ms: of a pass that decodes one sequence. 0 where experts stream, since it is not known which
-        will be chosen.
+    predicted_ms: of a pass that decodes one sequence. Where experts stream, of a timed decode step, by the
+        formula of `penstock plan` and the experts that came; 0 for prompts, for which they are not counted.
     stalled_link, stalled_disk: seconds that a link was waited for.
     peak_device: bytes that torch had allocated at most since the process began. None on a CPU.
     experts_per_pass: experts that came to the device in a timed decode step. None for prompts, and where
         experts do not stream.
+    expert_hits: the share that was on the device of the experts that timed decode steps asked for. None as
+        for `experts_per_pass`.
     """
 
     resident: int
@@ -105,6 +107,7 @@ class Streaming:
     stalled_disk: float
     peak_device: int | None
     experts_per_pass: float | None
+    expert_hits: float | None = None
 
     @classmethod
     def of(cls, booted: Booted, before: WeightStats, moved: tuple[float, float] | None = None) -> Self:
@@ -168,5 +171,10 @@ class Streaming:
         if self.experts_per_pass is not None:
             rows.append(("experts", f"{self.experts_per_pass:,.0f} came to the device in a pass"))
         if self.predicted_ms:
-            rows.append(("predicted", f"{self.predicted_ms:.3g} ms a decode pass of one sequence"))
+            of = (
+                "a decode pass of one sequence"
+                if self.expert_hits is None
+                else f"a decode pass with these experts, {self.expert_hits:.1%} of them on the device"
+            )
+            rows.append(("predicted", f"{self.predicted_ms:.3g} ms {of}"))
         return rows

@@ -2,6 +2,7 @@
 with one line of JSON."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from penstock.cli.bench_options import (
     WORK,
 )
 from penstock.cli.command import CONTEXT, Command, debug_option, option
+from penstock.cli.known_costs import costs_of
 from penstock.cli.load import compute_with
 from penstock.cli.options import BLOCKS, DEVICE, with_options
 from penstock.cli.terminal import say
@@ -183,7 +185,15 @@ def _latency(
 
     through = parse_size(window) if window else None
     bench = LatencyBench(
-        BenchKind(kind), target, batch, context, output, repeat, baseline is not None, through
+        BenchKind(kind),
+        target,
+        batch,
+        context,
+        output,
+        repeat,
+        baseline is not None,
+        through,
+        partial(costs_of, target.config.cache.expanduser()),
     )
     to.write(run(bench, to.say))
 

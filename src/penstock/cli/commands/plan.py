@@ -19,6 +19,7 @@ from penstock.base.errors import CheckpointError, ConfigError
 from penstock.base.units import parse_size
 from penstock.bench.shapes import SHAPES
 from penstock.cli.command import Command, debug_option, option
+from penstock.cli.known_costs import SHIPPED
 from penstock.cli.options import engine_flags, with_options
 from penstock.cli.options import weight_format as weight_format_flag
 from penstock.cli.plan_report import ASSUMED, Figure, Report, Setting
@@ -333,9 +334,7 @@ def kept_costs(machine: str | None, cache: Path, dtype: str) -> Path | None:
         file = costs_file(cache, gpu, dtype) if (gpu := _gpu()[0]) else None
         return file if file is not None and file.exists() else None
     name = MACHINES[machine].costs
-    return (
-        Path(__file__).parents[1] / "machines" / name if name and dtype in ("bfloat16", "float16") else None
-    )
+    return SHIPPED / name if name and dtype in ("bfloat16", "float16") else None
 
 
 def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None = None) -> tuple[Setting, int]:

@@ -1,9 +1,10 @@
 """Holds the attention metadata of a step: where its tokens are written, and what each query sees."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cached_property
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor
@@ -75,6 +76,31 @@ class RowGroup:
     cold: bool = False
 
 
+class LaterGroups(Sequence[RowGroup]):
+    """LaterGroups are the groups of a step's rows, made when the first layer asks for them.
+
+    Where a kernel reads pages for every layer, none does.
+    """
+
+    def __init__(self, make: Callable[[], Sequence[RowGroup]]) -> None:
+        """Take what makes the groups. It is called at most once."""
+        self._make = make
+
+    @cached_property
+    def _made(self) -> Sequence[RowGroup]:
+        return self._make()
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    @overload
+    def __getitem__(self, index: int) -> RowGroup: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[RowGroup]: ...
+    def __getitem__(self, index: int | slice) -> RowGroup | Sequence[RowGroup]:
+        return self._made[index]
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Rows are the first `count` queries of a step: each is the newest token of another sequence.
@@ -96,7 +122,7 @@ class Rows:
     table: Tensor
     lengths: Tensor
     max_length: int
-    groups: tuple[RowGroup, ...] = ()
+    groups: Sequence[RowGroup] = ()
     arrivals: Tensor | None = None
     scratch: Scratch = field(default_factory=Scratch)
 

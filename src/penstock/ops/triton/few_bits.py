@@ -36,11 +36,12 @@ from penstock.ops.triton.codes import (
 from penstock.ops.triton.dequantise import dequantise as dequantise
 from penstock.ops.triton.dequantise import reads as reads
 from penstock.ops.triton.experts import shared_memory
-from penstock.ops.triton.few_bits_mma import MmaTuning, few_columns
+from penstock.ops.triton.few_bits_mma import MmaTuning, few_columns, mma_tuning
 from penstock.ops.triton.few_bits_row import RowTuning, one_row
 from penstock.ops.triton.pointwise import silu
 from penstock.ops.triton.ptx import less, pairs_of
 from penstock.ops.triton.tuning import multiprocessors
+from penstock.ops.triton.warp_tiles import reads_rows
 
 MOST_ROWS = 64
 
@@ -224,6 +225,8 @@ def few_rows(
     assert 0 < rows <= MOST_ROWS, x.shape
     assert x.shape[1] == inner, (x.shape, weight.shape)
     assert x.stride(1) == 1, x.stride()
+    if tuning is None and reads_rows(x, kind.codes):
+        tuning = mma_tuning(rows, kind.codes, height, inner, multiprocessors(x.device))
     if isinstance(tuning, MmaTuning):
         return few_columns(x, weight, bias, gated=gated, out=out, tuning=tuning)
     if isinstance(tuning, RowTuning) or (rows == 1 and tuning is None):

@@ -30,12 +30,22 @@ from penstock.ops.triton.codes import (
     operands,
     scale_of,
 )
+from penstock.ops.triton.expert_columns import (
+    FEW_TOKENS,
+    NUMBERS,
+    RAW_TYPES,
+    SCALE_TYPES,
+    expert_columns,
+)
 from penstock.ops.triton.experts import ExpertTuning, place_of, shared_memory
+from penstock.ops.triton.few_bits_mma import MmaTuning
 from penstock.ops.triton.ptx import less, pairs_of
+from penstock.ops.triton.warp_tiles import reads_rows
 
+BLOCK = 16
+"""Rows of a block where pairs are few."""
 _TUNINGS = (
-    (4, ExpertTuning(16, 64, 256, warps=4, stages=4, group=1)),
-    (16, ExpertTuning(32, 64, 256, warps=4, stages=3, group=1)),
+    (16, ExpertTuning(BLOCK, 128, 128, warps=4, stages=4, group=1)),
     (64, ExpertTuning(64, 128, 128, warps=4, stages=3, group=4)),
     (None, ExpertTuning(128, 128, 128, warps=8, stages=3, group=8)),
 )
@@ -43,9 +53,6 @@ _TUNINGS = (
 columns at a time."""
 _SHALLOW = 128
 """Most columns at a time where a group has no more, so that a step may lie within a group."""
-_NUMBERS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-_SCALES = {str(kind)[6:]: its for kind, its in _NUMBERS.items()} | {"uint8": tl.uint8}
-_RAW = {torch.uint8: tl.uint8, torch.int16: tl.int16, torch.int32: tl.int32}
 
 
 def expert_tuning(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTuning:
@@ -221,14 +228,18 @@ def products(
     assert 0 <= part.start <= part.stop <= blocks.shape[1], (part, blocks.shape)
     if not part:
         return
-    step = _MixtureStep(table, order, blocks, pairs // tokens, tuning, part, kind.activation)
+    few = MmaTuning(1, 2) if tuning.rows == BLOCK and tokens <= FEW_TOKENS else None
+    step = _MixtureStep(table, order, blocks, pairs // tokens, tuning, part, kind.activation, few)
     _product(x, h, gate_up, step, (0, matrices if kind.biases > 0 else 0), gated=True)
     _product(h, y, down, step, (gate_up.tensors, matrices + 1 if kind.biases > 1 else 0), gated=False)
 
 
 @dataclass(frozen=True, slots=True)
 class _MixtureStep:
-    """Holds what both products of a step share. top: experts of a token."""
+    """Holds what both products of a step share.
+
+    top: experts of a token. few: how products are cut that a warp makes by itself, where tokens are few.
+    """
 
     table: Tensor
     order: Tensor
@@ -237,6 +248,7 @@ class _MixtureStep:
     tuning: ExpertTuning
     part: range
     activation: Activation
+    few: MmaTuning | None
 
 
 def _product(
@@ -245,15 +257,27 @@ def _product(
     """Launch one product: y `[pairs, outer]` of x `[rows, inner]`. at: the first address of the matrix in a
     row of the table, and that of its bias, or 0. gated: see the kernel."""
     tuning, outer, inner = step.tuning, y.shape[1], x.shape[1]
+    if step.few is not None and reads_rows(x, kind.codes):
+        expert_columns(
+            x,
+            (step.table, step.order, step.blocks, step.part),
+            y,
+            kind,
+            at,
+            top=step.top,
+            activation=step.activation if gated else None,
+            tuning=step.few,
+        )
+        return
     four, group = kind.codes in FOUR_BITS, WHOLE if kind.group >= inner else kind.group
     depth = tuning.depth if group > _SHALLOW else min(tuning.depth, _SHALLOW)
     depth = max(depth, 128 if four else 64)  # An operand has at least 16 words of each row.
-    scales, scale_type = triton.cdiv(inner, group), _SCALES[kind.scale_dtype]
+    scales, scale_type = triton.cdiv(inner, group), SCALE_TYPES[kind.scale_dtype]
     each = RUN_SCALES.get((kind.codes, kind.scales, kind.group)) if COMPILED else None
     half = x.dtype == torch.float16
     raw = each is not None and group < depth and scales % each.itemsize == 0 and x.dtype == torch.bfloat16
     if raw and each is not None:
-        scales, scale_type = scales // each.itemsize, _RAW[each]
+        scales, scale_type = scales // each.itemsize, RAW_TYPES[each]
     ptx, registers = "", ""
     if COMPILED and x.dtype.itemsize == 2:
         ptx, registers = pairs_of(
@@ -295,7 +319,7 @@ def _product(
         BIAS=at[1],
         GATED=gated,
         **activation_options(step.activation),
-        OPERAND=_NUMBERS[x.dtype] if COMPILED else tl.float32,
+        OPERAND=NUMBERS[x.dtype] if COMPILED else tl.float32,
         HALF=half,
         LESS=less(kind.codes, half=half),
         PTX=ptx,

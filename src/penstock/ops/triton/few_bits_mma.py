@@ -1,17 +1,5 @@
-"""Computes products of few rows of activations with a matrix of few bits by the matrix products of a warp,
-from registers to registers.
-
-A warp takes 16 rows of the matrix, or several times as many, and two runs of each at a time. A thread reads
-half a run of two rows of each sixteen, takes the words apart where they are, and has thereby its part of a
-product's left operand; it reads its part of the right one from where activations rest. The warps of a program
-share a sum. They meet once, at the end, so none waits for another or for shared memory, and a code of four
-bits takes two instructions.
-
-Numbers are exact and sums float32; scales are applied as in `few_bits`.
-
-Why it is safe that a product takes registers of 32 lanes: lane i of warp j must have what places i and j of
-the first two axes of a tensor say. Triton deals tensors out so, but does not promise it. Each thread compares
-its place with the one that the product is given, and a kernel in which they differ stops with an error.
+"""Computes products of few rows of activations with a matrix of few bits by the matrix products of a warp;
+see `warp_tiles`.
 
 Why it is safe where launches overlap: as in `linear`.
 """
@@ -22,65 +10,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.matrix import Matrix
-from penstock.ops.triton.codes import COMPILED, E2M1, FOUR_BITS, RUN_SCALES, WHOLE, kind_of, scale_of
-from penstock.ops.triton.fragments import warp_products
-from penstock.ops.triton.pointwise import silu
-from penstock.ops.triton.ptx import FOLDED, less, products_of
-from penstock.ops.triton.tuning import multiprocessors
+from penstock.ops.triton.codes import E2M1, RUN_SCALES, kind_of
+from penstock.ops.triton.warp_tiles import codes_options, reads_rows, tiles_of_products
 
 MOST_ROWS = 16
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _words(own_at, other_at, column, inner, PLACES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the four words of each of two rows from a column on, `[LANES, WARPS, TILES]` each."""
-    at, inside = (column // PLACES)[:, :, None, None], (column < inner)[:, :, None, None]
-    a, b, c, d = _apart(tl.load(own_at + at, mask=inside, other=0))
-    e, f, g, h = _apart(tl.load(other_at + at, mask=inside, other=0))
-    return a, b, c, d, e, f, g, h
-
-
-@triton.jit
-def _apart(words):  # type: ignore[no-untyped-def]
-    """Return four words `[LANES, WARPS, TILES]` each, of `[LANES, WARPS, TILES, 4]`."""
-    even, odd = tl.split(tl.reshape(words, (words.shape[0], words.shape[1], words.shape[2], 2, 2)))
-    a, c = tl.split(even)
-    b, d = tl.split(odd)
-    return a, b, c, d
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _beside(  # type: ignore[no-untyped-def]
-    own_at, other_at, group, EACH: tl.constexpr, APART: tl.constexpr
-):
-    """Return what lies beside the codes of a run: for each quarter of it, of one row, then of another.
-
-    EACH: quarters of a number. APART: whether there is more than one number in a run.
-    """
-    a, e = tl.load(own_at + group[:, :, None]), tl.load(other_at + group[:, :, None])
-    b, c, d, f, g, h = a, a, a, e, e, e
-    if APART and EACH == 2:
-        c, g = tl.load(own_at + group[:, :, None] + 1), tl.load(other_at + group[:, :, None] + 1)
-        d, h = c, g
-    if APART and EACH == 1:
-        b, f = tl.load(own_at + group[:, :, None] + 1), tl.load(other_at + group[:, :, None] + 1)
-        c, g = tl.load(own_at + group[:, :, None] + 2), tl.load(other_at + group[:, :, None] + 2)
-        d, h = tl.load(own_at + group[:, :, None] + 3), tl.load(other_at + group[:, :, None] + 3)
-    return a, b, c, d, e, f, g, h
-
-
-@triton.jit
-def _activations(at, inside):  # type: ignore[no-untyped-def]
-    """Return two pairs of activations, `[LANES, WARPS, 1]` each."""
-    four = tl.load(at, mask=inside, other=0)
-    return four.to(tl.int32)[:, :, None], (four >> 32).to(tl.int32)[:, :, None]
-
-
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _few_columns(  # type: ignore[no-untyped-def]
     x,
     codes,
@@ -116,158 +56,49 @@ def _few_columns(  # type: ignore[no-untyped-def]
     REGISTERS: tl.constexpr,
     FOLDED: tl.constexpr,
 ) -> None:
-    """Compute the numbers of 16 * TILES rows of the matrix; where GATED, of half as many of the gate, each
-    with its own of what is gated, `outer` further on. GATED and SECOND: as in `few_bits`.
-
-    Tensors have the axes LANES, WARPS and TILES. A warp takes every WARPS-th step of two runs. WIDE: eights
-    of rows of activations.
-    """
+    """Compute the numbers of TILES tiles; see `tiles_of_products`."""
     if EARLY:
         gdc_launch_dependents()
-    RUN: tl.constexpr = 8 * PLACES
-    STEP: tl.constexpr = 2 * RUN
-    SCALED: tl.constexpr = GROUP < STEP
-    APART: tl.constexpr = GROUP < RUN
-    EACH: tl.constexpr = 4 * GROUP // RUN
-    LOWER: tl.constexpr = 8 if GATED else 16
-    lane, warp, tile = tl.arange(0, 32), tl.arange(0, WARPS), tl.program_id(0) * TILES + tl.arange(0, TILES)
-    row, part = lane // 4, lane % 4
-    place = (warp * 32)[None, :, None] + lane[:, None, None]
-    # A thread has one row of each tile, and one that is eight rows lower or the gated one.
-    number = tile[None, :] * LOWER + row[:, None]
-    own = tl.minimum(number, outer - 1)[:, None, :]
-    other = own + outer if GATED else tl.minimum(number + 8, outer - 1)[:, None, :]
-    word = part[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, None, :]
-    own_at = codes + own.to(tl.int64)[:, :, :, None] * s_w + word
-    other_at = codes + other.to(tl.int64)[:, :, :, None] * s_w + word
-    own_beside, other_beside = (own // down).to(tl.int64) * s_s, (other // down).to(tl.int64) * s_s
-    # Activations are read by fours. A lane has those of the row that is its quarter, and of eight more.
-    fours = (part // 2 * (RUN // 4) + part % 2)[:, None]
-    x_at = x + tl.minimum(row, rows - 1)[:, None] * s_x + fours
-    more_at = x + tl.minimum(row + 8, rows - 1)[:, None] * s_x + fours
-    column = (warp * STEP)[None, :] + tl.zeros([32, 1], tl.int32)
-    run = (part // 2 * RUN)[:, None]
-    words = _words(own_at, other_at, column, inner, PLACES)
-    at = tl.minimum(column, inner - STEP) + run
-    scales = _beside(
-        scale + own_beside, scale + other_beside, at // (RUN if RAW else GROUP), EACH, APART and not RAW
+    lane = tl.arange(0, 32)[:, None]
+    row, of = lane // 4, lane % 4 * 2
+    rows_at = x + tl.minimum(row, rows - 1) * s_x, x + tl.minimum(row + 8, rows - 1) * s_x
+    tiles_of_products(
+        rows_at,
+        (y + of * s_y, y + (of + 1) * s_y, y + (of + 8) * s_y, y + (of + 9) * s_y),
+        (of < rows, of + 1 < rows, of + 8 < rows, of + 9 < rows),
+        codes,
+        scale,
+        zero,
+        second,
+        bias,
+        tl.program_id(0) * TILES,
+        outer,
+        inner,
+        down,
+        s_w,
+        s_s,
+        TILES,
+        WARPS,
+        WIDE,
+        GROUP,
+        KIND,
+        PLACES,
+        SCALES,
+        RAW,
+        ZEROS,
+        SECOND,
+        GATED,
+        BIASED,
+        EARLY,
+        HALF,
+        LESS,
+        PTX,
+        REGISTERS,
+        FOLDED,
+        1.0,
+        0.0,
+        0.0,
     )
-    zeros = scales
-    if ZEROS:
-        zeros = _beside(zero + own_beside, zero + other_beside, at // GROUP, EACH, APART)
-    nothing = tl.zeros([32, WARPS, TILES], tl.float32)
-    sums = (nothing, nothing, nothing, nothing)
-    more = sums
-    if EARLY:
-        gdc_wait()
-    for _ in tl.range(0, inner, STEP * WARPS):
-        # What the next step needs of the matrix is asked for before this one begins.
-        following = column + STEP * WARPS
-        next_words = _words(own_at, other_at, following, inner, PLACES)
-        at = tl.minimum(following, inner - STEP) + run
-        next_scales = _beside(
-            scale + own_beside, scale + other_beside, at // (RUN if RAW else GROUP), EACH, APART and not RAW
-        )
-        next_zeros = next_scales
-        if ZEROS:
-            next_zeros = _beside(zero + own_beside, zero + other_beside, at // GROUP, EACH, APART)
-        given = words
-        for each in tl.static_range(PLACES):
-            given = given + _activations(x_at + column // 4 + 2 * each, column < inner)
-            if WIDE == 2:
-                given = given + _activations(more_at + column // 4 + 2 * each, column < inner)
-        found = warp_products(
-            place,
-            given,
-            scales,
-            zeros,
-            KIND,
-            PLACES,
-            SCALES,
-            SCALED,
-            RAW,
-            ZEROS,
-            WIDE,
-            HALF,
-            LESS,
-            PTX,
-            REGISTERS,
-        )
-        if not SCALED:
-            found = _scaled(found, scale_of(scales[0], SCALES), scale_of(scales[4], SCALES), WIDE)
-        sums = (sums[0] + found[0], sums[1] + found[1], sums[2] + found[2], sums[3] + found[3])
-        if WIDE == 2:
-            more = (more[0] + found[4], more[1] + found[5], more[2] + found[6], more[3] + found[7])
-        words, scales, zeros, column = next_words, next_scales, next_zeros, following
-    y_at = y + part[:, None] * 2 * s_y + number
-    of = part[:, None] * 2 + tl.zeros([1, TILES], tl.int32)
-    _finish(sums, y_at, of, number, second, bias, rows, outer, s_y, FOLDED, SECOND, GATED, BIASED)
-    if WIDE == 2:
-        y_at, of = y_at + 8 * s_y, of + 8
-        _finish(more, y_at, of, number, second, bias, rows, outer, s_y, FOLDED, SECOND, GATED, BIASED)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _scaled(found, own, other, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return sums of one row and of another, two each, times the scale of theirs."""
-    some = (found[0] * own, found[1] * own, found[2] * other, found[3] * other)
-    if WIDE == 2:
-        some = some + (found[4] * own, found[5] * own, found[6] * other, found[7] * other)
-    return some
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _finish(  # type: ignore[no-untyped-def]
-    sums,
-    y_at,
-    of,
-    number,
-    second,
-    bias,
-    rows,
-    outer,
-    s_y,
-    FOLDED: tl.constexpr,
-    SECOND: tl.constexpr,
-    GATED: tl.constexpr,
-    BIASED: tl.constexpr,
-):
-    """Add up what the warps have, and store it.
-
-    sums: two of one row of the matrix, and two of another. of: the row of the result of the first of two.
-    """
-    both = tl.sum(tl.join(tl.join(sums[0], sums[1]), tl.join(sums[2], sums[3])), 1)
-    if FOLDED != 1.0:
-        both *= FOLDED
-    own, other = tl.split(both)
-    own = _whole(own, tl.minimum(number, outer - 1), second, bias, SECOND, BIASED)
-    lower = tl.minimum(number, outer - 1) + outer if GATED else tl.minimum(number + 8, outer - 1)
-    other = _whole(other, lower, second, bias, SECOND, BIASED)
-    kind = y_at.dtype.element_ty
-    if GATED:
-        active = silu(own.to(kind).to(tl.float32)).to(kind).to(tl.float32)
-        own = active * other.to(kind).to(tl.float32)
-    a, b = tl.split(own)
-    tl.store(y_at, a.to(kind), mask=(of < rows) & (number < outer))
-    tl.store(y_at + s_y, b.to(kind), mask=(of + 1 < rows) & (number < outer))
-    if not GATED:
-        a, b = tl.split(other)
-        tl.store(y_at + 8, a.to(kind), mask=(of < rows) & (number + 8 < outer))
-        tl.store(y_at + 8 + s_y, b.to(kind), mask=(of + 1 < rows) & (number + 8 < outer))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _whole(  # type: ignore[no-untyped-def]
-    sums, at, second, bias, SECOND: tl.constexpr, BIASED: tl.constexpr
-):
-    """Return sums `[LANES, TILES, 2]` with the second scale and the bias of their rows."""
-    if SECOND == 1:
-        sums *= tl.load(second + at)[:, :, None]
-    if SECOND == 2:
-        sums = tl.div_rn(sums, tl.load(second + at)[:, :, None])
-    if BIASED:
-        sums += tl.load(bias + at).to(tl.float32)[:, :, None]
-    return sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,25 +128,12 @@ def few_columns(
     outer = height // 2 if gated else height
     assert 0 < rows <= MOST_ROWS, x.shape
     y = torch.empty(rows, outer, dtype=x.dtype, device=x.device) if out is None else out
-    places = 8 if kind.codes in FOUR_BITS else 4
-    tuning = tuning or mma_tuning(height, inner, places, multiprocessors(x.device))
+    tuning = tuning or MmaTuning(1 if rows == 1 else 2, 2)
     words, scale = parts["codes"].view(torch.int32), parts["scale"]
     scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
-    group, half = WHOLE if kind.group >= inner else kind.group, x.dtype == torch.float16
-    each = RUN_SCALES.get((kind.codes, kind.scales, kind.group)) if COMPILED else None
-    raw = not half and each is not None and group < 16 * places and scale.shape[1] % each.itemsize == 0
-    scale = scale.view(each) if raw and each is not None else scale
-    zero, second = parts.get("zero"), parts.get("second")
-    wide, early, ptx, registers = 1 + (rows > 8), uses_pdl(), "", ""
-    if COMPILED:
-        ptx, registers = products_of(
-            kind.codes,
-            half=half,
-            zeros=zero is not None,
-            scaled=group < 16 * places,
-            raw=kind.scales if raw else 0,
-            wide=wide,
-        )
+    codes = codes_options(kind, inner, x.dtype, scale.shape[1], wide=1 + (rows > 8))
+    scale = scale.view(RUN_SCALES[kind.codes, kind.scales, kind.group]) if codes["RAW"] else scale
+    zero, second, early = parts.get("zero"), parts.get("second"), uses_pdl()
     fours = x.view(torch.int64)
     _few_columns[(triton.cdiv(outer, tuning.tiles * (8 if gated else 16)),)](
         fours,
@@ -335,22 +153,12 @@ def few_columns(
         y.stride(0),
         TILES=tuning.tiles,
         WARPS=tuning.warps,
-        WIDE=wide,
-        GROUP=group,
-        KIND=kind.codes,
-        PLACES=places,
-        SCALES=kind.scales,
-        RAW=raw,
         ZEROS=zero is not None,
         SECOND=kind.second,
         GATED=gated,
         BIASED=bias is not None,
         EARLY=early,
-        HALF=half,
-        LESS=less(kind.codes, half=half),
-        PTX=ptx,
-        REGISTERS=registers,
-        FOLDED=2.0 ** FOLDED[kind.scales] if raw and kind.codes == E2M1.value else 1.0,
+        **codes,
         num_warps=tuning.warps,
         **pdl_launch_options(early),
     )
@@ -358,18 +166,23 @@ def few_columns(
 
 
 def suits(x: Tensor, weight: Matrix) -> bool:
-    """Tell whether `few_columns` computes a product, of those that `few_bits.suits` names: of whole steps,
+    """Tell whether `few_columns` computes a product, of those that `few_bits.suits` names: of whole runs,
     and activations that are read four at a time."""
-    kind, inner = kind_of(weight.format), weight.shape[1]
+    kind = kind_of(weight.format)
     assert kind is not None, weight.format
-    return (
-        len(x) <= MOST_ROWS
-        and inner % (128 if kind.codes in FOUR_BITS else 64) == 0
-        and x.stride(0) % 4 == 0
-        and x.data_ptr() % 8 == 0
-    )
+    return len(x) <= MOST_ROWS and reads_rows(x, kind.codes)
 
 
-def mma_tuning(height: int, inner: int, places: int, many: int) -> MmaTuning:
-    """Return how a product is cut: the one place for constants."""
-    return MmaTuning(2 if height >= 16 * 8 * many else 1, 8)
+def mma_tuning(rows: int, codes: int, height: int, inner: int, many: int) -> MmaTuning | None:
+    """Return how a product is cut, the one place for constants; None where other kernels are as fast.
+
+    A program has few rows of the matrix, so it needs many of them, and not so many columns that its warps
+    would be at work for long. Four-bit floating-point codes take other kernels more instructions.
+
+    codes: their kind.
+    height, inner: shape of the matrix.
+    many: multiprocessors.
+    """
+    if rows > 8 or codes != E2M1.value or height < 128 * many or inner > 8192:
+        return None
+    return MmaTuning(1 if rows == 1 else 2, 2)

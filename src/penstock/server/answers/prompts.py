@@ -12,7 +12,7 @@ from penstock.server.answers.completions import AnswerWriter, ChatWriter, TextWr
 from penstock.server.broker.calls import BusyError
 from penstock.server.parsing.dialects import Dialect, dialect_of
 from penstock.server.parsing.forms import behind_reasoning, in_channels, may_be_behind
-from penstock.server.parsing.harmony import ANSWERING, MARKS, HarmonyParser, answer_after, begun
+from penstock.server.parsing.harmony import ANSWERING, MARKS, MESSAGE, HarmonyParser, answer_after, begun
 from penstock.server.parsing.output_parser import LIST, OutputParser
 from penstock.server.parsing.tools import Tools, template_messages, tools_of
 from penstock.server.parsing.turns import EFFORTS, channel_tools
@@ -70,7 +70,9 @@ def read_chat(
     else:
         params, marks, speech = _in_marks(reader, asked.params, text, tools, dialect)
     shown = [token for mark in marks if (token := reader.tokenizer.token_to_id(mark)) is not None]
-    ready = _read(reader, reader.encode(text, special=False), replace(params, shown_tokens=shown), asked)
+    begins = reader.tokenizer.token_to_id(MESSAGE) if dialect.channels else None
+    params = replace(params, shown_tokens=shown, text_token=begins)
+    ready = _read(reader, reader.encode(text, special=False), params, asked)
     return ready, speech
 
 

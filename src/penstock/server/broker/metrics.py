@@ -297,7 +297,7 @@ def _of_missed(missed: MissedStats) -> Sequence[Metric]:
 
 def _of_weights(stats: WeightStats) -> Sequence[Metric]:
     at = {"device": stats.device, "host": stats.host, "disk": stats.disk}
-    waits = {"link": stats.stalled_link, "disk": stats.stalled_disk}
+    waits, experts = {"link": stats.stalled_link, "disk": stats.stalled_disk}, stats.experts
     return (
         _gauge("weights_bytes", "Bytes of weights, by where they stay.", at, "tier"),
         _counter(
@@ -307,14 +307,26 @@ def _of_weights(stats: WeightStats) -> Sequence[Metric]:
         _counter("weights_stalled_seconds", "Time that arithmetic waited for weights.", waits, "cause"),
         _counter(
             "experts_asked",
-            "Experts that steps asked the device for, where it decides which it has, by whether it had them.",
-            {"hit": stats.experts_hit, "miss": stats.experts_asked - stats.experts_hit},
+            "Experts that layers were asked for, where not all rest on the device, by whether it had them.",
+            {"hit": experts.hit, "miss": experts.asked - experts.hit},
             "found",
+        ),
+        _counter("experts_found", "The same, by the tier where they were.", experts.found, "tier"),
+        _counter(
+            "experts_fetched_bytes",
+            "Bytes of those that the device did not have, by the tier where they were.",
+            {"host": experts.copied - experts.read, "disk": experts.read},
+            "tier",
+        ),
+        _gauge(
+            "experts_age_seconds",
+            "Time since a device has counted them: it is not waited for while steps run.",
+            experts.age,
         ),
         _counter(
             "experts_foretold",
             "Experts that the layer before foretold, by whether they were asked for and missing.",
-            {"right": stats.experts_right, "wrong": stats.experts_foretold - stats.experts_right},
+            {"right": experts.right, "wrong": experts.foretold - experts.right},
             "outcome",
         ),
     )

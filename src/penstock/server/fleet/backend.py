@@ -57,8 +57,8 @@ class ReplicaPool(Protocol):
         or raises LostError, when that is lost, and EngineClosedError when there will be none."""
 
     async def broadcast(self, what: str) -> Mapping[str, Any]:
-        """Return what each replica says of its `state`, as JSON has it, or of its `metrics`, as text. Those
-        that do not answer are left out."""
+        """Return what each replica says of its `state` or its `experts`, as JSON has them, or of its
+        `metrics`, as text. Those that do not answer are left out."""
 
     def stop(self) -> None:
         """End them, and whatever was started for them."""
@@ -103,6 +103,14 @@ class RemoteBackend:
             "open": broker.open and found["open"],
             "waiting": max(broker.outputs - found["running"], found["waiting"]),
         }
+
+    async def experts(self) -> Any:
+        """Return the use of experts of the first replica: slots of others hold others. Raise
+        EngineClosedError if none tells its own."""
+        found = await self._pool.broadcast("experts")
+        if not found:
+            raise EngineClosedError("no replica is ready; wait until GET /ready answers 200")
+        return found[min(found)]
 
     def drive(self, mailbox: Mailbox, quotas: Quotas) -> None:
         """Carry out calls; see Backend."""

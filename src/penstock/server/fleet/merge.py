@@ -75,9 +75,11 @@ _OWN_WAY: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "longest": min,
     "open": any,
     "waited": _mean,
+    "age": max,
     "decode_predicted": max,
     "decode_seconds": max,
     "prefill_seconds": max,
+    "experts": lambda found: _merged([one for one in found if one is not None]) or None,
     "prompt": lambda prompts: next((prompt for prompt in prompts if prompt is not None), None),
 }
 """Fields that do not add up."""

@@ -113,6 +113,10 @@ class Replica:
         """Return the replica's name and the state of its machine."""
         return self._name, msgspec.to_builtins(self._monitor.look())
 
+    async def experts(self) -> tuple[str, Any]:
+        """Return the replica's name and the use of its experts."""
+        return self._name, msgspec.to_builtins(await asyncio.to_thread(self._monitor.experts))
+
     async def metrics(self) -> tuple[str, str]:
         """Return the replica's name and its metrics, as Prometheus reads them."""
         return self._name, self._metrics.text().decode()

@@ -59,6 +59,7 @@ def application(server: ServerState) -> ASGIApp:
         ("GET", "/openapi.json", _openapi),
         ("GET", "/metrics", _metrics),
         ("GET", "/state", _state),
+        ("GET", "/experts", _experts),
         ("GET", "/v1/models", _models),
         ("GET", "/v1/models/{name:path}", _model),
         ("POST", "/v1/chat/completions", partial(_generate, kind=ChatRequest)),
@@ -326,6 +327,16 @@ async def _state(server: ServerState, request: Request) -> Response:
     else:
         assert server.monitor is not None
         found = server.monitor.look()
+    return json_response(found, headers={"Cache-Control": "no-store"})
+
+
+async def _experts(server: ServerState, request: Request) -> Response:
+    server.model()
+    if server.fleet is not None:
+        found: object = await server.fleet.experts()
+    else:
+        assert server.monitor is not None
+        found = await asyncio.to_thread(server.monitor.experts)
     return json_response(found, headers={"Cache-Control": "no-store"})
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from penstock import __version__
 from penstock.server.http.page import FILES
-from penstock.server.monitoring.state import State
+from penstock.server.monitoring.state import ExpertsState, State
 from penstock.server.wire import response_shapes, shapes
 from penstock.server.wire.requests import (
     MOST_LOGPROBS,
@@ -108,6 +108,7 @@ OPERATIONS = (
     RouteSpec("post", "/detokenize", "The text of tokens", shapes.Text, DetokenizeRequest, refused=_READS),
     RouteSpec("get", "/metrics", "Counts and times, for Prometheus", "text/plain"),
     RouteSpec("get", "/state", "The machine at this moment", State, refused=(503,)),
+    RouteSpec("get", "/experts", "How each expert is used, and where it is", ExpertsState, refused=(503,)),
     RouteSpec("get", "/health", "Whether the server is alive", shapes.Status, open=True),
     RouteSpec("get", "/ready", "Whether requests are taken", shapes.Status, refused=(503,), open=True),
     RouteSpec("get", "/openapi.json", "This description", "application/json", open=True),

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from penstock.server.monitoring.records import RequestRecord
 
 _LOG = logging.getLogger("penstock")
-_POLLED = ("/health", "/ready", "/metrics", "/state")
+_POLLED = ("/health", "/ready", "/metrics", "/state", "/experts")
 """Asked again and again by what watches the server."""
 _PLAIN = re.compile(r"[!#-<>-\[\]-~]+")
 """Printable ASCII without spaces, quotes, equals signs and backslashes."""

@@ -9,7 +9,8 @@ import torch
 
 from penstock.api.snapshots import MemoryUse
 from penstock.arch.formats.recipe import name_of
-from penstock.base.meter import KVStats, MeterSample, Passes, PromptProgress, TierStats
+from penstock.base.meter import KVStats, MeterSample, Passes, PromptProgress, TierStats, WeightStats
+from penstock.base.tiers import Tier
 from penstock.engine.engine import Stats
 from penstock.memory.device import device_name, free_memory, total_memory
 from penstock.server.broker.backend import LocalBackend
@@ -23,6 +24,7 @@ _STALE = 10.0
 """Seconds without a look after which rates begin anew, if passes are not longer."""
 _CLOSE = 0.1
 """Seconds between two looks that are both kept, at least: several pages may ask."""
+_LETTERS = {Tier.DEVICE: "D", Tier.HOST: "H", Tier.DISK: "S"}
 _PATIENCE = 0.5
 """Seconds after which a prompt is shown: what is computed sooner comes and goes too fast to be read."""
 
@@ -130,6 +132,53 @@ class MissedState:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertState:
+    """Counts the experts of a mixture that layers were asked for since the start, where not all of them rest
+    on the device.
+
+    device, host, disk: by the tier where they were.
+    copied, read: bytes that came for them, to the device and from disk.
+    recent_asked, recent_hit: those that were asked for lately, and were on the device.
+    rate: bytes a second that came to the device lately.
+    age: seconds since it was so: a device that counts is not waited for while steps run.
+    """
+
+    device: int
+    host: int
+    disk: int
+    copied: int
+    read: int
+    recent_asked: int
+    recent_hit: int
+    rate: float
+    age: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """Shows the experts of a layer, in their order.
+
+    asked: how many of a thousand recent steps asked for each; the longer ago a step was, the less it counts.
+    where: a letter for each: D on the device, in a slot or for good, H in host memory, S on disk.
+    """
+
+    layer: int
+    asked: tuple[int, ...]
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsState:
+    """Shows the experts of all layers that have some; of none where all of them rest on the device.
+
+    age: seconds since it was so.
+    """
+
+    layers: tuple[ExpertLayer, ...]
+    age: float
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """Describes the machine at this moment."""
 
@@ -155,6 +204,8 @@ class State:
     cache: CacheState
     plan: PlanState
     missed: MissedState
+    experts: ExpertState | None
+    """Counts of experts. None where all of them rest on the device, and before any was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +266,21 @@ class StateMonitor:
             missed=MissedState(
                 missed.choices, missed.fallbacks, missed.read, missed.most, missed.worst, missed.mean
             ),
+            experts=_experts(first.counts.weights, weights, seconds),
         )
+
+    def experts(self) -> ExpertsState:
+        """Return the use of each expert. May be called on any thread."""
+        found = self._llm.expert_map()
+        layers = [
+            ExpertLayer(
+                one.layer,
+                tuple(round(1000 * rate) for rate in one.rates),
+                "".join(_LETTERS[tier] for tier in one.tiers),
+            )
+            for one in found.layers
+        ]
+        return ExpertsState(tuple(layers), found.age)
 
     def _since(self, now: _Look) -> _Look:
         """Return the look from which on rates are taken."""
@@ -306,6 +371,21 @@ def _plan(memory: MemoryUse, before: Passes, after: Passes) -> PlanState:
         after.decode_pass(before),
         after.prefill_pass(before),
         weights.binding if weights.streams else "",
+    )
+
+
+def _experts(first: WeightStats, now: WeightStats, seconds: float) -> ExpertState | None:
+    found, since = now.experts, now.experts.since(first.experts)
+    if not found.asked:
+        return None
+    return ExpertState(
+        **found.found,
+        copied=found.copied,
+        read=found.read,
+        recent_asked=since.asked,
+        recent_hit=since.hit,
+        rate=since.rate(seconds) if seconds > 0 else 0.0,
+        age=found.age,
     )
 
 

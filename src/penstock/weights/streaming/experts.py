@@ -45,6 +45,7 @@ from time import perf_counter
 from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupLayout
+from penstock.base.meter import LayerExperts
 from penstock.base.tiers import Tier
 from penstock.memory.streams import Stream, Ticket
 from penstock.memory.tasks import Task, Workers, wait
@@ -127,6 +128,8 @@ class Experts:
         self._checked: set[GroupId] = set()
         self._readers = Workers(READERS, "expert reader") if room.on_disk else None
         self.copied_bytes = self.returned_bytes = self.read_bytes = 0
+        self.asked = self.missed = self.from_disk = 0
+        """Experts that were expected, those of them that were not on DEVICE, and of these those from DISK."""
         self.disk_late = 0.0
 
     def places(self) -> Iterator[tuple[GroupLayout, Tensor]]:
@@ -145,7 +148,9 @@ class Experts:
         self._used.update(experts)
         self._expected = frozenset(experts)
         self._sound = False
-        self._queue.extend(id for id in experts if self.homes[id].tier is not Tier.DEVICE)
+        missing = [id for id in experts if self.homes[id].tier is not Tier.DEVICE]
+        self.asked, self.missed = self.asked + len(experts), self.missed + len(missing)
+        self._queue.extend(missing)
         self._fetch()
         self._sound = True
 
@@ -246,6 +251,11 @@ class Experts:
         self._sound = True
 
     @property
+    def compute(self) -> Stream:
+        """Return the stream on which experts are computed with."""
+        return self._compute
+
+    @property
     def ring_slots(self) -> int:
         """Return how many slots on DEVICE are no expert's home."""
         return len(self._device) - sum(home.tier is Tier.DEVICE for home in self.homes.values())
@@ -260,6 +270,20 @@ class Experts:
         """Copy to slots of the ring again, behind all that was queued on the compute stream."""
         mark = self._compute.mark()
         self._done = [mark] * len(self._done)
+
+    def use(self) -> list[LayerExperts]:
+        """Return how often each expert was expected lately, and where it stays, in their order. Any thread
+        may call it, also while a step runs."""
+        used, homes = dict.copy(self._used), dict.copy(self.homes)  # Each at once: nothing comes between.
+        # Counts are halved after FADE passes, and so is the number of passes that they are of.
+        fades, passes = divmod(self._passes, FADE)
+        most = passes + 1 + FADE * (1 - 0.5**fades)
+        found = dict[int, LayerExperts]()
+        for id, home in homes.items():
+            layer = found.setdefault(id.layer, LayerExperts(id.layer, [], []))
+            layer.rates.append(min(used.get(id, 0) / most, 1.0))
+            layer.tiers.append(home.tier)
+        return list(found.values())
 
     def close(self) -> None:
         """Wait for reads in flight. To be called again if it was interrupted; else that does nothing."""
@@ -282,6 +306,7 @@ class Experts:
             self._coming[id] = coming
             if home.tier is Tier.DISK:
                 assert self._readers is not None
+                self.from_disk += 1
                 self.read_bytes += self._host.shape[1]
                 for read in coming.reads:
                     self._readers.put(read)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupLayout, MixtureLayout
+from penstock.base.meter import ExpertCounts, ExpertMap
 from penstock.ops.matrix import GroupViews
 from penstock.weights.streaming.experts import Experts
 from penstock.weights.streaming.views import group_views, sent_addresses
@@ -91,6 +92,24 @@ class ExpertStream:
         """Lend those of these experts that stay on HOST, in their slots there, until the context ends."""
         with self._slots.at_rest(experts) as slots:
             yield {expert: self._in_slot(expert, slot) for expert, slot in slots.items()}
+
+    def counts(self, *, exact: bool) -> ExpertCounts:
+        """Return what was asked for and what came, since the beginning.
+
+        exact: wait for a device that counts; else what it said last.
+        """
+        slots = self._slots
+        return ExpertCounts(
+            slots.asked,
+            slots.asked - slots.missed,
+            slots.from_disk,
+            slots.copied_bytes,
+            slots.read_bytes,
+        )
+
+    def use(self, *, exact: bool) -> ExpertMap:
+        """Return the use of all experts lately. exact: as of `counts`."""
+        return ExpertMap(self._slots.use())
 
     def _in_slot(self, expert: GroupId, slot: Tensor) -> GroupViews:
         known = self._views[expert.layer]

@@ -50,12 +50,15 @@ and the compute stream waits for what was fetched. The fetch reads tensors that 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from time import perf_counter
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupLayout, MixtureLayout
+from penstock.base.meter import ExpertCounts, ExpertMap, LayerExperts
+from penstock.base.tiers import Tier
 from penstock.memory.device import send
 from penstock.memory.streams import Stream, Ticket
 from penstock.ops.kernels import triton_kernels
@@ -63,6 +66,7 @@ from penstock.ops.slots import ExpertParts, Places
 from penstock.weights.streaming.experts import Experts
 from penstock.weights.streaming.lending import ExpertStream
 from penstock.weights.streaming.slots import SlotRule, SlotTable
+from penstock.weights.streaming.snapshots import SlotSnapshot, SlotSnapshots
 from penstock.weights.streaming.views import DecidedExperts, sent_addresses
 
 _RULE = SlotRule()
@@ -106,7 +110,8 @@ class SlotExperts(ExpertStream):
         self._slot_table = SlotTable(
             len(experts), self._experts, self._each, memory.device, rule, fuller=self._fuller
         )
-        self._margin = rule.margin
+        self._margin, self._decay = rule.margin, 0.5 ** (1 / rule.half_life)
+        self.snapshots = SlotSnapshots(self._slot_table, ring.compute)
         self._ahead = False
         self._foretold: Callable[[], None] | None = None
         """Fetches what is foretold; it is to be called when all parts of the layer before are."""
@@ -121,6 +126,9 @@ class SlotExperts(ExpertStream):
         """The layer, by its number, of which something is decided that may not have been fetched."""
         self._decided: ExpertParts | None = None
         """What fetches of that layer read."""
+
+        self._here = 0
+        """Experts that were in slots when the host decided."""
 
     def parts(
         self, layer: int, pairs: Tensor, most: int, *, recorded: bool = False
@@ -173,7 +181,7 @@ class SlotExperts(ExpertStream):
     def foretell(self, layer: int, scores: Tensor, most: int, padding: Tensor | None) -> None:
         """Foretell an expert of a layer, and fetch it behind what comes now.
 
-        To be called between `parts` of the layer before and asking for its first table. Arguments are those of
+        To be called between `parts` of the layer before and asking for its first table. Arguments are as of
         `ExpertWeights.foretell`.
         """
         kernels = triton_kernels("slots")
@@ -264,6 +272,7 @@ class SlotExperts(ExpertStream):
         number = self._layers[experts[0].layer]
         slot_of = self._known[number]
         here = [expert for expert in experts if slot_of[expert.expert] >= 0]
+        self._here += len(here)
         if here:
             yield here, self._table_of(here, number, slot_of)
         yield from super().waves(self._without_slot(experts))
@@ -275,11 +284,40 @@ class SlotExperts(ExpertStream):
             self._slot_table.empty(self._changing)
             self._changing, self._decided = -1, None
 
-    def counts(self) -> tuple[int, int, int, int]:
-        """Return how many experts steps have asked the device for, how many of these were in slots, how many
-        were foretold, and how many of those were then missing. The host waits for it."""
-        asked, hits, foretold, right = self._slot_table.counts.sum(0).tolist()
-        return asked, hits, foretold, right
+    def counts(self, *, exact: bool) -> ExpertCounts:
+        """Return what was asked for and what came: by the device's count, and of steps of many tokens by the
+        host's. exact: wait for the device; else what it said last."""
+        host, seen = super().counts(exact=exact), self._seen(exact=exact)
+        asked, hit, foretold, right = seen.counts.sum(0).tolist() if seen is not None else (0,) * 4
+        fetched = (asked - hit) * self._memory.shape[1]
+        return ExpertCounts(
+            host.asked + self._here + asked,
+            host.hit + self._here + hit,
+            host.from_disk,
+            host.copied + fetched,
+            host.read,
+            fetched,
+            perf_counter() - seen.when if seen is not None else 0.0,
+            foretold,
+            right,
+        )
+
+    def use(self, *, exact: bool) -> ExpertMap:
+        """Return the use of all experts in steps of few tokens, about which the device decides."""
+        seen = self._seen(exact=exact)
+        if seen is None:
+            return ExpertMap()
+        rates, slots = seen.rates(self._decay).tolist(), seen.slot_of.tolist()
+        layers = [
+            LayerExperts(
+                layer, rates[number], [Tier.DEVICE if slot >= 0 else Tier.HOST for slot in slots[number]]
+            )
+            for layer, number in self._layers.items()
+        ]
+        return ExpertMap(layers, perf_counter() - seen.when)
+
+    def _seen(self, *, exact: bool) -> SlotSnapshot | None:
+        return self.snapshots.exact() if exact else self.snapshots.last()
 
     def _places_of(self, layer: int) -> Places:
         offsets = [field.offset for field in self._layouts[self._of_layer[layer][0]].fields]

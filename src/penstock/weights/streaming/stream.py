@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupKind, GroupLayout, mixture_layouts
-from penstock.base.meter import WeightStats
+from penstock.base.errors import CheckpointError
+from penstock.base.meter import ExpertCounts, ExpertMap, WeightStats
 from penstock.base.tiers import Tier
 from penstock.base.trace import Trace
 from penstock.memory.arena import Arena
@@ -22,6 +23,7 @@ from penstock.weights.streaming.loading import LOADERS, Loading, counted, load
 from penstock.weights.streaming.residency import ExpertRoom, Placement, piece_of
 from penstock.weights.streaming.ring import Link, RingRun, StreamRates
 from penstock.weights.streaming.slotted import SlotExperts
+from penstock.weights.streaming.snapshots import SlotSnapshots
 from penstock.weights.streaming.source import Sources, WeightSource
 from penstock.weights.streaming.views import Standing, StillExperts, group_views, next_run
 from penstock.weights.streaming.waits import StreamWaits
@@ -149,11 +151,25 @@ class WeightStream:
             if staging:
                 self._streams[0].mark().wait()
                 staging.close()
+        self._check_corrections()
         if isinstance(self.experts, SlotExperts):
             self.experts.fill()
         if self.placement.device_ring.runs:
             self._feeder = self._feed()
             self._moving.append(self._feeder)
+
+    def _check_corrections(self) -> None:
+        """Raise CheckpointError for a router that chooses by what are no numbers: nothing else would show
+        it."""
+        for id, place in self._homes.items():
+            if id.kind is not GroupKind.ROUTER:
+                continue
+            correction = group_views(self._layouts[id], place).vectors.get("correction")
+            if correction is not None and not bool(correction.isfinite().all()):
+                raise CheckpointError(
+                    f"what {id} adds to scores of experts (e_score_correction_bias) has values that are not "
+                    "finite (NaN); fetch the model again"
+                )
 
     def take(self, group: GroupId) -> GroupViews:
         """Return the fields of a group that is no expert, ready on the compute stream until it is released.
@@ -208,13 +224,25 @@ class WeightStream:
         assert not isinstance(experts, ExpertStream), "experts that stream have no places of their own"
         return Standing(self._views, self._runs_of, self._in_ring, experts)
 
-    def stats(self) -> WeightStats:
-        """Return where weights rest, and the traffic and waits since they were made."""
+    @property
+    def snapshots(self) -> SlotSnapshots | None:
+        """Return what copies a device's counts to the host, where the device decides about experts."""
+        return self.experts.snapshots if isinstance(self.experts, SlotExperts) else None
+
+    def expert_map(self, *, exact: bool) -> ExpertMap:
+        """Return how experts are used lately; of none where all rest. exact: as of `stats`."""
+        return self.experts.use(exact=exact) if isinstance(self.experts, ExpertStream) else ExpertMap()
+
+    def stats(self, *, exact: bool = True) -> WeightStats:
+        """Return where weights rest, and the traffic and waits since they were made.
+
+        exact: wait for a device that counts experts; else what it said last counts. Any thread may call it.
+        """
         placement, rates, room, moving = self.placement, self.rates, self.room, self._moving
         stalled = self._waits.stalled()
         disk = min(sum(one.disk_late for one in moving), stalled)
-        experts = self.experts
-        asked, hit, foretold, right = experts.counts() if isinstance(experts, SlotExperts) else (0,) * 4
+        lent = self.experts
+        experts = lent.counts(exact=exact) if isinstance(lent, ExpertStream) else ExpertCounts()
         on_disk = placement.resting(Tier.DISK) + (room.resting(Tier.DISK) if room else 0)
         return WeightStats(
             device=placement.resting(Tier.DEVICE) + (room.resting(Tier.DEVICE) if room else 0),
@@ -223,7 +251,7 @@ class WeightStream:
             device_ring=placement.device_ring.size + (room.beside(Tier.DEVICE) if room else 0),
             host_ring=placement.host_ring.size + (room.beside(Tier.HOST) if room else 0),
             passes=self._passes,
-            copied=sum(one.copied_bytes for one in moving) + (asked - hit) * (room.size if room else 0),
+            copied=(self._feeder.copied_bytes if self._feeder else 0) + experts.copied,
             read=sum(one.read_bytes for one in moving),
             stalled_link=stalled - disk,
             stalled_disk=disk,
@@ -237,10 +265,7 @@ class WeightStream:
             else Link.DISK
             if room.on_disk
             else Link.LINK,
-            experts_asked=asked,
-            experts_hit=hit,
-            experts_foretold=foretold,
-            experts_right=right,
+            experts=experts,
         )
 
     def close(self) -> None:
