@@ -26,7 +26,7 @@ from penstock.arch.spec import Activation, MoeSpec, Router, Scoring
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
 from penstock.ops.kernels import pdl_launches
 from penstock.ops.matrix import Matrix
-from penstock.ops.slots import Places, SlotArrays
+from penstock.ops.slots import COPIERS, Places, SlotArrays
 from penstock.ops.triton import attention as triton_attention
 from penstock.ops.triton import blocks as triton_blocks
 from penstock.ops.triton import experts as triton_experts
@@ -266,13 +266,17 @@ def slots(experts: int, count: int, most: int) -> None:
     """Of a layer: who comes to which slot, and how they come."""
     long, short = torch.int64, torch.float32
     arrays = SlotArrays(
-        empty(experts + 1, dtype=long), empty(count, dtype=long), empty(experts, dtype=short),
-        empty(experts, dtype=long), empty(2, dtype=long), empty(1, dtype=long), empty(2562, dtype=short),
+        1, empty(experts + 1, dtype=long), empty(count, dtype=long), empty(experts, dtype=short),
+        empty(experts, dtype=long), empty(1, dtype=long), empty(2562, dtype=short), empty(4, dtype=long),
+        empty(1, dtype=long), empty(2, dtype=long), empty(COPIERS, dtype=torch.int32),
     )  # fmt: skip
     places = Places(3 * count, 36 * count, 8, 1 << 40, 13 << 20, empty(4, dtype=long))
     pairs, parts = empty(experts, dtype=torch.int32), places.parts(most)[0]
     coming = triton_slots.expert_step(arrays, pairs, most, 1.0, places, parts)
     triton_slots.fetch(coming, places, 1 << 44, 0)
+    triton_slots.foretell(arrays, empty(8, experts), 32)
+    triton_slots.foretell(arrays, empty(8, experts, dtype=short), 32, empty(8, dtype=torch.bool))
+    triton_slots.fetch_ahead(arrays, places, 1 << 44)
 
 
 def few_bits(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:

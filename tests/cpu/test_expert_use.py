@@ -55,32 +55,32 @@ def use(table: SlotTable, layer: int, asked: Iterable[int], half_life: float) ->
 def test_a_snapshot_is_shown_when_it_has_come_and_changes_no_more() -> None:
     table, stream = SlotTable(1, 4, 2, CPU), Held()
     seen = SlotSnapshots(table, stream)
-    table.counts[0] = torch.tensor([5, 3])
+    table.counts[0] = torch.tensor([5, 3, 2, 1])
     table.slot_of[0, 2] = 1
     seen.take(10.0)
-    table.counts[0] = torch.tensor([8, 4])
+    table.counts[0] = torch.tensor([8, 4, 3, 1])
     assert seen.last() is None, "it has not come"
     stream.marks[0].reach()
     for _ in range(2):
         found = seen.last()
         assert found is not None
         assert (found.counts.tolist(), found.slot_of.tolist(), found.when) == (
-            [[5, 3]],
+            [[5, 3, 2, 1]],
             [[-1, -1, 1, -1]],
             10.0,
         )
         seen.take(10.0 + EVERY / 2)
     assert len(stream.marks) == 1, "it is not taken with every step"
     seen.take(10.0 + EVERY)
-    table.counts[0] = torch.tensor([9, 9])
+    table.counts[0] = torch.tensor([9, 9, 3, 1])
     assert seen.last() is found, "the next has not come"
     seen.take(10.0 + 3 * EVERY)
     assert len(stream.marks) == 2, "one at a time is on its way"
     stream.marks[1].reach()
     newest = seen.last()
     assert newest is not None
-    assert (newest.counts.tolist(), newest.when) == ([[8, 4]], 10.0 + EVERY)
-    assert found.counts.tolist() == [[5, 3]]
+    assert (newest.counts.tolist(), newest.when) == ([[8, 4, 3, 1]], 10.0 + EVERY)
+    assert found.counts.tolist() == [[5, 3, 2, 1]]
 
 
 def test_what_was_seen_does_not_become_less() -> None:

@@ -336,6 +336,19 @@ def test_a_prompt_goes_through_the_table_token_by_token() -> None:
         assert torch.equal(found[1], chosen[rows[: len(found[1])], 1])
 
 
+@pytest.mark.parametrize("recall", [0.0, 0.7, 1.0])
+def test_as_many_are_foretold_as_the_recording_says(recall: float) -> None:
+    chosen = torch.from_numpy(ImposedRouting("uniform").chosen(mixture_of(64, 4), 2, 400))
+    table = RoutingTable(chosen, 64, (0, 2), 4, torch.float32, recall=recall)
+    named = []
+    for _ in range(300):
+        table.scores(0, views(), torch.empty(0), torch.zeros(3, 64))
+        scores = table.foretold(2, torch.zeros(3, 64))
+        found = table.scores(2, views(), torch.empty(0), torch.zeros(3, 64)).topk(4).indices
+        named.append(scores.gather(1, found) > 0)
+    assert float(torch.stack(named).float().mean()) == pytest.approx(recall + (1 - recall) / 16, abs=0.03)
+
+
 def test_a_step_waits_for_nothing_and_makes_no_shape_of_data() -> None:
     chosen = torch.zeros(50, 2, 2, dtype=torch.int64, device="meta")
     table = RoutingTable(chosen, 8, (0, 2), 4, torch.bfloat16)

@@ -87,6 +87,8 @@ def test_what_changes_in_place_waits_until_all_threads_have_read_it(tmp_path: Pa
     changing = ("_merge", "_fold", "_rope", "_project", "_norm_together", "_expert_step")
     assert {kernel["kernel"] for kernel in kernels} >= set(changing)
     assert not [one for one in kernels if one["kernel"] in changing and not one["meets"]]
+    # One of its threads looks whether it is time to end, for all of them.
+    assert all(one["barriers"] for one in kernels if one["kernel"] == "_fetch_ahead")
     # Sums of few numbers need no barrier of the compiler's own. One is before turns change, and one before
     # the residual does, where its sum is normalised.
     assert [one["barriers"] for one in kernels if one["kernel"] == "_sum"] == [1, 2]

@@ -39,7 +39,7 @@ from penstock.ops import experts
 from penstock.ops.experts import Grouped, experts_reference
 from penstock.ops.linear import gated, linear
 from penstock.ops.matrix import GroupViews, Matrix
-from penstock.ops.slots import ExpertParts, Places
+from penstock.ops.slots import ExpertParts, Places, SlotArrays
 from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton import routing as triton_routing
 from penstock.ops.triton import slots as triton_slots
@@ -374,18 +374,23 @@ def test_padding_takes_what_the_first_takes() -> None:
 def _slots_interpreted(order: list[str] | None = None) -> Iterator[list[list[int]]]:
     """Kernels may read the host's memory of a layer's experts, and write to all places. Yields who came to
     which place."""
-    came, fetch = list[list[int]](), triton_slots.fetch
+    came, fetch, fetch_ahead = list[list[int]](), triton_slots.fetch, triton_slots.fetch_ahead
 
     def lent(parts: ExpertParts, places: Places, host: int, part: int) -> None:
         start, stop = parts.starts[part : part + 2].tolist()
         came.extend(parts.coming[:, start:stop].T.tolist())
         if order is not None:
             order.append("fetch")
-        ends = host + 8 * places.size, places.base + (places.transit + places.ring) * places.size
+        ends = host + 8 * places.size, places.base + (places.transit + places.ring + 1) * places.size
         with bounds.lent([(host, ends[0]), (places.base, ends[1])]):
             fetch(parts, places, host, part)
 
-    with patch.object(triton_slots, "fetch", lent):
+    def lent_ahead(arrays: SlotArrays, places: Places, host: int) -> None:
+        ends = host + 64 * places.size, places.base + (places.transit + places.ring + 1) * places.size
+        with bounds.lent([(host, ends[0]), (places.base, ends[1])]):
+            fetch_ahead(arrays, places, host)
+
+    with patch.object(triton_slots, "fetch", lent), patch.object(triton_slots, "fetch_ahead", lent_ahead):
         yield came
 
 
@@ -422,15 +427,55 @@ def test_experts_that_the_device_decides_about_compute_the_same(
             assert isinstance(rank.weights.experts, slotted.SlotExperts)
             found = together([rank], plans)[0]
             stats = rank.weights.stats()
-            asked, hits = rank.weights.experts.snapshots.exact().counts.sum(0).tolist()
+            asked, hits, foretold, right = rank.weights.experts.snapshots.exact().counts.sum(0).tolist()
             _begins_with_the_device(rank.weights)
             rank.weights.close()
         assert all(map(torch.equal, found, whole))
         assert len(came) == asked - hits
         assert stats.copied >= len(came) * rank.weights.room.size
         assert (hits > 0) == (rank.weights.room.slots > 0)
+        assert (foretold > 0) == (rank.weights.room.device_ring >= 4)
+        assert (stats.experts.foretold, stats.experts.right) == (foretold, right)
         some.add(hits > 0)
     assert some == {False, True}
+
+
+def test_whatever_is_foretold_the_same_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the routers, wrongly, or not at all; whether there was time for all of it or for some pieces."""
+    monkeypatch.setattr(slotted, "_MANY", 1 << 20)
+    monkeypatch.setattr(triton_slots, "_WORDS", 256)
+    path, plans, ahead = tiny.checkpoint("qwen3_moe"), list(steps()) * 2, triton_slots.fetch_ahead
+    whole, foretell = pass_of(path, 0, plans=plans), triton_slots.foretell
+    said, heard = list[Tensor](), list[Tensor]()
+
+    def in_part(arrays: SlotArrays, places: Places, host: int) -> None:
+        ahead(arrays, places, host)
+        arrays.done.clamp_(max=1)
+
+    def listened(arrays: SlotArrays, scores: Tensor, *rest: object) -> None:
+        heard.append(scores)
+        foretell(arrays, scores, *rest)  # type: ignore[arg-type]
+
+    for sign, fetch_ahead in ((1, ahead), (1, in_part), (-1, ahead), (0, ahead)):
+
+        def foretold(layer: int, scores: Tensor, sign: int = sign) -> Tensor:
+            said.append(scores * sign)
+            return said[-1]
+
+        with (
+            patch.object(triton_slots, "fetch_ahead", fetch_ahead),
+            patch.object(triton_slots, "foretell", listened),
+            patch.object(slotted, "_LEAST_RING", 4 if sign else 99),
+            _slots_interpreted(),
+        ):
+            rank = Rank(Checkpoint.open(path), part=0.9, copies=True)
+            rank._decoder.routing = SimpleNamespace(scores=lambda *given: given[-1], foretold=foretold)
+            found = together([rank], plans)[0]
+            assert (rank.weights.experts.counts(exact=True).right > 0) == (sign != 0)
+            rank.weights.close()
+        assert all(map(torch.equal, found, whole))
+    assert len(heard) == 3 * 2 * len(plans)
+    assert all(one is other for one, other in zip(heard, said, strict=True))
 
 
 def test_shared_experts_are_queued_behind_the_first_fetch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -16,8 +17,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 
 from penstock.arch.layout import GroupId, GroupKind, MixtureLayout
-from penstock.memory.streams import ThreadStream, Ticket
-from penstock.ops.slots import ExpertParts, Places
+from penstock.memory.streams import CallerStream, ThreadStream, Ticket
+from penstock.ops.slots import ExpertParts, Places, SlotArrays
 from penstock.ops.triton import slots as triton_slots
 from penstock.weights.streaming.experts import Experts
 from penstock.weights.streaming.residency import ExpertRoom
@@ -138,7 +139,7 @@ def test_whatever_is_late(slots: int, ring: int, late: str) -> None:
                     made.host_decides(layer)
                 made.layer(layer, set(rng.permutation(EXPERTS)[: rng.integers(1, 7)].tolist()))
         assert made.all_right()
-        assert made.experts.hits()[0] > 0
+        assert made.experts.counts(exact=True).asked > 0
 
 
 @pytest.mark.parametrize(
@@ -210,3 +211,106 @@ def test_what_does_not_wait_is_computed_while_experts_come() -> None:
 def test_parts_are_few_and_leave_half_of_the_ring(ring: int, most: int, parts: tuple[int, int]) -> None:
     """How many there are, and how many of them the ring holds at once."""
     assert Places(0, 0, ring, 0, 64, torch.zeros(1)).parts(most) == parts
+
+
+class Noted(CallerStream):
+    """Does all at once, and notes marks and waits in one list with what is launched."""
+
+    def __init__(self, name: str, order: list[object]) -> None:
+        self.name, self.order = name, order
+
+    def mark(self) -> Ticket:
+        self.order.append(("mark", self.name, ticket := super().mark()))
+        return ticket
+
+    def wait(self, ticket: Ticket) -> None:
+        self.order.append(("wait", self.name, ticket))
+
+
+@contextmanager
+def noted() -> Iterator[tuple[SlotExperts, list[object]]]:
+    """Experts that look ahead, and what is queued, in order: names of kernels, marks, waits. Nothing is
+    fetched."""
+
+    def note(name: str, *given: object) -> object:
+        order.append(name)
+        return kernels[name](*given) if name in ("expert_step", "foretell") else None
+
+    order = list[object]()
+    kernels = {
+        name: getattr(triton_slots, name) for name in ("expert_step", "foretell", "fetch", "fetch_ahead")
+    }
+    with world(2, 4) as made, ExitStack() as patched:
+        made.experts._link, made.experts._compute = Noted("link", order), Noted("compute", order)
+        made.experts.look_ahead()
+        for name in kernels:
+            patched.enter_context(patch.object(triton_slots, name, partial(note, name)))
+        yield made.experts, order
+
+
+def decided(experts: SlotExperts, layer: int) -> None:
+    """About a layer that asks for all, and foretells one of the next."""
+    parts = experts.parts(layer, torch.ones(EXPERTS, dtype=torch.int32), EXPERTS)
+    assert parts is not None
+    if (following := experts.foretells(layer)) is not None:
+        experts.foretell(following, torch.rand(1, EXPERTS), EXPERTS, None)
+    list(parts)
+
+
+def test_what_comes_ahead_is_queued_behind_all_parts_and_what_was_foretold() -> None:
+    """And nothing that is computed waits for it before the next layer has decided."""
+    with noted() as (experts, order):
+        for layer in range(LAYERS):
+            decided(experts, layer)
+        steps = [at for at, one in enumerate(order) if one == "expert_step"]
+        first, second = order[: steps[1] + 1], order[steps[1] + 1 :]
+        at, (_, _, told) = first.index("fetch_ahead"), first[first.index("foretell") + 1]
+        assert first[at - 1] == ("wait", "link", told)
+        assert "fetch" not in first[at:]
+        assert [one for one in first[at:] if one[:2] == ("mark", "link")] == []
+        assert "fetch_ahead" not in second, "the last layer foretells nothing"
+
+
+def test_a_recorded_step_waits_for_what_comes_ahead() -> None:
+    with noted() as (experts, order):
+        decided(experts, 0)
+        assert "fetch_ahead" in order
+        order.clear()
+        experts.begin_recorded()
+        (what, stream, ticket), after = order
+        assert (what, stream) == ("mark", "link")
+        assert after == ("wait", "compute", ticket)
+        experts.begin_recorded()
+        assert len(order) == 2, "there is nothing more to wait for"
+        decided(experts, 0)
+        decided(experts, 1)
+        order.clear()
+        experts.begin_recorded()
+        assert not order
+
+
+def test_the_host_waits_for_what_comes_ahead_and_it_is_foretold_no_more() -> None:
+    """The host brings experts to the place where that came, and the device decides about the same layer."""
+    for removed in ("", "before the host"):
+        with world(2, 4, fetch=4 * LATE, kernel=LATE) as made:
+            made.experts.look_ahead()
+
+            def late(arrays: SlotArrays, places: Places, host: int, made: World = made) -> None:
+                time.sleep(made.delay("fetch"))
+                made.memory[-1] = 0
+
+            with patch.object(triton_slots, "fetch_ahead", late):
+                decided(made.experts, 0)
+            made.compute.kind, made.compute.never = "before the host", removed
+            take_back = made.ring.take_ring_back
+
+            def noted(made: World = made, take_back: Callable[[], None] = take_back) -> None:
+                made.compute.kind = ""
+                take_back()
+
+            with patch.object(made.ring, "take_ring_back", noted):
+                made.host_decides(1)
+            assert made.all_right() == (not removed)
+            told = made.experts._slot_table.arrays(1).told.tolist()
+            assert told[0] >= 0
+            assert told[1] != int(made.experts._slot_table.turn)

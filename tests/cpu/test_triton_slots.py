@@ -19,7 +19,7 @@ import bounds
 from penstock.arch.layout import GroupId, GroupKind, MixtureLayout
 from penstock.bench.routing.policies import Ranked, Room
 from penstock.memory.streams import CallerStream
-from penstock.ops.slots import ExpertParts, Places, SlotArrays
+from penstock.ops.slots import COPIERS, ExpertParts, Places, SlotArrays
 from penstock.ops.triton import slots as triton_slots
 from penstock.ops.triton.slots import expert_step, fetch
 from penstock.weights.streaming.experts import Experts
@@ -69,7 +69,8 @@ def test_the_kernels_do_what_plain_python_does(
             places = Places(number * slots, 2 * slots, ring, device.data_ptr(), SIZE, OFFSETS)
             count, at_once = places.parts(most)
             parts = expert_step(table.arrays(number), pairs, most, rule.margin, places, count)
-            want, coming, starts = layer.step(now, set(asked)), parts.coming, parts.starts.tolist()
+            want, coming, starts = layer.step(now, set(asked)), parts.coming, parts.starts[:-1].tolist()
+            assert parts.starts[-1] == -1
             assert parts.tables.shape == (count, experts, 3)
             assert starts == [part * len(want) // count for part in range(count + 1)]
             assert coming[0].tolist() == [one for one, *_ in want] + [-1] * (most - len(want))
@@ -103,10 +104,10 @@ def test_the_kernels_do_what_plain_python_does(
 
 
 def test_a_large_expert_is_copied_by_many() -> None:
-    size = 4 * triton_slots._WORDS * (triton_slots._COPIERS + 1) + 4096
-    host, device = torch.randint(256, (5, size), dtype=torch.uint8), torch.zeros(3, size, dtype=torch.uint8)
-    coming, starts = torch.tensor([[4, 1, 3], [2, 0, 1]]), torch.tensor([0, 2, 3])
-    parts = ExpertParts(coming, starts, torch.zeros(2, 5, 3, dtype=torch.int64))
+    size = 4 * triton_slots._WORDS * (COPIERS + 1) + 4096
+    host, device = torch.randint(256, (5, size), dtype=torch.uint8), torch.zeros(4, size, dtype=torch.uint8)
+    coming, starts = torch.tensor([[4, 1, 3], [2, 0, 1]]), torch.tensor([0, 2, 3, -1])
+    parts = ExpertParts(coming, starts, torch.zeros(2, 5, 3, dtype=torch.int64), torch.ones(COPIERS).int())
     places = Places(0, 3, 3, device.data_ptr(), size, OFFSETS)
     with bounds.lent(spans(host, device)):
         fetch(parts, places, host.data_ptr(), 0)
@@ -114,7 +115,8 @@ def test_a_large_expert_is_copied_by_many() -> None:
     assert not device[1].any()
     with bounds.lent(spans(host, device)):
         fetch(parts, places, host.data_ptr(), 1)
-    assert torch.equal(device, host[[1, 3, 4]])
+    assert torch.equal(device[:3], host[[1, 3, 4]])
+    assert not device[3].any()
 
 
 def test_many_experts_and_slots() -> None:
@@ -178,7 +180,7 @@ def test_the_host_uses_what_is_in_slots_now() -> None:
             ]
             assert waves[0] == [chosen]
             assert sorted(one for wave in waves for one in wave) == [0, 1, 2, 3]
-    assert experts.snapshots.exact().counts.sum(0).tolist() == [6, 0]
+    assert experts.snapshots.exact().counts.sum(0).tolist() == [6, 0, 0, 0]
     counts = experts.counts(exact=True)
     # The host was asked for four of each of six layers, one of which was in its slot.
     assert (counts.asked, counts.hit) == (6 + 24, 6)

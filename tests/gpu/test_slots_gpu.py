@@ -93,7 +93,7 @@ def test_tokens_are_those_of_experts_that_rest(share: float, graphs: bool, tmp_p
 
 # ---- the waits, one by one
 
-SIZE, LAYERS, EXPERTS, LATE = 1 << 16, 3, 16, 2_000_000
+SIZE, LAYERS, EXPERTS, LATE = 1 << 20, 3, 16, 2_000_000
 """Bytes; clock cycles, about a millisecond: far longer than any fetch here."""
 
 
@@ -143,6 +143,9 @@ class World:
         self.experts = SlotExperts(
             layouts, mixtures, slots_of, self.memory, self.host, streams, SlotRule(1.0, 0.0)
         )
+        self.experts.look_ahead()
+        self.scores = torch.zeros(LAYERS, EXPERTS, device=DEVICE)
+        """By which experts are foretold."""
         self.kept = list[ExpertParts]()
         """What fetches read stays, also where nothing waits for them."""
 
@@ -150,6 +153,8 @@ class World:
         self, number: int, pairs: torch.Tensor, most: int, *, join: bool = True, reuse: bool = True
     ) -> None:
         parts = self.experts.recorded().parts(number, pairs, most)
+        if (following := self.experts.foretells(number)) is not None:
+            self.experts.foretell(following, self.scores[following : following + 1], most, None)
         self.compute.waits, self.link.waits = join, reuse
         for table in parts or ():
             address = table[:, 0]
@@ -185,9 +190,13 @@ def test_whatever_is_late(slots: int, ring: int, fetch: int, kernel: int, graphs
     for _ in range(8):
         chosen = torch.stack([torch.randperm(EXPERTS, generator=rng)[:7] for _ in range(LAYERS)])
         pairs.zero_().scatter_(1, chosen.to(DEVICE), 1)
+        world.scores.copy_(pairs + torch.rand(LAYERS, EXPERTS, generator=rng).to(DEVICE) * 4)
         work()
     assert bool(world.right)
-    assert world.experts.hits()[0] == 8 * 7 * LAYERS
+    asked, hits, foretold, right = world.experts.snapshots.exact().counts.sum(0).tolist()
+    assert asked == 8 * 7 * LAYERS
+    assert (hits > 0) == (slots > 0)
+    assert (0 < right <= foretold <= (8 + graphs) * (LAYERS - 1)) == (ring >= 4)
 
 
 @pytest.mark.parametrize(("left_out", "fetch", "kernel"), [("join", LATE, 0), ("reuse", 0, LATE)])

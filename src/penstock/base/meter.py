@@ -21,6 +21,8 @@ class ExpertCounts:
     copied, read: bytes that came for them, HOST to DEVICE and DISK to HOST.
     fetched: of `copied`, what a device has fetched and counted by itself.
     age: seconds since that was so; of a difference, how much longer that is ago than it was before.
+    foretold, right: those that a layer foretold of the next, to come early; and those of them that were then
+    missing.
     """
 
     asked: int = 0
@@ -30,6 +32,8 @@ class ExpertCounts:
     read: int = 0
     fetched: int = 0
     age: float = 0.0
+    foretold: int = 0
+    right: int = 0
 
     @property
     def found(self) -> Mapping[str, int]:
@@ -52,6 +56,8 @@ class ExpertCounts:
             self.read - before.read,
             self.fetched - before.fetched,
             self.age - before.age,
+            self.foretold - before.foretold,
+            self.right - before.right,
         )
 
     def rate(self, seconds: float) -> float:

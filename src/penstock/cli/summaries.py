@@ -26,10 +26,12 @@ def weight_forms(stats: WeightStats, flow: Flow, seconds: float) -> list[str]:
     seconds: of a pass, 0 if not known.
     """
     took = f"pass {seconds:.3g} s" if seconds else "first pass"
+    right = stats.experts.right / max(stats.experts.foretold, 1)
     flows = " | ".join(
         [
             *_flows(stats, flow),
             *([f"experts {stats.experts.hit_rate:.1%} on the device"] if stats.experts.asked else []),
+            *([f"foretold {right:.1%} right"] if stats.experts.foretold else []),
             f"{took} (decode predicted {stats.predicted:.3g})" if stats.predicted else took,
         ]
     )

@@ -13,9 +13,17 @@ from penstock.arch.layout import GroupId, GroupKind
 from penstock.arch.parts import held, local_spec
 from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import LayerSpec, ModelSpec, MoeSpec
-from penstock.models.inputs import ColdCache, Collectives, LayerCaches, Routing, StepInputs, Weights
+from penstock.models.inputs import (
+    ColdCache,
+    Collectives,
+    ExpertWeights,
+    LayerCaches,
+    Routing,
+    StepInputs,
+    Weights,
+)
 from penstock.models.mixers import FORWARD, Mixing, attention_at_once
-from penstock.models.moe import ask, choose, mixture, shared_experts
+from penstock.models.moe import ask, choose, mixture, router_scores, shared_experts
 from penstock.models.residual import Residual
 from penstock.ops.activation import soft_cap
 from penstock.ops.embedding import look_up
@@ -242,8 +250,7 @@ class Decoder:
         group = GroupId(GroupKind.ROUTER, layer)
         w = weights.take(group)
         x, after = residual.normed(w.vectors.get("norm")), w.vectors.get("norm_after")
-        given = x.float() if moe.router.float32 else x
-        logits = linear(given, w.matrices["router"], w.vectors.get("router_bias"))
+        logits = router_scores(x, moe, w)
         if self.routing is not None:
             logits = self.routing.scores(layer, w, x, logits)
         experts = weights.experts
@@ -251,10 +258,26 @@ class Decoder:
         padding = padding if experts.decided else None
         choice = choose(x, logits, moe, experts.mixtures[layer], w.vectors.get("correction"), padding)
         parts = ask(choice, layer, experts)
+        if parts is not None and (following := experts.foretells(layer)) is not None:
+            self._foretell(following, residual.x, weights, experts, padding)
         shared = None if moe.shared is None else shared_experts(x, w)
         weights.release(group)
         mixed = mixture(x, choice, moe, layer, experts, parts, rows_at_rest=self._rows_at_rest)
         residual.add(mixed if shared is None else mixed.add_(shared), after, spec.scale)
+
+    def _foretell(
+        self, layer: int, x: Tensor, weights: Weights, experts: ExpertWeights, padding: Tensor | None
+    ) -> None:
+        """Let the layer's router foretell an expert by x, the hidden states of the layer before."""
+        group, moe = GroupId(GroupKind.ROUTER, layer), self._local.stack[layer].feed_forward
+        assert isinstance(moe, MoeSpec), f"layer {layer} has no experts"
+        w = weights.take(group)
+        norm = w.vectors.get("norm")
+        scores = router_scores(x if norm is None else rms_norm(x, norm, self.spec.norm_eps), moe, w)
+        weights.release(group)
+        if self.routing is not None:
+            scores = self.routing.foretold(layer, scores)
+        experts.foretell(layer, scores, moe.top_k * len(x), padding)
 
 
 def _of_halves(spec: LayerSpec, x: Tensor, weights: GroupViews) -> ModuleType | None:

@@ -111,6 +111,17 @@ class ExpertWeights(Protocol):
         most: of all together, which the host knows.
         """
 
+    def foretells(self, layer: int) -> int | None:
+        """Return the layer for which an expert is to be foretold while the experts of this one come, if it is
+        of use; else None."""
+
+    def foretell(self, layer: int, scores: Tensor, most: int, padding: Tensor | None) -> None:
+        """Let an expert of a layer come early, by the scores that its router gives hidden states of the layer
+        before, `[tokens, experts]`. To be called behind `parts` of that one, before its first table.
+
+        most: experts that will be asked for, at most. padding: bool `[tokens]`, tokens that are nobody's.
+        """
+
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
         """Yield these experts of one layer in waves: some of them, and a table as `table` has it, with 0 for
         all others.
@@ -145,6 +156,10 @@ class Routing(Protocol):
         Called once for each mixture of a pass, in the order of layers. The host may not wait where steps are
         recorded.
         """
+
+    def foretold(self, layer: int, scores: Tensor) -> Tensor:
+        """Return the scores to foretell an expert of a layer by, `[tokens, experts]`: these ones, which its
+        router gives hidden states of the layer before, or others."""
 
 
 class Collectives(Protocol):

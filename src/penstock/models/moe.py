@@ -49,6 +49,12 @@ def choose(
     return route(logits, moe, correction)
 
 
+def router_scores(x: Tensor, moe: MoeSpec, weights: GroupViews) -> Tensor:
+    """Return a router's logits `[tokens, experts]` for x `[tokens, hidden]`, normalised."""
+    given = x.float() if moe.router.float32 else x
+    return linear(given, weights.matrices["router"], weights.vectors.get("router_bias"))
+
+
 def shared_experts(x: Tensor, weights: GroupViews) -> Tensor:
     """Return the output of the shared experts in a router's group: x and result `[tokens, hidden]`."""
     out, gate = x.new_empty(x.shape), weights.matrices.get("shared_gate")

@@ -10,15 +10,23 @@ from torch import Tensor
 class SlotArrays:
     """Holds the arrays of one layer on a device. A step changes all but `now` and `decays`.
 
+    number: of the layer, among those that have experts.
+
     slot_of: int64 `[experts]`: each expert's slot, or -1.
     expert_of: int64 `[slots]`: each slot's expert, or -1.
     value: float32 `[experts]`: the expert's worth when it was last used.
     used: int64 `[experts]`: the step of that.
     now: int64 `[]`: the step, above 0 and above that of the last call.
     decays: float32 `[steps]`: what a use of so many steps ago counts; the last for all before.
-    counts: int64 `[2]`: experts asked for so far, and those of them that were in slots.
+    counts: int64 `[4]`: experts asked for so far, those of them that were in slots; experts that were
+    foretold, those of them that were then missing.
+    turn: int64 `[]`: how often the device has decided, about any layer.
+    told: int64 `[2]`: the expert that is foretold, counted through all layers, or -1; and the turn of that,
+    since it holds for the next decision alone.
+    done: int32 `[COPIERS]`: how many pieces of it each program has fetched.
     """
 
+    number: int
     slot_of: Tensor
     expert_of: Tensor
     value: Tensor
@@ -26,6 +34,9 @@ class SlotArrays:
     now: Tensor
     decays: Tensor
     counts: Tensor
+    turn: Tensor
+    told: Tensor
+    done: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +44,8 @@ class Places:
     """Places say where experts lie: slots of `size` bytes, one behind the other.
 
     first: the place of the layer's first slot. transit: the first of `ring` places for those that pass
-    through, which all layers share. base: address of place 0. offsets: of an expert's tensors in its slot,
-    int64 `[tensors]`.
+    through, which all layers share; behind them is one for what is fetched ahead. base: address of place 0.
+    offsets: of an expert's tensors in its slot, int64 `[tensors]`.
     """
 
     first: int
@@ -52,6 +63,8 @@ class Places:
         return count, max(1, self.ring // -(-most // count))
 
 
+COPIERS = 8
+"""Programs that fetch at once."""
 PARTS = 2
 """Parts in which experts come that have room in half of the ring: what is computed when all have come is the
 last part, and each part is a launch of every kernel."""
@@ -62,11 +75,14 @@ class ExpertParts:
     """ExpertParts say which experts come to a layer, part by part, and where all that it needs are.
 
     coming: int64 `[2, most]`: experts and their places, in the order in which they come; -1 behind the last.
-    starts: int64 `[parts + 1]`: part p is those from `starts[p]` to before `starts[p + 1]`.
+    starts: int64 `[parts + 2]`: part p is those from `starts[p]` to before `starts[p + 1]`. The last is the
+    expert that was fetched ahead, as far as `done` says, or -1.
     tables: int64 `[parts, experts, tensors]`: the addresses of a part's experts, 0 for all others. Those that
     were there before are in the first table.
+    done: as of SlotArrays.
     """
 
     coming: Tensor
     starts: Tensor
     tables: Tensor
+    done: Tensor

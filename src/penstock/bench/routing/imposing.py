@@ -9,6 +9,9 @@ decode step that is one gather for all layers, of a few microseconds.
 A token's experts get scores from 1 downwards, all others `_LEAST`: shares differ as those of a trained router
 do, and sum to nearly one also where they are not normalised. Biases that a router adds to choose by must be
 smaller than half of that.
+
+What a layer foretells of the next is replaced, too: each expert that a token will take is named as likely as
+the recording's own routers named theirs, else some other. By a distribution nothing can be foretold.
 """
 
 from collections.abc import Sequence
@@ -24,6 +27,7 @@ from torch import Tensor
 from penstock.arch.spec import ModelSpec, MoeSpec
 from penstock.base.errors import ConfigError
 from penstock.bench.routing.recording import Recording
+from penstock.bench.routing.replay import foretelling
 from penstock.ops.matrix import GroupViews
 
 _LEAST = -8.0
@@ -91,7 +95,14 @@ class ImposedRouting:
             )
         a_token = len(layers) * moe.experts * dtype.itemsize
         chosen = self.chosen(moe, len(layers), max(min(_TOKENS, _TABLE_BYTES // a_token), 1))
-        return RoutingTable(torch.from_numpy(chosen).to(device), moe.experts, layers, rows, dtype)
+        table = torch.from_numpy(chosen).to(device)
+        return RoutingTable(table, moe.experts, layers, rows, dtype, recall=self._recall)
+
+    @property
+    def _recall(self) -> float:
+        """Return the share of the next layer's experts that a layer foretells."""
+        told = None if self.kind in ("uniform", "zipf") else foretelling(self._recording)
+        return 0.0 if told is None else told.recall[0]
 
     @cached_property
     def _recording(self) -> Recording:
@@ -102,18 +113,29 @@ class RoutingTable:
     """Replaces the scores of every router by the next ones of a table."""
 
     def __init__(
-        self, chosen: Tensor, experts: int, layers: Sequence[int], rows: int, dtype: torch.dtype
+        self,
+        chosen: Tensor,
+        experts: int,
+        layers: Sequence[int],
+        rows: int,
+        dtype: torch.dtype,
+        *,
+        recall: float = 0.0,
     ) -> None:
         """Begin at the table's first token.
 
         chosen: int64 `[tokens, layers, top_k]`. layers: those that are mixtures. rows: of the largest decode
         step; each row goes through a part of the table of its own. A step of more tokens is a prompt, which
-        goes through it token by token.
+        goes through it token by token. recall: the share of them that is foretold.
         """
         tokens, count, top_k = chosen.shape
         ranks = 1 - torch.arange(top_k, dtype=dtype, device=chosen.device) / top_k
         scores = torch.full((tokens, count, experts), _LEAST, dtype=dtype, device=chosen.device)
         scores.scatter_(2, chosen, ranks.expand(tokens, count, top_k))
+        rng = np.random.default_rng(_SEED + 1)
+        right = torch.from_numpy(rng.random(chosen.shape) < recall).to(chosen.device)
+        other = torch.from_numpy(rng.integers(0, experts, chosen.shape)).to(chosen.device)
+        self._told, self._ranks = torch.where(right, chosen, other), ranks
         self._scores, self._experts, self._rows = scores.view(tokens, -1), experts, rows
         self._place = {layer: slice(at * experts, (at + 1) * experts) for at, layer in enumerate(layers)}
         self._first, self._last = layers[0], layers[-1]
@@ -136,6 +158,13 @@ class RoutingTable:
         if layer == self._last:
             self._decoded = None
         return found.to(scores.dtype)
+
+    def foretold(self, layer: int, scores: Tensor) -> Tensor:
+        """Return scores of the experts that are foretold instead of these, `[tokens, experts]`."""
+        told = self._told[:, self._place[layer].start // self._experts]
+        found = told.index_select(0, self._tokens[: len(scores)])
+        ranks = self._ranks.to(scores.dtype).expand(found.shape)
+        return torch.full_like(scores, _LEAST).scatter(1, found, ranks)
 
     def _begin(self, tokens: int) -> None:
         """Find the table's tokens of a step, and go on."""

@@ -66,6 +66,10 @@ class Recorder:
             self._before = None if last else (layer, x.float() if norm is None else _unscaled(x, norm))
         return scores
 
+    def foretold(self, layer: int, scores: Tensor) -> Tensor:
+        """Return the scores as they are."""
+        return scores
+
     def taken(self) -> tuple[NDArray[np.uint8 | np.uint16], NDArray[np.uint8 | np.uint16]]:
         """Return what was chosen, `[tokens, layers, top_k]`, and what was foretold,
         `[tokens, layers - 1, 2 * top_k]`, since the last call."""

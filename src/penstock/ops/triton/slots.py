@@ -10,6 +10,11 @@ there before are in the first table: where a single expert comes, it is in the l
 computed meanwhile. What comes at rank r without a slot of its own passes through place r modulo `ring` of
 `transit`. A part has at most half as many experts as the ring, so what a part writes to was last used some
 parts before it (`Places.parts`).
+
+While the link would be idle, from a layer's last part to the next layer's decision, the expert that is
+foretold for that layer comes to a place of its own, piece by piece, until the layer has decided: `turn` is
+then another. Where it was right, the layer's fetch copies those pieces from there instead of reading them
+through the link. All else is as if nothing had been foretold.
 """
 
 import torch
@@ -17,16 +22,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.slots import ExpertParts, Places, SlotArrays
+from penstock.ops.slots import COPIERS, ExpertParts, Places, SlotArrays
 
 _CHUNK = 64
 """Experts whose worth is compared with all others' at a time."""
-_COPIERS, _WORDS, _WARPS = 8, 16384, 16
-"""Programs that fetch at once, numbers of 32 bits that each copies at a time, and its warps: as fast as any
-other way of reading through the link, and nearly all multiprocessors are left to what computes."""
+_WORDS, _WARPS = 16384, 16
+"""Numbers of 32 bits that each of COPIERS programs copies at a time, and its warps: as fast as any other way
+of reading through the link, and nearly all multiprocessors are left to what computes."""
+_TRIES, _PAYS, _AGAIN = 64, 8, 64
+"""A layer foretells nothing if after so many tries less than one in so many was right, but for one step in so
+many."""
 
 
-@triton.jit(do_not_specialize=["base", "first", "transit", "ring", "parts"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["base", "first", "transit", "ring", "parts", "begin"])  # type: ignore[untyped-decorator]
 def _expert_step(  # type: ignore[no-untyped-def]
     pairs,
     slot_of,
@@ -35,6 +43,8 @@ def _expert_step(  # type: ignore[no-untyped-def]
     used,
     counts,
     now,
+    turn,
+    told,
     decays,
     worths,
     order,
@@ -47,6 +57,7 @@ def _expert_step(  # type: ignore[no-untyped-def]
     transit,
     ring,
     parts,
+    begin,
     size,
     last,
     margin,
@@ -63,7 +74,7 @@ def _expert_step(  # type: ignore[no-untyped-def]
     """Decide, and write who comes to which place, `coming` `[2, MOST]`, where each part begins, `starts`, and
     the table of each part.
 
-    worths: float32 `[2, COLS]`, order: int64 `[2, COLS]`, to write in.
+    worths: float32 `[2, COLS]`, order: int64 `[2, COLS]`, to write in. begin: experts of layers before.
     """
     one = tl.arange(0, COLS)
     there = one < EXPERTS
@@ -75,6 +86,9 @@ def _expert_step(  # type: ignore[no-untyped-def]
     at = tl.arange(0, TENSOR_COLS)[None, :]
     offset = tl.load(offsets + at, mask=at < TENSORS, other=0)
     all_asked, all_hits = tl.load(counts), tl.load(counts + 1)
+    all_told, all_right = tl.load(counts + 2), tl.load(counts + 3)
+    turns, foretold = tl.load(turn), tl.load(told) - begin
+    holds = (tl.load(told + 1) == turns) & (foretold >= 0) & (foretold < EXPERTS)
     tl.debug_barrier()  # threads have the same numbers, and one of them changes each
     tl.store(value + one, worth, mask=wanted)
     tl.store(used + one, tl.zeros_like(when) + time, mask=wanted)
@@ -84,6 +98,11 @@ def _expert_step(  # type: ignore[no-untyped-def]
     asked, hits = tl.sum(wanted.to(tl.int64), 0), tl.sum((wanted & (slot >= 0)).to(tl.int64), 0)
     tl.store(counts, all_asked + asked)
     tl.store(counts + 1, all_hits + hits)
+    right = tl.sum((missing & holds & (one == foretold)).to(tl.int64), 0)
+    tl.store(counts + 2, all_told + holds.to(tl.int64))
+    tl.store(counts + 3, all_right + right)
+    tl.store(turn, turns + 1)
+    tl.store(starts + parts + 1, tl.where(right > 0, foretold, -1))
     for number in range(parts):
         found = (wanted & (slot >= 0) & (number == 0))[:, None]
         address = base + (first + slot)[:, None] * size + offset
@@ -153,25 +172,114 @@ def _expert_step(  # type: ignore[no-untyped-def]
     tl.store(table, address, mask=(comes & (rank < MOST))[:, None] & (at < TENSORS))
 
 
-@triton.jit(do_not_specialize=["host", "base", "part"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["host", "base", "part", "parts", "ahead"])  # type: ignore[untyped-decorator]
 def _fetch(  # type: ignore[no-untyped-def]
-    coming, starts, host, base, part, most, size, COPIERS: tl.constexpr, WORDS: tl.constexpr
+    coming,
+    starts,
+    done,
+    host,
+    base,
+    part,
+    parts,
+    ahead,
+    most,
+    size,
+    COPIERS: tl.constexpr,
+    WORDS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> None:
     """Copy the experts of one part, `size` bytes each, from their places on the host to those on the device:
-    one expert after the other, every program some pieces of each."""
-    begin = tl.load(starts + part)
+    one expert after the other, every program some pieces of each. ahead: the place where pieces of one of
+    them are already, fetched by AHEAD programs."""
+    begin, early = tl.load(starts + part), tl.load(starts + parts + 1)
     words = size // 4
     pieces = tl.cdiv(words, WORDS)
     word = tl.arange(0, WORDS)
     all_pieces = (tl.load(starts + part + 1) - begin).to(tl.int32) * pieces
-    for piece in range(tl.program_id(0), all_pieces, COPIERS):
-        number = begin + piece // pieces
-        source = (host + tl.load(coming + number) * size).to(tl.pointer_type(tl.int32))
+    for each in range(tl.program_id(0), all_pieces, COPIERS):
+        number, piece = begin + each // pieces, each % pieces
+        expert = tl.load(coming + number)
+        here = (expert == early) & (piece // AHEAD < tl.load(done + piece % AHEAD))
+        first = tl.where(here, base + ahead.to(tl.int64) * size, host + expert * size)
+        source = first.to(tl.pointer_type(tl.int32))
         target = (base + tl.load(coming + most + number) * size).to(tl.pointer_type(tl.int32))
-        at = tl.max_contiguous(tl.multiple_of(piece % pieces * WORDS + word, WORDS), WORDS)
+        at = tl.max_contiguous(tl.multiple_of(piece * WORDS + word, WORDS), WORDS)
         inside = at < words
         got = tl.load(tl.multiple_of(source, 16) + at, mask=inside, other=0)
         tl.store(tl.multiple_of(target, 16) + at, got, mask=inside)
+
+
+@triton.jit(do_not_specialize=["host", "base", "ahead"])  # type: ignore[untyped-decorator]
+def _fetch_ahead(  # type: ignore[no-untyped-def]
+    told, turn, done, host, base, ahead, size, COPIERS: tl.constexpr, WORDS: tl.constexpr
+) -> None:
+    """Copy pieces of the expert that is foretold, of `size` bytes, to the place `ahead` until all have come
+    or the device has decided, and write how many this program has copied. host: of the first expert of
+    all."""
+    expert, when = tl.load(told), tl.load(told + 1)
+    if expert < 0:
+        return
+    source = (host + expert * size).to(tl.pointer_type(tl.int32))
+    target = (base + ahead.to(tl.int64) * size).to(tl.pointer_type(tl.int32))
+    words = size // 4
+    word = tl.arange(0, WORDS)
+    start, count = tl.program_id(0) * WORDS, 0
+    # All threads must end with the same piece: what an atomic finds is one thread's, and all get it.
+    while (start < words) & (tl.atomic_add(turn, 0, sem="relaxed") == when):
+        at = tl.max_contiguous(tl.multiple_of(start + word, WORDS), WORDS)
+        inside = at < words
+        got = tl.load(tl.multiple_of(source, 16) + at, mask=inside, other=0)
+        tl.store(tl.multiple_of(target, 16) + at, got, mask=inside)
+        start += COPIERS * WORDS
+        count += 1
+    tl.store(done + tl.program_id(0), count)
+
+
+@triton.jit(do_not_specialize=["tokens", "most", "begin"])  # type: ignore[untyped-decorator]
+def _foretell(  # type: ignore[no-untyped-def]
+    scores,
+    padding,
+    slot_of,
+    counts,
+    now,
+    turn,
+    told,
+    done,
+    tokens,
+    most,
+    begin,
+    s_scores,
+    EXPERTS: tl.constexpr,
+    COLS: tl.constexpr,
+    PADDED: tl.constexpr,
+    COPIERS: tl.constexpr,
+    TRIES: tl.constexpr,
+    PAYS: tl.constexpr,
+    AGAIN: tl.constexpr,
+) -> None:
+    """Write which expert without a slot is likeliest, if it is one of the `most` likeliest of all: by the sum
+    of what a softmax of each token's scores says."""
+    one = tl.arange(0, COLS)
+    there = one < EXPERTS
+    likely = tl.zeros([COLS], tl.float32)
+    for token in range(tokens):
+        score = tl.load(scores + token * s_scores + one, mask=there, other=float("-inf")).to(tl.float32)
+        share = tl.exp(score - tl.max(score, 0))
+        share = share / tl.sum(share, 0)
+        if PADDED:
+            share = tl.where(tl.load(padding + token) != 0, 0.0, share)
+        likely += share
+    slot = tl.load(slot_of + one, mask=there, other=0)
+    without = tl.where(there & (slot < 0), likely, -1.0)
+    best = tl.max(without, 0)
+    expert = tl.min(tl.where(without == best, one, COLS), 0)
+    rank = tl.sum((there & (likely > best)).to(tl.int32), 0)
+    tries, right = tl.load(counts + 2), tl.load(counts + 3)
+    pays = (tries < TRIES) | (right * PAYS >= tries) | (tl.load(now) % AGAIN == 0)
+    fetched = (best > 0) & (rank < most) & pays
+    tl.store(told, tl.where(fetched, expert + begin, -1).to(tl.int64))
+    tl.store(told + 1, tl.load(turn))
+    tl.store(done + tl.arange(0, COPIERS), tl.zeros([COPIERS], tl.int32))
 
 
 def expert_step(
@@ -188,7 +296,7 @@ def expert_step(
     worths = torch.empty(2 * cols + wide, dtype=torch.float32, device=device)
     order = torch.empty(cols + wide, dtype=torch.int64, device=device)
     coming = torch.empty(2, most, dtype=torch.int64, device=device)
-    starts = torch.empty(parts + 1, dtype=torch.int64, device=device)
+    starts = torch.empty(parts + 2, dtype=torch.int64, device=device)
     tables = torch.empty(parts, experts, tensors, dtype=torch.int64, device=device)
     _expert_step[(1,)](
         pairs,
@@ -198,6 +306,8 @@ def expert_step(
         arrays.used,
         arrays.counts,
         arrays.now,
+        arrays.turn,
+        arrays.told,
         arrays.decays,
         worths,
         order,
@@ -210,6 +320,7 @@ def expert_step(
         places.transit,
         places.ring,
         parts,
+        arrays.number * experts,
         places.size,
         len(arrays.decays) - 1,
         margin,
@@ -225,7 +336,7 @@ def expert_step(
         num_warps=8,
         enable_fp_fusion=False,
     )
-    return ExpertParts(coming, starts, tables)
+    return ExpertParts(coming, starts, tables, arrays.done)
 
 
 def fetch(parts: ExpertParts, places: Places, host: int, part: int) -> None:
@@ -234,18 +345,74 @@ def fetch(parts: ExpertParts, places: Places, host: int, part: int) -> None:
     host: address of the layer's first expert; they lie one behind the other. It must be memory that the
     device can read.
     """
-    most, count = parts.coming.shape[1], len(parts.tables)
-    words = min(_WORDS, triton.next_power_of_2(places.size // 4))
-    copiers = min(_COPIERS, -(-most // count) * -(-places.size // (4 * words)))
+    most, count, words = parts.coming.shape[1], len(parts.tables), _words(places)
+    copiers = min(COPIERS, -(-most // count) * -(-places.size // (4 * words)))
     _fetch[(copiers,)](
         parts.coming,
         parts.starts,
+        parts.done,
         host,
         places.base,
         part,
+        count,
+        places.transit + places.ring,
         most,
         places.size,
         COPIERS=copiers,
         WORDS=words,
+        AHEAD=COPIERS,
         num_warps=_WARPS,
     )
+
+
+def foretell(arrays: SlotArrays, scores: Tensor, most: int, padding: Tensor | None = None) -> None:
+    """Note which expert is likely to be asked for by the layer that decides next, which has these arrays.
+
+    scores: `[tokens, experts]`, of its router for hidden states of the layer before. most: experts that will
+    be asked for, at most. padding: bool `[tokens]`, tokens that are nobody's.
+    """
+    tokens, experts = scores.shape
+    assert scores.stride(1) == 1, scores.stride()
+    _foretell[(1,)](
+        scores,
+        scores if padding is None else padding,
+        arrays.slot_of,
+        arrays.counts,
+        arrays.now,
+        arrays.turn,
+        arrays.told,
+        arrays.done,
+        tokens,
+        most,
+        arrays.number * experts,
+        scores.stride(0),
+        EXPERTS=experts,
+        COLS=triton.next_power_of_2(experts),
+        PADDED=padding is not None,
+        COPIERS=COPIERS,
+        TRIES=_TRIES,
+        PAYS=_PAYS,
+        AGAIN=_AGAIN,
+        num_warps=4,
+    )
+
+
+def fetch_ahead(arrays: SlotArrays, places: Places, host: int) -> None:
+    """Fetch what is foretold until the layer that has these arrays has decided. host: address of the first
+    expert of all layers."""
+    _fetch_ahead[(COPIERS,)](
+        arrays.told,
+        arrays.turn,
+        arrays.done,
+        host,
+        places.base,
+        places.transit + places.ring,
+        places.size,
+        COPIERS=COPIERS,
+        WORDS=_words(places),
+        num_warps=_WARPS,
+    )
+
+
+def _words(places: Places) -> int:
+    return min(_WORDS, int(triton.next_power_of_2(places.size // 4)))

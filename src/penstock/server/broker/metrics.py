@@ -323,6 +323,12 @@ def _of_weights(stats: WeightStats) -> Sequence[Metric]:
             "Time since a device has counted them: it is not waited for while steps run.",
             experts.age,
         ),
+        _counter(
+            "experts_foretold",
+            "Experts that the layer before foretold, by whether they were asked for and missing.",
+            {"right": experts.right, "wrong": experts.foretold - experts.right},
+            "outcome",
+        ),
     )
 
 

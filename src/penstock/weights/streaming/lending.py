@@ -48,6 +48,13 @@ class ExpertStream:
         """Return None: the host decides which experts come."""
         return None
 
+    def foretells(self, layer: int) -> int | None:
+        """Return None: no expert comes ahead."""
+        return None
+
+    def foretell(self, layer: int, scores: Tensor, most: int, padding: Tensor | None) -> None:
+        """Do nothing."""
+
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
         """Yield these experts of one layer and their tables, as many at a time as can be on the device while
         others are on their way. Raises CheckpointError.

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.ops.slots import SlotArrays
+from penstock.ops.slots import COPIERS, SlotArrays
 
 _FORGOTTEN = 20
 """Half-lives after which no more is forgotten."""
@@ -73,11 +73,18 @@ class SlotTable:
         self.value = torch.zeros(layers, experts, device=device)
         self.used = torch.zeros(layers, experts, dtype=torch.int64, device=device)
         self.now = torch.zeros((), dtype=torch.int64, device=device)
-        self.counts = torch.zeros(layers, 2, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(layers, 4, dtype=torch.int64, device=device)
+        self.turn = torch.zeros((), dtype=torch.int64, device=device)
+        # What is foretold for a layer is written while that of the layer before is still read.
+        told = torch.full((2, 2), -1, dtype=torch.int64, device=device)
+        done = torch.zeros(2, COPIERS, dtype=torch.int32, device=device)
         decays = torch.from_numpy(rule.table.copy()).to(device)
         held = [row[: slots + (layer < fuller)] for layer, row in enumerate(self.expert_of)]
         rows = zip(self.slot_of, held, self.value, self.used, self.counts, strict=True)
-        self._layers = [SlotArrays(*row[:4], self.now, decays, row[4]) for row in rows]
+        self._layers = [
+            SlotArrays(layer, *row[:4], self.now, decays, row[4], self.turn, told[layer % 2], done[layer % 2])
+            for layer, row in enumerate(rows)
+        ]
 
     def begin(self) -> None:
         """Begin a step: time goes on."""
@@ -94,4 +101,4 @@ class SlotTable:
 
     def hits(self) -> Sequence[float]:
         """Return the share of asked-for experts that were in slots, layer by layer. The host waits for it."""
-        return [hit / max(asked, 1) for asked, hit in self.counts.tolist()]
+        return [hit / max(asked, 1) for asked, hit, *_ in self.counts.tolist()]

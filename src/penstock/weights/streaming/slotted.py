@@ -23,6 +23,20 @@ The last part's wait is also the end of the link's work for the layer, so the co
 front: whoever allocates there, or marks it, comes after it. A recorded step has the marks and waits as edges
 between its kernels. They begin and end within a layer, where a recording is never cut.
 
+Ahead. While a layer's experts come, the router of the next layer is applied to hidden states of this one, and
+the likeliest expert that has no slot is fetched behind the last part, to a place of its own at the end of the
+ring, until that layer has decided (`ops.triton.slots`). What has come of it then need not come again; what is
+computed, and who has slots, is as if nothing had been foretold.
+
+Why this is safe. The link's stream does it all in one order: the pieces that come ahead, the next layer's
+fetch, which reads them, and what comes ahead next. It waits for the mark behind what was foretold. That is in
+arrays of which layers in turn have one of two, so those of a layer are written behind the last wait for the
+layer that had them before. What is foretold counts only for the very next decision, and if that is about the
+same layer. It may still be coming when a pass ends or is broken off: then the compute stream waits for the
+link before the host decides or a recorded step begins; a place that the host writes to is foretold no more.
+A recorded step ends with its last layer, for which the link has nothing to do ahead; it is not cut between
+two layers, since nothing is foretold where other groups move.
+
 `Experts` writes to the ring on a third stream: behind a mark on the compute stream that is left when the host
 takes over, so not before everything that the device decided is done. When the device takes over, the compute
 stream first waits for all copies that were queued. The host knows which experts are in slots from a copy of
@@ -35,6 +49,7 @@ and the compute stream waits for what was fetched. The fetch reads tensors that 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from time import perf_counter
 
 import numpy as np
@@ -55,6 +70,8 @@ from penstock.weights.streaming.snapshots import SlotSnapshot, SlotSnapshots
 from penstock.weights.streaming.views import DecidedExperts, sent_addresses
 
 _RULE = SlotRule()
+_LEAST_RING = 4
+"""Places of a ring that has one to spare for what is fetched ahead."""
 _MANY = 4
 """A step with so many times as many pairs as there are experts asks for nearly all of them."""
 
@@ -85,6 +102,7 @@ class SlotExperts(ExpertStream):
         self._memory, self._host = memory, host
         self._link, self._compute = streams
         self._layers = {layer: number for number, layer in enumerate(self._of_layer)}
+        self._following = dict(pairwise(self._layers))
         experts = [len(every) for every in self._of_layer.values()]
         assert len(set(experts)) == 1, "layers with different numbers of experts"
         self._experts = experts[0]
@@ -94,6 +112,11 @@ class SlotExperts(ExpertStream):
         )
         self._margin, self._decay = rule.margin, 0.5 ** (1 / rule.half_life)
         self.snapshots = SlotSnapshots(self._slot_table, ring.compute)
+        self._ahead = False
+        self._foretold: Callable[[], None] | None = None
+        """Fetches what is foretold; it is to be called when all parts of the layer before are."""
+        self._running_ahead = False
+        """Whether that may be under way on the link, and no layer has been decided about since."""
         self._places = {layer: self._places_of(layer) for layer in self._layers}
         self._decides = False
         """True while the device decides; else the host may have queued copies to the ring."""
@@ -135,13 +158,49 @@ class SlotExperts(ExpertStream):
         self._changing = number
         self._decided = kernels.expert_step(arrays, pairs, bound, self._margin, places, count)
         fetch = partial(self._fetch, partial(kernels.fetch, self._decided, places, first))
+        self._foretold, self._running_ahead = None, False
         self._link.wait(self._compute.mark())
         coming = [fetch(part) for part in range(min(at_once, count))]
         return self._parts(self._decided.tables, coming, fetch)
 
     def recorded(self) -> DecidedExperts:
         """Return what lends experts to steps that are recorded."""
-        return DecidedExperts(self.mixtures, partial(self.parts, recorded=True))
+        parts = partial(self.parts, recorded=True)
+        return DecidedExperts(self.mixtures, parts, self.foretells, self.foretell)
+
+    def look_ahead(self) -> None:
+        """Let each layer foretell an expert of the next, if the ring has a place to spare. To be called
+        before anything is decided, where no groups but experts move."""
+        self._ahead = self._slots.ring_slots >= _LEAST_RING
+        self._places = {layer: self._places_of(layer) for layer in self._layers}
+
+    def foretells(self, layer: int) -> int | None:
+        """Return the next layer with experts, if one of them is to be foretold for it; else None."""
+        return self._following.get(layer) if self._ahead else None
+
+    def foretell(self, layer: int, scores: Tensor, most: int, padding: Tensor | None) -> None:
+        """Foretell an expert of a layer, and fetch it behind what comes now.
+
+        To be called between `parts` of the layer before and asking for its first table. Arguments are as of
+        `ExpertWeights.foretell`.
+        """
+        kernels = triton_kernels("slots")
+        assert kernels is not None, "parts() says whether there are kernels"
+        arrays = self._slot_table.arrays(self._layers[layer])
+        kernels.foretell(arrays, scores, most, padding)
+        fetch = partial(kernels.fetch_ahead, arrays, self._places[layer], self._host.data_ptr())
+        self._foretold = partial(self._fetch_ahead, fetch, self._compute.mark())
+
+    def _await_ahead(self) -> None:
+        """Let what is computed from now on wait for what comes ahead."""
+        if self._running_ahead:
+            self._compute.wait(self._link.mark())
+            self._running_ahead = False
+
+    def _fetch_ahead(self, launch: Callable[[], None], told: Ticket) -> None:
+        self._running_ahead = True
+        self._link.wait(told)
+        self._link.run(launch)
 
     def _fetch(self, launch: Callable[[int], None], part: int) -> Ticket:
         """Queue the fetch of a part, and return the mark behind it."""
@@ -154,6 +213,9 @@ class SlotExperts(ExpertStream):
         """Yield the table of each part when it has come. coming: the marks of those that are on their way;
         the others come to the places of what has been computed."""
         for part, table in enumerate(tables):
+            if len(coming) == len(tables) and self._foretold is not None:
+                self._foretold()
+                self._foretold = None
             self._compute.wait(coming[part])
             yield table
             if len(coming) < len(tables):
@@ -184,6 +246,11 @@ class SlotExperts(ExpertStream):
                 torch.arange(len(held), device=self._device)
             )
 
+    def begin_recorded(self) -> None:
+        """Note that a recorded step comes next: of that, only the device knows what the link does."""
+        self._await_ahead()
+        self.device_decides()
+
     def device_decides(self) -> None:
         """Note that what is queued from now on, recorded steps too, asks the device."""
         self._mend()
@@ -196,6 +263,8 @@ class SlotExperts(ExpertStream):
         once, when the device has decided before."""
         self._mend()
         if self._decides:
+            self._await_ahead()
+            self._slot_table.turn += 1
             self._slots.take_ring_back()
         if self._decides or not self._known:
             self._known = self._slot_table.slot_of.tolist()
@@ -219,7 +288,7 @@ class SlotExperts(ExpertStream):
         """Return what was asked for and what came: by the device's count, and of steps of many tokens by the
         host's. exact: wait for the device; else what it said last."""
         host, seen = super().counts(exact=exact), self._seen(exact=exact)
-        asked, hit = seen.counts.sum(0).tolist() if seen is not None else (0, 0)
+        asked, hit, foretold, right = seen.counts.sum(0).tolist() if seen is not None else (0,) * 4
         fetched = (asked - hit) * self._memory.shape[1]
         return ExpertCounts(
             host.asked + self._here + asked,
@@ -229,6 +298,8 @@ class SlotExperts(ExpertStream):
             host.read,
             fetched,
             perf_counter() - seen.when if seen is not None else 0.0,
+            foretold,
+            right,
         )
 
     def use(self, *, exact: bool) -> ExpertMap:
@@ -250,10 +321,10 @@ class SlotExperts(ExpertStream):
 
     def _places_of(self, layer: int) -> Places:
         offsets = [field.offset for field in self._layouts[self._of_layer[layer][0]].fields]
-        number, ring = self._layers[layer], self._slots.ring_slots
+        number, ring = self._layers[layer], self._slots.ring_slots - self._ahead
         return Places(
             first=number * self._each + min(number, self._fuller),
-            transit=len(self._memory) - ring,
+            transit=len(self._memory) - self._slots.ring_slots,
             ring=ring,
             base=self._memory.data_ptr(),
             size=self._memory.shape[1],

@@ -96,6 +96,8 @@ class WeightStream:
                     beside.append(_link(device, self._streams[0]))
                     by_device = beside[1], self._streams[1]
                     self.experts = SlotExperts(those, mixtures, slots, memory, host, by_device)
+                    if placement.everything_resident:
+                        self.experts.look_ahead()
                 else:
                     self.experts = ExpertStream(those, mixtures, slots, device)
         self._views = {id: group_views(self._layouts[id], place) for id, place in resident.items()}
@@ -197,7 +199,7 @@ class WeightStream:
         is lent where its first use is laid."""
         self._next = 0
         if isinstance(self.experts, SlotExperts):
-            self.experts.device_decides()
+            self.experts.begin_recorded()
 
     def moves(self, group: GroupId) -> bool:
         """Tell whether a group that is no expert streams to the device."""

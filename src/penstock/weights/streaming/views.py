@@ -65,6 +65,13 @@ class StillExperts:
         """Return None: the host decides which experts come."""
         return None
 
+    def foretells(self, layer: int) -> int | None:
+        """Return None: no expert comes ahead."""
+        return None
+
+    def foretell(self, layer: int, scores: Tensor, most: int, padding: Tensor | None) -> None:
+        """Do nothing."""
+
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
         """Yield all of them at once, if there are any."""
         if experts:
@@ -92,9 +99,12 @@ class DecidedExperts:
         self,
         mixtures: Mapping[int, MixtureLayout],
         parts: Callable[[int, Tensor, int], Iterator[Tensor] | None],
+        foretells: Callable[[int], int | None],
+        foretell: Callable[[int, Tensor, int, Tensor | None], None],
     ) -> None:
-        """Lend nothing yet. parts: as of `ExpertWeights`, never None."""
+        """Lend nothing yet. parts: as of `ExpertWeights`, never None; foretells and foretell, too."""
         self.mixtures, self.parts, self.decided = mixtures, parts, True
+        self.foretells, self.foretell = foretells, foretell
 
     def table(self, layer: int) -> None:
         """Return None: some of the experts come and go."""
