@@ -335,7 +335,10 @@ class InputBuilder:
         longest: int,
         cold: NDArray[np.bool_] | None = None,
     ) -> Rows:
-        """Return rows of single tokens. cold: which of them also attend to tiles; None for none."""
+        """Return rows with these tables and lengths.
+
+        cold: which of them also attend to tiles; None for none.
+        """
         groups = () if reads_pages(self._device) else LaterGroups(partial(self._groups, lengths, table, cold))
         return Rows(len(table), self._send(table), self._send(lengths), longest, groups, scratch=self.scratch)
 
