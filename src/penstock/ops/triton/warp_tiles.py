@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
+from triton.runtime import driver
 
 from penstock.ops.triton.activation import activated
 from penstock.ops.triton.codes import COMPILED, E2M1, FOUR_BITS, RUN_SCALES, WHOLE, CodeKind, scale_of
@@ -337,10 +338,12 @@ def codes_options(
 
 
 def reads_rows(x: Tensor, codes: int) -> bool:
-    """Tell whether rows of activations can be read by fours, of whole runs of codes of a kind."""
+    """Tell whether rows of activations can be read by fours, of whole runs of codes of a kind, on a device
+    whose warps have these products: from compute capability 8.0 on."""
     return (
         x.dtype.itemsize == 2
         and x.shape[1] % (64 if codes in FOUR_BITS else 32) == 0
         and x.stride(0) % 4 == 0
         and x.data_ptr() % 8 == 0
+        and (not COMPILED or driver.active.get_current_target().arch >= 80)
     )
