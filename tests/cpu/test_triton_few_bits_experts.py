@@ -161,25 +161,31 @@ def test_biases_and_a_clamped_activation(scheme: str, biases: int) -> None:
 
 @pytest.mark.parametrize("scheme", READ)
 def test_few_tokens_by_warps(scheme: str) -> None:
-    """With activations in bfloat16, which are read four at a time, and also some experts at a time."""
-    biases = 2 if scheme in ("mxfp4", "awq") else 0
-    its, activation = weights(scheme, 192, 64), Activation(alpha=1.702, shift=1.0, limit=0.7)
-    for tokens in (1, 8):
+    """With activations in bfloat16, which are read four at a time."""
+    its, more = weights(scheme, 192, 64), scheme in ("mxfp4", "awq")
+    activation, biases = Activation(alpha=1.702, shift=1.0, limit=0.7), 2 if more else 0
+    for tokens in (1, 8) if more else (8,):
         made, table, want = mixed(its, tokens, BY_WARPS, biases, activation, torch.bfloat16)
         with patch.object(kernels, "expert_columns", wraps=kernels.expert_columns) as by_warps:
             made.compute(table)
         assert by_warps.call_count == 2
         torch.testing.assert_close(made.total().float(), want, rtol=0, atol=2e-2 * float(want.abs().amax()))
-        if tokens == 1:
-            continue
-        some, table, _ = mixed(its, tokens, BY_WARPS, biases, activation, torch.bfloat16)
-        some.counts()
-        for first in (0, 1):
-            lent = torch.zeros_like(table)
-            lent[first::2] = table[first::2]
-            some.compute(lent)
-        assert torch.equal(some.total(), made.total())
-    made, table, _ = mixed(its, 9, BY_WARPS, biases, activation, torch.bfloat16)
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "packed_bfloat16"])
+def test_few_tokens_with_some_experts_at_a_time(scheme: str) -> None:
+    """As many as have an address; nine tokens are more than few."""
+    its = weights(scheme, 192, 64)
+    made, table, _ = mixed(its, 8, BY_WARPS, dtype=torch.bfloat16)
+    made.compute(table)
+    some, table, _ = mixed(its, 8, BY_WARPS, dtype=torch.bfloat16)
+    some.counts()
+    for first in (0, 1):
+        lent = torch.zeros_like(table)
+        lent[first::2] = table[first::2]
+        some.compute(lent)
+    assert torch.equal(some.total(), made.total())
+    made, table, _ = mixed(its, 9, BY_WARPS, dtype=torch.bfloat16)
     with patch.object(kernels, "expert_columns") as by_warps:
         made.compute(table)
     assert not by_warps.called
