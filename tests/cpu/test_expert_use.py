@@ -87,23 +87,23 @@ def test_what_was_seen_does_not_become_less() -> None:
     """Between requests the counts are exact; what was copied before is older, and not shown any more."""
     table, stream = SlotTable(1, 4, 2, CPU), Held()
     seen, now = SlotSnapshots(table, stream), perf_counter()
-    table.counts[0] = torch.tensor([5, 3])
+    table.counts[0] = torch.tensor([5, 3, 2, 1])
     seen.take(now)
     stream.marks[0].reach()
-    table.counts[0] = torch.tensor([7, 4])
+    table.counts[0] = torch.tensor([7, 4, 2, 1])
     with patch.object(stream, "mark", CallerStream().mark):
-        assert seen.exact().counts.tolist() == [[7, 4]]
+        assert seen.exact().counts.tolist() == [[7, 4, 2, 1]]
     for _ in range(2):
         found = seen.last()
         assert found is not None
-        assert found.counts.tolist() == [[7, 4]]
-        table.counts[0] = torch.tensor([9, 5])
+        assert found.counts.tolist() == [[7, 4, 2, 1]]
+        table.counts[0] = torch.tensor([9, 5, 2, 1])
         seen.take(now + EVERY + 10)
     assert len(stream.marks) == 2
     stream.marks[1].reach()
     newest = seen.last()
     assert newest is not None
-    assert newest.counts.tolist() == [[9, 5]]
+    assert newest.counts.tolist() == [[9, 5, 2, 1]]
 
 
 @pytest.mark.parametrize("half_life", [3.0, 128.0, 1e9])

@@ -275,8 +275,8 @@ def _foretell(  # type: ignore[no-untyped-def]
     expert = tl.min(tl.where(without == best, one, COLS), 0)
     rank = tl.sum((there & (likely > best)).to(tl.int32), 0)
     tries, right = tl.load(counts + 2), tl.load(counts + 3)
-    pays = (tries < TRIES) | (right * PAYS >= tries) | (tl.load(now) % AGAIN == 0)
-    fetched = (best > 0) & (rank < most) & pays
+    worthwhile = (tries < TRIES) | (right * PAYS >= tries) | (tl.load(now) % AGAIN == 0)
+    fetched = (best > 0) & (rank < most) & worthwhile
     tl.store(told, tl.where(fetched, expert + begin, -1).to(tl.int64))
     tl.store(told + 1, tl.load(turn))
     tl.store(done + tl.arange(0, COPIERS), tl.zeros([COPIERS], tl.int32))
