@@ -42,7 +42,9 @@ from penstock.ops.triton import slots as triton_slots
 from penstock.ops.triton import steps as triton_steps
 from penstock.ops.triton import sums as triton_sums
 from penstock.ops.triton import tiles as triton_tiles
+from penstock.ops.triton.codes import kind_of
 from penstock.ops.triton.routing import most_blocks
+from penstock.ops.triton.warp_tiles import reads_rows
 
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """By compute capability: bytes of shared memory that a program may have (CUDA C++ Programming Guide,
@@ -294,7 +296,9 @@ def few_bits(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:
         for rows in classes:
             x = empty(rows, inner, dtype=dtype)
             triton_few_bits.few_rows(x, large, gated=outer == 2 * INNER)
-            if outer == 2 * INNER and few_bits_mma.suits(x, large):
+            kind = kind_of(large.format)
+            assert kind is not None, name
+            if outer == 2 * INNER and rows <= few_bits_mma.MOST_ROWS and reads_rows(x, kind.codes):
                 triton_few_bits.few_rows(x, large, gated=True, tuning=few_bits_mma.MmaTuning(2, 8))
         triton_few_bits.dequantise(large, slice(0, 1024), empty(1024, inner))
 

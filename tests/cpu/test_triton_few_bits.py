@@ -1,6 +1,7 @@
 """Products with matrices of few bits, interpreted on the CPU, against plain torch."""
 
 import os
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 
 from penstock.ops.activation import silu_mul
-from penstock.ops.triton import few_bits_mma
+from penstock.ops.triton import few_bits as kernels
+from penstock.ops.triton.codes import INT4, INT8
 from penstock.ops.triton.dequantise import look_up
 from penstock.ops.triton.few_bits import FewBitsTuning, dequantise, few_rows, suits
 from penstock.ops.triton.few_bits_mma import MmaTuning
 from penstock.ops.triton.few_bits_row import RowTuning, one_row
+from penstock.ops.triton.warp_tiles import reads_rows
 from quantised import SCHEMES, matrix_of
 
 READ = [name for name in SCHEMES if "order" not in name and name != "packed_odd"]
@@ -76,7 +79,6 @@ def test_product_by_warps(scheme: str, gated: bool) -> None:
         x = torch.randn(rows, 2 * width, generator=rng).bfloat16()[:, width:]
         if not suits(x, few):
             pytest.skip("a format that the kernel leaves alone")
-        assert few_bits_mma.suits(x, few)
         bias = torch.randn(height, generator=rng)
         want = x.float() @ plain.T + bias
         out = torch.full((rows + 1, len(bias) // (2 if gated else 1) + 1), torch.nan)[:rows, :-1]
@@ -90,16 +92,29 @@ def test_product_by_warps(scheme: str, gated: bool) -> None:
 
 
 def test_products_by_warps_take_whole_steps_of_activations_that_lie_right() -> None:
-    four, _ = matrix_of(SCHEMES["gptq_128"], torch.randn(32, 256))
-    eight, _ = matrix_of(SCHEMES["gptq_8"], torch.randn(32, 192))
     x = torch.zeros(16, 260).bfloat16()
-    assert few_bits_mma.suits(x[:, :256], four)
-    assert few_bits_mma.suits(x[:, 4:196], eight)
-    assert not few_bits_mma.suits(x[:, 1:257], four)
-    assert not few_bits_mma.suits(torch.zeros(16, 258).bfloat16()[:, :256], four)
-    assert not few_bits_mma.suits(torch.zeros(17, 256).bfloat16(), four)
-    odd, _ = matrix_of(SCHEMES["gptq_128"], torch.randn(32, 352))
-    assert not few_bits_mma.suits(torch.zeros(1, 352).bfloat16(), odd)
+    assert reads_rows(x[:, :256], INT4.value)
+    assert reads_rows(x[:, 4:196], INT8.value)
+    assert not reads_rows(x[:, 1:257], INT4.value)
+    assert not reads_rows(torch.zeros(16, 258).bfloat16()[:, :256], INT4.value)
+    assert not reads_rows(torch.zeros(16, 256), INT4.value), "float32"
+    assert not reads_rows(torch.zeros(1, 352).bfloat16(), INT4.value)
+
+
+def test_four_bit_floats_of_few_rows_are_computed_by_warps_where_rows_of_the_matrix_are_many() -> None:
+    """Activations that lie otherwise take the other kernels."""
+    rng = torch.Generator().manual_seed(1)
+    few, plain = matrix_of(SCHEMES["mxfp4"], torch.randn(512, 128, generator=rng) / 11)
+    small, _ = matrix_of(SCHEMES["mxfp4"], torch.randn(496, 128, generator=rng))
+    x = torch.randn(9, 132, generator=rng).bfloat16()
+    for rows, first, matrix, times in ((1, 0, few, 1), (8, 3, few, 0), (1, 1, few, 0), (1, 0, small, 0)):
+        given = x[:rows, first : first + 128]
+        with patch.object(kernels, "few_columns", wraps=kernels.few_columns) as by_warps:
+            got = kernels.few_rows(given, matrix)
+        assert by_warps.call_count == times
+        if matrix is few:
+            want = given.float() @ plain.T
+            assert (got.float() - want).abs().max() < 1e-2 * want.abs().max()
 
 
 @pytest.mark.parametrize("scheme", READ)

@@ -119,16 +119,17 @@ def few_columns(
     *,
     gated: bool = False,
     out: Tensor | None = None,
-    tuning: MmaTuning | None = None,
+    tuning: MmaTuning,
 ) -> Tensor:
-    """Return `x @ weight.T + bias`, x `[rows, in]` of at most MOST_ROWS, as `few_bits.few_rows`."""
+    """Return `x @ weight.T + bias`, x `[rows, in]` of at most MOST_ROWS, which `reads_rows` takes, as
+    `few_bits.few_rows`."""
     kind, parts = kind_of(weight.format), weight.parts
     assert kind is not None, weight.format
     (height, inner), rows = weight.shape, len(x)
     outer = height // 2 if gated else height
     assert 0 < rows <= MOST_ROWS, x.shape
+    assert reads_rows(x, kind.codes), (x.shape, x.stride(), x.dtype)
     y = torch.empty(rows, outer, dtype=x.dtype, device=x.device) if out is None else out
-    tuning = tuning or MmaTuning(1 if rows == 1 else 2, 2)
     words, scale = parts["codes"].view(torch.int32), parts["scale"]
     scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
     codes = codes_options(kind, inner, x.dtype, scale.shape[1], wide=1 + (rows > 8))
@@ -163,14 +164,6 @@ def few_columns(
         **pdl_launch_options(early),
     )
     return y
-
-
-def suits(x: Tensor, weight: Matrix) -> bool:
-    """Tell whether `few_columns` computes a product, of those that `few_bits.suits` names: of whole runs,
-    and activations that are read four at a time."""
-    kind = kind_of(weight.format)
-    assert kind is not None, weight.format
-    return len(x) <= MOST_ROWS and reads_rows(x, kind.codes)
 
 
 def mma_tuning(rows: int, codes: int, height: int, inner: int, many: int) -> MmaTuning | None:
