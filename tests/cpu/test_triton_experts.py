@@ -443,6 +443,7 @@ def test_experts_that_the_device_decides_about_compute_the_same(
 def test_whatever_is_foretold_the_same_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the routers, wrongly, or not at all; whether there was time for all of it or for some pieces."""
     monkeypatch.setattr(slotted, "_MANY", 1 << 20)
+    monkeypatch.setattr(slotted, "_FEW", 1 << 20)
     monkeypatch.setattr(triton_slots, "_WORDS", 256)
     path, plans, ahead = tiny.checkpoint("qwen3_moe"), list(steps()) * 2, triton_slots.fetch_ahead
     whole, foretell = pass_of(path, 0, plans=plans), triton_slots.foretell

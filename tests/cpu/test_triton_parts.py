@@ -252,7 +252,7 @@ def decided(experts: SlotExperts, layer: int) -> None:
     """About a layer that asks for all, and foretells one of the next."""
     parts = experts.parts(layer, torch.ones(EXPERTS, dtype=torch.int32), EXPERTS)
     assert parts is not None
-    if (following := experts.foretells(layer)) is not None:
+    if (following := experts.foretells(layer, EXPERTS)) is not None:
         experts.foretell(following, torch.rand(1, EXPERTS), EXPERTS, None)
     list(parts)
 
@@ -314,3 +314,10 @@ def test_the_host_waits_for_what_comes_ahead_and_it_is_foretold_no_more() -> Non
             told = made.experts._slot_table.arrays(1).told.tolist()
             assert told[0] >= 0
             assert told[1] != int(made.experts._slot_table.turn)
+
+
+def test_a_step_of_many_tokens_foretells_nothing() -> None:
+    """Nearly all experts come anyway, and each token more makes foretelling longer."""
+    with noted() as (experts, _):
+        assert experts.foretells(0, EXPERTS) == 1
+        assert experts.foretells(0, EXPERTS + 1) is None

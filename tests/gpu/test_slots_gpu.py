@@ -1,7 +1,7 @@
 """Experts that the device decides about, as a GPU does it: with recorded steps and without, whatever is late,
 the tokens of experts that all rest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,15 +13,15 @@ pytest.importorskip("triton")
 
 import tiny
 from penstock import LLM, SamplingParams
-from penstock.arch.layout import GroupId, GroupKind, MixtureLayout
-from penstock.engine import settling
+from penstock.arch.layout import GroupId, GroupKind, GroupLayout, MixtureLayout
+from penstock.engine import plan
 from penstock.memory.streams import CudaStream, Ticket
 from penstock.ops.slots import ExpertParts, Places
 from penstock.ops.triton import slots as triton_slots
 from penstock.ops.triton.slots import expert_step, fetch
 from penstock.weights.streaming import snapshots
 from penstock.weights.streaming.experts import Experts
-from penstock.weights.streaming.residency import ExpertRoom
+from penstock.weights.streaming.residency import ExpertRoom, padded
 from penstock.weights.streaming.slots import SlotRule, SlotTable
 from penstock.weights.streaming.slotted import SlotExperts
 from penstock.weights.streaming.waits import StreamWaits
@@ -63,13 +63,21 @@ def test_the_kernels_do_what_plain_python_does(experts: int, slots: int, each: i
         assert table.expert_of[0].tolist() == [layer.in_slot.get(slot, -1) for slot in range(slots)]
 
 
+def leave_for_weights(patched: pytest.MonkeyPatch, share: float) -> None:
+    """Give weights that share of their size: they are far smaller than the activations beside them."""
+
+    def room(total: int, layouts: Sequence[GroupLayout], demand: object, *, host_is_device: bool) -> int:
+        return int(share * sum(map(padded, layouts)))
+
+    patched.setattr(plan, "weights_room", room)
+
+
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("share", [0.35, 0.6, 0.85])
 def test_tokens_are_those_of_experts_that_rest(
     share: float, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In batches that are padded, behind prompts about which the host decides."""
-    monkeypatch.setattr(settling, "cap_memory", lambda device, size, pinned: size)  # Weights are few here.
     path = tiny.checkpoint("qwen3_moe")
     prompts = [one.prompt for one in tiny.references("qwen3_moe")]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -82,9 +90,8 @@ def test_tokens_are_those_of_experts_that_rest(
     }
     with LLM(path, graphs=graphs, **settings) as llm:  # type: ignore[arg-type]
         want = [one.tokens for one in llm.generate(prompts, params)]
-        budget = llm.memory.budget
-    room = budget.activations + budget.kv + int(share * budget.weights)
-    with LLM(path, graphs=graphs, device_memory=room, **settings) as llm:  # type: ignore[arg-type]
+    leave_for_weights(monkeypatch, share)
+    with LLM(path, graphs=graphs, **settings) as llm:  # type: ignore[arg-type]
         experts = llm.booted.weights.experts
         assert isinstance(experts, SlotExperts)
         assert [one.tokens for one in llm.generate(prompts, params)] == want
@@ -156,7 +163,7 @@ class World:
         self, number: int, pairs: torch.Tensor, most: int, *, join: bool = True, reuse: bool = True
     ) -> None:
         parts = self.experts.recorded().parts(number, pairs, most)
-        if (following := self.experts.foretells(number)) is not None:
+        if (following := self.experts.foretells(number, most)) is not None:
             self.experts.foretell(following, self.scores[following : following + 1], most, None)
         self.compute.waits, self.link.waits = join, reuse
         for table in parts or ():
@@ -229,14 +236,11 @@ def test_what_the_device_counts_is_seen_while_steps_run(
 ) -> None:
     """Copies to the host are of one moment each, come without a wait, and lag behind by little."""
     monkeypatch.setattr(snapshots, "EVERY", 0.0)
-    monkeypatch.setattr(settling, "cap_memory", lambda device, size, pinned: size)  # Weights are few here.
+    leave_for_weights(monkeypatch, 0.5)
     path = tiny.checkpoint("qwen3_moe")
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     settings = {"dtype": "bfloat16", "max_length": 256, "kv_blocks": 40, "cache": tmp_path}
     with LLM(path, **settings) as llm:  # type: ignore[arg-type]
-        budget = llm.memory.budget
-    room = budget.activations + budget.kv + budget.weights // 2
-    with LLM(path, device_memory=room, **settings) as llm:  # type: ignore[arg-type]
         experts = llm.booted.weights.experts
         assert isinstance(experts, SlotExperts)
         asked = list[int]()

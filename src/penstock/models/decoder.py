@@ -258,7 +258,8 @@ class Decoder:
         padding = padding if experts.decided else None
         choice = choose(x, logits, moe, experts.mixtures[layer], w.vectors.get("correction"), padding)
         parts = ask(choice, layer, experts)
-        if parts is not None and (following := experts.foretells(layer)) is not None:
+        most = moe.top_k * len(x)
+        if parts is not None and (following := experts.foretells(layer, most)) is not None:
             self._foretell(following, residual.x, weights, experts, padding)
         shared = None if moe.shared is None else shared_experts(x, w)
         weights.release(group)

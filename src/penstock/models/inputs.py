@@ -111,9 +111,9 @@ class ExpertWeights(Protocol):
         most: of all together, which the host knows.
         """
 
-    def foretells(self, layer: int) -> int | None:
+    def foretells(self, layer: int, most: int) -> int | None:
         """Return the layer for which an expert is to be foretold while the experts of this one come, if it is
-        of use; else None."""
+        of use; else None. most: as of `parts`."""
 
     def foretell(self, layer: int, scores: Tensor, most: int, padding: Tensor | None) -> None:
         """Let an expert of a layer come early, by the scores that its router gives hidden states of the layer

@@ -48,7 +48,7 @@ class ExpertStream:
         """Return None: the host decides which experts come."""
         return None
 
-    def foretells(self, layer: int) -> int | None:
+    def foretells(self, layer: int, most: int) -> int | None:
         """Return None: no expert comes ahead."""
         return None
 

@@ -74,6 +74,9 @@ _LEAST_RING = 4
 """Places of a ring that has one to spare for what is fetched ahead."""
 _MANY = 4
 """A step with so many times as many pairs as there are experts asks for nearly all of them."""
+_FEW = 1
+"""A step with more than so many times as many pairs foretells nothing: the link hardly idles, and each token
+makes foretelling longer."""
 
 
 class SlotExperts(ExpertStream):
@@ -174,9 +177,9 @@ class SlotExperts(ExpertStream):
         self._ahead = self._slots.ring_slots >= _LEAST_RING
         self._places = {layer: self._places_of(layer) for layer in self._layers}
 
-    def foretells(self, layer: int) -> int | None:
+    def foretells(self, layer: int, most: int) -> int | None:
         """Return the next layer with experts, if one of them is to be foretold for it; else None."""
-        return self._following.get(layer) if self._ahead else None
+        return self._following.get(layer) if self._ahead and most <= _FEW * self._experts else None
 
     def foretell(self, layer: int, scores: Tensor, most: int, padding: Tensor | None) -> None:
         """Foretell an expert of a layer, and fetch it behind what comes now.

@@ -65,7 +65,7 @@ class StillExperts:
         """Return None: the host decides which experts come."""
         return None
 
-    def foretells(self, layer: int) -> int | None:
+    def foretells(self, layer: int, most: int) -> int | None:
         """Return None: no expert comes ahead."""
         return None
 
@@ -99,7 +99,7 @@ class DecidedExperts:
         self,
         mixtures: Mapping[int, MixtureLayout],
         parts: Callable[[int, Tensor, int], Iterator[Tensor] | None],
-        foretells: Callable[[int], int | None],
+        foretells: Callable[[int, int], int | None],
         foretell: Callable[[int, Tensor, int, Tensor | None], None],
     ) -> None:
         """Lend nothing yet. parts: as of `ExpertWeights`, never None; foretells and foretell, too."""
