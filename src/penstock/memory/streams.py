@@ -430,18 +430,3 @@ def streams_both_ways(device: torch.device) -> tuple[Stream, Stream, Stream]:
         CudaStream(device, clock=copies.clock),
         CudaStream(device, current=True, clock=copies.clock),
     )
-
-
-def more_streams(device: torch.device, copies: Stream) -> tuple[Stream, Stream]:
-    """Return two more streams, for copies to a device and from it, with the clock of `copies`."""
-    if isinstance(copies, CudaStream):
-        return CudaStream(device, clock=copies.clock), CudaStream(device, clock=copies.clock)
-    return ThreadStream("blocks up"), ThreadStream("blocks down")
-
-
-def streams_of(device: torch.device) -> tuple[Stream, Stream]:
-    """Return the copy stream and the compute stream of a device."""
-    if device.type == "cpu":
-        return ThreadStream("copies"), CallerStream()
-    copies = CudaStream(device)
-    return copies, CudaStream(device, current=True, clock=copies.clock)

@@ -84,6 +84,8 @@ class Runner:
         what the carrier carries. early: as of LoadedModel."""
         model = self.models[role]
         model.weights, model.pool, model.carrier, model.early = weights, pool, carrier, early
+        if carrier is not None and isinstance(weights, WeightStream):
+            carrier.ring.sooner = weights.queued_before
         if role is ModelRole.TARGET:
             self._snapshots = weights.snapshots if isinstance(weights, WeightStream) else None
 

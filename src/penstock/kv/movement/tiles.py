@@ -44,7 +44,7 @@ step that is broken off is simply left: its successor starts at the slot behind 
 what was copied in part is copied over, on the same stream.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -172,6 +172,8 @@ class TileRing:
         self._read: list[Ticket | None] = [None] * slots
         """A ticket behind the last use of each slot; none while it is used."""
         self._step = _Step(0, (), (), (), {})
+        self.sooner: Callable[[int], Ticket | None] = lambda layer: None
+        """Returns a ticket behind copies of others that a layer needs before its tiles, if there are any."""
         self.copied_bytes = 0
 
     def begin(
@@ -274,6 +276,8 @@ class TileRing:
                 staged = self._disk.wait(number)
             slot = self._slot_of(step.queued)
             self._copies.wait(self._read[slot] or self._compute.mark())
+            if (sooner := self.sooner(layer)) is not None:
+                self._copies.wait(sooner)
             began = self._copies.mark() if waits and waits.trace else None
             if staged is None and len(step.runs[tile]) > _FEW:
                 found = pieces(pool, layer, step.tiles[tile].blocks, self._capacity)

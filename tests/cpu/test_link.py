@@ -1,0 +1,169 @@
+"""A stream of lanes is one stream to everybody else, whatever is late, wherever it is interrupted; and each
+of its waits is needed for that."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.memory.link import LANES, LumpStream, lumps
+from penstock.memory.streams import ThreadStream, Ticket
+from streams import Gates, cut_short, everywhere, random_delays
+
+LUMP = 64
+
+
+class Lane(ThreadStream):
+    """A lane whose copies may be late or held. Its places are ("copy", lane, number)."""
+
+    def __init__(self, number: int, gates: Gates) -> None:
+        super().__init__(f"lane {number} under test")
+        self.number, self.gates = number, gates
+        self.copies = self.waits = 0
+        self.deaf: int | None = None
+        """Which of its waits does nothing, counted from 0."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        place, self.copies = ("copy", self.number, self.copies), self.copies + 1
+        self.run(lambda: self.gates.enter(place))
+        super().copy(target, source)
+
+    def wait(self, ticket: Ticket) -> None:
+        if self.waits != self.deaf:
+            super().wait(ticket)
+        self.waits += 1
+
+
+@contextmanager
+def lanes(gates: Gates) -> Iterator[tuple[LumpStream, list[Lane]]]:
+    each = [Lane(number, gates) for number in range(LANES)]
+    stream = LumpStream(each, LUMP)
+    yield stream, each
+    gates.open()
+    stream.close()
+
+
+def numbers(size: int, seed: int) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, np.uint8))
+
+
+def pieces_of(size: int, seed: int) -> np.ndarray:
+    """Pieces of a tensor in another order, of some bytes up to some lumps each."""
+    rng = np.random.default_rng(seed)
+    bounds = np.unique(np.concatenate(([0, size], rng.integers(1, size, 6))))
+    at, sizes = bounds[:-1], np.diff(bounds)
+    order = rng.permutation(len(at))
+    to = np.zeros(len(at), np.int64)
+    to[order] = np.cumsum(sizes[order]) - sizes[order]
+    return np.stack((to, at, sizes), 1)[order]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lumps_are_the_same_bytes_in_their_order(seed: int) -> None:
+    pieces = pieces_of(1000 + seed, seed)
+    cut = lumps(pieces, LUMP)
+    bytes_of = [(to + n, at + n) for to, at, size in pieces.tolist() for n in range(size)]
+    assert [
+        (to + n, at + n) for to, at, size in np.concatenate(cut).tolist() for n in range(size)
+    ] == bytes_of
+    assert all(0 < size <= LUMP for size in np.concatenate(cut)[:, 2])
+    assert all(part[:, 2].sum() < 2 * LUMP for part in cut)
+    assert len(cut) <= len(bytes_of) // LUMP + 1
+
+
+def play(stream: LumpStream, sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """Copy to one tensor again and again, large and small, as a whole and in pieces, and take it down each
+    time. Return what was taken down, and what should have been."""
+    target, expected = (torch.zeros(max(sizes), dtype=torch.uint8) for _ in range(2))
+    taken = list[tuple[Tensor, Tensor]]()
+    for turn, size in enumerate(sizes):
+        source = numbers(size, turn)
+        if turn % 2:
+            pieces = pieces_of(size, turn)
+            stream.copy_pieces(target[:size], source, pieces)
+            for to, at, count in pieces.tolist():
+                expected[to : to + count] = source[at : at + count]
+        else:
+            stream.copy(target[:size], source)
+            expected[:size] = source
+        taken.append((torch.zeros_like(target), expected.clone()))
+        stream.copy_rows(taken[-1][0].view(1, -1), target.view(1, -1))
+    stream.mark().wait()
+    return taken
+
+
+SIZES = [1000, 64, 700, 1000, 130, 20, 999]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_queued_behind_a_copy_comes_behind_all_of_it(seed: int) -> None:
+    with lanes(Gates(delay=random_delays(seed))) as (stream, _):
+        assert all(torch.equal(seen, expected) for seen, expected in play(stream, SIZES))
+
+
+def test_a_lump_is_queued_behind_the_one_before_the_last_alone() -> None:
+    gates = Gates(shut=[("copy", 1, 0)])
+    with lanes(gates) as (stream, each):
+        source, target = numbers(8 * LUMP, 0), torch.zeros(8 * LUMP, dtype=torch.uint8)
+        stream.copy(target, source)
+        # Lump 1 is held. Lump 2 waits for lump 0 alone; lump 3 waits for lump 1, and lump 4 for lump 2.
+        each[2].gates.passes(("never",), 0.05)
+        there = (target.view(8, LUMP) == source.view(8, LUMP)).all(1).tolist()
+        assert there == [True, False, True, False, False, False, False, False]
+        gates.open()
+        stream.mark().wait()
+        assert torch.equal(target, source)
+
+
+def test_lanes_begin_behind_what_was_queued_before() -> None:
+    gates = Gates(shut=[("copy", 0, 0)])
+    with lanes(gates) as (stream, each):
+        first, then = numbers(LUMP, 1), numbers(4 * LUMP, 2)
+        target = torch.zeros(4 * LUMP, dtype=torch.uint8)
+        stream.copy(target[LUMP : 2 * LUMP], first)  # It is held, and is to be written over.
+        each[1].deaf = 0
+        stream.copy(target, then)
+        gates.passes(("never",), 0.05)
+        gates.open()
+        stream.mark().wait()
+        assert not torch.equal(target, then), "lane 1 did not need to wait"
+
+
+@pytest.mark.parametrize("lane", [1, 2])
+def test_what_follows_waits_for_every_lane(lane: int) -> None:
+    gates = Gates(shut=[("copy", lane, 0)])
+    with lanes(gates) as (stream, each):
+        source, target = numbers(3 * LUMP, 1), torch.zeros(3 * LUMP, dtype=torch.uint8)
+        each[0].deaf = lane  # The first of its waits is that of the first lump.
+        stream.copy(target, source)
+        out = torch.zeros_like(target)
+        stream.copy(out[:LUMP], target[lane * LUMP :][:LUMP])
+        gates.passes(("never",), 0.05)
+        gates.open()
+        stream.mark().wait()
+        for each_lane in each:
+            each_lane.mark().wait()
+        assert not torch.equal(out[:LUMP], source[lane * LUMP :][:LUMP]), (
+            "the first lane did not need to wait"
+        )
+
+
+def test_an_interrupted_copy_is_in_front_of_what_comes_next() -> None:
+    def strike(places: int) -> bool:
+        gates = Gates(delay=lambda place: 1e-3 if place[1] else 0.0)  # type: ignore[index]
+        with lanes(gates) as (stream, _):
+            old, new = numbers(6 * LUMP, 1), numbers(6 * LUMP, 2)
+            target = torch.zeros(6 * LUMP, dtype=torch.uint8)
+            struck = cut_short(lambda: stream.copy(target, old), places)
+            for at in range(0, 6 * LUMP, LUMP):  # Small copies, on the first lane.
+                stream.copy(target[at : at + LUMP], new[at : at + LUMP])
+            mark = stream.mark()
+            mark.wait()
+            seen = target.clone()
+            assert torch.equal(seen, new), "a lump of the interrupted copy came later"
+            return struck
+
+    assert everywhere(strike) > 5
