@@ -25,10 +25,10 @@ has waited for, thus behind the copies of all tiles that earlier steps took, and
 tiles read. Tiles that were not taken are not looked at. Each waits only for what was queued before it, so
 there is no circle of waits.
 
-Weights that stream come over the same link, and a layer needs them before its tiles. So tiles ahead wait for
-the copies of weights that their layer needs and that are queued (`sooner`); tiles of the layer at hand wait for
-none, and go between the parts of what is needed later (`memory.link`). Copies that are queued wait only for
-what compute was given before, which waits for no tile that is not queued yet: there is no circle.
+Weights that stream come over the same link, and a layer needs them before its tiles. So a tile ahead waits
+for the copies of weights that its layer needs and that are queued (`sooner`). Tiles of the layer at hand wait
+for none, and go between the parts of what is needed later (`memory.link`). Copies that are queued wait only
+for what compute was given before, which waits for no tile that is not queued yet: there is no circle.
 
 Blocks with ids beyond the host's pool rest on disk. They come and go by way of slots of their own
 (`kv.staging`): a tile with such blocks is copied when they have been read, for which `take` waits, and with
