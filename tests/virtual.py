@@ -57,6 +57,9 @@ class VirtualStream:
     def wait(self, ticket: Ticket) -> None:
         self.work.append([ticket])
 
+    def follow(self, other: "VirtualStream") -> None:
+        self.wait(other.mark())
+
     def mark(self) -> Mark:
         self.work.append(mark := Mark())
         return mark

@@ -6,17 +6,16 @@ that is needed now begins 26.8 ms late behind a layer's weights (1.4 GB), as one
 stream. A result of a few bytes comes as late behind KV on its way to the host. Behind a prefix that is
 loaded (10 GB) all waits 0.2 s.
 
-So what is large is cut into lumps, which take several streams, the lanes, in turn. A lump waits for the one
-before the last, on another lane. So one lump is always ready, and the engine does not idle (27.2 ms instead
-of 27.0), but no more than one is. Others wait for the lump that is copied and the one that is ready: the
-tile begins after 0.2 ms.
+So what is large is cut into lumps, which take two streams, the lanes, in turn. A lump waits for the one
+before, on the other lane. When one ends, the next becomes ready only then, behind whatever has become ready
+meanwhile: others wait for a lump, not for all of them.
 
-Why this is safe. To everybody else the lanes are one stream, the first. Others have work only within a
-large copy. All lumps are behind what was queued before: the first ones wait for a mark on the first lane,
-and others for these. What is queued afterwards is behind all lumps: the first lane waits for a mark on each
-lane before it is given anything else. An interrupt in the midst of a copy leaves lumps for which nothing
-waits yet. That there may be some is noted before the first of them (`_apart`); the next call finds it, and
-the first lane waits. Lanes wait only for what was queued before, so there is no circle.
+Why this is safe. To everybody else the lanes are one stream, the first. The other has work only within a
+large copy. The first lump is on the first lane, behind what was queued before. Behind each lump the other
+lane is made to wait for it, so the next one comes after it, and what is queued on the first lane afterwards
+comes after all of them. An interrupt in the midst of a copy may leave a lump for which the first lane does
+not wait yet. That is noted before the first lump (`_apart`); the next call finds it, and the first lane
+waits for the other. Lanes wait only for what was queued before, so there is no circle.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,22 +29,16 @@ from penstock.memory.streams import CallerStream, CudaStream, Pieces, Stream, Th
 
 LUMP = 32 << 20
 """Bytes that are copied at a time: 0.6 ms at 54 GB/s, in which the host queues many."""
-_BEHIND = 2
-"""A lump waits for the lump so many before it."""
-LANES = _BEHIND + 1
-"""Streams that take lumps in turn: a lump and what it waits for are on different ones."""
 
 
 class LumpStream:
     """A LumpStream is a stream of lanes. Its large copies let copies of other streams come between."""
 
-    def __init__(self, lanes: Sequence[Stream], lump: int = LUMP) -> None:
-        """Take over the lanes, LANES of them, on which nothing else may be queued. lump: bytes copied at a
-        time."""
-        assert len(lanes) == LANES, f"{len(lanes)} lanes"
-        self._lanes, self._lump = tuple(lanes), lump
+    def __init__(self, lanes: tuple[Stream, Stream], lump: int = LUMP) -> None:
+        """Take over two lanes, on which nothing else may be queued. lump: bytes copied at a time."""
+        self._lanes, self._lump = lanes, lump
         self._apart = False
-        """Whether lanes but the first may have work for which the first does not wait."""
+        """Whether the second lane may have work for which the first does not wait."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Queue what `Stream.copy` says."""
@@ -72,6 +65,10 @@ class LumpStream:
         """Start what is queued from now on after `ticket`."""
         self._first().wait(ticket)
 
+    def follow(self, other: Stream) -> None:
+        """Start what is queued from now on after all that `other` has been given."""
+        self._first().follow(other)
+
     def mark(self) -> Ticket:
         """Return a ticket that is done when all that has been queued is."""
         return self._first().mark()
@@ -82,24 +79,22 @@ class LumpStream:
             lane.close()
 
     def _first(self) -> Stream:
-        """Return the first lane, behind all that the others were given."""
-        first, *others = self._lanes
+        """Return the first lane, behind all that the other was given."""
+        first, other = self._lanes
         if self._apart:
-            for lane in others:
-                first.wait(lane.mark())
+            first.follow(other)
             self._apart = False
         return first
 
     def _in_turn(self, copies: Sequence[Callable[[Stream], None]]) -> None:
-        """Queue copies on the lanes in turn."""
-        marks = [self._first().mark()] * _BEHIND
+        """Queue copies on the lanes in turn, each behind the one before."""
+        lane, other = self._first(), self._lanes[1]
         self._apart = True
-        for number, copy in enumerate(copies):
-            lane = self._lanes[number % LANES]
-            lane.wait(marks[number])
+        for copy in copies:
             copy(lane)
-            marks.append(lane.mark())
-        self._first()
+            other.follow(lane)
+            lane, other = other, lane
+        self._apart = False
 
 
 def lumps(pieces: Pieces, size: int) -> list[Pieces]:
@@ -140,4 +135,4 @@ def more_streams(device: torch.device, copies: Stream) -> tuple[Stream, Stream]:
 
 def _lanes(device: torch.device, other: CudaStream) -> LumpStream:
     """Return a stream for large copies, with the clock of another."""
-    return LumpStream([CudaStream(device, clock=other.clock) for _ in range(LANES)])
+    return LumpStream((CudaStream(device, clock=other.clock), CudaStream(device, clock=other.clock)))

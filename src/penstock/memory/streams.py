@@ -71,6 +71,9 @@ class Stream(Protocol):
     def wait(self, ticket: Ticket) -> None:
         """Start what is queued from now on after `ticket`."""
 
+    def follow(self, other: "Stream") -> None:
+        """Start what is queued from now on after all that `other`, of the same kind, has been given."""
+
     def mark(self) -> Ticket:
         """Return a ticket that is done when all that has been queued is."""
 
@@ -134,6 +137,10 @@ class _HostStream(ABC):
     def wait(self, ticket: Ticket) -> None:
         """Start what is queued from now on after `ticket`."""
         self.run(ticket.wait)
+
+    def follow(self, other: Stream) -> None:
+        """Start what is queued from now on after all that `other` has been given."""
+        self.wait(other.mark())
 
     def mark(self) -> Ticket:
         """Return a ticket that is done when all that has been queued is."""
@@ -283,6 +290,12 @@ class CudaStream:
         """Start what is queued from now on after `ticket`."""
         assert isinstance(ticket, CudaTicket)
         self._queue().wait_event(ticket.event)
+
+    def follow(self, other: Stream) -> None:
+        """Start what is queued from now on after all that `other` has been given."""
+        assert isinstance(other, CudaStream)
+        # Its event takes no time down, which a mark's does in 15 microseconds.
+        self._queue().wait_stream(other._queue())
 
     def mark(self) -> Ticket:
         """Return a ticket that is done when all that has been queued is."""
