@@ -105,6 +105,17 @@ def test_what_is_queued_behind_a_copy_comes_behind_all_of_it(seed: int) -> None:
         assert all(torch.equal(seen, expected) for seen, expected in play(stream, SIZES))
 
 
+def test_copies_are_cut_only_where_others_need_the_link() -> None:
+    with lanes(Gates()) as (stream, each):
+        source, target = numbers(8 * LUMP, 0), torch.zeros(8 * LUMP, dtype=torch.uint8)
+        for shared, copies in ((False, [1, 0]), (True, [5, 4])):
+            stream.shared = shared
+            stream.copy(target, source)
+            assert [lane.copies for lane in each] == copies
+        stream.mark().wait()
+        assert torch.equal(target, source)
+
+
 def test_a_lump_comes_after_the_one_before_it() -> None:
     gates = Gates(shut=[("copy", 1, 1)])
     with lanes(gates) as (stream, _):

@@ -133,6 +133,16 @@ class Work:
         return (ends[-1].when() - ends[1].when()) / (PASSES - 2), max(busy["up"], arithmetic) / PASSES
 
 
+def test_weights_share_the_link_when_they_are_told_to() -> None:
+    first, second = VirtualStream("up"), VirtualStream("up")
+    copies = LumpStream((first, second), LUMP // SCALE, shared=False)
+    weights = Work(16, 1, 0, room=0.13, ring=1.0).weights(copies, VirtualStream(None))
+    assert not second.work
+    weights.share_link()
+    assert copies.shared
+    weights.close()
+
+
 def test_what_is_needed_sooner_is_known() -> None:
     copies = VirtualStream("up")
     work = Work(16, 1, 0, room=0.13, ring=1.0)

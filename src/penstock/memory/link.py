@@ -34,15 +34,19 @@ LUMP = 32 << 20
 class LumpStream:
     """A LumpStream is a stream of lanes. Its large copies let copies of other streams come between."""
 
-    def __init__(self, lanes: tuple[Stream, Stream], lump: int = LUMP) -> None:
-        """Take over two lanes, on which nothing else may be queued. lump: bytes copied at a time."""
-        self._lanes, self._lump = lanes, lump
+    def __init__(self, lanes: tuple[Stream, Stream], lump: int = LUMP, *, shared: bool = True) -> None:
+        """Take over two lanes, on which nothing else may be queued.
+
+        lump: bytes copied at a time.
+        shared: whether others need the link. Large copies are cut only then.
+        """
+        self._lanes, self._lump, self.shared = lanes, lump, shared
         self._apart = False
         """Whether the second lane may have work for which the first does not wait."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Queue what `Stream.copy` says."""
-        if len(source) < 2 * self._lump:
+        if not self._cuts(len(source)):
             return self._first().copy(target, source)
         parts = [slice(at, at + self._lump) for at in range(0, len(source), self._lump)]
         self._in_turn([partial(_copy, target[part], source[part]) for part in parts])
@@ -53,7 +57,7 @@ class LumpStream:
 
     def copy_pieces(self, target: Tensor, source: Tensor, pieces: Pieces) -> None:
         """Queue what `Stream.copy_pieces` says."""
-        if pieces[:, 2].sum() < 2 * self._lump:
+        if not self._cuts(pieces[:, 2].sum()):
             return self._first().copy_pieces(target, source, pieces)
         self._in_turn([partial(_copy_pieces, target, source, lump) for lump in lumps(pieces, self._lump)])
 
@@ -77,6 +81,9 @@ class LumpStream:
         """Finish what is queued and end."""
         for lane in self._lanes:
             lane.close()
+
+    def _cuts(self, size: int) -> bool:
+        return self.shared and size >= 2 * self._lump
 
     def _first(self) -> Stream:
         """Return the first lane, behind all that the other was given."""
@@ -119,20 +126,21 @@ def _copy_pieces(target: Tensor, source: Tensor, pieces: Pieces, lane: Stream) -
 
 
 def streams_of(device: torch.device) -> tuple[Stream, Stream]:
-    """Return the copy stream and the compute stream of a device."""
+    """Return the copy stream and the compute stream of a device. Nothing else is said to need the link."""
     if device.type == "cpu":
         return ThreadStream("copies"), CallerStream()
     compute = CudaStream(device, current=True)
-    return _lanes(device, compute), compute
+    return _lanes(device, compute, shared=False), compute
 
 
 def more_streams(device: torch.device, copies: Stream) -> tuple[Stream, Stream]:
     """Return two more streams, for copies to a device and from it, with the clock of `copies`."""
     if isinstance(copies, CudaStream):
-        return _lanes(device, copies), _lanes(device, copies)
+        return _lanes(device, copies, shared=True), _lanes(device, copies, shared=True)
     return ThreadStream("blocks up"), ThreadStream("blocks down")
 
 
-def _lanes(device: torch.device, other: CudaStream) -> LumpStream:
+def _lanes(device: torch.device, other: CudaStream, *, shared: bool) -> LumpStream:
     """Return a stream for large copies, with the clock of another."""
-    return LumpStream((CudaStream(device, clock=other.clock), CudaStream(device, clock=other.clock)))
+    lanes = CudaStream(device, clock=other.clock), CudaStream(device, clock=other.clock)
+    return LumpStream(lanes, shared=shared)

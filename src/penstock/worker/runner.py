@@ -85,6 +85,7 @@ class Runner:
         model = self.models[role]
         model.weights, model.pool, model.carrier, model.early = weights, pool, carrier, early
         if carrier is not None and isinstance(weights, WeightStream):
+            weights.share_link()
             carrier.ring.sooner = weights.queued_before
         if role is ModelRole.TARGET:
             self._snapshots = weights.snapshots if isinstance(weights, WeightStream) else None

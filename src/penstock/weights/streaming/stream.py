@@ -15,7 +15,7 @@ from penstock.base.meter import ExpertCounts, ExpertMap, WeightStats
 from penstock.base.tiers import Tier
 from penstock.base.trace import Trace
 from penstock.memory.arena import Arena
-from penstock.memory.link import streams_of
+from penstock.memory.link import LumpStream, streams_of
 from penstock.memory.streams import CallerStream, CudaStream, Stream, Ticket
 from penstock.ops.matrix import GroupViews
 from penstock.weights.streaming.experts import Experts
@@ -203,6 +203,11 @@ class WeightStream:
         self._next = 0
         if isinstance(self.experts, SlotExperts):
             self.experts.begin_recorded()
+
+    def share_link(self) -> None:
+        """Let copies of others come between the parts of large ones from now on."""
+        if isinstance(self._streams[0], LumpStream):
+            self._streams[0].shared = True
 
     def queued_before(self, layer: int) -> Ticket | None:
         """Return a ticket behind the copies of weights that are queued and needed before the layer's mixer
