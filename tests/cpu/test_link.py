@@ -1,6 +1,7 @@
 """A stream of lanes is one stream to everybody else, whatever is late, wherever it is interrupted; and each
 of its waits is needed for that."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.memory.device import choose_device
 from penstock.memory.link import LumpStream, lumps
 from penstock.memory.streams import ThreadStream, Ticket
 from streams import Gates, cut_short, random_delays
@@ -173,3 +175,15 @@ def test_an_interrupted_copy_is_in_front_of_what_comes_next() -> None:
                 one.mark().wait()
             assert torch.equal(target, new), "a lump of the interrupted copy came later"
     assert struck > 9
+
+
+def test_cuda_is_asked_for_all_connections_unless_somebody_asks_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, "4")
+    choose_device("cpu")
+    assert os.environ[name] == "4"
+    monkeypatch.delenv(name)
+    choose_device("cpu")
+    assert os.environ[name] == "32"
