@@ -12,9 +12,11 @@ from torch import Tensor
 
 from penstock.arch.formats.codes import packed_bytes
 from penstock.arch.spec import SWIGLU, Activation
+from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.triton.activation import activation_options
 from penstock.ops.triton.codes import FOUR_BITS, RUN_SCALES, CodeKind
 from penstock.ops.triton.few_bits_mma import MmaTuning
+from penstock.ops.triton.pointwise import in_turn
 from penstock.ops.triton.warp_tiles import codes_options, tiles_of_products
 
 FEW_TOKENS = 8
@@ -63,9 +65,11 @@ def _expert_columns(  # type: ignore[no-untyped-def]
     PTX: tl.constexpr,
     REGISTERS: tl.constexpr,
     FOLDED: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Compute TILES tiles (see `warp_tiles`) for the pairs of one block, of at most eight for each of WIDE.
     All else as in `few_bits_experts`. x: as fours."""
+    in_turn(EARLY)
     PARTS: tl.constexpr = (OUTER + TILES * (8 if GATED else 16) - 1) // (TILES * (8 if GATED else 16))
     block, part = first + tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     expert = tl.load(blocks + block)
@@ -197,5 +201,7 @@ def expert_columns(
         GATED=gated,
         **activation_options(activation or SWIGLU),
         **codes,
+        EARLY=uses_pdl(),
         num_warps=tuning.warps,
+        **pdl_launch_options(uses_pdl()),
     )

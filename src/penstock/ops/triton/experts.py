@@ -18,7 +18,9 @@ from torch import Tensor
 from triton.runtime import driver
 
 from penstock.arch.experts import ExpertKind
+from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.triton.activation import activated, activation_options
+from penstock.ops.triton.pointwise import in_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +99,13 @@ def _gate_up(  # type: ignore[no-untyped-def]
     ALPHA: tl.constexpr,
     SHIFT: tl.constexpr,
     LIMIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Compute COLS columns of the activation of one block's pairs, `silu(gate) * up` or another.
 
     TENSORS: addresses of an expert. BIAS: which of them is that of gate_up's bias; 0 for none.
     """
+    in_turn(EARLY)
     block, part = place_of(first, count, tl.cdiv(INNER, COLS), GROUP)
     expert = tl.load(blocks + block)
     if expert < 0:
@@ -167,8 +171,10 @@ def _down(  # type: ignore[no-untyped-def]
     WIDEN: tl.constexpr,
     TENSORS: tl.constexpr,
     BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Compute COLS columns of one block's outputs, each to its pair's row. BIAS: see `_gate_up`."""
+    in_turn(EARLY)
     block, part = place_of(first, count, tl.cdiv(HIDDEN, COLS), GROUP)
     expert = tl.load(blocks + block)
     if expert < 0:
@@ -243,7 +249,9 @@ def products(
         "GROUP": tuning.group,
         "WIDEN": x.device.type == "cpu",
         "TENSORS": table.shape[1],
+        "EARLY": uses_pdl(),
         "num_warps": tuning.warps,
+        **pdl_launch_options(uses_pdl()),
     }
     columns, depth, stages = _divided(tuning, 2 * inner, likely, x)
     _gate_up[(count * triton.cdiv(inner, columns // 2),)](
@@ -309,8 +317,17 @@ def shared_memory(device: torch.device) -> int:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _combine(y, shares, out, HIDDEN: tl.constexpr, TOP: tl.constexpr, COLS: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+def _combine(  # type: ignore[no-untyped-def]
+    y,
+    shares,
+    out,
+    HIDDEN: tl.constexpr,
+    TOP: tl.constexpr,
+    COLS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
     """Sum up COLS columns of one token."""
+    in_turn(EARLY)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = cols < HIDDEN
@@ -334,6 +351,14 @@ def combine(y: Tensor, shares: Tensor) -> Tensor:
     if tokens:
         cols = min(512, triton.next_power_of_2(hidden))
         _combine[(tokens, triton.cdiv(hidden, cols))](
-            y, shares, out, HIDDEN=hidden, TOP=top_k, COLS=cols, num_warps=2
+            y,
+            shares,
+            out,
+            HIDDEN=hidden,
+            TOP=top_k,
+            COLS=cols,
+            EARLY=uses_pdl(),
+            num_warps=2,
+            **pdl_launch_options(uses_pdl()),
         )
     return out

@@ -18,6 +18,7 @@ from torch import Tensor
 from penstock.arch.experts import ExpertKind
 from penstock.arch.formats.codes import packed_bytes
 from penstock.arch.spec import Activation
+from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.triton.activation import activated, activation_options
 from penstock.ops.triton.codes import (
     COMPILED,
@@ -39,6 +40,7 @@ from penstock.ops.triton.expert_columns import (
 )
 from penstock.ops.triton.experts import ExpertTuning, place_of, shared_memory
 from penstock.ops.triton.few_bits_mma import MmaTuning
+from penstock.ops.triton.pointwise import in_turn
 from penstock.ops.triton.ptx import less, pairs_of
 from penstock.ops.triton.warp_tiles import reads_rows
 
@@ -102,6 +104,7 @@ def _expert_products(  # type: ignore[no-untyped-def]
     LESS: tl.constexpr,
     PTX: tl.constexpr,
     REGISTERS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Compute COLS rows of a matrix for the pairs of one block: where GATED, COLS / 2 numbers of the
     activation of each pair's token, to the pair's row in `order`; else of each such row, to its pair.
@@ -116,6 +119,7 @@ def _expert_products(  # type: ignore[no-untyped-def]
     SCALED: tl.constexpr = GROUP < STEP
     WIDE: tl.constexpr = COLS // 2 if GATED else COLS
     EVEN: tl.constexpr = INNER % STEP == 0
+    in_turn(EARLY)
     block, part = place_of(first, count, tl.cdiv(OUTER, WIDE), NEIGHBOURS)
     expert = tl.load(blocks + block)
     if expert < 0:
@@ -324,5 +328,7 @@ def _product(
         LESS=less(kind.codes, half=half),
         PTX=ptx,
         REGISTERS=registers,
+        EARLY=uses_pdl(),
         num_warps=tuning.warps,
+        **pdl_launch_options(uses_pdl()),
     )
