@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.memory import sending
 from penstock.memory.sending import read_into, seen_by, send
 
 DEVICE = torch.device("cuda", 0)
@@ -31,6 +30,7 @@ def test_nothing_is_written_over_while_kernels_are_late(threads: int) -> None:
     def send_all(number: int) -> None:
         stream = torch.cuda.Stream(DEVICE)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
+            send(np.zeros(4000, np.int64), DEVICE)  # When a kernel is loaded, the device may be waited for.
             torch.cuda._sleep(200_000_000)
             sent = [
                 (one, send(np.full(4000 + one % 7, one + number, np.int64), DEVICE)) for one in range(600)
@@ -47,7 +47,7 @@ def test_nothing_is_written_over_while_kernels_are_late(threads: int) -> None:
 
 def test_what_is_not_read_yet_is_seen_to_be_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above would find it: here nothing is asked."""
-    sending._outbox(DEVICE)
+    send(np.zeros(4000, np.int64), DEVICE)
     torch.cuda.synchronize()
     monkeypatch.setattr(torch.cuda.Event, "query", lambda event: True)
     torch.cuda._sleep(400_000_000)

@@ -53,6 +53,8 @@ _TUNINGS = (
 )
 """Tunings up to so many pairs for each expert, on average: the one place for constants. `depth` is the most
 columns at a time."""
+_BY_WARPS = {True: MmaTuning(1, 2), False: MmaTuning(1, 4)}
+"""How products of few tokens are cut: with gate and up, and with down, which has half the rows."""
 _SHALLOW = 128
 """Most columns at a time where a group has no more, so that a step may lie within a group."""
 
@@ -232,7 +234,8 @@ def products(
     assert 0 <= part.start <= part.stop <= blocks.shape[1], (part, blocks.shape)
     if not part:
         return
-    few = MmaTuning(1, 2) if tuning.rows == BLOCK and tokens <= FEW_TOKENS else None
+    few = tuning.rows == BLOCK and tokens <= FEW_TOKENS
+    few = few and all(reads_rows(rows, one.codes) for rows, one in ((x, gate_up), (h, down)))
     step = _MixtureStep(table, order, blocks, pairs // tokens, tuning, part, kind.activation, few)
     _product(x, h, gate_up, step, (0, matrices if kind.biases > 0 else 0), gated=True)
     _product(h, y, down, step, (gate_up.tensors, matrices + 1 if kind.biases > 1 else 0), gated=False)
@@ -242,7 +245,7 @@ def products(
 class _MixtureStep:
     """Holds what both products of a step share.
 
-    top: experts of a token. few: how products are cut that a warp makes by itself, where tokens are few.
+    top: experts of a token. few: whether tokens are few enough for products that a warp makes by itself.
     """
 
     table: Tensor
@@ -252,7 +255,7 @@ class _MixtureStep:
     tuning: ExpertTuning
     part: range
     activation: Activation
-    few: MmaTuning | None
+    few: bool
 
 
 def _product(
@@ -261,7 +264,7 @@ def _product(
     """Launch one product: y `[pairs, outer]` of x `[rows, inner]`. at: the first address of the matrix in a
     row of the table, and that of its bias, or 0. gated: see the kernel."""
     tuning, outer, inner = step.tuning, y.shape[1], x.shape[1]
-    if step.few is not None and reads_rows(x, kind.codes):
+    if step.few:
         expert_columns(
             x,
             (step.table, step.order, step.blocks, step.part),
@@ -270,7 +273,7 @@ def _product(
             at,
             top=step.top,
             activation=step.activation if gated else None,
-            tuning=step.few,
+            tuning=_BY_WARPS[gated],
         )
         return
     four, group = kind.codes in FOUR_BITS, WHOLE if kind.group >= inner else kind.group
