@@ -117,9 +117,9 @@ def test_a_chain_comes_out_as_one_after_the_other(scheme: str, rows: int) -> Non
 HASTY = {
     "_choose": (triton_routing, "dense", 1),
     "_arrange": (triton_routing, "dense", 1),
-    "_gate_up": (triton_experts, "dense", 1),
-    "_down": (triton_experts, "dense", 1),
-    "_combine": (triton_experts, "dense", 1),
+    "_gate_up": (triton_experts, "dense", 12),
+    "_down": (triton_experts, "dense", 12),
+    "_combine": (triton_experts, "mxfp4", 1),
     "_expert_columns gate_up": (triton_columns, "mxfp4", 1),
     "_expert_columns down": (triton_columns, "mxfp4", 1),
     "_expert_products": (triton_few_bits, "mxfp4", 12),

@@ -20,6 +20,7 @@ from triton.runtime import driver
 from penstock.arch.experts import ExpertKind
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.triton.activation import activated, activation_options
+from penstock.ops.triton.expert_row import expert_row, suits
 from penstock.ops.triton.pointwise import in_turn
 
 
@@ -243,6 +244,11 @@ def products(
     assert all(one.is_contiguous() for one in (order, blocks, table, h, y))
     assert 0 <= first <= first + count <= bound, (first, count, bound)
     if count == 0:
+        return
+    if suits(x):
+        step = table, order, blocks, part
+        expert_row(x, step, h, (0, 2 if kind.biases > 0 else 0), kind.activation)
+        expert_row(h, step, y, (1, 3 if kind.biases > 1 else 0), None)
         return
     more = {
         "ROWS": tuning.rows,

@@ -47,7 +47,7 @@ from penstock.ops.triton.warp_tiles import reads_rows
 BLOCK = 16
 """Rows of a block where pairs are few."""
 _TUNINGS = (
-    (16, ExpertTuning(BLOCK, 128, 128, warps=4, stages=4, group=1)),
+    (16, ExpertTuning(BLOCK, 128, 128, warps=8, stages=3, group=1)),
     (64, ExpertTuning(64, 128, 128, warps=4, stages=3, group=4)),
     (None, ExpertTuning(128, 128, 128, warps=8, stages=3, group=8)),
 )
