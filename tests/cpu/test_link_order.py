@@ -138,8 +138,9 @@ def test_weights_share_the_link_when_they_are_told_to() -> None:
     copies = LumpStream((first, second), LUMP // SCALE, shared=False)
     weights = Work(16, 1, 0, room=0.13, ring=1.0).weights(copies, VirtualStream(None))
     assert not second.work
-    weights.share_link()
-    assert copies.shared
+    for shared in (True, False):
+        weights.share_link(shared)
+        assert copies.shared == shared
     weights.close()
 
 
@@ -155,7 +156,7 @@ def test_what_is_needed_sooner_is_known() -> None:
     assert feeder._place[0] == 2, "there is room for a layer"
     for layer in (1, 3):
         later = weights.queued_before(layer)
-        assert later is copies.work[-1], "of the layer nothing is queued, but all that is comes sooner"
+        assert later is feeder._last, "of the layer nothing is queued, but what is comes sooner"
     for id in work.ids[:2]:
         weights.take(id)
         assert weights.queued_before(0) is None, "it has begun"

@@ -8,7 +8,9 @@ loaded (10 GB) all waits 0.2 s.
 
 So what is large is cut into lumps, which take two streams, the lanes, in turn. A lump waits for the one
 before, on the other lane. When one ends, the next becomes ready only then, behind whatever has become ready
-meanwhile: others wait for a lump, not for all of them.
+meanwhile: others wait for a lump, not for all of them. The tile begins 1.3 ms late. This gains nothing
+where the link alone says how long a step takes, so weights are cut only in steps of prompts that read
+tiles.
 
 Why this is safe. To everybody else the lanes are one stream, the first. The other has work only within a
 large copy. The first lump is on the first lane, behind what was queued before. Behind each lump the other
@@ -27,8 +29,8 @@ from torch import Tensor
 
 from penstock.memory.streams import CallerStream, CudaStream, Pieces, Stream, ThreadStream, Ticket
 
-LUMP = 32 << 20
-"""Bytes that are copied at a time: 0.6 ms at 54 GB/s, in which the host queues many."""
+LUMP = 64 << 20
+"""Bytes that are copied at a time, in 1.25 ms at 54 GB/s. Lumps of 32 MiB cost an H100's link 3 %, these 1 %."""
 
 
 class LumpStream:

@@ -15,7 +15,8 @@ from penstock.arch.formats.dense import DENSE
 from penstock.base.errors import StepMemoryError
 from penstock.kv.movement.carrier import Carrier
 from penstock.kv.movement.pool import KVPool
-from penstock.memory.device import Heap, give_back, lift_cap, send, shortage
+from penstock.memory.device import Heap, give_back, lift_cap, shortage
+from penstock.memory.sending import send
 from penstock.models.inputs import Weights
 from penstock.ops.attention.gathered import PAST_TILE
 from penstock.ops.kernels import between_products, counting, pdl_launches, plain_torch
@@ -85,7 +86,6 @@ class Runner:
         model = self.models[role]
         model.weights, model.pool, model.carrier, model.early = weights, pool, carrier, early
         if carrier is not None and isinstance(weights, WeightStream):
-            weights.share_link()
             carrier.ring.sooner = weights.queued_before
         if role is ModelRole.TARGET:
             self._snapshots = weights.snapshots if isinstance(weights, WeightStream) else None
@@ -300,6 +300,9 @@ class Runner:
             assert not beyond, "a plan with host blocks needs a carrier"
             return
         assert model.pool is not None
+        if isinstance(model.weights, WeightStream):
+            # The link alone says how long a step of rows takes, whatever the order of its copies.
+            model.weights.share_link(bool(step.tiles and plan.runs))
         spec, cold = model.decoder.spec, step.inputs.attention.cold
         through = range(spec.layers) if layers is None else layers
         every = range(len(step.tiles))

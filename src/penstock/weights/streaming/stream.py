@@ -204,10 +204,10 @@ class WeightStream:
         if isinstance(self.experts, SlotExperts):
             self.experts.begin_recorded()
 
-    def share_link(self) -> None:
-        """Let copies of others come between the parts of large ones from now on."""
+    def share_link(self, shared: bool) -> None:
+        """Say whether copies of others come between the parts of large ones from now on."""
         if isinstance(self._streams[0], LumpStream):
-            self._streams[0].shared = True
+            self._streams[0].shared = shared
 
     def queued_before(self, layer: int) -> Ticket | None:
         """Return a ticket behind the copies of weights that are queued and needed before the layer's mixer
