@@ -318,6 +318,12 @@ def _of_weights(stats: WeightStats) -> Sequence[Metric]:
             {"host": experts.copied - experts.read, "disk": experts.read},
             "tier",
         ),
+        _counter(
+            "experts_computed",
+            "Experts that the device did not have, by where they were computed.",
+            {"cpu": experts.computed, "device": experts.asked - experts.hit - experts.computed},
+            "place",
+        ),
         _gauge(
             "experts_age_seconds",
             "Time since a device has counted them: it is not waited for while steps run.",

@@ -1,0 +1,156 @@
+"""Decides of how many missing experts of a layer the CPU computes how many, by what both were seen to take.
+
+The link brings some experts while the CPU computes the others where they rest, so a layer takes as long as
+the later of both. What each takes for so many experts is a straight line through what was measured while both
+ran, of which old measurements count less and less. Now and then everything comes through the link, to know
+what that takes; where the CPU makes layers slower than that by more than `MARGIN`, everything comes for a
+while.
+
+Nothing here reaches torch or a clock.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+MARGIN = 1.03
+"""How many times as long a layer may take with the CPU as without."""
+HAND_OVER = 15e3
+"""Nanoseconds from the device's question to the CPU's work and back, until it has been seen."""
+FADES = 0.5
+"""What a review leaves of what was measured before it."""
+AGAIN = 64
+"""Reviews after which what is not in use is tried again."""
+_FIRST = 3
+"""The CPU begins with one of so many experts."""
+
+
+class Times(IntEnum):
+    """Times say what a row of measured times is of, by so many experts.
+
+    ALONE, TOGETHER: a layer with so many missing, without and with the CPU. REST: all but the CPU, where so
+    many came beside it. LATE: a layer for which the CPU computed so many and was later than the rest.
+    """
+
+    ALONE = 0
+    TOGETHER = 1
+    REST = 2
+    LATE = 3
+
+
+@dataclass(slots=True)
+class CpuShares:
+    """CpuShares say of steps with about as many tokens how many experts the CPU takes.
+
+    experts: of a layer. most: that the CPU takes at a time. always: whether it takes some of any number; else
+    measurements say whether it takes any.
+    """
+
+    experts: int
+    most: int
+    always: bool
+    times: NDArray[np.float64] = field(init=False)
+    """Of each of Times and each number of experts: how often, and nanoseconds in all, faded."""
+    took: NDArray[np.float64] = field(init=False)
+    """The same of the CPU's work alone."""
+    shares: list[int] = field(init=False)
+    """Of so many missing experts, how many the CPU takes."""
+    reviews: int = 0
+    """Reviews in which something had been measured."""
+    slower_until: int = 0
+    """The review from which the CPU is tried again."""
+
+    def __post_init__(self) -> None:
+        """Begin with a guess, or with measuring what it takes without the CPU."""
+        self.times, self.took = np.zeros((len(Times), self.experts + 1, 2)), np.zeros((self.most + 1, 2))
+        self.shares = self._first() if self.always else self._none()
+
+    def review(self, times: NDArray[np.int64], took: NDArray[np.int64]) -> Sequence[int]:
+        """Return the shares from now on. times, took: what was measured since the last review, shaped as the
+        fields."""
+        if not times[:, :, 0].any():
+            return self.shares
+        self.reviews += 1
+        for kept, new in ((self.times, times), (self.took, took)):
+            kept[new[..., 0] > 0] *= FADES  # What was not seen is as good as it was.
+            kept += new
+        self.shares = self._decided()
+        return self.shares
+
+    def _decided(self) -> list[int]:
+        if not self.always:
+            if self.reviews < self.slower_until:
+                return self._none()
+            if self.reviews % AGAIN == 0:
+                return self._none() if any(self.shares) else self._first()
+            if self._slower():
+                self.slower_until = self.reviews + AGAIN
+                self.times[Times.TOGETHER] = 0
+                return self._none()
+        rest, cpu = self._rest_line(), self._cpu_line()
+        if rest is None or cpu is None:
+            return self._first()
+        return [self._best(count, rest, cpu) for count in range(self.experts + 1)]
+
+    def _slower(self) -> bool:
+        """Tell whether layers take longer with the CPU than without, of those that miss as many experts."""
+        alone, together = self.times[Times.ALONE], self.times[Times.TOGETHER]
+        both = (alone[:, 0] > 0) & (together[:, 0] > 0)
+        without = (alone[both, 1] / alone[both, 0] * together[both, 0]).sum()
+        return bool(together[both, 1].sum() > MARGIN * without)
+
+    def _best(self, count: int, rest: "Line", cpu: "Line") -> int:
+        """Return the number of `count` experts with which the later of both is earliest."""
+        least = min(count, 1) if self.always else 0
+        numbers = range(least, min(count, self.most) + 1)
+        return min(numbers, key=lambda n: max(rest.at(count - n), cpu.at(n) if n else 0.0), default=0)
+
+    def _rest_line(self) -> "Line | None":
+        return line_through(self.times[Times.ALONE] + self.times[Times.REST])
+
+    def _cpu_line(self) -> "Line | None":
+        line = line_through(self.took)
+        return line and Line(line.first + self._hand_over(), line.each)
+
+    def _hand_over(self) -> float:
+        late, took = self.times[Times.LATE, : self.most + 1], self.took
+        both = (late[:, 0] > 0) & (took[:, 0] > 0)
+        if not both.any():
+            return HAND_OVER
+        seen = late[both, 1] / late[both, 0] - took[both, 1] / took[both, 0]
+        return max(float(np.average(seen, weights=late[both, 0])), 0.0)
+
+    def _none(self) -> list[int]:
+        return [0] * (self.experts + 1)
+
+    def _first(self) -> list[int]:
+        return [min(-(-count // _FIRST), self.most) for count in range(self.experts + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line is what so many experts take: a time for all, and one for each."""
+
+    first: float
+    each: float
+
+    def at(self, count: int) -> float:
+        """Return the time of so many."""
+        return self.first + self.each * count
+
+
+def line_through(times: NDArray[np.float64]) -> Line | None:
+    """Return the line nearest to mean times by number, weighted by how often each was seen; neither of its
+    times is below 0. None where nothing was seen. times: `[numbers, 2]`, how often, and the sum."""
+    counts = np.flatnonzero(times[:, 0])
+    if not len(counts):
+        return None
+    weights, means = times[counts, 0], times[counts, 1] / times[counts, 0]
+    x, y = np.average(counts, weights=weights), np.average(means, weights=weights)
+    spread = float((weights * (counts - x) ** 2).sum())
+    each = float((weights * (counts - x) * (means - y)).sum()) / spread if spread else y / max(x, 1.0)
+    each = min(max(each, 0.0), y / x if x else 0.0)
+    return Line(float(y - each * x), float(each))
