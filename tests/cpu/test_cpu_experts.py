@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -23,6 +24,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import bounds
 import tiny
 from members import Rank, steps, together
+from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId, GroupKind
 from penstock.arch.spec import SWIGLU, Activation, MoeSpec
 from penstock.base.errors import DeviceError
@@ -42,8 +44,9 @@ from penstock.ops.triton import slots as triton_slots
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming import cpu_experts, slotted
-from penstock.weights.streaming.cpu_experts import CpuExperts
+from penstock.weights.streaming.cpu_experts import REVIEW, CpuExperts
 from penstock.weights.streaming.residency import CpuWork
+from penstock.weights.streaming.shares import Times
 from stacks import in_mxfp4
 
 if library() is None:
@@ -373,3 +376,74 @@ def test_a_model_computes_what_it_computes_with_experts_at_rest(name: str, part:
             assert (counts.computed > 0) == (share != "none")
             assert counts.fetched == (missing - counts.computed) * rank.weights.room.size  # type: ignore[union-attr]
     assert all(map(torch.equal, *found))
+
+
+def test_what_was_asked_in_a_step_that_was_broken_off_is_waited_for() -> None:
+    """Then the box is the device's again, and what it asks next is answered."""
+    with interpreted(), patch.object(cpu_experts, "ExpertService", Late):
+        rank = Rank(
+            Checkpoint.open(checkpoint("qwen3_moe")), part=0.2, copies=True, cpu=True, dtype="bfloat16"
+        )
+        rank.load()
+        lent, cpu = rank.weights.experts, rank.weights.cpu
+        assert isinstance(lent, slotted.SlotExperts)
+        assert cpu is not None
+        ids = list(lent._of_layer.values())
+        service, count, layer = cpu.service, len(ids[0]), ids[0][0].layer
+        host = lent._host.view(len(ids), count, -1)
+        service.experts = SimpleNamespace(  # type: ignore[attr-defined]
+            views=lambda number, one: lent._in_slot(ids[number][one], host[number, one])
+        )
+        cpu.impose(list(range(count + 1)))
+        rng = torch.Generator().manual_seed(0)
+
+        def asked(first: int) -> tuple[Asked, Iterator[Tensor]]:
+            x = torch.randn(1, rank.model.spec.hidden_size, generator=rng).bfloat16()
+            pairs = torch.tensor([int(first <= one < first + 2) for one in range(count)]).int()
+            rows = StepRows(x, torch.arange(2).int(), torch.full((2, x.shape[1]), torch.nan).bfloat16())
+            parts = lent.parts(layer, pairs, 2, rows)
+            assert parts is not None
+            assert lent._decided is not None
+            return Asked(rows, pairs, lent._decided, [first, first + 1]), parts
+
+        asked(0)
+        assert int(cpu.handover.box.done) != int(cpu.handover.asked), "the CPU is at it"
+        lent.device_decides()
+        assert int(cpu.handover.box.done) == int(cpu.handover.asked)
+        again, parts = asked(3)
+        assert [table.any() for table in parts] == [False] * len(again.parts.tables), "none comes"
+        assert same(
+            again.rows.y, by_reference(again, [lent._in_slot(ids[0][one], host[0, one]) for one in (3, 4)])
+        )
+        cpu.check()
+        rank.weights.close()
+
+
+def test_shares_are_corrected_by_what_was_measured() -> None:
+    """By what the device and the CPU have written down since the last time, in steps of as many tokens."""
+    with world() as made:
+        cpu, times = made.cpu, made.cpu.handover.times
+        before = made.cpu.shares(1).tolist()
+        for count in (4, 6):
+            times[0, Times.ALONE, count] = torch.tensor([10, 10 * (10_000 + count * 1_000_000)])
+            times[0, Times.REST, count - 2] = torch.tensor([10, 10 * (10_000 + (count - 2) * 1_000_000)])
+            cpu.service.took[0, count // 2] = 10, 10 * count // 2 * 1_000_000
+        for _ in range(REVIEW * 2):
+            cpu.begin_pass()
+        assert cpu.shares(1)[6] == 3, "as fast as the link"
+        assert cpu.shares(1).tolist() == cpu.known_shares(1) != before
+        assert cpu.shares(2).tolist() == before, "of other steps nothing is known"
+        for _ in range(REVIEW * 2):
+            cpu.begin_pass()
+        assert cpu.shares(1)[6] == 3, "nothing new was seen"
+
+
+def test_tokens_that_mean_nothing_are_not_given_out(tmp_path: Path) -> None:
+    with LLM(tiny.checkpoint("llama"), cache=tmp_path, max_length=64, kv_blocks=8) as llm, world() as made:
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        runner = llm.booted.engine._ranks
+        runner._cpu = made.cpu  # type: ignore[union-attr]
+        assert len(llm.generate([[5, 6, 7]], params)[0].tokens) == 4
+        made.cpu.handover.box.over.fill_(1)
+        with pytest.raises(DeviceError, match="the CPU has not computed its share of experts"):
+            llm.generate([[5, 6, 7]], params)

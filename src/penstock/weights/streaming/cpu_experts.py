@@ -139,7 +139,7 @@ class CpuExperts:
             one.shares = list(shares)
         self._send()
 
-    def computed_share(self, tokens: int) -> Sequence[int]:
+    def known_shares(self, tokens: int) -> Sequence[int]:
         """Return the shares of steps of so many tokens, as the host knows them."""
         return self._shares[class_of(tokens)].shares
 

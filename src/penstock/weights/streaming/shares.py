@@ -24,6 +24,8 @@ FADES = 0.5
 """What a review leaves of what was measured before it."""
 AGAIN = 64
 """Reviews after which what is not in use is tried again."""
+WORTH = 100
+"""Trials of the CPU take at most one of so many parts of the time."""
 _FIRST = 3
 """The CPU begins with one of so many experts."""
 
@@ -77,17 +79,21 @@ class CpuShares:
         for kept, new in ((self.times, times), (self.took, took)):
             kept[new[..., 0] > 0] *= FADES  # What was not seen is as good as it was.
             kept += new
-        self.shares = self._decided()
+        self.shares = self._decided(used=bool(times[Times.TOGETHER, :, 0].any()))
         return self.shares
 
-    def _decided(self) -> list[int]:
+    def _decided(self, *, used: bool) -> list[int]:
+        """Return the shares from now on. used: whether the CPU has computed any since the last review."""
         if not self.always:
             if self.reviews < self.slower_until:
                 return self._none()
             if self.reviews % AGAIN == 0:
-                return self._none() if any(self.shares) else self._first()
-            if self._slower():
-                self.slower_until = self.reviews + AGAIN
+                if used:
+                    return self._none()
+                self.took[:], self.times[Times.LATE] = 0, 0  # That was long ago.
+                return [min(count, 1) for count in range(self.experts + 1)]
+            if (slower := self._slower()) > MARGIN:
+                self.slower_until = self.reviews + max(AGAIN, round(WORTH * (slower - 1)))
                 self.times[Times.TOGETHER] = 0
                 return self._none()
         rest, cpu = self._rest_line(), self._cpu_line()
@@ -95,12 +101,13 @@ class CpuShares:
             return self._first()
         return [self._best(count, rest, cpu) for count in range(self.experts + 1)]
 
-    def _slower(self) -> bool:
-        """Tell whether layers take longer with the CPU than without, of those that miss as many experts."""
+    def _slower(self) -> float:
+        """Return how many times as long layers take with the CPU as without, of those that miss as many
+        experts; 0 where that is not known."""
         alone, together = self.times[Times.ALONE], self.times[Times.TOGETHER]
         both = (alone[:, 0] > 0) & (together[:, 0] > 0)
         without = (alone[both, 1] / alone[both, 0] * together[both, 0]).sum()
-        return bool(together[both, 1].sum() > MARGIN * without)
+        return float(together[both, 1].sum() / without) if without else 0.0
 
     def _best(self, count: int, rest: "Line", cpu: "Line") -> int:
         """Return the number of `count` experts with which the later of both is earliest."""

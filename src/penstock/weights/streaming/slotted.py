@@ -273,9 +273,9 @@ class SlotExperts(ExpertStream):
 
     def begin_recorded(self) -> None:
         """Note that a recorded step comes next: of that, only the device knows what the link does."""
-        self._await_ahead()
         if self._cpu is not None:
             self._cpu.begin_pass()
+        self._await_ahead()
         self.device_decides()
 
     def device_decides(self) -> None:
@@ -307,9 +307,9 @@ class SlotExperts(ExpertStream):
     def _mend(self) -> None:
         """Take the slots of a layer for empty, if a step was broken off before all had come to them."""
         if self._changing >= 0:
-            self._compute.wait(self._link.mark())
             if self._cpu is not None and self._decided is not None and self._decided.shared:
                 self._cpu.settle(self._decided)
+            self._compute.wait(self._link.mark())
             self._slot_table.empty(self._changing)
             self._changing, self._decided = -1, None
 
