@@ -81,7 +81,7 @@ class World:
         return GroupViews(matrices, {}, ())
 
     def step(self, tokens: int, mine: int, padded: int = 0) -> "Asked":
-        """Random rows, of which the CPU takes the first experts that were chosen. padded: tokens that take
+        """Random rows, of which the CPU takes the last experts that were chosen, backwards. padded: tokens that take
         what the first one takes."""
         scores = torch.randn(tokens, EXPERTS, generator=self.rng)
         chosen = scores.topk(TOP_K).indices
@@ -91,7 +91,8 @@ class World:
         x = torch.randn(tokens, HIDDEN, generator=self.rng).to(self.dtype)
         rows = StepRows(x, order, torch.full((len(flat), HIDDEN), torch.nan, dtype=self.dtype))
         asked = [one for one in range(EXPERTS) if pairs[one]]
-        there, taken = asked[mine:], asked[:mine]
+        first = max(len(asked) - mine, 0)
+        there, taken = asked[:first], asked[first:][::-1]
         coming = torch.tensor([[*there, *taken, -1], [0] * (len(asked) + 1)])
         starts = torch.tensor([0, len(there), -1, len(asked)])
         tables = torch.zeros(1, EXPERTS, 2, dtype=torch.int64)
