@@ -81,8 +81,8 @@ class World:
         return GroupViews(matrices, {}, ())
 
     def step(self, tokens: int, mine: int, padded: int = 0) -> "Asked":
-        """Random rows, of which the CPU takes the last experts that were chosen, backwards. padded: tokens that take
-        what the first one takes."""
+        """Random rows, of which the CPU takes the last experts that were chosen, backwards. padded: tokens
+        that take what the first one takes."""
         scores = torch.randn(tokens, EXPERTS, generator=self.rng)
         chosen = scores.topk(TOP_K).indices
         chosen[tokens - padded :] = chosen[:1]
@@ -266,16 +266,16 @@ def test_a_service_that_is_gone_is_an_error_and_no_hang() -> None:
 
 
 def test_what_waits_is_let_go_when_the_engine_closes() -> None:
-    with world() as made:
+    with patch.object(cpu_experts, "LIMIT_LOOKS", 1 << 40), world() as made:
         made.cpu.service.close()
         asked = made.step(2, 2)
         made.cpu.give(asked.rows, asked.pairs, 0, asked.parts)
-        with patch.object(cpu_experts, "LIMIT_LOOKS", 1 << 40):
-            waits = threading.Thread(target=made.cpu.take, args=(asked.rows, asked.parts), daemon=True)
-            waits.start()
-            time.sleep(LATE)
-            made.cpu.close()
-            waits.join(10)
+        waits = threading.Thread(target=made.cpu.take, args=(asked.rows, asked.parts), daemon=True)
+        waits.start()
+        time.sleep(5 * LATE)
+        assert waits.is_alive()
+        made.cpu.close()
+        waits.join(10)
         assert not waits.is_alive()
         made.cpu.close()
 

@@ -33,7 +33,7 @@ from penstock.ops.slots import ExpertParts
 from penstock.weights.streaming.residency import CpuWork
 from penstock.weights.streaming.shares import CpuShares, Times
 
-REVIEW = 16
+REVIEW = 8
 """Passes between two looks at what was measured."""
 LIMIT_NS = 10_000_000_000
 """Nanoseconds for which the device waits for the CPU at most."""
