@@ -32,6 +32,8 @@ TIMED = not triton.knobs.runtime.interpret
 """The interpreter has no clock."""
 _COLS = 1024
 """Numbers of a row that are copied at a time."""
+_TOKENS = 8
+"""Rows that are written at a time, at most."""
 
 
 @triton.jit(do_not_specialize=["layer", "tokens", "parts"])  # type: ignore[untyped-decorator]
@@ -58,6 +60,7 @@ def _give(  # type: ignore[no-untyped-def]
     EXPERT_COLS: tl.constexpr,
     MOST: tl.constexpr,
     ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
     COLS: tl.constexpr,
     TIMED: tl.constexpr,
 ) -> None:
@@ -86,12 +89,12 @@ def _give(  # type: ignore[no-untyped-def]
         tl.store(listed + 1, count)
         tl.store(listed + 2, at)
         tl.store(listed + 3, tokens)
-        col = tl.arange(0, COLS)
-        for token in range(tokens):
+        col, some = tl.arange(0, COLS)[None, :], tl.arange(0, TOKENS)[:, None]
+        for token in range(0, tokens, TOKENS):
             for start in range(0, hidden, COLS):
-                inside = start + col < hidden
-                got = tl.load(x + token * s_x + start + col, mask=inside, other=0)
-                tl.store(rows + token * hidden + start + col, got, mask=inside)
+                inside = (start + col < hidden) & (token + some < tokens)
+                got = tl.load(x + (token + some) * s_x + start + col, mask=inside, other=0)
+                tl.store(rows + (token + some) * hidden + start + col, got, mask=inside)
         so_far = tl.load(computed)
         tl.debug_barrier()  # all is written, by all threads
         number = tl.atomic_add(asked, 1, sem="acq_rel", scope="sys") + 1
@@ -143,7 +146,7 @@ def _wait(  # type: ignore[no-untyped-def]
             _count(times, came, decided, now)
 
 
-@triton.jit(do_not_specialize=["hidden"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
 def _place(mine, outputs, y, hidden, COLS: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
     """Write one row of the CPU's outputs to its pair's. Grid [rows]."""
     row = tl.program_id(0)
@@ -189,6 +192,7 @@ def give(with_cpu: Handover, rows: StepRows, pairs: torch.Tensor, layer: int, pa
         EXPERT_COLS=max(16, triton.next_power_of_2(experts)),
         MOST=box.most,
         ROWS=len(box.x),
+        TOKENS=min(triton.next_power_of_2(tokens), _TOKENS),
         COLS=_COLS,
         TIMED=TIMED,
         num_warps=8,
