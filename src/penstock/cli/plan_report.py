@@ -16,6 +16,7 @@ from penstock.base.tiers import Tier
 from penstock.base.units import format_rate, format_size
 from penstock.engine.contexts import LongRoom
 from penstock.engine.costs import StepCosts
+from penstock.engine.cpu import cpu_blocker
 from penstock.engine.forecast import ExpertTraffic, Forecast, Gain, Pace, gains
 from penstock.engine.machines import PROCESS
 from penstock.engine.plan import BootPlan
@@ -166,6 +167,8 @@ class Report(JsonLine):
     """Says which steps are recorded as CUDA graphs, or why none is."""
     prefixes: str
     """Says why prefixes are not shared; empty if they are."""
+    cpu: str
+    """Says what of experts the CPU computes, or why it computes none; empty where that was not asked."""
     decode: PaceShown
     prefill: PaceShown
     far: LongShown | None
@@ -195,6 +198,7 @@ class Report(JsonLine):
             everything_resident=found.everything_resident,
             steps=_steps(found.plan),
             prefixes=_prefixes(found.plan),
+            cpu=_cpu(found.plan),
             decode=PaceShown.of(found.decode),
             prefill=PaceShown.of(found.prefill),
             far=LongShown.of(far, work.settings) if far else None,
@@ -345,6 +349,18 @@ def _steps(plan: BootPlan[LongRoom]) -> str:
     return f"Decode steps{runs} are recorded as CUDA graphs."
 
 
+def _cpu(plan: BootPlan[LongRoom]) -> str:
+    """Say what of experts the CPU computes, or why none; empty where that was not asked."""
+    if plan.outline.settings.cpu_compute == "off":
+        return ""
+    if why := cpu_blocker(plan.outline, plan.experts):
+        return f"The CPU computes no experts, since {why}."
+    return (
+        "Of experts that would come over the link the CPU computes some, with other roundings. What that "
+        "gains is left out."
+    )
+
+
 def _prefixes(plan: BootPlan[LongRoom]) -> str:
     why = prefix_blocker(plan.outline.spec)
     return f"Prefixes are not shared, since {why}." if why else ""
@@ -369,7 +385,7 @@ def _paces(it: Report) -> list[str]:
         *(f"{word} busy" for word in WORDS.values()),
         "bound by",
     ]
-    notes = [f"  {note}" for note in (it.steps, it.prefixes) if note]
+    notes = [f"  {note}" for note in (it.steps, it.prefixes, it.cpu) if note]
     if experts := it.decode.experts:
         notes.append(
             f"  A decode step asks for {experts.asked:,.0f} experts; {experts.hits:.1%} of them are on the "
