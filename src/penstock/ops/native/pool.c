@@ -38,7 +38,7 @@ static uint32_t next_turn(struct pool *pool, uint32_t seen)
 {
     uint32_t turn = seen;
     for (int looks = 0; looks < pool->patience && turn == seen; looks++) {
-        pause_between(0);
+        pause_between(looks);
         turn = __atomic_load_n(&pool->turn, __ATOMIC_ACQUIRE);
     }
     if (turn != seen)

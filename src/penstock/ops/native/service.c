@@ -13,8 +13,8 @@
 
 #include <time.h>
 
-#define IDLE 1600000 /* Looks before the service sleeps between two of them: some 20 ms, longer than a step pauses. */
-#define AWAKE 160000 /* Looks of the pool's workers before they sleep: some 2 ms, longer than a layer takes. */
+#define IDLE 100000 /* Looks before the service sleeps between two of them: some 40 ms, longer than a step pauses. */
+#define AWAKE 20000 /* Looks of the pool's workers before they sleep: some 8 ms, longer than a layer takes. */
 #define MOST_AT_ONCE 16 /* Tokens of a step, at most. */
 
 /* What the experts of a layer have in common: service.py has the same structures. */
@@ -106,7 +106,7 @@ static void *serve(void *about)
         int32_t asked = __atomic_load_n(s->box.asked, __ATOMIC_ACQUIRE);
         if (asked == seen) {
             if (looks < IDLE)
-                pause_between(0), looks++;
+                pause_between(looks++);
             else
                 nanosleep(&(struct timespec){0, 50000}, 0);
             continue;
