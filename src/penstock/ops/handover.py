@@ -72,9 +72,10 @@ class Handover:
     asked: int32 `[1]`, the number of what was asked for last. mine: int32 `[1 + rows]`, how many rows the CPU
     computes for the layer at hand, and the pair of each. computed: int64 `[]`, experts that were asked of the
     CPU so far. begun: int64 `[1]`, when the layer at hand was decided, in nanoseconds. shares: int32
-    `[CLASSES, experts + 1]`: of so many missing experts, how many the CPU takes. times: int64 `[CLASSES, 4,
-    experts + 1, 2]`: how often something took place, and nanoseconds in all; see `weights.streaming.shares`.
-    limit: nanoseconds for which the device waits at most, or looks where it has no clock.
+    `[CLASSES, experts + 1]`: of so many missing experts, how many the CPU takes. times: int64 `[CLASSES + 1,
+    4, experts + 1, 2]`: how often something took place, and nanoseconds in all; see
+    `weights.streaming.shares`. limit: nanoseconds for which the device waits at most, or looks where it has
+    no clock.
     """
 
     box: HandoverBox

@@ -28,6 +28,8 @@ from penstock.ops.slots import ExpertParts
 _LISTED = tl.constexpr(LISTED)
 _LOOKS = tl.constexpr(64)
 """Looks between two at the word that ends all waiting."""
+_ODD = tl.constexpr(200_000_000)
+"""Nanoseconds that no layer takes."""
 TIMED = not triton.knobs.runtime.interpret
 """The interpreter has no clock."""
 _COLS = 1024
@@ -104,9 +106,10 @@ def _give(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count(times, at, since, now):  # type: ignore[no-untyped-def]
-    """Count one more that took so long."""
-    tl.store(times + 2 * at, tl.load(times + 2 * at) + 1)
-    tl.store(times + 2 * at + 1, tl.load(times + 2 * at + 1) + now - since)
+    """Count one more that took so long, if no kernel was compiled meanwhile, or the like."""
+    if now - since < _ODD:
+        tl.store(times + 2 * at, tl.load(times + 2 * at) + 1)
+        tl.store(times + 2 * at + 1, tl.load(times + 2 * at + 1) + now - since)
 
 
 @triton.jit(do_not_specialize=["limit", "parts"])  # type: ignore[untyped-decorator]
@@ -201,15 +204,14 @@ def give(with_cpu: Handover, rows: StepRows, pairs: torch.Tensor, layer: int, pa
 
 def take(with_cpu: Handover, rows: StepRows, parts: ExpertParts) -> None:
     """Wait for what the CPU was asked for, and write its outputs to `rows.y`."""
-    wait(with_cpu, parts, len(rows.x))
+    wait(with_cpu, parts, with_cpu.times[class_of(len(rows.x))])
     _place[(len(rows.order),)](
         with_cpu.mine, with_cpu.box.y, rows.y, rows.y.shape[1], COLS=_COLS, num_warps=4
     )
 
 
-def wait(with_cpu: Handover, parts: ExpertParts, tokens: int) -> None:
-    """Wait for what the CPU was asked for."""
-    times = with_cpu.times[class_of(tokens)]
+def wait(with_cpu: Handover, parts: ExpertParts, times: torch.Tensor) -> None:
+    """Wait for what the CPU was asked for, and count in `times` of a class of tokens."""
     _wait[(1,)](
         with_cpu.asked,
         with_cpu.begun,

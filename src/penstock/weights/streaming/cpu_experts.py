@@ -76,7 +76,7 @@ class CpuExperts:
             computed=zeros(),
             begun=zeros(1),
             shares=zeros(CLASSES, experts + 1, dtype=word),
-            times=zeros(CLASSES, len(Times), experts + 1, 2),
+            times=zeros(CLASSES + 1, len(Times), experts + 1, 2),  # The last are of no step that ended.
             limit=LIMIT_NS if device.type == "cuda" else LIMIT_LOOKS,
         )
         if not all(takes(box.x, first) for first in firsts):
@@ -118,12 +118,16 @@ class CpuExperts:
         """Queue the wait for what may have been asked in a step that was broken off."""
         kernels = triton_kernels("handover")
         assert kernels is not None, "parts() says whether there are kernels"
-        kernels.wait(self.handover, parts, 1)
+        kernels.wait(self.handover, parts, self.handover.times[CLASSES])
 
     def begin_pass(self) -> None:
         """Note that a pass begins, and now and then correct the shares. The host waits for nothing."""
         self._passes += 1
         if self._passes % REVIEW:
+            return
+        if self._passes == REVIEW:  # Until now kernels were compiled and loaded.
+            self.handover.times.zero_()
+            self._seen[1][:] = self.service.took
             return
         if self._coming is None:
             times = self.handover.times
