@@ -14,7 +14,7 @@ LISTED = 4
 """Numbers of a list before those of experts: layer, experts, rows, tokens."""
 _LINE = 64
 """Bytes that processors exchange at a time: what two sides write lies that far apart."""
-_WORDS = 3 * _LINE // 4
+_WORDS = 4 * _LINE // 4
 
 
 def class_of(tokens: int) -> int:
@@ -39,16 +39,18 @@ class HandoverBox:
     """A box is host memory through which the device gives rows to the CPU, and gets outputs.
 
     asked, done, over: int32 `[1]`: the number of what the device asks for; of what the CPU has done; whether
-    nobody waits any more. list: int32 `[LISTED + 2 * most + rows]`: see service.c. x: `[MOST_TOKENS,
-    hidden]`. y: `[rows, hidden]`. most, rows: experts, and pairs of a token and an expert, of one layer at
-    most.
+    nobody waits any more. spent: int64 `[1]`: nanoseconds that the CPU took for that. list: int32 `[LISTED +
+    2 * most + rows]`: see service.c. x: `[MOST_TOKENS, hidden]`. y: `[rows, hidden]`. most, rows: experts,
+    and pairs of a token and an expert, of one layer at most.
     """
 
     def __init__(self, memory: Tensor, most: int, rows: int, hidden: int, dtype: torch.dtype) -> None:
         """Lay a box in `memory`, uint8 `[bytes_of(...)]`, and close it."""
         words, lists, x, y = torch.split(memory, _sizes(most, rows, hidden))
         of_words = words.view(torch.int32).zero_()
-        self.asked, self.done, self.over = (of_words[at : at + 1] for at in range(0, _WORDS, _LINE // 4))
+        lines = torch.split(of_words, _LINE // 4)
+        self.asked, self.done, self.over = (line[:1] for line in lines[:3])
+        self.spent = lines[3][:2].view(torch.int64)
         self.list = lists.view(torch.int32)[: LISTED + 2 * most + rows].zero_()
         self.x = x.view(dtype)[: MOST_TOKENS * hidden].view(MOST_TOKENS, hidden)
         self.y = y.view(dtype)[: rows * hidden].view(rows, hidden)

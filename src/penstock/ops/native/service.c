@@ -28,6 +28,7 @@ struct resting {
 struct box {
     const int32_t *asked;
     int32_t *done;
+    int64_t *spent;      /* Nanoseconds that the answer took. */
     const int32_t *list; /* Layer, experts, rows, tokens; then of each expert its number and its rows; then of each
                             row its token. There is room for `most` experts, and for `rows` rows. */
     const void *x;       /* [tokens, hidden] */
@@ -117,7 +118,8 @@ static void *serve(void *about)
             __atomic_store_n(s->failed, failed, __ATOMIC_RELAXED);
         else {
             int64_t *took = s->took[class_of(s->box.list[3]) * (s->most + 1) + s->box.list[1]];
-            took[0]++, took[1] += now_ns() - begun;
+            *s->box.spent = now_ns() - begun;
+            took[0]++, took[1] += *s->box.spent;
         }
         seen = asked, looks = 0;
         __atomic_store_n(s->box.done, seen, __ATOMIC_RELEASE);

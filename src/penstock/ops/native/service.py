@@ -2,13 +2,11 @@
 Python."""
 
 import ctypes
-import os
 from collections.abc import Sequence
 from threading import Lock
 from typing import ClassVar
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from penstock.arch.spec import Activation
@@ -34,7 +32,7 @@ class _Service(ctypes.Structure):
     """Holds what `struct service` of service.c does, but for what that makes itself."""
 
     _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("asked", "done", "list", "x", "y", "layers")),
+        *((name, ctypes.c_void_p) for name in ("asked", "done", "spent", "list", "x", "y", "layers")),
         *((name, ctypes.c_int64) for name in ("layer_count", "experts", "size", "most", "rows", "hidden")),
         *((name, ctypes.c_void_p) for name in ("took", "failed")),
         *((name, ctypes.c_int32) for name in ("kind", "threads", "stop")),
@@ -67,7 +65,7 @@ class ExpertService:
         """By class of tokens and number of experts: how often they were computed, and nanoseconds in all."""
         self._failed = np.zeros(1, np.int32)
         given = _Service(
-            **{name: getattr(box, name).data_ptr() for name in ("asked", "done", "list", "x", "y")},
+            **{name: getattr(box, name).data_ptr() for name in ("asked", "done", "spent", "list", "x", "y")},
             layers=ctypes.addressof(self._kept[1]), layer_count=len(layers), experts=experts, size=size,
             most=box.most, rows=box.rows, hidden=box.x.shape[1], took=self.took.ctypes.data,
             failed=self._failed.ctypes.data, kind=NUMBERS[box.x.dtype], threads=threads,
@@ -87,13 +85,6 @@ class ExpertService:
             if self._service:
                 self._library.service_close(self._service)
                 self._service = None
-
-
-def usual_threads() -> int:
-    """Return how many threads compute: one for each core of the processor that this process may use, but for
-    one core on which Python runs."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(min(psutil.cpu_count(logical=False) or allowed, allowed) - 1, 1)
 
 
 def _resting(expert: GroupViews, activation: Activation) -> _Resting:

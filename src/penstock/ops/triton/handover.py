@@ -114,7 +114,7 @@ def _count(times, at, since, now):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["limit", "parts"])  # type: ignore[untyped-decorator]
 def _wait(  # type: ignore[no-untyped-def]
-    asked, begun, done, over, starts, times, limit, parts, EXPERTS: tl.constexpr, TIMED: tl.constexpr
+    asked, begun, done, spent, over, starts, times, limit, parts, EXPERTS: tl.constexpr, TIMED: tl.constexpr
 ) -> None:
     """Wait until the CPU has done what was asked of it, and count how long that and the rest took."""
     number = tl.load(asked)
@@ -130,10 +130,10 @@ def _wait(  # type: ignore[no-untyped-def]
         late = (tl.load(done, volatile=True) != number).to(tl.int32)
         looks += 1
         if looks % _LOOKS == 0:
-            spent = looks.to(tl.int64)
+            waits = looks.to(tl.int64)
             if TIMED:
-                spent = globaltimer() - arrived
-            if spent > limit:
+                waits = globaltimer() - arrived
+            if waits > limit:
                 tl.store(over, 1)
             if tl.load(over, volatile=True) != 0:
                 late = 0
@@ -144,7 +144,7 @@ def _wait(  # type: ignore[no-untyped-def]
             _count(times, EXPERTS + 1 + came + count, decided, now)
             _count(times, 2 * (EXPERTS + 1) + came, decided, arrived)
             if waited > 0:
-                _count(times, 3 * (EXPERTS + 1) + count, decided, now)
+                _count(times, 3 * (EXPERTS + 1) + count, decided, now - tl.load(spent, volatile=True))
         else:
             _count(times, came, decided, now)
 
@@ -216,6 +216,7 @@ def wait(with_cpu: Handover, parts: ExpertParts, times: torch.Tensor) -> None:
         with_cpu.asked,
         with_cpu.begun,
         with_cpu.box.done,
+        with_cpu.box.spent,
         with_cpu.box.over,
         parts.starts,
         times,

@@ -28,12 +28,12 @@ from penstock.ops.handover import CLASSES, MOST_TOKENS, Handover, HandoverBox, S
 from penstock.ops.kernels import triton_kernels
 from penstock.ops.matrix import GroupViews
 from penstock.ops.native.experts import takes
-from penstock.ops.native.service import ExpertService, usual_threads
+from penstock.ops.native.service import ExpertService
 from penstock.ops.slots import ExpertParts
 from penstock.weights.streaming.residency import CpuWork
 from penstock.weights.streaming.shares import CpuShares, Times
 
-REVIEW = 8
+REVIEW = 4
 """Passes between two looks at what was measured."""
 LIMIT_NS = 10_000_000_000
 """Nanoseconds for which the device waits for the CPU at most."""
@@ -55,7 +55,7 @@ class CpuExperts:
         threads: int = 0,
     ) -> None:
         """Begin to serve. firsts: the first expert of each layer, in host memory; the others of the layer lie
-        behind it, `size` bytes each. threads: that compute; by default as many as there are cores to spare.
+        behind it, `size` bytes each. threads: that compute; by default one less than torch has, for Python.
         Raises ConfigError for experts that kernels do not take, DeviceError and MemoryError."""
         most, rows = min(experts, MOST_TOKENS * work.top_k), MOST_TOKENS * work.top_k
         self._compute, self._device = compute, device
@@ -85,7 +85,9 @@ class CpuExperts:
                 "leave cpu_compute out"
             )
         layers = list(zip(firsts, work.activations, strict=True))
-        self.service = ExpertService(box, layers, experts, size, threads or usual_threads())
+        self.service = ExpertService(
+            box, layers, experts, size, threads or max(torch.get_num_threads() - 1, 1)
+        )
         self._passes = 0
         self._coming: tuple[Tensor, Ticket] | None = None
         """Times on their way to the host."""
@@ -123,19 +125,17 @@ class CpuExperts:
     def begin_pass(self) -> None:
         """Note that a pass begins, and now and then correct the shares. The host waits for nothing."""
         self._passes += 1
-        if self._passes % REVIEW:
-            return
-        if self._passes == REVIEW:  # Until now kernels were compiled and loaded.
+        if self._coming is not None:
+            if self._coming[1].done:
+                self._review(self._coming[0])
+                self._coming = None
+        elif self._passes == REVIEW:  # Until now kernels were compiled and loaded.
             self.handover.times.zero_()
             self._seen[1][:] = self.service.took
-            return
-        if self._coming is None:
+        elif self._passes % REVIEW == 0:
             times = self.handover.times
             on_host = torch.empty(times.shape, dtype=times.dtype, pin_memory=times.is_cuda)
             self._coming = on_host.copy_(times, non_blocking=True), self._compute.mark()
-        elif self._coming[1].done:
-            self._review(self._coming[0])
-            self._coming = None
 
     def impose(self, shares: Sequence[int]) -> None:
         """Have the CPU take so many of 0, 1, 2, ... missing experts from now on, whatever is measured."""

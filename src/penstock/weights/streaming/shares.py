@@ -20,7 +20,7 @@ MARGIN = 1.03
 """How many times as long a layer may take with the CPU as without."""
 HAND_OVER = 15e3
 """Nanoseconds from the device's question to the CPU's work and back, until it has been seen."""
-FADES = 0.5
+FADES = 0.7
 """What a review leaves of what was measured before it."""
 AGAIN = 64
 """Reviews after which what is not in use is tried again."""
@@ -34,7 +34,8 @@ class Times(IntEnum):
     """Times say what a row of measured times is of, by so many experts.
 
     ALONE, TOGETHER: a layer with so many missing, without and with the CPU. REST: all but the CPU, where so
-    many came beside it. LATE: a layer for which the CPU computed so many and was later than the rest.
+    many came beside it. LATE: what a layer took beyond the CPU's work, where the CPU computed so many and was
+    later than the rest.
     """
 
     ALONE = 0
@@ -76,9 +77,10 @@ class CpuShares:
         if not times[:, :, 0].any():
             return self.shares
         self.reviews += 1
-        for kept, new in ((self.times, times), (self.took, took)):
-            kept[new[..., 0] > 0] *= FADES  # What was not seen is as good as it was.
-            kept += new
+        for kept, new in (*zip(self.times, times, strict=True), (self.took, took)):
+            if new.any():
+                kept *= FADES
+                kept += new
         self.shares = self._decided(used=bool(times[Times.TOGETHER, :, 0].any()))
         return self.shares
 
@@ -99,7 +101,7 @@ class CpuShares:
         rest, cpu = self._rest_line(), self._cpu_line()
         if rest is None or cpu is None:
             return self._first()
-        return [self._best(count, rest, cpu) for count in range(self.experts + 1)]
+        return self._best(rest, cpu)
 
     def _slower(self) -> float:
         """Return how many times as long layers take with the CPU as without, of those that miss as many
@@ -109,11 +111,15 @@ class CpuShares:
         without = (alone[both, 1] / alone[both, 0] * together[both, 0]).sum()
         return float(together[both, 1].sum() / without) if without else 0.0
 
-    def _best(self, count: int, rest: "Line", cpu: "Line") -> int:
-        """Return the number of `count` experts with which the later of both is earliest."""
-        least = min(count, 1) if self.always else 0
-        numbers = range(least, min(count, self.most) + 1)
-        return min(numbers, key=lambda n: max(rest.at(count - n), cpu.at(n) if n else 0.0), default=0)
+    def _best(self, rest: "Line", cpu: "Line") -> list[int]:
+        """Return of each number of missing experts how many the CPU takes for the later of both to be the
+        earliest."""
+        missing, mine = np.arange(self.experts + 1)[:, None], np.arange(self.most + 1)[None, :]
+        both = np.maximum(rest.first + rest.each * (missing - mine), cpu.first + cpu.each * mine)
+        alone = np.inf if self.always else rest.first + rest.each * missing[1:]
+        both[1:, :1], both[0, 0] = alone, 0.0
+        found: list[int] = np.where(mine > missing, np.inf, both).argmin(1).tolist()
+        return found
 
     def _rest_line(self) -> "Line | None":
         return line_through(self.times[Times.ALONE] + self.times[Times.REST])
@@ -123,12 +129,8 @@ class CpuShares:
         return line and Line(line.first + self._hand_over(), line.each)
 
     def _hand_over(self) -> float:
-        late, took = self.times[Times.LATE, : self.most + 1], self.took
-        both = (late[:, 0] > 0) & (took[:, 0] > 0)
-        if not both.any():
-            return HAND_OVER
-        seen = late[both, 1] / late[both, 0] - took[both, 1] / took[both, 0]
-        return max(float(np.average(seen, weights=late[both, 0])), 0.0)
+        count, spent = self.times[Times.LATE].sum(0)
+        return max(float(spent / count), 0.0) if count else HAND_OVER
 
     def _none(self) -> list[int]:
         return [0] * (self.experts + 1)
@@ -143,10 +145,6 @@ class Line:
 
     first: float
     each: float
-
-    def at(self, count: int) -> float:
-        """Return the time of so many."""
-        return self.first + self.each * count
 
 
 def line_through(times: NDArray[np.float64]) -> Line | None:
