@@ -49,6 +49,11 @@ class ExpertCounts:
         return self.hit / self.asked if self.asked else 0.0
 
     @property
+    def by_place(self) -> Mapping[str, int]:
+        """Return how many of those that were not on DEVICE were computed where."""
+        return {"cpu": self.computed, "device": self.asked - self.hit - self.computed}
+
+    @property
     def cpu_share(self) -> float:
         """Return the share that the CPU computed of those that were not on DEVICE, 0 without any."""
         return self.computed / max(self.asked - self.hit, 1)

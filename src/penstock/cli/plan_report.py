@@ -16,7 +16,7 @@ from penstock.base.tiers import Tier
 from penstock.base.units import format_rate, format_size
 from penstock.engine.contexts import LongRoom
 from penstock.engine.costs import StepCosts
-from penstock.engine.cpu import cpu_blocker
+from penstock.engine.cpu import cpu_note
 from penstock.engine.forecast import ExpertTraffic, Forecast, Gain, Pace, gains
 from penstock.engine.machines import PROCESS
 from penstock.engine.plan import BootPlan
@@ -166,9 +166,8 @@ class Report(JsonLine):
     steps: str
     """Says which steps are recorded as CUDA graphs, or why none is."""
     prefixes: str
-    """Says why prefixes are not shared; empty if they are."""
     cpu: str
-    """Says what of experts the CPU computes, or why it computes none; empty where that was not asked."""
+    """Say why prefixes are not shared, and what of experts the CPU computes; perhaps empty."""
     decode: PaceShown
     prefill: PaceShown
     far: LongShown | None
@@ -198,7 +197,7 @@ class Report(JsonLine):
             everything_resident=found.everything_resident,
             steps=_steps(found.plan),
             prefixes=_prefixes(found.plan),
-            cpu=_cpu(found.plan),
+            cpu=cpu_note(found.plan.outline, found.plan.experts),
             decode=PaceShown.of(found.decode),
             prefill=PaceShown.of(found.prefill),
             far=LongShown.of(far, work.settings) if far else None,
@@ -347,18 +346,6 @@ def _steps(plan: BootPlan[LongRoom]) -> str:
     recorded = plan.record_runs and run_counts(outline.spec, outline.limits.max_step_tokens)
     runs = " and short prompts" if recorded else ""
     return f"Decode steps{runs} are recorded as CUDA graphs."
-
-
-def _cpu(plan: BootPlan[LongRoom]) -> str:
-    """Say what of experts the CPU computes, or why none; empty where that was not asked."""
-    if plan.outline.settings.cpu_compute == "off":
-        return ""
-    if why := cpu_blocker(plan.outline, plan.experts):
-        return f"The CPU computes no experts, since {why}."
-    return (
-        "Of experts that would come over the link the CPU computes some, with other roundings. What that "
-        "gains is left out."
-    )
 
 
 def _prefixes(plan: BootPlan[LongRoom]) -> str:

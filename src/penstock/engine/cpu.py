@@ -63,6 +63,18 @@ def cpu_blocker(outline: "Outline[Any]", experts: ExpertRoom | None) -> str | No
     return None
 
 
+def cpu_note(outline: "Outline[Any]", experts: ExpertRoom | None) -> str:
+    """Say in a sentence what of experts the CPU computes, or why none; empty where that was not asked."""
+    if outline.settings.cpu_compute == "off":
+        return ""
+    if why := cpu_blocker(outline, experts):
+        return f"The CPU computes no experts, since {why}."
+    return (
+        "Of experts that would come over the link the CPU computes some, with other roundings. What that "
+        "gains is left out."
+    )
+
+
 def refusal(why: str) -> ConfigError:
     """Return the error of cpu_compute=on where that cannot be."""
     return ConfigError(

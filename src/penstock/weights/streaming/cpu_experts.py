@@ -138,7 +138,7 @@ class CpuExperts:
             self._coming = on_host.copy_(times, non_blocking=True), self._compute.mark()
 
     def impose(self, shares: Sequence[int]) -> None:
-        """Have the CPU take so many of 0, 1, 2, ... missing experts from now on, whatever is measured."""
+        """Let the CPU take so many of 0, 1, 2, ... missing experts from now on, whatever is measured."""
         for one in self._shares:
             one.shares = list(shares)
         self._send()

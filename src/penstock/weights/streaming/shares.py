@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 MARGIN = 1.03
-"""How many times as long a layer may take with the CPU as without."""
+"""A layer may take at most so many times as long with the CPU as without."""
 HAND_OVER = 15e3
 """Nanoseconds from the device's question to the CPU's work and back, until it has been seen."""
 FADES = 0.7
-"""What a review leaves of what was measured before it."""
+"""A review leaves so much of what was measured before it."""
 AGAIN = 64
 """Reviews after which what is not in use is tried again."""
 WORTH = 100
@@ -56,11 +56,11 @@ class CpuShares:
     most: int
     always: bool
     times: NDArray[np.float64] = field(init=False)
-    """Of each of Times and each number of experts: how often, and nanoseconds in all, faded."""
+    """Rows of Times: for each number of experts how often, and nanoseconds in all, faded."""
     took: NDArray[np.float64] = field(init=False)
     """The same of the CPU's work alone."""
     shares: list[int] = field(init=False)
-    """Of so many missing experts, how many the CPU takes."""
+    """Numbers that the CPU takes of 0, 1, 2, ... missing experts."""
     reviews: int = 0
     """Reviews in which something had been measured."""
     slower_until: int = 0
@@ -111,7 +111,7 @@ class CpuShares:
         without = (alone[both, 1] / alone[both, 0] * together[both, 0]).sum()
         return float(together[both, 1].sum() / without) if without else 0.0
 
-    def _best(self, rest: "Line", cpu: "Line") -> list[int]:
+    def _best(self, rest: "CostLine", cpu: "CostLine") -> list[int]:
         """Return of each number of missing experts how many the CPU takes for the later of both to be the
         earliest."""
         missing, mine = np.arange(self.experts + 1)[:, None], np.arange(self.most + 1)[None, :]
@@ -121,12 +121,12 @@ class CpuShares:
         found: list[int] = np.where(mine > missing, np.inf, both).argmin(1).tolist()
         return found
 
-    def _rest_line(self) -> "Line | None":
+    def _rest_line(self) -> "CostLine | None":
         return line_through(self.times[Times.ALONE] + self.times[Times.REST])
 
-    def _cpu_line(self) -> "Line | None":
+    def _cpu_line(self) -> "CostLine | None":
         line = line_through(self.took)
-        return line and Line(line.first + self._hand_over(), line.each)
+        return line and CostLine(line.first + self._hand_over(), line.each)
 
     def _hand_over(self) -> float:
         count, spent = self.times[Times.LATE].sum(0)
@@ -140,14 +140,14 @@ class CpuShares:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CostLine:
     """A line is what so many experts take: a time for all, and one for each."""
 
     first: float
     each: float
 
 
-def line_through(times: NDArray[np.float64]) -> Line | None:
+def line_through(times: NDArray[np.float64]) -> CostLine | None:
     """Return the line nearest to mean times by number, weighted by how often each was seen; neither of its
     times is below 0. None where nothing was seen. times: `[numbers, 2]`, how often, and the sum."""
     counts = np.flatnonzero(times[:, 0])
@@ -158,4 +158,4 @@ def line_through(times: NDArray[np.float64]) -> Line | None:
     spread = float((weights * (counts - x) ** 2).sum())
     each = float((weights * (counts - x) * (means - y)).sum()) / spread if spread else y / max(x, 1.0)
     each = min(max(each, 0.0), y / x if x else 0.0)
-    return Line(float(y - each * x), float(each))
+    return CostLine(float(y - each * x), float(each))
