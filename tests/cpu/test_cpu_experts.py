@@ -35,18 +35,20 @@ from penstock.ops.handover import LISTED, MOST_TOKENS, HandoverBox, StepRows
 from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.native.few_bits import library
 from penstock.ops.native.service import ExpertService
-from penstock.ops.slots import ExpertParts
+from penstock.ops.slots import ExpertParts, Places
 from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton import few_bits_experts
 from penstock.ops.triton import handover as triton_handover
 from penstock.ops.triton import routing as triton_routing
 from penstock.ops.triton import slots as triton_slots
+from penstock.ops.triton.slots import expert_step
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming import cpu_experts, slotted
 from penstock.weights.streaming.cpu_experts import REVIEW, CpuExperts
 from penstock.weights.streaming.residency import CpuWork
 from penstock.weights.streaming.shares import Times
+from penstock.weights.streaming.slots import SlotRule, SlotTable
 from stacks import in_mxfp4
 
 if library() is None:
@@ -229,6 +231,43 @@ def test_the_wait_is_needed() -> None:
                 made.cpu.take(asked.rows, asked.parts)
                 right.append(same(asked.rows.y, made.want(turn % LAYERS, asked)))
             assert all(right) == (not removed)
+
+
+@pytest.mark.parametrize("slots", [0, 1])
+def test_the_least_valuable_are_the_cpu_s_but_not_what_has_come_ahead(slots: int) -> None:
+    """They take no slot and have no address; who comes is in the tables as without them."""
+    table = SlotTable(1, EXPERTS, slots, CPU, SlotRule(1e9, 1.0))
+    places = Places(0, slots, EXPERTS, 1 << 20, 4096, torch.tensor([0]))
+    shares = torch.tensor([0, 0, 1, 2, 2, 2, 2, 2, 2]).int()
+
+    def step(*asked: int) -> tuple[list[int], list[int], set[int]]:
+        """Who comes, whom the CPU takes, and who is in a table."""
+        table.begin()
+        pairs = torch.bincount(torch.tensor(asked), minlength=EXPERTS).int()
+        parts = expert_step(
+            table.arrays(0), pairs, len(asked), 1.0, places, 2 if len(asked) > 1 else 1, shares
+        )
+        assert parts.shared
+        came, every = parts.starts[len(parts.tables)], int(parts.starts[-1])
+        there = {one for rows in parts.tables for one in rows[:, 0].nonzero()[:, 0].tolist()}
+        return parts.coming[0, :came].tolist(), parts.coming[0, came:every].tolist(), there
+
+    for _ in range(2):
+        came, taken, there = step(5)
+        assert taken == []
+        assert there == {5}
+    assert step(4)[0] == [4]
+    in_slot = table.expert_of[0].tolist()
+    came, taken, there = step(4, 3) if slots else step(4, 3, 5)
+    assert taken == ([3] if slots else [4, 3])
+    assert there == ({4} if slots else {5})
+    assert table.expert_of[0].tolist() in (in_slot, [4])
+    arrays = table.arrays(0)
+    arrays.told.copy_(torch.tensor([7, int(arrays.turn)]))
+    came, taken, there = step(6, 3, 7)
+    assert came == [7]
+    assert taken == [3, 6]
+    assert there == {7}
 
 
 def test_a_list_that_is_wrong_is_not_computed() -> None:
