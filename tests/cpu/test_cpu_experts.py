@@ -27,7 +27,9 @@ from members import Rank, steps, together
 from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId, GroupKind
 from penstock.arch.spec import SWIGLU, Activation, MoeSpec
-from penstock.base.errors import DeviceError
+from penstock.base.config import Config
+from penstock.base.errors import ConfigError, DeviceError
+from penstock.engine import placing
 from penstock.memory.streams import CallerStream
 from penstock.ops import experts
 from penstock.ops.experts import outputs_at_rest
@@ -46,7 +48,7 @@ from penstock.step.plan import Plan
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming import cpu_experts, slotted
 from penstock.weights.streaming.cpu_experts import REVIEW, CpuExperts
-from penstock.weights.streaming.residency import CpuWork
+from penstock.weights.streaming.residency import CpuWork, ExpertRoom
 from penstock.weights.streaming.shares import Times
 from penstock.weights.streaming.slots import SlotRule, SlotTable
 from stacks import in_mxfp4
@@ -492,6 +494,26 @@ def test_shares_are_corrected_by_what_was_measured() -> None:
         for _ in range(REVIEW * 2):
             cpu.begin_pass()
         assert cpu.shares(1)[6] == 3, "nothing new was seen"
+
+
+def test_without_a_compiler_on_is_refused_and_auto_is_off() -> None:
+    room = ExpertRoom(64, 8, 0, 8, copies=True, cpu=CpuWork((SWIGLU,), 2, 64, "bfloat16", always=False))
+    for use, why in (("on", "no compiler"), ("auto", "no compiler"), ("auto", ""), ("off", "no compiler")):
+        said, config = list[str](), Config(Path(), cpu_compute=use)
+        plan = SimpleNamespace(outline=SimpleNamespace(settings=config), experts=room)
+        with (
+            patch.object(placing, "cpu_blocker", lambda *_: None),
+            patch.object(placing, "find_library", lambda *_, why=why: why),
+        ):
+            if use == "on":
+                with pytest.raises(ConfigError, match="cpu_compute is on, but no compiler"):
+                    placing._with_compiled(plan, said.append)  # type: ignore[arg-type]
+                continue
+            found = placing._with_compiled(plan, said.append)  # type: ignore[arg-type]
+        assert found is not None
+        assert (found.cpu is None) == (use == "auto" and bool(why))
+        assert ["rounded otherwise" in one for one in said] == ([not why] if use == "auto" else [])
+        assert all(why in one for one in said)
 
 
 def test_tokens_that_mean_nothing_are_not_given_out(tmp_path: Path) -> None:
