@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.base.errors import ConfigError, DeviceError
 from penstock.memory.arena import Arena
-from penstock.memory.device import send
+from penstock.memory.sending import send
 from penstock.memory.streams import Stream, Ticket
 from penstock.ops.handover import CLASSES, MOST_TOKENS, Handover, HandoverBox, StepRows, class_of
 from penstock.ops.kernels import triton_kernels

@@ -53,6 +53,8 @@ from penstock.weights.streaming.residency import PIECE, ExpertRoom, padded, spre
 from penstock.weights.streaming.source import WeightSource
 from penstock.weights.streaming.waits import StreamWaits
 
+WAVES = 2
+"""Waves for which a ring has room."""
 READERS = 8
 REVIEW = 16
 """Passes after which it is looked again which experts are used least."""
@@ -107,7 +109,9 @@ class Experts:
         self._host_ring: deque[int] = deque()
         self._sound = False
         """True if the rings are as they should be: every slot that is no expert's home."""
-        self._together, self._from_disk_together = max(room.device_ring // 2, 1), max(room.host_ring // 2, 1)
+        self._together, self._from_disk_together = (
+            max(ring // WAVES, 1) for ring in (room.device_ring, room.host_ring)
+        )
         """Of a wave, at most: experts that come, and those of them that come from DISK."""
         self._done: list[Ticket | None] = [None] * len(device_slots)
         self._empty: list[Ticket | None] = [None] * len(host_slots)
@@ -118,7 +122,7 @@ class Experts:
         self._lent: frozenset[GroupId] = frozenset()
         """Lent where they rest: none of them may leave its slot on HOST."""
         self._coming: dict[GroupId, _Arrival] = {}
-        self._ahead: Sequence[GroupId] = ()
+        self.ahead: Sequence[GroupId] = ()
         """Expected before their wave was asked for."""
         self._used: Counter[GroupId] = Counter()
         self._least: dict[Tier, list[GroupId]] = {Tier.DEVICE: [], Tier.HOST: []}
@@ -158,7 +162,7 @@ class Experts:
         """Begin to fetch these, which `waves` will be asked for next: all that was expected has been
         released."""
         self.expect(experts)
-        self._ahead = experts
+        self.ahead = experts
 
     def take(self, id: GroupId) -> Tensor:
         """Return the expert's bytes on DEVICE, ready for what is computed from now on. Raises CheckpointError
@@ -176,9 +180,9 @@ class Experts:
         """Expect these, and divide them: those that are on DEVICE, then in their order as many of the others
         at a time as leave half of the slots to those behind them. Each wave is to be taken and released
         before the next is asked for."""
-        if not self._ahead or self._ahead != experts:
+        if not self.ahead or self.ahead != experts:
             self.expect(experts)
-        self._ahead = ()
+        self.ahead = ()
         here = [id for id in experts if self.homes[id].tier is Tier.DEVICE]
         if here:
             yield here
@@ -263,7 +267,7 @@ class Experts:
     def lend_ring(self) -> None:
         """Let what is queued on the compute stream from now on write to the ring on DEVICE, until
         `take_ring_back`. Nothing may be expected or taken meanwhile; what was expected comes anew."""
-        self._ahead = ()
+        self.ahead = ()
         self._compute.wait(self._copies.mark())
 
     def take_ring_back(self) -> None:
@@ -421,7 +425,7 @@ class Experts:
             self._finish_exchange()
         if self._sound and not self._coming and not self._queue:
             return
-        self._sound, self._ahead = False, ()
+        self._sound, self.ahead = False, ()
         mark = self._compute.mark()
         for coming in self._coming.values():
             self._done[coming.slot] = mark
