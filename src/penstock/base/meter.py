@@ -23,6 +23,7 @@ class ExpertCounts:
     age: seconds since that was so; of a difference, how much longer that is ago than it was before.
     foretold, right: those that a layer foretold of the next, to come early; and those of them that were then
     missing.
+    computed: those of the others that the CPU computed where they rest; the rest came.
     """
 
     asked: int = 0
@@ -34,6 +35,7 @@ class ExpertCounts:
     age: float = 0.0
     foretold: int = 0
     right: int = 0
+    computed: int = 0
 
     @property
     def found(self) -> Mapping[str, int]:
@@ -45,6 +47,16 @@ class ExpertCounts:
     def hit_rate(self) -> float:
         """Return the share that was on DEVICE, 0 where nothing was asked for."""
         return self.hit / self.asked if self.asked else 0.0
+
+    @property
+    def by_place(self) -> Mapping[str, int]:
+        """Return how many of those that were not on DEVICE were computed where."""
+        return {"cpu": self.computed, "device": self.asked - self.hit - self.computed}
+
+    @property
+    def cpu_share(self) -> float:
+        """Return the share that the CPU computed of those that were not on DEVICE, 0 without any."""
+        return self.computed / max(self.asked - self.hit, 1)
 
     def since(self, before: "ExpertCounts") -> "ExpertCounts":
         """Return the same, counting only what came after `before`."""
@@ -58,6 +70,7 @@ class ExpertCounts:
             self.age - before.age,
             self.foretold - before.foretold,
             self.right - before.right,
+            self.computed - before.computed,
         )
 
     def rate(self, seconds: float) -> float:

@@ -156,6 +156,7 @@ def run(bench: LatencyBench, say: Say = lambda _: None) -> LatencyReport:
             streaming,
             predicted_ms=_mixture_ms(booted, model, streaming, decoded.lengths, rate, costs),
             expert_hits=decoded.experts.hit_rate,
+            experts_by_cpu=decoded.experts.cpu_share,
         )
     if streaming is not None:
         bound = streaming.bound(bound, 1 if decode else -(-work.batch * work.context // step_tokens))

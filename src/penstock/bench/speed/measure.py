@@ -138,7 +138,11 @@ def decode(booted: Booted, work: BatchWork) -> Decoded:
         tuple(lengths),
         fmean(one.copied for one in rounds),
         fmean(one.read for one in rounds),
-        ExpertCounts(sum(one.experts.asked for one in rounds), sum(one.experts.hit for one in rounds)),
+        ExpertCounts(
+            sum(one.experts.asked for one in rounds),
+            sum(one.experts.hit for one in rounds),
+            computed=sum(one.experts.computed for one in rounds),
+        ),
     )
 
 
