@@ -258,9 +258,10 @@ class Decoder:
         padding = padding if experts.decided else None
         choice = choose(x, logits, moe, experts.mixtures[layer], w.vectors.get("correction"), padding)
         parts = ask(choice, layer, experts)
-        most = moe.top_k * len(x)
-        if parts is not None and (following := experts.foretells(layer, most)) is not None:
-            self._foretell(following, residual.x, weights, experts, padding)
+        foretells = parts is not None or not experts.decided
+        if foretells and (following := experts.foretells(layer, moe.top_k * len(x))) is not None:
+            foretell = partial(self._foretell, following, residual.x, weights, experts, padding)
+            foretell() if parts is not None else experts.then(foretell)
         shared = None if moe.shared is None else shared_experts(x, w)
         weights.release(group)
         mixed = mixture(x, choice, moe, layer, experts, parts, rows_at_rest=self._rows_at_rest)
@@ -269,7 +270,7 @@ class Decoder:
     def _foretell(
         self, layer: int, x: Tensor, weights: Weights, experts: ExpertWeights, padding: Tensor | None
     ) -> None:
-        """Let the layer's router foretell an expert by x, the hidden states of the layer before."""
+        """Let the layer's router foretell experts by x, the hidden states of the layer before."""
         group, moe = GroupId(GroupKind.ROUTER, layer), self._local.stack[layer].feed_forward
         assert isinstance(moe, MoeSpec), f"layer {layer} has no experts"
         w = weights.take(group)

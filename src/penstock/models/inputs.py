@@ -1,7 +1,7 @@
 """Declares what a forward pass reads besides weights and KV, and how it borrows those without knowing where
 they rest."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -117,9 +117,16 @@ class ExpertWeights(Protocol):
 
     def foretell(self, layer: int, scores: Tensor, most: int, padding: Tensor | None) -> None:
         """Let an expert of a layer come early, by the scores that its router gives hidden states of the layer
-        before, `[tokens, experts]`. To be called behind `parts` of that one, before its first table.
+        before, `[tokens, experts]`. To be called behind `parts` of that one, before its first table; where
+        the host decides, by `then`.
 
         most: experts that will be asked for, at most. padding: bool `[tokens]`, tokens that are nobody's.
+        """
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Do this when the experts that the host asks for next are on their way.
+
+        It is for foretelling those of another layer, which then delays none of this one.
         """
 
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -34,6 +35,10 @@ class ExpertStream:
         self._of_layer: dict[int, list[GroupId]] = {}
         for id in self._layouts:
             self._of_layer.setdefault(id.layer, []).append(id)
+        self._next_of: dict[int, int] = {}
+        """The next layer with experts of those that foretell what it asks for."""
+        self._then: Callable[[], None] | None = None
+        """Work for when the next experts have been asked for."""
         alike = dict[object, dict[int, GroupViews]]()
         self._views = {layer: alike.setdefault(mixture.formats, {}) for layer, mixture in mixtures.items()}
         """Of each layer by the address of a slot: fields of experts in the same formats lie alike."""
@@ -48,12 +53,33 @@ class ExpertStream:
         """Return None: the host decides which experts come."""
         return None
 
+    def look_ahead(self) -> None:
+        """Let each layer foretell what the next one asks for. To be called before anything is asked for,
+        where no groups but experts move."""
+        self._next_of = dict(pairwise(self._of_layer))
+
     def foretells(self, layer: int, most: int) -> int | None:
-        """Return None: no expert comes ahead."""
-        return None
+        """Return the next layer with experts, if some of those that it will ask for are on DISK, and it pays
+        to read them ahead; else None. A step of many tokens asks for nearly all of them anyway."""
+        following = self._next_of.get(layer)
+        if following is None or most > len(self._of_layer[following]) or not self._slots.foretells():
+            return None
+        return following
 
     def foretell(self, layer: int, scores: Tensor, most: int, padding: Tensor | None) -> None:
-        """Do nothing."""
+        """Read the experts of a layer that score best from DISK, the best of each token first, behind all
+        that was asked for. The host waits for the scores."""
+        best = scores.topk(most // len(scores)).indices.t().flatten().tolist()
+        self._slots.foretell([self._of_layer[layer][expert] for expert in dict.fromkeys(best)])
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Do this when the experts that are borrowed next have been asked for, and are on their way."""
+        self._then = work
+
+    def _asked(self) -> None:
+        work, self._then = self._then, None
+        if work is not None:
+            work()
 
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
         """Yield these experts of one layer and their tables, as many at a time as can be on the device while
@@ -72,6 +98,7 @@ class ExpertStream:
         self, experts: Sequence[GroupId], lent: Callable[[Sequence[GroupId]], _Lent]
     ) -> Iterator[tuple[Sequence[GroupId], _Lent]]:
         for wave in self._slots.waves(experts):
+            self._asked()
             # A table is sent ahead of the wait for the wave itself, among whose copies it has its turn on the
             # link.
             found = lent(wave)
@@ -83,6 +110,7 @@ class ExpertStream:
         """Yield these experts of one layer, each on the device until the next is asked for. Raises
         CheckpointError."""
         self._slots.expect(experts)
+        self._asked()
         for expert in experts:
             yield expert, self._in_slot(expert, self._slots.take(expert))
             self._slots.release(expert)
@@ -105,6 +133,8 @@ class ExpertStream:
             slots.from_disk,
             slots.copied_bytes,
             slots.read_bytes,
+            foretold=slots.foretold,
+            right=slots.right,
         )
 
     def use(self, *, exact: bool) -> ExpertMap:

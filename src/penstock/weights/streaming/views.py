@@ -72,6 +72,9 @@ class StillExperts:
     def foretell(self, layer: int, scores: Tensor, most: int, padding: Tensor | None) -> None:
         """Do nothing."""
 
+    def then(self, work: Callable[[], None]) -> None:
+        """Do nothing: what is foretold is not needed."""
+
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
         """Yield all of them at once, if there are any."""
         if experts:
@@ -114,6 +117,10 @@ class DecidedExperts:
         raise AssertionError("the host decides about experts in a recorded step")
 
     waves_of_views = each = at_rest = waves
+
+    def then(self, work: Callable[[], None]) -> NoReturn:
+        """Raise AssertionError: what is foretold here is foretold at once."""
+        raise AssertionError("the device decides about experts in a recorded step")
 
 
 class Standing:
