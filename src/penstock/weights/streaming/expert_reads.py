@@ -98,7 +98,7 @@ class ExpertReads:
         asked = frozenset(experts)
         self._told.clear()
         for id, reading in list(self._under_way.items()):
-            self._count(bool(reading.begun), id in asked)
+            self._judge(bool(reading.begun), id in asked)
             if id in asked:
                 for task in reading.tasks:
                     if not task.done:
@@ -195,7 +195,7 @@ class ExpertReads:
         for task in reading.tasks:
             readers.put(task)
 
-    def _count(self, begun: bool, right: bool) -> None:
+    def _judge(self, begun: bool, right: bool) -> None:
         self.foretold, self.right = self.foretold + begun, self.right + (begun and right)
         if self._lately >= _LATELY:
             self._lately, self._right_lately = self._lately // 2, self._right_lately // 2
