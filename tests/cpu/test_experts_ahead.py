@@ -232,8 +232,8 @@ def test_layers_stop_to_foretell_where_it_does_not_pay(monkeypatch: pytest.Monke
                     if world.experts.foretells():
                         told += 1
                         world.experts.foretell([expert((layer + 1) % 3, number)])
-                        following = reads._under_way[expert((layer + 1) % 3, number)]
-                        assert within(LONG, lambda: until(lambda: bool(following.begun)))
+                        begun = reads._under_way[expert((layer + 1) % 3, number)].begun
+                        assert within(LONG, partial(until, begun.copy))
             return told
 
         assert passes(20, 0) == 60

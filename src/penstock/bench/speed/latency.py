@@ -219,10 +219,17 @@ def _mixture_ms(
     reads, at `rate`."""
     weights, shard = booted.weights, Shard(0, model.target.config.tensor_parallel)
     assert streaming.experts_per_pass is not None
+    assert weights.room is not None
     rates = StreamRates(streaming.link_ceiling, streaming.disk_ceiling, rate)
     on_cpu = model.device.type == "cpu"
     there = Machine(0, None if on_cpu else 0, rates, math.inf, costs)
-    work = Work(model.dtype, len(lengths), round(fmean(lengths)), experts_fetched=streaming.experts_per_pass)
+    work = Work(
+        model.dtype,
+        len(lengths),
+        round(fmean(lengths)),
+        experts_fetched=streaming.experts_per_pass,
+        experts_read=(streaming.read_per_pass - weights.placement.read) / weights.room.mean,
+    )
     layouts = group_layouts(model.spec, model.model.names, model.dtype, shard)
     spec = local_spec(model.spec, shard)
     return 1e3 * decode_pace(spec, layouts, there, weights.placement, weights.room, work).seconds
