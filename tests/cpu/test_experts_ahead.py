@@ -41,6 +41,7 @@ PIECES = range(0, SIZE, UNIT)
 def _in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each expert is read in three."""
     monkeypatch.setattr(module, "READ_BYTES", UNIT)
+    monkeypatch.setattr(module, "AHEAD_BYTES", UNIT)
     monkeypatch.setattr(module, "PIECE_BYTES", UNIT)
 
 
@@ -285,6 +286,7 @@ def test_tokens_are_those_of_experts_that_rest(
     """With every layer foretelling the next, and with none."""
     monkeypatch.setattr(ExpertReads, "pays", lambda self: foretells)
     monkeypatch.setattr(module, "READ_BYTES", PAGE)
+    monkeypatch.setattr(module, "AHEAD_BYTES", PAGE)
     monkeypatch.setattr(module, "PIECE_BYTES", PIECE_BYTES)
     settings = {"device": "cpu", "dtype": "float32", "max_length": 64, "max_sequences": 2, "cache": tmp_path}
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=-1)

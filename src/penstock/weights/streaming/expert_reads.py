@@ -34,8 +34,8 @@ from penstock.weights.streaming.source import WeightSource
 READERS = 8
 AHEAD_READERS = 2
 """Threads that read what is foretold: so many pieces of wrong ones may be in flight."""
-READ_BYTES = 2 << 20
-"""Bytes of a piece; of PIECE_BYTES where pieces are checked."""
+READ_BYTES, AHEAD_BYTES = 2 << 20, 1 << 20
+"""Bytes of a piece that was asked for, and of one that is foretold; PIECE_BYTES where pieces are checked."""
 _LATELY = 64
 """Foretold experts after which older ones count half."""
 _DOUBT = 8
@@ -175,7 +175,8 @@ class ExpertReads:
         layout, check = self._layouts[id], id not in self.checked
         into = self._host[reading.slot][: padded(layout)]
         behind = [*behind, *self._left.get(reading.slot, ())]
-        step, empty = PIECE_BYTES if check else READ_BYTES, self._empty[reading.slot]
+        step = PIECE_BYTES if check else READ_BYTES if readers is self._readers else AHEAD_BYTES
+        empty = self._empty[reading.slot]
 
         def piece(start: int) -> None:
             wait(behind)
