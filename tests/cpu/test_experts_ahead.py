@@ -16,9 +16,11 @@ from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId
 from penstock.base.errors import CheckpointError
 from penstock.base.tiers import Tier
+from penstock.memory.disk import DirectFile
 from penstock.weights.pieces import PAGE, PIECE_BYTES
 from penstock.weights.streaming import expert_reads as module
 from penstock.weights.streaming.expert_reads import ExpertReads
+from penstock.weights.streaming.source import PackSource
 from streams import (
     BRIEF,
     LONG,
@@ -283,8 +285,8 @@ def test_an_interrupt_anywhere_does_no_harm(room: str, name: str) -> None:
 def test_tokens_are_those_of_experts_that_rest(
     name: str, foretells: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With every layer foretelling the next, and with none."""
-    monkeypatch.setattr(ExpertReads, "pays", lambda self: foretells)
+    """With every layer foretelling the next, and with none. Nothing passes the page cache."""
+    monkeypatch.setattr(ExpertReads, "worthwhile", lambda self: foretells)
     monkeypatch.setattr(module, "READ_BYTES", PAGE)
     monkeypatch.setattr(module, "AHEAD_BYTES", PAGE)
     monkeypatch.setattr(module, "PIECE_BYTES", PIECE_BYTES)
@@ -305,6 +307,10 @@ def test_tokens_are_those_of_experts_that_rest(
         device_memory=device,
         host_memory=device + 5 * largest,
     ) as llm:
+        source = llm.booted.weights._sources.streamed
+        assert isinstance(source, PackSource)
+        if source.pack.store.direct:
+            monkeypatch.setattr(DirectFile, "read_into", None)
         assert llm.generate(prompts, params) == expected
         experts = llm.memory.weights.experts
     assert experts.from_disk > 20

@@ -39,7 +39,7 @@ READ_BYTES, AHEAD_BYTES = 2 << 20, 1 << 20
 _LATELY = 64
 """Foretold experts after which older ones count half."""
 _DOUBT = 8
-"""How many more may be wrong than right before layers stop to foretell."""
+"""Layers stop to foretell when so many more were wrong than right."""
 _TRIAL = 64
 """Layers of which one foretells where that does not pay, to see whether it would."""
 
@@ -51,7 +51,7 @@ class Reading:
     slot: int
     tasks: Sequence[Task] = ()
     begun: list[int] = field(default_factory=list)
-    """Where pieces start that have begun."""
+    """The starts of pieces that have begun."""
     wanted: bool = True
     """False: no piece begins any more."""
 
@@ -113,7 +113,7 @@ class ExpertReads:
         self._unread.extend(id for id in experts if id not in self._under_way)
         self.begin()
 
-    def pays(self) -> bool:
+    def worthwhile(self) -> bool:
         """Tell whether a layer should foretell: whether about half of what was foretold lately was right, or
         more; and now and then anyway."""
         self._layers += 1

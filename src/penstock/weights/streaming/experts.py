@@ -49,7 +49,7 @@ from penstock.base.tiers import Tier
 from penstock.memory.streams import Stream, Ticket
 from penstock.memory.tasks import Task
 from penstock.weights.streaming.expert_reads import ExpertReads
-from penstock.weights.streaming.residency import ExpertRoom, padded, spread
+from penstock.weights.streaming.residency import ExpertRoom, Home, first_homes, padded
 from penstock.weights.streaming.source import WeightSource
 from penstock.weights.streaming.waits import StreamWaits
 
@@ -59,14 +59,6 @@ FADE = 256
 """Passes after which all counts are halved: what was used long ago matters less."""
 CLEARLY = 1.25
 """A newcomer must have been used so many times as often, and twice more besides."""
-
-
-@dataclass(frozen=True, slots=True)
-class Home:
-    """Says where an expert stays: its tier, and its slot there; none on DISK."""
-
-    tier: Tier
-    slot: int = -1
 
 
 @dataclass(slots=True)
@@ -99,7 +91,7 @@ class Experts:
         self._layouts = {layout.id: layout for layout in layouts}
         self._device, self._host = device_slots, host_slots
         self._copies, self._compute, self._waits = copies, compute, waits
-        self.homes = _first_homes(list(self._layouts), room)
+        self.homes = first_homes(list(self._layouts), room)
         self._ring: deque[int] = deque()
         self._sound = False
         """True if the rings are as they should be: every slot that is no expert's home."""
@@ -169,7 +161,7 @@ class Experts:
 
     def foretells(self) -> bool:
         """Tell whether it is of use to `foretell` what a layer will ask for."""
-        return self._reads is not None and self._reads.pays()
+        return self._reads is not None and self._reads.worthwhile()
 
     def foretell(self, experts: Sequence[GroupId]) -> None:
         """Begin to read those of them that are on DISK, which the next layer will likely ask for, the
@@ -454,16 +446,3 @@ class Experts:
         if self._reads is not None:
             self._reads.mend([slot for slot in range(len(self._host)) if (Tier.HOST, slot) not in taken])
         self._sound = True
-
-
-def _first_homes(ids: Sequence[GroupId], room: ExpertRoom) -> dict[GroupId, Home]:
-    """Return homes for experts before any was used: those of all layers share each tier evenly."""
-    on_device = spread([1] * len(ids), room.on_device, len(ids))
-    rest = [id for id, there in zip(ids, on_device, strict=True) if not there]
-    on_host = dict(zip(rest, spread([1] * len(rest), room.on_host, max(len(rest), 1)), strict=True))
-    homes, slots = dict[GroupId, Home](), Counter[Tier]()
-    for id, there in zip(ids, on_device, strict=True):
-        tier = Tier.DEVICE if there else Tier.HOST if on_host[id] else Tier.DISK
-        homes[id] = Home(tier) if tier is Tier.DISK else Home(tier, slots[tier])
-        slots[tier] += 1
-    return homes

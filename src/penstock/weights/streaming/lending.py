@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupLayout, MixtureLayout
 from penstock.base.meter import ExpertCounts, ExpertMap
+from penstock.base.tiers import Tier
 from penstock.ops.matrix import GroupViews
 from penstock.weights.streaming.experts import Experts
 from penstock.weights.streaming.views import group_views, sent_addresses
@@ -98,12 +99,14 @@ class ExpertStream:
         self, experts: Sequence[GroupId], lent: Callable[[Sequence[GroupId]], _Lent]
     ) -> Iterator[tuple[Sequence[GroupId], _Lent]]:
         for wave in self._slots.waves(experts):
-            self._asked()
             # A table is sent ahead of the wait for the wave itself, among whose copies it has its turn on the
             # link.
             found = lent(wave)
+            if self._slots.homes[wave[0]].tier is not Tier.DEVICE:
+                self._asked()
             self._slots.take_wave(wave)
             yield wave, found
+            self._asked()  # Those on the device are computed first.
             self._slots.release_wave(wave)
 
     def each(self, experts: Sequence[GroupId]) -> Iterator[tuple[GroupId, GroupViews]]:
