@@ -19,6 +19,7 @@ from penstock.base.tiers import Tier
 from penstock.memory.disk import DirectFile
 from penstock.weights.pieces import PAGE, PIECE_BYTES
 from penstock.weights.streaming import expert_reads as module
+from penstock.weights.streaming import experts
 from penstock.weights.streaming.expert_reads import ExpertReads
 from penstock.weights.streaming.source import PackSource
 from streams import (
@@ -41,7 +42,9 @@ PIECES = range(0, SIZE, UNIT)
 
 @pytest.fixture(autouse=True)
 def _in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each expert is read in three."""
+    """Each expert is read in three, and exchanges begin after a few passes."""
+    monkeypatch.setattr(experts, "REVIEW", 3)
+    monkeypatch.setattr(experts, "FADE", 7)
     monkeypatch.setattr(module, "READ_BYTES", UNIT)
     monkeypatch.setattr(module, "AHEAD_BYTES", UNIT)
     monkeypatch.setattr(module, "PIECE_BYTES", UNIT)
@@ -67,13 +70,15 @@ def test_every_kernel_sees_its_expert(room: tuple[int, int, int, int], late: str
     rng = np.random.default_rng(len(str(late)))
     delay = every(late) if isinstance(late, str) else random_delays(late)
     with no_thread_left(), World(room, Gates(delay=delay)) as world:
+        first = list(world.experts.homes.items())
         for turn in range(36):
             layer, following = turn % 3, (turn + 1) % 3
             use = world.waves if rng.random() < 0.7 else world.layer
-            use(routed(rng, layer, skew=0.5))
+            use(routed(rng, layer, skew=0.8))
             world.experts.foretell(routed(rng, following, skew=0.8))
         assert world.wrong() == []
         world.check()
+        assert not room[0] or list(world.experts.homes.items()) != first
 
 
 def test_right_ones_are_not_read_again() -> None:
@@ -254,25 +259,25 @@ def test_an_interrupt_anywhere_does_no_harm(room: str, name: str) -> None:
     place, interrupted = len(room + name) % STRIDE, True
     while interrupted:
         with no_thread_left(), World(DISK[room], Gates(delay=random_delays(place, longest=3e-4))) as world:
-            experts = world.experts
+            moving = world.experts
             world.layer([expert(0, 0), expert(0, 3)])
             told, ids = on_disk(world, 1), [expert(1, number) for number in range(4)]
-            call: Callable[[], object] = partial(experts.foretell, told)
+            call: Callable[[], object] = partial(moving.foretell, told)
             if name != "foretell":
-                experts.foretell(told[:1])
+                moving.foretell(told[:1])
             if name == "expect the right ones":
-                call = partial(experts.expect, ids)
+                call = partial(moving.expect, ids)
             elif name == "expect others":
-                call = partial(experts.expect, [id for id in ids if id != told[0]])
+                call = partial(moving.expect, [id for id in ids if id != told[0]])
             elif name == "close":
-                call = experts.close
+                call = moving.close
             interrupted = cut_short(call, place, OURS_AND_LOCKS)
             if name != "close":
-                cut_short(partial(experts.expect, [expert(0, 1)]), place % 23, OURS_AND_LOCKS)
+                cut_short(partial(moving.expect, [expert(0, 1)]), place % 23, OURS_AND_LOCKS)
                 assert within(LONG, world.every)
                 assert within(LONG, world.check)
                 assert world.wrong() == []
-            assert within(LONG, experts.close)
+            assert within(LONG, moving.close)
         place += STRIDE
     assert place > 3
 
@@ -312,6 +317,6 @@ def test_tokens_are_those_of_experts_that_rest(
         if source.pack.store.direct:
             monkeypatch.setattr(DirectFile, "read_into", None)
         assert llm.generate(prompts, params) == expected
-        experts = llm.memory.weights.experts
-    assert experts.from_disk > 20
-    assert (experts.foretold > 10) == (experts.right > 0) == foretells
+        counts = llm.memory.weights.experts
+    assert counts.from_disk > 20
+    assert (counts.foretold > 10) == (counts.right > 0) == foretells
