@@ -9,14 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import tiny
 from expert_worlds import ROOMS, SIZE, WIDE, World, every, expert, routed
 from penstock import LLM, SamplingParams
-from penstock.arch.layout import GroupId
+from penstock.arch.layout import GroupId, GroupKind
 from penstock.base.errors import CheckpointError
 from penstock.base.tiers import Tier
 from penstock.memory.disk import DirectFile
+from penstock.models.decoder import Decoder
 from penstock.weights.pieces import PAGE, PIECE_BYTES
 from penstock.weights.streaming import expert_reads as module
 from penstock.weights.streaming import experts
@@ -285,7 +287,7 @@ def test_an_interrupt_anywhere_does_no_harm(room: str, name: str) -> None:
 # ---- a whole model
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "glm4_moe"])
 @pytest.mark.parametrize("foretells", [False, True])
 def test_tokens_are_those_of_experts_that_rest(
     name: str, foretells: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -320,3 +322,15 @@ def test_tokens_are_those_of_experts_that_rest(
         counts = llm.memory.weights.experts
     assert counts.from_disk > 20
     assert (counts.foretold > 10) == (counts.right > 0) == foretells
+
+
+def test_what_is_foretold_is_what_the_next_router_would_choose() -> None:
+    """With the correction of its scores, which here decides alone."""
+    with LLM(tiny.checkpoint("glm4_moe"), device="cpu", dtype="float32", max_length=64) as llm:
+        weights, spec = llm.booted.weights, llm.spec
+        layer = spec.layers - 1
+        router = weights.take(GroupId(GroupKind.ROUTER, layer)).vectors["correction"]
+        router.zero_()
+        router[3], router[1] = 100.0, 50.0
+        foretold = Decoder(spec)._foretold(layer, torch.randn(5, spec.hidden_size), weights, chosen=True)
+    assert foretold[:, :2].tolist() == [[3, 1]] * 5

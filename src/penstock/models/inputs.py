@@ -117,16 +117,16 @@ class ExpertWeights(Protocol):
 
     def foretell(self, layer: int, scores: Tensor, most: int, padding: Tensor | None) -> None:
         """Let an expert of a layer come early, by the scores that its router gives hidden states of the layer
-        before, `[tokens, experts]`. To be called behind `parts` of that one, before its first table; where
-        the host decides, by `then`.
+        before, `[tokens, experts]`. To be called behind `parts` of that one, before its first table.
 
         most: experts that will be asked for, at most. padding: bool `[tokens]`, tokens that are nobody's.
         """
 
-    def then(self, work: Callable[[], None]) -> None:
-        """Do this when the experts that the host asks for next are on their way.
+    def foretell_later(self, layer: int, chosen: Callable[[], Tensor]) -> None:
+        """Let experts of a layer come early, where the host decides: those that `chosen` then returns.
 
-        It is for foretelling those of another layer, which then delays none of this one.
+        It is called when the experts of the layer before are on their way, so it delays none of these.
+        chosen: returns the experts that each token will likely take, `[tokens, top_k]`, the likeliest first.
         """
 
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:

@@ -53,6 +53,8 @@ from penstock.weights.streaming.residency import ExpertRoom, Home, first_homes, 
 from penstock.weights.streaming.source import WeightSource
 from penstock.weights.streaming.waits import StreamWaits
 
+WAVES = 2
+"""Waves for which a ring has room."""
 REVIEW = 16
 """Passes after which it is looked again which experts are used least."""
 FADE = 256
@@ -95,10 +97,10 @@ class Experts:
         self._ring: deque[int] = deque()
         self._sound = False
         """True if the rings are as they should be: every slot that is no expert's home."""
-        self._together, self._from_disk_together = max(room.device_ring // 2, 1), 1
-        """Experts of a wave, at most: of one from HOST, and of one from DISK."""
-        if room.host_ring:
-            self._from_disk_together = max(min(room.device_ring, room.host_ring) // 2, 1)
+        self._together, self._from_disk_together = (
+            max(ring // WAVES, 1) for ring in (room.device_ring, room.host_ring)
+        )
+        """Of a wave, at most: experts that come, and those of them that come from DISK."""
         self._done: list[Ticket | None] = [None] * len(device_slots)
         self._empty: list[Ticket | None] = [None] * len(host_slots)
         self._queue: deque[GroupId] = deque()
@@ -108,7 +110,7 @@ class Experts:
         self._lent: frozenset[GroupId] = frozenset()
         """Lent where they rest: none of them may leave its slot on HOST."""
         self._coming: dict[GroupId, _Arrival] = {}
-        self._ahead: Sequence[GroupId] = ()
+        self.ahead: Sequence[GroupId] = ()
         """Expected before their wave was asked for."""
         self._used: Counter[GroupId] = Counter()
         self._least: dict[Tier, list[GroupId]] = {Tier.DEVICE: [], Tier.HOST: []}
@@ -150,14 +152,9 @@ class Experts:
         self._sound = True
 
     @property
-    def foretold(self) -> int:
-        """Return how many experts were read ahead."""
-        return 0 if self._reads is None else self._reads.foretold
-
-    @property
-    def right(self) -> int:
-        """Return how many of those were then asked for."""
-        return 0 if self._reads is None else self._reads.right
+    def foretold(self) -> tuple[int, int]:
+        """Return how many experts were read ahead, and how many of those were then asked for."""
+        return (0, 0) if self._reads is None else (self._reads.foretold, self._reads.right)
 
     def foretells(self) -> bool:
         """Tell whether it is of use to `foretell` what a layer will ask for."""
@@ -175,7 +172,7 @@ class Experts:
         """Begin to fetch these, which `waves` will be asked for next: all that was expected has been
         released."""
         self.expect(experts)
-        self._ahead = experts
+        self.ahead = experts
 
     def take(self, id: GroupId) -> Tensor:
         """Return the expert's bytes on DEVICE, ready for what is computed from now on. Raises CheckpointError
@@ -194,11 +191,11 @@ class Experts:
         leave half of the slots to those behind them, and then those from DISK, as they have been read. Each
         wave is to be taken and released before the next is asked for."""
         ordered = experts
-        if not self._ahead or self._ahead != experts:
+        if not self.ahead or self.ahead != experts:
             self._mend()
             ordered = self._in_order(experts)
             self.expect(ordered)
-        self._ahead = ()
+        self.ahead = ()
         here = [id for id in ordered if self.homes[id].tier is Tier.DEVICE]
         if here:
             yield here
@@ -206,9 +203,10 @@ class Experts:
         for first in range(0, len(near), self._together):
             yield near[first : first + self._together]
         far = deque(id for id in ordered if self.homes[id].tier is Tier.DISK)
+        most = min(self._together, self._from_disk_together)
         while far:
             wave = [far.popleft()]
-            while far and len(wave) < self._from_disk_together and self._has_been_read(far[0]):
+            while far and len(wave) < most and self._has_been_read(far[0]):
                 wave.append(far.popleft())
             yield sorted(wave, key=lambda id: id.expert)
 
@@ -283,7 +281,7 @@ class Experts:
     def lend_ring(self) -> None:
         """Let what is queued on the compute stream from now on write to the ring on DEVICE, until
         `take_ring_back`. Nothing may be expected or taken meanwhile; what was expected comes anew."""
-        self._ahead = ()
+        self.ahead = ()
         self._compute.wait(self._copies.mark())
 
     def take_ring_back(self) -> None:
@@ -435,7 +433,7 @@ class Experts:
             self._finish_exchange()
         if self._sound and not self._coming and not self._queue:
             return
-        self._sound, self._ahead = False, ()
+        self._sound, self.ahead = False, ()
         mark = self._compute.mark()
         for coming in self._coming.values():
             self._done[coming.slot] = mark

@@ -38,8 +38,8 @@ class ExpertStream:
             self._of_layer.setdefault(id.layer, []).append(id)
         self._next_of: dict[int, int] = {}
         """The next layer with experts of those that foretell what it asks for."""
-        self._then: Callable[[], None] | None = None
-        """Work for when the next experts have been asked for."""
+        self._later: tuple[int, Callable[[], Tensor]] | None = None
+        """A layer, and what finds its likely experts when those of the layer before are on their way."""
         alike = dict[object, dict[int, GroupViews]]()
         self._views = {layer: alike.setdefault(mixture.formats, {}) for layer, mixture in mixtures.items()}
         """Of each layer by the address of a slot: fields of experts in the same formats lie alike."""
@@ -68,19 +68,19 @@ class ExpertStream:
         return following
 
     def foretell(self, layer: int, scores: Tensor, most: int, padding: Tensor | None) -> None:
-        """Read the experts of a layer that score best from DISK, the best of each token first, behind all
-        that was asked for. The host waits for the scores."""
-        best = scores.topk(most // len(scores)).indices.t().flatten().tolist()
-        self._slots.foretell([self._of_layer[layer][expert] for expert in dict.fromkeys(best)])
+        """Do nothing: the host foretells later."""
 
-    def then(self, work: Callable[[], None]) -> None:
-        """Do this when the experts that are borrowed next have been asked for, and are on their way."""
-        self._then = work
+    def foretell_later(self, layer: int, chosen: Callable[[], Tensor]) -> None:
+        """Read likely experts of a layer from DISK, the likeliest of each token first, behind those that are
+        borrowed next. The host waits for what `chosen` returns."""
+        self._later = layer, chosen
 
-    def _asked(self) -> None:
-        work, self._then = self._then, None
-        if work is not None:
-            work()
+    def _foretell(self) -> None:
+        later, self._later = self._later, None
+        if later is not None:
+            layer, chosen = later
+            likeliest = dict.fromkeys(chosen().t().flatten().tolist())
+            self._slots.foretell([self._of_layer[layer][expert] for expert in likeliest])
 
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
         """Yield these experts of one layer and their tables, as many at a time as can be on the device while
@@ -103,17 +103,17 @@ class ExpertStream:
             # link.
             found = lent(wave)
             if self._slots.homes[wave[0]].tier is not Tier.DEVICE:
-                self._asked()
+                self._foretell()
             self._slots.take_wave(wave)
             yield wave, found
-            self._asked()  # Those on the device are computed first.
+            self._foretell()  # Those on the device are computed first.
             self._slots.release_wave(wave)
 
     def each(self, experts: Sequence[GroupId]) -> Iterator[tuple[GroupId, GroupViews]]:
         """Yield these experts of one layer, each on the device until the next is asked for. Raises
         CheckpointError."""
         self._slots.expect(experts)
-        self._asked()
+        self._foretell()
         for expert in experts:
             yield expert, self._in_slot(expert, self._slots.take(expert))
             self._slots.release(expert)
@@ -130,14 +130,15 @@ class ExpertStream:
         exact: wait for a device that counts; else what it said last.
         """
         slots = self._slots
+        foretold, right = slots.foretold
         return ExpertCounts(
             slots.asked,
             slots.asked - slots.missed,
             slots.from_disk,
             slots.copied_bytes,
             slots.read_bytes,
-            foretold=slots.foretold,
-            right=slots.right,
+            foretold=foretold,
+            right=right,
         )
 
     def use(self, *, exact: bool) -> ExpertMap:

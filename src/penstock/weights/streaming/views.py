@@ -72,8 +72,8 @@ class StillExperts:
     def foretell(self, layer: int, scores: Tensor, most: int, padding: Tensor | None) -> None:
         """Do nothing."""
 
-    def then(self, work: Callable[[], None]) -> None:
-        """Do nothing: what is foretold is not needed."""
+    def foretell_later(self, layer: int, chosen: Callable[[], Tensor]) -> None:
+        """Do nothing."""
 
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
         """Yield all of them at once, if there are any."""
@@ -118,8 +118,8 @@ class DecidedExperts:
 
     waves_of_views = each = at_rest = waves
 
-    def then(self, work: Callable[[], None]) -> NoReturn:
-        """Raise AssertionError: what is foretold here is foretold at once."""
+    def foretell_later(self, layer: int, chosen: Callable[[], Tensor]) -> NoReturn:
+        """Raise AssertionError: where the device decides, `foretell` is called."""
         raise AssertionError("the device decides about experts in a recorded step")
 
 
