@@ -23,6 +23,8 @@ class ExpertCounts:
     age: seconds since that was so; of a difference, how much longer that is ago than it was before.
     foretold, right: those that a layer foretold of the next, to come early; and those of them that were then
     missing.
+    disk_bytes, disk_seconds: all that was read from DISK for them, wrong ones included, and the time in which
+    any of it was.
     """
 
     asked: int = 0
@@ -34,6 +36,8 @@ class ExpertCounts:
     age: float = 0.0
     foretold: int = 0
     right: int = 0
+    disk_bytes: int = 0
+    disk_seconds: float = 0.0
 
     @property
     def found(self) -> Mapping[str, int]:
@@ -45,6 +49,11 @@ class ExpertCounts:
     def hit_rate(self) -> float:
         """Return the share that was on DEVICE, 0 where nothing was asked for."""
         return self.hit / self.asked if self.asked else 0.0
+
+    @property
+    def disk_rate(self) -> float:
+        """Return the bytes a second of DISK while it was read, 0 where it was not."""
+        return self.disk_bytes / self.disk_seconds if self.disk_seconds else 0.0
 
     def since(self, before: "ExpertCounts") -> "ExpertCounts":
         """Return the same, counting only what came after `before`."""
@@ -58,6 +67,8 @@ class ExpertCounts:
             self.age - before.age,
             self.foretold - before.foretold,
             self.right - before.right,
+            self.disk_bytes - before.disk_bytes,
+            self.disk_seconds - before.disk_seconds,
         )
 
     def rate(self, seconds: float) -> float:

@@ -154,9 +154,11 @@ def run(bench: LatencyBench, say: Say = lambda _: None) -> LatencyReport:
         costs = bench.costs(device_name(model.device), model.dtype)
         streaming = replace(
             streaming,
-            predicted_ms=_mixture_ms(booted, model, streaming, decoded.lengths, rate, costs),
             expert_hits=decoded.experts.hit_rate,
+            disk_rate=decoded.experts.disk_rate,
         )
+        predicted = _mixture_ms(booted, model, streaming, decoded.lengths, rate, costs)
+        streaming = replace(streaming, predicted_ms=predicted)
     if streaming is not None:
         bound = streaming.bound(bound, 1 if decode else -(-work.batch * work.context // step_tokens))
     booted.engine.close()
@@ -215,12 +217,12 @@ def _mixture_ms(
     costs: StepCosts | None,
 ) -> float:
     """Return the milliseconds of a timed decode step as `penstock plan` forecasts it where weights rest as
-    they do, from the experts that came and the rates that were measured here. Without costs the device only
-    reads, at `rate`."""
+    they do, from the experts that came and the rates that were measured here, of the disk while it was read.
+    Without costs the device only reads, at `rate`."""
     weights, shard = booted.weights, Shard(0, model.target.config.tensor_parallel)
     assert streaming.experts_per_pass is not None
     assert weights.room is not None
-    rates = StreamRates(streaming.link_ceiling, streaming.disk_ceiling, rate)
+    rates = StreamRates(streaming.link_ceiling, streaming.disk_rate or streaming.disk_ceiling, rate)
     on_cpu = model.device.type == "cpu"
     there = Machine(0, None if on_cpu else 0, rates, math.inf, costs)
     work = Work(

@@ -138,7 +138,12 @@ def decode(booted: Booted, work: BatchWork) -> Decoded:
         tuple(lengths),
         fmean(one.copied for one in rounds),
         fmean(one.read for one in rounds),
-        ExpertCounts(sum(one.experts.asked for one in rounds), sum(one.experts.hit for one in rounds)),
+        ExpertCounts(
+            sum(one.experts.asked for one in rounds),
+            sum(one.experts.hit for one in rounds),
+            disk_bytes=sum(one.experts.disk_bytes for one in rounds),
+            disk_seconds=sum(one.experts.disk_seconds for one in rounds),
+        ),
     )
 
 

@@ -15,15 +15,17 @@ off by then, and for nothing else that a thread has to do. An interrupt leaves s
 all that was noted is over or called off (`mend`).
 """
 
+import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 
 from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupLayout
+from penstock.base.meter import ExpertCounts
 from penstock.base.trace import Trace
 from penstock.memory.streams import Ticket
 from penstock.memory.tasks import Task, Workers, wait
@@ -54,6 +56,35 @@ class Reading:
     """The starts of pieces that have begun."""
     wanted: bool = True
     """False: no piece begins any more."""
+
+
+class BusyTime:
+    """Adds up how long at least one of several threads did something, and how many bytes they moved."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._since = threading.Lock(), 0, 0.0
+        self._seconds, self._bytes = 0.0, 0
+
+    def begin(self) -> None:
+        """Note that a thread begins."""
+        with self._lock:
+            if self._inside == 0:
+                self._since = perf_counter()
+            self._inside += 1
+
+    def end(self, size: int) -> None:
+        """Note that a thread has moved so many bytes."""
+        with self._lock:
+            self._inside -= 1
+            self._bytes += size
+            if self._inside == 0:
+                self._seconds += perf_counter() - self._since
+
+    def total(self) -> tuple[int, float]:
+        """Return the bytes that have been moved, and the seconds until now."""
+        with self._lock:
+            running = perf_counter() - self._since if self._inside else 0.0
+            return self._bytes, self._seconds + running
 
 
 class ExpertReads:
@@ -88,6 +119,8 @@ class ExpertReads:
         """Experts of which all pieces have been read and checked once."""
         self.foretold = self.right = 0
         """Experts that were begun to be read ahead, and those of them that were then asked for."""
+        self._busy = BusyTime()
+        """When the disk was read, and how much, wrong ones included."""
         self._lately = self._right_lately = self._layers = 0
         self._readers = Workers(READERS, "expert reader")
         self._ahead = Workers(AHEAD_READERS, "expert reader ahead")
@@ -165,6 +198,12 @@ class ExpertReads:
         self._left.clear()
         self.ring = deque(free)
 
+    def counted(self, counts: ExpertCounts) -> ExpertCounts:
+        """Return these counts with what was foretold, and what the disk has given."""
+        moved, seconds = self._busy.total()
+        told = {"foretold": self.foretold, "right": self.right}
+        return replace(counts, disk_bytes=moved, disk_seconds=seconds, **told)
+
     def close(self) -> None:
         """Wait for reads in flight. To be called again if it was interrupted; else that does nothing."""
         self._readers.close()
@@ -187,7 +226,11 @@ class ExpertReads:
             reading.begun.append(start)
             began = perf_counter()
             part = into[start : start + step]
-            self._source.read(layout, start, part, check)
+            self._busy.begin()
+            try:
+                self._source.read(layout, start, part, check)
+            finally:
+                self._busy.end(len(part))
             if self._trace is not None:
                 self._trace.span("disk read", str(id), began, perf_counter(), bytes=len(part))
 

@@ -44,7 +44,7 @@ from time import perf_counter
 from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupLayout
-from penstock.base.meter import LayerExperts
+from penstock.base.meter import ExpertCounts, LayerExperts
 from penstock.base.tiers import Tier
 from penstock.memory.streams import Stream, Ticket
 from penstock.memory.tasks import Task
@@ -151,10 +151,11 @@ class Experts:
         self._fetch()
         self._sound = True
 
-    @property
-    def foretold(self) -> tuple[int, int]:
-        """Return how many experts were read ahead, and how many of those were then asked for."""
-        return (0, 0) if self._reads is None else (self._reads.foretold, self._reads.right)
+    def counts(self) -> ExpertCounts:
+        """Return what was asked for and what came, since the beginning."""
+        copied, read = self.copied_bytes, self.read_bytes
+        found = ExpertCounts(self.asked, self.asked - self.missed, self.from_disk, copied, read)
+        return found if self._reads is None else self._reads.counted(found)
 
     def foretells(self) -> bool:
         """Tell whether it is of use to `foretell` what a layer will ask for."""

@@ -129,17 +129,7 @@ class ExpertStream:
 
         exact: wait for a device that counts; else what it said last.
         """
-        slots = self._slots
-        foretold, right = slots.foretold
-        return ExpertCounts(
-            slots.asked,
-            slots.asked - slots.missed,
-            slots.from_disk,
-            slots.copied_bytes,
-            slots.read_bytes,
-            foretold=foretold,
-            right=right,
-        )
+        return self._slots.counts()
 
     def use(self, *, exact: bool) -> ExpertMap:
         """Return the use of all experts lately. exact: as of `counts`."""
