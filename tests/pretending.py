@@ -33,6 +33,7 @@ from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.host import HostLedger
 from penstock.kv.movement import carrier
 from penstock.kv.movement.pool import KVPool
+from penstock.memory import sending
 from penstock.memory.arena import Arena
 from penstock.memory.streams import CallerStream
 from penstock.ops.attention import dense
@@ -43,7 +44,7 @@ from penstock.sched.scheduler import Scheduler, Storage
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.views import Blank
-from penstock.worker import ahead
+from penstock.worker import ahead, graphs
 from penstock.worker.runner import Runner
 from penstock.worker.warmup import kernel_steps, largest_step, small_steps
 from worlds import sampling
@@ -92,6 +93,11 @@ class _Event:
     synchronize = record
 
 
+class _Stream:
+    def record_event(self) -> SimpleNamespace:
+        return SimpleNamespace(query=lambda: True)
+
+
 @contextmanager
 def pretended() -> Iterator[None]:
     """On the device."""
@@ -101,6 +107,7 @@ def pretended() -> Iterator[None]:
         for name, value in {
             "device": lambda _: nullcontext(),
             "Event": _Event,
+            "current_stream": lambda _: _Stream(),
             "get_device_capability": lambda _: CAPABILITY,
             "get_device_properties": lambda _: properties,
         }.items():
@@ -108,6 +115,8 @@ def pretended() -> Iterator[None]:
         patched.enter_context(patch.object(parts, "streams_both_ways", lambda _: (CallerStream(),) * 3))
         patched.enter_context(patch.object(carrier, "more_streams", lambda *_: (CallerStream(),) * 2))
         patched.enter_context(patch.object(Arena, "_register", lambda *_: None))
+        for sends in (sending, graphs):
+            patched.enter_context(patch.object(sends, "seen_by", lambda _, pinned: pinned))
         patched.enter_context(patch.object(dense, "dense", dense.dense_reference))
         for module in (experts, few_bits_experts):
             patched.enter_context(patch.object(module, "shared_memory", lambda _: SHARED[90]))

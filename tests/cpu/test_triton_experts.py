@@ -40,6 +40,7 @@ from penstock.ops.experts import Grouped, experts_reference
 from penstock.ops.linear import gated, linear
 from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.slots import ExpertParts, Places, SlotArrays
+from penstock.ops.triton import expert_row as triton_row
 from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton import routing as triton_routing
 from penstock.ops.triton import slots as triton_slots
@@ -185,6 +186,35 @@ class TestChoose:
         for row in chosen.tolist():
             assert len(set(row)) == 2
             assert set(row) <= {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "inner", "biases", "activation"),
+    [
+        (torch.bfloat16, 64, 48, 0, SWIGLU),
+        (torch.float16, 72, 20, 2, Activation(1.702, 1.0, 7.0)),
+        (torch.bfloat16, 27, 65, 1, SWIGLU),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stretch", [32, 4096])
+def test_a_single_token(
+    dtype: torch.dtype,
+    hidden: int,
+    inner: int,
+    biases: int,
+    activation: Activation,
+    stretch: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By rows of its experts' matrices, in one stretch and in several: all at once, and in two calls."""
+    monkeypatch.setattr(triton_row, "one_row_tuning", lambda *_: (4, stretch, 4))
+    case = Case(1, hidden, inner, 6, 3, dtype, biases=biases, activation=activation)
+    case.check()
+    mixed = case.grouped()
+    for lent in ((0, 3, 4), (1, 2, 5)):
+        mixed.compute(case.table(lent))
+    assert torch.equal(mixed.total(), case.grouped_total())
 
 
 @settings(max_examples=20)

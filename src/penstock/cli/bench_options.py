@@ -88,6 +88,13 @@ WINDOW = (
         metavar="SIZE",
         help="Size of a sliding window through which all weights pass, for comparison. [none]",
     ),
+    option(
+        ENGINE,
+        "--link-rate",
+        callback=size,
+        metavar="SIZE",
+        help="Hold the link to a GPU to SIZE bytes/s each way, as that of another machine. [what it has]",
+    ),
 )
 KV_BELOW = far_kv(
     "what the device has no room for; 0: none", "Host memory for KV; given a size, all contexts rest there."

@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
-from numpy.typing import NDArray
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy  # type: ignore[attr-defined]
 
@@ -70,15 +68,6 @@ def device_name(device: torch.device) -> str:
         if device.type == "cuda"
         else f"CPU, {torch.get_num_threads()} threads"
     )
-
-
-def send(values: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy an array to the device, in the order of its current stream; wait for nothing."""
-    tensor = torch.from_numpy(values)
-    if device.type == "cpu":
-        return tensor
-    # The allocator reuses pinned memory only when it has been read.
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def begins_early(device: torch.device) -> bool:

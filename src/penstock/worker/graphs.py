@@ -37,6 +37,7 @@ from penstock.arch.spec import DTYPE_BYTES
 from penstock.base.garbage import no_collection
 from penstock.kv.movement.pool import KVPool
 from penstock.memory.device import give_back
+from penstock.memory.sending import read_into, seen_by
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import StateInputs, StepInputs, Weights
 from penstock.ops.attention.inputs import AttentionInputs, PlacedRun, Rows
@@ -101,6 +102,7 @@ class DecodeStep:
         )
         self._given = torch.zeros(size, dtype=torch.int32, device=device)
         self._staging = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(_IN_FLIGHT)]
+        self._seen = [seen_by(device, staging) for staging in self._staging]
         self._turn = 0
         self._arrivals = torch.zeros(
             rows * max(plane.heads for layer in set(pool.layout.planes) for plane in layer),
@@ -126,7 +128,7 @@ class DecodeStep:
         for index, share in enumerate(shares):
             if share.new_blocks:
                 fields[3:, index] = share.row, share.first_new_block, share.new_blocks[0]
-        self._given[: len(staging)].copy_(staging, non_blocking=True)
+        read_into(self._given[: len(staging)], self._seen[self._turn][: len(staging)])
 
     def give_run(self, share: Share | None, count: int) -> None:
         """Send the inputs of a run of `count` tokens.
@@ -142,7 +144,7 @@ class DecodeStep:
             fields[2, :used] = share.tokens
         fields[:3, used:] = [[self._nobody], [-1], [0]]
         fields[3:] = [[self._nobody], [0], [0]]
-        self._given[: len(staging)].copy_(staging, non_blocking=True)
+        read_into(self._given[: len(staging)], self._seen[self._turn][: len(staging)])
 
     def suits(self, share: Share) -> bool:
         """Tell whether a run is attended to in pages. The answer is the same on all ranks."""

@@ -14,7 +14,7 @@ from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.kv.movement.carrier import Send
 from penstock.kv.movement.chosen import Reader
 from penstock.kv.movement.tiles import Tile
-from penstock.memory.device import send
+from penstock.memory.sending import send
 from penstock.models.inputs import StateInputs, StateRun, StepInputs
 from penstock.ops.attention.attend import reads_pages
 from penstock.ops.attention.gathered import PAST_TILE

@@ -15,7 +15,8 @@ from penstock.arch.formats.dense import DENSE
 from penstock.base.errors import StepMemoryError
 from penstock.kv.movement.carrier import Carrier
 from penstock.kv.movement.pool import KVPool
-from penstock.memory.device import Heap, give_back, lift_cap, send, shortage
+from penstock.memory.device import Heap, give_back, lift_cap, shortage
+from penstock.memory.sending import send
 from penstock.models.inputs import Weights
 from penstock.ops.attention.gathered import PAST_TILE
 from penstock.ops.kernels import between_products, counting, pdl_launches, plain_torch

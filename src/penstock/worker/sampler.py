@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.memory.device import send
+from penstock.memory.sending import send
 from penstock.ops.sampling import TokenCounts, draw, is_greedy, pack_sampling, penalise, ranked
 from penstock.ops.steps import NO_TOKEN, likeliest_on_host, without_numbers
 from penstock.step.params import Sampling

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.memory.device import send
+from penstock.memory.sending import send
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row
 

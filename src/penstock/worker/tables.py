@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.memory.device import send
+from penstock.memory.sending import send
 from penstock.step.plan import Plan
 
 

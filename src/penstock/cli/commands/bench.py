@@ -178,9 +178,11 @@ def _latency(
     repeat: int,
     baseline: str | None,
     window: str | None,
+    link_rate: str | None,
     **given: Any,
 ) -> None:
     target, to = _prepare(given)
+    from penstock.bench.speed.held import held_link
     from penstock.bench.speed.latency import BenchKind, LatencyBench, run
 
     through = parse_size(window) if window else None
@@ -195,7 +197,8 @@ def _latency(
         through,
         partial(costs_of, target.config.cache.expanduser()),
     )
-    to.write(run(bench, to.say))
+    with held_link(target.config.device, parse_size(link_rate) if link_rate else None):
+        to.write(run(bench, to.say))
 
 
 @command.command(cls=Command, examples=_CONTEXT, short_help="Memory and speed by the length of the context.")

@@ -3,15 +3,22 @@
 Programs are as those of `warp_tiles`: a few tiles of an expert's matrix, with the rows of one block of
 `routing`. A row's numbers are its own: they depend neither on the other rows of its block nor on which
 experts are computed in the same call.
+
+Where launches may be early, the product with down reads which experts there are, and the first of their
+codes, while the one with gate and up still runs. Why this is safe: that one is launched just before it, and
+lets it begin only when it has itself waited for all that was launched earlier, which is all that says where
+experts are. Activations are read, and outputs stored, behind a wait of its own.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.arch.formats.codes import packed_bytes
 from penstock.arch.spec import SWIGLU, Activation
+from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.triton.activation import activation_options
 from penstock.ops.triton.codes import FOUR_BITS, RUN_SCALES, CodeKind
 from penstock.ops.triton.few_bits_mma import MmaTuning
@@ -63,9 +70,14 @@ def _expert_columns(  # type: ignore[no-untyped-def]
     PTX: tl.constexpr,
     REGISTERS: tl.constexpr,
     FOLDED: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Compute TILES tiles (see `warp_tiles`) for the pairs of one block, of at most eight for each of WIDE.
     All else as in `few_bits_experts`. x: as fours."""
+    if EARLY and GATED:
+        gdc_wait()
+    if EARLY:
+        gdc_launch_dependents()
     PARTS: tl.constexpr = (OUTER + TILES * (8 if GATED else 16) - 1) // (TILES * (8 if GATED else 16))
     block, part = first + tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     expert = tl.load(blocks + block)
@@ -130,7 +142,7 @@ def _expert_columns(  # type: ignore[no-untyped-def]
         SECOND,
         GATED,
         BIAS > 0,
-        False,
+        EARLY and not GATED,
         HALF,
         LESS,
         PTX,
@@ -197,5 +209,7 @@ def expert_columns(
         GATED=gated,
         **activation_options(activation or SWIGLU),
         **codes,
+        EARLY=uses_pdl(),
         num_warps=tuning.warps,
+        **pdl_launch_options(uses_pdl()),
     )

@@ -18,7 +18,10 @@ from torch import Tensor
 from triton.runtime import driver
 
 from penstock.arch.experts import ExpertKind
+from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.triton.activation import activated, activation_options
+from penstock.ops.triton.expert_row import expert_row, suits
+from penstock.ops.triton.pointwise import in_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +100,13 @@ def _gate_up(  # type: ignore[no-untyped-def]
     ALPHA: tl.constexpr,
     SHIFT: tl.constexpr,
     LIMIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Compute COLS columns of the activation of one block's pairs, `silu(gate) * up` or another.
 
     TENSORS: addresses of an expert. BIAS: which of them is that of gate_up's bias; 0 for none.
     """
+    in_turn(EARLY)
     block, part = place_of(first, count, tl.cdiv(INNER, COLS), GROUP)
     expert = tl.load(blocks + block)
     if expert < 0:
@@ -167,8 +172,10 @@ def _down(  # type: ignore[no-untyped-def]
     WIDEN: tl.constexpr,
     TENSORS: tl.constexpr,
     BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Compute COLS columns of one block's outputs, each to its pair's row. BIAS: see `_gate_up`."""
+    in_turn(EARLY)
     block, part = place_of(first, count, tl.cdiv(HIDDEN, COLS), GROUP)
     expert = tl.load(blocks + block)
     if expert < 0:
@@ -238,12 +245,19 @@ def products(
     assert 0 <= first <= first + count <= bound, (first, count, bound)
     if count == 0:
         return
+    if suits(x):
+        step = table, order, blocks, part
+        expert_row(x, step, h, (0, 2 if kind.biases > 0 else 0), kind.activation)
+        expert_row(h, step, y, (1, 3 if kind.biases > 1 else 0), None)
+        return
     more = {
         "ROWS": tuning.rows,
         "GROUP": tuning.group,
         "WIDEN": x.device.type == "cpu",
         "TENSORS": table.shape[1],
+        "EARLY": uses_pdl(),
         "num_warps": tuning.warps,
+        **pdl_launch_options(uses_pdl()),
     }
     columns, depth, stages = _divided(tuning, 2 * inner, likely, x)
     _gate_up[(count * triton.cdiv(inner, columns // 2),)](
@@ -309,8 +323,17 @@ def shared_memory(device: torch.device) -> int:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _combine(y, shares, out, HIDDEN: tl.constexpr, TOP: tl.constexpr, COLS: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+def _combine(  # type: ignore[no-untyped-def]
+    y,
+    shares,
+    out,
+    HIDDEN: tl.constexpr,
+    TOP: tl.constexpr,
+    COLS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
     """Sum up COLS columns of one token."""
+    in_turn(EARLY)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = cols < HIDDEN
@@ -334,6 +357,14 @@ def combine(y: Tensor, shares: Tensor) -> Tensor:
     if tokens:
         cols = min(512, triton.next_power_of_2(hidden))
         _combine[(tokens, triton.cdiv(hidden, cols))](
-            y, shares, out, HIDDEN=hidden, TOP=top_k, COLS=cols, num_warps=2
+            y,
+            shares,
+            out,
+            HIDDEN=hidden,
+            TOP=top_k,
+            COLS=cols,
+            EARLY=uses_pdl(),
+            num_warps=2,
+            **pdl_launch_options(uses_pdl()),
         )
     return out

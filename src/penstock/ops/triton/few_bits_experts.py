@@ -18,6 +18,7 @@ from torch import Tensor
 from penstock.arch.experts import ExpertKind
 from penstock.arch.formats.codes import packed_bytes
 from penstock.arch.spec import Activation
+from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.triton.activation import activated, activation_options
 from penstock.ops.triton.codes import (
     COMPILED,
@@ -39,18 +40,21 @@ from penstock.ops.triton.expert_columns import (
 )
 from penstock.ops.triton.experts import ExpertTuning, place_of, shared_memory
 from penstock.ops.triton.few_bits_mma import MmaTuning
+from penstock.ops.triton.pointwise import in_turn
 from penstock.ops.triton.ptx import less, pairs_of
 from penstock.ops.triton.warp_tiles import reads_rows
 
 BLOCK = 16
 """Rows of a block where pairs are few."""
 _TUNINGS = (
-    (16, ExpertTuning(BLOCK, 128, 128, warps=4, stages=4, group=1)),
+    (16, ExpertTuning(BLOCK, 128, 128, warps=8, stages=3, group=1)),
     (64, ExpertTuning(64, 128, 128, warps=4, stages=3, group=4)),
     (None, ExpertTuning(128, 128, 128, warps=8, stages=3, group=8)),
 )
 """Tunings up to so many pairs for each expert, on average: the one place for constants. `depth` is the most
 columns at a time."""
+_BY_WARPS = {True: MmaTuning(1, 2), False: MmaTuning(1, 4)}
+"""How products of few tokens are cut: with gate and up, and with down, which has half the rows."""
 _SHALLOW = 128
 """Most columns at a time where a group has no more, so that a step may lie within a group."""
 
@@ -102,6 +106,7 @@ def _expert_products(  # type: ignore[no-untyped-def]
     LESS: tl.constexpr,
     PTX: tl.constexpr,
     REGISTERS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Compute COLS rows of a matrix for the pairs of one block: where GATED, COLS / 2 numbers of the
     activation of each pair's token, to the pair's row in `order`; else of each such row, to its pair.
@@ -116,6 +121,7 @@ def _expert_products(  # type: ignore[no-untyped-def]
     SCALED: tl.constexpr = GROUP < STEP
     WIDE: tl.constexpr = COLS // 2 if GATED else COLS
     EVEN: tl.constexpr = INNER % STEP == 0
+    in_turn(EARLY)
     block, part = place_of(first, count, tl.cdiv(OUTER, WIDE), NEIGHBOURS)
     expert = tl.load(blocks + block)
     if expert < 0:
@@ -228,7 +234,8 @@ def products(
     assert 0 <= part.start <= part.stop <= blocks.shape[1], (part, blocks.shape)
     if not part:
         return
-    few = MmaTuning(1, 2) if tuning.rows == BLOCK and tokens <= FEW_TOKENS else None
+    few = tuning.rows == BLOCK and tokens <= FEW_TOKENS
+    few = few and all(reads_rows(rows, one.codes) for rows, one in ((x, gate_up), (h, down)))
     step = _MixtureStep(table, order, blocks, pairs // tokens, tuning, part, kind.activation, few)
     _product(x, h, gate_up, step, (0, matrices if kind.biases > 0 else 0), gated=True)
     _product(h, y, down, step, (gate_up.tensors, matrices + 1 if kind.biases > 1 else 0), gated=False)
@@ -238,7 +245,7 @@ def products(
 class _MixtureStep:
     """Holds what both products of a step share.
 
-    top: experts of a token. few: how products are cut that a warp makes by itself, where tokens are few.
+    top: experts of a token. few: whether tokens are few enough for products that a warp makes by itself.
     """
 
     table: Tensor
@@ -248,7 +255,7 @@ class _MixtureStep:
     tuning: ExpertTuning
     part: range
     activation: Activation
-    few: MmaTuning | None
+    few: bool
 
 
 def _product(
@@ -257,7 +264,7 @@ def _product(
     """Launch one product: y `[pairs, outer]` of x `[rows, inner]`. at: the first address of the matrix in a
     row of the table, and that of its bias, or 0. gated: see the kernel."""
     tuning, outer, inner = step.tuning, y.shape[1], x.shape[1]
-    if step.few is not None and reads_rows(x, kind.codes):
+    if step.few:
         expert_columns(
             x,
             (step.table, step.order, step.blocks, step.part),
@@ -266,7 +273,7 @@ def _product(
             at,
             top=step.top,
             activation=step.activation if gated else None,
-            tuning=step.few,
+            tuning=_BY_WARPS[gated],
         )
         return
     four, group = kind.codes in FOUR_BITS, WHOLE if kind.group >= inner else kind.group
@@ -324,5 +331,7 @@ def _product(
         LESS=less(kind.codes, half=half),
         PTX=ptx,
         REGISTERS=registers,
+        EARLY=uses_pdl(),
         num_warps=tuning.warps,
+        **pdl_launch_options(uses_pdl()),
     )

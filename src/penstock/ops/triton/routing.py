@@ -11,7 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.arch.spec import MoeSpec, Scoring
+from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.route import TINY
+from penstock.ops.triton.pointwise import in_turn
 
 _CHUNK = 8192
 """Pairs that a program arranges at a time."""
@@ -83,9 +85,11 @@ def _choose(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr,
     GROUP_COLS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Choose the experts of ROWS tokens. Scores are compared as integers of the same order, with the expert
     below: no two are alike. Each group of experts begins at a power of two."""
+    in_turn(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols, ranks = tl.arange(0, COLS)[None, :], tl.arange(0, TOP_COLS)[None, :]
     there = (row < tokens)[:, None]
@@ -186,7 +190,9 @@ def choose(logits: Tensor, moe: MoeSpec, correction: Tensor | None = None) -> tu
         GROUPS=groups,
         GROUP_COLS=group_cols,
         TOP_GROUPS=router.top_groups if groups > 1 else 1,
+        EARLY=uses_pdl(),
         num_warps=4 if rows * cols >= 512 else 1,
+        **pdl_launch_options(uses_pdl()),
     )
     return shares, chosen
 
@@ -204,9 +210,11 @@ def _arrange(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Write one expert's pairs, and its blocks. Every program counts all pairs, to know where its own begin;
     the first ends the list."""
+    in_turn(EARLY)
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     found = tl.zeros([BINS], tl.int32)
@@ -266,6 +274,8 @@ def arrange(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Te
         CHUNK=chunk,
         ROWS=rows,
         WIDE=32,
+        EARLY=uses_pdl(),
         num_warps=8 if chunk > 1024 else 4,
+        **pdl_launch_options(uses_pdl()),
     )
     return order, blocks, counts

@@ -414,5 +414,10 @@ def fetch_ahead(arrays: SlotArrays, places: Places, host: int) -> None:
     )
 
 
+def piece_of(places: Places) -> int:
+    """Return the bytes of a piece, by which programs count what they fetch ahead."""
+    return 4 * _words(places)
+
+
 def _words(places: Places) -> int:
     return min(_WORDS, int(triton.next_power_of_2(places.size // 4)))

@@ -49,7 +49,7 @@ and the compute stream waits for what was fetched. The fetch reads tensors that 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from time import perf_counter
 
 import numpy as np
@@ -59,11 +59,11 @@ from torch import Tensor
 from penstock.arch.layout import GroupId, GroupLayout, MixtureLayout
 from penstock.base.meter import ExpertCounts, ExpertMap, LayerExperts
 from penstock.base.tiers import Tier
-from penstock.memory.device import send
+from penstock.memory.sending import send
 from penstock.memory.streams import Stream, Ticket
 from penstock.ops.kernels import triton_kernels
 from penstock.ops.slots import ExpertParts, Places
-from penstock.weights.streaming.experts import Experts
+from penstock.weights.streaming.experts import WAVES, Experts
 from penstock.weights.streaming.lending import ExpertStream
 from penstock.weights.streaming.slots import SlotRule, SlotTable
 from penstock.weights.streaming.snapshots import SlotSnapshot, SlotSnapshots
@@ -262,8 +262,12 @@ class SlotExperts(ExpertStream):
             self._decides = True
 
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
-        """Yield these experts of one layer: first those in slots, then the others in waves. The host waits
-        once, when the device has decided before."""
+        """Yield these experts of one layer: those in slots, and the others in waves. The host waits once,
+        when the device has decided before.
+
+        Where others came ahead, as many as the ring holds, these are first: while those in slots are
+        computed, more come to the places that they leave.
+        """
         self._mend()
         if self._decides:
             self._await_ahead()
@@ -276,9 +280,13 @@ class SlotExperts(ExpertStream):
         slot_of = self._known[number]
         here = [expert for expert in experts if slot_of[expert.expert] >= 0]
         self._here += len(here)
+        rest = self._without_slot(experts)
+        coming = super().waves(rest)
+        if self._slots.ahead == rest:
+            yield from islice(coming, WAVES)
         if here:
             yield here, self._table_of(here, number, slot_of)
-        yield from super().waves(self._without_slot(experts))
+        yield from coming
 
     def _mend(self) -> None:
         """Take the slots of a layer for empty, if a step was broken off before all had come to them."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupKind, GroupLayout, MixtureLayout, mixture_layouts
-from penstock.memory.device import send
+from penstock.memory.sending import send
 from penstock.ops.matrix import GroupViews, Matrix
 
 

@@ -1,0 +1,113 @@
+"""Sends small arrays to a device past its copy engine.
+
+A copy engine takes copies in the order in which they become ready, whatever streams they are on. An array
+that is needed at once would wait there for all weights that were queued for later. A kernel reads it from
+pinned memory instead, and shares the link with the copies.
+
+Why this is safe. Pinned memory is divided into parts, which are filled one after another. When a part is
+left, a mark is made behind all kernels that read it, on each of their streams. It is written to again only
+when all of its marks are reached. If they are not, the array goes by the copy engine, from memory of its own.
+An interrupt leaves a part as it was, or with bytes that no one reads.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_PARTS = 16
+_PART = 256 << 10
+"""Bytes of a part, and of the largest array that a kernel reads."""
+_ALIGNED = 16
+
+
+def send(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Copy an array to the device, in the order of its current stream; wait for nothing."""
+    tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
+    if 0 < values.nbytes <= _PART and (sent := _outbox(device).send(values)) is not None:
+        return sent
+    # The allocator reuses pinned memory only when it has been read.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def seen_by(device: torch.device, pinned: Tensor) -> Tensor:
+    """Return pinned host memory, a flat tensor, as a tensor on the device: kernels read it through the link.
+
+    The caller keeps `pinned`. On a CPU it is returned itself.
+    """
+    return torch.as_tensor(_Memory(pinned), device=device) if device.type == "cuda" else pinned
+
+
+def read_into(target: Tensor, seen: Tensor) -> None:
+    """Let a kernel copy integers that `seen_by` returned to a tensor of their shape and dtype."""
+    torch.bitwise_or(seen, 0, out=target)
+
+
+class Outbox:
+    """Holds arrays in pinned memory until kernels have read them. Any thread may call it."""
+
+    def __init__(
+        self, host: Tensor, seen: Tensor, parts: int, stream: Callable[[], torch.cuda.Stream]
+    ) -> None:
+        """Begin with empty parts. host: pinned, uint8, a multiple of `parts` times 16 bytes. seen: the same
+        for the device, int64. stream: returns the current stream."""
+        self._host, self._seen, self._stream = host.numpy(), seen, stream
+        self._size = len(host) // parts
+        self._part, self._used = 0, [0] * parts
+        self._streams: list[set[torch.cuda.Stream]] = [set() for _ in range(parts)]
+        self._read: list[list[torch.cuda.Event]] = [[] for _ in range(parts)]
+        self._lock = Lock()
+
+    def send(self, values: NDArray[Any]) -> Tensor | None:
+        """Copy an array to the device, in the order of its current stream. None if no part has room for it
+        now."""
+        with self._lock:
+            size = -(-values.nbytes // _ALIGNED) * _ALIGNED
+            if self._used[self._part] + size > self._size and not self._turn(size):
+                return None
+            start = self._part * self._size + self._used[self._part]
+            self._used[self._part] += size
+            self._streams[self._part].add(self._stream())
+            self._host[start : start + values.nbytes] = (
+                np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+            )
+            sent = torch.bitwise_or(self._seen[start // 8 : (start + size) // 8], 0)
+        dtype = torch.from_numpy(values.reshape(-1)[:0]).dtype
+        return sent.view(dtype)[: values.size].view(values.shape)
+
+    def _turn(self, size: int) -> bool:
+        """Begin the next part, if all that read it is done and an array of so many bytes fits."""
+        following = (self._part + 1) % len(self._used)
+        if size > self._size or not all(mark.query() for mark in self._read[following]):  # type: ignore[no-untyped-call]
+            return False
+        self._read[self._part] = [stream.record_event() for stream in self._streams[self._part]]
+        self._used[following], self._streams[following] = 0, set()
+        self._part = following
+        return True
+
+
+class _Memory:
+    """Says where memory is, as CUDA libraries ask each other."""
+
+    def __init__(self, pinned: Tensor) -> None:
+        kind = pinned.numpy().dtype.str
+        self.__cuda_array_interface__ = {
+            "shape": tuple(pinned.shape),
+            "typestr": kind,
+            "data": (pinned.data_ptr(), False),
+            "version": 3,
+        }
+
+
+@cache
+def _outbox(device: torch.device) -> Outbox:
+    host = torch.zeros(_PARTS * _PART, dtype=torch.uint8, pin_memory=True)
+    current = partial(torch.cuda.current_stream, device)
+    return Outbox(host, seen_by(device, host.view(torch.int64)), _PARTS, current)
