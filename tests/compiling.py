@@ -24,6 +24,7 @@ from penstock.arch.formats.format import matrix
 from penstock.arch.formats.gguf import FORMATS
 from penstock.arch.spec import Activation, MoeSpec, Router, Scoring
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
+from penstock.ops.handover import CLASSES, Handover, HandoverBox, StepRows
 from penstock.ops.kernels import pdl_launches
 from penstock.ops.matrix import Matrix
 from penstock.ops.slots import COPIERS, Places, SlotArrays
@@ -33,6 +34,7 @@ from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton import few_bits as triton_few_bits
 from penstock.ops.triton import few_bits_experts as triton_few_bits_experts
 from penstock.ops.triton import few_bits_mma
+from penstock.ops.triton import handover as triton_handover
 from penstock.ops.triton import linear as triton_linear
 from penstock.ops.triton import norms as triton_norms
 from penstock.ops.triton import pointwise as triton_pointwise
@@ -279,6 +281,19 @@ def slots(experts: int, count: int, most: int) -> None:
     triton_slots.foretell(arrays, empty(8, experts), 32)
     triton_slots.foretell(arrays, empty(8, experts, dtype=short), 32, empty(8, dtype=torch.bool))
     triton_slots.fetch_ahead(arrays, places, 1 << 44)
+    long = torch.int64
+    box = HandoverBox(
+        empty(HandoverBox.bytes_of(most, 64, HIDDEN), dtype=torch.uint8), most, 64, HIDDEN, BF16
+    )
+    word, times = empty(1, dtype=torch.int32), empty(CLASSES, 4, experts + 1, 2, dtype=long)
+    shares = empty(CLASSES, experts + 1, dtype=torch.int32)
+    handover = Handover(
+        box, word, empty(65, dtype=torch.int32), empty(dtype=long), empty(1, dtype=long), shares, times, 1
+    )
+    coming = triton_slots.expert_step(arrays, pairs, most, 1.0, places, parts, shares[0])
+    rows = StepRows(empty(16, HIDDEN), empty(64, dtype=torch.int32), empty(64, HIDDEN))
+    triton_handover.give(handover, rows, pairs, 0, coming)
+    triton_handover.take(handover, rows, coming)
 
 
 def few_bits(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:

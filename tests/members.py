@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError
 
@@ -13,13 +13,14 @@ from torch import Tensor
 import tiny
 from penstock.arch.layout import GroupKind, GroupLayout, group_layouts, kv_layout, state_layout
 from penstock.arch.shards import Shard
+from penstock.arch.spec import MoeSpec
 from penstock.kv.movement.pool import KVPool, StatePool
 from penstock.models.decoder import Decoder
 from penstock.ops.kernels import plain_torch
 from penstock.ops.norm import add_rms_norm
 from penstock.step.plan import BlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
-from penstock.weights.streaming.residency import WeightLimits, padded
+from penstock.weights.streaming.residency import CpuWork, WeightLimits, padded
 from penstock.weights.streaming.ring import StreamRates
 from penstock.weights.streaming.solver import solve_model
 from penstock.weights.streaming.source import CheckpointSource, Sources
@@ -100,6 +101,8 @@ class Rank:
     """As of `mixture`."""
     copies: bool = False
     """Whether experts on the device are copies, about which it decides by itself."""
+    cpu: bool = False
+    """Whether the CPU computes some of those that the device lacks."""
     kernels: bool = True
     """Whether our own kernels compute."""
     weights: WeightStream = field(init=False)
@@ -115,6 +118,12 @@ class Rank:
         room = total if self.part == 1 else max(int(self.part * total), least)
         limits = WeightLimits(room, host, copies=self.copies)
         placement, experts, _ = solve_model(layouts, spec.tied_embeddings, limits, RATES, disk=False)
+        if self.cpu:
+            assert experts is not None, "all are on the device"
+            mixtures = [layer.feed_forward for layer in spec.stack if isinstance(layer.feed_forward, MoeSpec)]
+            activations, top_k = tuple(one.activation for one in mixtures), mixtures[0].top_k
+            work = CpuWork(activations, top_k, spec.hidden_size, self.dtype, always=True)
+            experts = replace(experts, cpu=work)
         source = self.source or CheckpointSource(self.model)
         self.weights = WeightStream(placement, layouts, Sources(source, source), CPU, experts=experts)
         state = StatePool(state_layout(spec, self.dtype, self.shard), 4, CPU) if spec.has_state else None

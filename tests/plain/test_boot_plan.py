@@ -7,11 +7,12 @@ import pytest
 
 from penstock.arch.families import family_of, read_spec
 from penstock.arch.layout import GroupKind, group_layouts, kv_layout
-from penstock.arch.shards import WHOLE
+from penstock.arch.shards import WHOLE, Shard
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
 from penstock.engine.budget import memory_of
+from penstock.engine.cpu import cpu_blocker, with_cpu
 from penstock.engine.draft import DraftModel, beyond_trained, check_draft
 from penstock.engine.plan import USUAL, BootPlan, Measured, Outline, Rest, dtype_of, limits_of, plan_boot
 from penstock.engine.rooms import Hardware, device_room, host_room
@@ -373,3 +374,48 @@ def test_what_the_device_and_the_host_give() -> None:
     assert host_room(Config(Path(), host_memory="4GiB", device_memory="1GiB"), CPU) == 3 * GIB
     with pytest.raises(BudgetError, match="only 100 GiB are free"):
         host_room(Config(Path(), host_memory="120GiB"), busy)
+
+
+def test_the_experts_room_says_what_the_cpu_has_to_know() -> None:
+    assert planned(MIXED, HOPPER, 0.6).experts.cpu is None  # type: ignore[union-attr]
+    for use in ("auto", "on"):
+        room = planned(MIXED, HOPPER, 0.6, cpu_compute=use).experts
+        assert room is not None
+        assert room.cpu is not None
+        assert (room.cpu.top_k, room.cpu.dtype, room.cpu.always) == (2, "bfloat16", use == "on")
+        assert room.experts % len(room.cpu.activations) == 0
+        assert "the CPU computes some" in str(room)
+        assert ("if it is faster" in str(room)) == (use == "auto")
+        assert replace(room, cpu=None) == planned(MIXED, HOPPER, 0.6).experts
+
+
+@pytest.mark.parametrize(
+    ("config", "hardware", "share", "why"),
+    [
+        (MIXED, CPU, 0.6, "there is no GPU"),
+        (DENSE, HOPPER, 0.6, "no mixture"),
+        (MIXED, HOPPER, 1.0, "all experts are on the device"),
+        (MIXED, NARROW, 0.6, "host_memory"),
+        (MIXED, PLAIN, 0.6, "host_memory"),
+        (MIXED | {"intermediate_size": 2056}, HOPPER, 0.6, "no multiple of 32"),
+    ],
+)
+def test_where_it_cannot_on_is_refused_and_auto_is_off(
+    config: dict[str, object], hardware: Hardware, share: float, why: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"cpu_compute is on, but .*{why}"):
+        planned(config, hardware, share, cpu_compute="on")
+    plan = planned(config, hardware, share, cpu_compute="auto")
+    assert plan.experts is None or plan.experts.cpu is None
+    assert why in (cpu_blocker(plan.outline, plan.experts) or "")
+
+
+def test_what_else_stands_against_it() -> None:
+    plan = planned(MIXED, HOPPER, 0.6, cpu_compute="on")
+    assert cpu_blocker(plan.outline, plan.experts) is None
+    for outline, why in (
+        (replace(plan.outline, shard=Shard(0, 2)), "several devices"),
+        (replace(plan.outline, dtype="float32"), "activations are float32"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            with_cpu(outline, plan.experts)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.base.meter import Flow, KVStats, WeightStats
+from penstock.base.meter import ExpertCounts, Flow, KVStats, WeightStats
 
 BEFORE = WeightStats(
     device=100,
@@ -70,3 +70,10 @@ def test_of_kv_what_moved_is_counted_and_what_rests_is_as_it_is_now() -> None:
         KVStats(**{"host": 0, "disk": 0, "room": 50, "copied": 0, "sent": 0, name: 1}).streams
         for name in ("host", "disk", "copied", "sent")
     )
+
+
+def test_the_cpu_s_share_is_of_what_the_device_lacks() -> None:
+    counts = ExpertCounts(asked=100, hit=60, computed=10)
+    assert counts.cpu_share == 0.25
+    assert ExpertCounts().cpu_share == 0.0
+    assert counts.since(ExpertCounts(asked=50, hit=30, computed=4)).computed == 6

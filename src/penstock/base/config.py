@@ -183,6 +183,14 @@ class Config(Declared):
         details="Plain torch is slower, and has no graphs: rows of any length are padded on the host, "
         "which cannot be recorded.",
     )
+    cpu_compute: str = setting(
+        "off",
+        help="Whether the CPU computes experts that the GPU lacks, in host memory: auto, on or off.",
+        details="It computes some while others come over the link, in steps of up to 16 tokens. auto "
+        "measures both, and leaves all to the link where that is faster. Sums are rounded otherwise than on "
+        "the GPU, so tokens may differ.",
+        choices=("off", "auto", "on"),
+    )
     tensor_parallel: int = setting(
         1,
         help="Devices to divide the model among, with a process (rank) for each.",

@@ -23,6 +23,7 @@ class ExpertCounts:
     age: seconds since that was so; of a difference, how much longer that is ago than it was before.
     foretold, right: those that a layer foretold of the next, to come early; and those of them that were then
     missing.
+    computed: those of the others that the CPU computed where they rest; the rest came.
     disk_bytes, disk_seconds: all that was read from DISK for them, wrong ones included, and the time in which
     any of it was.
     """
@@ -36,6 +37,7 @@ class ExpertCounts:
     age: float = 0.0
     foretold: int = 0
     right: int = 0
+    computed: int = 0
     disk_bytes: int = 0
     disk_seconds: float = 0.0
 
@@ -55,6 +57,16 @@ class ExpertCounts:
         """Return the bytes a second of DISK while it was read, 0 where it was not."""
         return self.disk_bytes / self.disk_seconds if self.disk_seconds else 0.0
 
+    @property
+    def by_place(self) -> Mapping[str, int]:
+        """Return how many of those that were not on DEVICE were computed where."""
+        return {"cpu": self.computed, "device": self.asked - self.hit - self.computed}
+
+    @property
+    def cpu_share(self) -> float:
+        """Return the share that the CPU computed of those that were not on DEVICE, 0 without any."""
+        return self.computed / max(self.asked - self.hit, 1)
+
     def since(self, before: "ExpertCounts") -> "ExpertCounts":
         """Return the same, counting only what came after `before`."""
         return ExpertCounts(
@@ -67,6 +79,7 @@ class ExpertCounts:
             self.age - before.age,
             self.foretold - before.foretold,
             self.right - before.right,
+            self.computed - before.computed,
             self.disk_bytes - before.disk_bytes,
             self.disk_seconds - before.disk_seconds,
         )

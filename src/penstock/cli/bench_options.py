@@ -10,6 +10,7 @@ from penstock.base.units import parse_size
 from penstock.bench.shapes import SHAPES
 from penstock.cli.command import debug_option, option
 from penstock.cli.options import (
+    CPU_COMPUTE,
     DEVICE,
     ENGINE,
     MAX_STEP_TOKENS,
@@ -64,6 +65,7 @@ BATCH = (
 )
 BENCH_ENGINE = (
     *DEVICE,
+    CPU_COMPUTE,
     option(
         ENGINE,
         "--scratch",

@@ -288,7 +288,9 @@ _REPORT = (
     ),
 )
 DEVICE = engine_flags("device", "dtype", "device_memory", "host_memory")
-[BEYOND_TRAINED, MAX_STEP_TOKENS] = engine_flags("beyond_trained", "max_step_tokens")
+[BEYOND_TRAINED, MAX_STEP_TOKENS, CPU_COMPUTE] = engine_flags(
+    "beyond_trained", "max_step_tokens", "cpu_compute"
+)
 BLOCKS = engine_flags("block_size", "kv_blocks")
 THREADS = option(
     ENGINE,

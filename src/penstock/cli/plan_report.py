@@ -16,6 +16,7 @@ from penstock.base.tiers import Tier
 from penstock.base.units import format_rate, format_size
 from penstock.engine.contexts import LongRoom
 from penstock.engine.costs import StepCosts
+from penstock.engine.cpu import cpu_note
 from penstock.engine.forecast import ExpertTraffic, Forecast, Gain, Pace, gains
 from penstock.engine.machines import PROCESS
 from penstock.engine.plan import BootPlan
@@ -165,7 +166,8 @@ class Report(JsonLine):
     steps: str
     """Says which steps are recorded as CUDA graphs, or why none is."""
     prefixes: str
-    """Says why prefixes are not shared; empty if they are."""
+    cpu: str
+    """Say why prefixes are not shared, and what of experts the CPU computes; perhaps empty."""
     decode: PaceShown
     prefill: PaceShown
     far: LongShown | None
@@ -195,6 +197,7 @@ class Report(JsonLine):
             everything_resident=found.everything_resident,
             steps=_steps(found.plan),
             prefixes=_prefixes(found.plan),
+            cpu=cpu_note(found.plan.outline, found.plan.experts),
             decode=PaceShown.of(found.decode),
             prefill=PaceShown.of(found.prefill),
             far=LongShown.of(far, work.settings) if far else None,
@@ -369,7 +372,7 @@ def _paces(it: Report) -> list[str]:
         *(f"{word} busy" for word in WORDS.values()),
         "bound by",
     ]
-    notes = [f"  {note}" for note in (it.steps, it.prefixes) if note]
+    notes = [f"  {note}" for note in (it.steps, it.prefixes, it.cpu) if note]
     if experts := it.decode.experts:
         notes.append(
             f"  A decode step asks for {experts.asked:,.0f} experts; {experts.hits:.1%} of them are on the "

@@ -31,6 +31,7 @@ def weight_forms(stats: WeightStats, flow: Flow, seconds: float) -> list[str]:
         [
             *_flows(stats, flow),
             *([f"experts {stats.experts.hit_rate:.1%} on the device"] if stats.experts.asked else []),
+            *([f"CPU {stats.experts.cpu_share:.1%} of the others"] if stats.experts.computed else []),
             *([f"foretold {right:.1%} right"] if stats.experts.foretold else []),
             f"{took} (decode predicted {stats.predicted:.3g})" if stats.predicted else took,
         ]
@@ -83,8 +84,9 @@ def expert_summary(stats: WeightStats) -> str:
     """Return a line on a run in which layers asked for experts that were not all on the device."""
     experts, passes = stats.experts, max(stats.passes, 1)
     disk = f", {format_size(experts.read)} of it from disk" if experts.read else ""
+    by_cpu = f"{experts.computed:,} computed by the CPU | " if experts.computed else ""
     return (
-        f"experts: {experts.hit_rate:.1%} of {experts.asked:,} asked were on the device | "
+        f"experts: {experts.hit_rate:.1%} of {experts.asked:,} asked were on the device | {by_cpu}"
         f"{format_size(experts.copied)} over the link{disk} | "
         f"{format_size(experts.copied // passes)} a pass"
     )

@@ -14,17 +14,19 @@ from penstock.base.trace import Trace
 from penstock.base.units import format_rate, format_size
 from penstock.engine import rooms
 from penstock.engine.contexts import LongRoom
+from penstock.engine.cpu import cpu_blocker, refusal
 from penstock.engine.hardware import read_hardware
 from penstock.engine.plan import BootPlan, Measured, Outline, plan_boot
 from penstock.memory.device import give_back
 from penstock.memory.probe import copy_rate, file_read, memory_read
 from penstock.models.inputs import Routing
+from penstock.ops.native.few_bits import find_library
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.pack.cache import cached_pack
 from penstock.weights.pack.reader import Pack
 from penstock.weights.streaming.loading import Loading, counted
-from penstock.weights.streaming.residency import WeightLimits, padded
+from penstock.weights.streaming.residency import ExpertRoom, WeightLimits, padded
 from penstock.weights.streaming.ring import StreamRates
 from penstock.weights.streaming.source import (
     CheckpointSource,
@@ -149,6 +151,7 @@ def place(
         f"{format_rate(rates.device_read)}"
     )
     found = plan_boot(outline, replace(measured, rates=rates), override.limits)
+    found = replace(found, experts=_with_compiled(found, say))
     placement, experts = found.placement, found.experts
     if experts is None:
         say(f"weights: {placement}")
@@ -160,6 +163,24 @@ def place(
         )
         say(f"weights: of what every token needs, {stays}; {experts}")
     return PlacedWeights(found, Sources(source, disk), rates)
+
+
+def _with_compiled(plan: BootPlan[LongRoom], say: Say) -> ExpertRoom | None:
+    """Return the experts' room of a plan: without the CPU, where no C compiler is. Raises ConfigError if the
+    CPU must compute."""
+    experts, config = plan.experts, plan.outline.settings
+    if experts is None or config.cpu_compute == "off":
+        return experts
+    why = cpu_blocker(plan.outline, experts) or find_library(config.cache.expanduser(), say)
+    if not why:
+        say(
+            "the CPU computes experts: its sums are rounded otherwise than the device's, so tokens may differ"
+        )
+        return experts
+    if config.cpu_compute == "on":
+        raise refusal(why)
+    say(f"the CPU computes no experts, since {why}")
+    return replace(experts, cpu=None)
 
 
 def source_of(model: Model, dtype: str) -> WeightSource:

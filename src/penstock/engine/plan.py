@@ -20,6 +20,7 @@ from penstock.base.errors import ConfigError
 from penstock.base.tiers import Tier
 from penstock.base.units import parse_size
 from penstock.engine.budget import Budget, Demand, cpu_ring, divide, weights_room
+from penstock.engine.cpu import with_cpu
 from penstock.engine.draft import DraftModel
 from penstock.engine.rooms import STEP, Hardware, host_room
 from penstock.sched.rules import SchedulerLimits
@@ -294,6 +295,7 @@ def plan_boot(outline: Outline[Far], measured: Measured, given: WeightLimits | N
         placement, experts, needs_disk = solve_model(
             layouts, outline.spec.tied_embeddings, limits, measured.rates or USUAL, disk
         )
+    experts = with_cpu(outline, experts)
     taken = placement.resting(Tier.DEVICE) + placement.device_ring.size + (experts.device if experts else 0)
     budget = divide(outline.total, taken + beside + demand.draft_weights, demand)
     rest = _rest(placement, experts)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.arch.layout import GroupId, MixtureLayout
 from penstock.ops.attention.inputs import AttentionInputs, Tiles
+from penstock.ops.handover import StepRows
 from penstock.ops.matrix import GroupViews
 
 
@@ -102,13 +103,17 @@ class ExpertWeights(Protocol):
         """Tell whether the device may decide which experts come: tokens that are nobody's then ask for
         none."""
 
-    def parts(self, layer: int, pairs: Tensor, most: int) -> Iterator[Tensor] | None:
+    def parts(
+        self, layer: int, pairs: Tensor, most: int, rows: StepRows | None = None
+    ) -> Iterator[Tensor] | None:
         """Return tables as `table` has them, one after another, of those of a layer's experts that tokens
         chose, each in one of them: the device finds out which and brings them. None where the host has to.
 
         They begin to come at once. Work with a table is queued before the next is asked for.
         pairs: int32 `[experts]` on the device, how many pairs of a token and an expert each has.
         most: of all together, which the host knows.
+        rows: of the step, for experts that are computed elsewhere: their outputs are in `rows.y` when no more
+            table comes.
         """
 
     def foretells(self, layer: int, most: int) -> int | None:

@@ -68,7 +68,7 @@ def ask(choice: Choice, layer: int, experts: ExpertWeights) -> Iterator[Tensor] 
     decides which come. What is queued before `mixture` is computed while the first of them come."""
     if not isinstance(choice, Grouped) or experts.table(layer) is not None:
         return None
-    return experts.parts(layer, choice.pairs, len(choice.order))
+    return experts.parts(layer, choice.pairs, len(choice.order), choice.rows)
 
 
 def mixture(

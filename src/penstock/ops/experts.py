@@ -14,6 +14,7 @@ from penstock.arch.formats.format import WeightFormat
 from penstock.arch.layout import MixtureLayout
 from penstock.arch.spec import Activation, MoeSpec
 from penstock.ops.activation import activate, activate_into
+from penstock.ops.handover import StepRows
 from penstock.ops.kernels import native_kernels, triton_kernels
 from penstock.ops.linear import dense_linear, linear
 from penstock.ops.matrix import GroupViews
@@ -145,6 +146,11 @@ class Grouped:
         """Outputs by pair, `[pairs, hidden]`."""
         self._starts: list[int] | None = None
         """For each expert the blocks before its own, and all of them, once the host knows."""
+
+    @property
+    def rows(self) -> StepRows:
+        """Return what others need to compute some of the experts elsewhere."""
+        return StepRows(self._x, self.order, self.y)
 
     def counts(self) -> list[int]:
         """Return how many pairs each expert has. The host waits for them."""

@@ -110,6 +110,7 @@ _MODULES = (
     "few_bits_mma",
     "few_bits_row",
     "few_bits_experts",
+    "handover",
     "linear",
     "norms",
     "pointwise",

@@ -74,15 +74,20 @@ last part, and each part is a launch of every kernel."""
 class ExpertParts:
     """ExpertParts say which experts come to a layer, part by part, and where all that it needs are.
 
-    coming: int64 `[2, most]`: experts and their places, in the order in which they come; -1 behind the last.
+    coming: int64 `[2, most]`: experts and their places, in the order in which they come; behind them those
+    that the CPU computes, which have no place; -1 behind the last.
     starts: int64 `[parts + 2]`: part p is those from `starts[p]` to before `starts[p + 1]`. The last is the
-    expert that was fetched ahead, as far as `done` says, or -1.
-    tables: int64 `[parts, experts, tensors]`: the addresses of a part's experts, 0 for all others. Those that
-    were there before are in the first table.
-    done: as of SlotArrays.
+    expert that was fetched ahead, as far as `done` says, or -1. Where the CPU computes some, one more says
+    how many are missing, with these. tables: int64 `[parts, experts, tensors]`: the addresses of a part's
+    experts, 0 for all others. Those that were there before are in the first table. done: as of SlotArrays.
     """
 
     coming: Tensor
     starts: Tensor
     tables: Tensor
     done: Tensor
+
+    @property
+    def shared(self) -> bool:
+        """Tell whether the CPU may compute some of the experts."""
+        return len(self.starts) > len(self.tables) + 2

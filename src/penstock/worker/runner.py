@@ -28,6 +28,7 @@ from penstock.step.plan import (
     Result,
     TokenLogprob,
 )
+from penstock.weights.streaming.cpu_experts import CpuExperts
 from penstock.weights.streaming.snapshots import SlotSnapshots
 from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.graphs import DecodeGraphs, DecodeStep
@@ -69,6 +70,8 @@ class Runner:
         self._heap: Heap | None = None
         self._snapshots: SlotSnapshots | None = None
         """Takes what the device counts of experts, after a step."""
+        self._cpu: CpuExperts | None = None
+        """Knows whether the CPU has computed its experts of a step."""
         self._ended = 0.0
         """Time at which the last plan ended, by perf_counter."""
 
@@ -87,6 +90,7 @@ class Runner:
         model.weights, model.pool, model.carrier, model.early = weights, pool, carrier, early
         if role is ModelRole.TARGET:
             self._snapshots = weights.snapshots if isinstance(weights, WeightStream) else None
+            self._cpu = weights.cpu if isinstance(weights, WeightStream) else None
 
     def bound_heap(self, kept: int) -> None:
         """Keep at most so many bytes of a CPU's heap for reuse between steps, beside those in use now."""
@@ -152,13 +156,13 @@ class Runner:
 
     def detach(self) -> None:
         """Release weights, KV and recorded steps."""
-        self._snapshots = None
+        self._snapshots = self._cpu = None
         for model in self.models.values():
             model.detach()
 
     def close(self) -> None:
         """Release everything for good, and end all that moves weights or KV."""
-        self._snapshots = None
+        self._snapshots = self._cpu = None
         for model in reversed(self.models.values()):
             model.close()
         lift_cap(self._device)
@@ -206,6 +210,8 @@ class Runner:
         transfers = carrier.transfers if carrier is not None else None
         with self._here():
             results = begun.results()
+            if self._cpu is not None:
+                self._cpu.check()
             if transfers is not None and not (plan.shares or plan.transfers or plan.forget):
                 transfers.wait(_PATIENCE)
             landed = transfers.landed() if transfers is not None else ()

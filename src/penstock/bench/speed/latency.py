@@ -156,6 +156,7 @@ def run(bench: LatencyBench, say: Say = lambda _: None) -> LatencyReport:
             streaming,
             expert_hits=decoded.experts.hit_rate,
             disk_rate=decoded.experts.disk_rate,
+            experts_by_cpu=decoded.experts.cpu_share,
         )
         predicted = _mixture_ms(booted, model, streaming, decoded.lengths, rate, costs)
         streaming = replace(streaming, predicted_ms=predicted)

@@ -92,6 +92,9 @@ class Streaming:
     disk_rate: bytes/s at which experts were read in timed decode steps, while any was; 0 if none was.
     expert_hits: the share that was on the device of the experts that timed decode steps asked for. None as
         for `experts_per_pass`.
+    experts_by_cpu: the share of the others that the CPU computed, with other roundings than the device; 0
+    where
+        it computes none.
     """
 
     resident: int
@@ -110,6 +113,7 @@ class Streaming:
     experts_per_pass: float | None
     expert_hits: float | None = None
     disk_rate: float = 0.0
+    experts_by_cpu: float = 0.0
 
     @classmethod
     def of(cls, booted: Booted, before: WeightStats, moved: tuple[float, float] | None = None) -> Self:
@@ -169,6 +173,11 @@ class Streaming:
             rows.append(("disk", f"{text} ({disk / ceiling:.1%})"))
         if self.experts_per_pass is not None:
             rows.append(("experts", f"{self.experts_per_pass:,.0f} came to the device in a pass"))
+        if self.experts_by_cpu:
+            text = (
+                f"{self.experts_by_cpu:.1%} of the experts that the device lacked; sums are rounded otherwise"
+            )
+            rows.append(("computed by the CPU", text))
         if self.predicted_ms:
             of = (
                 "a decode pass of one sequence"

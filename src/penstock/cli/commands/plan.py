@@ -36,6 +36,7 @@ from penstock.weights.streaming.ring import StreamRates
 MACHINE, WORK, OUTPUT = "Machine", "Work", "Output"
 SETTINGS = (
     "tensor_parallel",
+    "cpu_compute",
     "disk_kv_memory",
     "host_kv_dtype",
     "kv_store",

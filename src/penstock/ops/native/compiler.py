@@ -25,6 +25,7 @@ FOLDER = "native"
 SOURCES = tuple(
     Path(__file__).with_name(name)
     for name in (
+        "service.c",
         "experts.c",
         "pool.c",
         "dots.c",

@@ -5,9 +5,7 @@
    few_bits.c multiply, or the same for dense ones.
 
    A number of the result is a sum by one thread, in an order that depends on the matrix's width alone: not on the
-   number of threads, nor on other rows or experts.
-
-   This is the file that is compiled; see compiler.py. */
+   number of threads, nor on other rows or experts. */
 
 #include "dots.c"
 

@@ -35,10 +35,16 @@ class _Expert(ctypes.Structure):
     ]
 
 
-class _Activation(ctypes.Structure):
+class ActivationNumbers(ctypes.Structure):
     """Holds what `struct activation` of experts.c does."""
 
     _fields_: ClassVar = [(name, ctypes.c_float) for name in ("alpha", "shift", "limit")]
+
+    @classmethod
+    def of(cls, activation: Activation) -> "ActivationNumbers":
+        """Return the numbers of an activation."""
+        limit = float("inf") if activation.limit is None else activation.limit
+        return cls(activation.alpha, activation.shift, limit)
 
 
 class ThreadPool:
@@ -96,8 +102,7 @@ class ThreadPool:
                 bias = expert.vectors.get(name)
                 setattr(one, name, None if bias is None else bias.data_ptr())
             first += count
-        limit = float("inf") if activation.limit is None else activation.limit
-        by = _Activation(activation.alpha, activation.shift, limit)
+        by = ActivationNumbers.of(activation)
         with self._lock:
             assert self._pool is not None, "the pool is closed"
             failed = self._library.experts_feed_forward(

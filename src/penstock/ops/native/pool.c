@@ -9,7 +9,7 @@
 #include <pthread.h>
 #include <sched.h>
 
-#define PATIENCE 4000 /* Looks before a worker sleeps, and before the caller lets others compute: some 50 us. */
+#define PATIENCE 4000 /* Looks before a worker sleeps, usually, and before the caller lets others compute: some 50 us. */
 
 struct pool {
     void (*part)(void *);
@@ -17,7 +17,7 @@ struct pool {
     pthread_mutex_t lock;
     pthread_cond_t given;
     uint32_t turn, stop;
-    int32_t left, workers;
+    int32_t left, workers, patience; /* patience: looks before a worker sleeps. */
     pthread_t ids[];
 };
 
@@ -37,8 +37,8 @@ INLINE void pause_between(int looks)
 static uint32_t next_turn(struct pool *pool, uint32_t seen)
 {
     uint32_t turn = seen;
-    for (int looks = 0; looks < PATIENCE && turn == seen; looks++) {
-        pause_between(0);
+    for (int looks = 0; looks < pool->patience && turn == seen; looks++) {
+        pause_between(looks);
         turn = __atomic_load_n(&pool->turn, __ATOMIC_ACQUIRE);
     }
     if (turn != seen)
@@ -99,6 +99,7 @@ struct pool *pool_open(int threads)
     struct pool *pool = calloc(1, sizeof *pool + (size_t)threads * sizeof *pool->ids);
     if (!pool)
         return 0;
+    pool->patience = PATIENCE;
     pthread_mutex_init(&pool->lock, 0);
     pthread_cond_init(&pool->given, 0);
     while (pool->workers + 1 < threads && !pthread_create(&pool->ids[pool->workers], 0, worker, pool))

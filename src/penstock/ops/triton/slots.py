@@ -52,6 +52,7 @@ def _expert_step(  # type: ignore[no-untyped-def]
     starts,
     tables,
     offsets,
+    shares,
     base,
     first,
     transit,
@@ -62,6 +63,7 @@ def _expert_step(  # type: ignore[no-untyped-def]
     last,
     margin,
     EXPERTS: tl.constexpr,
+    SHARED: tl.constexpr,
     SLOTS: tl.constexpr,
     MOST: tl.constexpr,
     TENSORS: tl.constexpr,
@@ -72,7 +74,7 @@ def _expert_step(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
 ) -> None:
     """Decide, and write who comes to which place, `coming` `[2, MOST]`, where each part begins, `starts`, and
-    the table of each part.
+    the table of each part. If SHARED, `shares` says of how many missing experts the CPU takes how many.
 
     worths: float32 `[2, COLS]`, order: int64 `[2, COLS]`, to write in. begin: experts of layers before.
     """
@@ -93,12 +95,16 @@ def _expert_step(  # type: ignore[no-untyped-def]
     tl.store(value + one, worth, mask=wanted)
     tl.store(used + one, tl.zeros_like(when) + time, mask=wanted)
     missing = wanted & (slot < 0)
-    tl.store(worths + one, tl.where(missing, -worth, float("inf")))
+    told_right = missing & holds & (one == foretold)
+    key = -worth
+    if SHARED:  # What has come ahead is not for the CPU.
+        key = tl.where(told_right, float("-inf"), key)
+    tl.store(worths + one, tl.where(missing, key, float("inf")))
     tl.store(worths + COLS + one, tl.where(wanted, float("inf"), worth))
     asked, hits = tl.sum(wanted.to(tl.int64), 0), tl.sum((wanted & (slot >= 0)).to(tl.int64), 0)
     tl.store(counts, all_asked + asked)
     tl.store(counts + 1, all_hits + hits)
-    right = tl.sum((missing & holds & (one == foretold)).to(tl.int64), 0)
+    right = tl.sum(told_right.to(tl.int64), 0)
     tl.store(counts + 2, all_told + holds.to(tl.int64))
     tl.store(counts + 3, all_right + right)
     tl.store(turn, turns + 1)
@@ -143,9 +149,12 @@ def _expert_step(  # type: ignore[no-untyped-def]
         tl.store(order + COLS + before_it, place.to(tl.int64), mask=inside)
     tl.debug_barrier()
     rank = tl.arange(0, PLACES)
-    count = tl.sum(missing.to(tl.int32), 0)
+    every = tl.sum(missing.to(tl.int32), 0)
+    count = every
+    if SHARED:
+        count -= tl.load(shares + every)
     comes = rank < count
-    expert = tl.load(order + rank, mask=comes, other=0)
+    expert = tl.load(order + rank, mask=rank < every, other=0)
     where_to = (transit + rank % ring).to(tl.int64)
     if SLOTS == 0:
         tl.debug_barrier()
@@ -153,7 +162,7 @@ def _expert_step(  # type: ignore[no-untyped-def]
         paired = comes & (rank < SLOTS)
         slot = tl.load(order + COLS + rank, mask=paired, other=0)
         gives = tl.load(worths + 2 * COLS + slot, mask=paired, other=float("inf"))
-        mine = -tl.load(worths + expert, mask=paired, other=0.0)
+        mine = tl.load(value + expert, mask=paired, other=0.0)
         some = gives < float("inf")
         change = paired & some & ((gives < 0) | (mine >= margin * tl.where(some, gives, 0.0)))
         left = tl.load(expert_of + slot, mask=change, other=-1)
@@ -162,10 +171,12 @@ def _expert_step(  # type: ignore[no-untyped-def]
         tl.store(expert_of + slot, expert, mask=change)
         tl.store(slot_of + expert, slot, mask=change)
         where_to = tl.where(change, first + slot, where_to)
-    tl.store(coming + rank, tl.where(comes, expert, -1), mask=rank < MOST)
+    tl.store(coming + rank, tl.where(rank < every, expert, -1), mask=rank < MOST)
     tl.store(coming + MOST + rank, where_to, mask=rank < MOST)
     tl.store(starts + rank, (count * rank // parts).to(tl.int64), mask=rank < parts)
     tl.store(starts + parts, count.to(tl.int64))
+    if SHARED:
+        tl.store(starts + parts + 2, every.to(tl.int64))
     part = ((rank + 1) * parts - 1) // tl.maximum(count, 1)
     table = tables + part.to(tl.int64)[:, None] * (EXPERTS * TENSORS) + expert[:, None] * TENSORS + at
     address = base + where_to[:, None] * size + offset
@@ -283,12 +294,19 @@ def _foretell(  # type: ignore[no-untyped-def]
 
 
 def expert_step(
-    arrays: SlotArrays, pairs: Tensor, most: int, margin: float, places: Places, parts: int
+    arrays: SlotArrays,
+    pairs: Tensor,
+    most: int,
+    margin: float,
+    places: Places,
+    parts: int,
+    shares: Tensor | None = None,
 ) -> ExpertParts:
     """Decide for a layer, and return who comes to which place, the most valuable first, in how many parts.
 
     pairs: int32 `[experts]`, how many pairs each expert has in this step; at most `most` have any. parts: at
-    most `most`.
+    most `most`. shares: int32 `[experts + 1]`, of so many missing experts how many the CPU takes, the least
+    valuable ones; they do not come.
     """
     experts, slots, device = len(pairs), len(arrays.expert_of), pairs.device
     tensors = len(places.offsets)
@@ -296,7 +314,7 @@ def expert_step(
     worths = torch.empty(2 * cols + wide, dtype=torch.float32, device=device)
     order = torch.empty(cols + wide, dtype=torch.int64, device=device)
     coming = torch.empty(2, most, dtype=torch.int64, device=device)
-    starts = torch.empty(parts + 2, dtype=torch.int64, device=device)
+    starts = torch.empty(parts + 2 + (shares is not None), dtype=torch.int64, device=device)
     tables = torch.empty(parts, experts, tensors, dtype=torch.int64, device=device)
     _expert_step[(1,)](
         pairs,
@@ -315,6 +333,7 @@ def expert_step(
         starts,
         tables,
         places.offsets,
+        starts if shares is None else shares,
         places.base,
         places.first,
         places.transit,
@@ -325,6 +344,7 @@ def expert_step(
         len(arrays.decays) - 1,
         margin,
         EXPERTS=experts,
+        SHARED=shares is not None,
         SLOTS=slots,
         MOST=most,
         TENSORS=tensors,

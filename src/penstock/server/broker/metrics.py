@@ -312,6 +312,7 @@ def _of_weights(stats: WeightStats) -> Sequence[Metric]:
             "found",
         ),
         _counter("experts_found", "The same, by the tier where they were.", experts.found, "tier"),
+        _counter("experts_computed", "Misses, by where they were computed.", experts.by_place, "place"),
         _counter(
             "experts_fetched_bytes",
             "Bytes of those that the device did not have, by the tier where they were.",

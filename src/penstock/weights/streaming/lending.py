@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.arch.layout import GroupId, GroupLayout, MixtureLayout
 from penstock.base.meter import ExpertCounts, ExpertMap
 from penstock.base.tiers import Tier
+from penstock.ops.handover import StepRows
 from penstock.ops.matrix import GroupViews
 from penstock.weights.streaming.experts import Experts
 from penstock.weights.streaming.views import group_views, sent_addresses
@@ -50,7 +51,9 @@ class ExpertStream:
     decided = False
     """The host decides which experts come."""
 
-    def parts(self, layer: int, pairs: Tensor, most: int) -> Iterator[Tensor] | None:
+    def parts(
+        self, layer: int, pairs: Tensor, most: int, rows: StepRows | None = None
+    ) -> Iterator[Tensor] | None:
         """Return None: the host decides which experts come."""
         return None
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.arch.layout import GroupId, GroupKind, GroupLayout
+from penstock.arch.spec import Activation
 from penstock.base.tiers import Tier
 from penstock.base.units import format_size
 from penstock.weights.pieces import PAGE
@@ -120,6 +121,21 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class CpuWork:
+    """CpuWork is what a CPU has to know to compute experts of a model where they rest.
+
+    activations: of each layer with experts. top_k: experts of a token. hidden: numbers of a row. dtype: of
+    rows. always: whether the CPU takes some of any number of missing experts; else measurements say so.
+    """
+
+    activations: Sequence[Activation]
+    top_k: int
+    hidden: int
+    dtype: str
+    always: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertRoom:
     """Holds slots of `size` bytes for `experts` groups that only some tokens need; a pass knows the next ones
     only as it goes.
@@ -139,6 +155,8 @@ class ExpertRoom:
     slots: int = 0
     copies: bool = False
     """The device decides which experts have slots, of which there may be none."""
+    cpu: CpuWork | None = None
+    """The CPU computes some of those that the device lacks."""
 
     @property
     def near(self) -> int:
@@ -186,6 +204,8 @@ class ExpertRoom:
     def __str__(self) -> str:
         places = [(self.on_device, "on the device"), (self.on_host, "on the host"), (self.on_disk, "on disk")]
         copies = f", with slots for copies of {self.slots:,} on the device" if self.copies else ""
+        if self.cpu is not None:
+            copies += f"; the CPU computes some of the others{'' if self.cpu.always else ' if it is faster'}"
         size = f"{'up to ' if self.total else ''}{format_size(self.size)}"
         return (
             f"of {self.experts:,} experts of {size}, "

@@ -54,6 +54,7 @@ class SlotTable:
     """Holds the arrays of all layers on a device, at addresses that never change.
 
     Their first dimension is the layer; `ops.slots.SlotArrays` has the others. now: int64 `[]`, the step.
+    computed: int64 `[]`, experts that the CPU computed instead of their coming.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class SlotTable:
         self.used = torch.zeros(layers, experts, dtype=torch.int64, device=device)
         self.now = torch.zeros((), dtype=torch.int64, device=device)
         self.counts = torch.zeros(layers, 4, dtype=torch.int64, device=device)
+        self.computed = torch.zeros((), dtype=torch.int64, device=device)
         self.turn = torch.zeros((), dtype=torch.int64, device=device)
         # What is foretold for a layer is written while that of the layer before is still read.
         told = torch.full((2, 2), -1, dtype=torch.int64, device=device)

@@ -61,8 +61,10 @@ from penstock.base.meter import ExpertCounts, ExpertMap, LayerExperts
 from penstock.base.tiers import Tier
 from penstock.memory.sending import send
 from penstock.memory.streams import Stream, Ticket
+from penstock.ops.handover import StepRows
 from penstock.ops.kernels import triton_kernels
 from penstock.ops.slots import ExpertParts, Places
+from penstock.weights.streaming.cpu_experts import CpuExperts
 from penstock.weights.streaming.experts import WAVES, Experts
 from penstock.weights.streaming.lending import ExpertStream
 from penstock.weights.streaming.slots import SlotRule, SlotTable
@@ -94,16 +96,19 @@ class SlotExperts(ExpertStream):
         host: Tensor,
         streams: tuple[Stream, Stream],
         rule: SlotRule = _RULE,
+        cpu: CpuExperts | None = None,
     ) -> None:
         """Begin with empty slots. layouts: of all experts, layer by layer, as they lie on the host.
 
         ring: the slots through which others pass, which are the last of `memory`, and all experts at home on
         HOST. memory: uint8 `[slots, size]` on the device. host: uint8 `[experts, size]`, which the device can
-        read. streams: the link's, on which nothing else is queued, and the one that computes.
+        read. streams: the link's, on which nothing else is queued, and the one that computes. cpu: computes
+        some of the missing where they rest.
         """
         super().__init__(layouts, mixtures, ring, memory.device)
         self._memory, self._host = memory, host
         self._link, self._compute = streams
+        self._cpu = cpu
         self._layers = {layer: number for number, layer in enumerate(self._of_layer)}
         self._following = dict(pairwise(self._layers))
         experts = [len(every) for every in self._of_layer.values()]
@@ -113,6 +118,8 @@ class SlotExperts(ExpertStream):
         self._slot_table = SlotTable(
             len(experts), self._experts, self._each, memory.device, rule, fuller=self._fuller
         )
+        if cpu is not None:
+            self._slot_table.computed = cpu.handover.computed
         self._margin, self._decay = rule.margin, 0.5 ** (1 / rule.half_life)
         self.snapshots = SlotSnapshots(self._slot_table, ring.compute)
         self._ahead = False
@@ -134,7 +141,7 @@ class SlotExperts(ExpertStream):
         """Experts that were in slots when the host decided."""
 
     def parts(
-        self, layer: int, pairs: Tensor, most: int, *, recorded: bool = False
+        self, layer: int, pairs: Tensor, most: int, rows: StepRows | None = None, *, recorded: bool = False
     ) -> Iterator[Tensor] | None:
         """Return the tables of a layer's experts, part by part: of those that this step's tokens chose, or of
         all of them where tokens are many, unless the step is `recorded`.
@@ -142,7 +149,9 @@ class SlotExperts(ExpertStream):
         Each has addresses of some of them, and 0 for all others: work with them is queued before the next is
         asked for. The first parts begin to come at once: what is queued before the first table is asked for
         is computed meanwhile. None where plain torch computes. pairs: int32 `[experts]`, on the device, how
-        many pairs of a token and an expert each expert has; most: of all of them. Raises CheckpointError.
+        many pairs of a token and an expert each expert has; most: of all of them. rows: of the step, where
+        the CPU may compute some of the experts; their outputs are there when the last table has been asked
+        for and another one is. Raises CheckpointError.
         """
         kernels = triton_kernels("slots")
         if kernels is None:
@@ -154,17 +163,23 @@ class SlotExperts(ExpertStream):
         # A kernel is compiled for each bound: steps that were not recorded have few of them.
         bound = most if recorded else min(1 << (most - 1).bit_length(), self._experts)
         number, places = self._layers[layer], self._places[layer]
+        cpu = self._cpu if self._cpu is not None and self._cpu.takes(rows) else None
         if number == 0:
             self._slot_table.begin()
+            if cpu is not None and not recorded:
+                cpu.begin_pass()
+        shares = None if cpu is None or rows is None else cpu.shares(len(rows.x))
         count, at_once = places.parts(most)
         arrays, first = self._slot_table.arrays(number), self._host[number * self._experts].data_ptr()
         self._changing = number
-        self._decided = kernels.expert_step(arrays, pairs, bound, self._margin, places, count)
+        self._decided = kernels.expert_step(arrays, pairs, bound, self._margin, places, count, shares)
         fetch = partial(self._fetch, partial(kernels.fetch, self._decided, places, first))
         self._foretold, self._running_ahead = None, False
         self._link.wait(self._compute.mark())
         coming = [fetch(part) for part in range(min(at_once, count))]
-        return self._parts(self._decided.tables, coming, fetch)
+        if cpu is not None and rows is not None:
+            cpu.give(rows, pairs, number, self._decided)
+        return self._parts(self._decided, coming, fetch, rows if cpu is not None else None)
 
     def recorded(self) -> DecidedExperts:
         """Return what lends experts to steps that are recorded."""
@@ -211,10 +226,15 @@ class SlotExperts(ExpertStream):
         return self._link.mark()
 
     def _parts(
-        self, tables: Tensor, coming: list[Ticket], fetch: Callable[[int], Ticket]
+        self,
+        parts: ExpertParts,
+        coming: list[Ticket],
+        fetch: Callable[[int], Ticket],
+        rows: StepRows | None,
     ) -> Iterator[Tensor]:
         """Yield the table of each part when it has come. coming: the marks of those that are on their way;
-        the others come to the places of what has been computed."""
+        the others come to the places of what has been computed. rows: of which the CPU computes some."""
+        tables = parts.tables
         for part, table in enumerate(tables):
             if len(coming) == len(tables) and self._foretold is not None:
                 self._foretold()
@@ -224,6 +244,8 @@ class SlotExperts(ExpertStream):
             if len(coming) < len(tables):
                 self._link.wait(self._compute.mark())
                 coming.append(fetch(len(coming)))
+        if rows is not None and self._cpu is not None:
+            self._cpu.take(rows, parts)
         self._changing, self._decided = -1, None
 
     def _every(self, layer: int) -> Iterator[Tensor]:
@@ -251,6 +273,8 @@ class SlotExperts(ExpertStream):
 
     def begin_recorded(self) -> None:
         """Note that a recorded step comes next: of that, only the device knows what the link does."""
+        if self._cpu is not None:
+            self._cpu.begin_pass()
         self._await_ahead()
         self.device_decides()
 
@@ -291,6 +315,8 @@ class SlotExperts(ExpertStream):
     def _mend(self) -> None:
         """Take the slots of a layer for empty, if a step was broken off before all had come to them."""
         if self._changing >= 0:
+            if self._cpu is not None and self._decided is not None and self._decided.shared:
+                self._cpu.settle(self._decided)
             self._compute.wait(self._link.mark())
             self._slot_table.empty(self._changing)
             self._changing, self._decided = -1, None
@@ -300,7 +326,8 @@ class SlotExperts(ExpertStream):
         host's. exact: wait for the device; else what it said last."""
         host, seen = super().counts(exact=exact), self._seen(exact=exact)
         asked, hit, foretold, right = seen.counts.sum(0).tolist() if seen is not None else (0,) * 4
-        fetched = (asked - hit) * self._memory.shape[1]
+        computed = int(seen.computed) if seen is not None else 0
+        fetched = (asked - hit - computed) * self._memory.shape[1]
         return ExpertCounts(
             host.asked + self._here + asked,
             host.hit + self._here + hit,
@@ -311,6 +338,7 @@ class SlotExperts(ExpertStream):
             perf_counter() - seen.when if seen is not None else 0.0,
             foretold,
             right,
+            computed,
         )
 
     def use(self, *, exact: bool) -> ExpertMap:

@@ -32,6 +32,7 @@ class SlotSnapshot:
     used: Tensor
     now: Tensor
     counts: Tensor
+    computed: Tensor
     when: float
 
     def rates(self, decay: float) -> Tensor:
@@ -93,6 +94,7 @@ class SlotSnapshots:
             _queued(table.used),
             _queued(table.now),
             _queued(table.counts),
+            _queued(table.computed),
             when,
         )
 

@@ -16,6 +16,7 @@ from penstock.base.trace import Trace
 from penstock.memory.arena import Arena
 from penstock.memory.streams import CallerStream, CudaStream, Stream, streams_of
 from penstock.ops.matrix import GroupViews
+from penstock.weights.streaming.cpu_experts import CpuExperts
 from penstock.weights.streaming.experts import Experts
 from penstock.weights.streaming.feeder import Feeder, Piece, RingCopy
 from penstock.weights.streaming.lending import ExpertStream
@@ -71,6 +72,8 @@ class WeightStream:
         self._waits = StreamWaits(trace)
         self._moving: list[Feeder | Experts] = []
         self.experts: StillExperts | ExpertStream | None = None
+        self.cpu: CpuExperts | None = None
+        """What has the CPU compute some of the experts."""
         beside = [self._streams[0]]
         mixtures = mixture_layouts(layouts)
         if experts is not None:
@@ -95,7 +98,8 @@ class WeightStream:
                 if experts.copies:
                     beside.append(_link(device, self._streams[0]))
                     by_device = beside[1], self._streams[1]
-                    self.experts = SlotExperts(those, mixtures, slots, memory, host, by_device)
+                    self.cpu = _cpu(experts, those, host, device, by_device[1])
+                    self.experts = SlotExperts(those, mixtures, slots, memory, host, by_device, cpu=self.cpu)
                 else:
                     self.experts = ExpertStream(those, mixtures, slots, device)
                 if placement.everything_resident:
@@ -116,7 +120,7 @@ class WeightStream:
         # What is freed on a CUDA device is given away only behind all that was launched before.
         compute = self._streams[1] if device.type == "cpu" else None
         arenas = self._host, self._arena
-        self._close = weakref.finalize(self, _close, arenas, beside, compute, sources, self._moving)
+        self._close = weakref.finalize(self, _close, arenas, beside, compute, sources, self._moving, self.cpu)
 
     def load(self, loading: Loading | None = None) -> None:
         """Bring what stays on DEVICE and HOST there, in the order of a pass, and begin to fill the rings for
@@ -328,6 +332,17 @@ def _link(device: torch.device, copies: Stream) -> Stream:
     return CudaStream(device, clock=copies.clock) if isinstance(copies, CudaStream) else CallerStream()
 
 
+def _cpu(
+    room: ExpertRoom, layouts: Sequence[GroupLayout], host: Tensor, device: torch.device, compute: Stream
+) -> CpuExperts | None:
+    """Return what has the CPU compute some experts, if it may. host: of all of them."""
+    if room.cpu is None:
+        return None
+    experts = room.experts // len(room.cpu.activations)
+    firsts = [group_views(layouts[at], host[at]) for at in range(0, room.experts, experts)]
+    return CpuExperts(room.cpu, firsts, experts, room.size, device, compute)
+
+
 def _laid(placement: Placement, tier: Tier, arena: Tensor) -> dict[GroupId, Tensor]:
     """Return places for the groups with their home on `tier`, one behind the other in the order of a pass."""
     places, at = dict[GroupId, Tensor](), 0
@@ -355,12 +370,17 @@ def _close(
     compute: Stream | None,
     sources: Sources,
     moving: Sequence[Feeder | Experts],
+    cpu: CpuExperts | None,
 ) -> None:
     """Close all. beside: the streams whose work the compute stream need not have in front."""
+    if cpu is not None:
+        cpu.close()
     for one in (*moving, *beside):
         one.close()
     if compute is not None:
         compute.mark().wait()
+    if cpu is not None:
+        cpu.free()
     for arena in arenas:
         arena.close()
     sources.close()

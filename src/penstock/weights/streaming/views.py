@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupKind, GroupLayout, MixtureLayout, mixture_layouts
 from penstock.memory.sending import send
+from penstock.ops.handover import StepRows
 from penstock.ops.matrix import GroupViews, Matrix
 
 
@@ -61,7 +62,9 @@ class StillExperts:
     decided = False
     """The host decides which experts come."""
 
-    def parts(self, layer: int, pairs: Tensor, most: int) -> Iterator[Tensor] | None:
+    def parts(
+        self, layer: int, pairs: Tensor, most: int, rows: StepRows | None = None
+    ) -> Iterator[Tensor] | None:
         """Return None: the host decides which experts come."""
         return None
 
@@ -101,16 +104,22 @@ class DecidedExperts:
     def __init__(
         self,
         mixtures: Mapping[int, MixtureLayout],
-        parts: Callable[[int, Tensor, int], Iterator[Tensor] | None],
+        parts: Callable[[int, Tensor, int, StepRows | None], Iterator[Tensor] | None],
         foretells: Callable[[int, int], int | None],
         foretell: Callable[[int, Tensor, int, Tensor | None], None],
     ) -> None:
         """Lend nothing yet. parts: as of `ExpertWeights`, never None; foretells and foretell, too."""
-        self.mixtures, self.parts, self.decided = mixtures, parts, True
+        self.mixtures, self._parts, self.decided = mixtures, parts, True
         self.foretells, self.foretell = foretells, foretell
 
     def table(self, layer: int) -> None:
         """Return None: some of the experts come and go."""
+
+    def parts(
+        self, layer: int, pairs: Tensor, most: int, rows: StepRows | None = None
+    ) -> Iterator[Tensor] | None:
+        """Return the tables of a layer's experts, part by part."""
+        return self._parts(layer, pairs, most, rows)
 
     def waves(self, experts: Sequence[GroupId]) -> NoReturn:
         """Raise AssertionError, as the other ways do by which the host decides."""
