@@ -102,10 +102,10 @@ class WeightStream:
                     by_device = beside[1], self._streams[1]
                     self.cpu = _cpu(experts, those, host, device, by_device[1])
                     self.experts = SlotExperts(those, mixtures, slots, memory, host, by_device, cpu=self.cpu)
-                    if placement.everything_resident:
-                        self.experts.look_ahead()
                 else:
                     self.experts = ExpertStream(those, mixtures, slots, device)
+                if placement.everything_resident:
+                    self.experts.look_ahead()
         self._views = {id: group_views(self._layouts[id], place) for id, place in resident.items()}
         if mixtures and self.experts is None:
             self.experts = StillExperts(self._views.__getitem__, mixtures, device)
