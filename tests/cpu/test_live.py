@@ -752,6 +752,14 @@ def test_experts_that_were_asked_for_have_a_line_and_a_part_of_the_live_line() -
     assert (ExpertCounts().hit_rate, sum(ExpertCounts().found.values())) == (0.0, 0)
 
 
+def test_what_the_cpu_computed_of_experts_is_said() -> None:
+    experts = replace(EXPERTS, computed=1011)
+    stats = replace(STATS, passes=18, experts=experts)
+    assert " were on the device | 1,011 computed by the CPU | 25.1 GiB over the link" in expert_summary(stats)
+    assert "on the device | CPU 50.0% of the others | pass" in weight_forms(stats, FLOW, 7.61)[0]
+    assert experts.by_place == {"cpu": 1011, "device": 1011}
+
+
 def test_what_a_device_counts_has_a_rate_by_the_time_of_its_counts() -> None:
     """Counts that are looked at every two seconds, of 0.9 s and of 0.1 s ago, are 2.8 s apart."""
     own = ExpertCounts(fetched=20 * GB, copied=21 * GB, age=0.9)
