@@ -40,6 +40,7 @@ from penstock.engine.costs import DecodeCosts, PromptCosts, StepCosts
 from penstock.engine.passes import UseWork
 from penstock.memory.device import peak_of
 from penstock.memory.probe import matmul_rate
+from penstock.memory.streams import CudaStream
 from penstock.ops import linear
 from penstock.step.plan import Outcome, Plan
 from penstock.weights.checkpoint.shape import Shape
@@ -996,3 +997,16 @@ def test_the_benchmark_of_streaming_on_small_shapes(tmp_path: Path, monkeypatch:
     )
     assert found["window"]["resident"] == found["window"]["host"] == 0
     assert list(scratch_files.iterdir()) == []
+
+
+def test_a_link_that_is_not_there_cannot_be_held(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor is anything replaced then, or left replaced."""
+    before = [vars(CudaStream)[name] for name in ("copy", "copy_rows", "copy_pieces")]
+    code = main(
+        ["bench", "decode", "--context", "8", "--output", "1", "--device", "cpu", "--link-rate", "25GB"]
+    )
+    assert code == 2
+    assert capsys.readouterr().err == (
+        "penstock: error: --link-rate is for GPUs, and the device is cpu; leave it out\n"
+    )
+    assert before == [vars(CudaStream)[name] for name in ("copy", "copy_rows", "copy_pieces")]

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.memory.sending import Outbox, read_into, seen_by, send
+from penstock.memory.sending import SendBuffer, read_into, seen_by, send
 
 CPU = torch.device("cpu")
 PARTS, SIZE = 4, 256
 
 
 class Late:
-    """A stream whose kernels run when they are let; what an Outbox asks of a stream."""
+    """A stream whose kernels run when they are let; what an SendBuffer asks of a stream."""
 
     def __init__(self) -> None:
         self.queued, self.done = 0, 0
@@ -33,18 +33,18 @@ class Reached:
 
 
 class World:
-    """An Outbox whose kernels read late: what they find is noted when they run."""
+    """An SendBuffer whose kernels read late: what they find is noted when they run."""
 
     def __init__(self, streams: int = 1) -> None:
         self.host = torch.zeros(PARTS * SIZE, dtype=torch.uint8)
         self.streams = [Late() for _ in range(streams)]
         self.current = self.streams[0]
         self.waiting: dict[Late, deque[tuple[slice, bytes]]] = {one: deque() for one in self.streams}
-        self.outbox = Outbox(self.host, self.host.view(torch.int64), PARTS, lambda: self.current)  # type: ignore[arg-type, return-value]
+        self.buffer = SendBuffer(self.host, self.host.view(torch.int64), PARTS, lambda: self.current)  # type: ignore[arg-type, return-value]
 
     def send(self, values: np.ndarray) -> bool:
         """Send it; False if there was no room. It is read, as it should be now, when `run` says."""
-        sent = self.outbox.send(values)
+        sent = self.buffer.send(values)
         if sent is None:
             return False
         assert sent.tolist() == values.tolist()
@@ -75,7 +75,7 @@ class World:
 )
 def test_an_array_arrives_as_it_was(values: np.ndarray) -> None:
     want = torch.from_numpy(values.copy())
-    for sent in (World().outbox.send(values), send(values, CPU)):
+    for sent in (World().buffer.send(values), send(values, CPU)):
         assert sent is not None
         assert sent.dtype == want.dtype
         assert sent.shape == want.shape
@@ -85,7 +85,7 @@ def test_an_array_arrives_as_it_was(values: np.ndarray) -> None:
 def test_what_is_sent_is_another_tensor() -> None:
     """The memory is written to again, and the tensor stays as it is."""
     world = World()
-    first = world.outbox.send(np.arange(8))
+    first = world.buffer.send(np.arange(8))
     world.host.fill_(255)
     assert first is not None
     assert first.tolist() == list(range(8))
@@ -137,10 +137,10 @@ def interrupted(world: World) -> Iterator[None]:
     def fail() -> Late:
         raise Broken
 
-    before, world.outbox._stream = world.outbox._stream, fail  # type: ignore[assignment]
+    before, world.buffer._stream = world.buffer._stream, fail  # type: ignore[assignment]
     with pytest.raises(Broken):
-        world.outbox.send(np.arange(8))
-    world.outbox._stream = before
+        world.buffer.send(np.arange(8))
+    world.buffer._stream = before
     yield
 
 

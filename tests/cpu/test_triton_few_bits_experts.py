@@ -39,7 +39,6 @@ TUNINGS = (
     ExpertTuning(32, 64, 128, warps=4, stages=1, group=2),
 )
 BY_WARPS = ExpertTuning(kernels.BLOCK, 64, 256, warps=4, stages=1, group=1)
-BY_WARPS = ExpertTuning(kernels.BLOCK, 64, 256, warps=4, stages=1, group=1)
 EXPERTS, TOP = 4, 2
 
 
@@ -170,6 +169,15 @@ def test_few_tokens_by_warps(scheme: str) -> None:
             made.compute(table)
         assert by_warps.call_count == 2
         torch.testing.assert_close(made.total().float(), want, rtol=0, atol=2e-2 * float(want.abs().amax()))
+
+
+def test_inner_numbers_that_are_no_whole_runs_are_computed_by_no_warps() -> None:
+    """Neither product: the second would begin while the first, which waits otherwise, still runs."""
+    made, table, want = mixed(weights("mxfp4", 192, 96), 2, BY_WARPS, dtype=torch.bfloat16)
+    with patch.object(kernels, "expert_columns") as by_warps:
+        made.compute(table)
+    assert not by_warps.called
+    torch.testing.assert_close(made.total().float(), want, rtol=0, atol=2.5e-2 * float(want.abs().amax()))
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "packed_bfloat16"])

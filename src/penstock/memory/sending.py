@@ -31,7 +31,7 @@ def send(values: NDArray[Any], device: torch.device) -> Tensor:
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
         return tensor
-    if 0 < values.nbytes <= _PART and (sent := _outbox(device).send(values)) is not None:
+    if 0 < values.nbytes <= _PART and (sent := _buffer_of(device).send(values)) is not None:
         return sent
     # The allocator reuses pinned memory only when it has been read.
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -50,7 +50,7 @@ def read_into(target: Tensor, seen: Tensor) -> None:
     torch.bitwise_or(seen, 0, out=target)
 
 
-class Outbox:
+class SendBuffer:
     """Holds arrays in pinned memory until kernels have read them. Any thread may call it."""
 
     def __init__(
@@ -107,7 +107,7 @@ class _Memory:
 
 
 @cache
-def _outbox(device: torch.device) -> Outbox:
+def _buffer_of(device: torch.device) -> SendBuffer:
     host = torch.zeros(_PARTS * _PART, dtype=torch.uint8, pin_memory=True)
     current = partial(torch.cuda.current_stream, device)
-    return Outbox(host, seen_by(device, host.view(torch.int64)), _PARTS, current)
+    return SendBuffer(host, seen_by(device, host.view(torch.int64)), _PARTS, current)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import ConfigError
-from penstock.base.units import format_size
 from penstock.bench.speed import contexts
 from penstock.engine import placing, settling
 from penstock.memory.device import choose_device
@@ -30,7 +29,7 @@ def held_link(device: str, rate: float | None) -> Iterator[None]:
         return
     where = choose_device(device)
     if where.type != "cuda":
-        raise ConfigError(f"--link-rate {format_size(int(rate))} is for GPUs, and the device is {where}")
+        raise ConfigError(f"--link-rate is for GPUs, and the device is {where}; leave it out")
     pace, slots = triton_kernels("pace"), triton_kernels("slots")
     if pace is None or slots is None:
         raise ConfigError("--link-rate needs Triton's kernels; leave it out, or install triton")
@@ -63,7 +62,7 @@ def held_link(device: str, rate: float | None) -> Iterator[None]:
     def held_fetch(parts: ExpertParts, places: Places, host: int, part: int) -> None:
         up.begin()
         fetch(parts, places, host, part)
-        up.end_of_part(parts, places, part)
+        up.end_of_part(parts, places, part, slots.piece_of(places))
 
     def held_fetch_ahead(arrays: SlotArrays, places: Places, host: int) -> None:
         up.begin()

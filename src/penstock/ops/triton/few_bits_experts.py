@@ -54,7 +54,7 @@ _TUNINGS = (
 """Tunings up to so many pairs for each expert, on average: the one place for constants. `depth` is the most
 columns at a time."""
 _BY_WARPS = {True: MmaTuning(1, 2), False: MmaTuning(1, 4)}
-"""How products of few tokens are cut: with gate and up, and with down, which has half the rows."""
+"""Each says how products of few tokens are cut: with gate and up, or with down, which has half the rows."""
 _SHALLOW = 128
 """Most columns at a time where a group has no more, so that a step may lie within a group."""
 

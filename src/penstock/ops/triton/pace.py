@@ -44,11 +44,18 @@ def _end(free, nanoseconds) -> None:  # type: ignore[no-untyped-def]
     _until(free, nanoseconds)
 
 
-@triton.jit(do_not_specialize=["free", "part", "size", "rate"])  # type: ignore[untyped-decorator]
-def _end_of_part(free, starts, part, size, rate) -> None:  # type: ignore[no-untyped-def]
-    """Wait until the experts of a part would have been copied, of `size` bytes each, at `rate` bytes/ns."""
-    count = (tl.load(starts + part + 1) - tl.load(starts + part)).to(tl.float32)
-    _until(free, (count * size / rate).to(tl.int64))
+@triton.jit(do_not_specialize=["free", "part", "parts", "size", "piece", "rate"])  # type: ignore[untyped-decorator]
+def _end_of_part(  # type: ignore[no-untyped-def]
+    free, coming, starts, done, part, parts, size, piece, rate, COPIERS: tl.constexpr
+) -> None:
+    """Wait until the experts of a part would have been copied, of `size` bytes each, at `rate` bytes/ns. Of
+    the one that was fetched ahead, pieces have crossed already."""
+    begin, end, early = tl.load(starts + part), tl.load(starts + part + 1), tl.load(starts + parts + 1)
+    size_of_all = (end - begin).to(tl.float32) * size
+    for number in range(begin, end):
+        if tl.load(coming + number) == early:
+            size_of_all -= tl.sum(tl.load(done + tl.arange(0, COPIERS))).to(tl.float32) * piece
+    _until(free, (tl.maximum(size_of_all, 0.0) / rate).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["free", "piece", "rate"])  # type: ignore[untyped-decorator]
@@ -73,9 +80,22 @@ class LinkPace:
         """Wait until `size` bytes would have crossed since."""
         _end[(1,)](self._free, int(size / self._rate), num_warps=1)
 
-    def end_of_part(self, parts: ExpertParts, places: Places, part: int) -> None:
-        """Wait until the experts of a part would have crossed since."""
-        _end_of_part[(1,)](self._free, parts.starts, part, float(places.size), self._rate, num_warps=1)
+    def end_of_part(self, parts: ExpertParts, places: Places, part: int, piece: int) -> None:
+        """Wait until the experts of a part would have crossed since, but for pieces of so many bytes that
+        were fetched ahead."""
+        _end_of_part[(1,)](
+            self._free,
+            parts.coming,
+            parts.starts,
+            parts.done,
+            part,
+            len(parts.tables),
+            float(places.size),
+            float(piece),
+            self._rate,
+            COPIERS=triton.next_power_of_2(len(parts.done)),
+            num_warps=1,
+        )
 
     def end_of_pieces(self, done: Tensor, piece: int) -> None:
         """Wait until as many pieces of so many bytes would have crossed since as `done` says."""

@@ -109,10 +109,9 @@ class Experts:
         self._host_ring: deque[int] = deque()
         self._sound = False
         """True if the rings are as they should be: every slot that is no expert's home."""
-        self._together, self._from_disk_together = (
-            max(ring // WAVES, 1) for ring in (room.device_ring, room.host_ring)
-        )
-        """Of a wave, at most: experts that come, and those of them that come from DISK."""
+        self._together = max(room.device_ring // WAVES, 1)
+        self._from_disk_together = max(room.host_ring // WAVES, 1)
+        """Of a wave, at most: experts that come (`_together`), and those of them that come from DISK."""
         self._done: list[Ticket | None] = [None] * len(device_slots)
         self._empty: list[Ticket | None] = [None] * len(host_slots)
         self._queue: deque[GroupId] = deque()
