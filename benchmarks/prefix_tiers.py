@@ -44,7 +44,8 @@ from penstock.kv.movement.pool import KVPool
 from penstock.kv.movement.transfers import Transfers
 from penstock.memory.arena import Arena
 from penstock.memory.device import total_memory
-from penstock.memory.streams import Stream, more_streams, streams_both_ways
+from penstock.memory.link import more_streams
+from penstock.memory.streams import Stream, streams_both_ways
 from penstock.sched import arrivals
 from penstock.sched.rates import TransferRates
 from penstock.sched.rules import PrefixRule, SchedulerLimits

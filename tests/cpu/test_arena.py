@@ -83,3 +83,32 @@ def test_a_forked_process_frees_nothing_of_its_parents(unpinned: list[tuple[int,
         assert unpinned == []
         made.close()
         unpinned.clear()
+
+
+def flags_of(address: int) -> set[str]:
+    """What the kernel says of the mapping that an address is in: hg may be huge pages, dc is not copied by
+    forks, sh is shared."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(part, 16) for part in first.split("-"))
+            inside = start <= address < end
+        elif inside and first == "VmFlags:":
+            return set(rest)
+    return set()
+
+
+def test_what_is_pinned_may_be_huge_pages_and_stays_with_its_process(
+    unpinned: list[tuple[int, bool]],
+) -> None:
+    """A disk reads several times as slowly into small pages, of which shared memory is."""
+    made = pinned()
+    address = made.bytes.data_ptr()
+    found = flags_of(address)
+    assert "sh" not in found
+    assert {"hg", "dc"} <= found
+    if not (child := os.fork()):
+        os._exit(is_mapped(address))
+    assert os.waitpid(child, 0)[1] == 0
+    made.close()

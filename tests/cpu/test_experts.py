@@ -3,200 +3,35 @@ is needed for it."""
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
-from penstock.arch.layout import GroupId, GroupKind
+from expert_worlds import ROOMS, SIZE, WIDE, World, every, expert, routed
+from penstock.arch.layout import GroupId
 from penstock.base.errors import CheckpointError
 from penstock.base.tiers import Tier
 from penstock.base.trace import Trace
 from penstock.bench.routing.policies import Room, Today
-from penstock.memory.streams import CallerStream, Stream, Ticket
+from penstock.memory.streams import CallerStream, Ticket
 from penstock.weights.streaming import experts as module
 from penstock.weights.streaming.experts import Experts
-from penstock.weights.streaming.residency import ExpertRoom
-from penstock.weights.streaming.waits import StreamWaits
 from streams import (
     BRIEF,
     LONG,
     OURS_AND_LOCKS,
     STRIDE,
-    UNIT,
-    Compute,
-    Copies,
     Gates,
-    Store,
     content,
     cut_short,
     everywhere,
-    layout,
     no_thread_left,
     random_delays,
     within,
 )
-
-SIZE = 3 * UNIT
-WIDE = {
-    "host": (0, 12, 4, 0),
-    "disk": (0, 0, 6, 4),
-    "all tiers": (3, 4, 4, 4),
-    "all tiers, few host slots": (3, 4, 6, 2),
-}
-"""Rooms in which several come in a wave."""
-ROOMS = {
-    "host": (4, 8, 2, 0),
-    "host, ring of one": (0, 12, 1, 0),
-    "disk": (0, 0, 3, 2),
-    "disk, rings of one": (0, 0, 1, 1),
-    "disk, the larger host ring": (2, 0, 1, 4),
-    "all tiers": (4, 4, 2, 2),
-    "all tiers, the larger host ring": (3, 4, 2, 4),
-    "all tiers, rings of one": (4, 4, 1, 1),
-}
-"""Of 12 experts: how many stay on DEVICE and HOST, and the slots of both rings."""
-
-
-def expert(layer: int, number: int) -> GroupId:
-    return GroupId(GroupKind.EXPERT, layer, number)
-
-
-@dataclass
-class World:
-    """Experts of some layers. `room`: as in ROOMS; compute: a stream that does at once what it is given,
-    instead of a thread."""
-
-    room: tuple[int, int, int, int]
-    gates: Gates = field(default_factory=Gates)
-    layers: int = 3
-    each: int = 4
-    experts_class: type[Experts] = Experts
-    compute: Stream | None = None
-    trace: Trace | None = None
-
-    def __post_init__(self) -> None:
-        on_device, on_host, ring, host_ring = self.room
-        self.ids = [expert(layer, number) for layer in range(self.layers) for number in range(self.each)]
-        self.device = torch.zeros(on_device + ring, SIZE, dtype=torch.uint8)
-        self.host = torch.zeros(on_host + host_ring, SIZE, dtype=torch.uint8)
-        self.store, self.copies, self.computing = Store(self.gates), Copies(self.gates), Compute(self.gates)
-        self.copies.addresses = {
-            slot.data_ptr(): ("device", number) for number, slot in enumerate(self.device)
-        }
-        self.copies.addresses |= {slot.data_ptr(): ("host", number) for number, slot in enumerate(self.host)}
-        self.waits = StreamWaits(self.trace)
-        room = ExpertRoom(SIZE, len(self.ids), on_device, on_host, ring, host_ring)
-        streams = self.copies, self.compute or self.computing
-        layouts = [layout(id, SIZE) for id in self.ids]
-        self.experts = self.experts_class(
-            layouts, room, self.device, self.host, self.store, *streams, self.waits
-        )
-        for one, place in self.experts.places():
-            place.numpy()[:] = content(one.id, 0, SIZE)
-        self.visit = 0
-        self.expected: dict[int, GroupId] = {}
-
-    def take(self, id: GroupId) -> Tensor:
-        view = self.experts.take(id)
-        self.expected[self.visit] = id
-        if self.compute is None:
-            self.computing.kernel(self.visit, id, view)
-        else:
-            self.computing.seen[self.visit] = id, view.numpy().copy()
-        self.visit += 1
-        return view
-
-    def layer(self, ids: Sequence[GroupId]) -> None:
-        self.experts.expect(ids)
-        for id in ids:
-            self.take(id)
-            self.experts.release(id)
-
-    def waves(self, ids: Sequence[GroupId], broken_off: Callable[[], bool] = lambda: False) -> None:
-        """The same in waves: kernels only when all of a wave have been taken."""
-        for wave in self.experts.waves(ids):
-            slots = [self.experts.slot(id) for id in wave]
-            self.experts.take_wave(wave)
-            for id, slot in zip(wave, slots, strict=True):
-                if broken_off():
-                    return
-                self.expected[self.visit] = id
-                self.computing.kernel(self.visit, id, slot)
-                self.visit += 1
-            self.experts.release_wave(wave)
-
-    def at_rest(self, ids: Sequence[GroupId], meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Lend those that stay on HOST, and read them before and after something else is done."""
-        with self.experts.at_rest(ids) as lent:
-            assert [*lent] == [id for id in ids if self.experts.homes[id].tier is Tier.HOST]
-            for work in (meanwhile, lambda: self.copies.mark().wait()):
-                for id, slot in lent.items():
-                    assert np.array_equal(slot.numpy(), content(id, 0, SIZE)), f"{id} at rest"
-                work()
-            for id, slot in lent.items():
-                assert np.array_equal(slot.numpy(), content(id, 0, SIZE)), f"{id} at rest"
-
-    def every(self) -> None:
-        """A pass that needs all of them."""
-        for layer in range(self.layers):
-            self.layer([id for id in self.ids if id.layer == layer])
-
-    def wrong(self) -> list[int]:
-        self.computing.mark().wait()
-        assert self.computing.seen.keys() == self.expected.keys()
-        return [
-            visit
-            for visit, (id, bytes) in self.computing.seen.items()
-            if not np.array_equal(bytes, content(id, 0, SIZE))
-        ]
-
-    def check(self) -> None:
-        """Every expert has one home, with its bytes in it, and every slot one use."""
-        self.experts.expect([])
-        self.computing.mark().wait()
-        self.copies.mark().wait()
-        experts, (on_device, on_host, ring, host_ring) = self.experts, self.room
-        homes = experts.homes
-        assert list(homes) == self.ids
-        for tier, count, slots, free in (
-            (Tier.DEVICE, on_device, self.device, experts._ring),
-            (Tier.HOST, on_host, self.host, experts._host_ring),
-        ):
-            taken = {home.slot: id for id, home in homes.items() if home.tier is tier}
-            assert len(taken) == sum(home.tier is tier for home in homes.values()) == count
-            assert sorted([*taken, *free]) == list(range(len(slots)))
-            for slot, id in taken.items():
-                assert np.array_equal(slots[slot].numpy(), content(id, 0, SIZE)), f"{id} at home on {tier}"
-        assert (len(experts._ring), len(experts._host_ring)) == (ring, host_ring)
-
-    def close(self) -> None:
-        self.gates.open()
-        self.experts.close()
-        self.copies.close()
-        self.computing.close()
-
-    def __enter__(self) -> "World":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def every(kind: str) -> Callable[[Hashable], float]:
-    return lambda place: 1e-3 if place[0] == kind else 0.0  # type: ignore[index]
-
-
-def routed(rng: np.random.Generator, layer: int, each: int = 4, skew: float = 0.0) -> list[GroupId]:
-    """Some experts of a layer in order, as the arithmetic takes them; with a skew, almost always the first
-    two."""
-    chance = np.where(np.arange(each) < 2, 0.5 + skew / 2, 0.5 - skew / 2)
-    return [expert(layer, int(number)) for number in np.flatnonzero(rng.random(each) < chance)]
 
 
 @pytest.fixture(autouse=True)
@@ -330,24 +165,28 @@ def test_waves_may_be_broken_off(room: tuple[int, int, int, int], seed: int) -> 
     "room", [*ROOMS.values(), *WIDE.values()], ids=[*ROOMS, *(f"wide, {name}" for name in WIDE)]
 )
 def test_the_next_wave_comes_while_one_is_computed(room: tuple[int, int, int, int]) -> None:
-    """Those that stay come first and count for nothing; of the others there are as many at a time as leave
-    the next as many slots."""
+    """Those that stay come first and count for nothing, then those on HOST, as many at a time as leave the
+    next as many slots, and those from DISK, which are read meanwhile."""
     on_device, _, ring, host_ring = room
     with World(room, each=12, layers=1) as world:
         experts = world.experts
         waves = []
+        here, near, far = (
+            [id for id in world.ids if experts.homes[id].tier is tier]
+            for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)
+        )
+        left = [*near, *far]
         for wave in experts.waves(world.ids):
             waves.append(list(wave))
             held = {id for id in wave if experts.homes[id].tier is not Tier.DEVICE}
             assert held <= experts._coming.keys()
-            if held and world.ids[-1] not in wave and ring > 1 and host_ring != 1:
-                left = [id for id in world.ids if id not in (one for every in waves for one in every)]
+            left = [id for id in left if id not in wave]
+            if held and left and ring > 1 and host_ring != 1:
                 assert left[0] in experts._coming
             experts.take_wave(wave)
             experts.release_wave(wave)
-        here = [id for id in world.ids if experts.homes[id].tier is Tier.DEVICE]
         assert (waves.pop(0) if on_device else []) == here
-        assert [id for wave in waves for id in wave] == [id for id in world.ids if id not in here]
+        assert [id for wave in waves for id in wave] == [*near, *far]
         assert max(map(len, waves)) <= max(1, ring // 2)
         for wave in waves:
             assert sum(experts.homes[id].tier is Tier.DISK for id in wave) <= max(1, host_ring // 2)
@@ -752,7 +591,7 @@ def test_a_read_must_wait_until_a_host_home_that_was_given_up_has_been_copied() 
             gates.open()
             host.join()
             assert experts.homes[newcomer].tier is Tier.HOST
-            assert experts._host_ring == type(experts._host_ring)([home])
+            assert world.host_ring == [home]
             return not world.wrong()
 
     assert right(mutant=False)
@@ -892,7 +731,9 @@ def test_an_interrupt_anywhere_in_closing_does_no_harm() -> None:
             world.experts.expect(world.ids[:4])
             struck: bool = cut_short(world.experts.close, where, OURS_AND_LOCKS)
             assert within(LONG, world.experts.close)
-            assert all(read.done for coming in world.experts._coming.values() for read in coming.reads)
+            reads = world.experts._reads
+            assert reads is not None
+            assert all(task.done for one in reads._under_way.values() for task in one.tasks)
         return struck
 
     assert everywhere(strike) > 20

@@ -45,6 +45,7 @@ from penstock.kv.movement.carrier import Carrier
 from penstock.kv.movement.pool import KVPool
 from penstock.kv.movement.tiles import Outbox, TileRing
 from penstock.memory import arena
+from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.runner import Runner
 from streams import no_thread_left
 
@@ -789,3 +790,14 @@ def test_a_tile_is_no_longer_than_the_context() -> None:
 def test_a_step_needs_two_tokens() -> None:
     with pytest.raises(ConfigError, match="must be at least 2 tokens"):
         boots(block_size=1, max_step_tokens=1, host_kv_memory="2MiB")
+
+
+def test_weights_are_cut_in_steps_of_a_prompt_that_reads_tiles_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[bool]()
+    monkeypatch.setattr(WeightStream, "share_link", lambda _, shared: said.append(shared))
+    room, ask = Room(pages=6, step=24, host=40), Ask(tuple(range(1, 90)), 4)
+    with opened("llama", room) as llm:
+        said.clear()
+        answers(llm, [ask])
+    chunks = -(-len(ask.prompt) // room.step)
+    assert said == [False] + [True] * (chunks - 1) + [False] * (ask.tokens - 1), "the first reads no tile"

@@ -335,6 +335,30 @@ def test_hits_that_are_known_say_what_comes(batch: int) -> None:
     assert counted.decode.seconds == pytest.approx(found[0.6].decode.seconds)
 
 
+def test_misses_of_host_memory_come_from_disk() -> None:
+    """As many as were counted, or as a curve says; else as tokens choose evenly."""
+    slow = machine(MIXED, 0.3, PROCESS + 0.4 * whole(MIXED), StreamRates(50e9, 1e9, 1e12))
+
+    def read(**known: object) -> tuple[float, float]:
+        found = of(MIXED, slow, replace(WORK, **known))  # type: ignore[arg-type]
+        assert found.experts is not None
+        return found.decode.read / found.experts.mean, found.decode.seconds
+
+    found = of(MIXED, slow, WORK)
+    room, traffic = found.experts, found.decode.experts
+    assert room is not None
+    assert traffic is not None
+    assert 0 < room.on_disk < room.experts - room.on_device
+    near, asked = 1 - room.on_disk / room.experts, traffic.asked
+    given = read(expert_use=ExpertUse(((0.0, 0.5),)))[0]
+    assert given == pytest.approx(0.5 * asked * room.on_disk / (room.experts - room.on_device))
+    curve = ExpertUse(((0.0, 0.0), (near, 0.9), (1.0, 1.0)), source="recorded")
+    assert read(expert_use=curve)[0] == pytest.approx(0.1 * asked)
+    few, many = (read(experts_fetched=0.5 * asked, experts_read=count) for count in (2.0, 5.0))
+    assert (few[0], many[0]) == (2.0, 5.0)
+    assert many[1] - few[1] == pytest.approx(3 * room.mean / 1e9)
+
+
 def test_hits_that_were_recorded_rise_with_what_is_on_the_device() -> None:
     use = ExpertUse(((0.0, 0.0), (0.25, 0.5), (0.75, 0.8), (1.0, 1.0)), asked=1.5, source="recorded")
     assert [use.at(share) for share in (0.0, 0.125, 0.25, 0.5, 1.0)] == pytest.approx([0, 0.25, 0.5, 0.65, 1])

@@ -24,6 +24,8 @@ class ExpertCounts:
     foretold, right: those that a layer foretold of the next, to come early; and those of them that were then
     missing.
     computed: those of the others that the CPU computed where they rest; the rest came.
+    disk_bytes, disk_seconds: all that was read from DISK for them, wrong ones included, and the time in which
+    any of it was.
     """
 
     asked: int = 0
@@ -36,6 +38,8 @@ class ExpertCounts:
     foretold: int = 0
     right: int = 0
     computed: int = 0
+    disk_bytes: int = 0
+    disk_seconds: float = 0.0
 
     @property
     def found(self) -> Mapping[str, int]:
@@ -47,6 +51,11 @@ class ExpertCounts:
     def hit_rate(self) -> float:
         """Return the share that was on DEVICE, 0 where nothing was asked for."""
         return self.hit / self.asked if self.asked else 0.0
+
+    @property
+    def disk_rate(self) -> float:
+        """Return the bytes a second of DISK while it was read, 0 where it was not."""
+        return self.disk_bytes / self.disk_seconds if self.disk_seconds else 0.0
 
     @property
     def by_place(self) -> Mapping[str, int]:
@@ -71,6 +80,8 @@ class ExpertCounts:
             self.foretold - before.foretold,
             self.right - before.right,
             self.computed - before.computed,
+            self.disk_bytes - before.disk_bytes,
+            self.disk_seconds - before.disk_seconds,
         )
 
     def rate(self, seconds: float) -> float:

@@ -301,7 +301,7 @@ def _pace(
         layers = _asked(spec, step, work)
         traffic = _traffic(experts, layers, step, work)
         experts_copied = traffic.come * experts.mean
-        experts_read = experts_copied * experts.on_disk / max(experts.experts - experts.on_device, 1)
+        experts_read = _from_disk(experts, traffic, step, work) * experts.mean
         if step.decodes and (work.experts_fetched is not None or work.expert_use is not None):
             seconds += max(
                 experts_copied / machine.rates.host_to_device,
@@ -354,6 +354,17 @@ def _traffic(
     elif step.decodes and work.expert_use is not None and hits < 1:
         hits, source = work.expert_use.at(hits), work.expert_use.source
     return ExpertTraffic(asked, hits, asked * (1 - hits), source)
+
+
+def _from_disk(experts: ExpertRoom, traffic: ExpertTraffic, step: StepShape, work: Work) -> float:
+    """Return how many of those that come are on DISK: as it was counted or recorded, else as if tokens chose
+    evenly among them."""
+    use = work.expert_use if step.decodes else None
+    if step.decodes and work.experts_read is not None:
+        return work.experts_read
+    if use is not None and len(use.hits) > 1:  # What is used most is on DEVICE, and on HOST what is next.
+        return min(traffic.asked * (1 - use.at(1 - experts.on_disk / experts.experts)), traffic.come)
+    return traffic.come * experts.on_disk / max(experts.experts - experts.on_device, 1)
 
 
 def _fetch(experts: ExpertRoom, chosen: float, rates: StreamRates) -> float:

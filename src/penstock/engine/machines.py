@@ -102,9 +102,10 @@ class Work:
     """`batch` sequences at once, each of up to `context` tokens, computed at most `step_tokens` in a pass;
     weights and KV in `dtype`.
 
-    experts_fetched: how many experts a decode step brings to the device, if that was counted. expert_use: how
-    many are there, if that is known. Without both, tokens are taken to choose evenly. settings: of them those
-    for KV beyond the device and for several ranks are looked at.
+    experts_fetched: how many experts a decode step brings to the device, if that was counted; experts_read:
+    how many of these from disk. expert_use: how many are there, if that is known. Without these, tokens are
+    taken to choose evenly. settings: of them those for KV beyond the device and for several ranks are looked
+    at.
     """
 
     dtype: str
@@ -112,6 +113,7 @@ class Work:
     context: int = 4096
     step_tokens: int = 8192
     experts_fetched: float | None = None
+    experts_read: float | None = None
     expert_use: ExpertUse | None = None
     settings: Config = field(default_factory=lambda: Config(Path()))
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from penstock.base.errors import DeviceError
+from penstock.memory.arena import Arena
 from penstock.memory.device import free_memory
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -207,6 +208,9 @@ def _allows_direct(file: Path) -> bool:
 def _read_rate(fd: int, *, once: bool, seconds: float) -> float:
     """Measure the bytes/s of threads that read whole requests of the file, over and over, or once through.
 
+    It is memory such as an engine reads into: into others, in small pages, the same disk may be several times
+    slower.
+
     Why this is safe: each thread reads into memory of its own, and takes its next request from a counter
     under a lock.
     """
@@ -218,7 +222,7 @@ def _read_rate(fd: int, *, once: bool, seconds: float) -> float:
     end = begin + seconds
 
     def read() -> int:
-        buffer, done = mmap.mmap(-1, _DISK_REQUEST), 0  # O_DIRECT wants aligned memory, which a mapping is.
+        buffer, done = Arena(_DISK_REQUEST, torch.device("cpu")).bytes.numpy().data, 0
         while not done or time.perf_counter() < end:
             with lock:
                 start = next(numbers, None)

@@ -71,6 +71,9 @@ class Stream(Protocol):
     def wait(self, ticket: Ticket) -> None:
         """Start what is queued from now on after `ticket`."""
 
+    def follow(self, other: "Stream") -> None:
+        """Start what is queued from now on after all that `other`, of the same kind, has been given."""
+
     def mark(self) -> Ticket:
         """Return a ticket that is done when all that has been queued is."""
 
@@ -134,6 +137,10 @@ class _HostStream(ABC):
     def wait(self, ticket: Ticket) -> None:
         """Start what is queued from now on after `ticket`."""
         self.run(ticket.wait)
+
+    def follow(self, other: Stream) -> None:
+        """Start what is queued from now on after all that `other` has been given."""
+        self.wait(other.mark())
 
     def mark(self) -> Ticket:
         """Return a ticket that is done when all that has been queued is."""
@@ -284,6 +291,12 @@ class CudaStream:
         assert isinstance(ticket, CudaTicket)
         self._queue().wait_event(ticket.event)
 
+    def follow(self, other: Stream) -> None:
+        """Start what is queued from now on after all that `other` has been given."""
+        assert isinstance(other, CudaStream)
+        # Its event takes no time down, which a mark's does in 15 microseconds.
+        self._queue().wait_stream(other._queue())
+
     def mark(self) -> Ticket:
         """Return a ticket that is done when all that has been queued is."""
         event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
@@ -430,18 +443,3 @@ def streams_both_ways(device: torch.device) -> tuple[Stream, Stream, Stream]:
         CudaStream(device, clock=copies.clock),
         CudaStream(device, current=True, clock=copies.clock),
     )
-
-
-def more_streams(device: torch.device, copies: Stream) -> tuple[Stream, Stream]:
-    """Return two more streams, for copies to a device and from it, with the clock of `copies`."""
-    if isinstance(copies, CudaStream):
-        return CudaStream(device, clock=copies.clock), CudaStream(device, clock=copies.clock)
-    return ThreadStream("blocks up"), ThreadStream("blocks down")
-
-
-def streams_of(device: torch.device) -> tuple[Stream, Stream]:
-    """Return the copy stream and the compute stream of a device."""
-    if device.type == "cpu":
-        return ThreadStream("copies"), CallerStream()
-    copies = CudaStream(device)
-    return copies, CudaStream(device, current=True, clock=copies.clock)

@@ -16,7 +16,6 @@ from penstock.arch.spec import LayerSpec, ModelSpec, MoeSpec
 from penstock.models.inputs import (
     ColdCache,
     Collectives,
-    ExpertWeights,
     LayerCaches,
     Routing,
     StepInputs,
@@ -31,6 +30,7 @@ from penstock.ops.kernels import row_kernels
 from penstock.ops.linear import add_linear, gated, linear
 from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.norm import rms_norm
+from penstock.ops.route import route
 
 EMBEDDING = GroupId(GroupKind.EMBEDDING)
 HEAD = GroupId(GroupKind.HEAD)
@@ -258,27 +258,31 @@ class Decoder:
         padding = padding if experts.decided else None
         choice = choose(x, logits, moe, experts.mixtures[layer], w.vectors.get("correction"), padding)
         parts = ask(choice, layer, experts)
-        most = moe.top_k * len(x)
-        if parts is not None and (following := experts.foretells(layer, most)) is not None:
-            self._foretell(following, residual.x, weights, experts, padding)
+        foretells = parts is not None or not experts.decided
+        if foretells and (following := experts.foretells(layer, moe.top_k * len(x))) is not None:
+            foretold = partial(self._foretold, following, residual.x, weights)
+            if parts is None:
+                experts.foretell_later(following, partial(foretold, chosen=True))
+            else:
+                experts.foretell(following, foretold(), moe.top_k * len(x), padding)
         shared = None if moe.shared is None else shared_experts(x, w)
         weights.release(group)
         mixed = mixture(x, choice, moe, layer, experts, parts, rows_at_rest=self._rows_at_rest)
         residual.add(mixed if shared is None else mixed.add_(shared), after, spec.scale)
 
-    def _foretell(
-        self, layer: int, x: Tensor, weights: Weights, experts: ExpertWeights, padding: Tensor | None
-    ) -> None:
-        """Let the layer's router foretell an expert by x, the hidden states of the layer before."""
+    def _foretold(self, layer: int, x: Tensor, weights: Weights, *, chosen: bool = False) -> Tensor:
+        """Return the scores `[tokens, experts]` that the layer's router gives x, the hidden states of the
+        layer before; or if `chosen`, the experts that it would choose by them, `[tokens, top_k]`."""
         group, moe = GroupId(GroupKind.ROUTER, layer), self._local.stack[layer].feed_forward
         assert isinstance(moe, MoeSpec), f"layer {layer} has no experts"
         w = weights.take(group)
         norm = w.vectors.get("norm")
         scores = router_scores(x if norm is None else rms_norm(x, norm, self.spec.norm_eps), moe, w)
-        weights.release(group)
         if self.routing is not None:
             scores = self.routing.foretold(layer, scores)
-        experts.foretell(layer, scores, moe.top_k * len(x), padding)
+        found = route(scores, moe, w.vectors.get("correction"))[1] if chosen else scores
+        weights.release(group)
+        return found
 
 
 def _of_halves(spec: LayerSpec, x: Tensor, weights: GroupViews) -> ModuleType | None:

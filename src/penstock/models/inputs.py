@@ -1,7 +1,7 @@
 """Declares what a forward pass reads besides weights and KV, and how it borrows those without knowing where
 they rest."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -125,6 +125,13 @@ class ExpertWeights(Protocol):
         before, `[tokens, experts]`. To be called behind `parts` of that one, before its first table.
 
         most: experts that will be asked for, at most. padding: bool `[tokens]`, tokens that are nobody's.
+        """
+
+    def foretell_later(self, layer: int, chosen: Callable[[], Tensor]) -> None:
+        """Let experts of a layer come early, where the host decides: those that `chosen` then returns.
+
+        It is called when the experts of the layer before are on their way, so it delays none of these.
+        chosen: returns the experts that each token will likely take, `[tokens, top_k]`, the likeliest first.
         """
 
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:

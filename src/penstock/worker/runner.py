@@ -88,6 +88,8 @@ class Runner:
         what the carrier carries. early: as of LoadedModel."""
         model = self.models[role]
         model.weights, model.pool, model.carrier, model.early = weights, pool, carrier, early
+        if carrier is not None and isinstance(weights, WeightStream):
+            carrier.ring.sooner = weights.queued_before
         if role is ModelRole.TARGET:
             self._snapshots = weights.snapshots if isinstance(weights, WeightStream) else None
             self._cpu = weights.cpu if isinstance(weights, WeightStream) else None
@@ -304,6 +306,9 @@ class Runner:
             assert not beyond, "a plan with host blocks needs a carrier"
             return
         assert model.pool is not None
+        if isinstance(model.weights, WeightStream):
+            # The link alone says how long a step of rows takes, whatever the order of its copies.
+            model.weights.share_link(bool(step.tiles and plan.runs))
         spec, cold = model.decoder.spec, step.inputs.attention.cold
         through = range(spec.layers) if layers is None else layers
         every = range(len(step.tiles))

@@ -154,10 +154,12 @@ def run(bench: LatencyBench, say: Say = lambda _: None) -> LatencyReport:
         costs = bench.costs(device_name(model.device), model.dtype)
         streaming = replace(
             streaming,
-            predicted_ms=_mixture_ms(booted, model, streaming, decoded.lengths, rate, costs),
             expert_hits=decoded.experts.hit_rate,
+            disk_rate=decoded.experts.disk_rate,
             experts_by_cpu=decoded.experts.cpu_share,
         )
+        predicted = _mixture_ms(booted, model, streaming, decoded.lengths, rate, costs)
+        streaming = replace(streaming, predicted_ms=predicted)
     if streaming is not None:
         bound = streaming.bound(bound, 1 if decode else -(-work.batch * work.context // step_tokens))
     booted.engine.close()
@@ -216,14 +218,21 @@ def _mixture_ms(
     costs: StepCosts | None,
 ) -> float:
     """Return the milliseconds of a timed decode step as `penstock plan` forecasts it where weights rest as
-    they do, from the experts that came and the rates that were measured here. Without costs the device only
-    reads, at `rate`."""
+    they do, from the experts that came and the rates that were measured here, of the disk while it was read.
+    Without costs the device only reads, at `rate`."""
     weights, shard = booted.weights, Shard(0, model.target.config.tensor_parallel)
     assert streaming.experts_per_pass is not None
-    rates = StreamRates(streaming.link_ceiling, streaming.disk_ceiling, rate)
+    assert weights.room is not None
+    rates = StreamRates(streaming.link_ceiling, streaming.disk_rate or streaming.disk_ceiling, rate)
     on_cpu = model.device.type == "cpu"
     there = Machine(0, None if on_cpu else 0, rates, math.inf, costs)
-    work = Work(model.dtype, len(lengths), round(fmean(lengths)), experts_fetched=streaming.experts_per_pass)
+    work = Work(
+        model.dtype,
+        len(lengths),
+        round(fmean(lengths)),
+        experts_fetched=streaming.experts_per_pass,
+        experts_read=(streaming.read_per_pass - weights.placement.read) / weights.room.mean,
+    )
     layouts = group_layouts(model.spec, model.model.names, model.dtype, shard)
     spec = local_spec(model.spec, shard)
     return 1e3 * decode_pace(spec, layouts, there, weights.placement, weights.room, work).seconds

@@ -141,6 +141,8 @@ def decode(booted: Booted, work: BatchWork) -> Decoded:
         ExpertCounts(
             sum(one.experts.asked for one in rounds),
             sum(one.experts.hit for one in rounds),
+            disk_bytes=sum(one.experts.disk_bytes for one in rounds),
+            disk_seconds=sum(one.experts.disk_seconds for one in rounds),
             computed=sum(one.experts.computed for one in rounds),
         ),
     )

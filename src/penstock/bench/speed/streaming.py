@@ -89,6 +89,7 @@ class Streaming:
     peak_device: bytes that torch had allocated at most since the process began. None on a CPU.
     experts_per_pass: experts that came to the device in a timed decode step. None for prompts, and where
         experts do not stream.
+    disk_rate: bytes/s at which experts were read in timed decode steps, while any was; 0 if none was.
     expert_hits: the share that was on the device of the experts that timed decode steps asked for. None as
         for `experts_per_pass`.
     experts_by_cpu: the share of the others that the CPU computed, with other roundings than the device; 0
@@ -111,6 +112,7 @@ class Streaming:
     peak_device: int | None
     experts_per_pass: float | None
     expert_hits: float | None = None
+    disk_rate: float = 0.0
     experts_by_cpu: float = 0.0
 
     @classmethod
@@ -166,12 +168,9 @@ class Streaming:
                 f"({link / self.link_ceiling:.1%})",
             ),
         ]
-        if self.disk_ceiling:
-            text = (
-                f"{format_size(self.read_per_pass)} a pass, {format_rate(disk)} of "
-                f"{format_rate(self.disk_ceiling)}"
-            )
-            rows.append(("disk", f"{text} ({disk / self.disk_ceiling:.1%})"))
+        if ceiling := self.disk_rate or self.disk_ceiling:
+            text = f"{format_size(self.read_per_pass)} a pass, {format_rate(disk)} of {format_rate(ceiling)}"
+            rows.append(("disk", f"{text} ({disk / ceiling:.1%})"))
         if self.experts_per_pass is not None:
             rows.append(("experts", f"{self.experts_per_pass:,.0f} came to the device in a pass"))
         if self.experts_by_cpu:

@@ -22,7 +22,8 @@ from penstock.kv.movement.tiles import Outbox, StallMeter, Streams, Tile, TileRi
 from penstock.kv.movement.transfers import Transfers
 from penstock.kv.store.blocks import BlockStore
 from penstock.kv.store.diskpool import DiskPool
-from penstock.memory.streams import Ticket, more_streams
+from penstock.memory.link import more_streams
+from penstock.memory.streams import Ticket
 from penstock.ops.attention.inputs import LayerAttention
 from penstock.step.plan import HostBlockId, Order
 

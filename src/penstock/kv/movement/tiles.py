@@ -25,6 +25,11 @@ has waited for, thus behind the copies of all tiles that earlier steps took, and
 tiles read. Tiles that were not taken are not looked at. Each waits only for what was queued before it, so
 there is no circle of waits.
 
+Weights that stream come over the same link, and a layer needs them before its tiles. So a tile ahead waits
+for the copies of weights that its layer needs and that are queued (`sooner`). Tiles of the layer at hand wait
+for none, and go between the parts of what is needed later (`memory.link`). Copies that are queued wait only
+for what compute was given before, which waits for no tile that is not queued yet: there is no circle.
+
 Blocks with ids beyond the host's pool rest on disk. They come and go by way of slots of their own
 (`kv.staging`): a tile with such blocks is copied when they have been read, for which `take` waits, and with
 it the host, if they are late. What is read is what was sent last (`kv.diskpool`), without a ticket.
@@ -44,7 +49,7 @@ step that is broken off is simply left: its successor starts at the slot behind 
 what was copied in part is copied over, on the same stream.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -172,6 +177,8 @@ class TileRing:
         self._read: list[Ticket | None] = [None] * slots
         """A ticket behind the last use of each slot; none while it is used."""
         self._step = _Step(0, (), (), (), {})
+        self.sooner: Callable[[int], Ticket | None] = lambda layer: None
+        """Returns a ticket behind copies of others that a layer needs before its tiles, if there are any."""
         self.copied_bytes = 0
 
     def begin(
@@ -274,6 +281,8 @@ class TileRing:
                 staged = self._disk.wait(number)
             slot = self._slot_of(step.queued)
             self._copies.wait(self._read[slot] or self._compute.mark())
+            if (sooner := self.sooner(layer)) is not None:
+                self._copies.wait(sooner)
             began = self._copies.mark() if waits and waits.trace else None
             if staged is None and len(step.runs[tile]) > _FEW:
                 found = pieces(pool, layer, step.tiles[tile].blocks, self._capacity)

@@ -11,12 +11,12 @@ that were expected next.
 Why this is safe. All bookkeeping is done by the thread that computes. One stream copies, in order. Its copy
 into a slot waits for the mark that the last release of the slot left on the compute stream; arithmetic waits
 for the mark behind the copy. A slot on HOST is read into after the mark behind the last copy out of it, and
-copied from when the read is over. Slots are given out in the order in which experts will be used, so the one
-that is needed first never waits for one that is needed later. An exchange copies DEVICE to HOST on the same
-copy stream: behind the copy by which the newcomer came from there, and before any copy into the slot that it
-empties. An interrupt in the midst of an exchange leaves it to be done again, from bytes that are all still
-there; one anywhere else, slots to be found again, when the reads that were noted before they were put
-(`memory.tasks`) are over or called off.
+copied from when the read is over. Slots are given out in the order in which experts will be used, on HOST
+(`expert_reads`) as on DEVICE, so the one that is needed first never waits for one that is needed later. An
+exchange copies DEVICE to HOST on the same copy stream: behind the copy by which the newcomer came from there,
+and before any copy into the slot that it empties. An interrupt in the midst of an exchange leaves it to be
+done again, from bytes that are all still there; one anywhere else, slots to be found again, when all reads
+are over or called off.
 
 A wave holds at most half of the slots of either ring, and the experts that come with it are next in turn for
 a slot: when it is taken nothing else is held, so each of them has a slot or gets one without a release, and
@@ -39,23 +39,22 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 
 from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupLayout
-from penstock.base.meter import LayerExperts
+from penstock.base.meter import ExpertCounts, LayerExperts
 from penstock.base.tiers import Tier
 from penstock.memory.streams import Stream, Ticket
-from penstock.memory.tasks import Task, Workers, wait
-from penstock.weights.streaming.residency import PIECE, ExpertRoom, padded, spread
+from penstock.memory.tasks import Task
+from penstock.weights.streaming.expert_reads import ExpertReads
+from penstock.weights.streaming.residency import ExpertRoom, Home, first_homes, padded
 from penstock.weights.streaming.source import WeightSource
 from penstock.weights.streaming.waits import StreamWaits
 
 WAVES = 2
 """Waves for which a ring has room."""
-READERS = 8
 REVIEW = 16
 """Passes after which it is looked again which experts are used least."""
 FADE = 256
@@ -64,26 +63,16 @@ CLEARLY = 1.25
 """A newcomer must have been used so many times as often, and twice more besides."""
 
 
-@dataclass(frozen=True, slots=True)
-class Home:
-    """Says where an expert stays: its tier, and its slot there; none on DISK."""
-
-    tier: Tier
-    slot: int = -1
-
-
 @dataclass(slots=True)
 class _Arrival:
-    """An expert is on its way: `slot` on DEVICE, `host_slot` and `reads` if it comes from DISK, `ready`
-    behind its copy once it is queued."""
+    """An expert is on its way and has a slot on DEVICE. `host_slot` and `reads` if it comes from DISK;
+    `ready` is behind its copy, once that is queued."""
 
     slot: int
     home: Home
     ready: Ticket | None = None
     host_slot: int = -1
     reads: Sequence[Task] = ()
-    """Noted before they are put: whatever an interrupt leaves behind is known, and can be called off and
-    waited for."""
 
 
 class Experts:
@@ -102,11 +91,10 @@ class Experts:
     ) -> None:
         """device_slots, host_slots: uint8 `[slots, size]`, as many as `room` says."""
         self._layouts = {layout.id: layout for layout in layouts}
-        self._device, self._host, self._source = device_slots, host_slots, source
+        self._device, self._host = device_slots, host_slots
         self._copies, self._compute, self._waits = copies, compute, waits
-        self.homes = _first_homes(list(self._layouts), room)
+        self.homes = first_homes(list(self._layouts), room)
         self._ring: deque[int] = deque()
-        self._host_ring: deque[int] = deque()
         self._sound = False
         """True if the rings are as they should be: every slot that is no expert's home."""
         self._together = max(room.device_ring // WAVES, 1)
@@ -115,7 +103,7 @@ class Experts:
         self._done: list[Ticket | None] = [None] * len(device_slots)
         self._empty: list[Ticket | None] = [None] * len(host_slots)
         self._queue: deque[GroupId] = deque()
-        """Experts that will be used and have no slot yet."""
+        """Experts that will be used and have no slot on DEVICE yet."""
         self._expected: frozenset[GroupId] = frozenset()
         """Of the layer at hand: none of them may leave DEVICE."""
         self._lent: frozenset[GroupId] = frozenset()
@@ -128,8 +116,8 @@ class Experts:
         """Experts that stay on a tier, the least used last."""
         self._exchange: tuple[GroupId, int, GroupId] | None = None
         self._passes, self._layer = 0, -1
-        self._checked: set[GroupId] = set()
-        self._readers = Workers(READERS, "expert reader") if room.on_disk else None
+        ring = room.host_ring, self._empty
+        self._reads = ExpertReads(layouts, host_slots, *ring, source, waits.trace) if room.on_disk else None
         self.copied_bytes = self.returned_bytes = self.read_bytes = 0
         self.asked = self.missed = self.from_disk = 0
         """Experts that were expected, those of them that were not on DEVICE, and of these those from DISK."""
@@ -154,8 +142,31 @@ class Experts:
         missing = [id for id in experts if self.homes[id].tier is not Tier.DEVICE]
         self.asked, self.missed = self.asked + len(experts), self.missed + len(missing)
         self._queue.extend(missing)
+        if self._reads is not None:
+            from_disk = [id for id in missing if self.homes[id].tier is Tier.DISK]
+            self.from_disk += len(from_disk)
+            self.read_bytes += len(from_disk) * self._host.shape[1]
+            self._reads.expect(from_disk)
         self._fetch()
         self._sound = True
+
+    def counts(self) -> ExpertCounts:
+        """Return what was asked for and what came, since the beginning."""
+        copied, read = self.copied_bytes, self.read_bytes
+        found = ExpertCounts(self.asked, self.asked - self.missed, self.from_disk, copied, read)
+        return found if self._reads is None else self._reads.counted(found)
+
+    def foretells(self) -> bool:
+        """Tell whether it is of use to `foretell` what a layer will ask for."""
+        return self._reads is not None and self._reads.worthwhile()
+
+    def foretell(self, experts: Sequence[GroupId]) -> None:
+        """Begin to read those of them that are on DISK, which the next layer will likely ask for, the
+        likeliest first. All that was expected comes before them."""
+        if self._reads is not None:
+            self._sound = False
+            self._reads.foretell([id for id in experts if self.homes[id].tier is Tier.DISK])
+            self._sound = True
 
     def expect_ahead(self, experts: Sequence[GroupId]) -> None:
         """Begin to fetch these, which `waves` will be asked for next: all that was expected has been
@@ -176,24 +187,28 @@ class Experts:
         self.release_wave([id])
 
     def waves(self, experts: Sequence[GroupId]) -> Iterator[Sequence[GroupId]]:
-        """Expect these, and divide them: those that are on DEVICE, then in their order as many of the others
-        at a time as leave half of the slots to those behind them. Each wave is to be taken and released
-        before the next is asked for."""
+        """Expect these, and divide them: those that are on DEVICE, then as many of those on HOST at a time as
+        leave half of the slots to those behind them, and then those from DISK, as they have been read. Each
+        wave is to be taken and released before the next is asked for."""
+        ordered = experts
         if not self.ahead or self.ahead != experts:
-            self.expect(experts)
+            self._mend()
+            ordered = self._in_order(experts)
+            self.expect(ordered)
         self.ahead = ()
-        here = [id for id in experts if self.homes[id].tier is Tier.DEVICE]
+        here = [id for id in ordered if self.homes[id].tier is Tier.DEVICE]
         if here:
             yield here
-        wave = list[GroupId]()
-        for id in [id for id in experts if self.homes[id].tier is not Tier.DEVICE]:
-            from_disk = sum(self.homes[one].tier is Tier.DISK for one in (*wave, id))
-            if len(wave) == self._together or from_disk > self._from_disk_together:
-                yield wave
-                wave = []
-            wave.append(id)
-        if wave:
-            yield wave
+        near = [id for id in ordered if self.homes[id].tier is Tier.HOST]
+        for first in range(0, len(near), self._together):
+            yield near[first : first + self._together]
+        far = deque(id for id in ordered if self.homes[id].tier is Tier.DISK)
+        most = min(self._together, self._from_disk_together)
+        while far:
+            wave = [far.popleft()]
+            while far and len(wave) < most and self._has_been_read(far[0]):
+                wave.append(far.popleft())
+            yield sorted(wave, key=lambda id: id.expert)
 
     @contextmanager
     def at_rest(self, ids: Sequence[GroupId]) -> Iterator[Mapping[GroupId, Tensor]]:
@@ -247,8 +262,8 @@ class Experts:
         for id, one in coming:
             if not self._stay(id, one):
                 self._ring.append(one.slot)
-                if one.host_slot >= 0:
-                    self._host_ring.append(one.host_slot)
+            if self._reads is not None and one.host_slot >= 0:
+                self._reads.end(id, one.host_slot)
             del self._coming[id]
         self._fetch()
         self._sound = True
@@ -290,55 +305,51 @@ class Experts:
 
     def close(self) -> None:
         """Wait for reads in flight. To be called again if it was interrupted; else that does nothing."""
-        if self._readers is not None:
-            self._readers.close()
+        if self._reads is not None:
+            self._reads.close()
 
     # ---- coming
 
+    def _in_order(self, experts: Sequence[GroupId]) -> Sequence[GroupId]:
+        """Return them in the order in which they are used best: from DISK come last those of which least has
+        been read."""
+        reads = self._reads
+        if reads is None:
+            return experts
+        ranks = {Tier.DEVICE: 0, Tier.HOST: 1, Tier.DISK: 3}
+        return sorted(experts, key=lambda id: ranks[self.homes[id].tier] - (reads.of(id) is not None))
+
+    def _has_been_read(self, id: GroupId) -> bool:
+        return self._reads is not None and self._reads.ready(id)
+
     def _fetch(self) -> None:
         """Give out slots, in the order of use, and begin what can be begun."""
+        if self._reads is not None:
+            self._reads.begin()
         while self._queue and self._ring:
             id = self._queue[0]
             home = self.homes[id]
-            if home.tier is Tier.DISK and not self._host_ring:
-                return
-            coming = _Arrival(self._ring.popleft(), home)
+            coming = _Arrival(self._ring[0], home)
             if home.tier is Tier.DISK:
-                coming.host_slot = self._host_ring.popleft()
-                coming.reads = self._reads(id, coming.host_slot)
+                assert self._reads is not None
+                reading = self._reads.of(id)
+                if reading is None:
+                    return
+                coming.host_slot, coming.reads = reading.slot, reading.tasks
+            self._ring.popleft()
             self._coming[id] = coming
-            if home.tier is Tier.DISK:
-                assert self._readers is not None
-                self.from_disk += 1
-                self.read_bytes += self._host.shape[1]
-                for read in coming.reads:
-                    self._readers.put(read)
-            else:
+            if home.tier is Tier.HOST:
                 coming.ready = self._copy(id, coming, self._host[home.slot])
                 self._empty[home.slot] = coming.ready
             self._queue.popleft()
-
-    def _reads(self, id: GroupId, host_slot: int) -> list[Task]:
-        layout, check = self._layouts[id], id not in self._checked
-        into, empty = self._host[host_slot][: padded(layout)], self._empty[host_slot]
-
-        def piece(start: int) -> None:
-            if empty is not None:
-                empty.wait()
-            began = perf_counter()
-            part = into[start : start + PIECE]
-            self._source.read(layout, start, part, check)
-            if self._waits.trace is not None:
-                self._waits.trace.span("disk read", str(id), began, perf_counter(), bytes=len(part))
-
-        return [Task(partial(piece, start)) for start in range(0, len(into), PIECE)]
 
     def _bring(self, id: GroupId, coming: _Arrival) -> Ticket:
         """Queue the copy of an expert from DISK, when it has been read."""
         began = perf_counter()
         for read in coming.reads:
             read.result()
-        self._checked.add(id)
+        assert self._reads is not None
+        self._reads.checked.add(id)
         self.disk_late += perf_counter() - began
         ready = self._copy(id, coming, self._host[coming.host_slot])
         self._empty[coming.host_slot] = ready
@@ -360,21 +371,19 @@ class Experts:
 
     def _stay(self, id: GroupId, coming: _Arrival) -> bool:
         """Keep an expert that came where it is if it is used clearly more often than one that stays. Tell
-        whether it kept its slot on DEVICE; its slot on HOST is then disposed of too."""
+        whether it kept its slot on DEVICE. `host_slot` is then the slot on HOST that is free, if it
+        had one."""
         if id in self._lent:
             return False
         other = self._rival(id, Tier.DEVICE)
         if other is not None:
             self._exchange = (id, coming.slot, other)
             self._finish_exchange()
-            if coming.host_slot >= 0:
-                self._host_ring.append(coming.host_slot)
             return True
         if coming.host_slot >= 0 and (other := self._rival(id, Tier.HOST)) is not None:
             freed = self.homes[other].slot
             self.homes.update({id: Home(Tier.HOST, coming.host_slot), other: Home(Tier.DISK)})
-            self._host_ring.append(freed)
-            coming.host_slot = -1
+            coming.host_slot = freed
         return False
 
     def _rival(self, id: GroupId, tier: Tier) -> GroupId | None:
@@ -428,25 +437,10 @@ class Experts:
         mark = self._compute.mark()
         for coming in self._coming.values():
             self._done[coming.slot] = mark
-            if self._readers is not None:
-                self._readers.call_off(coming.reads)
-            wait(coming.reads)
         self._queue.clear()
         self._coming.clear()
         taken = {(home.tier, home.slot) for home in self.homes.values()}
         self._ring = deque(slot for slot in range(len(self._device)) if (Tier.DEVICE, slot) not in taken)
-        self._host_ring = deque(slot for slot in range(len(self._host)) if (Tier.HOST, slot) not in taken)
+        if self._reads is not None:
+            self._reads.mend([slot for slot in range(len(self._host)) if (Tier.HOST, slot) not in taken])
         self._sound = True
-
-
-def _first_homes(ids: Sequence[GroupId], room: ExpertRoom) -> dict[GroupId, Home]:
-    """Return homes for experts before any was used: those of all layers share each tier evenly."""
-    on_device = spread([1] * len(ids), room.on_device, len(ids))
-    rest = [id for id, there in zip(ids, on_device, strict=True) if not there]
-    on_host = dict(zip(rest, spread([1] * len(rest), room.on_host, max(len(rest), 1)), strict=True))
-    homes, slots = dict[GroupId, Home](), Counter[Tier]()
-    for id, there in zip(ids, on_device, strict=True):
-        tier = Tier.DEVICE if there else Tier.HOST if on_host[id] else Tier.DISK
-        homes[id] = Home(tier) if tier is Tier.DISK else Home(tier, slots[tier])
-        slots[tier] += 1
-    return homes

@@ -199,6 +199,14 @@ class Feeder:
         if self._advance():
             self._change.notify_all()
 
+    def queued_for(self, run: int) -> Ticket | None:
+        """Return a ticket behind the copies of the run's next visit. Where these are not queued yet, it is
+        behind the last run that is: that is needed sooner. None if nothing is queued."""
+        with self._lock:
+            first = max(self._cursor, self._released)
+            visit = first + (run - first) % len(self._runs)
+            return self._ready[run] if self._place[0] > visit else self._last
+
     # ---- whoever makes a copy possible
 
     def _advance(self) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupLayout, MixtureLayout
 from penstock.base.meter import ExpertCounts, ExpertMap
+from penstock.base.tiers import Tier
 from penstock.ops.handover import StepRows
 from penstock.ops.matrix import GroupViews
 from penstock.weights.streaming.experts import Experts
@@ -35,6 +37,10 @@ class ExpertStream:
         self._of_layer: dict[int, list[GroupId]] = {}
         for id in self._layouts:
             self._of_layer.setdefault(id.layer, []).append(id)
+        self._next_of: dict[int, int] = {}
+        """The next layer with experts of those that foretell what it asks for."""
+        self._later: tuple[int, Callable[[], Tensor]] | None = None
+        """A layer, and what finds its likely experts when those of the layer before are on their way."""
         alike = dict[object, dict[int, GroupViews]]()
         self._views = {layer: alike.setdefault(mixture.formats, {}) for layer, mixture in mixtures.items()}
         """Of each layer by the address of a slot: fields of experts in the same formats lie alike."""
@@ -51,12 +57,33 @@ class ExpertStream:
         """Return None: the host decides which experts come."""
         return None
 
+    def look_ahead(self) -> None:
+        """Let each layer foretell what the next one asks for. To be called before anything is asked for,
+        where no groups but experts move."""
+        self._next_of = dict(pairwise(self._of_layer))
+
     def foretells(self, layer: int, most: int) -> int | None:
-        """Return None: no expert comes ahead."""
-        return None
+        """Return the next layer with experts, if some of those that it will ask for are on DISK, and it pays
+        to read them ahead; else None. A step of many tokens asks for nearly all of them anyway."""
+        following = self._next_of.get(layer)
+        if following is None or most > len(self._of_layer[following]) or not self._slots.foretells():
+            return None
+        return following
 
     def foretell(self, layer: int, scores: Tensor, most: int, padding: Tensor | None) -> None:
-        """Do nothing."""
+        """Do nothing: the host foretells later."""
+
+    def foretell_later(self, layer: int, chosen: Callable[[], Tensor]) -> None:
+        """Read likely experts of a layer from DISK, the likeliest of each token first, behind those that are
+        borrowed next. The host waits for what `chosen` returns."""
+        self._later = layer, chosen
+
+    def _foretell(self) -> None:
+        later, self._later = self._later, None
+        if later is not None:
+            layer, chosen = later
+            likeliest = dict.fromkeys(chosen().t().flatten().tolist())
+            self._slots.foretell([self._of_layer[layer][expert] for expert in likeliest])
 
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
         """Yield these experts of one layer and their tables, as many at a time as can be on the device while
@@ -78,14 +105,18 @@ class ExpertStream:
             # A table is sent ahead of the wait for the wave itself, among whose copies it has its turn on the
             # link.
             found = lent(wave)
+            if self._slots.homes[wave[0]].tier is not Tier.DEVICE:
+                self._foretell()
             self._slots.take_wave(wave)
             yield wave, found
+            self._foretell()  # Those on the device are computed first.
             self._slots.release_wave(wave)
 
     def each(self, experts: Sequence[GroupId]) -> Iterator[tuple[GroupId, GroupViews]]:
         """Yield these experts of one layer, each on the device until the next is asked for. Raises
         CheckpointError."""
         self._slots.expect(experts)
+        self._foretell()
         for expert in experts:
             yield expert, self._in_slot(expert, self._slots.take(expert))
             self._slots.release(expert)
@@ -101,14 +132,7 @@ class ExpertStream:
 
         exact: wait for a device that counts; else what it said last.
         """
-        slots = self._slots
-        return ExpertCounts(
-            slots.asked,
-            slots.asked - slots.missed,
-            slots.from_disk,
-            slots.copied_bytes,
-            slots.read_bytes,
-        )
+        return self._slots.counts()
 
     def use(self, *, exact: bool) -> ExpertMap:
         """Return the use of all experts lately. exact: as of `counts`."""

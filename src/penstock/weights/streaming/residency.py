@@ -3,6 +3,7 @@
 Tiers are exclusive: a group has one home. `solver` decides which.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -223,3 +224,24 @@ def spread(sizes: Sequence[int], share: int, whole: int) -> list[bool]:
         owed -= whole * size if take else 0
         taken.append(take)
     return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Says where an expert stays: its tier, and its slot there; none on DISK."""
+
+    tier: Tier
+    slot: int = -1
+
+
+def first_homes(ids: Sequence[GroupId], room: ExpertRoom) -> dict[GroupId, Home]:
+    """Return homes for experts before any was used: those of all layers share each tier evenly."""
+    on_device = spread([1] * len(ids), room.on_device, len(ids))
+    rest = [id for id, there in zip(ids, on_device, strict=True) if not there]
+    on_host = dict(zip(rest, spread([1] * len(rest), room.on_host, max(len(rest), 1)), strict=True))
+    homes, slots = dict[GroupId, Home](), Counter[Tier]()
+    for id, there in zip(ids, on_device, strict=True):
+        tier = Tier.DEVICE if there else Tier.HOST if on_host[id] else Tier.DISK
+        homes[id] = Home(tier) if tier is Tier.DISK else Home(tier, slots[tier])
+        slots[tier] += 1
+    return homes

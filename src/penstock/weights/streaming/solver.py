@@ -43,7 +43,9 @@ than in bytes."""
 EXPERT_RING = (8, 4, 2)
 """Slots on DEVICE through which experts come: one is computed with while others are on their way."""
 HOST_EXPERT_RING = 8
-"""Slots on HOST through which experts come from DISK: reads in flight."""
+"""Slots on HOST through which experts come from DISK; twice as many where these are a small part of all on
+HOST, so that half of them are there for what is read ahead."""
+_SMALL_PART = 8
 EFFORT = 5_000
 """Uses simulated before the best placement found so far is good enough. Models of up to a few dozen groups
 are searched to the end."""
@@ -156,6 +158,8 @@ def solve_mixture(
                 "plan` --disk-rate"
             )
         host_ring = min(HOST_EXPERT_RING, free // size)
+        if free // size >= 2 * _SMALL_PART * HOST_EXPERT_RING:
+            host_ring *= 2
         if host_ring < 1:
             raise BudgetError(
                 f"{format_size(limits.host)} of host memory is too small for one expert of "

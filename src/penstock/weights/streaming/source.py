@@ -12,8 +12,10 @@ from torch import Tensor
 
 from penstock.arch.formats.format import STORED_BYTES
 from penstock.arch.layout import GroupLayout
+from penstock.memory.disk import in_pages
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.reader import Pack
+from penstock.weights.pieces import PIECE_BYTES
 
 _PERIOD = 8_388_593
 """Random numbers that are made; a prime, so that no two rows of a matrix begin alike."""
@@ -23,11 +25,11 @@ class WeightSource(Protocol):
     """Gives any piece of any group, to any number of threads at once."""
 
     def read(self, layout: GroupLayout, start: int, into: Tensor, check: bool) -> None:
-        """Fill `into`, flat uint8 on the CPU, with bytes of the group from `start` on, a multiple of the
-        residency's PIECE; zeros past its end.
+        """Fill `into`, flat uint8 on the CPU, with bytes of the group from `start` on, whole pages of it;
+        zeros past its end.
 
-        `check`: whether to make sure that they are the right ones, where that is known. Raises
-        CheckpointError; `into` then holds anything.
+        `check`: whether to make sure that they are the right ones, where that is known. They are then whole
+        pieces of PIECE_BYTES, but for the last. Raises CheckpointError; `into` then holds anything.
         """
 
     def close(self) -> None:
@@ -59,10 +61,15 @@ class PackSource:
         self.pack = pack
 
     def read(self, layout: GroupLayout, start: int, into: Tensor, check: bool) -> None:
-        """Read a piece of the pack, as `WeightSource.read` says."""
+        """Read a part of the pack, as `WeightSource.read` says."""
         self.pack.read_piece(layout.id, start, into, check)
-        if not check and self.pack.changed:
-            self.pack.read_piece(layout.id, start, into, True)
+        if check or not self.pack.changed:
+            return
+        first = start // PIECE_BYTES * PIECE_BYTES
+        end = min(-(-(start + len(into)) // PIECE_BYTES) * PIECE_BYTES, in_pages(layout.size))
+        pieces = torch.empty(end - first, dtype=torch.uint8)
+        self.pack.read_piece(layout.id, first, pieces, True)
+        into.copy_(pieces[start - first :][: len(into)])
 
     def close(self) -> None:
         """Close the pack."""

@@ -2,6 +2,7 @@
 the device or streams to it."""
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
@@ -14,7 +15,8 @@ from penstock.base.meter import ExpertCounts, ExpertMap, WeightStats
 from penstock.base.tiers import Tier
 from penstock.base.trace import Trace
 from penstock.memory.arena import Arena
-from penstock.memory.streams import CallerStream, CudaStream, Stream, streams_of
+from penstock.memory.link import LumpStream, streams_of
+from penstock.memory.streams import CallerStream, CudaStream, Stream, Ticket
 from penstock.ops.matrix import GroupViews
 from penstock.weights.streaming.cpu_experts import CpuExperts
 from penstock.weights.streaming.experts import Experts
@@ -96,14 +98,14 @@ class WeightStream:
             else:
                 self._moving.append(slots)
                 if experts.copies:
-                    beside.append(_link(device, self._streams[0]))
+                    beside.append(_link(device, self._streams[1]))
                     by_device = beside[1], self._streams[1]
                     self.cpu = _cpu(experts, those, host, device, by_device[1])
                     self.experts = SlotExperts(those, mixtures, slots, memory, host, by_device, cpu=self.cpu)
-                    if placement.everything_resident:
-                        self.experts.look_ahead()
                 else:
                     self.experts = ExpertStream(those, mixtures, slots, device)
+                if placement.everything_resident:
+                    self.experts.look_ahead()
         self._views = {id: group_views(self._layouts[id], place) for id, place in resident.items()}
         if mixtures and self.experts is None:
             self.experts = StillExperts(self._views.__getitem__, mixtures, device)
@@ -113,6 +115,7 @@ class WeightStream:
         self._runs_of: dict[GroupId, list[int]] = {}
         for index, run in enumerate(ring.runs):
             self._runs_of.setdefault(self._id(run), []).append(index)
+        self._sooner = _before_mixers(placement)
         self._feeder: Feeder | None = None
         self._next = 0
         """Where in the ring's order the next use is looked for."""
@@ -204,6 +207,18 @@ class WeightStream:
         self._next = 0
         if isinstance(self.experts, SlotExperts):
             self.experts.begin_recorded()
+
+    def share_link(self, shared: bool) -> None:
+        """Say whether copies of others come between the parts of large ones from now on."""
+        if isinstance(self._streams[0], LumpStream):
+            self._streams[0].shared = shared
+
+    def queued_before(self, layer: int) -> Ticket | None:
+        """Return a ticket behind the copies of weights that are queued and needed before the layer's mixer
+        can begin. None if there are none: it has begun, say. Any thread may wait for it, since what these
+        copies wait for is queued too."""
+        run = self._sooner.get(layer, -1)
+        return None if self._feeder is None or run < self._next else self._feeder.queued_for(run)
 
     def moves(self, group: GroupId) -> bool:
         """Tell whether a group that is no expert streams to the device."""
@@ -327,9 +342,19 @@ class WeightStream:
         return Feeder(names, segments, pieces, *self._streams, waits=self._waits, device=self._device)
 
 
-def _link(device: torch.device, copies: Stream) -> Stream:
-    """Return a stream for kernels that fetch, with the clock of `copies`. Interpreted ones fetch at once."""
-    return CudaStream(device, clock=copies.clock) if isinstance(copies, CudaStream) else CallerStream()
+def _link(device: torch.device, compute: Stream) -> Stream:
+    """Return a stream for kernels that fetch, with the clock of `compute`. Interpreted ones fetch at once."""
+    return CudaStream(device, clock=compute.clock) if isinstance(compute, CudaStream) else CallerStream()
+
+
+def _before_mixers(placement: Placement) -> dict[int, int]:
+    """Return by layer the last run of the ring that is needed when its mixer begins."""
+    runs = [run.use for run in placement.device_ring.runs]
+    return {
+        use.id.layer: bisect_right(runs, number) - 1
+        for number, use in enumerate(placement.uses)
+        if use.id.kind is GroupKind.ATTENTION
+    }
 
 
 def _cpu(

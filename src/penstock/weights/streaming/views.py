@@ -75,6 +75,9 @@ class StillExperts:
     def foretell(self, layer: int, scores: Tensor, most: int, padding: Tensor | None) -> None:
         """Do nothing."""
 
+    def foretell_later(self, layer: int, chosen: Callable[[], Tensor]) -> None:
+        """Do nothing."""
+
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
         """Yield all of them at once, if there are any."""
         if experts:
@@ -123,6 +126,10 @@ class DecidedExperts:
         raise AssertionError("the host decides about experts in a recorded step")
 
     waves_of_views = each = at_rest = waves
+
+    def foretell_later(self, layer: int, chosen: Callable[[], Tensor]) -> NoReturn:
+        """Raise AssertionError: where the device decides, `foretell` is called."""
+        raise AssertionError("the device decides about experts in a recorded step")
 
 
 class Standing:
