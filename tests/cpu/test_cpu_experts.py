@@ -272,6 +272,27 @@ def test_the_least_valuable_are_the_cpu_s_but_not_what_has_come_ahead(slots: int
     assert there == {7}
 
 
+@pytest.mark.parametrize("slots", [0, 1])
+def test_slots_change_also_where_the_cpu_could_take_all(slots: int) -> None:
+    """Else what was used often long ago would keep them for ever."""
+    table = SlotTable(1, EXPERTS, slots, CPU, SlotRule(1e9, 1.0))
+    places, shares = (
+        Places(0, slots, EXPERTS, 1 << 20, 4096, torch.tensor([0])),
+        torch.arange(EXPERTS + 1).int(),
+    )
+    found = list[tuple[list[int], list[int]]]()
+    for asked in (5, 5, 4, 4, 4):
+        table.begin()
+        pairs = torch.bincount(torch.tensor([asked]), minlength=EXPERTS).int()
+        parts = expert_step(table.arrays(0), pairs, 1, 1.0, places, 1, shares)
+        came, every = int(parts.starts[1]), int(parts.starts[-1])
+        found.append((parts.coming[0, :came].tolist(), parts.coming[0, came:every].tolist()))
+    if slots:
+        assert found == [([5], []), ([], []), ([], [4]), ([4], []), ([], [])]
+    else:
+        assert found == [([], [one]) for one in (5, 5, 4, 4, 4)]
+
+
 def test_a_list_that_is_wrong_is_not_computed() -> None:
     """And says so, before anybody takes what is in the box for outputs."""
     for at, value in ((0, LAYERS), (1, 99), (2, 1000), (3, 17), (LISTED, EXPERTS), (LISTED + EXPERTS, 17)):
@@ -424,7 +445,7 @@ def test_a_model_computes_what_it_computes_with_experts_at_rest(name: str, part:
             rank.weights.close()
         if not python:
             missing = counts.asked - counts.hit
-            assert (counts.computed > 0) == (share != "none")
+            assert (counts.computed > 0) == (counts.worked > 0) == (share != "none")
             assert counts.fetched == (missing - counts.computed) * rank.weights.room.size  # type: ignore[union-attr]
     assert all(map(torch.equal, *found))
 

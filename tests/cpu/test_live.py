@@ -33,6 +33,7 @@ from hypothesis import strategies as st
 
 import forks
 from penstock.base.meter import ExpertCounts, KVStats, MeterSample, PromptProgress, WeightStats, pass_seconds
+from penstock.bench.speed.streaming import Streaming
 from penstock.cli import live as module
 from penstock.cli.live import LiveLine, at_edge
 from penstock.cli.main import main
@@ -750,6 +751,19 @@ def test_experts_that_were_asked_for_have_a_line_and_a_part_of_the_live_line() -
     assert "| experts 61.0% on the device | pass" in weight_forms(stats, FLOW, 7.61)[0]
     assert EXPERTS.found == {"device": 3162, "host": 2000, "disk": 22}
     assert (ExpertCounts().hit_rate, sum(ExpertCounts().found.values())) == (0.0, 0)
+
+
+def test_what_the_cpu_computed_of_experts_is_said() -> None:
+    experts = replace(EXPERTS, computed=1011)
+    stats = replace(STATS, passes=18, experts=experts)
+    assert " were on the device | 1,011 computed by the CPU | 25.1 GiB over the link" in expert_summary(stats)
+    assert "on the device | CPU 50.0% of the others | pass" in weight_forms(stats, FLOW, 7.61)[0]
+    made = Streaming(
+        *(1 << 30,) * 7, 50e9, 0.0, 0.0, 0.0, 0.0, None, 40.0, experts_by_cpu=0.25, cpu_rate=80e9
+    )
+    text = "25.0% of the experts that the device lacked, at 80.0 GB/s while it computed"
+    assert dict(made.rows(10.0))["computed by the CPU"].startswith(text)
+    assert experts.by_place == {"cpu": 1011, "device": 1011}
 
 
 def test_what_a_device_counts_has_a_rate_by_the_time_of_its_counts() -> None:

@@ -24,6 +24,7 @@ class ExpertCounts:
     foretold, right: those that a layer foretold of the next, to come early; and those of them that were then
     missing.
     computed: those of the others that the CPU computed where they rest; the rest came.
+    worked: seconds in which the CPU computed them.
     disk_bytes, disk_seconds: all that was read from DISK for them, wrong ones included, and the time in which
     any of it was.
     """
@@ -38,6 +39,7 @@ class ExpertCounts:
     foretold: int = 0
     right: int = 0
     computed: int = 0
+    worked: float = 0.0
     disk_bytes: int = 0
     disk_seconds: float = 0.0
 
@@ -80,6 +82,7 @@ class ExpertCounts:
             self.foretold - before.foretold,
             self.right - before.right,
             self.computed - before.computed,
+            self.worked - before.worked,
             self.disk_bytes - before.disk_bytes,
             self.disk_seconds - before.disk_seconds,
         )

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING
 
 import torch
@@ -226,6 +227,9 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
             why = "since there is no Triton" if config.kernels else "as asked"
             say(f"kernels: plain torch computes, {why}")
         outline = where.agree(settle(config, model, device, say, where.shard, context.draft))
+        if device.type == "cuda" and config.cpu_compute != "off":
+            # Compiled beside what follows; who needs the kernels waits.
+            Thread(target=find_library, args=(config.cache.expanduser(),), daemon=True).start()
         native = device.type == "cpu" and config.kernels
         if native and (why := find_library(config.cache.expanduser(), say)):
             what = "attention" if outline.spec.format == DENSE else "weights of few bits"

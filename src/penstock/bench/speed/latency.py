@@ -14,6 +14,7 @@ from penstock.arch.parts import local_spec
 from penstock.arch.shards import Shard
 from penstock.base.config import Config
 from penstock.base.errors import RequestError
+from penstock.base.meter import ExpertCounts
 from penstock.base.report import JsonLine
 from penstock.base.units import format_rate, format_size
 from penstock.bench.machine import MachineInfo, machine
@@ -157,6 +158,7 @@ def run(bench: LatencyBench, say: Say = lambda _: None) -> LatencyReport:
             expert_hits=decoded.experts.hit_rate,
             disk_rate=decoded.experts.disk_rate,
             experts_by_cpu=decoded.experts.cpu_share,
+            cpu_rate=_cpu_rate(booted, decoded.experts),
         )
         predicted = _mixture_ms(booted, model, streaming, decoded.lengths, rate, costs)
         streaming = replace(streaming, predicted_ms=predicted)
@@ -181,6 +183,12 @@ def run(bench: LatencyBench, say: Say = lambda _: None) -> LatencyReport:
         baseline=_compare(bench, model, work, times.median, tokens) if bench.baseline else None,
         machine=machine(),
     )
+
+
+def _cpu_rate(booted: Booted, experts: ExpertCounts) -> float:
+    """Return the bytes a second of experts that the CPU computed with, while it did; 0 where it did not."""
+    room = booted.weights.room
+    return experts.computed * room.mean / experts.worked if room is not None and experts.worked else 0.0
 
 
 def _sized(bench: LatencyBench, model: OpenModel) -> tuple[BatchWork, Config]:

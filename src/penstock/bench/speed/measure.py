@@ -144,6 +144,7 @@ def decode(booted: Booted, work: BatchWork) -> Decoded:
             disk_bytes=sum(one.experts.disk_bytes for one in rounds),
             disk_seconds=sum(one.experts.disk_seconds for one in rounds),
             computed=sum(one.experts.computed for one in rounds),
+            worked=sum(one.experts.worked for one in rounds),
         ),
     )
 

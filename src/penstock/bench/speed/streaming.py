@@ -93,8 +93,8 @@ class Streaming:
     expert_hits: the share that was on the device of the experts that timed decode steps asked for. None as
         for `experts_per_pass`.
     experts_by_cpu: the share of the others that the CPU computed, with other roundings than the device; 0
-    where
-        it computes none.
+        where it computes none.
+    cpu_rate: bytes a second of these that the CPU computed with, while it did.
     """
 
     resident: int
@@ -114,6 +114,7 @@ class Streaming:
     expert_hits: float | None = None
     disk_rate: float = 0.0
     experts_by_cpu: float = 0.0
+    cpu_rate: float = 0.0
 
     @classmethod
     def of(cls, booted: Booted, before: WeightStats, moved: tuple[float, float] | None = None) -> Self:
@@ -175,7 +176,8 @@ class Streaming:
             rows.append(("experts", f"{self.experts_per_pass:,.0f} came to the device in a pass"))
         if self.experts_by_cpu:
             text = (
-                f"{self.experts_by_cpu:.1%} of the experts that the device lacked; sums are rounded otherwise"
+                f"{self.experts_by_cpu:.1%} of the experts that the device lacked, at "
+                f"{format_rate(self.cpu_rate)} while it computed; sums are rounded otherwise"
             )
             rows.append(("computed by the CPU", text))
         if self.predicted_ms:

@@ -153,6 +153,11 @@ def _expert_step(  # type: ignore[no-untyped-def]
     count = every
     if SHARED:
         count -= tl.load(shares + every)
+        if SLOTS > 0:  # What is worth a slot gets one, also where the CPU could take all.
+            least = tl.load(worths + 2 * COLS + tl.load(order + COLS))
+            best = tl.load(value + tl.load(order, mask=every > 0, other=0))
+            fits = (least < float("inf")) & ((least < 0) | (best >= margin * least))
+            count = tl.where((count == 0) & (every > 0) & fits, 1, count)
     comes = rank < count
     expert = tl.load(order + rank, mask=rank < every, other=0)
     where_to = (transit + rank % ring).to(tl.int64)
@@ -306,7 +311,7 @@ def expert_step(
 
     pairs: int32 `[experts]`, how many pairs each expert has in this step; at most `most` have any. parts: at
     most `most`. shares: int32 `[experts + 1]`, of so many missing experts how many the CPU takes, the least
-    valuable ones; they do not come.
+    valuable ones; they do not come. But one that is worth a slot always does.
     """
     experts, slots, device = len(pairs), len(arrays.expert_of), pairs.device
     tensors = len(places.offsets)

@@ -147,6 +147,11 @@ class CpuExperts:
         """Return the shares of steps of so many tokens, as the host knows them."""
         return self._shares[class_of(tokens)].shares
 
+    @property
+    def worked(self) -> float:
+        """Return the seconds in which the CPU has computed experts."""
+        return float(self.service.took[..., 1].sum()) / 1e9
+
     def check(self) -> None:
         """Raise DeviceError if the CPU has not computed what it was asked for: tokens then mean nothing."""
         failed = self.service.failed

@@ -339,6 +339,7 @@ class SlotExperts(ExpertStream):
             foretold,
             right,
             computed,
+            self._cpu.worked if self._cpu is not None else 0.0,
         )
 
     def use(self, *, exact: bool) -> ExpertMap:
