@@ -1,9 +1,13 @@
 """Kernels are compiled before requests need them: those that steps launch, and no others."""
 
 import importlib
+import os
 import re
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
+from time import perf_counter
 from types import ModuleType
 
 import pytest
@@ -18,7 +22,7 @@ from penstock.ops import kernels
 from penstock.ops import triton as triton_folder
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.residency import padded
-from penstock.worker.ahead import ZeroFilled, compile_ahead
+from penstock.worker.ahead import ZeroFilled, compile_ahead, one_at_a_time
 from penstock.worker.sizes import StepSizes
 
 CPU = torch.device("cpu")
@@ -49,6 +53,35 @@ def test_every_kernel_that_is_launched_is_noted() -> None:
     noted = {id(value) for name in kernels._MODULES for value in vars(loaded(name)).values()}
     assert len(launched) > 20
     assert [name for name, kernel in launched.items() if id(kernel) not in noted] == []
+
+
+def test_processes_compile_one_after_another(tmp_path: Path) -> None:
+    """The next one begins when one has ended, however it does."""
+    lock, order = tmp_path / "there" / "lock", tmp_path / "order"
+    call = (
+        "import os, sys, time; from pathlib import Path; from penstock.worker.ahead import one_at_a_time\n"
+        "with one_at_a_time(Path(sys.argv[1]), 60), open(sys.argv[2], 'a') as order:\n"
+        "    for what in ('begins', 'ends'):\n"
+        "        print(what, file=order, flush=True); time.sleep(0.3)\n"
+        "    os._exit(1)"
+    )
+    given = [sys.executable, "-c", call, str(lock), str(order)]
+    every = [
+        subprocess.Popen(given, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}) for _ in range(3)
+    ]
+    assert [one.wait(60) for one in every] == [1] * 3
+    assert order.read_text().split() == ["begins", "ends"] * 3
+
+
+def test_nobody_waits_for_ever(tmp_path: Path) -> None:
+    """Nor is anything refused where there can be no lock."""
+    with one_at_a_time(tmp_path / "lock", 60):
+        begun = perf_counter()
+        with one_at_a_time(tmp_path / "lock", 0.2):
+            assert perf_counter() - begun >= 0.2
+    (tmp_path / "file").touch()
+    with one_at_a_time(tmp_path / "file" / "lock", 60):
+        pass
 
 
 def test_nothing_is_compiled_for_a_cpu() -> None:

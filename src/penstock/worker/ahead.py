@@ -7,13 +7,20 @@ threads compile and load the noted kernels. If all have been compiled before, th
 
 Why this is safe: kernels that do not run leave memory as torch gives it, and torch's own operations, which do
 run, may take it for indices. Within `ZeroFilled` that memory is zeros, and 0 is an index of everything.
+
+Processes that begin at once, such as ranks, compile one after another, by a lock on a file: the first has
+done most for all. Besides, Python knows shared libraries by their inodes. If two processes compile the same
+launcher, one may replace the file that the other is loading; a later launcher may get the inode of what was
+replaced, and Python then takes it for the one it has loaded.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from threading import Thread
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -25,6 +32,9 @@ from penstock.ops.kernels import noted
 from penstock.worker.runner import Runner
 from penstock.worker.sizes import StepSizes
 
+_LONGEST_WAIT = 300.0
+"""Seconds for which a process waits for another to have compiled."""
+_LOOKS = 0.05
 _COMPILERS = 8
 """Threads: with more, all wait longer for the interpreter."""
 _FILLING: dict[object, Callable[..., Tensor]] = {
@@ -77,12 +87,41 @@ def compile_ahead(
         finally:
             if runner.carrier is not None:
                 runner.carrier.close()
-        with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool:
+        threads = min(_COMPILERS, os.cpu_count() or 1)
+        with one_at_a_time(_lock_file(), _LONGEST_WAIT), ThreadPoolExecutor(threads) as pool:
             try:
                 for done in [pool.submit(ready, kernel) for kernel in kernels]:
                     done.result()
             finally:
                 pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def one_at_a_time(file: Path, longest: float) -> Iterator[None]:
+    """Hold the lock on a file, for which other processes wait.
+
+    It ends with the process that holds it. Where it cannot be had, or not within `longest` seconds, go on
+    without.
+    """
+    with ExitStack() as held:
+        with suppress(OSError, ImportError):
+            import fcntl
+
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context(file.open("w"))
+            end = monotonic() + longest
+            while monotonic() < end:
+                with suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                sleep(_LOOKS)
+        yield
+
+
+def _lock_file() -> Path:
+    from triton import knobs
+
+    return Path(knobs.cache.dir) / "penstock.lock"
 
 
 class ZeroFilled(TorchFunctionMode):
