@@ -37,6 +37,7 @@ from penstock.ops.triton import few_bits_mma
 from penstock.ops.triton import handover as triton_handover
 from penstock.ops.triton import linear as triton_linear
 from penstock.ops.triton import norms as triton_norms
+from penstock.ops.triton import pace as triton_pace
 from penstock.ops.triton import pointwise as triton_pointwise
 from penstock.ops.triton import routing as triton_routing
 from penstock.ops.triton import sampling as triton_sampling
@@ -281,7 +282,11 @@ def slots(experts: int, count: int, most: int) -> None:
     triton_slots.foretell(arrays, empty(8, experts), 32)
     triton_slots.foretell(arrays, empty(8, experts, dtype=short), 32, empty(8, dtype=torch.bool))
     triton_slots.fetch_ahead(arrays, places, 1 << 44)
-    long = torch.int64
+    pace = triton_pace.LinkPace(torch.device("cpu"), 25e9)
+    pace.begin()
+    pace.end(1 << 30)
+    pace.end_of_part(coming, places, 0, triton_slots.piece_of(places))
+    pace.end_of_pieces(arrays.done, triton_slots.piece_of(places))
     box = HandoverBox(
         empty(HandoverBox.bytes_of(most, 64, HIDDEN), dtype=torch.uint8), most, 64, HIDDEN, BF16
     )
@@ -409,10 +414,10 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "blocks of GGUF, six bits and levels": lambda: blocks("Q6_K", "IQ4_XS"),
     "routers": routers,
-    "experts, few": lambda: experts(4),
+    "experts, few": lambda: (experts(1), experts(4)),
     "experts, some": lambda: experts(100),
     "experts, many": lambda: experts(4096),
-    "experts, gpt-oss": lambda: (experts(4, sizes=GPT_OSS), experts(4096, sizes=GPT_OSS)),
+    "experts, gpt-oss": lambda: [experts(tokens, sizes=GPT_OSS) for tokens in (1, 4, 4096)],
     "experts, float32": lambda: experts(100, torch.float32),
 }
 
