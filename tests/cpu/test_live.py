@@ -869,7 +869,9 @@ sys.exit(main({!r}))
 """
 
 
-def test_a_run_that_streams_writes_the_text_of_one_that_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_streams_writes_the_text_of_one_that_does_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = [
         "run",
         "Once upon a time",
@@ -883,6 +885,7 @@ def test_a_run_that_streams_writes_the_text_of_one_that_does_not(capsys: pytest.
         "16",
     ]
     arguments += ["--max-length", "128"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # Each thread takes memory of its own.
     assert main([*arguments, "--quiet"]) == 0
     text = capsys.readouterr().out
     large = Terminal(16, 60)
