@@ -69,8 +69,8 @@ def test_processes_compile_one_after_another(tmp_path: Path) -> None:
     every = [
         subprocess.Popen(given, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}) for _ in range(3)
     ]
-    assert [one.wait(60) for one in every] == [1] * 3
-    assert order.read_text().split() == ["begins", "ends"] * 3
+    assert [one.wait(60) for one in every] == [1] * 2
+    assert order.read_text().split() == ["begins", "ends"] * 2
 
 
 def test_nobody_waits_for_ever(tmp_path: Path) -> None:
