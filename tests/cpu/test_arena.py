@@ -1,10 +1,12 @@
 """Pinned memory is unpinned before it is unmapped, also where nobody closes it. The driver is a list here."""
 
 import gc
+import mmap
 import os
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -86,8 +88,8 @@ def test_a_forked_process_frees_nothing_of_its_parents(unpinned: list[tuple[int,
 
 
 def flags_of(address: int) -> set[str]:
-    """What the kernel says of the mapping that an address is in: hg may be huge pages, dc is not copied by
-    forks, sh is shared."""
+    """What the kernel says of the mapping that an address is in: hg may be huge pages, wf is zeros in
+    forked processes, sh is shared."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()
@@ -107,8 +109,27 @@ def test_what_is_pinned_may_be_huge_pages_and_stays_with_its_process(
     address = made.bytes.data_ptr()
     found = flags_of(address)
     assert "sh" not in found
-    assert {"hg", "dc"} <= found
+    assert {"hg", "wf"} <= found
+    made.bytes.fill_(7)
     if not (child := os.fork()):
-        os._exit(is_mapped(address))
+        os._exit(bool(made.bytes.any()))
+    assert os.waitpid(child, 0)[1] == 0
+    assert bool((made.bytes == 7).all())
+    made.close()
+
+
+def test_a_forked_process_may_drop_what_it_inherits_without_losing_its_own(
+    unpinned: list[tuple[int, bool]],
+) -> None:
+    """Were nothing mapped there, its own memory would come to lie there, and be unmapped with the arena."""
+    made = pinned()
+    if not (child := os.fork()):
+        own = [torch.from_numpy(np.frombuffer(mmap.mmap(-1, SIZE), np.uint8)) for _ in range(4)]
+        made.bytes.fill_(1)
+        del made
+        gc.collect()
+        for one in own:
+            one.fill_(2)
+        os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     made.close()

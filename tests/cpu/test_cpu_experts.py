@@ -2,6 +2,9 @@
 thread."""
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -340,6 +343,40 @@ def test_what_waits_is_let_go_when_the_engine_closes() -> None:
         waits.join(10)
         assert not waits.is_alive()
         made.cpu.close()
+
+
+def test_a_service_that_is_dropped_looks_at_its_memory_no_more() -> None:
+    """As when what is made after it finds no memory: nobody closes it then."""
+    code = """
+import gc, time
+from unittest.mock import patch
+import test_cpu_experts as here
+def fails(self): raise MemoryError
+try:
+    with patch.object(here.CpuExperts, "_send", fails): here.World()
+except MemoryError: pass
+gc.collect()
+time.sleep(0.2)
+"""
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, timeout=60)
+    assert done.returncode == 0
+
+
+def test_a_forked_process_closes_nothing_of_its_parents() -> None:
+    """It has none of the threads: to wait for them, or for a lock that they hold, would have no end."""
+    with world() as made:
+        time.sleep(0.2)  # The pool's workers sleep.
+        if not (child := os.fork()):
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)
+            made.cpu.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        asked = made.step(2, 2)
+        made.cpu.give(asked.rows, asked.pairs, 0, asked.parts)
+        made.cpu.take(asked.rows, asked.parts)
+        assert same(asked.rows.y, made.want(0, asked))
 
 
 # ---- whole models

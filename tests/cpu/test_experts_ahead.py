@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from penstock.weights.pieces import PAGE, PIECE_BYTES
 from penstock.weights.streaming import expert_reads as module
 from penstock.weights.streaming import experts
 from penstock.weights.streaming.expert_reads import ExpertReads
+from penstock.weights.streaming.lending import ExpertStream
 from penstock.weights.streaming.source import PackSource
 from streams import (
     BRIEF,
@@ -334,3 +336,16 @@ def test_what_is_foretold_is_what_the_next_router_would_choose() -> None:
         router[3], router[1] = 100.0, 50.0
         foretold = Decoder(spec)._foretold(layer, torch.randn(5, spec.hidden_size), weights, chosen=True)
     assert foretold[:, :2].tolist() == [[3, 1]] * 5
+
+
+def test_what_a_step_that_was_broken_off_had_foretold_is_forgotten() -> None:
+    """Else the next step, which foretells nothing, would read for it, and ask its activations."""
+    asked = list[object]()
+    slots = SimpleNamespace(foretells=lambda: False, expect=lambda _: None, foretell=asked.append)
+    layouts = [SimpleNamespace(id=GroupId(GroupKind.EXPERT, layer, 0)) for layer in range(3)]
+    lent = ExpertStream(layouts, {}, slots, torch.device("cpu"))  # type: ignore[arg-type]
+    lent.look_ahead()
+    lent.foretell_later(2, lambda: torch.tensor([[0]]))
+    assert lent.foretells(0, 1) is None
+    assert list(lent.each([])) == []
+    assert asked == []

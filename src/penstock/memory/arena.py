@@ -17,6 +17,8 @@ PAGE = 4096
 """Bytes to which whatever a disk reads into is aligned."""
 _STAYS = hasattr(mmap, "MADV_DONTFORK")
 """True where memory can stay with the process that mapped it; else it is shared with forked ones."""
+_WIPE_ON_FORK = 18
+"""MADV_WIPEONFORK, which `mmap` does not name."""
 _LOG = logging.getLogger("penstock")
 _HUGE = 2 << 20
 _TOUCH = 64 << 20
@@ -124,6 +126,15 @@ def pinned_if_possible(size: int, device: torch.device) -> Arena:
         return Arena(size, torch.device("cpu"))
 
 
+def _keep_from_forks(mapping: mmap.mmap) -> None:
+    """Let forked processes have zeros there, and copy nothing. They may write to it and unmap it; if nothing
+    were there, something of their own could come to lie there, and be unmapped with it."""
+    try:
+        mapping.madvise(_WIPE_ON_FORK)
+    except OSError:  # Kernels before 4.14 do not have it.
+        mapping.madvise(mmap.MADV_DONTFORK)
+
+
 def _mapped(size: int, kind: type[mmap.mmap]) -> tuple[mmap.mmap, Tensor]:
     """Map anonymous memory and touch all of its pages by several threads, many times faster than by one."""
     # The part begins at a multiple of a huge page, so that the kernel can use huge pages from there on.
@@ -133,7 +144,7 @@ def _mapped(size: int, kind: type[mmap.mmap]) -> tuple[mmap.mmap, Tensor]:
     shared = mmap.MAP_SHARED if pinned and not _STAYS else mmap.MAP_PRIVATE
     mapping = kind(-1, size + _HUGE, flags=shared | mmap.MAP_ANONYMOUS)
     if pinned and _STAYS:
-        mapping.madvise(mmap.MADV_DONTFORK)
+        _keep_from_forks(mapping)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(mapping, dtype=np.uint8)

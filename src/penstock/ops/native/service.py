@@ -2,7 +2,9 @@
 Python."""
 
 import ctypes
-from collections.abc import Sequence
+import os
+import weakref
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import ClassVar
 
@@ -41,7 +43,8 @@ class _Service(ctypes.Structure):
 
 
 class ExpertService:
-    """A service computes what is asked for in a box, from when it is made until it is closed."""
+    """A service computes what is asked for in a box, from when it is made until it is closed, or not
+    referenced any more."""
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class ExpertService:
         """
         found = library()
         assert found is not None, "takes() says whether there are kernels"
-        self._library, self._lock = found, Lock()
+        self._lock = Lock()
         self._kept = box, (_Resting * len(layers))(*(_resting(*layer) for layer in layers)), layers
         self.took: NDArray[np.int64] = np.zeros((CLASSES, box.most + 1, 2), np.int64)
         """By class of tokens and number of experts: how often they were computed, and nanoseconds in all."""
@@ -70,9 +73,11 @@ class ExpertService:
             most=box.most, rows=box.rows, hidden=box.x.shape[1], took=self.took.ctypes.data,
             failed=self._failed.ctypes.data, kind=NUMBERS[box.x.dtype], threads=threads,
         )  # fmt: skip
-        self._service: int | None = found.service_open(ctypes.byref(given))
-        if not self._service:
+        service: int | None = found.service_open(ctypes.byref(given))
+        if not service:
             raise MemoryError("no memory for a thread that computes experts")
+        # Also where nobody closes it: the thread must not look at memory that is gone.
+        self._end = weakref.finalize(self, _end, found.service_close, service, os.getpid())
 
     @property
     def failed(self) -> str:
@@ -80,11 +85,15 @@ class ExpertService:
         return ("", "no memory", "what was asked for is not there")[int(self._failed[0])]
 
     def close(self) -> None:
-        """End the thread, behind what it is at. A second call does nothing."""
+        """End the thread, behind what it is at. A second call does nothing, nor does one in a forked process,
+        which has no such thread."""
         with self._lock:
-            if self._service:
-                self._library.service_close(self._service)
-                self._service = None
+            self._end()
+
+
+def _end(close: Callable[[int], None], service: int, process: int) -> None:
+    if os.getpid() == process:
+        close(service)
 
 
 def _resting(expert: GroupViews, activation: Activation) -> _Resting:

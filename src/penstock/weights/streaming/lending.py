@@ -65,6 +65,7 @@ class ExpertStream:
     def foretells(self, layer: int, most: int) -> int | None:
         """Return the next layer with experts, if some of those that it will ask for are on DISK, and it pays
         to read them ahead; else None. A step of many tokens asks for nearly all of them anyway."""
+        self._later = None  # Of a step that was broken off, or of a layer that was computed at rest.
         following = self._next_of.get(layer)
         if following is None or most > len(self._of_layer[following]) or not self._slots.foretells():
             return None
