@@ -1009,4 +1009,8 @@ def test_a_link_that_is_not_there_cannot_be_held(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == (
         "penstock: error: --link-rate is for GPUs, and the device is cpu; leave it out\n"
     )
+    assert main(["bench", "decode", "--context", "8", "--output", "1", "--link-rate", "25"]) == 2
+    assert capsys.readouterr().err == (
+        "penstock: error: --link-rate of 25 B a second is less than 1.00 MiB; write bytes, as 25GB\n"
+    )
     assert before == [vars(CudaStream)[name] for name in ("copy", "copy_rows", "copy_pieces")]

@@ -155,5 +155,7 @@ def test_an_interrupt_leaves_it_usable() -> None:
 def test_integers_are_read_into_a_tensor() -> None:
     given = torch.arange(9, dtype=torch.int32)
     target = torch.zeros(9, dtype=torch.int32)
-    read_into(target, seen_by(CPU, given))
-    assert target.tolist() == given.tolist()
+    for seen in (seen_by(CPU, given), None):
+        target.zero_()
+        read_into(target, seen, given)
+        assert target.tolist() == given.tolist()

@@ -79,7 +79,8 @@ def test_integers_are_read_when_the_kernel_runs() -> None:
     seen, target = seen_by(DEVICE, pinned), torch.zeros(1000, dtype=torch.int32, device=DEVICE)
     for add in (0, 7):
         pinned += add
-        read_into(target[:900], seen[:900])
+        assert seen is not None
+        read_into(target[:900], seen, pinned[:900])
         torch.cuda.synchronize()
         assert target[:900].tolist() == pinned[:900].tolist()
         assert not target[900:].any()

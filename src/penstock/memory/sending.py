@@ -31,23 +31,33 @@ def send(values: NDArray[Any], device: torch.device) -> Tensor:
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
         return tensor
-    if 0 < values.nbytes <= _PART and (sent := _buffer_of(device).send(values)) is not None:
-        return sent
+    if 0 < values.nbytes <= _PART and (buffer := _buffer_of(device)) is not None:
+        sent = buffer.send(values)
+        if sent is not None:
+            return sent
     # The allocator reuses pinned memory only when it has been read.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def seen_by(device: torch.device, pinned: Tensor) -> Tensor:
+def seen_by(device: torch.device, pinned: Tensor) -> Tensor | None:
     """Return pinned host memory, a flat tensor, as a tensor on the device: kernels read it through the link.
 
-    The caller keeps `pinned`. On a CPU it is returned itself.
+    The caller keeps `pinned`. On a CPU it is returned itself. None where torch would make a copy: of memory
+    that was pinned for another device.
     """
-    return torch.as_tensor(_Memory(pinned), device=device) if device.type == "cuda" else pinned
+    if device.type == "cpu":
+        return pinned
+    seen = torch.as_tensor(_Memory(pinned), device=device)
+    return seen if seen.data_ptr() == pinned.data_ptr() else None
 
 
-def read_into(target: Tensor, seen: Tensor) -> None:
-    """Let a kernel copy integers that `seen_by` returned to a tensor of their shape and dtype."""
-    torch.bitwise_or(seen, 0, out=target)
+def read_into(target: Tensor, seen: Tensor | None, pinned: Tensor) -> None:
+    """Copy integers from pinned memory to a tensor of their shape and dtype: by a kernel, if the device has
+    `seen` them (`seen_by`)."""
+    if seen is None:
+        target.copy_(pinned, non_blocking=True)
+    else:
+        torch.bitwise_or(seen[: len(pinned)], 0, out=target)
 
 
 class SendBuffer:
@@ -107,7 +117,7 @@ class _Memory:
 
 
 @cache
-def _buffer_of(device: torch.device) -> SendBuffer:
+def _buffer_of(device: torch.device) -> SendBuffer | None:
     host = torch.zeros(_PARTS * _PART, dtype=torch.uint8, pin_memory=True)
-    current = partial(torch.cuda.current_stream, device)
-    return SendBuffer(host, seen_by(device, host.view(torch.int64)), _PARTS, current)
+    current, seen = partial(torch.cuda.current_stream, device), seen_by(device, host.view(torch.int64))
+    return None if seen is None else SendBuffer(host, seen, _PARTS, current)

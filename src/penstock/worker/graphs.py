@@ -128,7 +128,7 @@ class DecodeStep:
         for index, share in enumerate(shares):
             if share.new_blocks:
                 fields[3:, index] = share.row, share.first_new_block, share.new_blocks[0]
-        read_into(self._given[: len(staging)], self._seen[self._turn][: len(staging)])
+        read_into(self._given[: len(staging)], self._seen[self._turn], staging)
 
     def give_run(self, share: Share | None, count: int) -> None:
         """Send the inputs of a run of `count` tokens.
@@ -144,7 +144,7 @@ class DecodeStep:
             fields[2, :used] = share.tokens
         fields[:3, used:] = [[self._nobody], [-1], [0]]
         fields[3:] = [[self._nobody], [0], [0]]
-        read_into(self._given[: len(staging)], self._seen[self._turn][: len(staging)])
+        read_into(self._given[: len(staging)], self._seen[self._turn], staging)
 
     def suits(self, share: Share) -> bool:
         """Tell whether a run is attended to in pages. The answer is the same on all ranks."""

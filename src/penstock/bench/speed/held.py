@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import ConfigError
+from penstock.base.units import format_size
 from penstock.bench.speed import contexts
 from penstock.engine import placing, settling
 from penstock.memory.device import choose_device
 from penstock.memory.streams import CudaStream, Pieces
 from penstock.ops.kernels import triton_kernels
 from penstock.ops.slots import ExpertParts, Places, SlotArrays
+
+_LEAST = 1 << 20
+"""Bytes/s below which a copy would take hours."""
 
 
 @contextmanager
@@ -27,6 +31,11 @@ def held_link(device: str, rate: float | None) -> Iterator[None]:
     if rate is None:
         yield
         return
+    if rate < _LEAST:
+        raise ConfigError(
+            f"--link-rate of {format_size(int(rate))} a second is less than {format_size(_LEAST)}; "
+            "write bytes, as 25GB"
+        )
     where = choose_device(device)
     if where.type != "cuda":
         raise ConfigError(f"--link-rate is for GPUs, and the device is {where}; leave it out")

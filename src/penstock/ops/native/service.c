@@ -108,8 +108,8 @@ static void *serve(void *about)
         if (asked == seen) {
             if (looks < IDLE)
                 pause_between(looks++);
-            else
-                nanosleep(&(struct timespec){0, 50000}, 0);
+            else /* for about two seconds often, then seldom */
+                nanosleep(&(struct timespec){0, looks < IDLE + 40000 ? looks++, 50000 : 1000000}, 0);
             continue;
         }
         int64_t begun = now_ns();
