@@ -1,6 +1,7 @@
 """Tasks are done once, in order, or called off; whatever an interrupt strikes, nobody waits for ever."""
 
 import gc
+import os
 import signal
 import threading
 import time
@@ -128,6 +129,22 @@ def test_tasks_that_wait_for_earlier_ones_need_no_more_than_one_thread() -> None
         some.put(last)
         end.set()
         assert within(LONG, last.result)
+
+
+def test_a_forked_process_waits_for_no_thread_of_its_parents() -> None:
+    """It has none of them."""
+    done = list[int]()
+    with workers(2) as some:
+        if not (child := os.fork()):
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)
+            some.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        task = Task(partial(done.append, 1))
+        some.put(task)
+        wait([task])
+    assert done == [1]
 
 
 def test_close_finishes_what_has_begun_and_calls_off_the_rest() -> None:

@@ -12,6 +12,7 @@ Tasks are begun in the order in which they were put. One may wait for others if 
 the first time: they have been begun before, so no tasks wait in a circle, however few threads there are.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
@@ -78,7 +79,7 @@ class Workers:
         """Start the threads."""
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         """None: there is nothing more to do, for any of them."""
-        self._closing = False
+        self._closing, self._process = False, os.getpid()
         self._ended = [HostTicket() for _ in range(count)]
         self._threads = [
             threading.Thread(target=self._serve, args=(ended,), name=f"penstock {name}", daemon=True)
@@ -109,9 +110,12 @@ class Workers:
     def close(self) -> None:
         """Finish what has begun, call off what has not, and end.
 
-        Call it again if it was interrupted; else that does nothing.
+        Call it again if it was interrupted; else that does nothing, nor does it in a forked process, which
+        has none of the threads.
         """
         self._closing = True
+        if os.getpid() != self._process:
+            return
         self._tasks.put(None)
         for ended in self._ended:  # An interrupted join may mark a running thread as ended.
             ended.wait()
