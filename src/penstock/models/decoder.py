@@ -13,14 +13,7 @@ from penstock.arch.layout import GroupId, GroupKind
 from penstock.arch.parts import held, local_spec
 from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import LayerSpec, ModelSpec, MoeSpec
-from penstock.models.inputs import (
-    ColdCache,
-    Collectives,
-    LayerCaches,
-    Routing,
-    StepInputs,
-    Weights,
-)
+from penstock.models.inputs import ColdCache, Collectives, LayerCaches, Routing, StepInputs, Weights
 from penstock.models.mixers import FORWARD, Mixing, attention_at_once
 from penstock.models.moe import ask, choose, mixture, router_scores, shared_experts
 from penstock.models.residual import Residual

@@ -96,5 +96,5 @@ def held_link(device: str, rate: float | None) -> Iterator[None]:
         ):
             held.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, other)
-        torch.cuda.synchronize(where)
+        torch.cuda.synchronize(where)  # Streams that copy do not wait for what a pace begins with.
         yield

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import globaltimer
 
 from penstock.ops.slots import ExpertParts, Places
 
@@ -17,34 +18,27 @@ _SLACK = 20_000
 
 
 @triton.jit
-def _now():  # type: ignore[no-untyped-def]
-    return tl.inline_asm_elementwise(
-        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def _until(free, nanoseconds):  # type: ignore[no-untyped-def]
     end = tl.atomic_add(free, nanoseconds) + nanoseconds
-    while _now() < end:
+    while globaltimer() < end:
         pass
 
 
-@triton.jit(do_not_specialize=["free"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
 def _begin(free, SLACK: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
     """Note that a copy begins."""
-    now = _now()
+    now = globaltimer()
     if now > tl.load(free) + SLACK:
         tl.atomic_max(free, now)
 
 
-@triton.jit(do_not_specialize=["free", "nanoseconds"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["nanoseconds"])  # type: ignore[untyped-decorator]
 def _end(free, nanoseconds) -> None:  # type: ignore[no-untyped-def]
     """Wait until what has been copied would have been."""
     _until(free, nanoseconds)
 
 
-@triton.jit(do_not_specialize=["free", "part", "parts", "size", "piece", "rate"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["part", "parts", "size", "piece", "rate"])  # type: ignore[untyped-decorator]
 def _end_of_part(  # type: ignore[no-untyped-def]
     free, coming, starts, done, part, parts, size, piece, rate, COPIERS: tl.constexpr
 ) -> None:
@@ -58,7 +52,7 @@ def _end_of_part(  # type: ignore[no-untyped-def]
     _until(free, (tl.maximum(size_of_all, 0.0) / rate).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["free", "piece", "rate"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["piece", "rate"])  # type: ignore[untyped-decorator]
 def _end_of_pieces(free, done, piece, rate, COPIERS: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
     """Wait until as many pieces would have been copied as programs say, of `piece` bytes each."""
     count = tl.sum(tl.load(done + tl.arange(0, COPIERS))).to(tl.float32)

@@ -37,8 +37,10 @@ class ExpertStream:
         self._of_layer: dict[int, list[GroupId]] = {}
         for id in self._layouts:
             self._of_layer.setdefault(id.layer, []).append(id)
-        self._next_of: dict[int, int] = {}
-        """The next layer with experts of those that foretell what it asks for."""
+        self._following = dict(pairwise(self._of_layer))
+        """The next layer with experts, by layer."""
+        self._ahead = False
+        """Whether layers foretell what the next one asks for."""
         self._later: tuple[int, Callable[[], Tensor]] | None = None
         """A layer, and what finds its likely experts when those of the layer before are on their way."""
         alike = dict[object, dict[int, GroupViews]]()
@@ -60,13 +62,13 @@ class ExpertStream:
     def look_ahead(self) -> None:
         """Let each layer foretell what the next one asks for. To be called before anything is asked for,
         where no groups but experts move."""
-        self._next_of = dict(pairwise(self._of_layer))
+        self._ahead = True
 
     def foretells(self, layer: int, most: int) -> int | None:
         """Return the next layer with experts, if some of those that it will ask for are on DISK, and it pays
         to read them ahead; else None. A step of many tokens asks for nearly all of them anyway."""
         self._later = None  # Of a step that was broken off, or of a layer that was computed at rest.
-        following = self._next_of.get(layer)
+        following = self._following.get(layer) if self._ahead else None
         if following is None or most > len(self._of_layer[following]) or not self._slots.foretells():
             return None
         return following
@@ -103,8 +105,7 @@ class ExpertStream:
         self, experts: Sequence[GroupId], lent: Callable[[Sequence[GroupId]], _Lent]
     ) -> Iterator[tuple[Sequence[GroupId], _Lent]]:
         for wave in self._slots.waves(experts):
-            # A table is sent ahead of the wait for the wave itself, among whose copies it has its turn on the
-            # link.
+            # A table is sent ahead of the wait for the wave itself: it need not wait for copies.
             found = lent(wave)
             if self._slots.homes[wave[0]].tier is not Tier.DEVICE:
                 self._foretell()

@@ -49,7 +49,7 @@ and the compute stream waits for what was fetched. The fetch reads tensors that 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
 from time import perf_counter
 
 import numpy as np
@@ -110,7 +110,6 @@ class SlotExperts(ExpertStream):
         self._link, self._compute = streams
         self._cpu = cpu
         self._layers = {layer: number for number, layer in enumerate(self._of_layer)}
-        self._following = dict(pairwise(self._layers))
         experts = [len(every) for every in self._of_layer.values()]
         assert len(set(experts)) == 1, "layers with different numbers of experts"
         self._experts = experts[0]
@@ -122,7 +121,6 @@ class SlotExperts(ExpertStream):
             self._slot_table.computed = cpu.handover.computed
         self._margin, self._decay = rule.margin, 0.5 ** (1 / rule.half_life)
         self.snapshots = SlotSnapshots(self._slot_table, ring.compute)
-        self._ahead = False
         self._foretold: Callable[[], None] | None = None
         """Fetches what is foretold; it is to be called when all parts of the layer before are."""
         self._running_ahead = False
@@ -253,8 +251,7 @@ class SlotExperts(ExpertStream):
         come when the last has been computed."""
         for _, table in self.waves(self._of_layer[layer]):
             yield table
-        later = [other for other in self._layers if self._layers[other] == self._layers[layer] + 1]
-        for following in later:
+        if (following := self._following.get(layer)) is not None:
             self._slots.expect_ahead(self._without_slot(self._of_layer[following]))
 
     def _without_slot(self, experts: Sequence[GroupId]) -> list[GroupId]:
