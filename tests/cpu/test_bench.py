@@ -31,7 +31,7 @@ from penstock.bench.speed import baseline, contexts, measure
 from penstock.bench.speed.latency import BenchKind, LatencyBench, LatencyReport, run
 from penstock.bench.speed.measure import BatchWork
 from penstock.bench.speed.setup import Target
-from penstock.bench.speed.streaming import scratch
+from penstock.bench.speed.streaming import Streaming, scratch
 from penstock.bench.speed.throughput import RandomLengths
 from penstock.cli.main import main
 from penstock.engine import measuring
@@ -1014,3 +1014,9 @@ def test_a_link_that_is_not_there_cannot_be_held(capsys: pytest.CaptureFixture[s
         "penstock: error: --link-rate of 25 B a second is less than 1.00 MiB; write bytes, as 25GB\n"
     )
     assert before == [vars(CudaStream)[name] for name in ("copy", "copy_rows", "copy_pieces")]
+
+
+def test_the_disk_is_shown_beside_its_ceiling() -> None:
+    """Not beside the rate at which experts were read, which is as low as readers make it."""
+    read = Streaming(0, 0, 0, 0, 0, 0, 500, 1e9, 1000.0, 0.0, 0.0, 0.0, None, None, disk_rate=500.0)
+    assert dict(read.rows(1000.0))["disk"].endswith("(50.0%)")

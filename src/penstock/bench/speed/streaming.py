@@ -169,9 +169,12 @@ class Streaming:
                 f"({link / self.link_ceiling:.1%})",
             ),
         ]
-        if ceiling := self.disk_rate or self.disk_ceiling:
-            text = f"{format_size(self.read_per_pass)} a pass, {format_rate(disk)} of {format_rate(ceiling)}"
-            rows.append(("disk", f"{text} ({disk / ceiling:.1%})"))
+        if self.disk_ceiling:
+            text = (
+                f"{format_size(self.read_per_pass)} a pass, {format_rate(disk)} of "
+                f"{format_rate(self.disk_ceiling)}"
+            )
+            rows.append(("disk", f"{text} ({disk / self.disk_ceiling:.1%})"))
         if self.experts_per_pass is not None:
             rows.append(("experts", f"{self.experts_per_pass:,.0f} came to the device in a pass"))
         if self.experts_by_cpu:
