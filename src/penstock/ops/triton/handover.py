@@ -6,11 +6,12 @@ and the lists of these experts to a box in host memory, and then a number, behin
 looks at that number (ops/native/service.c). `take` waits for the CPU's number and writes the outputs where
 those of pairs belong. All are launched like any other kernel, so a recorded step holds them.
 
-Why this is safe. All three kernels are on one stream, so the device has one question at a time, and what it
+Why this is safe. Both kernels are on one stream, so the device has one question at a time, and what it
 writes to the box is behind the wait for the answer to the one before. In `give` all threads have written
-(barrier) when one of them fences by an atomic of the whole system, and then writes the number. In `take` one
-program reads the CPU's number, as memory is and not as a cache has it, until it is right; the kernel behind
-it reads the outputs. Numbers wrap around, and are compared for equality only.
+(barrier) when one of them fences by an atomic of the whole system, and then writes the number. In `take`
+each program reads the CPU's number, as memory is and not as a cache has it, until it is right; then one of
+its threads fences in the same way, and behind a barrier all of them read outputs, also as memory is. Numbers
+wrap around, and are compared for equality only.
 
 The wait ends in any case: with the answer, or with `over`, a word in host memory that the host writes when it
 closes, and the device after `limit` nanoseconds. Outputs then mean nothing, `over` stays, nothing waits any
@@ -32,8 +33,10 @@ _ODD = tl.constexpr(200_000_000)
 """Nanoseconds that no layer takes."""
 TIMED = not triton.knobs.runtime.interpret
 """The interpreter has no clock."""
-_COLS = 1024
-"""Numbers of a row that are copied at a time."""
+_COLS, _ROW = 1024, 4096
+"""Numbers of a row that are given, and taken, at a time: a program takes a row in one trip over the link."""
+_TAKERS = 16
+"""Programs that take outputs, at most; each looks at the CPU's number."""
 _TOKENS = 8
 """Rows that are written at a time, at most."""
 
@@ -113,53 +116,73 @@ def _count(times, at, since, now):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["limit", "parts"])  # type: ignore[untyped-decorator]
-def _wait(  # type: ignore[no-untyped-def]
-    asked, begun, done, spent, over, starts, times, limit, parts, EXPERTS: tl.constexpr, TIMED: tl.constexpr
+def _take(  # type: ignore[no-untyped-def]
+    asked,
+    begun,
+    done,
+    spent,
+    over,
+    starts,
+    times,
+    mine,
+    outputs,
+    y,
+    hidden,
+    limit,
+    parts,
+    EXPERTS: tl.constexpr,
+    COLS: tl.constexpr,
+    PLACED: tl.constexpr,
+    TIMED: tl.constexpr,
 ) -> None:
-    """Wait until the CPU has done what was asked of it, and count how long that and the rest took."""
-    number = tl.load(asked)
+    """Wait until the CPU has done what was asked of it, and count how long that and the rest took. If PLACED,
+    write rows of its outputs to those of pairs, every program some of them.
+
+    Where nothing was asked, nothing is read through the link, where it might wait behind experts that come.
+    """
     came = tl.load(starts + parts)
     count = tl.load(starts + parts + 2) - came
     decided = tl.load(begun)
     arrived = decided
     if TIMED:
         arrived = globaltimer()
-    late = ((count > 0) & (tl.load(done, volatile=True) != number)).to(tl.int32)
-    waited, looks = late, tl.full([], 0, tl.int32)
-    while late > 0:
+    waited = tl.full([], 0, tl.int32)
+    if count > 0:
+        number = tl.load(asked)
         late = (tl.load(done, volatile=True) != number).to(tl.int32)
-        looks += 1
-        if looks % _LOOKS == 0:
-            waits = looks.to(tl.int64)
-            if TIMED:
-                waits = globaltimer() - arrived
-            if waits > limit:
-                tl.store(over, 1)
-            if tl.load(over, volatile=True) != 0:
-                late = 0
+        waited, looks = late, tl.full([], 0, tl.int32)
+        while late > 0:
+            late = (tl.load(done, volatile=True) != number).to(tl.int32)
+            looks += 1
+            if looks % _LOOKS == 0:
+                waits = looks.to(tl.int64)
+                if TIMED:
+                    waits = globaltimer() - arrived
+                if waits > limit:
+                    tl.store(over, 1)
+                if tl.load(over, volatile=True) != 0:
+                    late = 0
     if TIMED:
-        now = globaltimer()
-        tl.debug_barrier()
+        if tl.program_id(0) == 0:
+            now = globaltimer()
+            if count > 0:
+                _count(times, EXPERTS + 1 + came + count, decided, now)
+                _count(times, 2 * (EXPERTS + 1) + came, decided, arrived)
+                if waited > 0:
+                    _count(times, 3 * (EXPERTS + 1) + count, decided, now - tl.load(spent, volatile=True))
+            else:
+                _count(times, came, decided, now)
+    if PLACED:
         if count > 0:
-            _count(times, EXPERTS + 1 + came + count, decided, now)
-            _count(times, 2 * (EXPERTS + 1) + came, decided, arrived)
-            if waited > 0:
-                _count(times, 3 * (EXPERTS + 1) + count, decided, now - tl.load(spent, volatile=True))
-        else:
-            _count(times, came, decided, now)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _place(mine, outputs, y, hidden, COLS: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
-    """Write one row of the CPU's outputs to its pair's. Grid [rows]."""
-    row = tl.program_id(0)
-    if row < tl.load(mine):
-        pair = tl.load(mine + 1 + row).to(tl.int64)
-        col = tl.arange(0, COLS)
-        for start in range(0, hidden, COLS):
-            inside = start + col < hidden
-            got = tl.load(outputs + row * hidden + start + col, mask=inside, other=0, volatile=True)
-            tl.store(y + pair * hidden + start + col, got, mask=inside)
+            tl.atomic_add(asked, 0, sem="acq_rel", scope="sys")  # what is read from now on is of the answer
+            tl.debug_barrier()  # for all threads
+            col = tl.arange(0, COLS)
+            for row in range(tl.program_id(0), tl.load(mine), tl.num_programs(0)):
+                pair = tl.load(mine + 1 + row).to(tl.int64)
+                for start in range(0, hidden, COLS):
+                    inside = start + col < hidden
+                    got = tl.load(outputs + row * hidden + start + col, mask=inside, other=0, volatile=True)
+                    tl.store(y + pair * hidden + start + col, got, mask=inside)
 
 
 def give(with_cpu: Handover, rows: StepRows, pairs: torch.Tensor, layer: int, parts: ExpertParts) -> None:
@@ -204,25 +227,36 @@ def give(with_cpu: Handover, rows: StepRows, pairs: torch.Tensor, layer: int, pa
 
 def take(with_cpu: Handover, rows: StepRows, parts: ExpertParts) -> None:
     """Wait for what the CPU was asked for, and write its outputs to `rows.y`."""
-    wait(with_cpu, parts, with_cpu.times[class_of(len(rows.x))])
-    _place[(len(rows.order),)](
-        with_cpu.mine, with_cpu.box.y, rows.y, rows.y.shape[1], COLS=_COLS, num_warps=4
-    )
+    _launch_take(with_cpu, parts, with_cpu.times[class_of(len(rows.x))], rows)
 
 
 def wait(with_cpu: Handover, parts: ExpertParts, times: torch.Tensor) -> None:
     """Wait for what the CPU was asked for, and count in `times` of a class of tokens."""
-    _wait[(1,)](
+    _launch_take(with_cpu, parts, times, None)
+
+
+def _launch_take(
+    with_cpu: Handover, parts: ExpertParts, times: torch.Tensor, rows: StepRows | None
+) -> None:
+    box = with_cpu.box
+    hidden = box.y.shape[1]
+    _take[(1 if rows is None else min(len(rows.order), _TAKERS),)](
         with_cpu.asked,
         with_cpu.begun,
-        with_cpu.box.done,
-        with_cpu.box.spent,
-        with_cpu.box.over,
+        box.done,
+        box.spent,
+        box.over,
         parts.starts,
         times,
+        with_cpu.mine,
+        box.y,
+        box.y if rows is None else rows.y,
+        hidden,
         with_cpu.limit,
         len(parts.tables),
         EXPERTS=times.shape[1] - 1,
+        COLS=min(triton.next_power_of_2(hidden), _ROW),
+        PLACED=rows is not None,
         TIMED=TIMED,
         num_warps=1,
     )
