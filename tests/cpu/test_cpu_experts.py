@@ -192,9 +192,7 @@ class Unwaiting:
         self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        return lambda asked, begun, done, *rest, **more: self.kernel[grid](
-            asked, begun, asked, *rest, **more
-        )
+        return lambda asked, begun, done, *rest, **more: self.kernel[grid](asked, begun, asked, *rest, **more)
 
 
 # ---- the hand-over
@@ -241,7 +239,9 @@ def test_the_wait_is_needed() -> None:
         with world(Late) as made, ExitStack() as patched:
             made.cpu.service.experts = made  # type: ignore[attr-defined]
             if removed:
-                patched.enter_context(patch.object(triton_handover, "_take", Unwaiting(triton_handover._take)))
+                patched.enter_context(
+                    patch.object(triton_handover, "_take", Unwaiting(triton_handover._take))
+                )
             right = list[bool]()
             for turn in range(3):
                 asked = made.step(2, 2)

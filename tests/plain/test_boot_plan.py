@@ -90,7 +90,7 @@ def planned(
         (DENSE, CPU, 1.0, Rest.ALL, False, False, False, "no CUDA device"),
         (DYNAMIC, HOPPER, 1.0, Rest.ALL, True, False, False, "each request's length"),
         (MIXED, HOPPER, 1.0, Rest.ALL, True, True, True, None),
-        (MIXED, HOPPER, 0.6, Rest.SOME, False, True, False, None),
+        (MIXED, HOPPER, 0.6, Rest.SOME, True, True, False, None),
         (MIXED, NARROW, 0.6, Rest.SOME, False, False, False, "experts stream"),
     ],
     ids=[
@@ -144,6 +144,14 @@ def test_experts_have_slots_on_the_device_where_the_host_holds_them_all() -> Non
     without = planned(MIXED, replace(HOPPER, kernels=False), 0.6).experts
     assert without is not None
     assert not without.copies
+
+
+def test_kernels_do_not_begin_early_where_other_groups_than_experts_stream() -> None:
+    plan = planned(MIXED, HOPPER, 0.03)
+    assert plan.experts is not None
+    assert plan.experts.copies
+    assert not plan.placement.everything_resident
+    assert (plan.outline.early, plan.early, plan.compile_again) == (True, False, True)
 
 
 def test_the_host_decides_where_layers_have_different_numbers_of_experts() -> None:

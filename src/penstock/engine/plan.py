@@ -138,7 +138,7 @@ class Outline(Generic[Far]):
     @property
     def early(self) -> bool:
         """Tell whether kernels will most likely begin early (programmatic dependent launch)."""
-        return self.may_rest and self.hardware.pdl
+        return (self.may_rest or self.decides) and self.hardware.pdl
 
     @property
     def recorded(self) -> bool:
@@ -238,8 +238,10 @@ class BootPlan(Generic[Far]):
 
     @property
     def early(self) -> bool:
-        """Tell whether kernels begin before the one before has ended (programmatic dependent launch)."""
-        return self.rest is Rest.ALL and self.outline.hardware.pdl
+        """Tell whether kernels begin before the one before has ended (programmatic dependent launch): where
+        nothing moves, or nothing but experts about which the device decides."""
+        slots = self.placement.everything_resident and self.experts is not None and self.experts.copies
+        return (self.rest is Rest.ALL or slots) and self.outline.hardware.pdl
 
     @property
     def graph_blocker(self) -> str | None:

@@ -7,7 +7,8 @@ experts are computed in the same call.
 Where launches may be early, the product with down reads which experts there are, and the first of their
 codes, while the one with gate and up still runs. Why this is safe: that one is launched just before it, and
 lets it begin only when it has itself waited for all that was launched earlier, which is all that says where
-experts are. Activations are read, and outputs stored, behind a wait of its own.
+experts are, and experts that come have come. Activations are read, and outputs stored, behind a wait of its
+own. Programs without work wait too: its end is taken for that of all before it.
 """
 
 import torch
@@ -82,10 +83,14 @@ def _expert_columns(  # type: ignore[no-untyped-def]
     block, part = first + tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     expert = tl.load(blocks + block)
     if expert < 0:
+        if EARLY and not GATED:
+            gdc_wait()
         return
     entry = table + expert * TENSORS + AT
     address = tl.load(entry)
     if address == 0:
+        if EARLY and not GATED:
+            gdc_wait()
         return
     begin, end = tl.load(blocks + bound + block), tl.load(blocks + 2 * bound + block)
     lane = tl.arange(0, 32)[:, None]

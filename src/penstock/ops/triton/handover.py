@@ -24,7 +24,9 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from penstock.ops.handover import LISTED, Handover, StepRows, class_of
+from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.slots import ExpertParts
+from penstock.ops.triton.pointwise import in_turn
 
 _LISTED = tl.constexpr(LISTED)
 _LOOKS = tl.constexpr(64)
@@ -68,8 +70,10 @@ def _give(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr,
     COLS: tl.constexpr,
     TIMED: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Write what the CPU is to compute for a layer, if it is to: lists, rows of x, and then the number."""
+    in_turn(EARLY)
     if TIMED:
         tl.store(begun, globaltimer())
     one, row = tl.arange(0, EXPERT_COLS), tl.arange(0, ROWS)
@@ -134,12 +138,14 @@ def _take(  # type: ignore[no-untyped-def]
     COLS: tl.constexpr,
     PLACED: tl.constexpr,
     TIMED: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Wait until the CPU has done what was asked of it, and count how long that and the rest took. If PLACED,
     write rows of its outputs to those of pairs, every program some of them.
 
     Where nothing was asked, nothing is read through the link, where it might wait behind experts that come.
     """
+    in_turn(EARLY)
     came = tl.load(starts + parts)
     count = tl.load(starts + parts + 2) - came
     decided = tl.load(begun)
@@ -190,7 +196,7 @@ def give(with_cpu: Handover, rows: StepRows, pairs: torch.Tensor, layer: int, pa
 
     pairs: int32 `[experts]`, how many pairs each expert has. layer: its number among those with experts.
     """
-    box, x, experts = with_cpu.box, rows.x, len(pairs)
+    box, x, experts, early = with_cpu.box, rows.x, len(pairs), uses_pdl()
     tokens, hidden = x.shape
     assert x.stride(1) == 1, x.stride()
     assert tokens <= len(box.x), (x.shape, box.x.shape)
@@ -221,7 +227,9 @@ def give(with_cpu: Handover, rows: StepRows, pairs: torch.Tensor, layer: int, pa
         TOKENS=min(triton.next_power_of_2(tokens), _TOKENS),
         COLS=_COLS,
         TIMED=TIMED,
+        EARLY=early,
         num_warps=8,
+        **pdl_launch_options(early),
     )
 
 
@@ -235,10 +243,8 @@ def wait(with_cpu: Handover, parts: ExpertParts, times: torch.Tensor) -> None:
     _launch_take(with_cpu, parts, times, None)
 
 
-def _launch_take(
-    with_cpu: Handover, parts: ExpertParts, times: torch.Tensor, rows: StepRows | None
-) -> None:
-    box = with_cpu.box
+def _launch_take(with_cpu: Handover, parts: ExpertParts, times: torch.Tensor, rows: StepRows | None) -> None:
+    box, early = with_cpu.box, uses_pdl()
     hidden = box.y.shape[1]
     _take[(1 if rows is None else min(len(rows.order), _TAKERS),)](
         with_cpu.asked,
@@ -258,5 +264,7 @@ def _launch_take(
         COLS=min(triton.next_power_of_2(hidden), _ROW),
         PLACED=rows is not None,
         TIMED=TIMED,
+        EARLY=early,
         num_warps=1,
+        **pdl_launch_options(early),
     )

@@ -22,7 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.slots import COPIERS, ExpertParts, Places, SlotArrays
+from penstock.ops.triton.pointwise import in_turn
 
 _CHUNK = 64
 """Experts whose worth is compared with all others' at a time."""
@@ -72,12 +74,14 @@ def _expert_step(  # type: ignore[no-untyped-def]
     PLACES: tl.constexpr,
     TENSOR_COLS: tl.constexpr,
     CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Decide, and write who comes to which place, `coming` `[2, MOST]`, where each part begins, `starts`, and
     the table of each part. If SHARED, `shares` says of how many missing experts the CPU takes how many.
 
     worths: float32 `[2, COLS]`, order: int64 `[2, COLS]`, to write in. begin: experts of layers before.
     """
+    in_turn(EARLY)
     one = tl.arange(0, COLS)
     there = one < EXPERTS
     time = tl.load(now)
@@ -272,9 +276,11 @@ def _foretell(  # type: ignore[no-untyped-def]
     TRIES: tl.constexpr,
     PAYS: tl.constexpr,
     AGAIN: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Write which expert without a slot is likeliest, if it is one of the `most` likeliest of all: by the sum
     of what a softmax of each token's scores says."""
+    in_turn(EARLY)
     one = tl.arange(0, COLS)
     there = one < EXPERTS
     likely = tl.zeros([COLS], tl.float32)
@@ -316,6 +322,7 @@ def expert_step(
     experts, slots, device = len(pairs), len(arrays.expert_of), pairs.device
     tensors = len(places.offsets)
     cols, wide = max(_CHUNK, triton.next_power_of_2(experts)), max(16, triton.next_power_of_2(max(slots, 1)))
+    early = uses_pdl()
     worths = torch.empty(2 * cols + wide, dtype=torch.float32, device=device)
     order = torch.empty(cols + wide, dtype=torch.int64, device=device)
     coming = torch.empty(2, most, dtype=torch.int64, device=device)
@@ -358,8 +365,10 @@ def expert_step(
         PLACES=triton.next_power_of_2(most),
         TENSOR_COLS=triton.next_power_of_2(tensors),
         CHUNK=_CHUNK,
+        EARLY=early,
         num_warps=8,
         enable_fp_fusion=False,
+        **pdl_launch_options(early),
     )
     return ExpertParts(coming, starts, tables, arrays.done)
 
@@ -397,6 +406,7 @@ def foretell(arrays: SlotArrays, scores: Tensor, most: int, padding: Tensor | No
     be asked for, at most. padding: bool `[tokens]`, tokens that are nobody's.
     """
     tokens, experts = scores.shape
+    early = uses_pdl()
     assert scores.stride(1) == 1, scores.stride()
     _foretell[(1,)](
         scores,
@@ -418,7 +428,9 @@ def foretell(arrays: SlotArrays, scores: Tensor, most: int, padding: Tensor | No
         TRIES=_TRIES,
         PAYS=_PAYS,
         AGAIN=_AGAIN,
+        EARLY=early,
         num_warps=4,
+        **pdl_launch_options(early),
     )
 
 
