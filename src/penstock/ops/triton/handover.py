@@ -136,12 +136,11 @@ def _take(  # type: ignore[no-untyped-def]
     parts,
     EXPERTS: tl.constexpr,
     COLS: tl.constexpr,
-    PLACED: tl.constexpr,
     TIMED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Wait until the CPU has done what was asked of it, and count how long that and the rest took. If PLACED,
-    write rows of its outputs to those of pairs, every program some of them.
+    """Wait until the CPU has done what was asked of it, and count how long that and the rest took. Write
+    rows of its outputs, of so many numbers, to those of pairs, every program some of them.
 
     Where nothing was asked, nothing is read through the link, where it might wait behind experts that come.
     """
@@ -169,26 +168,24 @@ def _take(  # type: ignore[no-untyped-def]
                 if tl.load(over, volatile=True) != 0:
                     late = 0
     if TIMED:
-        if tl.program_id(0) == 0:
-            now = globaltimer()
-            if count > 0:
-                _count(times, EXPERTS + 1 + came + count, decided, now)
-                _count(times, 2 * (EXPERTS + 1) + came, decided, arrived)
-                if waited > 0:
-                    _count(times, 3 * (EXPERTS + 1) + count, decided, now - tl.load(spent, volatile=True))
-            else:
-                _count(times, came, decided, now)
-    if PLACED:
-        if count > 0:
-            tl.atomic_add(asked, 0, sem="acq_rel", scope="sys")  # what is read from now on is of the answer
-            tl.debug_barrier()  # for all threads
-            col = tl.arange(0, COLS)
-            for row in range(tl.program_id(0), tl.load(mine), tl.num_programs(0)):
-                pair = tl.load(mine + 1 + row).to(tl.int64)
-                for start in range(0, hidden, COLS):
-                    inside = start + col < hidden
-                    got = tl.load(outputs + row * hidden + start + col, mask=inside, other=0, volatile=True)
-                    tl.store(y + pair * hidden + start + col, got, mask=inside)
+        now, counts = globaltimer(), tl.program_id(0) == 0
+        if counts & (count > 0):
+            _count(times, EXPERTS + 1 + came + count, decided, now)
+            _count(times, 2 * (EXPERTS + 1) + came, decided, arrived)
+        if counts & (waited > 0):
+            _count(times, 3 * (EXPERTS + 1) + count, decided, now - tl.load(spent, volatile=True))
+        if counts & (count == 0):
+            _count(times, came, decided, now)
+    if count > 0:
+        tl.atomic_add(asked, 0, sem="acq_rel", scope="sys")  # what is read from now on is of the answer
+        tl.debug_barrier()  # for all threads
+        col = tl.arange(0, COLS)
+        for row in range(tl.program_id(0), tl.load(mine), tl.num_programs(0)):
+            pair = tl.load(mine + 1 + row).to(tl.int64)
+            for start in range(0, hidden, COLS):
+                inside = start + col < hidden
+                got = tl.load(outputs + row * hidden + start + col, mask=inside, other=0, volatile=True)
+                tl.store(y + pair * hidden + start + col, got, mask=inside)
 
 
 def give(with_cpu: Handover, rows: StepRows, pairs: torch.Tensor, layer: int, parts: ExpertParts) -> None:
@@ -245,7 +242,7 @@ def wait(with_cpu: Handover, parts: ExpertParts, times: torch.Tensor) -> None:
 
 def _launch_take(with_cpu: Handover, parts: ExpertParts, times: torch.Tensor, rows: StepRows | None) -> None:
     box, early = with_cpu.box, uses_pdl()
-    hidden = box.y.shape[1]
+    hidden = box.y.shape[1] if rows is not None else 0
     _take[(1 if rows is None else min(len(rows.order), _TAKERS),)](
         with_cpu.asked,
         with_cpu.begun,
@@ -261,8 +258,7 @@ def _launch_take(with_cpu: Handover, parts: ExpertParts, times: torch.Tensor, ro
         with_cpu.limit,
         len(parts.tables),
         EXPERTS=times.shape[1] - 1,
-        COLS=min(triton.next_power_of_2(hidden), _ROW),
-        PLACED=rows is not None,
+        COLS=min(triton.next_power_of_2(box.y.shape[1]), _ROW),
         TIMED=TIMED,
         EARLY=early,
         num_warps=1,
