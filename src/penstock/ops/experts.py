@@ -136,7 +136,7 @@ class Grouped:
         (tokens, experts), top_k = logits.shape, moe.top_k
         self._tuning = products.expert_tuning(tokens * top_k, experts, x.dtype)
         self._shares, chosen = routing.choose(logits, moe, correction)
-        if padding is not None:
+        if padding is not None and tokens > 1:
             chosen = torch.where(padding.unsqueeze(1), chosen[:1], chosen)
         self.order, self._blocks, self.pairs = routing.arrange(chosen, experts, self._tuning.rows)
         """Pairs in the order of their experts, int32 `[pairs]`; and how many each expert has, int32

@@ -93,7 +93,7 @@ class ImposedRouting:
                 f"a routing was given, but {spec.family} of this shape has no experts; leave --routing out, "
                 "or name a mixture"
             )
-        a_token = len(layers) * moe.experts * dtype.itemsize
+        a_token = 2 * len(layers) * moe.experts * dtype.itemsize
         chosen = self.chosen(moe, len(layers), max(min(_TOKENS, _TABLE_BYTES // a_token), 1))
         table = torch.from_numpy(chosen).to(device)
         return RoutingTable(table, moe.experts, layers, rows, dtype, recall=self._recall)
@@ -135,7 +135,10 @@ class RoutingTable:
         rng = np.random.default_rng(_SEED + 1)
         right = torch.from_numpy(rng.random(chosen.shape) < recall).to(chosen.device)
         other = torch.from_numpy(rng.integers(0, experts, chosen.shape)).to(chosen.device)
-        self._told, self._ranks = torch.where(right, chosen, other), ranks
+        told = torch.where(right, chosen, other)
+        likely = torch.full_like(scores, _LEAST).scatter_(2, told, ranks.expand(told.shape))
+        self._likely = likely.view(tokens, -1)
+        """Scores by which experts are foretold."""
         self._scores, self._experts, self._rows = scores.view(tokens, -1), experts, rows
         self._place = {layer: slice(at * experts, (at + 1) * experts) for at, layer in enumerate(layers)}
         self._first, self._last = layers[0], layers[-1]
@@ -143,8 +146,9 @@ class RoutingTable:
         self._apart = torch.arange(rows, device=chosen.device) * max(tokens // rows, 1)
         self._tokens = self._apart
         """The table's tokens that a step takes."""
-        self._decoded: Tensor | None = None
-        """Scores of all layers of a decode step."""
+        self._decoded: tuple[Tensor, Tensor] | None = None
+        """Scores of all layers of a decode step, and those by which they are foretold: both are found in its
+        first layer, so that no other has work that is the benchmark's alone."""
 
     def scores(self, layer: int, router: GroupViews, x: Tensor, scores: Tensor) -> Tensor:
         """Return the table's scores instead of these, `[tokens, experts]`."""
@@ -154,17 +158,17 @@ class RoutingTable:
         if self._decoded is None:
             found = self._scores[:, place].index_select(0, self._tokens[:tokens])
         else:
-            found = self._decoded[:tokens, place]
+            found = self._decoded[0][:tokens, place]
         if layer == self._last:
             self._decoded = None
         return found.to(scores.dtype)
 
     def foretold(self, layer: int, scores: Tensor) -> Tensor:
         """Return scores of the experts that are foretold instead of these, `[tokens, experts]`."""
-        told = self._told[:, self._place[layer].start // self._experts]
-        found = told.index_select(0, self._tokens[: len(scores)])
-        ranks = self._ranks.to(scores.dtype).expand(found.shape)
-        return torch.full_like(scores, _LEAST).scatter(1, found, ranks)
+        place, tokens = self._place[layer], len(scores)
+        if self._decoded is None:
+            return self._likely[:, place].index_select(0, self._tokens[:tokens]).to(scores.dtype)
+        return self._decoded[1][:tokens, place].to(scores.dtype)
 
     def _begin(self, tokens: int) -> None:
         """Find the table's tokens of a step, and go on."""
@@ -172,7 +176,12 @@ class RoutingTable:
         ahead = self._apart[:tokens] if decodes else torch.arange(tokens, device=self._at.device)
         self._tokens = (self._at + ahead) % len(self._scores)
         self._at += 1 if decodes else tokens
-        self._decoded = self._scores.index_select(0, self._tokens) if decodes else None
+        self._decoded = None
+        if decodes:
+            self._decoded = (
+                self._scores.index_select(0, self._tokens),
+                self._likely.index_select(0, self._tokens),
+            )
 
 
 def fitted(recording: Recording, moe: MoeSpec, layers: int, tokens: int) -> NDArray[np.int64]:
