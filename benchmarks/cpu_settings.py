@@ -29,7 +29,7 @@ from penstock.memory.device import give_back
 from penstock.weights.checkpoint.shape import Shape
 
 SLOWER = 0.97
-CONTEXT, STEPS, ROUNDS = 256, 48, 2
+CONTEXT, ROUNDS = 256, 2
 
 
 def shape_of(name: str) -> Shape:
@@ -38,7 +38,9 @@ def shape_of(name: str) -> Shape:
     return Shape.of(config if name.startswith("gpt-oss") else config_in("int4", config, name), name)
 
 
-def timed(name: str, memory: str, rate: float | None, batches: Sequence[int], use: str) -> dict[int, Decoded]:
+def timed(
+    name: str, memory: str, rate: float | None, batches: Sequence[int], steps: int, use: str
+) -> dict[int, Decoded]:
     """Boot an engine, and return what decode steps of so many sequences took."""
     config = Config(
         Path(),
@@ -46,13 +48,13 @@ def timed(name: str, memory: str, rate: float | None, batches: Sequence[int], us
         device_memory=memory,
         cpu_compute=use,
         max_sequences=max(batches),
-        max_length=CONTEXT + STEPS + 64,
+        max_length=CONTEXT + steps + 64,
         prefix_cache=False,
     )
     with held_link("cuda", rate):
         booted = boot(config, shape_of(name), say=lambda _: None)
         try:
-            works = {batch: measure.BatchWork(batch, CONTEXT, STEPS, ROUNDS) for batch in batches}
+            works = {batch: measure.BatchWork(batch, CONTEXT, steps, ROUNDS) for batch in batches}
             return {batch: measure.decode(booted, work) for batch, work in works.items()}
         finally:
             booted.engine.close()
@@ -70,14 +72,15 @@ def main() -> None:
     parser.add_argument("--memory", default="6GiB,9GiB")
     parser.add_argument("--rates", default="all,25GB", help="of the link; all: what it has")
     parser.add_argument("--batches", default="1,4,16")
+    parser.add_argument("--steps", type=int, default=48)
     given = parser.parse_args()
     batches = [int(batch) for batch in given.batches.split(",")]
-    recording = Recording(given.out, context=CONTEXT, steps=STEPS, rounds=ROUNDS)
+    recording = Recording(given.out, context=CONTEXT, steps=given.steps, rounds=ROUNDS)
     for name in given.shapes.split(","):
         for memory in given.memory.split(","):
             for rate in given.rates.split(","):
                 held = None if rate == "all" else float(parse_size(rate))
-                off, auto = (timed(name, memory, held, batches, use) for use in ("off", "auto"))
+                off, auto = (timed(name, memory, held, batches, given.steps, use) for use in ("off", "auto"))
                 for batch in batches:
                     one, other = off[batch].times, auto[batch].times
                     times = one.median / other.median
