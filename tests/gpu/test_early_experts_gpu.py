@@ -18,14 +18,17 @@ from penstock.arch.spec import MoeSpec, Router
 from penstock.ops.experts import Grouped
 from penstock.ops.kernels import pdl_launches
 from penstock.ops.matrix import Matrix
+from penstock.ops.slots import Places
 from penstock.ops.triton import expert_columns as triton_columns
 from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton import few_bits_experts as triton_few_bits
 from penstock.ops.triton import pointwise as triton_pointwise
 from penstock.ops.triton import routing as triton_routing
+from penstock.ops.triton import slots as triton_slots
 from penstock.ops.triton import warp_tiles as triton_tiles
 from penstock.ops.triton.linear import one_row
 from penstock.ops.triton.pointwise import rms_norm
+from penstock.weights.streaming.slots import SlotRule, SlotTable
 from quantised import SCHEMES, matrix_of
 
 DEVICE = torch.device("cuda")
@@ -42,7 +45,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 class Chain:
     """Layers that are a norm, a router and experts each, as a decode step of so many rows computes them."""
 
-    def __init__(self, scheme: str, rows: int) -> None:
+    def __init__(self, scheme: str, rows: int, *, slots: bool = False) -> None:
         self.start, self.gain = random(rows, HIDDEN), torch.ones(HIDDEN, dtype=torch.bfloat16, device=DEVICE)
         self.product = one_row if rows == 1 else torch.nn.functional.linear
         self.moe = MoeSpec(EXPERTS, TOP, INNER, Router(normalise=True))
@@ -59,6 +62,9 @@ class Chain:
         self.experts = [
             (made(2 * INNER, HIDDEN, 2 * at), made(HIDDEN, INNER, 2 * at + 1)) for at in range(EXPERTS)
         ]
+        self.slots, self.decides = slots, None
+        """What says which experts are in slots, if the device decides about that."""
+        self.places = Places(0, EXPERTS // 2, EXPERTS, 1 << 40, 4096, torch.zeros(2).long().to(DEVICE))
         self.formats = tuple(one.format for one in self.experts[0] if isinstance(one, Matrix)) or None
         self.table = torch.tensor(
             [
@@ -72,20 +78,35 @@ class Chain:
             device=DEVICE,
         )
 
+    def begin(self) -> None:
+        """Begin anew, with empty slots."""
+        if self.slots:
+            self.decides = SlotTable(LAYERS, EXPERTS, EXPERTS // 2, DEVICE, SlotRule())
+        self()
+        torch.cuda.synchronize()
+
     def __call__(self) -> Tensor:
         residual, x = self.start.clone(), torch.zeros_like(self.start)
-        for router in self.routers:
+        if self.decides is not None:
+            self.decides.begin()
+        for layer, router in enumerate(self.routers):
             normed = rms_norm(x, self.gain, 1e-5, residual)[0]
             mixed = Grouped(normed, self.product(normed, router), self.moe, formats=self.formats)
+            if self.decides is not None:
+                most = TOP * len(normed)
+                coming = triton_slots.expert_step(
+                    self.decides.arrays(layer), mixed.pairs, most, 1.0, self.places, 1
+                ).coming
             mixed.compute(self.table)
             x = mixed.total()
+            if self.decides is not None:
+                x = x + (coming[0] * torch.arange(most, device=DEVICE)).sum().bfloat16() / 256
         return residual + x
 
 
 def replays(chain: Chain, turns: int = 6) -> list[Tensor]:
     with pdl_launches():
-        chain()
-        torch.cuda.synchronize()
+        chain.begin()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             said = chain()
@@ -100,6 +121,7 @@ def replays(chain: Chain, turns: int = 6) -> list[Tensor]:
 
 def one_by_one(chain: Chain, turns: int = 6) -> list[Tensor]:
     found = []
+    chain.begin()
     for turn in range(turns):
         chain.start.copy_(random(*chain.start.shape, seed=50 + turn))
         found.append(chain())
@@ -114,7 +136,13 @@ def test_a_chain_comes_out_as_one_after_the_other(scheme: str, rows: int) -> Non
     assert all(map(torch.equal, replays(chain, 20), one_by_one(chain, 20)))
 
 
+def test_a_chain_in_which_the_device_decides_comes_out_as_one_after_the_other() -> None:
+    chain = Chain("dense", 1, slots=True)
+    assert all(map(torch.equal, replays(chain, 20), one_by_one(chain, 20)))
+
+
 HASTY = {
+    "_expert_step": (triton_slots, "dense", 1),
     "_choose": (triton_routing, "dense", 1),
     "_arrange": (triton_routing, "dense", 1),
     "_gate_up": (triton_experts, "dense", 12),
@@ -147,7 +175,7 @@ def test_without_its_wait_it_is_wrong(kernel: str) -> None:
 def hasty(kernel: str, waits: bool) -> bool:
     """Tell whether a chain comes out right in which a kernel does not wait, unless it `waits`."""
     module, scheme, rows = HASTY[kernel]
-    chain = Chain(scheme, rows)
+    chain = Chain(scheme, rows, slots=module is triton_slots)
     want = one_by_one(chain)
 
     def copied(one: object, **other: object) -> types.FunctionType:
@@ -164,6 +192,8 @@ def hasty(kernel: str, waits: bool) -> bool:
     if part == "down":
         swapped = {"tiles_of_products": triton.jit(copied(triton_tiles.tiles_of_products, gdc_wait=wait))}
     unspecialised = ["tokens", "pairs", "first", "count", "bound"]
+    if module is triton_slots:
+        unspecialised = ["base", "first", "transit", "ring", "parts", "begin"]
     setattr(module, own, triton.jit(copied(getattr(module, own), **swapped), do_not_specialize=unspecialised))
     return all(map(torch.equal, replays(chain), want))
 

@@ -16,6 +16,7 @@ from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId, GroupKind, GroupLayout, MixtureLayout
 from penstock.engine import plan
 from penstock.memory.streams import CudaStream, Ticket
+from penstock.ops.kernels import pdl_launches
 from penstock.ops.slots import ExpertParts, Places
 from penstock.ops.triton import slots as triton_slots
 from penstock.ops.triton.slots import expert_step, fetch
@@ -176,17 +177,19 @@ class World:
         self.compute.waits = self.link.waits = True
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize(("fetch", "kernel"), [(0, 0), (LATE, 0), (0, LATE), (LATE // 4, LATE // 4)])
 @pytest.mark.parametrize(("slots", "ring"), [(0, 2), (9, 4), (24, 8)])
-def test_whatever_is_late(slots: int, ring: int, fetch: int, kernel: int, graphs: bool) -> None:
-    """Before every fetch, and between what reads a part and what reads it again."""
+def test_whatever_is_late(slots: int, ring: int, fetch: int, kernel: int, graphs: bool, early: bool) -> None:
+    """Before every fetch, and between what reads a part and what reads it again. early: launches are."""
     world, rng = World(slots, ring, fetch, kernel), torch.Generator().manual_seed(slots)
     pairs = torch.zeros(LAYERS, EXPERTS, dtype=torch.int32, device=DEVICE)
 
     def step() -> None:
-        for number in range(LAYERS):
-            world.layer(number, pairs[number], 7)
+        with pdl_launches(early and torch.cuda.get_device_capability() >= (9, 0)):
+            for number in range(LAYERS):
+                world.layer(number, pairs[number], 7)
 
     work = step
     if graphs:
