@@ -178,10 +178,24 @@ def test_a_layer_with_slots_costs_what_deciding_takes_and_an_engine_is_forecast_
         assert same == found.decode
         seconds.append(same.seconds)
     assert seconds[1] - seconds[0] == pytest.approx(12 * 3e-4)
-    assert seconds[2] - seconds[0] == pytest.approx(10 * size / 50e9)
+    # A layer misses one of its 8 in 58 of 100 cases, and then computes with 8 experts while it comes.
+    meanwhile = 0.585 * 96 * size / ONE.expert_read
+    assert seconds[2] - seconds[0] == pytest.approx(10 * size / (0.93 * 50e9) - meanwhile, rel=1e-3)
     # A step asks for 8 of 128 experts in each of 12 layers: by a share or by a count it is the same.
     given = replace(work, experts_fetched=None, expert_use=ExpertUse(((0.0, 1 - 10 / 96),)))
     assert forecast(spec, names, there, given).decode.seconds == pytest.approx(seconds[2])
+
+
+def test_slots_cost_nothing_but_deciding_where_what_comes_is_hidden() -> None:
+    costs = replace(COSTS, slot_layer=1e-5)
+    size, link = 1e7, 50e9
+    assert costs.slot_seconds(1, 12, 96, 0.0, size, link) == pytest.approx(12e-5)
+    # All are missed: the first come while nothing is there, but computing goes on beside.
+    all_come = 96 * size / (0.93 * 50e9) - 96 * size / 3e12 + 12e-5
+    assert costs.slot_seconds(1, 12, 96, 96.0, size, link) == pytest.approx(all_come)
+    slow = costs.slot_seconds(1, 12, 96, 96.0, size, 25e9)
+    assert slow == pytest.approx(96 * size / 25e9 - 96 * size / 3e12 + 12e-5), "a slow link is used in full"
+    assert costs.slot_seconds(1, 12, 96, 1e-3, size, 1e15) >= 12e-5
 
 
 def test_costs_are_those_that_were_measured_here_else_those_of_the_name(tmp_path: Path) -> None:

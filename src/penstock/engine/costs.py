@@ -22,6 +22,9 @@ from penstock.memory.disk import make_private
 FORMAT = 1
 RECORDED_TOKENS = 512
 """Most tokens of a prompt that is replayed as a CUDA graph, where a dense model is resident."""
+SLOT_FETCH = 0.93
+"""Share of its copies' rate at which a device reads experts by itself, at most: 51.0 of 54.5 GB/s were the
+most of 29 kernels on an H100."""
 MAX_BYTES = 1 << 20
 _UNFIT = re.compile(r"[^A-Za-z0-9]+")
 
@@ -75,8 +78,8 @@ class StepCosts:
     decode: in order of rows.
     expert_layer: seconds of a decode step for each layer with experts that are not on the device, since the
         host waits for the router's choice. 0 was not measured.
-    slot_layer: the same where the device decides which of them come: what deciding takes, and fetching beyond
-        the bytes at `link_rate`.
+    slot_layer: the same where the device decides which of them come: what deciding takes, and computing with
+        the last that come (see `slot_seconds`).
     """
 
     device: str
@@ -151,6 +154,20 @@ class StepCosts:
         weights = max(work.weights / costs.weight_read, work.products / prompt.products)
         experts = max(work.experts / costs.expert_read, work.expert_products / prompt.experts)
         return fixed + weights + experts + work.kv / costs.kv_read
+
+    def slot_seconds(
+        self, rows: float, layers: int, asked: float, come: float, size: float, link: float
+    ) -> float:
+        """Return the seconds by which layers with slots are slower in a decode step of `rows` sequences than
+        with all experts on the device.
+
+        The device fetches what comes, and meanwhile computes with what is there, in those layers in which
+        anything comes. asked, come: experts, in all `layers`. size: bytes of one. link: bytes/s.
+        """
+        fetch = come * size / min(link, SLOT_FETCH * self.link_rate)
+        something = 1 - math.pow(max(1 - come / asked, 0.0), asked / layers)
+        meanwhile = something * asked * size / self.rows(rows).expert_read
+        return max(fetch - meanwhile, 0.0) + layers * self.slot_layer
 
     def launch_seconds(self, spec: ModelSpec, tokens: float) -> float:
         """Return the host's seconds to launch a step over prompts of so many tokens, 0 if it is replayed."""

@@ -302,16 +302,20 @@ def _pace(
         traffic = _traffic(experts, layers, step, work)
         experts_copied = traffic.come * experts.mean
         experts_read = _from_disk(experts, traffic, step, work) * experts.mean
-        if step.decodes and (work.experts_fetched is not None or work.expert_use is not None):
+        if machine.costs and step.decodes and experts.copies:
+            mixtures, link = sum(spec.moe_layers), machine.rates.host_to_device
+            seconds += machine.costs.slot_seconds(
+                step.tokens, mixtures, traffic.asked, traffic.come, experts.mean, link
+            )
+        elif step.decodes and (work.experts_fetched is not None or work.expert_use is not None):
             seconds += max(
                 experts_copied / machine.rates.host_to_device,
                 experts_read / machine.rates.disk_to_host if experts_read else 0,
             )
         else:
             seconds += sum(count * _fetch(experts, each, machine.rates) for count, each in layers)
-        if machine.costs and experts.on_device < experts.experts:
-            each_layer = machine.costs.slot_layer if experts.copies else machine.costs.expert_layer
-            seconds += sum(spec.moe_layers) * each_layer
+        if machine.costs and experts.on_device < experts.experts and not experts.copies:
+            seconds += sum(spec.moe_layers) * machine.costs.expert_layer
         copied, read = copied + experts_copied, read + experts_read
         busy[Link.LINK] += experts_copied / machine.rates.host_to_device
         busy[Link.DISK] += experts_read / machine.rates.disk_to_host if experts_read else 0.0

@@ -120,7 +120,7 @@ def calibrate(
     costs = fit(samples, ceilings, device_name(device), dtype, _when())
     if device.type == "cuda":
         host, slots = (
-            _expert_layer(shapes, device, dtype, samples, copies=copies) for copies in (False, True)
+            _expert_layer(shapes, device, dtype, samples, costs, copies=copies) for copies in (False, True)
         )
         costs = replace(costs, expert_layer=host, slot_layer=slots)
     return Calibration(
@@ -248,13 +248,14 @@ def _expert_layer(
     device: torch.device,
     dtype: str,
     samples: Sequence[StepSample],
+    costs: StepCosts,
     *,
     copies: bool = False,
 ) -> float:
     """Return the seconds that a layer of a decode step takes more where half of its experts are in host
     memory, without those of their copies.
 
-    copies: the device decides which come, and host memory has all.
+    costs: without these seconds. copies: the device decides which come, and host memory has all.
     """
     found = [
         (name, config, depths[-1]) for name, (config, depths) in shapes.items() if "num_experts" in config
@@ -291,9 +292,19 @@ def _expert_layer(
                 measure.time_decode(booted, got, STREAMED_SPAN)
                 for _ in range(STREAMED_STEPS // STREAMED_SPAN)
             ]
-            link = booted.weights.stats().link_rate
-            spent = [statistics.fmean(span.seconds) - span.copied / link for span in spans]
-        return max(statistics.median(spent) - resident[0], 0.0) / sum(shape.spec.moe_layers)
+            link, room = booted.weights.stats().link_rate, booted.weights.room
+        mixtures, moe = sum(shape.spec.moe_layers), shape.spec.moe
+        assert moe is not None
+        assert room is not None
+
+        def coming(copied: float) -> float:
+            if not copies:
+                return copied / link
+            asked = mixtures * moe.top_k
+            return costs.slot_seconds(1, mixtures, asked, copied / room.mean, room.mean, link)
+
+        spent = [statistics.fmean(span.seconds) - coming(span.copied) for span in spans]
+        return max(statistics.median(spent) - resident[0], 0.0) / mixtures
     return 0.0
 
 
