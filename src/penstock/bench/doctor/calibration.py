@@ -296,14 +296,13 @@ def _expert_layer(
         mixtures, moe = sum(shape.spec.moe_layers), shape.spec.moe
         assert moe is not None
         assert room is not None
-
-        def coming(copied: float) -> float:
-            if not copies:
-                return copied / link
-            asked = mixtures * moe.top_k
-            return costs.slot_seconds(1, mixtures, asked, copied / room.mean, room.mean, link)
-
-        spent = [statistics.fmean(span.seconds) - coming(span.copied) for span in spans]
+        spent = []
+        for span in spans:
+            coming = span.copied / link
+            if copies:
+                come = span.copied / room.mean
+                coming = costs.slot_seconds(1, mixtures, mixtures * moe.top_k, come, room.mean, link)
+            spent.append(statistics.fmean(span.seconds) - coming)
         return max(statistics.median(spent) - resident[0], 0.0) / mixtures
     return 0.0
 
