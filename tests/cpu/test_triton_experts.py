@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -42,6 +42,7 @@ from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.slots import ExpertParts, Places, SlotArrays
 from penstock.ops.triton import expert_row as triton_row
 from penstock.ops.triton import experts as triton_experts
+from penstock.ops.triton import router as triton_router
 from penstock.ops.triton import routing as triton_routing
 from penstock.ops.triton import slots as triton_slots
 from penstock.ops.triton.experts import expert_tuning
@@ -54,7 +55,7 @@ from penstock.weights.streaming.views import StillExperts
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-2, torch.float16: 4e-3}
 """Of the largest number; the interpreter truncates to bf16 where a GPU rounds."""
-KERNELS = {"routing": triton_routing, "experts": triton_experts}
+KERNELS = {"router": triton_router, "routing": triton_routing, "experts": triton_experts}
 NOWHERE = 1 << 62
 """An address at which there is no memory."""
 
@@ -389,15 +390,39 @@ def test_what_streams_in_waves_computes_the_same(name: str, tmp_path: Path) -> N
     assert streamed == whole
 
 
-def test_padding_takes_what_the_first_takes() -> None:
-    case = Case(6, 32, 16, 8, 2)
-    padding = torch.tensor([False, False, False, True, True, True])
+@pytest.mark.parametrize(
+    ("name", "mixtures", "few"), [("qwen3_moe", 3, True), ("gpt_oss", 3, True), ("glm4_moe", 2, False)]
+)
+def test_a_step_of_few_tokens_launches_little(name: str, mixtures: int, few: bool) -> None:
+    """Where a router is of the model's dtype one kernel has its norm, too; where there are no shared experts
+    the next norm sums up, and behind the last mixture there is none."""
+    path, plans = tiny.checkpoint(name), steps()
+    sums, scored = triton_experts.combine_rms_norm, triton_router.add_norm_score
+    with (
+        patch.object(triton_experts, "combine_rms_norm", Mock(wraps=sums)) as later,
+        patch.object(triton_experts, "combine", Mock(wraps=triton_experts.combine)) as alone,
+        patch.object(triton_router, "add_norm_score", Mock(wraps=scored)) as at_once,
+    ):
+        found = pass_of(path, 0, plans=plans)
+    assert at_once.call_count == (mixtures if few else 0)  # Only the last step has few tokens.
+    assert later.call_count == (len(plans) * (mixtures - 1) if few else 0)
+    assert alone.call_count == len(plans) * (1 if few else mixtures)
+    with patch.object(experts, "_kernels", lambda device: None):
+        want = pass_of(path, 0, plans=plans)
+    for one, other in zip(found, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-5 * float(other.abs().amax()))
+
+
+@pytest.mark.parametrize("tokens", [6, 12])
+def test_padding_takes_what_the_first_takes(tokens: int) -> None:
+    case = Case(tokens, 32, 16, 8, 2)
+    padding = torch.arange(tokens) >= tokens // 2
     mixed = Grouped(case.x, case.scores, case.moe, padding=padding)
     _, chosen = choose(case.scores, case.moe)
-    asked = torch.cat((chosen[:3], chosen[:1].expand(3, 2)))
+    asked = torch.where(padding.unsqueeze(1), chosen[:1], chosen)
     assert torch.equal(mixed.pairs, torch.bincount(asked.flatten(), minlength=8).int())
     mixed.compute(case.table(range(8)))
-    assert torch.equal(mixed.total()[:3], case.grouped_total()[:3])
+    assert torch.equal(mixed.total()[~padding], case.grouped_total()[~padding])
 
 
 @contextmanager

@@ -116,6 +116,7 @@ _MODULES = (
     "norms",
     "pace",
     "pointwise",
+    "router",
     "routing",
     "sampling",
     "slots",
