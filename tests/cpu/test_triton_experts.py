@@ -167,21 +167,34 @@ class TestChoose:
             shares.double(), want / want.sum(-1, keepdim=True) if normalise else want, rtol=2e-6, atol=1e-9
         )
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @given(
-        st.lists(st.sampled_from([0.0, -0.0, 1.0, -2.5, math.inf, -math.inf, 3e-39]), min_size=1, max_size=9),
-        st.integers(1, 9),
+        row=st.lists(
+            st.sampled_from([0.0, -0.0, 1.0, -2.5, -2.515625, math.inf, -math.inf, 3e-39]),
+            min_size=1,
+            max_size=9,
+        ),
+        top_k=st.integers(1, 9),
     )
     @settings(max_examples=25)
-    def test_of_equal_scores_the_lower_expert_wins(self, row: list[float], top_k: int) -> None:
-        top_k = min(top_k, len(row))
+    def test_of_equal_scores_the_lower_expert_wins(
+        self, row: list[float], top_k: int, dtype: torch.dtype
+    ) -> None:
+        """Also where keys have 32 bits, as of bfloat16."""
+        top_k, logits = min(top_k, len(row)), torch.tensor([row]).to(dtype)
         with np.errstate(invalid="ignore"):
-            _, chosen = choose(torch.tensor([row]), MoeSpec(len(row), top_k, 1, Router(normalise=True)))
-        assert (
-            chosen[0].tolist() == sorted(range(len(row)), key=lambda expert: (-row[expert], expert))[:top_k]
-        )
+            shares, chosen = choose(logits, MoeSpec(len(row), top_k, 1, Router(normalise=True)))
+        row = logits[0].tolist()
+        want = sorted(range(len(row)), key=lambda expert: (-row[expert], expert))[:top_k]
+        assert chosen[0].tolist() == want
+        if math.isfinite(row[want[0]]):
+            best = torch.tensor([row[expert] for expert in want]).softmax(0)
+            torch.testing.assert_close(shares[0].float(), best, rtol=1e-2, atol=1e-30)
 
-    def test_whatever_the_scores_are_the_experts_exist_and_differ(self) -> None:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_whatever_the_scores_are_the_experts_exist_and_differ(self, dtype: torch.dtype) -> None:
         scores = torch.tensor([[math.nan, 1.0, -math.nan], [math.nan] * 3, [math.inf] * 3, [-math.inf] * 3])
+        scores = scores.to(dtype)
         with np.errstate(invalid="ignore"):
             _, chosen = choose(scores, MoeSpec(3, 2, 1))
         for row in chosen.tolist():

@@ -11,18 +11,29 @@ from penstock.arch.spec import MoeSpec, Scoring
 from penstock.ops.route import TINY
 
 
-@triton.jit
-def _ranked(score, low):  # type: ignore[no-untyped-def]
-    """Return int64 keys that have the order of scores, and of equal scores the order of `low`, 32 bits."""
+@triton.jit  # type: ignore[untyped-decorator]
+def _ranked(score, low, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return keys that have the order of scores, and of equal scores the order of `low`, all different.
+
+    Keys have 64 bits. NARROW: they have 32, the largest of which a warp finds by one instruction; scores have
+    the precision of bfloat16, and `low` has 16 bits.
+    """
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # one zero, not two
-    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | low.to(tl.int64)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    if NARROW:
+        return (order >> 16 << 16) | low
+    else:
+        return (order.to(tl.int64) << 32) | low.to(tl.int64)
 
 
-@triton.jit
-def _score_of(key):  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]
+def _score_of(key, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the score of a key."""
-    order = (key >> 32).to(tl.int32)
-    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    order = key if NARROW else (key >> 32).to(tl.int32)
+    bits = order ^ ((order >> 31) & 0x7FFFFFFF)
+    if NARROW:
+        bits = bits >> 16 << 16
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -41,7 +52,11 @@ def _of_best_groups(  # type: ignore[no-untyped-def]
     first = tl.max(each, 2)
     second = tl.max(tl.where(each == first[:, :, None], LEAST, each), 2)
     group = tl.arange(0, GROUP_COLS)[None, :]
-    left = tl.where(group < GROUPS, _ranked(_score_of(first) + _score_of(second), GROUPS - group), LEAST)
+    left = tl.where(
+        group < GROUPS,
+        _ranked(_score_of(first, False) + _score_of(second, False), GROUPS - group, False),
+        LEAST,
+    )
     best = tl.zeros([ROWS, GROUP_COLS], tl.int32)
     for _ in tl.static_range(TOP_GROUPS):
         highest = tl.max(left, 1)[:, None]
@@ -98,14 +113,15 @@ def best_of(  # type: ignore[no-untyped-def]
     else:
         weight = tl.where(inside, tl.exp(logit - most), 0.0)
         score = weight / tl.sum(weight, 1)[:, None]
-    LEAST: tl.constexpr = -(1 << 63)
+    NARROW: tl.constexpr = BY_LOGITS and logits.dtype.element_ty == tl.bfloat16 and EXPERTS < 1 << 16
+    LEAST: tl.constexpr = -(1 << 31) if NARROW else -(1 << 63)
     choice = score
     if CORRECTION:
         choice += tl.load(correction + cols, mask=inside, other=0.0)
-    key = tl.where(inside, _ranked(choice, EXPERTS - cols), LEAST)
+    key = tl.where(inside, _ranked(choice, EXPERTS - cols, NARROW), LEAST)
     if TOP_GROUPS < GROUPS:
         key = _of_best_groups(key, ROWS, COLS, GROUPS, GROUP_COLS, TOP_GROUPS, LEAST)
-    best = tl.full([ROWS, TOP_COLS], LEAST, tl.int64)
+    best = tl.full([ROWS, TOP_COLS], LEAST, key.dtype)
     value = tl.zeros([ROWS, TOP_COLS], tl.float32)
     for rank in tl.static_range(TOP):
         highest = tl.max(key, 1)[:, None]
@@ -114,7 +130,7 @@ def best_of(  # type: ignore[no-untyped-def]
             value = tl.where(ranks == rank, tl.sum(tl.where(key == highest, score, 0.0), 1)[:, None], value)
         key = tl.where(key == highest, LEAST, key)
     if not CORRECTION:
-        value = _score_of(best)
+        value = _score_of(best, NARROW)
     if BY_LOGITS:
         weight = tl.where(ranks < TOP, tl.exp(value - most), 0.0)
         total = tl.sum(weight if NORMALISE else tl.where(inside, tl.exp(logit - most), 0.0), 1)[:, None]
@@ -125,7 +141,7 @@ def best_of(  # type: ignore[no-untyped-def]
             share = share / (tl.sum(share, 1)[:, None] + TINY)
     if SCALE != 1.0:
         share *= SCALE
-    return EXPERTS - (best & 0xFFFFFFFF).to(tl.int32), share
+    return EXPERTS - (best & (0xFFFF if NARROW else 0xFFFFFFFF)).to(tl.int32), share
 
 
 def choice_options(logits: Tensor, moe: MoeSpec, correction: Tensor | None) -> dict[str, Any]:
