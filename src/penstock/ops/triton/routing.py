@@ -23,8 +23,8 @@ from penstock.ops.triton.pointwise import in_turn
 _CHUNK = 8192
 """Pairs that a program arranges at a time."""
 FEW_TOKENS, FEW_SCORES = 8, 1024
-"""Most tokens that one program routes, and most scores of all of them: more take it longer than two launches.
-No block has fewer rows than these tokens, so an expert has one block at most."""
+"""Most tokens that one program routes, and most scores that it has room for: more take longer than two launches.
+An expert then has one block at most, of at least as many rows."""
 
 
 def most_blocks(pairs: int, experts: int, rows: int) -> int:
@@ -274,7 +274,7 @@ def route(
     """
     (tokens, experts), device = logits.shape, logits.device
     options = choice_options(logits, moe, correction) if 0 < tokens <= min(FEW_TOKENS, rows) else None
-    padded = triton.next_power_of_2(tokens)
+    padded = FEW_TOKENS if tokens > 1 else 1  # few classes, each with a kernel of its own
     if options is None or padded * options["COLS"] > FEW_SCORES:
         shares, chosen = choose(logits, moe, correction)
         if padding is not None:
