@@ -23,8 +23,8 @@ from penstock.ops.triton.pointwise import in_turn
 _CHUNK = 8192
 """Pairs that a program arranges at a time."""
 FEW_TOKENS, FEW_SCORES = 8, 1024
-"""Most tokens that one program routes, and most scores that it has room for: more take longer than two launches.
-An expert then has one block at most, of at least as many rows."""
+"""Most tokens that one program routes, and most scores that it has room for; more take longer than two
+launches. An expert then has one block at most, which has room for all tokens."""
 
 
 def most_blocks(pairs: int, experts: int, rows: int) -> int:
