@@ -136,8 +136,8 @@ def test_a_chain_comes_out_as_one_after_the_other(kind: type[Chain], scheme: str
 HASTY = {
     "_choose": (triton_routing, "dense", 12),
     "_arrange": (triton_routing, "dense", 12),
-    "_route_few": (triton_routing, "mxfp4", 1),
-    "_add_norm_score": (triton_router, "mxfp4", 1),
+    "_route_few": (triton_routing, "dense", 1),
+    "_add_norm_score": (triton_router, "dense", 1),
     "_combine_rms_norm": (triton_experts, "mxfp4", 1),
     "_gate_up": (triton_experts, "dense", 12),
     "_down": (triton_experts, "dense", 12),
