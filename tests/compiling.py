@@ -39,7 +39,6 @@ from penstock.ops.triton import linear as triton_linear
 from penstock.ops.triton import norms as triton_norms
 from penstock.ops.triton import pace as triton_pace
 from penstock.ops.triton import pointwise as triton_pointwise
-from penstock.ops.triton import router as triton_router
 from penstock.ops.triton import routing as triton_routing
 from penstock.ops.triton import sampling as triton_sampling
 from penstock.ops.triton import slots as triton_slots
@@ -210,17 +209,13 @@ def experts(tokens: int, dtype: torch.dtype = BF16, sizes: tuple[int, int, int, 
     kind = ExpertKind() if sizes == QWEN else ExpertKind(biases=2, activation=CLAMPED)
     tuning = triton_experts.expert_tuning(tokens * top, number, dtype)
     moe = MoeSpec(number, top, inner, Router(normalise=True))
-    routed = triton_routing.route(empty(tokens, number, dtype=dtype), moe, None, None, tuning.rows)
-    blocks = routed.blocks
+    logits = empty(tokens, number, dtype=dtype)
+    shares, order, blocks, _ = triton_routing.route(logits, moe, None, None, tuning.rows)
     h, y = empty(tokens * top, inner, dtype=dtype), empty(tokens * top, hidden, dtype=dtype)
     table = empty(number, 2 + kind.biases, dtype=torch.int64)
     x, every = empty(tokens, hidden, dtype=dtype), range(blocks.shape[1])
-    triton_experts.products(x, (routed.order, blocks), table, h, y, tuning, every, kind)
-    triton_experts.combine(y, routed.shares)
-    triton_experts.combine_rms_norm(y, routed.shares, torch.empty_like(x), x[0], 1e-5)
-    if tokens <= triton_router.MOST_TOKENS:
-        router, bias = empty(number, hidden, dtype=dtype), None if sizes == QWEN else x[0, :number]
-        triton_router.add_norm_score(x, torch.empty_like(x), x[0], 1e-5, router, bias)
+    triton_experts.products(x, (order, blocks), table, h, y, tuning, every, kind)
+    triton_experts.combine(y, shares)
 
 
 def routers() -> None:
@@ -235,9 +230,7 @@ def routers() -> None:
         correction = empty(number, dtype=torch.float32) if router.correction else None
         for tokens in (1, 1000):
             logits = empty(tokens, number, dtype=torch.float32)
-            triton_routing.choose(logits, MoeSpec(number, top, 8, router), correction)
-        few, padding = empty(8, number, dtype=torch.float32), empty(8, dtype=torch.bool)
-        triton_routing.route(few, MoeSpec(number, top, 8, router), correction, padding, 16)
+            triton_routing.route(logits, MoeSpec(number, top, 8, router), correction, None, 16)
 
 
 def few_bits_experts(

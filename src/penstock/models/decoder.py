@@ -19,7 +19,6 @@ from penstock.models.moe import ask, choose, mixture, router_scores, shared_expe
 from penstock.models.residual import Residual
 from penstock.ops.activation import soft_cap
 from penstock.ops.embedding import look_up
-from penstock.ops.experts import ExpertOutputs
 from penstock.ops.kernels import row_kernels
 from penstock.ops.linear import add_linear, gated, linear
 from penstock.ops.matrix import GroupViews, Matrix
@@ -243,8 +242,8 @@ class Decoder:
     ) -> None:
         group = GroupId(GroupKind.ROUTER, layer)
         w = weights.take(group)
-        x, logits = _scored(residual, moe, w)
-        after = w.vectors.get("norm_after")
+        x, after = residual.normed(w.vectors.get("norm")), w.vectors.get("norm_after")
+        logits = router_scores(x, moe, w)
         if self.routing is not None:
             logits = self.routing.scores(layer, w, x, logits)
         experts = weights.experts
@@ -262,11 +261,6 @@ class Decoder:
         shared = None if moe.shared is None else shared_experts(x, w)
         weights.release(group)
         mixed = mixture(x, choice, moe, layer, experts, parts, rows_at_rest=self._rows_at_rest)
-        if isinstance(mixed, ExpertOutputs):
-            if shared is None:
-                residual.add_experts(mixed, after, spec.scale)
-                return
-            mixed = mixed.total()
         residual.add(mixed if shared is None else mixed.add_(shared), after, spec.scale)
 
     def _foretold(self, layer: int, x: Tensor, weights: Weights, *, chosen: bool = False) -> Tensor:
@@ -282,17 +276,6 @@ class Decoder:
         found = route(scores, moe, w.vectors.get("correction"))[1] if chosen else scores
         weights.release(group)
         return found
-
-
-def _scored(residual: Residual, moe: MoeSpec, weights: GroupViews) -> tuple[Tensor, Tensor]:
-    """Return a mixture's input `[tokens, hidden]`, normalised, and the logits of its router for it."""
-    norm, router = weights.vectors.get("norm"), weights.matrices["router"].dense
-    if router is not None and not moe.router.float32:
-        found = residual.normed_and_scored(norm, router, weights.vectors.get("router_bias"))
-        if found is not None:
-            return found
-    x = residual.normed(norm)
-    return x, router_scores(x, moe, weights)
 
 
 def _of_halves(spec: LayerSpec, x: Tensor, weights: GroupViews) -> ModuleType | None:

@@ -12,7 +12,7 @@ from penstock.arch.layout import GroupId, GroupKind, MixtureLayout
 from penstock.arch.spec import SWIGLU, Activation, MoeSpec
 from penstock.models.inputs import ExpertWeights
 from penstock.ops.activation import activate_into
-from penstock.ops.experts import ExpertOutputs, Grouped, few_outputs, few_tokens, grouped, outputs_at_rest
+from penstock.ops.experts import Grouped, few_outputs, few_tokens, grouped, outputs_at_rest
 from penstock.ops.linear import gated, linear
 from penstock.ops.matrix import GroupViews
 from penstock.ops.route import route
@@ -80,9 +80,8 @@ def mixture(
     parts: Iterator[Tensor] | None = None,
     *,
     rows_at_rest: int = 0,
-) -> Tensor | ExpertOutputs:
-    """Return the weighted sum of the chosen experts' outputs, or these outputs where a kernel adds them up:
-    x and result `[tokens, hidden]`.
+) -> Tensor:
+    """Return the weighted sum of the chosen experts' outputs: x and result `[tokens, hidden]`.
 
     Only experts that some token chose are borrowed, each once for all its tokens. Where all of them are on
     the device, the host does not learn which these are.
@@ -137,19 +136,19 @@ def _many_at_a_time(
     parts: Iterator[Tensor] | None,
     activation: Activation,
     rows_at_rest: int,
-) -> ExpertOutputs:
+) -> Tensor:
     table = experts.table(layer)
     if table is not None:
         parts = iter((table,))
     if parts is not None:
         for table in parts:
             mixed.compute(table)
-        return mixed.outputs()
+        return mixed.total()
     spans = _spans(layer, mixed.counts())
     with _at_rest(x, mixed.y, mixed.order, spans, experts, rows_at_rest, activation) as others:
         for wave, table in experts.waves(others):
             mixed.compute(table, range(wave[0].expert, wave[-1].expert + 1))
-    return mixed.outputs()
+    return mixed.total()
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from torch import Tensor
 
 from penstock.models.inputs import Collectives
-from penstock.ops.experts import ExpertOutputs, add_norm_score
 from penstock.ops.norm import add_rms_norm, rms_norm
 
 _MANY_ROWS = 512
@@ -25,7 +24,7 @@ class Residual:
     def __init__(self, x: Tensor, eps: float, collectives: Collectives | None) -> None:
         """Begin with the embedding's output `x`, on a rank its part."""
         self.x, self._eps, self._collectives = x, eps, collectives
-        self._part: Tensor | ExpertOutputs | None = None
+        self._part: Tensor | None = None
         """Output of a block that is not added yet."""
         if collectives is not None:
             collectives.all_reduce(x)
@@ -37,26 +36,9 @@ class Residual:
             return self._add(part).clone()
         if part is None:
             return rms_norm(self.x, weight, self._eps)
-        if isinstance(part, ExpertOutputs):
-            return part.add_rms_norm(self.x, weight, self._eps)
         if self._collectives is not None:
             return self._collectives.add_rms_norm(part, self.x, weight, self._eps)
         return add_rms_norm(part, self.x, weight, self._eps)
-
-    def normed_and_scored(
-        self, weight: Tensor | None, router: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor] | None:
-        """Return `normed(weight)` and its product with a router, `[tokens, experts]`, if one kernel computes
-        both; else None, and nothing has changed. router: `[experts, hidden]`; bias: `[experts]`."""
-        part = self._part
-        if weight is None or self._collectives is not None or not isinstance(part, Tensor):
-            return None
-        found = add_norm_score(part, self.x, weight, self._eps, router, bias)
-        if found is None:
-            return None
-        self.x, normed, scores = found
-        self._part = None
-        return normed, scores
 
     def add(self, part: Tensor, norm_after: Tensor | None = None, scale: float = 1.0) -> None:
         """Take a block's output, a rank's part of it, to be added.
@@ -71,26 +53,13 @@ class Residual:
             self._collectives.all_reduce(part)
         self.x.add_(rms_norm(part, norm_after, self._eps), alpha=scale)
 
-    def add_experts(
-        self, outputs: ExpertOutputs, norm_after: Tensor | None = None, scale: float = 1.0
-    ) -> None:
-        """Take the output of a mixture, as `add`. Where nothing comes between, it is summed up by the next
-        norm."""
-        if self._collectives is None and norm_after is None and scale == 1.0:
-            self._part = outputs
-        else:
-            self.add(outputs.total(), norm_after, scale)
-
     def pass_half(self, half: Callable[[Tensor, Tensor | None], Tensor | None]) -> bool:
         """Let `half` compute half a layer, if it can; tell whether it did.
 
         It takes x and a block's output that is not added yet. It adds that to x in place and returns the
         output of its own block, or it returns None and changes nothing.
         """
-        part = self._part
-        if self._collectives is not None or isinstance(part, ExpertOutputs):
-            return False
-        if (out := half(self.x, part)) is None:
+        if self._collectives is not None or (out := half(self.x, self._part)) is None:
             return False
         self._part = out
         return True
@@ -110,9 +79,7 @@ class Residual:
         part, self._part = self._part, None
         return self._add(part)
 
-    def _add(self, part: Tensor | ExpertOutputs | None) -> Tensor:
-        if isinstance(part, ExpertOutputs):
-            part = part.total()
+    def _add(self, part: Tensor | None) -> Tensor:
         if part is not None:
             if self._collectives is not None:
                 self._collectives.all_reduce(part)

@@ -2,7 +2,6 @@
 addresses."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from types import ModuleType
 
@@ -137,8 +136,7 @@ class Grouped:
         (tokens, experts), top_k = logits.shape, moe.top_k
         self._tuning = products.expert_tuning(tokens * top_k, experts, x.dtype)
         routed = routing.route(logits, moe, correction, padding, self._tuning.rows)
-        self._shares, self._blocks = routed.shares, routed.blocks
-        self.order, self.pairs = routed.order, routed.counts
+        self._shares, self.order, self._blocks, self.pairs = routed
         """Pairs in the order of their experts, int32 `[pairs]`; and how many each expert has, int32
         `[experts]`."""
         self._h = x.new_empty(tokens * top_k, moe.intermediate_size)
@@ -175,51 +173,11 @@ class Grouped:
             self._x, (self.order, self._blocks), table, self._h, self.y, self._tuning, part, self._kind
         )
 
-    def outputs(self) -> "ExpertOutputs":
-        """Return the outputs of all pairs, when they have been computed."""
-        return ExpertOutputs(self._kernels, self.y, self._shares)
-
     def total(self) -> Tensor:
-        """Return the sum of each token's experts, `[tokens, hidden]`, when all pairs have been computed."""
-        return self.outputs().total()
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertOutputs:
-    """ExpertOutputs hold what each token's experts say, before it is summed up, so that a kernel may do more
-    than this sum. It is computed in float32, by shares of the dtype of outputs, and rounded once.
-
-    y: outputs by pair, `[tokens * top_k, hidden]`.
-    shares: `[tokens, top_k]`.
-    """
-
-    kernels: ModuleType
-    y: Tensor
-    shares: Tensor
-
-    def total(self) -> Tensor:
-        """Return the sum of each token's experts by their shares, `[tokens, hidden]`."""
-        return self.kernels.combine(self.y, self.shares)  # type: ignore[no-any-return]
-
-    def add_rms_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add the total to `residual` in place, and return the normalised sum, both `[tokens, hidden]`."""
-        normed: Tensor = self.kernels.combine_rms_norm(self.y, self.shares, residual, weight, eps)
-        return normed
-
-
-def add_norm_score(
-    part: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return `part + residual`, its norm, both `[tokens, hidden]`, and a router's logits for that,
-    `[tokens, experts]`, all in new memory. None where no kernel computes that at once: for many tokens, and
-    a router of another dtype.
-
-    router: `[experts, hidden]`. bias: `[experts]`.
-    """
-    kernels = triton_kernels("router") if _kernels(residual.device) is not None else None
-    if kernels is None or not kernels.suits(part, residual, router):
-        return None
-    return kernels.add_norm_score(part, residual, weight, eps, router, bias)  # type: ignore[no-any-return]
+        """Return the sum of each token's experts by their shares, `[tokens, hidden]`, when all pairs have
+        been computed: in fp32, with shares rounded to the dtype before it."""
+        result: Tensor = self._kernels.combine(self.y, self._shares)
+        return result
 
 
 def experts_reference(

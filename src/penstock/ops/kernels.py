@@ -116,7 +116,6 @@ _MODULES = (
     "norms",
     "pace",
     "pointwise",
-    "router",
     "routing",
     "sampling",
     "slots",

@@ -21,7 +21,7 @@ from penstock.arch.experts import ExpertKind
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.triton.activation import activated, activation_options
 from penstock.ops.triton.expert_row import expert_row, suits
-from penstock.ops.triton.pointwise import in_turn, load_gain, normalised
+from penstock.ops.triton.pointwise import in_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,69 +368,3 @@ def combine(y: Tensor, shares: Tensor) -> Tensor:
             **pdl_launch_options(uses_pdl()),
         )
     return out
-
-
-@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
-def _combine_rms_norm(  # type: ignore[no-untyped-def]
-    y,
-    shares,
-    residual,
-    weight,
-    normed,
-    tokens,
-    eps,
-    HIDDEN: tl.constexpr,
-    TOP: tl.constexpr,
-    COLS: tl.constexpr,
-    ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """Sum up the experts of ROWS tokens, add that to the residual, and normalise the sum."""
-    gain = load_gain(weight, HIDDEN, COLS)
-    in_turn(EARLY)
-    token, cols = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)[None, :]
-    inside = (token < tokens)[:, None] & (cols < HIDDEN)
-    at = token[:, None] * HIDDEN + cols
-    before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    sums = tl.zeros([ROWS, COLS], tl.float32)
-    for rank in tl.static_range(TOP):
-        pair = token * TOP + rank
-        share = tl.load(shares + pair, mask=token < tokens, other=0.0).to(tl.float32)
-        sums += share[:, None] * tl.load(y + pair[:, None] * HIDDEN + cols, mask=inside, other=0.0).to(
-            tl.float32
-        )
-    kind: tl.constexpr = residual.dtype.element_ty
-    total = (sums.to(kind).to(tl.float32) + before).to(kind)
-    tl.store(residual + at, total, mask=inside)
-    tl.store(normed + at, normalised(total.to(tl.float32), gain, eps, HIDDEN, kind), mask=inside)
-
-
-def combine_rms_norm(y: Tensor, shares: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add what `combine` returns to the residual `[tokens, hidden]` in place, and return the sum normalised,
-    as `pointwise.rms_norm`. The sum of squares may be added up in another order. weight: `[hidden]`."""
-    (tokens, top_k), hidden = shares.shape, y.shape[1]
-    assert len(y) == tokens * top_k, (y.shape, shares.shape)
-    assert residual.shape == (tokens, hidden), (residual.shape, y.shape)
-    assert residual.dtype == y.dtype, (residual.dtype, y.dtype)
-    assert all(one.is_contiguous() for one in (y, shares, residual, weight))
-    normed = torch.empty_like(residual)
-    if tokens:
-        cols = triton.next_power_of_2(hidden)
-        rows = max(1, 1024 // cols)
-        _combine_rms_norm[(triton.cdiv(tokens, rows),)](
-            y,
-            shares,
-            residual,
-            weight,
-            normed,
-            tokens,
-            eps,
-            HIDDEN=hidden,
-            TOP=top_k,
-            COLS=cols,
-            ROWS=rows,
-            EARLY=uses_pdl(),
-            num_warps=min(16, max(4, cols // 512)),
-            **pdl_launch_options(uses_pdl()),
-        )
-    return normed

@@ -3,7 +3,7 @@
 They are normalisation with the residual sum, rotary positions with the write of new keys and values, and the
 gated activation. Each rounds where the reference models round, so that fused and unfused arithmetic agree to
 the last bit of the dtype wherever float32 does. Where launches may be early (`kernels.pdl_launches`), each
-waits on the device before it reads or writes anything but the weight of a norm, which is constant.
+waits on the device before it reads or writes anything.
 """
 
 import torch
@@ -21,22 +21,6 @@ def in_turn(EARLY: tl.constexpr) -> None:
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def load_gain(weight, DIM: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load the weight of a norm in float32. It may be read before the wait for earlier kernels."""
-    cols = tl.arange(0, COLS)
-    return tl.load(weight + cols, mask=cols < DIM, other=0.0).to(tl.float32)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def normalised(value, gain, eps, DIM: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return rows of DIM float32 numbers, 0 beyond these, normalised and of the dtype KIND. Rounded are the
-    quotients, and their products with the gain."""
-    scale = tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)
-    unit = (value * scale[:, None]).to(KIND).to(tl.float32)
-    return (unit * gain[None, :]).to(KIND)
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
@@ -59,7 +43,6 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     EARLY: tl.constexpr,
 ) -> None:
     """Normalise ROWS rows; row r is head r % HEADS of token r // HEADS."""
-    gain = load_gain(weight, DIM, COLS)
     in_turn(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head = row // HEADS, row % HEADS
@@ -68,13 +51,17 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     value = tl.load(x + (token * s_x + head * s_x_head)[:, None] + cols[None, :], mask=inside, other=0.0).to(
         tl.float32
     )
+    gain = tl.load(weight + cols, mask=cols < DIM, other=0.0).to(tl.float32)
     if ADDS:
         at = residual + (token * s_r + head * s_r_head)[:, None] + cols[None, :]
         total = (value + tl.load(at, mask=inside, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
         tl.store(at, total, mask=inside)
         value = total.to(tl.float32)
-    unit = normalised(value, gain, eps, DIM, y.dtype.element_ty)
-    tl.store(y + row[:, None] * DIM + cols[None, :], unit, mask=inside)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)
+    unit = (value * scale[:, None]).to(y.dtype.element_ty).to(tl.float32)
+    tl.store(
+        y + row[:, None] * DIM + cols[None, :], (unit * gain[None, :]).to(y.dtype.element_ty), mask=inside
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
