@@ -209,8 +209,8 @@ def experts(tokens: int, dtype: torch.dtype = BF16, sizes: tuple[int, int, int, 
     kind = ExpertKind() if sizes == QWEN else ExpertKind(biases=2, activation=CLAMPED)
     tuning = triton_experts.expert_tuning(tokens * top, number, dtype)
     moe = MoeSpec(number, top, inner, Router(normalise=True))
-    shares, chosen = triton_routing.choose(empty(tokens, number, dtype=dtype), moe)
-    order, blocks, _ = triton_routing.arrange(chosen, number, tuning.rows)
+    logits = empty(tokens, number, dtype=dtype)
+    shares, order, blocks, _ = triton_routing.route(logits, moe, None, None, tuning.rows)
     h, y = empty(tokens * top, inner, dtype=dtype), empty(tokens * top, hidden, dtype=dtype)
     table = empty(number, 2 + kind.biases, dtype=torch.int64)
     x, every = empty(tokens, hidden, dtype=dtype), range(blocks.shape[1])
@@ -230,7 +230,7 @@ def routers() -> None:
         correction = empty(number, dtype=torch.float32) if router.correction else None
         for tokens in (1, 1000):
             logits = empty(tokens, number, dtype=torch.float32)
-            triton_routing.choose(logits, MoeSpec(number, top, 8, router), correction)
+            triton_routing.route(logits, MoeSpec(number, top, 8, router), correction, None, 16)
 
 
 def few_bits_experts(

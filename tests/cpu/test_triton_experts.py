@@ -31,7 +31,7 @@ import toys
 from members import Rank, pass_of, steps, together
 from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId, GroupKind
-from penstock.arch.spec import SWIGLU, Activation, MoeSpec, Router
+from penstock.arch.spec import SWIGLU, Activation, MoeSpec, Router, Scoring
 from penstock.engine import measuring, placing
 from penstock.memory.device import peak_of
 from penstock.models import decoder
@@ -45,7 +45,7 @@ from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton import routing as triton_routing
 from penstock.ops.triton import slots as triton_slots
 from penstock.ops.triton.experts import expert_tuning
-from penstock.ops.triton.routing import arrange, choose, most_blocks
+from penstock.ops.triton.routing import arrange, choose, most_blocks, route
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming import slotted
 from penstock.weights.streaming.lending import ExpertStream
@@ -245,6 +245,40 @@ def test_pairs_by_expert(tokens: int, count: int, top_k: int, rows: int, seed: i
     found = list(zip(*blocks.tolist(), strict=True))
     assert found[: len(want)] == want
     assert all(expert == -1 for expert, _, _ in found[len(want) :])
+
+
+@settings(max_examples=40)
+@given(
+    count=st.sampled_from([4, 12, 60, 128]),
+    top_k=st.integers(1, 8),
+    router=st.sampled_from(
+        [
+            Router(),
+            Router(normalise=True),
+            Router(Scoring.SOFTMAX_OF_CHOSEN, scale=2.5),
+            Router(Scoring.SIGMOID, normalise=True, correction=True),
+            Router(Scoring.SIGMOID, correction=True, groups=4, top_groups=2),
+        ]
+    ),
+    spread=st.sampled_from([0, 1, 9]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_a_single_token_is_routed_as_others_are(
+    count: int, top_k: int, router: Router, spread: int, dtype: torch.dtype
+) -> None:
+    """In one launch instead of two, with many ties and few; what is not written is seen."""
+    moe, rng = MoeSpec(count, min(top_k, count // 2), 8, router), torch.Generator().manual_seed(spread)
+    logits = (torch.randn(1, count + 5, generator=rng) * spread).round()[:, 2:-3].to(dtype) / 2
+    correction = torch.randn(count, generator=rng) if router.correction else None
+    with (
+        patch.object(triton_routing, "_choose", None),
+        patch.object(triton_routing, "_arrange", None),
+        patch.object(torch, "empty", lambda *shape, **how: torch.full(shape, 77, **how)),
+    ):
+        found = route(logits, moe, correction, None, 16)
+    shares, chosen = choose(logits, moe, correction)
+    for one, other in zip(found, (shares, *arrange(chosen, count, 16)), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(

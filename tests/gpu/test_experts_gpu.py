@@ -14,6 +14,7 @@ from penstock.ops.experts import Grouped, experts_reference, lower_first
 from penstock.ops.route import route
 from penstock.ops.triton.experts import expert_tuning
 from penstock.ops.triton.routing import arrange, choose
+from penstock.ops.triton.routing import route as route_pairs
 
 DEVICE = "cuda"
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 2.5e-3, torch.float32: 2e-5}
@@ -256,3 +257,7 @@ def test_routers(tokens: int, count: int, top_k: int, router: Router) -> None:
     same = (chosen.long().sort(1).values == best.sort(1).values).all(1)
     assert same.float().mean() > 0.99  # the device's exponential may tell apart what is equal here
     torch.testing.assert_close(by_expert[0][same], by_expert[1][same], rtol=1e-5, atol=1e-7)
+    if tokens == 1:
+        of_one, *found = route_pairs(logits, moe, given, None, 16)
+        torch.testing.assert_close(of_one, shares, rtol=1e-6, atol=1e-9)
+        assert all(map(torch.equal, found, arrange(chosen, count, 16)))

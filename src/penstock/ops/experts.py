@@ -135,10 +135,8 @@ class Grouped:
         self._products = products
         (tokens, experts), top_k = logits.shape, moe.top_k
         self._tuning = products.expert_tuning(tokens * top_k, experts, x.dtype)
-        self._shares, chosen = routing.choose(logits, moe, correction)
-        if padding is not None and tokens > 1:
-            chosen = torch.where(padding.unsqueeze(1), chosen[:1], chosen)
-        self.order, self._blocks, self.pairs = routing.arrange(chosen, experts, self._tuning.rows)
+        routed = routing.route(logits, moe, correction, padding, self._tuning.rows)
+        self._shares, self.order, self._blocks, self.pairs = routed
         """Pairs in the order of their experts, int32 `[pairs]`; and how many each expert has, int32
         `[experts]`."""
         self._h = x.new_empty(tokens * top_k, moe.intermediate_size)

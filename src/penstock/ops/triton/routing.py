@@ -3,7 +3,11 @@
 A pair is a token and one of its experts, numbered token * top_k + rank. Pairs are put in the order of their
 experts, and those of an expert cut into blocks of rows, all on the device. Blocks have room for as many as
 there could be; those beyond the ones that there are have the expert -1.
+
+A single token is routed in one launch, others in two. All choose by `_best_of`.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -64,12 +68,11 @@ def _of_best_groups(  # type: ignore[no-untyped-def]
     return tl.reshape(tl.where(best[:, :, None] == 1, each, LEAST), [ROWS, COLS])
 
 
-@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
-def _choose(  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]
+def _best_of(  # type: ignore[no-untyped-def]
     logits,
     correction,
-    chosen,
-    shares,
+    row,
     tokens,
     s_logits,
     EXPERTS: tl.constexpr,
@@ -85,12 +88,12 @@ def _choose(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr,
     GROUP_COLS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """Choose the experts of ROWS tokens. Scores are compared as integers of the same order, with the expert
-    below: no two are alike. Each group of experts begins at a power of two."""
-    in_turn(EARLY)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+):
+    """Return the experts of ROWS tokens, int32, and their shares, float32, both `[ROWS, TOP_COLS]`.
+
+    Scores are compared as integers of the same order, with the expert below: no two are alike. Each group of
+    experts begins at a power of two.
+    """
     cols, ranks = tl.arange(0, COLS)[None, :], tl.arange(0, TOP_COLS)[None, :]
     there = (row < tokens)[:, None]
     if TOP_GROUPS < GROUPS:
@@ -140,9 +143,43 @@ def _choose(  # type: ignore[no-untyped-def]
             share = share / (tl.sum(share, 1)[:, None] + TINY)
     if SCALE != 1.0:
         share *= SCALE
-    taken = (ranks < TOP) & there
+    return EXPERTS - (best & 0xFFFFFFFF).to(tl.int32), share
+
+
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
+def _choose(  # type: ignore[no-untyped-def]
+    logits,
+    correction,
+    chosen,
+    shares,
+    tokens,
+    s_logits,
+    EXPERTS: tl.constexpr,
+    COLS: tl.constexpr,
+    TOP: tl.constexpr,
+    TOP_COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    CORRECTION: tl.constexpr,
+    SCALE: tl.constexpr,
+    TINY: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_COLS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Choose the experts of ROWS tokens."""
+    in_turn(EARLY)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert, share = _best_of(
+        logits, correction, row, tokens, s_logits, EXPERTS, COLS, TOP, TOP_COLS, ROWS, SIGMOID, NORMALISE,
+        CORRECTION, SCALE, TINY, GROUPS, GROUP_COLS, TOP_GROUPS,
+    )  # fmt: skip
+    ranks = tl.arange(0, TOP_COLS)[None, :]
+    taken = (ranks < TOP) & (row < tokens)[:, None]
     at = row.to(tl.int64)[:, None] * TOP + ranks
-    tl.store(chosen + at, EXPERTS - (best & 0xFFFFFFFF).to(tl.int32), mask=taken)
+    tl.store(chosen + at, expert, mask=taken)
     tl.store(shares + at, share.to(shares.dtype.element_ty), mask=taken)
 
 
@@ -155,21 +192,12 @@ def choose(logits: Tensor, moe: MoeSpec, correction: Tensor | None = None) -> tu
     logits: `[tokens, experts]`, with the bias of the router if it has one.
     correction: float32 `[experts]`, of a router with a correction.
     """
-    (tokens, experts), top_k, router = logits.shape, moe.top_k, moe.router
-    assert 0 < top_k <= experts == moe.experts, (top_k, experts, moe)
-    assert logits.stride(1) == 1, logits.stride()
-    assert correction is None or (correction.dtype == torch.float32 and correction.is_contiguous())
-    assert router.scoring is not Scoring.SOFTMAX_OF_CHOSEN or not (router.correction or router.grouped), (
-        router
-    )
-    chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
-    shares = torch.empty(tokens, top_k, dtype=logits.dtype, device=logits.device)
+    tokens, options = len(logits), _choice_options(logits, moe, correction)
+    chosen = torch.empty(tokens, moe.top_k, dtype=torch.int32, device=logits.device)
+    shares = torch.empty(tokens, moe.top_k, dtype=logits.dtype, device=logits.device)
     if tokens == 0:
         return shares, chosen
-    groups = router.groups if router.grouped else 1
-    group_cols = triton.next_power_of_2(groups)
-    cols = group_cols * triton.next_power_of_2(experts // groups)
-    rows = max(1, min(8, 1024 // cols)) if tokens > 256 else 1
+    rows = max(1, min(8, 1024 // options["COLS"])) if tokens > 256 else 1
     _choose[(triton.cdiv(tokens, rows),)](
         logits,
         correction if correction is not None else logits,
@@ -177,24 +205,40 @@ def choose(logits: Tensor, moe: MoeSpec, correction: Tensor | None = None) -> tu
         shares,
         tokens,
         logits.stride(0),
-        EXPERTS=experts,
-        COLS=cols,
-        TOP=top_k,
-        TOP_COLS=triton.next_power_of_2(top_k),
+        **options,
         ROWS=rows,
-        SIGMOID=router.scoring is Scoring.SIGMOID,
-        NORMALISE=router.normalise or router.scoring is Scoring.SOFTMAX_OF_CHOSEN,
-        CORRECTION=correction is not None,
-        SCALE=router.scale,
-        TINY=TINY if router.scoring is Scoring.SIGMOID else 0.0,
-        GROUPS=groups,
-        GROUP_COLS=group_cols,
-        TOP_GROUPS=router.top_groups if groups > 1 else 1,
         EARLY=uses_pdl(),
-        num_warps=4 if rows * cols >= 512 else 1,
+        num_warps=4 if rows * options["COLS"] >= 512 else 1,
         **pdl_launch_options(uses_pdl()),
     )
     return shares, chosen
+
+
+def _choice_options(logits: Tensor, moe: MoeSpec, correction: Tensor | None) -> dict[str, Any]:
+    """Return the constants of `_best_of` but ROWS."""
+    experts, top_k, router = logits.shape[1], moe.top_k, moe.router
+    assert 0 < top_k <= experts == moe.experts, (top_k, experts, moe)
+    assert logits.stride(1) == 1, logits.stride()
+    assert correction is None or (correction.dtype == torch.float32 and correction.is_contiguous())
+    assert router.scoring is not Scoring.SOFTMAX_OF_CHOSEN or not (router.correction or router.grouped), (
+        router
+    )
+    groups = router.groups if router.grouped else 1
+    group_cols = triton.next_power_of_2(groups)
+    return {
+        "EXPERTS": experts,
+        "COLS": group_cols * triton.next_power_of_2(experts // groups),
+        "TOP": top_k,
+        "TOP_COLS": triton.next_power_of_2(top_k),
+        "SIGMOID": router.scoring is Scoring.SIGMOID,
+        "NORMALISE": router.normalise or router.scoring is Scoring.SOFTMAX_OF_CHOSEN,
+        "CORRECTION": correction is not None,
+        "SCALE": router.scale,
+        "TINY": TINY if router.scoring is Scoring.SIGMOID else 0.0,
+        "GROUPS": groups,
+        "GROUP_COLS": group_cols,
+        "TOP_GROUPS": router.top_groups if groups > 1 else 1,
+    }
 
 
 @triton.jit(do_not_specialize=["pairs", "bound"])  # type: ignore[untyped-decorator]
@@ -279,3 +323,83 @@ def arrange(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Te
         **pdl_launch_options(uses_pdl()),
     )
     return order, blocks, counts
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _route_one(  # type: ignore[no-untyped-def]
+    logits,
+    correction,
+    shares,
+    order,
+    blocks,
+    counts,
+    EXPERTS: tl.constexpr,
+    COLS: tl.constexpr,
+    TOP: tl.constexpr,
+    TOP_COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    CORRECTION: tl.constexpr,
+    SCALE: tl.constexpr,
+    TINY: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_COLS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BINS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Choose the experts of a single token, ROWS being 1, and arrange its pairs: TOP blocks of one pair."""
+    in_turn(EARLY)
+    row, ranks, bins = tl.arange(0, ROWS), tl.arange(0, TOP_COLS), tl.arange(0, BINS)
+    expert, share = _best_of(
+        logits, correction, row, 1, 0, EXPERTS, COLS, TOP, TOP_COLS, ROWS, SIGMOID, NORMALISE,
+        CORRECTION, SCALE, TINY, GROUPS, GROUP_COLS, TOP_GROUPS,
+    )  # fmt: skip
+    taken = ranks < TOP
+    tl.store(shares + ranks, tl.reshape(share, [TOP_COLS]).to(shares.dtype.element_ty), mask=taken)
+    # Places without a pair have an expert behind all others.
+    every = tl.where(taken, tl.reshape(expert, [TOP_COLS]), EXPERTS)
+    place = tl.sum((every[:, None] < every[None, :]).to(tl.int32), 0)
+    tl.store(order + place, ranks, mask=taken)
+    tl.store(blocks + place, every, mask=taken)
+    tl.store(blocks + TOP + place, place, mask=taken)
+    tl.store(blocks + 2 * TOP + place, place + 1, mask=taken)
+    count = tl.sum((every[:, None] == bins[None, :]).to(tl.int32), 0)
+    tl.store(counts + bins, count, mask=bins < EXPERTS)
+
+
+def route(
+    logits: Tensor, moe: MoeSpec, correction: Tensor | None, padding: Tensor | None, rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return each token's shares, as `choose`, and the pairs of its experts, as `arrange`: their order, their
+    blocks of at most `rows`, and how many each expert has.
+
+    padding: bool `[tokens]`, tokens that take what the first one takes, not being padding.
+    """
+    (tokens, experts), top_k = logits.shape, moe.top_k
+    if tokens != 1:
+        shares, chosen = choose(logits, moe, correction)
+        if padding is not None:
+            chosen = torch.where(padding.unsqueeze(1), chosen[:1], chosen)
+        return shares, *arrange(chosen, experts, rows)
+    options = _choice_options(logits, moe, correction)
+    shares = torch.empty(1, top_k, dtype=logits.dtype, device=logits.device)
+    order = torch.empty(top_k, dtype=torch.int32, device=logits.device)
+    blocks = torch.empty(3, top_k, dtype=torch.int32, device=logits.device)
+    counts = torch.empty(experts, dtype=torch.int32, device=logits.device)
+    _route_one[(1,)](
+        logits,
+        correction if correction is not None else logits,
+        shares,
+        order,
+        blocks,
+        counts,
+        **options,
+        ROWS=1,
+        BINS=triton.next_power_of_2(experts),
+        EARLY=uses_pdl(),
+        num_warps=4 if options["COLS"] >= 512 else 1,
+        **pdl_launch_options(uses_pdl()),
+    )
+    return shares, order, blocks, counts
