@@ -22,7 +22,7 @@ from penstock.engine.costs import (
     prompt_seconds,
     read_costs,
 )
-from penstock.engine.forecast import decode_pace, forecast
+from penstock.engine.forecast import More, decode_pace, forecast, gains
 from penstock.engine.machines import ExpertUse, Machine, Work
 from penstock.engine.passes import UseWork, decode_step, pass_work, prompt_step
 from penstock.weights.streaming.residency import padded, pass_order
@@ -196,6 +196,21 @@ def test_slots_cost_nothing_but_deciding_where_what_comes_is_hidden() -> None:
     slow = costs.slot_seconds(1, 12, 96, 96.0, size, 25e9)
     assert slow == pytest.approx(96 * size / 25e9 - 96 * size / 3e12 + 12e-5), "a slow link is used in full"
     assert costs.slot_seconds(1, 12, 96, 1e-3, size, 1e15) >= 12e-5
+
+
+def test_a_faster_link_would_bring_what_comes_to_slots_sooner() -> None:
+    config = dict(LAYERS_OF["30B-A3B"][0]) | {"num_hidden_layers": 12}
+    spec, names = read_spec(config), family_of(config).names
+    work = Work("bfloat16", context=512, step_tokens=512, experts_fetched=90.0)
+    found = forecast(spec, names, Machine(8 * GIB, 64 * GIB, RATES, 8e14, COSTS), work)
+    assert found.experts is not None
+    assert found.experts.copies
+    bought = {gain.more: gain.decode for gain in gains(spec, names, found)}
+    assert bought[More.LINK] > 0.08 * found.decode.tokens_per_second
+    rates = [link * 1e9 for link in (10, 46.4, 46.6, 49.9, 50, 50.1, 55, 100)]
+    seconds = [COSTS.slot_seconds(1, 12, 96, 90.0, 1e7, link) for link in rates]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[2] == seconds[4] > seconds[5]
 
 
 def test_costs_are_those_that_were_measured_here_else_those_of_the_name(tmp_path: Path) -> None:

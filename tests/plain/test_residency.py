@@ -513,6 +513,16 @@ def test_experts_have_one_home_each_and_no_budget_is_exceeded(
     assert not disk or room.on_disk == placement.read == 0
 
 
+def test_a_place_for_what_comes_ahead_is_there_only_where_the_host_has_all() -> None:
+    """Of 24 units 6 are for what every pass needs; nine experts of 2 fit beside them, of which one may stay."""
+    _, room = mixture(world(5, 1), 2, 14, device=24, host=28, copies=True)
+    assert (room.copies, room.device_ring, room.slots) == (True, 9, 0)
+    for disk in ({}, {"disk": 0}):
+        _, room = mixture(world(5, 1), 2, 14, device=24, host=26, copies=True, **disk)
+        assert (room.copies, room.device_ring) == (False, 8)
+    assert (room.on_device, room.on_host) == (1, 13)
+
+
 def test_no_more_experts_stay_than_there_are() -> None:
     """What every pass needs does not fit in whole, so that it leaves a hole larger than all experts."""
     _, room = mixture(world(8, 15), 2, 1, device=23, host=40)

@@ -162,9 +162,10 @@ class StepCosts:
         with all experts on the device.
 
         The device fetches what comes, and meanwhile computes with what is there, in those layers in which
-        anything comes. asked, come: experts, in all `layers`. size: bytes of one. link: bytes/s.
+        anything comes. asked, come: experts, in all `layers`. size: bytes of one. link: bytes/s of its
+        copies; of one that is slower than the measured one the device reads as many.
         """
-        fetch = come * size / min(link, SLOT_FETCH * self.link_rate)
+        fetch = come * size / min(link, SLOT_FETCH * max(link, self.link_rate))
         something = 1 - math.pow(max(1 - come / asked, 0.0), asked / layers)
         meanwhile = something * asked * size / self.rows(rows).expert_read
         return max(fetch - meanwhile, 0.0) + layers * self.slot_layer

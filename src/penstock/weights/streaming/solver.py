@@ -131,7 +131,8 @@ def solve_mixture(
     if dense + experts * size <= limits.device:
         placement = solve(uses, replace(limits, device=limits.device - experts * size), rates, seconds, piece)
         return placement, ExpertRoom(size, experts, experts, 0)
-    rings = (EXPERT_RING[0] + 1, *EXPERT_RING) if limits.copies else EXPERT_RING  # One comes ahead.
+    copies = limits.copies and experts * size <= limits.host
+    rings = (EXPERT_RING[0] + 1, *EXPERT_RING) if copies else EXPERT_RING  # One comes ahead.
     ring = next((slots for slots in rings if dense + slots * size <= limits.device), rings[-1])
     if limits.device - ring * size <= 0:
         raise BudgetError(
