@@ -6,6 +6,7 @@ imported whether it interprets.
 """
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -218,15 +219,18 @@ def experts(tokens: int, dtype: torch.dtype = BF16, sizes: tuple[int, int, int, 
     triton_experts.combine(y, shares)
 
 
-def routers() -> None:
-    """Of Qwen3, gpt-oss, MiniMax-M2 and DeepSeek-V3, of which only the last has groups."""
-    for number, top, router in (
-        (128, 8, Router()),
-        (32, 4, Router(Scoring.SOFTMAX_OF_CHOSEN)),
-        (256, 8, Router(Scoring.SIGMOID, normalise=True, correction=True)),
-        (256, 8, Router(Scoring.SIGMOID, True, correction=True, groups=8, top_groups=4, scale=2.5)),
-        (60, 4, Router(groups=3, top_groups=1)),
-    ):
+ROUTERS = (
+    (128, 8, Router()),
+    (32, 4, Router(Scoring.SOFTMAX_OF_CHOSEN)),
+    (256, 8, Router(Scoring.SIGMOID, normalise=True, correction=True)),
+    (256, 8, Router(Scoring.SIGMOID, True, correction=True, groups=8, top_groups=4, scale=2.5)),
+    (60, 4, Router(groups=3, top_groups=1)),
+)
+"""Of Qwen3, gpt-oss, MiniMax-M2, DeepSeek-V3, and one more with groups: experts, and those of a token."""
+
+
+def routers(some: Sequence[tuple[int, int, Router]] = ROUTERS) -> None:
+    for number, top, router in some:
         correction = empty(number, dtype=torch.float32) if router.correction else None
         for tokens in (1, 1000):
             logits = empty(tokens, number, dtype=torch.float32)
@@ -377,6 +381,7 @@ CASES: dict[str, Callable[[], None]] = {
     "fold, some": lambda: fold(8),
     "fold, capped": lambda: fold(8, cap=50.0),
     "fold, float32": lambda: fold(8, torch.float32),
+    "slots, few": lambda: slots(32, 0, 4),
     "slots": lambda: (slots(128, 34, 8), slots(512, 100, 512), slots(128, 0, 128)),
     "few bits, integers": lambda: few_bits("gptq_128", 1, 64),
     "few bits, zero points": lambda: few_bits("awq", 1, 16),
@@ -391,6 +396,7 @@ CASES: dict[str, Callable[[], None]] = {
         few_bits("mxfp4", 16, dtype=torch.float16),
         few_bits("mxfp8", 16, dtype=torch.float16),
     ),
+    "few bits experts, few tokens": lambda: few_bits_experts("mxfp4", 4, sizes=GPT_OSS),
     "few bits experts, integers": lambda: few_bits_experts("gptq_128", 4, 4096),
     "few bits experts, small groups": lambda: few_bits_experts("gptq", 100),
     "few bits experts, zero points": lambda: few_bits_experts("awq", 4, 512),
@@ -414,6 +420,7 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "blocks of GGUF, six bits and levels": lambda: blocks("Q6_K", "IQ4_XS"),
     "routers": routers,
+    "routers, few": lambda: routers(ROUTERS[-1:]),
     "experts, few": lambda: (experts(1), experts(4)),
     "experts, some": lambda: experts(100),
     "experts, many": lambda: experts(4096),
@@ -433,6 +440,38 @@ def meets(ptx: str) -> bool:
         elif "st.global" in line and read:
             return False
     return True
+
+
+_EVENT = re.compile(
+    r"griddepcontrol\.(?P<grid>wait|launch_dependents)|(?P<read>\bld\.(?:\w+\.)*global)"
+    r"|(?P<write>\b(?:st|red|atom)\.(?:\w+\.)*global)|(?P<end>\b(?:ret|exit)\b)|(?P<jump>\bbra\b)"
+)
+
+
+def before_the_wait(ptx: str) -> list[str]:
+    """What a program of a kernel may do on any way before it has waited for what was launched before: read,
+    write, launch what comes next, or end."""
+    lines = [line.split("//")[0].strip() for line in ptx[ptx.index(".entry") :].splitlines()]
+    labels = {line[:-1]: at for at, line in enumerate(lines) if line.endswith(":")}
+    found, known, ahead = set[str](), set[int](), [0]
+    while ahead:
+        at = ahead.pop()
+        if at in known or at == len(lines):
+            continue
+        known.add(at)
+        event, follows = _EVENT.search(lines[at]), True
+        if event is not None:
+            what = event["grid"] or event.lastgroup
+            if what == "wait":
+                continue
+            if what == "jump":
+                ahead.append(labels[lines[at].rstrip(";").split()[-1]])
+            else:
+                found.add({"launch_dependents": "launch"}.get(what, what))
+            follows = what not in ("jump", "end") or lines[at].startswith("@")
+        if follows:
+            ahead.append(at + 1)
+    return sorted(found)
 
 
 @contextmanager
@@ -478,6 +517,8 @@ def main(capability: int, names: list[str], *, early_only: bool = False) -> None
             "early": early,
         }
         told |= {"meets": meets(kernel.asm["ptx"]), "barriers": kernel.asm["ptx"].count("bar.sync")}
+        if kernel.metadata.launch_pdl:
+            told["before"] = before_the_wait(kernel.asm["ptx"])
         print(json.dumps(told), flush=True)
 
     ways = (True,) if early_only else (False, True) if capability >= 90 else (False,)

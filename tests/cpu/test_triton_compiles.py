@@ -71,6 +71,27 @@ def test_every_kernel_compiles_for_it_and_fits(
     assert not cases or {kernel["case"] for kernel in kernels} == set(cases)
     assert all(kernel["early"] for kernel in kernels) or not early
     assert not [kernel for kernel in kernels if kernel["shared"] > most]
+    assert not [kernel for kernel in kernels if {"write", "end"} & set(kernel.get("before", ()))]
+
+
+def test_what_begins_early_waits_on_every_way_before_it_writes_and_before_it_ends(tmp_path: Path) -> None:
+    """A kernel that writes sooner may write what another still reads; and the end of one that does not wait
+    is not the end of those before it."""
+    pytest.importorskip("triton.backends.nvidia")
+    cases = "slots, few", "routers, few", "experts, few", "few bits experts, few tokens"
+    output = _run("-m", "compiling", "--early", "90", *cases, cache=tmp_path)
+    kernels = list(map(json.loads, output.splitlines()))[1:]
+    early = [(one["kernel"], set(one["before"])) for one in kernels if "before" in one]
+    products = [before for name, before in early if name == "_expert_columns"]
+    assert {name for name, _ in early} == {
+        "_expert_step", "_foretell", "_give", "_take", "_route_one", "_choose", "_arrange", "_gate_up",
+        "_down", "_combine", "_expert_columns",
+    }  # fmt: skip
+    assert not [name for name, before in early if {"write", "end"} & before]
+    # What says where experts are is read sooner by the one with down alone, which begins when the one before
+    # it has waited.
+    assert products == [set(), {"launch", "read"}]
+    assert not [name for name, before in early if "read" in before and name != "_expert_columns"]
 
 
 def test_what_changes_in_place_waits_until_all_threads_have_read_it(tmp_path: Path) -> None:
