@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         "kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True
     )
 
+import triton.language as tl
+
 import bounds
 import tiny
 from members import Rank, steps, together
@@ -37,7 +40,7 @@ from penstock.engine import placing
 from penstock.memory.streams import CallerStream
 from penstock.ops import experts
 from penstock.ops.experts import outputs_at_rest
-from penstock.ops.handover import LISTED, MOST_TOKENS, HandoverBox, StepRows
+from penstock.ops.handover import LISTED, MOST_TOKENS, HandoverBox, StepRows, class_of
 from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.native.few_bits import library
 from penstock.ops.native.service import ExpertService
@@ -249,6 +252,30 @@ def test_the_wait_is_needed() -> None:
                 made.cpu.take(asked.rows, asked.parts)
                 right.append(same(asked.rows.y, made.want(turn % LAYERS, asked)))
             assert all(right) == (not removed)
+
+
+def test_what_a_layer_took_is_counted_once_however_many_programs_take_it() -> None:
+    """kinds: where nothing was asked for, and where something was: until all was there, and until asked."""
+    ticks = count(1000)
+    with (
+        world() as made,
+        patch.object(triton_handover, "TIMED", new=True),
+        patch.object(triton_handover, "globaltimer", lambda: tl.full([], next(ticks), tl.int64)),
+    ):
+        for tokens, mine in ((5, 3), (5, 0), (MOST_TOKENS, 4)):
+            asked = made.step(tokens, mine)
+            times, came = made.cpu.handover.times[class_of(tokens)], int(asked.parts.starts[1])
+            before = times[:3, :, 0].clone()
+            made.cpu.give(asked.rows, asked.pairs, 0, asked.parts)
+            made.cpu.take(asked.rows, asked.parts)
+            assert same(asked.rows.y, made.want(0, asked))
+            want = torch.zeros_like(before)
+            if mine:
+                want[1, came + mine] = want[2, came] = 1
+            else:
+                want[0, came] = 1
+            assert torch.equal(times[:3, :, 0] - before, want)
+            assert (times[:3, :, 1] >= times[:3, :, 0]).all()
 
 
 @pytest.mark.parametrize("slots", [0, 1])

@@ -514,7 +514,7 @@ def test_experts_have_one_home_each_and_no_budget_is_exceeded(
 
 
 def test_a_place_for_what_comes_ahead_is_there_only_where_the_host_has_all() -> None:
-    """Of 24 units 6 are for what every pass needs; nine experts of 2 fit beside them, of which one may stay."""
+    """Of 24 units 6 are for what every pass needs: nine experts of 2 fit beside, one of which may stay."""
     _, room = mixture(world(5, 1), 2, 14, device=24, host=28, copies=True)
     assert (room.copies, room.device_ring, room.slots) == (True, 9, 0)
     for disk in ({}, {"disk": 0}):
