@@ -349,6 +349,19 @@ def test_as_many_are_foretold_as_the_recording_says(recall: float) -> None:
     assert float(torch.stack(named).float().mean()) == pytest.approx(recall + (1 - recall) / 16, abs=0.03)
 
 
+def test_a_prompt_is_foretold_what_its_own_tokens_take() -> None:
+    """As each token of a decode step is, also where the last layer of the step before was left out."""
+    chosen = torch.from_numpy(ImposedRouting("uniform").chosen(mixture_of(8, 2), 3, 50))
+    table = RoutingTable(chosen, 8, (1, 2, 5), 4, torch.float32, recall=1.0)
+    for tokens, layers in ((30, (1, 2, 5)), (3, (1, 2)), (40, (1, 2)), (2, (1, 2, 5)), (20, (1, 2, 5))):
+        told = None
+        for layer, following in zip(layers, (*layers[1:], 0), strict=True):
+            given = torch.zeros(tokens, 8)
+            taken = table.scores(layer, views(), given, given).topk(2).indices
+            assert told is None or torch.equal(taken, told)
+            told = table.foretold(following, given).topk(2).indices if following else None
+
+
 def test_a_step_waits_for_nothing_and_makes_no_shape_of_data() -> None:
     chosen = torch.zeros(50, 2, 2, dtype=torch.int64, device="meta")
     table = RoutingTable(chosen, 8, (0, 2), 4, torch.bfloat16)

@@ -167,7 +167,7 @@ def test_a_layer_with_slots_costs_what_deciding_takes_and_an_engine_is_forecast_
     spec, names = read_spec(config), family_of(config).names
     layouts = group_layouts(spec, names, "bfloat16")
     size = padded(next(layout for layout in layouts if layout.id.kind is GroupKind.EXPERT))
-    seconds = list[float]()
+    seconds, prompts = list[float](), list[float]()
     for costs, fetched in ((COSTS, 0.0), (replace(COSTS, slot_layer=3e-4), 0.0), (COSTS, 10.0)):
         there = Machine(8 * GIB, 64 * GIB, RATES, 8e14, costs)
         work = Work("bfloat16", context=512, step_tokens=512, experts_fetched=fetched)
@@ -176,8 +176,9 @@ def test_a_layer_with_slots_costs_what_deciding_takes_and_an_engine_is_forecast_
         assert found.experts.copies
         same = decode_pace(spec, layouts, there, found.placement, found.experts, work)
         assert same == found.decode
-        seconds.append(same.seconds)
+        seconds.append(same.seconds), prompts.append(found.prefill.seconds)
     assert seconds[1] - seconds[0] == pytest.approx(12 * 3e-4)
+    assert len(set(prompts)) == 1, "of many tokens all experts come, and nothing is decided"
     # A layer misses one of its 8 in 58 of 100 cases, and then computes with 8 experts while it comes.
     meanwhile = 0.585 * 96 * size / ONE.expert_read
     assert seconds[2] - seconds[0] == pytest.approx(10 * size / (0.93 * 50e9) - meanwhile, rel=1e-3)
