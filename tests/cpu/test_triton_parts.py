@@ -16,15 +16,21 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         "kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True
     )
 
+import bounds
 from penstock.arch.layout import GroupId, GroupKind, MixtureLayout
 from penstock.memory.streams import CallerStream, ThreadStream, Ticket
+from penstock.ops import experts
 from penstock.ops.slots import ExpertParts, Places, SlotArrays
+from penstock.ops.triton import experts as triton_experts
+from penstock.ops.triton import few_bits_experts
+from penstock.ops.triton import routing as triton_routing
 from penstock.ops.triton import slots as triton_slots
 from penstock.weights.streaming.experts import Experts
 from penstock.weights.streaming.residency import ExpertRoom
 from penstock.weights.streaming.slots import SlotRule
 from penstock.weights.streaming.slotted import SlotExperts
 from penstock.weights.streaming.waits import StreamWaits
+from slot_chains import SlotChain
 from streams import Gates, Store, layout
 
 SIZE, LAYERS, EXPERTS = 64, 2, 8
@@ -321,3 +327,24 @@ def test_a_step_of_many_tokens_foretells_nothing() -> None:
     with noted() as (experts, _):
         assert experts.foretells(0, EXPERTS) == 1
         assert experts.foretells(0, EXPERTS + 1) is None
+
+
+def test_experts_of_few_bits_in_slots_compute_what_those_that_rest_do() -> None:
+    """Also where some passed through the ring, and others came ahead."""
+    stream, sizes = CallerStream(), (2, 5, 2, 64, 64)
+    kernels = {"experts": triton_experts, "few_bits_experts": few_bits_experts, "routing": triton_routing}
+    with (
+        patch.object(experts, "_kernels", lambda device: triton_experts),
+        patch.object(experts, "triton_kernels", kernels.get),
+    ):
+        chain = SlotChain(
+            "mxfp4", (stream, stream, stream), device=torch.device("cpu"), sizes=sizes, slots=4, ring=4
+        )
+        for turn in range(4):
+            chain.start.copy_(torch.randn(1, 64, generator=torch.Generator().manual_seed(turn)))
+            with bounds.lent(map(bounds.span, (chain.host, chain.memory, chain.resting))):
+                assert torch.equal(chain(rests=False), chain(rests=True))
+    asked, hits, foretold, _ = chain.experts.snapshots.exact().counts.sum(0).tolist()
+    assert asked == 4 * 2 * 2
+    assert 0 < hits < asked
+    assert foretold > 0

@@ -26,6 +26,7 @@ from penstock.weights.streaming.residency import ExpertRoom, padded
 from penstock.weights.streaming.slots import SlotRule, SlotTable
 from penstock.weights.streaming.slotted import SlotExperts
 from penstock.weights.streaming.waits import StreamWaits
+from slot_chains import SlotChain
 from slot_oracle import Layer
 from streams import Gates, Store, layout
 
@@ -210,6 +211,44 @@ def test_whatever_is_late(slots: int, ring: int, fetch: int, kernel: int, graphs
     assert asked == 8 * 7 * LAYERS
     assert (hits > 0) == (slots > 0)
     assert (0 < right <= foretold <= (8 + graphs) * (LAYERS - 1)) == (ring >= 4)
+
+
+@pytest.mark.parametrize("fetch", [0, LATE // 4])
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("scheme", ["mxfp4", "gptq_128"])
+def test_few_bits_are_read_when_they_have_come(scheme: str, graphs: bool, fetch: int) -> None:
+    """By a product that reads where they are, and the first of them, before those before it have ended."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("kernels cannot wait for each other on this device")
+    copies = CudaStream(DEVICE)
+    link, compute = Queue(DEVICE, clock=copies.clock), Queue(DEVICE, current=True, clock=copies.clock)
+    link.cycles, rng = fetch, torch.Generator().manual_seed(1)
+    chain = SlotChain(
+        scheme, (link, compute, copies), device=DEVICE, sizes=(4, 16, 6, 512, 256), slots=12, ring=8
+    )
+    said = torch.empty_like(chain.start)
+    torch.cuda.synchronize()
+
+    def step() -> None:
+        with pdl_launches():
+            said.copy_(chain(rests=False))
+
+    work = step
+    if graphs:
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            step()
+            stream.synchronize()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                step()
+        work = graph.replay
+    for turn in range(20):
+        chain.start.copy_(torch.randn(1, 512, generator=rng))
+        work()
+        assert torch.equal(said, chain(rests=True)), turn
+    asked, hits, foretold, _ = chain.experts.snapshots.exact().counts.sum(0).tolist()
+    assert 0 < hits < asked
+    assert foretold > 0
 
 
 @pytest.mark.parametrize(("left_out", "fetch", "kernel"), [("join", LATE, 0), ("reuse", 0, LATE)])
