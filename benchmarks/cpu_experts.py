@@ -11,8 +11,8 @@ larger than the caches. It is taken before the first format and after each, and 
 the bytes of weights a second over that rate. Each call computes as many experts as one layer asks for, the
 next call others, and all together fill `--gib`. Every format is checked against plain arithmetic before it is
 timed. `bound` is the share that the processor's arithmetic allows at most: terms a second of its dot products
-of bfloat16, or of its products in float32, measured in the same run. `--cpu-time` divides by the seconds that
-a thread has had of a core, not by those of the clock.
+of bfloat16, or of its products in float32, measured in the same run; tiles (AMX) may be faster. `--cpu-time`
+divides by the seconds that a thread has had of a core, not by those of the clock.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from penstock.memory.arena import Arena
 from penstock.ops.activation import activate
 from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.native.compiler import find_compiler
-from penstock.ops.native.experts import ThreadPool, by_dots, takes
+from penstock.ops.native.experts import ThreadPool, by_dots, by_tiles, takes
 
 DTYPE = torch.bfloat16
 MAX_ERROR = 2e-2
@@ -307,9 +307,9 @@ def main() -> None:
             found.append(Timed(label, name, rows, shape.top_k, moved, taken, rate, most, by, error))
         rates.append(machine.read_rate(memory))
     pool.close()
-    read = max(rates)
+    read, tiles = max(rates), by_tiles()
     print(f"{given.threads} threads read {read / 1e9:.1f} GB/s, {min(rates) / 1e9:.1f} at worst")
-    print(f"and multiply {terms / 1e9:.0f} G terms/s")
+    print(f"and multiply {terms / 1e9:.0f} G terms/s; dot products are by tiles: {tiles}")
     for one in found:
         print(
             f"{one.shape:14} {one.format:6} {one.rows:3} rows: {one.rate / 1e9:6.1f} GB/s, share "
@@ -318,7 +318,8 @@ def main() -> None:
         )
     rows_found = [asdict(one) | {"share": one.rate / read, "bound": one.most / read} for one in found]
     recording.part(
-        "cpu experts", {"read_rate": read, "read_rates": rates, "terms_rate": terms, "rows": rows_found}
+        "cpu experts",
+        {"read_rate": read, "read_rates": rates, "terms_rate": terms, "tiles": tiles, "rows": rows_found},
     )
 
 

@@ -33,7 +33,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("native-experts")
 
 
-@pytest.fixture(params=native_ways.WAYS)
+@pytest.fixture(params=[*native_ways.WAYS, *native_ways.TILES])
 def way(request: pytest.FixtureRequest, kept: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernels compiled in one of the ways that this processor can run."""
     native_ways.use(request.param, kept, monkeypatch)
@@ -146,7 +146,7 @@ def test_dot_products(layout: str, way: str) -> None:
     views, _, _ = expert(layout, (256, 128), 1, torch.bfloat16)
     for weight in views.matrices.values():
         assert by_dots(torch.empty(1, 1, dtype=torch.bfloat16), weight) == (
-            way == "best" and "avx512_bf16" in flags
+            way in ("best", *native_ways.TILES) and "avx512_bf16" in flags
         )
         assert not by_dots(torch.empty(1, 1, dtype=torch.float16), weight)
 

@@ -154,6 +154,12 @@ def by_dots(x: Tensor, weight: Matrix) -> bool:
     return found is not None and bool(found.experts_by_dots(matrix_address(weight), NUMBERS[x.dtype]))
 
 
+def by_tiles() -> bool:
+    """Tell whether these dot products are by tiles (AMX), which is known once there is a pool."""
+    found = library()
+    return found is not None and bool(found.experts_by_tiles())
+
+
 def _reads(weight: Matrix, dtype: torch.dtype) -> bool:
     dense = weight.dense
     if dense is not None:

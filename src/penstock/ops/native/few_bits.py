@@ -96,6 +96,7 @@ class FewBitsLibrary:
             pointer, number, whole, pointer, number, pointer, pointer, number, pointer, pointer,
         ]  # fmt: skip
         self.experts_by_dots.argtypes = [pointer, whole]
+        self.experts_by_tiles = library.experts_by_tiles
         self.service_open, self.service_close = library.service_open, library.service_close
         self.service_open.argtypes, self.service_open.restype = [pointer], pointer
         self.service_close.argtypes, self.service_close.restype = [pointer], None
