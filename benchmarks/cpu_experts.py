@@ -37,7 +37,7 @@ from penstock.memory.arena import Arena
 from penstock.ops.activation import activate
 from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.native.compiler import find_compiler
-from penstock.ops.native.experts import ThreadPool, by_dots, by_tiles, takes
+from penstock.ops.native.experts import ThreadPool, by_dots, takes
 
 DTYPE = torch.bfloat16
 MAX_ERROR = 2e-2
@@ -287,7 +287,7 @@ def main() -> None:
     shapes = TINY if given.tiny else {name: SHAPES[name] for name in given.shapes.split(",")}
     recording = Recording(given.out, threads=given.threads)
     memory = Arena(1 << 20 if given.tiny else int(given.gib * (1 << 30)), torch.device("cpu")).bytes
-    machine, pool = Machine(given.threads), ThreadPool(given.threads)
+    machine, pool = Machine(given.threads), ThreadPool(given.threads, tiles=True)
     terms, rates, found = machine.terms_rate(), [machine.read_rate(memory)], list[Timed]()
     for (label, shape), name in itertools.product(shapes.items(), given.formats.split(",")):
         first = random_expert(name, shape)
@@ -306,10 +306,10 @@ def main() -> None:
             by = by_dots(x, first["gate_up"])
             found.append(Timed(label, name, rows, shape.top_k, moved, taken, rate, most, by, error))
         rates.append(machine.read_rate(memory))
+    read, tiles = max(rates), pool.by_tiles
     pool.close()
-    read, tiles = max(rates), by_tiles()
     print(f"{given.threads} threads read {read / 1e9:.1f} GB/s, {min(rates) / 1e9:.1f} at worst")
-    print(f"and multiply {terms / 1e9:.0f} G terms/s; dot products are by tiles: {tiles}")
+    print(f"and multiply {terms / 1e9:.0f} G terms/s; tiles: {tiles}")
     for one in found:
         print(
             f"{one.shape:14} {one.format:6} {one.rows:3} rows: {one.rate / 1e9:6.1f} GB/s, share "

@@ -42,7 +42,7 @@ def way(request: pytest.FixtureRequest, kept: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def pool(way: str) -> Iterator[ThreadPool]:
-    made = ThreadPool(3)
+    made = ThreadPool(3, tiles=True)
     yield made
     made.close()
 
@@ -181,6 +181,32 @@ def test_what_is_not_taken(way: str) -> None:
     assert not takes(x, expert(DENSE, (256, 100), 1, torch.bfloat16)[0])
     assert not takes(x, expert(DENSE, (256, 128), 1, torch.float16)[0])
     assert not takes(x.float(), expert("mxfp4", (256, 128), 1, torch.bfloat16)[0])
+
+
+@pytest.mark.parametrize("layout", [*DOTS, "gptq", "packed_8"])
+def test_rows_by_tiles_depend_on_nothing_else(layout: str, way: str) -> None:
+    """Nor on how many rows an expert has, if it has enough of them for tiles."""
+    some = [expert(layout, (1280, 640), seed, torch.bfloat16) for seed in range(2)]
+    x = drawn(17, 1280, seed=5, dtype=torch.bfloat16)
+    plain, pools = ThreadPool(2), [ThreadPool(threads, tiles=True) for threads in (1, 4)]
+    few, many = outputs(plain, x, some, 2), outputs(pools[0], x, some, 17)
+    assert pools[0].by_tiles or torch.equal(many[:, :2], few)
+    for pool in pools:
+        assert torch.equal(outputs(pool, x, some, 2), few)
+        for rows in (3, 4, 5, 8, 9, 16, 17):
+            assert torch.equal(outputs(pool, x, some, rows), many[:, :rows]), rows
+    for pool in (plain, *pools):
+        pool.close()
+
+
+def test_tiles(way: str) -> None:
+    """They are used where there are any, and only by pools that may."""
+    with_tiles = "amx_bf16" in Path("/proc/cpuinfo").read_text()
+    dots = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+    for allowed in (False, True):
+        pool = ThreadPool(1, allowed)
+        assert pool.by_tiles == (allowed and ((way == "tiles" and dots) or (way == "best" and with_tiles)))
+        pool.close()
 
 
 def test_shared_pool(way: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,10 +49,13 @@ INLINE int64_t lane_of(int kind, int64_t column)
     return column - k + n % 4 / 2 * 32 + n % 2 * 16 + 2 * i + n / 4;
 }
 
+/* How rows are multiplied with a matrix. */
+enum way { BY_FLOATS, BY_DOTS, BY_TILES };
+
 /* Where that number of row r lies in a block of so many rows. */
-INLINE int64_t place_of_lane(int64_t lane, int rows, int r)
+INLINE int64_t place_of_lane(int way, int64_t lane, int rows, int r)
 {
-    return tiled() ? (lane / 2 * rows + r) * 2 + lane % 2 : (lane / 32 * rows + r) * 32 + lane % 32;
+    return way == BY_TILES ? (lane / 2 * rows + r) * 2 + lane % 2 : (lane / 32 * rows + r) * 32 + lane % 32;
 }
 
 /* What a thread has of STRIP rows of a matrix. */
@@ -68,12 +71,18 @@ struct strip {
 };
 
 /* Have what is next fetched from `at` on, so many bytes, of a half of the strip that comes next. Bytes are asked for in
-   the order in which they lie: processors then read ahead of that, and have more under way than they can be asked for. */
-INLINE void fetch(const struct strip *s, int half, int64_t at, const int64_t bytes)
+   the order in which they lie: processors then read ahead of that, and have more under way than they can be asked for.
+   level: of caches, 3 for the nearest. */
+INLINE void fetch_into(const int level, const struct strip *s, int half, int64_t at, const int64_t bytes)
 {
     for (int64_t line = 0; line < bytes; line += 64)
-        __builtin_prefetch(s->next[half] + at + line, 0, 2);
+        if (level == 3)
+            __builtin_prefetch(s->next[half] + at + line, 0, 3);
+        else
+            __builtin_prefetch(s->next[half] + at + line, 0, 2);
 }
+
+INLINE void fetch(const struct strip *s, int half, int64_t at, const int64_t bytes) { fetch_into(2, s, half, at, bytes); }
 
 /* ---- tiles of dot products */
 
@@ -199,7 +208,11 @@ INLINE void dot_rows(int kind, const struct matrix *m, const uint16_t *x, const 
     }
         int64_t run = first;
         for (; run + line <= end; run += line) {
-            fetch(s, first_row / HALF, first_row % HALF * m->row_bytes + pair * bytes * run, 64 * pair);
+            int64_t at = first_row % HALF * m->row_bytes + pair * bytes * run;
+            if (columns_of(kind) == 64) /* The nearest cache has room for two strips. */
+                fetch_into(3, s, first_row / HALF, at, 64 * pair);
+            else
+                fetch(s, first_row / HALF, at, 64 * pair);
             UNROLL for (int i = 0; i < line; i++)
                 RUN(run + i)
         }
@@ -274,9 +287,9 @@ static dot_call *const dot_tiles[5][4] = {[INT4] = DOT_NAMES(INT4), [E2M1] = DOT
                                           [DENSE] = DOT_NAMES(DENSE)};
 
 /* Numbers of a vector of row r, at its place in a block. */
-INLINE void place_vector(__m512i numbers, int rows, int r, uint16_t *to)
+INLINE void place_vector(int way, __m512i numbers, int rows, int r, uint16_t *to)
 {
-    if (rows == 1 || !tiled()) {
+    if (way == BY_DOTS) {
         _mm512_storeu_si512(to + 32 * r, numbers);
         return;
     }
@@ -285,7 +298,7 @@ INLINE void place_vector(__m512i numbers, int rows, int r, uint16_t *to)
 }
 
 /* Row r of a block of so many: of each run 32 numbers and another 32, in the order of its first or second vector. */
-static void arrange_row(int kind, const uint16_t *from, int64_t inner, int rows, int r, uint16_t *to)
+static void arrange_row(int way, int kind, const uint16_t *from, int64_t inner, int rows, int r, uint16_t *to)
 {
     uint16_t places[2][32], some[64];
     int run = columns_of(kind);
@@ -300,32 +313,43 @@ static void arrange_row(int kind, const uint16_t *from, int64_t inner, int rows,
             its = some;
         }
         __m512i low = _mm512_loadu_si512(its), high = run == 64 ? _mm512_loadu_si512(its + 32) : low;
-        place_vector(_mm512_permutex2var_epi16(low, first, high), rows, r, to);
+        place_vector(way, _mm512_permutex2var_epi16(low, first, high), rows, r, to);
         if (run == 64)
-            place_vector(_mm512_permutex2var_epi16(low, second, high), rows, r, to + 32 * rows);
+            place_vector(way, _mm512_permutex2var_epi16(low, second, high), rows, r, to + 32 * rows);
     }
 }
 
 #if TILES
 /* ---- tiles */
 
-#define SOME 4 /* Vectors of each row of a strip that are decoded at a time: less than half of the L1. */
+#define SOME 2 /* Vectors of each row of a strip that are decoded at a time: into half a page, and into the other half next. */
 
-/* Runs `first` to `end` of a strip, all of one group, as tiles of [STRIP, 32]. */
-INLINE void decode_tiles(int kind, const struct strip *s, int64_t first, int64_t end, int64_t group, uint16_t *to)
+/* `count` runs of a strip from `first` on, all of one group, as tiles of [STRIP, 32]. */
+INLINE void decode_tiles(int kind, const struct strip *s, int64_t first, const int count, int64_t group, uint16_t *to)
 {
     const int parts = columns_of(kind) / 32, bytes = kind == DENSE ? 64 : 32;
     const __m512i base = numbers_of(kind);
-    for (int w = 0; w < STRIP; w++, to += 32) {
+    fetch(s, 0, HALF * first * bytes, HALF * count * bytes);
+    fetch(s, 1, HALF * first * bytes, HALF * count * bytes);
+    UNROLL for (int w = 0; w < STRIP; w++) {
         __m512i table = kind == INT4 ? numbers_less(s->zero[w][group]) : base;
-        for (int64_t run = first; run < end; run++) {
-            decoded made = decode_dots(kind, s->codes[w], run, table, s->less[w]);
+        UNROLL for (int run = 0; run < count; run++) {
+            decoded made = decode_dots(kind, s->codes[w], first + run, table, s->less[w]);
             UNROLL for (int p = 0; p < parts; p++)
-                _mm512_store_si512(to + ((run - first) * parts + p) * STRIP * 32, made.part[p]);
+                _mm512_store_si512(to + ((run * parts + p) * STRIP + w) * 32, made.part[p]);
         }
-        for (int64_t at = 0; at < (end - first) * bytes; at += 64)
-            fetch(s, w / HALF, (HALF * first + w % HALF * (end - first)) * bytes + at, 64);
     }
+}
+
+/* The same of any few runs. */
+INLINE void decode_some(int kind, const struct strip *s, int64_t first, int64_t end, int64_t group, uint16_t *to)
+{
+    const int most = SOME * 32 / columns_of(kind);
+    if (end - first == most)
+        decode_tiles(kind, s, first, most, group, to);
+    else
+        for (; first < end; first++, to += STRIP * columns_of(kind))
+            decode_tiles(kind, s, first, 1, group, to);
 }
 
 /* The sums of both tiles [STRIP, rows], times the scales of a group if there are such, are added to `all`. */
@@ -354,19 +378,16 @@ INLINE void tile_strip(int kind, int rows, const struct matrix *m, const uint16_
 {
     const int parts = columns_of(kind) / 32, scaled = kind == INT4 || kind == E4M3;
     int64_t runs = width_in(m) / columns_of(kind), group = scaled && m->groups > 1 ? m->group / columns_of(kind) : runs;
-    int64_t each = SOME / parts;
-    while (group < runs && group % each)
-        each /= 2;
-    _Alignas(64) uint16_t made[2][SOME * STRIP * 32];
+    int64_t each = group < runs && group % (SOME / parts) ? 1 : SOME / parts;
+    _Alignas(4096) uint16_t made[2][SOME * STRIP * 32]; /* No load seems to be of what is being stored. */
     _Alignas(64) float all[STRIP * WIDE];
     memset(all, 0, STRIP * rows * sizeof *all);
     tile_zero(SUMS);
     tile_zero(SUMS + 1);
-    decode_tiles(kind, s, 0, each < runs ? each : runs, 0, made[0]);
+    decode_some(kind, s, 0, each < runs ? each : runs, 0, made[0]);
     for (int64_t first = 0, step = 0; first < runs; first += each, step++) {
         int64_t end = first + each < runs ? first + each : runs;
-        if (end < runs)
-            decode_tiles(kind, s, end, end + each < runs ? end + each : runs, end / group, made[(step + 1) % 2]);
+        decode_some(kind, s, end, end + each < runs ? end + each : runs, end / group, made[(step + 1) % 2]);
         const uint16_t *of = made[step % 2];
         for (int64_t vector = first * parts; vector < end * parts; vector++, of += STRIP * 32, x += rows * 32) {
             if (vector % 2 == 0) {

@@ -4,8 +4,9 @@
    Activations in bfloat16 are multiplied by the tiles or dot products of dots.c where it has them for a matrix; else the
    tiles of few_bits.c multiply, or the same for dense ones.
 
-   A number of the result is a sum by one thread, in an order that depends on the processor and the matrix's width and
-   format alone: not on the number of threads, nor on other rows or experts, nor on how many there are.
+   A number of the result is a sum by one thread, in an order that depends on the matrix's width and format alone: not on
+   the number of threads, nor on other rows or experts. But a pool that may use tiles has another order for experts of
+   TILES_FROM rows and more.
 
    Why this is safe. Threads take shares in one order: gates and ups of each expert, then downs of each. What a share
    needs is from before it: rows of x, which threads arrange before they take a share, and all gates of its expert. A
@@ -17,6 +18,7 @@
 
 #include "pool.c"
 
+#define TILES_FROM 3 /* Rows of an expert from which tiles are faster than dot products. */
 #define SHARE 524288 /* Bytes that a thread takes at a time at most, about. Processors read past the end of each. */
 
 /* (up + shift) * gate * sigmoid(alpha * gate), of clipped gate and up. */
@@ -31,14 +33,23 @@ struct expert {
     int64_t rows, first;            /* Its rows are those from `first` on. */
 };
 
-/* Rows in the next block, of so many that are left: of those that both products of an expert take. */
-INLINE int rows_of(const struct expert *e, int kind, int64_t rows)
+/* How an expert's rows are multiplied with one of its matrices, by a pool that has tiles or has none. */
+INLINE int way_of(const struct expert *e, const struct matrix *m, int kind, int tiles)
 {
+    if (!dots(m, kind))
+        return BY_FLOATS;
+    return tiles && e->rows >= TILES_FROM ? BY_TILES : BY_DOTS;
+}
+
+/* Rows in the next block, of so many that are left: of those that both products of an expert take. */
+INLINE int rows_of(const struct expert *e, int kind, int tiles, int64_t rows)
+{
+    int in = way_of(e, e->in, kind, tiles), out = way_of(e, e->out, kind, tiles);
     if (rows <= 2)
         return (int)rows;
-    if (rows <= 4 || !dots(e->in, kind) || !dots(e->out, kind))
+    if (rows <= 4 || in == BY_FLOATS || out == BY_FLOATS)
         return 4;
-    return rows <= 8 || !tiled() ? 8 : WIDE;
+    return rows <= 8 || in == BY_DOTS ? 8 : WIDE;
 }
 
 /* A number of row r of a block in float32. */
@@ -136,7 +147,7 @@ INLINE void expect_terms(const struct matrix *m, int64_t first)
 }
 
 /* Rows `first` and on, `count` of them, in places `w` and on of HALF; the last stands in for what is beyond. */
-static void take_rows(const struct matrix *m, int dot, struct strip *s, int64_t first, int count, int w)
+static void take_rows(const struct matrix *m, int way, struct strip *s, int64_t first, int count, int w)
 {
     int64_t units = s->units;
     for (int i = 0; i < HALF; i++)
@@ -144,12 +155,12 @@ static void take_rows(const struct matrix *m, int dot, struct strip *s, int64_t 
     if (m->kind == DENSE)
         return;
 #if DOTS
-    if (dot && m->kind == E2M1) {
+    if (way && m->kind == E2M1) {
         take_exponents(m, s, first, count, w);
         return;
     }
 #endif
-    (void)dot;
+    (void)way;
     float *scale = s->room + w * units, *zero = s->room + (STRIP + w) * units;
     read_terms(m, first, count, units, s->groups, scale, zero);
     for (int i = 0; i < HALF; i++) {
@@ -159,21 +170,21 @@ static void take_rows(const struct matrix *m, int dot, struct strip *s, int64_t 
 }
 
 /* A block of x with the rows of a strip: sums [STRIP, rows]. */
-static void multiply_strip(const struct matrix *m, int dot, const struct strip *s, int rows, const void *x, float *sums)
+static void multiply_strip(const struct matrix *m, int way, const struct strip *s, int rows, const void *x, float *sums)
 {
 #if TILES
-    if (dot && tiled()) {
+    if (way == BY_TILES) {
         tile_strips[m->kind](rows, m, x, s, sums);
         return;
     }
 #endif
 #if DOTS
-    if (dot) {
+    if (way == BY_DOTS) {
         dot_tiles[m->kind][rows == 8 ? 3 : place_of(rows)](m, x, s, sums);
         return;
     }
 #endif
-    (void)dot;
+    (void)way;
     if (m->kind == DENSE) {
         dense_rows(m, rows, x, s, sums);
         return;
@@ -186,11 +197,11 @@ static void multiply_strip(const struct matrix *m, int dot, const struct strip *
             sums[i] *= EIGHT_SHORT;
 }
 
-/* Have tiles in the shapes of products with so many rows of x, if there are tiles. */
+/* Have tiles in the shapes of products with so many rows of x. */
 INLINE void shape_for(int rows, struct strip *s)
 {
 #if TILES
-    if (tiled() && s->shaped != rows)
+    if (s->shaped != rows)
         shape_tiles(rows);
 #endif
     s->shaped = rows;
@@ -200,7 +211,7 @@ INLINE void shape_for(int rows, struct strip *s)
 INLINE void end_shapes(const struct strip *s)
 {
 #if TILES
-    if (tiled() && s->shaped)
+    if (s->shaped)
         tile_release();
 #endif
     (void)s;
@@ -220,7 +231,7 @@ struct mixture {
     void *y;
     const int32_t *tokens; /* Of each row the row of x, or null: as they are. */
     struct activation by;
-    int32_t kind, threads;
+    int32_t kind, threads, tiles;
     char **wide, **gated; /* Of each expert: its rows of x, and of gate times up, as products take them. */
     float *rooms;         /* What threads work in, `room` numbers each. */
     int64_t room;
@@ -238,11 +249,11 @@ struct share {
 /* Bytes of a row of x, or of gate times up, as products with a matrix take them. */
 INLINE int64_t row_bytes(const struct matrix *m, int kind) { return width_in(m) * (dots(m, kind) ? 2 : 4); }
 
-static int64_t padded_rows(const struct expert *e, int kind)
+static int64_t padded_rows(const struct expert *e, int kind, int tiles)
 {
     int64_t padded = 0;
-    for (int64_t first = 0; first < e->rows; first += rows_of(e, kind, e->rows - first))
-        padded += rows_of(e, kind, e->rows - first);
+    for (int64_t first = 0; first < e->rows; first += rows_of(e, kind, tiles, e->rows - first))
+        padded += rows_of(e, kind, tiles, e->rows - first);
     return padded;
 }
 
@@ -250,23 +261,23 @@ static int64_t padded_rows(const struct expert *e, int kind)
 static void arrange(const struct mixture *given, int64_t number)
 {
     const struct expert *e = given->experts + number;
-    int kind = given->kind, dot = dots(e->in, kind);
+    int kind = given->kind, tiles = given->tiles, way = way_of(e, e->in, kind, tiles);
     char *to = given->wide[number];
-    memset(given->gated[number], 0, padded_rows(e, kind) * row_bytes(e->out, kind));
+    memset(given->gated[number], 0, padded_rows(e, kind, tiles) * row_bytes(e->out, kind));
     for (int64_t first = 0; first < e->rows;) {
-        int rows = rows_of(e, kind, e->rows - first);
+        int rows = rows_of(e, kind, tiles, e->rows - first);
         memset(to, 0, rows * row_bytes(e->in, kind));
         for (int r = 0; r < rows && first + r < e->rows; r++) {
             int64_t row = e->first + first + r;
             const uint16_t *from = given->x;
             from += (given->tokens ? given->tokens[row] : row) * given->x_stride;
 #if DOTS
-            if (dot) {
-                arrange_row(e->in->kind, from, e->in->inner, rows, r, (uint16_t *)to);
+            if (way) {
+                arrange_row(way, e->in->kind, from, e->in->inner, rows, r, (uint16_t *)to);
                 continue;
             }
 #endif
-            (void)dot;
+            (void)way;
             int64_t at = 0;
             for (; at + LANES <= e->in->inner; at += LANES)
                 v_store((float *)to + (at / LANES * rows + r) * LANES, v_get(kind, from + at));
@@ -339,12 +350,12 @@ static void put_strip(const struct mixture *given, const struct expert *e, int p
     complete(e->in, kind, e->in_bias, given->inner + first, count, rows, sums + HALF * rows);
     activate(&given->by, HALF * rows, sums, sums + HALF * rows);
     round_all(kind, STRIP * rows, sums, made);
-    int dot = dots(e->out, kind), apart = e->out->kind == DENSE ? 1 : e->out->kind == E4M3 ? 4 : 2;
-    int64_t lane = dot ? lane_of(e->out->kind, first) : 0; /* Columns of HALF lie as far apart as those of a word. */
+    int way = way_of(e, e->out, kind, given->tiles), apart = e->out->kind == DENSE ? 1 : e->out->kind == E4M3 ? 4 : 2;
+    int64_t lane = way ? lane_of(e->out->kind, first) : 0; /* Columns of HALF lie as far apart as those of a word. */
     for (int r = 0; r < there; r++)
         for (int i = 0; i < count; i++)
-            if (dot)
-                ((uint16_t *)gated)[place_of_lane(lane + i * apart, rows, r)] = made[i * rows + r];
+            if (way)
+                ((uint16_t *)gated)[place_of_lane(way, lane + i * apart, rows, r)] = made[i * rows + r];
             else
                 place(gated, rows, r, first + i, get(kind, made, i * rows + r));
 }
@@ -398,7 +409,7 @@ static void multiply_share(struct mixture *given, const struct share *its, const
 {
     const struct expert *e = &given->experts[its->number];
     const struct matrix *m = matrix_of(given, its);
-    int phase = its->phase, dot = dots(m, given->kind), tall = phase ? STRIP : HALF;
+    int phase = its->phase, way = way_of(e, m, given->kind, given->tiles), tall = phase ? STRIP : HALF;
     int64_t height = phase ? given->hidden : given->inner;
     float sums[STRIP * WIDE];
     s->units = m->kind == DENSE ? 0 : units_of(m);
@@ -415,18 +426,19 @@ static void multiply_share(struct mixture *given, const struct share *its, const
             expect(given, then, then->first, s);
         if (phase) {
             int more = count > HALF;
-            take_rows(m, dot, s, first, more ? HALF : count, 0);
-            take_rows(m, dot, s, more ? first + HALF : first, more ? count - HALF : 1, HALF);
+            take_rows(m, way, s, first, more ? HALF : count, 0);
+            take_rows(m, way, s, more ? first + HALF : first, more ? count - HALF : 1, HALF);
         } else {
-            take_rows(m, dot, s, first, count, 0);
-            take_rows(m, dot, s, given->inner + first, count, HALF);
+            take_rows(m, way, s, first, count, 0);
+            take_rows(m, way, s, given->inner + first, count, HALF);
         }
         const char *x = phase ? given->gated[its->number] : given->wide[its->number];
         char *gated = given->gated[its->number];
         for (int64_t row = 0; row < e->rows;) {
-            int rows = rows_of(e, given->kind, e->rows - row);
-            shape_for(rows, s);
-            multiply_strip(m, dot, s, rows, x, sums);
+            int rows = rows_of(e, given->kind, given->tiles, e->rows - row);
+            if (way == BY_TILES)
+                shape_for(rows, s);
+            multiply_strip(m, way, s, rows, x, sums);
             int there = (int)(e->rows - row < rows ? e->rows - row : rows);
             put_strip(given, e, phase, first, count, row, rows, there, sums, gated);
             x += rows * row_bytes(m, given->kind);
@@ -488,12 +500,12 @@ int experts_feed_forward(const struct expert *experts, int64_t count, int kind, 
     struct mixture about = {
         .experts = experts, .count = count, .inner = experts->out->inner, .hidden = experts->out->height, .x = x,
         .x_stride = x_stride, .y = y, .y_stride = y_stride, .tokens = tokens, .by = *by, .kind = kind,
-        .threads = pool->workers + 1};
+        .threads = pool->workers + 1, .tiles = pool->tiles};
     int64_t bytes = 0, most = 0;
     for (int64_t i = 0; i < count; i++) {
         int64_t in = room_of(experts[i].in), out = room_of(experts[i].out);
         most = in > most ? in : most, most = out > most ? out : most;
-        bytes += padded_rows(&experts[i], kind) * (row_bytes(experts[i].in, kind) + row_bytes(experts[i].out, kind));
+        bytes += padded_rows(&experts[i], kind, pool->tiles) * (row_bytes(experts[i].in, kind) + row_bytes(experts[i].out, kind));
     }
     about.room = (most + 64 + 15) / 16 * 16;
     int64_t counts = count * (int64_t)sizeof(struct progress), rooms = about.threads * about.room * (int64_t)sizeof(float);
@@ -505,7 +517,7 @@ int experts_feed_forward(const struct expert *experts, int64_t count, int kind, 
     about.wide = (char **)room, about.gated = about.wide + count, room += places;
     about.rooms = (float *)room, room += rooms;
     for (int64_t i = 0; i < count; i++) {
-        int64_t padded = padded_rows(&experts[i], kind);
+        int64_t padded = padded_rows(&experts[i], kind, pool->tiles);
         about.wide[i] = room, room += padded * row_bytes(experts[i].in, kind);
         about.gated[i] = room, room += padded * row_bytes(experts[i].out, kind);
     }
@@ -518,5 +530,5 @@ int experts_feed_forward(const struct expert *experts, int64_t count, int kind, 
 /* Whether a matrix is multiplied by dot products of bfloat16, or tiles of them, for activations of this kind. */
 int experts_by_dots(const struct matrix *m, int kind) { return dots(m, kind); }
 
-/* Whether tiles are there for that; known once there is a pool. */
-int experts_by_tiles(void) { return tiled(); }
+/* Whether a pool multiplies experts of many rows by tiles. */
+int experts_by_tiles(const struct pool *pool) { return pool->tiles; }

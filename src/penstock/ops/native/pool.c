@@ -25,7 +25,7 @@ struct pool {
     size_t room_bytes;
     pthread_mutex_t lock;
     pthread_cond_t given;
-    int32_t stop, workers, patience; /* patience: looks before a worker sleeps. */
+    int32_t stop, workers, patience, tiles; /* patience: looks before a worker sleeps. */
     pthread_t ids[];
 };
 
@@ -115,16 +115,16 @@ void pool_close(struct pool *pool)
     free(pool);
 }
 
-/* A pool of so many threads with the caller, or of as many as can be started; null if there is no memory. */
-struct pool *pool_open(int threads)
+/* A pool of so many threads with the caller, or of as many as can be started; null if there is no memory. tiles: what it
+   computes may be multiplied by tiles. */
+struct pool *pool_open(int threads, int tiles)
 {
     size_t bytes = (sizeof(struct pool) + (size_t)threads * sizeof(pthread_t) + 63) / 64 * 64;
     struct pool *pool = aligned_alloc(64, bytes);
     if (!pool)
         return 0;
     memset(pool, 0, bytes);
-    ask_for_tiles();
-    pool->patience = PATIENCE;
+    pool->patience = PATIENCE, pool->tiles = tiles && tiles_there();
     pthread_mutex_init(&pool->lock, 0);
     pthread_cond_init(&pool->given, 0);
     while (pool->workers + 1 < threads && !pthread_create(&pool->ids[pool->workers], 0, worker, pool))

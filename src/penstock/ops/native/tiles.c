@@ -48,16 +48,17 @@ struct shapes {
     uint8_t rows[16];
 };
 
-static int tiles_answer; /* 1: they may be used; -1: they may not; 0: not asked yet. */
-
-/* Ask for tiles, once. Many threads may ask at once: they are given the same answer. */
-static void ask_for_tiles(void)
+/* Whether there are tiles, and this process may use them: it asks once for all. Threads that ask at the same time are
+   given the same answer. */
+static int tiles_there(void)
 {
 #if TILES
-    if (!__atomic_load_n(&tiles_answer, __ATOMIC_RELAXED))
-        __atomic_store_n(&tiles_answer, tiles_allowed() ? 1 : -1, __ATOMIC_RELAXED);
+    static int answer; /* 1, or -1: no. */
+    int known = __atomic_load_n(&answer, __ATOMIC_RELAXED);
+    if (!known)
+        __atomic_store_n(&answer, known = tiles_allowed() ? 1 : -1, __ATOMIC_RELAXED);
+    return known > 0;
+#else
+    return 0;
 #endif
 }
-
-/* Whether products are by tiles that would else be by dot products. The answer stays what it is. */
-INLINE int tiled(void) { return TILES && __atomic_load_n(&tiles_answer, __ATOMIC_RELAXED) > 0; }
