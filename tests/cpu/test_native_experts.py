@@ -195,6 +195,10 @@ def test_rows_by_tiles_depend_on_nothing_else(layout: str, way: str) -> None:
         assert torch.equal(outputs(pool, x, some, 2), few)
         for rows in (3, 4, 5, 8, 9, 16, 17):
             assert torch.equal(outputs(pool, x, some, rows), many[:, :rows]), rows
+        tokens = torch.cat([torch.arange(3), torch.arange(16)]).int()
+        unlike = x.new_empty(19, 1280)
+        pool.feed_forward(x, [one[0] for one in some], (3, 16), SWIGLU, unlike, tokens)
+        assert torch.equal(unlike, torch.cat([many[0, :3], many[1, :16]]))
     for pool in (plain, *pools):
         pool.close()
 
