@@ -72,6 +72,25 @@ class WeightLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class CpuPass:
+    """CpuPass describes passes of few decode rows in which a CPU computes some feed-forwards where they rest
+    on HOST.
+
+    groups: these feed-forwards, in the order of a pass. ring: through which the other groups stream, in the
+    memory of the ring of other passes. predictions: of such a pass, by class of rows. always: whether all
+    steps of few decode rows are such passes; else measurements say which. hidden: numbers of a row. dtype: of
+    rows.
+    """
+
+    groups: tuple[GroupId, ...]
+    ring: RingLayout
+    predictions: tuple[Prediction, ...]
+    always: bool
+    hidden: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """Says where the groups that every pass uses rest, how the rings are laid out, and how long a pass
     takes."""
@@ -83,6 +102,8 @@ class Placement:
     prediction: Prediction
     piece: int = PIECE
     """Bytes of a slot of the host ring."""
+    cpu: CpuPass | None = None
+    """Passes in which a CPU computes some of the groups, beside those of which the rest speaks."""
 
     @property
     def everything_resident(self) -> bool:
@@ -111,12 +132,19 @@ class Placement:
             )
         device, host, disk = (format_size(self.resting(tier)) for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK))
         busy, seconds = self.prediction.busy, self.prediction.seconds
+        by_cpu = ""
+        if self.cpu is not None:
+            its = self.cpu.predictions[0].seconds
+            by_cpu = (
+                f"; a pass of one decode row takes {its:.3g} s where the CPU computes "
+                f"{len(self.cpu.groups)} feed-forwards{'' if self.cpu.always else ', if it is faster'}"
+            )
         return (
             f"device {device} + ring {format_size(self.device_ring.size)}, "
             f"host {host} + ring {format_size(self.host_ring.size)}, disk {disk}; "
             f"a pass copies {format_size(self.streamed)} and reads {format_size(self.read)} in "
             f"{seconds:.3g} s, "
-            f"bound by {self.prediction.binding} ({busy[self.prediction.binding] / seconds:.1%} busy)"
+            f"bound by {self.prediction.binding} ({busy[self.prediction.binding] / seconds:.1%} busy){by_cpu}"
         )
 
 
