@@ -214,8 +214,9 @@ class DecodeGraphs:
         """Record nothing yet. rows, tokens: as for the step."""
         self._step, self._weights = step, weights
         self._counts, self._runs = row_counts(rows), run_counts(step.spec, tokens)
-        self._programs: dict[tuple[int, bool], _Program] = {}
-        """By rows, and by whether a CPU shares the pass."""
+        self._programs: dict[int, _Program] = {}
+        self._shared: dict[int, _Program] = {}
+        """Of passes that a CPU shares."""
         self._run_programs: dict[int, Callable[[], None]] = {}
         self._every: list[_Program] = []
         self._stream: torch.cuda.Stream | None = None
@@ -246,9 +247,9 @@ class DecodeGraphs:
             for count in self._counts:
                 self._step.give((), count)
                 compute = partial(self._step.compute, count)
-                for shared in (False, True) if self._weights.shares and count <= MOST_TOKENS else (False,):
-                    program = self._recorded(compute, pool, stream, shared=shared)
-                    self._programs[count, shared] = program
+                self._programs[count] = self._recorded(compute, pool, stream)
+                if self._weights.shares and count <= MOST_TOKENS:
+                    self._shared[count] = self._recorded(compute, pool, stream, shared=True)
             for count in self._runs:
                 self._step.give_run(None, count)
                 compute = partial(self._step.compute_run, count)
@@ -286,6 +287,7 @@ class DecodeGraphs:
     def close(self) -> None:
         """Release the recorded graphs, even if this object is still referenced: NCCL ends only after them."""
         self._programs.clear()
+        self._shared.clear()
         self._run_programs.clear()
         for program in self._every:
             program.close()
@@ -331,9 +333,9 @@ class DecodeGraphs:
             self._run_programs[count]()
         else:
             count = min(count for count in self._counts if count >= used)
-            shared = self._weights.turn(count)
+            programs = self._shared if self._weights.turn(count) else self._programs
             self._step.give(plan.shares, count)
-            self._programs[count, shared].replay()
+            programs[count].replay()
         self._weights.end_pass()
         return self._step.logits[:used], self._step.tokens[:used]
 
@@ -361,7 +363,7 @@ class _Program:
     all_stay = False
     """Each group is taken by itself, since the program is cut where one moves."""
 
-    def __init__(self, pool: "_POOL_HANDLE", weights: WeightStream, *, shared: bool) -> None:
+    def __init__(self, pool: "_POOL_HANDLE", weights: WeightStream, *, shared: bool = False) -> None:
         """Recording begins, on the current stream. shared: whether a CPU shares the pass."""
         self._pool, self._weights, self._standing = pool, weights, weights.standing(shared=shared)
         self.experts = self._standing.experts

@@ -271,7 +271,7 @@ class Runner:
         assert pool is not None
         by_cpu = weights if isinstance(weights, WeightStream) and weights.shares else None
         if by_cpu is not None:
-            by_cpu.turn(_decode_rows(plan))
+            by_cpu.turn(decode_rows(plan))
         self._transfer(plan)
         self._tell(model, plan, step, layers)
         prompts: list[list[TokenLogprob]] = [[] for _ in plan.shares]
@@ -326,7 +326,7 @@ class Runner:
         model.carrier.begin(plan.orders, model.pool, step.sends, step.tiles, through, seen, step.readers)
 
 
-def _decode_rows(plan: Plan) -> int:
+def decode_rows(plan: Plan) -> int:
     """Return the rows of a step that decodes one token of each; 0 of any other."""
     return len(plan.shares) if all(share.kind is ShareKind.DECODE for share in plan.shares) else 0
 

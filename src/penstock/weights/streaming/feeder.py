@@ -21,11 +21,11 @@ order of the visits, on the one copy stream. Each byte is protected five times:
 Visits that are not taken (a pass was broken off) count as released; what of them has not been moved yet stays
 where it is, but its waits are kept, since those of later copies build on them.
 
-Two feeders may share a ring, each with an order of its own, as long as one of them is paused. The one that
-goes on begins anew, with the first run of its order, and its first copy is behind a mark on the compute
-stream: so who used what the other one brought is done. Copies of the other one that were still under way are
-in front of it on the same copy stream. Only feeders that read nothing from DISK are paused: pieces that are
-being read are not waited for.
+Feeders that read nothing from DISK may share a ring, each with an order of its own. Such a feeder copies only
+when the thread that computes takes and releases, so those that are not taken from do nothing. The one whose
+turn comes begins anew, with the first run of its order, and its first copy is behind a mark on the compute
+stream: so who used what another one brought is done. Copies of others that are under way are in front of it
+on the same copy stream.
 
 An interrupt can strike the thread that computes between any two instructions, so progress is committed by
 single assignments (`_place`, `_cursor`, `_released`), after everything that they promise. What is done again
@@ -83,9 +83,9 @@ class Feeder:
         waits: StreamWaits,
         device: torch.device,
         *,
-        paused: bool = False,
+        begins: bool = True,
     ) -> None:
-        """Start to fill the ring, unless it is to be `paused`. runs: the names of what passes through the
+        """Start to fill the ring, unless that is left for `go_on`. runs: the names of what passes through the
         ring in a pass, in order; segments: for each run, how it is brought there."""
         self._runs, self._segments, self._pieces = runs, segments, pieces
         self._copies, self._compute, self._waits = copies, compute, waits
@@ -93,7 +93,6 @@ class Feeder:
         self._change = threading.Condition(self._lock)
         self._fault: BaseException | None = None
         self._closed = False
-        self._paused = paused
         # The arithmetic's place.
         self._cursor = 0
         """The visit that is taken next; the one before it, if it has not been released, is being used."""
@@ -135,30 +134,27 @@ class Feeder:
             )
             for lane in range(min(READERS, slots))
         ]
-        with self._lock:
-            self._advance()
+        if begins:
+            with self._lock:
+                self._advance()
         for thread in self._threads:
             thread.start()
 
     # ---- the thread that computes
 
     def go_on(self) -> None:
-        """Fill the ring from the first run on, behind all that the compute stream was given until now."""
-        with self._lock:
-            self._paused = True  # An interrupt may have come behind what follows.
-            count, begun = len(self._runs), self._place[0] + (self._place[1] > 0)
-            begin = -(-max(self._cursor, self._released, begun) // count) * count
-            self._pass_over(begin)
-            self._place = begin, 0
-            self._copies.wait(self._compute.mark())
-            self._paused = False
-            self._advance()
+        """Fill the ring from the first run on, behind all that the compute stream was given until now.
 
-    def pause(self) -> None:
-        """Copy nothing more, until `go_on`: another feeder may have the ring. What is in use is given up."""
-        assert not self._pieces, "a feeder that reads is not paused"
+        Another feeder may have had the ring. What is in use is given up.
+        """
+        assert not self._pieces, "what reads from disk has a ring of its own"
         with self._lock:
-            self._paused = True
+            count, queued = len(self._runs), self._place[0] + (self._place[1] > 0)
+            begin = -(-max(self._cursor, self._released, queued) // count) * count
+            self._copies.wait(self._compute.mark())
+            self._place = begin, 0
+            self._pass_over(begin)
+            self._advance()
 
     def take(self, run: int) -> None:
         """Let what the compute stream does from now on find the run in the ring, until it is released. Raises
@@ -239,7 +235,7 @@ class Feeder:
     def _advance(self) -> bool:
         """Queue every copy that is now possible. Return whether someone may have waited for it."""
         count, news = len(self._runs), False
-        while not (self._closed or self._paused):
+        while not self._closed:
             visit, index = self._place
             run, turn = visit % count, visit // count
             segment = self._segments[run][index]

@@ -339,7 +339,7 @@ class WeightStream:
         return self.placement.uses[run.use].id
 
     def _feed(self, shared: RingLayout | None = None) -> Feeder:
-        """Return what fills the ring in passes in which all groups stream, or in `shared` ones, paused."""
+        """Return what fills the ring in passes in which all groups stream, or in `shared` ones."""
         ring, host_ring = shared or self.placement.device_ring, self.placement.host_ring
         pieces, of_use = list[Piece](), dict[int, list[tuple[RingRun, int]]]()
         for number, piece in enumerate(host_ring.runs):
@@ -390,7 +390,7 @@ class WeightStream:
             *self._streams,
             waits=self._waits,
             device=self._device,
-            paused=shared is not None,
+            begins=shared is None,
         )
         self._moving.append(feeder)
         return feeder
