@@ -163,6 +163,8 @@ def want(group: GroupViews, x: Tensor) -> Tensor:
 class Borrowed:
     """In place of the service, for groups that are only bytes."""
 
+    bytes, worked = 0, 0.0
+
     def __init__(self, of: CpuPass, *_: object) -> None:
         self._groups = of.groups
 

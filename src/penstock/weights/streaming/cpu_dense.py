@@ -48,6 +48,13 @@ class CpuFeedForwards(CpuService):
         work = CpuWork((SWIGLU,) * len(groups), 1, of.hidden, of.dtype, of.always)
         super().__init__(work, tuple(groups.values()), 1, 0, device, compute, threads)
         self._groups = groups
+        self.bytes = sum(
+            part.nbytes
+            for group in groups.values()
+            for matrix in group.matrices.values()
+            for part in matrix.parts.values()
+        )
+        """Bytes of all matrices."""
         # Of one expert, which every row takes, and which is not on the device.
         self._order = torch.arange(MOST_TOKENS, dtype=torch.int32, device=device)
         self._rows = torch.arange(1, MOST_TOKENS + 1, dtype=torch.int32, device=device)

@@ -33,8 +33,9 @@ for being interrupted before them does no harm.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from time import perf_counter
 
 import torch
@@ -345,3 +346,9 @@ class Feeder:
             self._tell()
         for thread in self._threads:
             thread.join()
+
+
+def spans(size: int, cuts: "Sequence[int] | Mapping[int, int]") -> list[tuple[int, int]]:
+    """Return the parts between `cuts`, those of them that lie within `size` bytes."""
+    bounds = sorted({0, size, *(cut for cut in cuts if 0 < cut < size)})
+    return list(pairwise(bounds))

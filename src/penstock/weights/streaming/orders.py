@@ -55,8 +55,8 @@ class PassTurns:
         self._begun: tuple[int, bool, Ticket] | None = None
         """Class of rows, order and beginning of a pass that is measured."""
         self._measured: deque[tuple[int, bool, Ticket, Ticket]] = deque(maxlen=_MANY)
-        self.passes_shared = 0
-        """Passes that the CPU has shared."""
+        self.passes = self.passes_shared = 0
+        """Passes that have begun, and those of them that the CPU shares."""
 
     def choose(self, rows: int) -> RingOrder:
         """Return the order of the next pass, of so many decode rows; 0 for any other step."""
@@ -74,10 +74,15 @@ class PassTurns:
     def begin(self, rows: int) -> None:
         """Note that a pass begins in the order that is lent."""
         kind, shared = _class(rows), self.lent is self.shared
-        self.passes_shared += shared
+        self.passes, self.passes_shared = self.passes + 1, self.passes_shared + shared
         measured = kind is not None and self._last is self.lent
         self._last = self.lent
         self._begun = (kind, shared, self._compute.mark()) if measured and kind is not None else None
+
+    @property
+    def predicted(self) -> float:
+        """Return what a pass of one decode row, of the kind of the last pass, is predicted to take."""
+        return (self._turns.shared if self._last is self.shared else self._turns.streamed).predicted[0]
 
     def end(self) -> None:
         """Note that all of the pass has been queued."""

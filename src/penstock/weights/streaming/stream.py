@@ -2,8 +2,7 @@
 the device or streams to it."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from penstock.ops.matrix import GroupViews
 from penstock.weights.streaming.cpu_dense import CpuFeedForwards
 from penstock.weights.streaming.cpu_experts import CpuExperts, CpuService
 from penstock.weights.streaming.experts import Experts
-from penstock.weights.streaming.feeder import Feeder, Piece, RingCopy
+from penstock.weights.streaming.feeder import Feeder, Piece, RingCopy, spans
 from penstock.weights.streaming.lending import ExpertStream
 from penstock.weights.streaming.loading import LOADERS, Loading, counted, load
 from penstock.weights.streaming.orders import PassTurns, RingOrder, ring_order, turns_of
@@ -28,7 +27,7 @@ from penstock.weights.streaming.residency import ExpertRoom, Placement, piece_of
 from penstock.weights.streaming.ring import Link, RingLayout, RingRun, StreamRates
 from penstock.weights.streaming.slotted import SlotExperts
 from penstock.weights.streaming.snapshots import SlotSnapshots
-from penstock.weights.streaming.source import Sources, WeightSource
+from penstock.weights.streaming.source import Sources, reading
 from penstock.weights.streaming.views import Standing, StillExperts, group_views, next_run
 from penstock.weights.streaming.waits import StreamWaits
 
@@ -312,14 +311,14 @@ class WeightStream:
             disk=on_disk,
             device_ring=placement.device_ring.size + (room.beside(Tier.DEVICE) if room else 0),
             host_ring=placement.host_ring.size + (room.beside(Tier.HOST) if room else 0),
-            passes=self._passes,
+            passes=self._turning.passes if self._turning else self._passes,
             copied=sum(one.copied_bytes for one in moving if isinstance(one, Feeder)) + experts.copied,
             read=sum(one.read_bytes for one in moving),
             stalled_link=stalled - disk,
             stalled_disk=disk,
             link_rate=rates.host_to_device if rates else 0.0,
             disk_rate=rates.disk_to_host if rates and on_disk else 0.0,
-            predicted=placement.prediction.seconds
+            predicted=(self._turning.predicted if self._turning else placement.prediction.seconds)
             if rates and self.experts_rest
             else 0.0,  # It is not known which experts will be chosen.
             binding=placement.prediction.binding
@@ -328,6 +327,9 @@ class WeightStream:
             if room.on_disk
             else Link.LINK,
             experts=experts,
+            by_cpu=self._by_cpu.bytes if self._by_cpu else 0,
+            shared=self._turning.passes_shared if self._turning else 0,
+            worked=self._by_cpu.worked if self._by_cpu else 0.0,
         )
 
     def close(self) -> None:
@@ -351,7 +353,7 @@ class WeightStream:
                     name,
                     piece.offset // self.placement.piece,
                     into,
-                    _reading(self._sources.streamed, layout, piece.start),
+                    reading(self._sources.streamed, layout, piece.start),
                 )
             )
             of_use.setdefault(piece.use, []).append((piece, number))
@@ -364,14 +366,14 @@ class WeightStream:
                 segments.append(
                     [
                         RingCopy(target[a:b], home[a:b], cuts.get(a), None, False)
-                        for a, b in _spans(run.size, cuts)
+                        for a, b in spans(run.size, cuts)
                     ]
                 )
                 continue
             own = list[RingCopy]()
             for piece, number in of_use[run.use]:
                 slot, first = self._slots[piece.offset : piece.offset + piece.size], piece.start
-                for a, b in _spans(piece.size, [at - first for at in cuts]):
+                for a, b in spans(piece.size, [at - first for at in cuts]):
                     own.append(
                         RingCopy(
                             target[first + a : first + b],
@@ -420,17 +422,6 @@ def _laid(placement: Placement, tier: Tier, arena: Tensor) -> dict[GroupId, Tens
             places[use.id] = arena[at : at + use.size]
             at += use.size
     return places
-
-
-def _spans(size: int, cuts: "Sequence[int] | Mapping[int, int]") -> list[tuple[int, int]]:
-    """Return the parts between `cuts`, those of them that lie within `size` bytes."""
-    bounds = sorted({0, size, *(cut for cut in cuts if 0 < cut < size)})
-    return list(pairwise(bounds))
-
-
-def _reading(source: WeightSource, layout: GroupLayout, start: int) -> Callable[[Tensor, bool], None]:
-    """Return what fills a piece of the host ring, from byte `start` of the group on."""
-    return lambda into, check: source.read(layout, start, into, check)
 
 
 def _close(
