@@ -153,7 +153,6 @@ class Feeder:
             count, queued = len(self._runs), self._place[0] + (self._place[1] > 0)
             begin = -(-max(self._cursor, self._released, queued) // count) * count
             self._copies.wait(self._compute.mark())
-            self._place = begin, 0
             self._pass_over(begin)
             self._advance()
 

@@ -74,7 +74,7 @@ class CpuTurns:
     """The kind of the last pass."""
     passes: int = 0
     closed: list[int] = field(init=False)
-    """By class of rows: the pass from which on sharing may be tried again."""
+    """Passes from which on sharing may be tried again, by class of rows."""
     missed: float = 0.0
     """Seconds that sharing would have saved since the last step of another kind."""
     owed: float = field(init=False)
