@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,12 +23,14 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 
 import tiny
-from members import Rank, share, steps, together
-from penstock.arch.layout import GroupId
+from members import RATES, Rank, share, steps, together
+from penstock.arch.layout import GroupId, group_layouts
 from penstock.arch.spec import SWIGLU
-from penstock.base.errors import DeviceError
+from penstock.base.config import Config
+from penstock.base.errors import ConfigError, DeviceError
+from penstock.engine import cpu_rates, placing
 from penstock.memory.streams import CallerStream
-from penstock.ops.handover import MOST_TOKENS
+from penstock.ops.handover import CLASSES, MOST_TOKENS
 from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.native.experts import shared_pool
 from penstock.ops.native.few_bits import library
@@ -327,3 +330,53 @@ def test_closing_in_the_midst_of_either_pass_ends() -> None:
         with no_thread_left(), turning(SHAPES[0], Gates()) as world:
             one_pass(world, 1 - rows)
             one_pass(world, rows, 2)
+
+
+# ---- boots
+
+
+def test_the_cpu_s_rate_is_measured_with_the_widest_feed_forward() -> None:
+    """By class of rows; of bytes that are read, so several rows take hardly fewer."""
+    with Checkpoint.open(checkpoint("llama_biases")) as model:
+        rank = Rank(model, part=0.2, dtype="bfloat16")
+        rank.weights.close()
+        layouts = group_layouts(model.spec, model.names, "bfloat16")
+        outline = SimpleNamespace(layouts=layouts, dtype="bfloat16", spec=model.spec)
+        plan: Any = SimpleNamespace(outline=outline, placement=rank.weights.placement)
+    with (
+        no_thread_left(),
+        patch.object(cpu_rates, "_SECONDS", 0.02),
+        patch.object(cpu_rates, "_READ", 1 << 20),
+    ):
+        found = cpu_rates.cpu_read(plan, CPU, RATES)
+    assert len(found) == CLASSES
+    assert all(1e6 < rate < 1e12 for rate in found)
+
+
+@pytest.mark.parametrize(
+    ("use", "blocked", "why"),
+    [
+        ("on", "", "no compiler"),
+        ("on", "some weights are on disk", ""),
+        ("auto", "", "no compiler"),
+        ("auto", "some weights are on disk", ""),
+        ("auto", "", ""),
+        ("on", "", ""),
+        ("off", "", ""),
+    ],
+)
+def test_where_the_cpu_cannot_on_is_refused_and_auto_is_off(use: str, blocked: str, why: str) -> None:
+    said = list[str]()
+    outline = SimpleNamespace(settings=Config(Path(), cpu_compute=use))
+    plan: Any = SimpleNamespace(outline=outline, placement=None, experts=None)
+    with (
+        patch.object(placing, "cpu_blocker", lambda *_: blocked or None),
+        patch.object(placing, "find_library", lambda *_: why),
+    ):
+        if use == "on" and (blocked or why):
+            with pytest.raises(ConfigError, match=f"cpu_compute is on, but {blocked or why}"):
+                placing.find_rates(plan, said.append)
+            return
+        assert placing.find_rates(plan, said.append) == (use != "off" and not (blocked or why))
+    assert all(blocked in one and why in one for one in said)
+    assert len(said) == (use == "auto" and bool(blocked or why))
