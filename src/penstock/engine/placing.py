@@ -159,6 +159,8 @@ def place(
     placement, experts = found.placement, found.experts
     if placement.cpu is not None:
         say(_ROUNDED.format("feed-forwards"))
+    elif rates.cpu_read:
+        say("the CPU computes no feed-forwards, since the link is predicted to be as fast")
     if experts is None:
         say(f"weights: {placement}")
     else:

@@ -89,7 +89,7 @@ class CpuTurns:
         self.passes += 1
         if kind is None:
             self.missed = 0.0
-        shares = kind is not None and (self.always or self._pays(kind))
+        shares = kind is not None and (self.always or self._is_faster(kind))
         if shares and not self.sharing:
             self.owed, self.missed = self.owed + self.cost, 0.0
         self.sharing = shares
@@ -105,7 +105,7 @@ class CpuTurns:
             self.closed[kind] = self.passes + max(AGAIN, round(TRIAL * WORTH * (slower - 1)))
             self.shared.forget(kind)
 
-    def _pays(self, kind: int) -> bool:
+    def _is_faster(self, kind: int) -> bool:
         """Tell whether to share a pass of a class of rows, and count what is missed or saved by that."""
         if self.passes < self.closed[kind] or not self.streamed.known(kind):
             return False
