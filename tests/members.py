@@ -124,7 +124,7 @@ class Rank:
         placement, experts, _ = solve_model(layouts, spec.tied_embeddings, limits, RATES, disk=False)
         if self.cpu and experts is None:
             rows = RowSpec(spec.hidden_size, self.dtype, always=True)
-            placement = share_passes(placement, replace(RATES, cpu_read=(2e9,) * CLASSES), rows)
+            placement = share_passes(placement, limits, replace(RATES, cpu_read=(2e9,) * CLASSES), rows)
             assert placement.cpu is not None, "none rests on the host"
         elif self.cpu:
             assert experts is not None, "all are on the device"

@@ -17,6 +17,7 @@ from penstock.engine.cpu import cpu_blocker, with_cpu
 from penstock.engine.draft import DraftModel, beyond_trained, check_draft
 from penstock.engine.plan import USUAL, BootPlan, Measured, Outline, Rest, dtype_of, limits_of, plan_boot
 from penstock.engine.rooms import Hardware, device_room, host_room
+from penstock.weights.streaming.beside import LOSS
 from penstock.weights.streaming.residency import WeightLimits, padded
 from penstock.weights.streaming.ring import StreamRates
 
@@ -432,7 +433,7 @@ def test_what_else_stands_against_it() -> None:
             (replace(plan.outline, dtype="float32"), "activations are float32"),
         ):
             with pytest.raises(ConfigError, match=why):
-                with_cpu(outline, plan.placement, plan.experts, USUAL)
+                with_cpu(outline, plan.placement, plan.experts, plan.limits, USUAL)
     far = replace(plan.outline, far=Ways())
     assert "KV beyond the device" in (cpu_blocker(far, plan.placement, None) or "")
     in_files = replace(plan.outline, layouts=tuple(map(as_in_files, plan.outline.layouts)))
@@ -457,6 +458,6 @@ def test_the_placement_says_what_the_cpu_has_to_know_of_feed_forwards() -> None:
         assert (placement.cpu.hidden, placement.cpu.dtype) == (1024, "bfloat16")
         assert placement.cpu.always == (use == "on")
         assert ("if it is faster" in str(placement)) == (use == "auto")
-        assert replace(placement, cpu=None) == without
+        assert placement.prediction.seconds <= LOSS * without.prediction.seconds
         by_slow = planned(DENSE, HOPPER, 0.6, rates=slow, cpu_compute=use).placement
         assert (by_slow.cpu is None) == (use == "auto")

@@ -13,7 +13,7 @@ from penstock.arch.spec import MoeSpec
 from penstock.base.errors import ConfigError
 from penstock.base.tiers import Tier
 from penstock.weights.streaming.beside import RowSpec, share_passes
-from penstock.weights.streaming.residency import CpuWork, ExpertRoom, Placement
+from penstock.weights.streaming.residency import CpuWork, ExpertRoom, Placement, WeightLimits
 from penstock.weights.streaming.ring import StreamRates
 
 if TYPE_CHECKING:
@@ -24,7 +24,11 @@ _COLUMNS = 32
 
 
 def with_cpu(
-    outline: "Outline[Any]", placement: Placement, experts: ExpertRoom | None, rates: StreamRates
+    outline: "Outline[Any]",
+    placement: Placement,
+    experts: ExpertRoom | None,
+    limits: WeightLimits,
+    rates: StreamRates,
 ) -> tuple[Placement, ExpertRoom | None]:
     """Return a placement and the experts' room with what the CPU has to know, if it may compute some of them.
     Of a model without mixtures it computes feed-forwards, if `rates` say how fast. Raises ConfigError where
@@ -39,7 +43,7 @@ def with_cpu(
     mixtures = _mixtures(outline)
     if not mixtures:
         rows = RowSpec(outline.spec.hidden_size, outline.dtype, always=use == "on")
-        return share_passes(placement, rates, rows), experts
+        return share_passes(placement, limits, rates, rows), experts
     assert experts is not None, "cpu_blocker() says so"
     activations, top_k = tuple(one.activation for one in mixtures), max(one.top_k for one in mixtures)
     work = CpuWork(activations, top_k, outline.spec.hidden_size, outline.dtype, use == "on")

@@ -1,6 +1,7 @@
 """Measures how fast a CPU computes feed-forwards where they rest, while the link carries something else."""
 
-from itertools import cycle
+from itertools import cycle, pairwise
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -50,11 +51,11 @@ def cpu_read(plan: BootPlan[LongRoom], device: torch.device, rates: StreamRates)
             out = torch.empty_like(x)
             pool.feed_forward(x, [next(turns)], [len(x)], SWIGLU, out)
             carried = _carry(copies, arena, target, rates.host_to_device)
-            begun, done = perf_counter(), 0
-            while perf_counter() < begun + _SECONDS:
+            ends = [perf_counter()]
+            while ends[-1] < ends[0] + _SECONDS:
                 pool.feed_forward(x, [next(turns)], [len(x)], SWIGLU, out)
-                done += layout.size
-            found.append(done / (perf_counter() - begun))
+                ends.append(perf_counter())
+            found.append(layout.size / median(end - begin for begin, end in pairwise(ends)))
             carried.wait()
         return tuple(found)
     finally:

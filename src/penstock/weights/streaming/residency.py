@@ -69,6 +69,8 @@ class WeightLimits:
     device_ring: int | None = None
     copies: bool = False
     """The device decides which experts it has copies of, where HOST has room for all of them."""
+    first: frozenset[GroupId] = frozenset()
+    """Groups that stay on DEVICE before all others; none: those with which a pass is shortest."""
 
 
 @dataclass(frozen=True, slots=True)
