@@ -51,7 +51,7 @@ def test_a_70b_in_24_gib_is_twice_as_fast_and_more(cpu: float, least: float) -> 
     assert alone.seconds / shared.seconds > least
     whole = placement.streamed / (RATES.host_to_device + cpu)
     device = sum(use.size for use in placement.uses) / RATES.device_read
-    assert shared.seconds < 1.1 * (whole + device)
+    assert shared.seconds < 1.15 * (whole + device)
 
 
 def test_more_rows_take_longer() -> None:
