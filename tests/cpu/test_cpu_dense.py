@@ -41,7 +41,18 @@ from penstock.weights.streaming.cpu_dense import CpuFeedForwards
 from penstock.weights.streaming.feeder import Feeder
 from penstock.weights.streaming.residency import CpuPass
 from penstock.weights.streaming.ring import Link, Prediction, RingLayout, lay_ring
-from streams import UNIT, Gates, Shape, World, no_thread_left, random_delays
+from streams import (
+    LONG,
+    UNIT,
+    Gates,
+    Shape,
+    World,
+    cut_short,
+    everywhere,
+    no_thread_left,
+    random_delays,
+    within,
+)
 
 if library() is None:
     pytest.skip("no C compiler", allow_module_level=True)
@@ -323,6 +334,23 @@ def test_a_change_may_be_interrupted(place: str, behind: bool) -> None:
             for rows in (following, 1, 0):
                 one_pass(world, rows)
             assert world.wrong() == []
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize("following", [0, 1])
+def test_an_interrupt_may_strike_anywhere_in_a_change(rows: int, following: int) -> None:
+    """Behind either kind of pass, with the ring full of what it would have taken next."""
+
+    def strike(place: int) -> bool:
+        with turning(SHAPES[place % 2], Gates(delay=random_delays(place, longest=1e-4))) as world:
+            one_pass(world, 1 - rows)
+            one_pass(world, 1 - rows, 3)
+            struck = cut_short(lambda: world.weights.turn(rows), place, ("penstock", "threading"))
+            assert within(LONG, lambda: [one_pass(world, one) for one in (following, 1 - following, rows)])
+            assert world.wrong() == []
+        return struck
+
+    assert everywhere(strike) > 30
 
 
 def test_closing_in_the_midst_of_either_pass_ends() -> None:

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from penstock.arch.families import family_of, read_spec
+from penstock.arch.formats.floats import Float8
+from penstock.arch.formats.format import WeightFormat
 from penstock.arch.formats.gguf import Blocks
+from penstock.arch.formats.integers import Integers
 from penstock.arch.layout import GroupKind, GroupLayout, group_layouts, kv_layout
 from penstock.arch.shards import WHOLE, Shard
 from penstock.base.config import Config
@@ -436,14 +439,19 @@ def test_what_else_stands_against_it() -> None:
                 with_cpu(outline, plan.placement, plan.experts, plan.limits, USUAL)
     far = replace(plan.outline, far=Ways())
     assert "KV beyond the device" in (cpu_blocker(far, plan.placement, None) or "")
-    in_files = replace(plan.outline, layouts=tuple(map(as_in_files, plan.outline.layouts)))
-    assert "a format that kernels" in (cpu_blocker(in_files, plan.placement, None) or "")
+    for format, reads in (
+        (Blocks(type="Q4_K"), False),
+        (Integers(ordered=True), False),
+        (Integers(), True),
+        (Float8(), True),
+    ):
+        layouts = tuple(of_format(layout, format) for layout in plan.outline.layouts)
+        found = cpu_blocker(replace(plan.outline, layouts=layouts), plan.placement, None)
+        assert ("a format that kernels" in (found or "")) == (not reads)
 
 
-def as_in_files(layout: GroupLayout) -> GroupLayout:
-    """With matrices in a format that keeps blocks of GGUF."""
-    matrices = tuple(replace(one, format=Blocks(type="Q4_K")) for one in layout.matrices)
-    return replace(layout, matrices=matrices)
+def of_format(layout: GroupLayout, format: WeightFormat) -> GroupLayout:
+    return replace(layout, matrices=tuple(replace(one, format=format) for one in layout.matrices))
 
 
 def test_the_placement_says_what_the_cpu_has_to_know_of_feed_forwards() -> None:

@@ -65,7 +65,7 @@ def cpu_blocker(outline: "Outline[Any]", placement: Placement, experts: ExpertRo
         return f"activations are {outline.dtype}, and the CPU computes in 16 bits"
     formats: set[WeightFormat | None] = {format for one in mixtures for format in one.formats or (None,)}
     formats |= {matrix.format for layout in computable(outline, placement) for matrix in layout.matrices}
-    if not all(format == DENSE or isinstance(format, Integers | Float8 | Float4) for format in formats):
+    if not all(map(_readable, formats)):
         return "weights are in a format that kernels for a CPU do not read"
     inner = [moe.intermediate_size for moe in _mixtures(outline)] or [outline.spec.intermediate_size]
     if DENSE in formats and any(width % _COLUMNS for width in (outline.spec.hidden_size, *inner)):
@@ -98,6 +98,12 @@ def cpu_note(outline: "Outline[Any]", placement: Placement, experts: ExpertRoom 
         "Of experts that would come over the link the CPU computes some, with other roundings. What that "
         "gains is left out."
     )
+
+
+def _readable(format: WeightFormat | None) -> bool:
+    if isinstance(format, Integers):
+        return not format.ordered
+    return format == DENSE or isinstance(format, Float8 | Float4)
 
 
 def _expert_blocker(experts: ExpertRoom | None) -> str | None:
