@@ -41,6 +41,7 @@ from penstock.weights.streaming.cpu_dense import CpuFeedForwards
 from penstock.weights.streaming.feeder import Feeder
 from penstock.weights.streaming.residency import CpuPass
 from penstock.weights.streaming.ring import Link, Prediction, RingLayout, lay_ring
+from quantised import SCHEMES, checkpoints
 from streams import (
     LONG,
     UNIT,
@@ -64,9 +65,12 @@ CPU = torch.device("cpu")
 
 
 @cache
-def checkpoint(name: str) -> Path:
-    """With feed-forwards as wide as kernels for a CPU read them."""
-    return tiny.write(tiny.CASES[name], tiny.folder() / f"{name}_for_cpu", intermediate_size=96)
+def checkpoint(name: str, scheme: str = "") -> Path:
+    """With feed-forwards as wide as kernels for a CPU read them, quantised if there is a scheme."""
+    path = tiny.folder() / f"{name}_{scheme}_for_cpu"
+    if scheme:
+        return checkpoints(checkpoint(name), path, SCHEMES[scheme])[0]
+    return tiny.write(tiny.CASES[name], path, intermediate_size=96)
 
 
 def at_once(self: CpuFeedForwards, number: int, x: Tensor) -> Tensor:
@@ -86,14 +90,21 @@ def plans() -> list[Plan]:
     return [first, second, third, *following]
 
 
-@pytest.mark.parametrize("part", [0.2, 0.6])
-@pytest.mark.parametrize("name", ["llama_biases", "qwen3", "qwen2"])
-def test_a_model_computes_what_it_computes_with_groups_that_stream(name: str, part: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "scheme", "part"),
+    [
+        *((name, "", part) for name in ("llama_biases", "qwen3", "qwen2") for part in (0.2, 0.6)),
+        *(("llama", scheme, 0.2) for scheme in ("gptq", "packed_asymmetric", "fp8", "mxfp4")),
+    ],
+)
+def test_a_model_computes_what_it_computes_with_groups_that_stream(
+    name: str, scheme: str, part: float
+) -> None:
     """To the last bit what the CPU's kernels compute without a hand-over; nearly what streams; steps of other
     kinds before decode steps to the last bit what streams."""
     found = list[list[Tensor]]()
     for cpu, python in ((False, False), (True, True), (True, False)):
-        with ExitStack() as patched, Checkpoint.open(checkpoint(name)) as model:
+        with ExitStack() as patched, Checkpoint.open(checkpoint(name, scheme)) as model:
             rank = Rank(model, part=part, cpu=cpu, dtype="bfloat16")
             patched.callback(rank.weights.close)
             if python:
