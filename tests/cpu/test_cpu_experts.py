@@ -571,7 +571,7 @@ def test_without_a_compiler_on_is_refused_and_auto_is_off() -> None:
     room = ExpertRoom(64, 8, 0, 8, copies=True, cpu=CpuWork((SWIGLU,), 2, 64, "bfloat16", always=False))
     for use, why in (("on", "no compiler"), ("auto", "no compiler"), ("auto", ""), ("off", "no compiler")):
         said, config = list[str](), Config(Path(), cpu_compute=use)
-        plan = SimpleNamespace(outline=SimpleNamespace(settings=config), experts=room)
+        plan = SimpleNamespace(outline=SimpleNamespace(settings=config), placement=None, experts=room)
         with (
             patch.object(placing, "cpu_blocker", lambda *_: None),
             patch.object(placing, "find_library", lambda *_, why=why: why),

@@ -251,6 +251,8 @@ class _PlacementSearch:
     def _bases(self) -> list[set[int]]:
         """Return what may be kept before all others: groups that one ring would have to be wider for, small
         ones, and those used several times."""
+        if first := self.limits.first:
+            return [{group for group, id in enumerate(self.ids) if id in first}]
         common = max((size for size, count in Counter(self.sizes).items() if count > 2), default=self.largest)
         small = {group for group, size in enumerate(self.sizes) if size * SMALL <= self.largest}
         several = {group for group, times in enumerate(self.times) if times > 1}
