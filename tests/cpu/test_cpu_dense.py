@@ -32,7 +32,6 @@ from penstock.engine import cpu_rates, placing
 from penstock.memory.streams import CallerStream
 from penstock.ops.handover import CLASSES, MOST_TOKENS
 from penstock.ops.matrix import GroupViews, Matrix
-from penstock.ops.native.experts import shared_pool
 from penstock.ops.native.few_bits import library
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint.reader import Checkpoint
@@ -54,6 +53,7 @@ from streams import (
     random_delays,
     within,
 )
+from tiled import tiled_pool
 
 if library() is None:
     pytest.skip("no C compiler", allow_module_level=True)
@@ -76,7 +76,7 @@ def checkpoint(name: str, scheme: str = "") -> Path:
 def at_once(self: CpuFeedForwards, number: int, x: Tensor) -> Tensor:
     """In place of the service and the kernels that ask it."""
     out, group = torch.empty_like(x), list(self._groups.values())[number]
-    shared_pool().feed_forward(x, [group], [len(x)], SWIGLU, out)
+    tiled_pool().feed_forward(x, [group], [len(x)], SWIGLU, out)
     return out
 
 
@@ -178,7 +178,7 @@ def service(count: int = 3) -> Iterator[tuple[CpuFeedForwards, list[GroupViews]]
 
 def want(group: GroupViews, x: Tensor) -> Tensor:
     out = torch.empty_like(x)
-    shared_pool().feed_forward(x, [group], [len(x)], SWIGLU, out)
+    tiled_pool().feed_forward(x, [group], [len(x)], SWIGLU, out)
     return out
 
 

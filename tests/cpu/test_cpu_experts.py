@@ -39,6 +39,7 @@ from penstock.ops import experts
 from penstock.ops.experts import outputs_at_rest
 from penstock.ops.handover import LISTED, MOST_TOKENS, HandoverBox, StepRows
 from penstock.ops.matrix import GroupViews, Matrix
+from penstock.ops.native import experts as native_experts
 from penstock.ops.native.few_bits import library
 from penstock.ops.native.service import ExpertService
 from penstock.ops.slots import ExpertParts, Places
@@ -56,6 +57,7 @@ from penstock.weights.streaming.residency import CpuWork, ExpertRoom
 from penstock.weights.streaming.shares import Times
 from penstock.weights.streaming.slots import SlotRule, SlotTable
 from stacks import in_mxfp4
+from tiled import tiled_pool
 
 if library() is None:
     pytest.skip("no C compiler", allow_module_level=True)
@@ -64,6 +66,11 @@ CPU, HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = torch.device("cpu"), 64, 32, 8, 2, 
 SIZE = 2 * 3 * HIDDEN * INNER
 LATE = 0.02
 """Seconds by which work is late."""
+
+
+@pytest.fixture(autouse=True)
+def _as_a_service_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_experts, "shared_pool", tiled_pool)
 
 
 @dataclass

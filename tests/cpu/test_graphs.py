@@ -32,7 +32,6 @@ from penstock.models.decoder import EMBEDDING
 from penstock.ops.attention import attend
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows
 from penstock.ops.handover import CLASSES
-from penstock.ops.native.experts import shared_pool
 from penstock.ops.native.few_bits import library
 from penstock.step.plan import BlockId, HostBlockId, ModelRole, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
@@ -43,6 +42,7 @@ from penstock.worker.graphs import DecodeGraphs, DecodeStep, _Program
 from penstock.worker.runner import Runner
 from penstock.worker.sizes import graph_blocker, row_counts, run_counts
 from tapes import launched, taped
+from tiled import tiled_pool
 
 SETTINGS = {
     "device": "cpu",
@@ -578,7 +578,7 @@ def test_recorded_steps_have_the_cpu_compute_feed_forwards(
         out, group = torch.empty_like(x), list(self._groups.values())[number]
 
         def compute() -> None:
-            shared_pool().feed_forward(x, [group], [len(x)], SWIGLU, out)
+            tiled_pool().feed_forward(x, [group], [len(x)], SWIGLU, out)
 
         launched(compute)()
         return out

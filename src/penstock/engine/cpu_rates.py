@@ -36,7 +36,7 @@ def cpu_read(plan: BootPlan[LongRoom], device: torch.device, rates: StreamRates)
     layout = max(computable(outline, plan.placement), key=padded)
     size, dtype = padded(layout), getattr(torch, outline.dtype)
     count = max(-(-_READ // size), 1)
-    source, pool = RandomSource(outline.dtype), ThreadPool(max(torch.get_num_threads() - 1, 1))
+    source, pool = RandomSource(outline.dtype), ThreadPool(max(torch.get_num_threads() - 1, 1), tiles=True)
     arena, copies = Arena(count * size, torch.device("cpu"), pinned_for=device), streams_of(device)[0]
     try:
         target = torch.empty(min(_COPIED, len(arena.bytes)), dtype=torch.uint8, device=device)

@@ -137,14 +137,14 @@ _shared = _Shared()
 
 
 def shared_pool() -> ThreadPool:
-    """Return this process's pool, with as many threads as torch computes with, and tiles: what it computes
-    is what a service computes, bit for bit. Raises MemoryError."""
+    """Return this process's pool, with as many threads as torch computes with. It uses no tiles: a row's
+    output does not depend on the others. Raises MemoryError."""
     wanted = os.getpid(), torch.get_num_threads()
     with _shared.lock:
         if _shared.pool is None or _shared.made_for != wanted:
             if _shared.pool is not None and _shared.made_for[0] == wanted[0]:
                 _shared.pool.close()
-            _shared.pool, _shared.made_for = ThreadPool(wanted[1], tiles=True), wanted
+            _shared.pool, _shared.made_for = ThreadPool(wanted[1]), wanted
         return _shared.pool
 
 
