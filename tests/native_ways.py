@@ -11,8 +11,9 @@ from penstock.ops.native import compiler, few_bits
 
 WAYS = {"best": (), "no_avx512": ("-mno-avx512f",), "portable": ("-mno-avx512f", "-mno-avx2")}
 """Flags that leave out instructions."""
-TILES = {"tiles": ("-include", str(Path(__file__).with_name("tiles_in_c.h"))), "no_tiles": ("-mno-amx-tile",)}
-"""Flags for tiles that are written in C, on any processor with dot products, and for none."""
+_IN_C = ("-include", str(Path(__file__).with_name("tiles_in_c.h")))
+TILES = {"tiles": _IN_C, "refused": (*_IN_C, "-DTILES_REFUSED")}
+"""Flags for tiles that are written in C, on any processor with dot products; the system may refuse them."""
 
 
 def use(way: str, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,7 @@ def test_rows_by_tiles_depend_on_nothing_else(layout: str, way: str) -> None:
 
 
 def test_tiles(way: str) -> None:
-    """They are used where there are any, and only by pools that may."""
+    """They are used where there are any and the system allows it, and only by pools that may."""
     with_tiles = "amx_bf16" in Path("/proc/cpuinfo").read_text()
     dots = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
     for allowed in (False, True):

@@ -322,7 +322,7 @@ static void arrange_row(int way, int kind, const uint16_t *from, int64_t inner, 
 #if TILES
 /* ---- tiles */
 
-#define SOME 2 /* Vectors of each row of a strip that are decoded at a time: into half a page, and into the other half next. */
+#define SOME 4 /* Vectors of each row of a strip that are decoded at a time: twice as many are a quarter of the L1. */
 
 /* `count` runs of a strip from `first` on, all of one group, as tiles of [STRIP, 32]. */
 INLINE void decode_tiles(int kind, const struct strip *s, int64_t first, const int count, int64_t group, uint16_t *to)
@@ -379,7 +379,7 @@ INLINE void tile_strip(int kind, int rows, const struct matrix *m, const uint16_
     const int parts = columns_of(kind) / 32, scaled = kind == INT4 || kind == E4M3;
     int64_t runs = width_in(m) / columns_of(kind), group = scaled && m->groups > 1 ? m->group / columns_of(kind) : runs;
     int64_t each = group < runs && group % (SOME / parts) ? 1 : SOME / parts;
-    _Alignas(4096) uint16_t made[2][SOME * STRIP * 32]; /* No load seems to be of what is being stored. */
+    _Alignas(64) uint16_t made[2][SOME * STRIP * 32];
     _Alignas(64) float all[STRIP * WIDE];
     memset(all, 0, STRIP * rows * sizeof *all);
     tile_zero(SUMS);
