@@ -47,8 +47,7 @@ HOST_EXPERT_RING = 8
 HOST, so that half of them are there for what is read ahead."""
 _SMALL_PART = 8
 EFFORT = 5_000
-"""Uses simulated before the best placement found so far is good enough. Models of up to a few dozen groups
-are searched to the end."""
+"""Uses simulated before the best placement found so far will do. Models of a few dozen groups end before."""
 
 
 def solve(
