@@ -11,8 +11,8 @@ larger than the caches. It is taken before the first format and after each, and 
 the bytes of weights a second over that rate. Each call computes as many experts as one layer asks for, the
 next call others, and all together fill `--gib`. Every format is checked against plain arithmetic before it is
 timed. `bound` is the share that the processor's arithmetic allows at most: terms a second of its dot products
-of bfloat16, or of its products in float32, measured in the same run. `--cpu-time` divides by the seconds that
-a thread has had of a core, not by those of the clock.
+of bfloat16, or of its products in float32, measured in the same run; tiles (AMX) may be faster. `--cpu-time`
+divides by the seconds that a thread has had of a core, not by those of the clock.
 """
 
 import argparse
@@ -287,7 +287,7 @@ def main() -> None:
     shapes = TINY if given.tiny else {name: SHAPES[name] for name in given.shapes.split(",")}
     recording = Recording(given.out, threads=given.threads)
     memory = Arena(1 << 20 if given.tiny else int(given.gib * (1 << 30)), torch.device("cpu")).bytes
-    machine, pool = Machine(given.threads), ThreadPool(given.threads)
+    machine, pool = Machine(given.threads), ThreadPool(given.threads, tiles=True)
     terms, rates, found = machine.terms_rate(), [machine.read_rate(memory)], list[Timed]()
     for (label, shape), name in itertools.product(shapes.items(), given.formats.split(",")):
         first = random_expert(name, shape)
@@ -306,10 +306,10 @@ def main() -> None:
             by = by_dots(x, first["gate_up"])
             found.append(Timed(label, name, rows, shape.top_k, moved, taken, rate, most, by, error))
         rates.append(machine.read_rate(memory))
+    read, tiles = max(rates), pool.by_tiles
     pool.close()
-    read = max(rates)
     print(f"{given.threads} threads read {read / 1e9:.1f} GB/s, {min(rates) / 1e9:.1f} at worst")
-    print(f"and multiply {terms / 1e9:.0f} G terms/s")
+    print(f"and multiply {terms / 1e9:.0f} G terms/s; tiles: {tiles}")
     for one in found:
         print(
             f"{one.shape:14} {one.format:6} {one.rows:3} rows: {one.rate / 1e9:6.1f} GB/s, share "
@@ -318,7 +318,8 @@ def main() -> None:
         )
     rows_found = [asdict(one) | {"share": one.rate / read, "bound": one.most / read} for one in found]
     recording.part(
-        "cpu experts", {"read_rate": read, "read_rates": rates, "terms_rate": terms, "rows": rows_found}
+        "cpu experts",
+        {"read_rate": read, "read_rates": rates, "terms_rate": terms, "tiles": tiles, "rows": rows_found},
     )
 
 

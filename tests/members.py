@@ -16,10 +16,12 @@ from penstock.arch.shards import Shard
 from penstock.arch.spec import MoeSpec
 from penstock.kv.movement.pool import KVPool, StatePool
 from penstock.models.decoder import Decoder
+from penstock.ops.handover import CLASSES
 from penstock.ops.kernels import plain_torch
 from penstock.ops.norm import add_rms_norm
 from penstock.step.plan import BlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.streaming.beside import RowSpec, share_passes
 from penstock.weights.streaming.residency import CpuWork, WeightLimits, padded
 from penstock.weights.streaming.ring import StreamRates
 from penstock.weights.streaming.solver import solve_model
@@ -27,6 +29,7 @@ from penstock.weights.streaming.source import CheckpointSource, Sources
 from penstock.weights.streaming.source import WeightSource as Bytes
 from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.inputs import InputBuilder
+from penstock.worker.runner import decode_rows
 from penstock.worker.tables import BlockTables
 
 CPU = torch.device("cpu")
@@ -102,7 +105,8 @@ class Rank:
     copies: bool = False
     """Whether experts on the device are copies, about which it decides by itself."""
     cpu: bool = False
-    """Whether the CPU computes some of those that the device lacks."""
+    """Whether the CPU computes some of those that the device lacks; of a model without experts, some of the
+    feed-forwards in steps of few decode rows."""
     kernels: bool = True
     """Whether our own kernels compute."""
     weights: WeightStream = field(init=False)
@@ -118,7 +122,11 @@ class Rank:
         room = total if self.part == 1 else max(int(self.part * total), least)
         limits = WeightLimits(room, host, copies=self.copies)
         placement, experts, _ = solve_model(layouts, spec.tied_embeddings, limits, RATES, disk=False)
-        if self.cpu:
+        if self.cpu and experts is None:
+            rows = RowSpec(spec.hidden_size, self.dtype, always=True)
+            placement = share_passes(placement, limits, replace(RATES, cpu_read=(2e9,) * CLASSES), rows)
+            assert placement.cpu is not None, "none rests on the host"
+        elif self.cpu:
             assert experts is not None, "all are on the device"
             mixtures = [layer.feed_forward for layer in spec.stack if isinstance(layer.feed_forward, MoeSpec)]
             activations, top_k = tuple(one.activation for one in mixtures), mixtures[0].top_k
@@ -144,11 +152,13 @@ class Rank:
 
     def _pass(self, plan: Plan) -> Tensor:
         step = self._inputs.build(plan, torch.zeros(4, dtype=torch.int64))
+        self.weights.turn(decode_rows(plan))
         hidden = self._decoder.forward(self.weights, self.pool.layers, step.inputs)
         with self._decoder.head(self.weights, hidden) as logits_of:
             parts = [
                 logits_of(part).float() for part in (slice(step.samples), slice(step.samples, len(hidden)))
             ]
+        self.weights.end_pass()
         assert all(part.dtype is torch.float32 for part in parts)
         return torch.cat(parts)
 

@@ -11,6 +11,9 @@ from penstock.ops.native import compiler, few_bits
 
 WAYS = {"best": (), "no_avx512": ("-mno-avx512f",), "portable": ("-mno-avx512f", "-mno-avx2")}
 """Flags that leave out instructions."""
+_IN_C = ("-include", str(Path(__file__).with_name("tiles_in_c.h")))
+TILES = {"tiles": _IN_C, "refused": (*_IN_C, "-DTILES_REFUSED")}
+"""Flags for tiles that are written in C, on any processor with dot products; the system may refuse them."""
 
 
 def use(way: str, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +36,7 @@ def _compiled(way: str, kept: Path) -> few_bits.FewBitsLibrary:
     # Not for any processor where compiling for this one fails.
     with patch.object(compiler, "_TARGETS", compiler._TARGETS[:1] if known else compiler._TARGETS):
         try:
-            return few_bits.FewBitsLibrary(compiler.load(kept, WAYS[way]))
+            return few_bits.FewBitsLibrary(compiler.load(kept, {**WAYS, **TILES}[way]))
         except compiler.NativeError as fault:
             if known:
                 raise

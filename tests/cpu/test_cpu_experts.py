@@ -42,6 +42,7 @@ from penstock.ops import experts
 from penstock.ops.experts import outputs_at_rest
 from penstock.ops.handover import LISTED, MOST_TOKENS, HandoverBox, StepRows, class_of
 from penstock.ops.matrix import GroupViews, Matrix
+from penstock.ops.native import experts as native_experts
 from penstock.ops.native.few_bits import library
 from penstock.ops.native.service import ExpertService
 from penstock.ops.slots import ExpertParts, Places
@@ -59,6 +60,7 @@ from penstock.weights.streaming.residency import CpuWork, ExpertRoom
 from penstock.weights.streaming.shares import Times
 from penstock.weights.streaming.slots import SlotRule, SlotTable
 from stacks import in_mxfp4
+from tiled import tiled_pool
 
 if library() is None:
     pytest.skip("no C compiler", allow_module_level=True)
@@ -67,6 +69,11 @@ CPU, HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = torch.device("cpu"), 64, 32, 8, 2, 
 SIZE = 2 * 3 * HIDDEN * INNER
 LATE = 0.02
 """Seconds by which work is late."""
+
+
+@pytest.fixture(autouse=True)
+def _as_a_service_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_experts, "shared_pool", tiled_pool)
 
 
 @dataclass
@@ -598,7 +605,7 @@ def test_without_a_compiler_on_is_refused_and_auto_is_off() -> None:
     room = ExpertRoom(64, 8, 0, 8, copies=True, cpu=CpuWork((SWIGLU,), 2, 64, "bfloat16", always=False))
     for use, why in (("on", "no compiler"), ("auto", "no compiler"), ("auto", ""), ("off", "no compiler")):
         said, config = list[str](), Config(Path(), cpu_compute=use)
-        plan = SimpleNamespace(outline=SimpleNamespace(settings=config), experts=room)
+        plan = SimpleNamespace(outline=SimpleNamespace(settings=config), placement=None, experts=room)
         with (
             patch.object(placing, "cpu_blocker", lambda *_: None),
             patch.object(placing, "find_library", lambda *_, why=why: why),

@@ -3,6 +3,7 @@ they say must be what steps with inputs of their own say. In place of kernels th
 arithmetic that takes tables and lengths as they do."""
 
 import gc
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,20 +24,25 @@ import tiny
 import toys
 from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId, GroupKind, group_layouts, mixture_layouts
-from penstock.arch.spec import ModelSpec
+from penstock.arch.spec import SWIGLU, ModelSpec
+from penstock.engine import cpu, placing
 from penstock.engine.boot import boot
 from penstock.engine.placing import Override
 from penstock.models.decoder import EMBEDDING
 from penstock.ops.attention import attend
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows
+from penstock.ops.handover import CLASSES
+from penstock.ops.native.few_bits import library
 from penstock.step.plan import BlockId, HostBlockId, ModelRole, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.streaming.cpu_dense import CpuFeedForwards
 from penstock.weights.streaming.residency import WeightLimits, padded
 from penstock.worker.graphs import DecodeGraphs, DecodeStep, _Program
 from penstock.worker.runner import Runner
 from penstock.worker.sizes import graph_blocker, row_counts, run_counts
 from tapes import launched, taped
+from tiled import tiled_pool
 
 SETTINGS = {
     "device": "cpu",
@@ -362,7 +368,7 @@ class Lent:
     def __init__(self, said: list[str]) -> None:
         self.said, self.views = said, {}
 
-    def standing(self) -> "Lent":
+    def standing(self, *, shared: bool = False) -> "Lent":
         return Lent([])
 
     def moves(self, group: GroupId) -> bool:
@@ -449,7 +455,7 @@ STEPS = {name: getattr(DecodeStep, name) for name in ("compute", "compute_run")}
 
 
 @contextmanager
-def recorded(name: str, **more: object) -> Iterator[LLM]:
+def recorded(name: str | Path, **more: object) -> Iterator[LLM]:
     """An engine whose steps are recorded on tapes, in pieces where weights stream, and replayed. Its kernels
     are stand-ins."""
 
@@ -480,7 +486,7 @@ def watched(llm: LLM) -> Iterator[list[tuple[int, int]]]:
     graphs, run = graphs_of(llm), DecodeGraphs.run
     found: list[tuple[int, int]] = []
     played = list[int]()
-    for count, program in graphs._programs.items():
+    for count, program in (*graphs._programs.items(), *graphs._shared.items()):
         program._acts.insert(0, partial(played.append, count))
     for count, replay in graphs._run_programs.items():
         graphs._run_programs[count] = lambda count=count, replay=replay: (played.append(-count), replay())  # type: ignore[misc]
@@ -547,6 +553,58 @@ def test_recorded_steps_take_weights_that_stream_from_the_beginning_of_a_pass(
         ):
             assert list(one.tokens) == reference.tokens[:4]
         assert llm.memory.weights.copied > 0
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on GPUs kernels are compiled")
+@pytest.mark.skipif(library() is None, reason="no C compiler")
+def test_recorded_steps_have_the_cpu_compute_feed_forwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as are asked for, the same as without a hand-over, in steps of few rows between steps of other
+    kinds."""
+    handover = pytest.importorskip("penstock.ops.triton.handover")
+    path = tiny.write(tiny.CASES["llama"], tmp_path / "model", intermediate_size=96)
+    with Checkpoint.open(path) as checkpoint:
+        sizes = [padded(layout) for layout in group_layouts(checkpoint.spec, checkpoint.names, "bfloat16")]
+    override = Override(WeightLimits(max(sizes) * 2, 4 * sum(sizes)))
+    monkeypatch.setattr("penstock.api.llm.boot", partial(boot, override=override))
+    for module in (cpu, placing):
+        monkeypatch.setattr(module, "cpu_blocker", lambda *_: None)
+    monkeypatch.setattr(placing, "cpu_read", lambda *_: (1e9,) * CLASSES)
+    for name in ("give", "take"):
+        monkeypatch.setattr(handover, name, launched(getattr(handover, name)))
+
+    def at_once(self: CpuFeedForwards, number: int, x: Tensor) -> Tensor:
+        out, group = torch.empty_like(x), list(self._groups.values())[number]
+
+        def compute() -> None:
+            tiled_pool().feed_forward(x, [group], [len(x)], SWIGLU, out)
+
+        launched(compute)()
+        return out
+
+    prompts, params = [[5 + one, 6, 7 + 2 * one, 8] for one in range(3)], [SOME, FEW, FEW]
+    found = list[list[tuple[int, ...]]]()
+    for compute in (at_once, CpuFeedForwards.compute):
+        monkeypatch.setattr(CpuFeedForwards, "compute", compute)
+        with recorded(path, dtype="bfloat16", cpu_compute="on") as llm, watched(llm) as played:
+            weights, graphs = llm.booted.weights, graphs_of(llm)
+            of, by_cpu, turning = weights.placement.cpu, weights.cpu, weights._turning
+            assert of is not None
+            assert by_cpu is not None
+            assert turning is not None
+            assert set(graphs._shared) == set(graphs.counts)
+            before = int(by_cpu.handover.computed)
+            outputs = llm.generate(prompts, params)
+            outputs += llm.generate(prompts[:1], SOME)  # Behind a prompt of which most is known.
+            found.append([one.tokens for one in outputs])
+            steps = sum(used > 0 for used, _ in played)
+            assert turning.passes_shared == steps > 20
+            assert len(played) > steps, "prompts came between"
+            if compute is not at_once:
+                assert int(by_cpu.handover.computed) - before == steps * len(of.groups)
+                assert by_cpu.service.took[:, :, 0].sum() == int(by_cpu.handover.computed)
+    assert found[0] == found[1]
 
 
 ROW = Share(Row(0), 9, (1,), 0, (), sample=True, prompt_length=5)

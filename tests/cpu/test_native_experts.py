@@ -33,7 +33,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("native-experts")
 
 
-@pytest.fixture(params=native_ways.WAYS)
+@pytest.fixture(params=[*native_ways.WAYS, *native_ways.TILES])
 def way(request: pytest.FixtureRequest, kept: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernels compiled in one of the ways that this processor can run."""
     native_ways.use(request.param, kept, monkeypatch)
@@ -42,7 +42,7 @@ def way(request: pytest.FixtureRequest, kept: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def pool(way: str) -> Iterator[ThreadPool]:
-    made = ThreadPool(3)
+    made = ThreadPool(3, tiles=True)
     yield made
     made.close()
 
@@ -146,7 +146,7 @@ def test_dot_products(layout: str, way: str) -> None:
     views, _, _ = expert(layout, (256, 128), 1, torch.bfloat16)
     for weight in views.matrices.values():
         assert by_dots(torch.empty(1, 1, dtype=torch.bfloat16), weight) == (
-            way == "best" and "avx512_bf16" in flags
+            way in ("best", *native_ways.TILES) and "avx512_bf16" in flags
         )
         assert not by_dots(torch.empty(1, 1, dtype=torch.float16), weight)
 
@@ -181,6 +181,36 @@ def test_what_is_not_taken(way: str) -> None:
     assert not takes(x, expert(DENSE, (256, 100), 1, torch.bfloat16)[0])
     assert not takes(x, expert(DENSE, (256, 128), 1, torch.float16)[0])
     assert not takes(x.float(), expert("mxfp4", (256, 128), 1, torch.bfloat16)[0])
+
+
+@pytest.mark.parametrize("layout", [*DOTS, "gptq", "packed_8"])
+def test_rows_by_tiles_depend_on_nothing_else(layout: str, way: str) -> None:
+    """Nor on how many rows an expert has, if it has enough of them for tiles."""
+    some = [expert(layout, (1280, 640), seed, torch.bfloat16) for seed in range(2)]
+    x = drawn(17, 1280, seed=5, dtype=torch.bfloat16)
+    plain, pools = ThreadPool(2), [ThreadPool(threads, tiles=True) for threads in (1, 4)]
+    few, many = outputs(plain, x, some, 2), outputs(pools[0], x, some, 17)
+    assert pools[0].by_tiles or torch.equal(many[:, :2], few)
+    for pool in pools:
+        assert torch.equal(outputs(pool, x, some, 2), few)
+        for rows in (3, 4, 5, 8, 9, 16, 17):
+            assert torch.equal(outputs(pool, x, some, rows), many[:, :rows]), rows
+        tokens = torch.cat([torch.arange(3), torch.arange(16)]).int()
+        unlike = x.new_empty(19, 1280)
+        pool.feed_forward(x, [one[0] for one in some], (3, 16), SWIGLU, unlike, tokens)
+        assert torch.equal(unlike, torch.cat([many[0, :3], many[1, :16]]))
+    for pool in (plain, *pools):
+        pool.close()
+
+
+def test_tiles(way: str) -> None:
+    """They are used where there are any and the system allows it, and only by pools that may."""
+    with_tiles = "amx_bf16" in Path("/proc/cpuinfo").read_text()
+    dots = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+    for allowed in (False, True):
+        pool = ThreadPool(1, allowed)
+        assert pool.by_tiles == (allowed and ((way == "tiles" and dots) or (way == "best" and with_tiles)))
+        pool.close()
 
 
 def test_shared_pool(way: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""The CPU computes experts that a GPU lacks, asked by flags in pinned memory, in recorded steps or not."""
+"""The CPU computes experts, and feed-forwards, that a GPU lacks: asked by flags in pinned memory, in recorded
+steps or not."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,17 +15,20 @@ import tiny
 from penstock import LLM, SamplingParams
 from penstock.arch.spec import SWIGLU
 from penstock.base.errors import DeviceError
-from penstock.engine import plan
+from penstock.engine import placing, plan
 from penstock.memory.streams import CudaStream
 from penstock.ops.experts import outputs_at_rest
-from penstock.ops.handover import MOST_TOKENS, StepRows
+from penstock.ops.handover import CLASSES, MOST_TOKENS, StepRows
 from penstock.ops.matrix import GroupViews, Matrix
+from penstock.ops.native import experts as native_experts
 from penstock.ops.native.few_bits import find_library, library
 from penstock.ops.slots import ExpertParts
-from penstock.weights.streaming import cpu_experts
+from penstock.weights.streaming import beside, cpu_experts, stream
+from penstock.weights.streaming.cpu_dense import CpuFeedForwards
 from penstock.weights.streaming.cpu_experts import CpuExperts
 from penstock.weights.streaming.residency import CpuWork, padded
 from stacks import in_mxfp4
+from tiled import tiled_pool
 
 if library() is None:
     pytest.skip("no C compiler", allow_module_level=True)
@@ -32,6 +36,11 @@ if library() is None:
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
 HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 512, 256, 32, 4, 3
 SIZE = 2 * 3 * HIDDEN * INNER
+
+
+@pytest.fixture(autouse=True)
+def _as_a_service_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_experts, "shared_pool", tiled_pool)
 
 
 class World:
@@ -254,3 +263,65 @@ def test_preempted_requests_end_as_they_do_without(tmp_path: Path, monkeypatch: 
             for one in llm.generate(prompts, params):
                 assert len(one.tokens) == 40
             assert llm.memory.weights.experts.computed > 0
+
+
+# ---- feed-forwards of models without experts
+
+
+SLOW = 400_000
+"""Clock cycles before each copy, some 0.2 ms: far longer than copies take here."""
+
+
+class SlowCopies(CudaStream):
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._queue()):
+            torch.cuda._sleep(SLOW)
+        super().copy(target, source)
+
+
+def slow_streams(device: torch.device) -> tuple[CudaStream, CudaStream]:
+    copies = SlowCopies(device)
+    return copies, CudaStream(device, current=True, clock=copies.clock)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("use", ["on", "auto"])
+def test_engines_without_experts_give_nearly_the_same(
+    use: str, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the same to the last bit in every run, whatever is late: passes of both kinds turn, since prompts
+    come between. Step by step as they come, `auto` may decide otherwise each time."""
+    find_library()
+    path = tiny.write(tiny.WIDE["llama_128"], tmp_path / "model", num_hidden_layers=6)
+    prompts = [[5 + one, 6, 7 + 2 * one, 8] for one in range(5)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=8 + 6 * one, ignore_eos=True, logprobs=1) for one in range(5)
+    ]
+    settings = {
+        "dtype": "bfloat16",
+        "max_length": 128,
+        "kv_blocks": 60,
+        "cache": tmp_path,
+        "max_sequences": 3,
+        "graphs": graphs,
+    }
+    leave_for_weights(monkeypatch, 0.5)
+    monkeypatch.setattr(placing, "cpu_read", lambda *_: (1e9 if use == "on" else 1e15,) * CLASSES)
+    monkeypatch.setattr(beside, "HAND_OVER", 0.0)  # Groups are so small that nothing pays.
+    with LLM(path, **settings) as llm:  # type: ignore[arg-type]
+        want = llm.generate(prompts, params)
+    with LLM(path, cpu_compute=use, **settings) as llm:  # type: ignore[arg-type]
+        weights = llm.booted.weights
+        assert isinstance(weights.cpu, CpuFeedForwards)
+        found = llm.generate(prompts, params)
+        assert weights._turning is not None
+        assert use == "auto" or weights._turning.passes_shared > 0
+        assert int(weights.cpu.handover.computed) >= weights._turning.passes_shared
+    close = sum(one.tokens[:4] == other.tokens[:4] for one, other in zip(want, found, strict=True))
+    assert close >= len(prompts) - 1, "but for a close call"
+    if use == "auto":
+        return
+    monkeypatch.setattr(stream, "streams_of", slow_streams)
+    with LLM(path, cpu_compute=use, **settings) as llm:  # type: ignore[arg-type]
+        again = llm.generate(prompts, params)
+    assert [(one.tokens, one.logprobs) for one in again] == [(one.tokens, one.logprobs) for one in found]

@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 
 from penstock.arch.families import family_of, read_spec
-from penstock.arch.layout import GroupKind, group_layouts, kv_layout
+from penstock.arch.formats.floats import Float8
+from penstock.arch.formats.format import WeightFormat
+from penstock.arch.formats.gguf import Blocks
+from penstock.arch.formats.integers import Integers
+from penstock.arch.layout import GroupKind, GroupLayout, group_layouts, kv_layout
 from penstock.arch.shards import WHOLE, Shard
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
@@ -16,7 +20,9 @@ from penstock.engine.cpu import cpu_blocker, with_cpu
 from penstock.engine.draft import DraftModel, beyond_trained, check_draft
 from penstock.engine.plan import USUAL, BootPlan, Measured, Outline, Rest, dtype_of, limits_of, plan_boot
 from penstock.engine.rooms import Hardware, device_room, host_room
+from penstock.weights.streaming.beside import LOSS
 from penstock.weights.streaming.residency import WeightLimits, padded
+from penstock.weights.streaming.ring import StreamRates
 
 GIB, MIB = 1 << 30, 1 << 20
 DENSE = {
@@ -71,13 +77,19 @@ def whole(config: dict[str, object]) -> int:
 
 
 def planned(
-    config: dict[str, object], hardware: Hardware, share: float, *, disk: bool = True, **settings: object
+    config: dict[str, object],
+    hardware: Hardware,
+    share: float,
+    *,
+    disk: bool = True,
+    rates: StreamRates | None = None,
+    **settings: object,
 ) -> BootPlan[Ways]:
     """On a device with room for this share of the weights beside a step and KV of one sequence."""
     outline = outlined(config, hardware, 0, **settings)
     kv = outline.demand(0).least_blocks * outline.kv.block_bytes
     total = int(share * whole(config)) + STEP + kv
-    return plan_boot(replace(outline, total=total), Measured(STEP, hardware, disk))
+    return plan_boot(replace(outline, total=total), Measured(STEP, hardware, disk, rates))
 
 
 @pytest.mark.parametrize(
@@ -401,7 +413,11 @@ def test_the_experts_room_says_what_the_cpu_has_to_know() -> None:
     ("config", "hardware", "share", "why"),
     [
         (MIXED, CPU, 0.6, "there is no GPU"),
-        (DENSE, HOPPER, 0.6, "no mixture"),
+        (DENSE, CPU, 0.6, "there is no GPU"),
+        (DENSE, HOPPER, 1.0, "all weights are on the device"),
+        (DENSE, PLAIN, 0.6, "no kernels that ask"),
+        (DENSE, NARROW, 0.2, "on disk"),
+        (DENSE | {"intermediate_size": 4104}, HOPPER, 0.6, "no multiple of 32"),
         (MIXED, HOPPER, 1.0, "all experts are on the device"),
         (MIXED, NARROW, 0.6, "host_memory"),
         (MIXED, PLAIN, 0.6, "host_memory"),
@@ -414,16 +430,50 @@ def test_where_it_cannot_on_is_refused_and_auto_is_off(
     with pytest.raises(ConfigError, match=f"cpu_compute is on, but .*{why}"):
         planned(config, hardware, share, cpu_compute="on")
     plan = planned(config, hardware, share, cpu_compute="auto")
+    assert plan.placement.cpu is None
     assert plan.experts is None or plan.experts.cpu is None
-    assert why in (cpu_blocker(plan.outline, plan.experts) or "")
+    assert why in (cpu_blocker(plan.outline, plan.placement, plan.experts) or "")
 
 
 def test_what_else_stands_against_it() -> None:
-    plan = planned(MIXED, HOPPER, 0.6, cpu_compute="on")
-    assert cpu_blocker(plan.outline, plan.experts) is None
-    for outline, why in (
-        (replace(plan.outline, shard=Shard(0, 2)), "several devices"),
-        (replace(plan.outline, dtype="float32"), "activations are float32"),
+    for config in (MIXED, DENSE):
+        plan = planned(config, HOPPER, 0.6, cpu_compute="on")
+        assert cpu_blocker(plan.outline, plan.placement, plan.experts) is None
+        for outline, why in (
+            (replace(plan.outline, shard=Shard(0, 2)), "several devices"),
+            (replace(plan.outline, dtype="float32"), "activations are float32"),
+        ):
+            with pytest.raises(ConfigError, match=why):
+                with_cpu(outline, plan.placement, plan.experts, plan.limits, USUAL)
+    far = replace(plan.outline, far=Ways())
+    assert "KV beyond the device" in (cpu_blocker(far, plan.placement, None) or "")
+    for format, reads in (
+        (Blocks(type="Q4_K"), False),
+        (Integers(ordered=True), False),
+        (Integers(), True),
+        (Float8(), True),
     ):
-        with pytest.raises(ConfigError, match=why):
-            with_cpu(outline, plan.experts)
+        layouts = tuple(of_format(layout, format) for layout in plan.outline.layouts)
+        found = cpu_blocker(replace(plan.outline, layouts=layouts), plan.placement, None)
+        assert ("a format that kernels" in (found or "")) == (not reads)
+
+
+def of_format(layout: GroupLayout, format: WeightFormat) -> GroupLayout:
+    return replace(layout, matrices=tuple(replace(one, format=format) for one in layout.matrices))
+
+
+def test_the_placement_says_what_the_cpu_has_to_know_of_feed_forwards() -> None:
+    """Once its rate is known: the rest is placed as without it, and auto leaves it out where it is slow."""
+    slow, fast = replace(USUAL, cpu_read=(1e8,) * 5), replace(USUAL, cpu_read=(8e10,) * 5)
+    without = planned(DENSE, HOPPER, 0.6, rates=fast).placement
+    assert without.cpu is None
+    for use in ("auto", "on"):
+        assert planned(DENSE, HOPPER, 0.6, rates=USUAL, cpu_compute=use).placement == without
+        placement = planned(DENSE, HOPPER, 0.6, rates=fast, cpu_compute=use).placement
+        assert placement.cpu is not None
+        assert (placement.cpu.hidden, placement.cpu.dtype) == (1024, "bfloat16")
+        assert placement.cpu.always == (use == "on")
+        assert ("if it is faster" in str(placement)) == (use == "auto")
+        assert placement.prediction.seconds <= LOSS * without.prediction.seconds
+        by_slow = planned(DENSE, HOPPER, 0.6, rates=slow, cpu_compute=use).placement
+        assert (by_slow.cpu is None) == (use == "auto")

@@ -186,9 +186,10 @@ class Config(Declared):
     cpu_compute: str = setting(
         "off",
         help="Whether the CPU computes experts that the GPU lacks, in host memory.",
-        details="It computes some while others come over the link, in steps of up to 16 tokens. auto "
-        "measures both, and leaves all to the link where that is faster. Sums are rounded otherwise than on "
-        "the GPU, so tokens may differ.",
+        details="It computes some while others come over the link, in steps of up to 16 tokens. Of models "
+        "without experts it computes feed-forwards, in steps of up to 16 rows that decode. auto measures "
+        "both, and leaves all to the link where that is faster. Sums are rounded otherwise than on the GPU, "
+        "so tokens may differ.",
         choices=("off", "auto", "on"),
     )
     tensor_parallel: int = setting(

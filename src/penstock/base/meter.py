@@ -3,7 +3,7 @@ what happens in between."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 from penstock.base.tiers import Tier
@@ -71,21 +71,8 @@ class ExpertCounts:
 
     def since(self, before: "ExpertCounts") -> "ExpertCounts":
         """Return the same, counting only what came after `before`."""
-        return ExpertCounts(
-            self.asked - before.asked,
-            self.hit - before.hit,
-            self.from_disk - before.from_disk,
-            self.copied - before.copied,
-            self.read - before.read,
-            self.fetched - before.fetched,
-            self.age - before.age,
-            self.foretold - before.foretold,
-            self.right - before.right,
-            self.computed - before.computed,
-            self.worked - before.worked,
-            self.disk_bytes - before.disk_bytes,
-            self.disk_seconds - before.disk_seconds,
-        )
+        names = (field.name for field in fields(self))
+        return ExpertCounts(*(getattr(self, name) - getattr(before, name) for name in names))
 
     def rate(self, seconds: float) -> float:
         """Return the bytes a second that came to DEVICE, of a difference over `seconds`.
@@ -125,6 +112,15 @@ class WeightStats:
     binding: str
     """The bottleneck of a pass: "disk", "link" or "compute"."""
     experts: ExpertCounts = ExpertCounts()
+    by_cpu: int = 0
+    shared: int = 0
+    worked: float = 0.0
+    """Feed-forwards that a CPU computes in passes that it shares: bytes; the passes; the seconds of that."""
+
+    @property
+    def cpu_rate(self) -> float:
+        """Return the bytes a second of feed-forwards that the CPU computed with, while it did."""
+        return self.by_cpu * self.shared / self.worked if self.worked else 0.0
 
     @property
     def streams(self) -> bool:
@@ -142,6 +138,8 @@ class WeightStats:
             copied=self.copied - before.copied,
             read=self.read - before.read,
             experts=self.experts.since(before.experts),
+            shared=self.shared - before.shared,
+            worked=self.worked - before.worked,
             stalled_link=max(self.stalled_link - before.stalled_link, 0.0),
             stalled_disk=max(self.stalled_disk - before.stalled_disk, 0.0),
         )

@@ -197,7 +197,7 @@ class Report(JsonLine):
             everything_resident=found.everything_resident,
             steps=_steps(found.plan),
             prefixes=_prefixes(found.plan),
-            cpu=cpu_note(found.plan.outline, found.plan.experts),
+            cpu=cpu_note(found.plan.outline, found.plan.placement, found.plan.experts),
             decode=PaceShown.of(found.decode),
             prefill=PaceShown.of(found.prefill),
             far=LongShown.of(far, work.settings) if far else None,

@@ -33,6 +33,7 @@ def weight_forms(stats: WeightStats, flow: Flow, seconds: float) -> list[str]:
             *([f"experts {stats.experts.hit_rate:.1%} on the device"] if stats.experts.asked else []),
             *([f"CPU {stats.experts.cpu_share:.1%} of the others"] if stats.experts.computed else []),
             *([f"foretold {right:.1%} right"] if stats.experts.foretold else []),
+            *([_by_cpu(stats)] if stats.shared else []),
             f"{took} (decode predicted {stats.predicted:.3g})" if stats.predicted else took,
         ]
     )
@@ -77,7 +78,8 @@ def summary(stats: WeightStats, seconds: float) -> str:
     took = f"{seconds / stats.passes:.3g} s each" if stats.passes else "none begun"
     predicted = f"decode predicted {stats.predicted:.3g}, " if stats.predicted else ""
     took = f"{took} ({predicted}bound by {stats.binding})"
-    return " | ".join([f"weights: {_homes(stats)}", passes, *_flows(stats, stats.flow(seconds)), took])
+    flows = [*_flows(stats, stats.flow(seconds)), *([_by_cpu(stats)] if stats.shared else [])]
+    return " | ".join([f"weights: {_homes(stats)}", passes, *flows, took])
 
 
 def expert_summary(stats: WeightStats) -> str:
@@ -138,6 +140,14 @@ def tier_summary(tiers: TierStats) -> str:
         if count
     ]
     return f"prefixes: {' | '.join(parts)}"
+
+
+def _by_cpu(stats: WeightStats) -> str:
+    """Return what the CPU computes where it rests, and in how many passes."""
+    return (
+        f"CPU {format_size(stats.by_cpu)} in {stats.shared:,} of {stats.passes:,} passes, "
+        f"{format_rate(stats.cpu_rate)}"
+    )
 
 
 def _homes(stats: WeightStats) -> str:

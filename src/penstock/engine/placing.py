@@ -15,6 +15,7 @@ from penstock.base.units import format_rate, format_size
 from penstock.engine import rooms
 from penstock.engine.contexts import LongRoom
 from penstock.engine.cpu import cpu_blocker, refusal
+from penstock.engine.cpu_rates import cpu_read
 from penstock.engine.hardware import read_hardware
 from penstock.engine.plan import BootPlan, Measured, Outline, plan_boot
 from penstock.memory.device import give_back
@@ -43,6 +44,7 @@ _LINK_SECONDS, _DISK_SECONDS = 0.4, 2.0
 """Seconds for which links and the disk are measured. Some disks take a while to reach their rate."""
 _MEASURED = 4 << 30
 """Bytes of weights for which a second of measuring is spent, if that is shorter."""
+_ROUNDED = "the CPU computes {}: its sums are rounded otherwise than the device's, so tokens may differ"
 _LEAST_READ = 16 << 20
 """Least bytes of memory to measure its rate with, however small the budget."""
 
@@ -144,6 +146,8 @@ def place(
         else 0.0,
         device_read=memory_read(device, most, min(longest, _LINK_SECONDS)),
     )
+    if find_rates(found, say):
+        rates = replace(rates, cpu_read=cpu_read(found, device, rates))
     give_back(device)
     read = f", disk {format_rate(rates.disk_to_host)}" if found.needs_disk else ""
     say(
@@ -153,6 +157,10 @@ def place(
     found = plan_boot(outline, replace(measured, rates=rates), override.limits)
     found = replace(found, experts=_with_compiled(found, say))
     placement, experts = found.placement, found.experts
+    if placement.cpu is not None:
+        say(_ROUNDED.format("feed-forwards"))
+    elif rates.cpu_read:
+        say("the CPU computes no feed-forwards, since the link is predicted to be as fast")
     if experts is None:
         say(f"weights: {placement}")
     else:
@@ -171,16 +179,29 @@ def _with_compiled(plan: BootPlan[LongRoom], say: Say) -> ExpertRoom | None:
     experts, config = plan.experts, plan.outline.settings
     if experts is None or config.cpu_compute == "off":
         return experts
-    why = cpu_blocker(plan.outline, experts) or find_library(config.cache.expanduser(), say)
+    why = cpu_blocker(plan.outline, plan.placement, experts) or find_library(config.cache.expanduser(), say)
     if not why:
-        say(
-            "the CPU computes experts: its sums are rounded otherwise than the device's, so tokens may differ"
-        )
+        say(_ROUNDED.format("experts"))
         return experts
     if config.cpu_compute == "on":
         raise refusal(why)
     say(f"the CPU computes no experts, since {why}")
     return replace(experts, cpu=None)
+
+
+def find_rates(plan: BootPlan[LongRoom], say: Say) -> bool:
+    """Tell whether the CPU's rate is to be measured, since it may compute feed-forwards; say why not, where
+    that was asked. Raises ConfigError if the CPU must compute."""
+    config, outline = plan.outline.settings, plan.outline
+    if config.cpu_compute == "off" or plan.experts is not None:
+        return False
+    why = cpu_blocker(outline, plan.placement, None) or find_library(config.cache.expanduser(), say)
+    if not why:
+        return True
+    if config.cpu_compute == "on":
+        raise refusal(why)
+    say(f"the CPU computes no feed-forwards, since {why}")
+    return False
 
 
 def source_of(model: Model, dtype: str) -> WeightSource:

@@ -297,7 +297,7 @@ def plan_boot(outline: Outline[Far], measured: Measured, given: WeightLimits | N
         placement, experts, needs_disk = solve_model(
             layouts, outline.spec.tied_embeddings, limits, measured.rates or USUAL, disk
         )
-    experts = with_cpu(outline, experts)
+    placement, experts = with_cpu(outline, placement, experts, limits, measured.rates or USUAL)
     taken = placement.resting(Tier.DEVICE) + placement.device_ring.size + (experts.device if experts else 0)
     budget = divide(outline.total, taken + beside + demand.draft_weights, demand)
     rest = _rest(placement, experts)

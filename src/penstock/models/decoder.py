@@ -218,6 +218,11 @@ class Decoder:
             return
         group = GroupId(GroupKind.FFN, layer)
         w = weights.take(group)
+        if w.elsewhere is not None:
+            x = residual.normed(w.vectors.get("norm"))
+            residual.add(w.elsewhere(x), w.vectors.get("norm_after"), spec.scale)
+            weights.release(group)
+            return
         if (kernels := _of_halves(spec, residual.x, w)) and residual.pass_half(
             partial(kernels.feed_forward, w, self.spec.norm_eps)
         ):

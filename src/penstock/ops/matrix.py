@@ -1,6 +1,6 @@
 """Holds a weight matrix as it rests in memory: the tensors that its storage format keeps of it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -55,9 +55,12 @@ class Matrix:
 class GroupViews:
     """A group of weights as `take` lends it: matrices, and norms and biases (`vectors`), have names.
 
-    addresses: where each tensor of the group begins, in the order of its layout.
+    addresses: where each tensor of the group begins, in the order of its layout. elsewhere: computes the
+    group, a feed-forward, where it rests: it takes normalised rows `[tokens, hidden]` and returns outputs.
+    There are no matrices then.
     """
 
     matrices: Mapping[str, Matrix]
     vectors: Mapping[str, Tensor]
     addresses: tuple[int, ...]
+    elsewhere: Callable[[Tensor], Tensor] | None = None

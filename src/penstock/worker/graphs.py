@@ -41,6 +41,7 @@ from penstock.memory.sending import read_into, seen_by
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import StateInputs, StepInputs, Weights
 from penstock.ops.attention.inputs import AttentionInputs, PlacedRun, Rows
+from penstock.ops.handover import MOST_TOKENS
 from penstock.ops.kernels import counting, pdl_launches
 from penstock.ops.matrix import GroupViews
 from penstock.ops.rope import RotaryAngles
@@ -214,6 +215,8 @@ class DecodeGraphs:
         self._step, self._weights = step, weights
         self._counts, self._runs = row_counts(rows), run_counts(step.spec, tokens)
         self._programs: dict[int, _Program] = {}
+        self._shared: dict[int, _Program] = {}
+        """Of passes that a CPU shares."""
         self._run_programs: dict[int, Callable[[], None]] = {}
         self._every: list[_Program] = []
         self._stream: torch.cuda.Stream | None = None
@@ -243,7 +246,10 @@ class DecodeGraphs:
         with torch.cuda.stream(stream), no_collection(), pdl_launches(early), counting(self._step.counters):
             for count in self._counts:
                 self._step.give((), count)
-                self._programs[count] = self._recorded(partial(self._step.compute, count), pool, stream)
+                compute = partial(self._step.compute, count)
+                self._programs[count] = self._recorded(compute, pool, stream)
+                if self._weights.shares and count <= MOST_TOKENS:
+                    self._shared[count] = self._recorded(compute, pool, stream, shared=True)
             for count in self._runs:
                 self._step.give_run(None, count)
                 compute = partial(self._step.compute_run, count)
@@ -262,12 +268,17 @@ class DecodeGraphs:
         self.seconds = perf_counter() - begin
 
     def _recorded(
-        self, compute: Callable[[Weights], None], pool: "_POOL_HANDLE", stream: torch.cuda.Stream
+        self,
+        compute: Callable[[Weights], None],
+        pool: "_POOL_HANDLE",
+        stream: torch.cuda.Stream,
+        *,
+        shared: bool = False,
     ) -> "_Program":
         # What is compiled, planned and allocated once is so before the recording.
-        compute(self._weights.standing())
+        compute(self._weights.standing(shared=shared))
         stream.synchronize()
-        program = _Program(pool, self._weights)
+        program = _Program(pool, self._weights, shared=shared)
         self._every.append(program)
         compute(program)
         program.end()
@@ -276,6 +287,7 @@ class DecodeGraphs:
     def close(self) -> None:
         """Release the recorded graphs, even if this object is still referenced: NCCL ends only after them."""
         self._programs.clear()
+        self._shared.clear()
         self._run_programs.clear()
         for program in self._every:
             program.close()
@@ -316,12 +328,15 @@ class DecodeGraphs:
         self._weights.begin_pass()
         if plan.runs:
             count = min(count for count in self._runs if count >= plan.tokens)
+            self._weights.turn(0)
             self._step.give_run(plan.shares[0], count)
             self._run_programs[count]()
         else:
             count = min(count for count in self._counts if count >= used)
+            programs = self._shared if self._weights.turn(count) else self._programs
             self._step.give(plan.shares, count)
-            self._programs[count].replay()
+            programs[count].replay()
+        self._weights.end_pass()
         return self._step.logits[:used], self._step.tokens[:used]
 
 
@@ -348,9 +363,9 @@ class _Program:
     all_stay = False
     """Each group is taken by itself, since the program is cut where one moves."""
 
-    def __init__(self, pool: "_POOL_HANDLE", weights: WeightStream) -> None:
-        """Recording begins, on the current stream."""
-        self._pool, self._weights, self._standing = pool, weights, weights.standing()
+    def __init__(self, pool: "_POOL_HANDLE", weights: WeightStream, *, shared: bool = False) -> None:
+        """Recording begins, on the current stream. shared: whether a CPU shares the pass."""
+        self._pool, self._weights, self._standing = pool, weights, weights.standing(shared=shared)
         self.experts = self._standing.experts
         self._acts: list[Callable[[], object]] = []
         self._released: list[GroupId] = []
@@ -369,7 +384,7 @@ class _Program:
         self._acts.append(self._graph.replay)
 
     def take(self, group: GroupId) -> GroupViews:
-        views, moves = self._standing.take(group), self._weights.moves(group)
+        views, moves = self._standing.take(group), self._standing.moves(group)
         if (
             moves or self._released
         ):  # What was released makes room for what comes next: it does not wait until that is taken.
@@ -382,7 +397,7 @@ class _Program:
 
     def release(self, group: GroupId) -> None:
         self._standing.release(group)
-        if self._weights.moves(group):
+        if self._standing.moves(group):
             self._released.append(group)
 
     def end(self) -> None:

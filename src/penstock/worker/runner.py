@@ -26,9 +26,10 @@ from penstock.step.plan import (
     Outcome,
     Plan,
     Result,
+    ShareKind,
     TokenLogprob,
 )
-from penstock.weights.streaming.cpu_experts import CpuExperts
+from penstock.weights.streaming.cpu_experts import CpuService
 from penstock.weights.streaming.snapshots import SlotSnapshots
 from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.graphs import DecodeGraphs, DecodeStep
@@ -70,8 +71,8 @@ class Runner:
         self._heap: Heap | None = None
         self._snapshots: SlotSnapshots | None = None
         """Takes what the device counts of experts, after a step."""
-        self._cpu: CpuExperts | None = None
-        """Knows whether the CPU has computed its experts of a step."""
+        self._cpu: CpuService | None = None
+        """Knows whether the CPU has computed its part of a step."""
         self._ended = 0.0
         """Time at which the last plan ended, by perf_counter."""
 
@@ -268,6 +269,9 @@ class Runner:
         weights, pool = model.weights, model.pool
         assert weights is not None, "run before attach, or after close"
         assert pool is not None
+        by_cpu = weights if isinstance(weights, WeightStream) and weights.shares else None
+        if by_cpu is not None:
+            by_cpu.turn(decode_rows(plan))
         self._transfer(plan)
         self._tell(model, plan, step, layers)
         prompts: list[list[TokenLogprob]] = [[] for _ in plan.shares]
@@ -289,6 +293,8 @@ class Runner:
                         following = share.next_prompt_tokens[start:end]
                         found += model.sampler.prompt_logprobs(part, share, following)
                     first += positions
+        if by_cpu is not None:
+            by_cpu.end_pass()
         return None if logits is None else model.sampler.sample(
             logits, [share for share in plan.shares if share.sample]
         ), prompts
@@ -318,6 +324,11 @@ class Runner:
             for layer in through
         ]
         model.carrier.begin(plan.orders, model.pool, step.sends, step.tiles, through, seen, step.readers)
+
+
+def decode_rows(plan: Plan) -> int:
+    """Return the rows of a step that decodes one token of each; 0 of any other."""
+    return len(plan.shares) if all(share.kind is ShareKind.DECODE for share in plan.shares) else 0
 
 
 @dataclass(frozen=True, slots=True)

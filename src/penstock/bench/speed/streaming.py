@@ -94,7 +94,8 @@ class Streaming:
         for `experts_per_pass`.
     experts_by_cpu: the share of the others that the CPU computed, with other roundings than the device; 0
         where it computes none.
-    cpu_rate: bytes a second of these that the CPU computed with, while it did.
+    cpu_rate: bytes a second of these, or of feed-forwards, that the CPU computed with, while it did.
+    passes_by_cpu: the share of passes in which the CPU computed feed-forwards, with other roundings.
     """
 
     resident: int
@@ -115,6 +116,7 @@ class Streaming:
     disk_rate: float = 0.0
     experts_by_cpu: float = 0.0
     cpu_rate: float = 0.0
+    passes_by_cpu: float = 0.0
 
     @classmethod
     def of(cls, booted: Booted, before: WeightStats, moved: tuple[float, float] | None = None) -> Self:
@@ -128,6 +130,9 @@ class Streaming:
             each = moved or ((now.copied - before.copied) / passes, (now.read - before.read) / passes)
             experts = max(each[0] - copied, 0.0) / room.mean if moved else None
             copied, read = round(each[0]), round(each[1])
+        since = now.since(before)
+        if since.shared and moved:
+            copied = round(moved[0])
         return cls(
             resident=now.device,
             host=now.host,
@@ -143,6 +148,8 @@ class Streaming:
             stalled_disk=now.stalled_disk - before.stalled_disk,
             peak_device=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
             experts_per_pass=experts,
+            cpu_rate=since.cpu_rate,
+            passes_by_cpu=since.shared / max(since.passes, 1),
         )
 
     def bound(self, arithmetic: Bound, passes: int = 1) -> Bound:
@@ -181,6 +188,12 @@ class Streaming:
             text = (
                 f"{self.experts_by_cpu:.1%} of the experts that the device lacked, at "
                 f"{format_rate(self.cpu_rate)} while it computed; sums are rounded otherwise"
+            )
+            rows.append(("computed by the CPU", text))
+        if self.passes_by_cpu:
+            text = (
+                f"feed-forwards in {self.passes_by_cpu:.1%} of the passes, at {format_rate(self.cpu_rate)} "
+                "while it computed; sums are rounded otherwise"
             )
             rows.append(("computed by the CPU", text))
         if self.predicted_ms:

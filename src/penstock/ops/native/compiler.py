@@ -29,6 +29,7 @@ SOURCES = tuple(
         "experts.c",
         "pool.c",
         "dots.c",
+        "tiles.c",
         "layers.c",
         "attention.c",
         "pointwise.c",

@@ -4,25 +4,18 @@
    Every code is decoded to its exact number in bfloat16. Scales that are powers of two change its exponent; others
    multiply the sum of a group. So weights are exact, and sums are float32; numbers below 2^-126 count as 0. */
 
-#include "layers.c"
-
-#if defined(__AVX512BF16__) && LANES == 16
-#define DOTS 1
-#else
-#define DOTS 0
-#endif
+#include "tiles.c"
 
 enum { DENSE = E4M3 + 1 }; /* A kind of matrix beside few_bits.c's: numbers of `scale_kind`. */
 #define HALF 8
 #define STRIP (2 * HALF) /* Rows of a matrix that are multiplied at a time: gates and ups, or any. */
-#define WIDE 8           /* Rows of x in a block, at most. */
+#define WIDE 16          /* Rows of x in a block, at most. */
 #define PANEL 512        /* Columns after which other rows of a strip have their turn: so x stays in the L1. */
-#define LEAD 16384       /* Bytes ahead that rows are fetched which are read from end to end. */
 
 /* ---- how numbers of x lie
 
    In vectors of as many columns as one instruction multiplies. A block of rows has a vector of each row, then
-   the next vector of each. */
+   the next vector of each. For tiles, it has two columns of each row, then the next two of each. */
 
 INLINE int dots(const struct matrix *m, int kind)
 {
@@ -56,15 +49,40 @@ INLINE int64_t lane_of(int kind, int64_t column)
     return column - k + n % 4 / 2 * 32 + n % 2 * 16 + 2 * i + n / 4;
 }
 
+/* How rows are multiplied with a matrix. */
+enum way { BY_FLOATS, BY_DOTS, BY_TILES };
+
+/* Where that number of row r lies in a block of so many rows. */
+INLINE int64_t place_of_lane(int way, int64_t lane, int rows, int r)
+{
+    return way == BY_TILES ? (lane / 2 * rows + r) * 2 + lane % 2 : (lane / 32 * rows + r) * 32 + lane % 32;
+}
+
 /* What a thread has of STRIP rows of a matrix. */
 struct strip {
     const uint8_t *codes[STRIP];
+    const uint8_t *next[2]; /* Each half of the strip that comes next: it is fetched while this one is multiplied. */
     const float *scale[STRIP], *zero[STRIP];
     const uint16_t *less[STRIP]; /* Of 32 columns each, what is subtracted from E2M1's numbers. */
     float *room, *groups;
     uint16_t *less_room;
     int64_t units;
+    int shaped; /* For how many rows of x tiles are. */
 };
+
+/* Have what is next fetched from `at` on, so many bytes, of a half of the strip that comes next. Bytes are asked for in
+   the order in which they lie: processors then read ahead of that, and have more under way than they can be asked for.
+   level: of caches, 3 for the nearest. */
+INLINE void fetch_into(const int level, const struct strip *s, int half, int64_t at, const int64_t bytes)
+{
+    for (int64_t line = 0; line < bytes; line += 64)
+        if (level == 3)
+            __builtin_prefetch(s->next[half] + at + line, 0, 3);
+        else
+            __builtin_prefetch(s->next[half] + at + line, 0, 2);
+}
+
+INLINE void fetch(const struct strip *s, int half, int64_t at, const int64_t bytes) { fetch_into(2, s, half, at, bytes); }
 
 /* ---- tiles of dot products */
 
@@ -190,8 +208,11 @@ INLINE void dot_rows(int kind, const struct matrix *m, const uint16_t *x, const 
     }
         int64_t run = first;
         for (; run + line <= end; run += line) {
-            UNROLL for (int w = 0; w < pair; w++)
-                __builtin_prefetch(codes[w] + bytes * run + LEAD, 0, 3);
+            int64_t at = first_row % HALF * m->row_bytes + pair * bytes * run;
+            if (columns_of(kind) == 64) /* The nearest cache has room for two strips. */
+                fetch_into(3, s, first_row / HALF, at, 64 * pair);
+            else
+                fetch(s, first_row / HALF, at, 64 * pair);
             UNROLL for (int i = 0; i < line; i++)
                 RUN(run + i)
         }
@@ -202,17 +223,16 @@ INLINE void dot_rows(int kind, const struct matrix *m, const uint16_t *x, const 
     }
 }
 
-/* A strip times a block of x: sums [STRIP, rows]. ahead: bytes to the next strip. Each number is added up in the order of
-   dot_rows. */
+/* A strip times a block of x: sums [STRIP, rows]. Each number is added up in the order of dot_rows. */
 INLINE void dot_tile(int kind, const int rows, const struct matrix *m, const uint16_t *x, const struct strip *s,
-                     int64_t ahead, float *sums)
+                     float *sums)
 {
     const int parts = columns_of(kind) / 32, after = kind == INT4 || kind == E4M3, bytes = kind == DENSE ? 64 : 32;
     const int together = rows == 8 ? 2 : 4; /* Rows of the matrix, with as many sums as there are registers. */
     int64_t runs = width_in(m) / columns_of(kind), each = after ? runs_at_once(kind, m, runs) : PANEL / columns_of(kind);
     int64_t group_runs = m->groups > 1 ? m->group / columns_of(kind) : runs;
     const __m512i base = numbers_of(kind);
-    __m512 all[STRIP * WIDE];
+    __m512 all[STRIP * 8];
     for (int i = 0; i < STRIP * rows; i++)
         all[i] = _mm512_setzero_ps();
     for (int w = 0; w < STRIP && rows == 1; w += pair_of(kind))
@@ -232,10 +252,10 @@ INLINE void dot_tile(int kind, const int rows, const struct matrix *m, const uin
             }
             for (int64_t run = first; run < end; run++, at += parts * rows * 32) {
                 decoded numbers[4];
-                UNROLL for (int w = 0; w < together; w++) {
+                UNROLL for (int w = 0; w < together; w++)
                     numbers[w] = decode_dots(kind, its[w], run, table[w], less[w]);
-                    __builtin_prefetch(its[w] + bytes * run + ahead, 0, 2);
-                }
+                fetch(s, w0 / HALF, (HALF * first + w0 % HALF * (end - first) + together * (run - first)) * bytes,
+                      together * bytes);
                 UNROLL for (int p = 0; p < parts; p++)
                     UNROLL for (int r = 0; r < rows; r++) {
                         __m512bh some = (__m512bh)_mm512_loadu_si512(at + (p * rows + r) * 32);
@@ -254,12 +274,11 @@ INLINE void dot_tile(int kind, const int rows, const struct matrix *m, const uin
         _mm512_storeu_ps(sums + i, sum_each(all + i));
 }
 
-typedef void dot_call(const struct matrix *, const uint16_t *, const struct strip *, int64_t, float *);
+typedef void dot_call(const struct matrix *, const uint16_t *, const struct strip *, float *);
 #define DOT(kind, rows)                                                                                        \
-    static void dot_##kind##_##rows(const struct matrix *m, const uint16_t *x, const struct strip *s,          \
-                                    int64_t ahead, float *sums)                                                \
+    static void dot_##kind##_##rows(const struct matrix *m, const uint16_t *x, const struct strip *s, float *sums) \
     {                                                                                                          \
-        dot_tile(kind, rows, m, x, s, ahead, sums);                                                            \
+        dot_tile(kind, rows, m, x, s, sums);                                                                   \
     }
 #define DOT_ROWS(kind) DOT(kind, 1) DOT(kind, 2) DOT(kind, 4) DOT(kind, 8)
 #define DOT_NAMES(kind) {dot_##kind##_1, dot_##kind##_2, dot_##kind##_4, dot_##kind##_8}
@@ -267,8 +286,19 @@ DOT_ROWS(INT4) DOT_ROWS(E2M1) DOT_ROWS(E4M3) DOT_ROWS(DENSE)
 static dot_call *const dot_tiles[5][4] = {[INT4] = DOT_NAMES(INT4), [E2M1] = DOT_NAMES(E2M1), [E4M3] = DOT_NAMES(E4M3),
                                           [DENSE] = DOT_NAMES(DENSE)};
 
-/* 32 numbers of a row and another 32, in the order of the first or second vector of a run. */
-static void arrange_row(int kind, const uint16_t *from, int64_t inner, int64_t rows, uint16_t *to)
+/* Numbers of a vector of row r, at its place in a block. */
+INLINE void place_vector(int way, __m512i numbers, int rows, int r, uint16_t *to)
+{
+    if (way == BY_DOTS) {
+        _mm512_storeu_si512(to + 32 * r, numbers);
+        return;
+    }
+    const __m512i pairs = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    _mm512_i32scatter_epi32(to + 2 * r, _mm512_mullo_epi32(pairs, _mm512_set1_epi32(rows)), numbers, 4);
+}
+
+/* Row r of a block of so many: of each run 32 numbers and another 32, in the order of its first or second vector. */
+static void arrange_row(int way, int kind, const uint16_t *from, int64_t inner, int rows, int r, uint16_t *to)
 {
     uint16_t places[2][32], some[64];
     int run = columns_of(kind);
@@ -283,9 +313,117 @@ static void arrange_row(int kind, const uint16_t *from, int64_t inner, int64_t r
             its = some;
         }
         __m512i low = _mm512_loadu_si512(its), high = run == 64 ? _mm512_loadu_si512(its + 32) : low;
-        _mm512_store_si512(to, _mm512_permutex2var_epi16(low, first, high));
+        place_vector(way, _mm512_permutex2var_epi16(low, first, high), rows, r, to);
         if (run == 64)
-            _mm512_store_si512(to + 32 * rows, _mm512_permutex2var_epi16(low, second, high));
+            place_vector(way, _mm512_permutex2var_epi16(low, second, high), rows, r, to + 32 * rows);
     }
 }
+
+#if TILES
+/* ---- tiles */
+
+#define SOME 4 /* Vectors of each row of a strip that are decoded at a time: twice as many are a quarter of the L1. */
+
+/* `count` runs of a strip from `first` on, all of one group, as tiles of [STRIP, 32]. */
+INLINE void decode_tiles(int kind, const struct strip *s, int64_t first, const int count, int64_t group, uint16_t *to)
+{
+    const int parts = columns_of(kind) / 32, bytes = kind == DENSE ? 64 : 32;
+    const __m512i base = numbers_of(kind);
+    fetch(s, 0, HALF * first * bytes, HALF * count * bytes);
+    fetch(s, 1, HALF * first * bytes, HALF * count * bytes);
+    UNROLL for (int w = 0; w < STRIP; w++) {
+        __m512i table = kind == INT4 ? numbers_less(s->zero[w][group]) : base;
+        UNROLL for (int run = 0; run < count; run++) {
+            decoded made = decode_dots(kind, s->codes[w], first + run, table, s->less[w]);
+            UNROLL for (int p = 0; p < parts; p++)
+                _mm512_store_si512(to + ((run * parts + p) * STRIP + w) * 32, made.part[p]);
+        }
+    }
+}
+
+/* The same of any few runs. */
+INLINE void decode_some(int kind, const struct strip *s, int64_t first, int64_t end, int64_t group, uint16_t *to)
+{
+    const int most = SOME * 32 / columns_of(kind);
+    if (end - first == most)
+        decode_tiles(kind, s, first, most, group, to);
+    else
+        for (; first < end; first++, to += STRIP * columns_of(kind))
+            decode_tiles(kind, s, first, 1, group, to);
+}
+
+/* The sums of both tiles [STRIP, rows], times the scales of a group if there are such, are added to `all`. */
+INLINE void end_group(const struct strip *s, int scaled, int64_t group, int rows, float *all)
+{
+    _Alignas(64) float found[2][STRIP * WIDE], scales[STRIP];
+    tile_store(SUMS, found[0], 4 * rows);
+    tile_store(SUMS + 1, found[1], 4 * rows);
+    tile_zero(SUMS);
+    tile_zero(SUMS + 1);
+    for (int w = 0; w < STRIP && scaled; w++)
+        scales[w] = s->scale[w][group];
+    __m512i row = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    row = _mm512_srlv_epi32(row, _mm512_set1_epi32(__builtin_ctz(rows)));
+    __m512 its = scaled ? v_load(scales) : v_all(1);
+    for (int i = 0; i < rows; i++) {
+        __m512 sum = v_add(v_load(found[0] + 16 * i), v_load(found[1] + 16 * i)), *to = (__m512 *)(all + 16 * i);
+        *to = v_fma(sum, _mm512_permutexvar_ps(row, its), *to);
+        row = _mm512_add_epi32(row, _mm512_set1_epi32(16 / rows));
+    }
+}
+
+/* A strip times a block of x, of 1, 2, 4, 8 or 16 rows: sums [STRIP, rows]. What is multiplied was decoded one step before:
+   tiles are loaded once it has left the processor's queue of stores. */
+INLINE void tile_strip(int kind, int rows, const struct matrix *m, const uint16_t *x, const struct strip *s, float *sums)
+{
+    const int parts = columns_of(kind) / 32, scaled = kind == INT4 || kind == E4M3;
+    int64_t runs = width_in(m) / columns_of(kind), group = scaled && m->groups > 1 ? m->group / columns_of(kind) : runs;
+    int64_t each = group < runs && group % (SOME / parts) ? 1 : SOME / parts;
+    _Alignas(64) uint16_t made[2][SOME * STRIP * 32];
+    _Alignas(64) float all[STRIP * WIDE];
+    memset(all, 0, STRIP * rows * sizeof *all);
+    tile_zero(SUMS);
+    tile_zero(SUMS + 1);
+    decode_some(kind, s, 0, each < runs ? each : runs, 0, made[0]);
+    for (int64_t first = 0, step = 0; first < runs; first += each, step++) {
+        int64_t end = first + each < runs ? first + each : runs;
+        decode_some(kind, s, end, end + each < runs ? end + each : runs, end / group, made[(step + 1) % 2]);
+        const uint16_t *of = made[step % 2];
+        for (int64_t vector = first * parts; vector < end * parts; vector++, of += STRIP * 32, x += rows * 32) {
+            if (vector % 2 == 0) {
+                tile_load(OF, of, 64);
+                tile_load(BY, x, 4 * rows);
+                tile_multiply(SUMS, OF, BY);
+            } else {
+                tile_load(OF + 1, of, 64);
+                tile_load(BY + 1, x, 4 * rows);
+                tile_multiply(SUMS + 1, OF + 1, BY + 1);
+            }
+        }
+        if (end == runs || end % group == 0)
+            end_group(s, scaled, first / group, rows, all);
+    }
+    memcpy(sums, all, STRIP * rows * sizeof *all);
+}
+
+#define TILE_STRIP(kind)                                                                                       \
+    static void tile_##kind(int rows, const struct matrix *m, const uint16_t *x, const struct strip *s,        \
+                            float *sums)                                                                       \
+    {                                                                                                          \
+        tile_strip(kind, rows, m, x, s, sums);                                                                 \
+    }
+typedef void tile_strip_call(int, const struct matrix *, const uint16_t *, const struct strip *, float *);
+TILE_STRIP(INT4) TILE_STRIP(E2M1) TILE_STRIP(E4M3) TILE_STRIP(DENSE)
+static tile_strip_call *const tile_strips[5] = {[INT4] = tile_INT4, [E2M1] = tile_E2M1, [E4M3] = tile_E4M3,
+                                                [DENSE] = tile_DENSE};
+
+/* Let tiles have the shapes of products with so many rows of x. */
+static void shape_tiles(int rows)
+{
+    struct shapes shapes = {.palette = 1};
+    for (int tile = 0; tile < 6; tile++)
+        shapes.rows[tile] = 16, shapes.bytes[tile] = (uint16_t)(tile / 2 * 2 == OF ? 64 : 4 * rows);
+    tile_shapes(&shapes);
+}
+#endif
 #endif

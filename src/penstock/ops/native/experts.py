@@ -1,8 +1,9 @@
 """Computes feed-forwards of many experts for few rows each, on a CPU, by the kernels in experts.c.
 
 The threads of a pool share the bytes of all experts evenly, since reading them is what takes time.
-Activations in bfloat16 are multiplied by dot products where the processor has them. Weights are exact and
-sums are float32. So results are those of kernels for GPUs but for the order of sums, and what that rounds.
+Activations in bfloat16 are multiplied by dot products where the processor has them, and by tiles of them
+where a pool may use these. Weights are exact and sums are float32. So results are those of kernels for GPUs
+but for the order of sums, and what that rounds.
 """
 
 import ctypes
@@ -50,14 +51,23 @@ class ActivationNumbers(ctypes.Structure):
 class ThreadPool:
     """A pool has threads that compute feed-forwards together with the caller, one call at a time."""
 
-    def __init__(self, threads: int) -> None:
-        """Start the threads. They sleep while there is nothing to do. Raises MemoryError."""
+    def __init__(self, threads: int, tiles: bool = False) -> None:
+        """Start the threads. They sleep while there is nothing to do. Raises MemoryError.
+
+        tiles: whether experts of several rows may be multiplied by tiles (AMX), which are faster, but sum in
+            another order: a row's output then depends on how many rows its expert has.
+        """
         found = library()
         assert found is not None, "takes() says whether there are kernels"
         self._library, self._lock = found, Lock()
-        self._pool: int | None = found.pool_open(threads)
+        self._pool: int | None = found.pool_open(threads, tiles)
         if not self._pool:
             raise MemoryError("no memory for a pool of threads")
+
+    @property
+    def by_tiles(self) -> bool:
+        """Tell whether this processor and this process have tiles, and the pool uses them."""
+        return bool(self._library.experts_by_tiles(self._pool))
 
     def close(self) -> None:
         """End the threads. Nothing is computed from now on."""
@@ -127,7 +137,8 @@ _shared = _Shared()
 
 
 def shared_pool() -> ThreadPool:
-    """Return this process's pool, with as many threads as torch computes with. Raises MemoryError."""
+    """Return this process's pool, with as many threads as torch computes with. It uses no tiles: a row's
+    output does not depend on the others. Raises MemoryError."""
     wanted = os.getpid(), torch.get_num_threads()
     with _shared.lock:
         if _shared.pool is None or _shared.made_for != wanted:

@@ -86,7 +86,7 @@ class FewBitsLibrary:
         self.attend_rows = library.attend_rows
         self.attend_rows.argtypes, self.attend_rows.restype = [pointer, whole, pointer], None
         self.pool_open, self.pool_close = library.pool_open, library.pool_close
-        self.pool_open.argtypes, self.pool_open.restype = [whole], pointer
+        self.pool_open.argtypes, self.pool_open.restype = [whole, whole], pointer
         self.pool_close.argtypes, self.pool_close.restype = [pointer], None
         self.experts_feed_forward, self.experts_by_dots = (
             library.experts_feed_forward,
@@ -96,6 +96,8 @@ class FewBitsLibrary:
             pointer, number, whole, pointer, number, pointer, pointer, number, pointer, pointer,
         ]  # fmt: skip
         self.experts_by_dots.argtypes = [pointer, whole]
+        self.experts_by_tiles = library.experts_by_tiles
+        self.experts_by_tiles.argtypes = [pointer]
         self.service_open, self.service_close = library.service_open, library.service_close
         self.service_open.argtypes, self.service_open.restype = [pointer], pointer
         self.service_close.argtypes, self.service_close.restype = [pointer], None

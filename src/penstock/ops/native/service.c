@@ -143,7 +143,7 @@ struct service *service_open(const struct service *given)
     if (!s)
         return 0;
     *s = *given, s->stop = 0;
-    if (!(s->pool = pool_open(s->threads))) {
+    if (!(s->pool = pool_open(s->threads, 1))) {
         free(s);
         return 0;
     }

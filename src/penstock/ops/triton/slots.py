@@ -409,18 +409,8 @@ def foretell(arrays: SlotArrays, scores: Tensor, most: int, padding: Tensor | No
     early = uses_pdl()
     assert scores.stride(1) == 1, scores.stride()
     _foretell[(1,)](
-        scores,
-        scores if padding is None else padding,
-        arrays.slot_of,
-        arrays.counts,
-        arrays.now,
-        arrays.turn,
-        arrays.told,
-        arrays.done,
-        tokens,
-        most,
-        arrays.number * experts,
-        scores.stride(0),
+        scores, scores if padding is None else padding, arrays.slot_of, arrays.counts, arrays.now,
+        arrays.turn, arrays.told, arrays.done, tokens, most, arrays.number * experts, scores.stride(0),
         EXPERTS=experts,
         COLS=triton.next_power_of_2(experts),
         PADDED=padding is not None,
@@ -431,7 +421,7 @@ def foretell(arrays: SlotArrays, scores: Tensor, most: int, padding: Tensor | No
         EARLY=early,
         num_warps=4,
         **pdl_launch_options(early),
-    )
+    )  # fmt: skip
 
 
 def fetch_ahead(arrays: SlotArrays, places: Places, host: int) -> None:

@@ -305,6 +305,7 @@ def _of_weights(stats: WeightStats) -> Sequence[Metric]:
         ),
         _counter("weights_read_bytes", "Bytes of weights that were read from disk.", stats.read),
         _counter("weights_stalled_seconds", "Time that arithmetic waited for weights.", waits, "cause"),
+        _counter("weights_cpu_passes", "Passes in which the CPU computes feed-forwards.", stats.shared),
         _counter(
             "experts_asked",
             "Experts that layers were asked for, where not all rest on the device, by whether it had them.",

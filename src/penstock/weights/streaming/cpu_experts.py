@@ -41,8 +41,11 @@ LIMIT_LOOKS = 4_000
 """The same where the device has no clock: the interpreter looks every 10 us or so."""
 
 
-class CpuExperts:
-    """Gives experts to the CPU, and takes their outputs."""
+class CpuService:
+    """A CpuService has the CPU compute groups where they rest, as kernels of the device ask for them."""
+
+    what = "experts"
+    """The groups, for messages."""
 
     def __init__(
         self,
@@ -57,13 +60,12 @@ class CpuExperts:
         """Begin to serve. firsts: the first expert of each layer, in host memory; the others of the layer lie
         behind it, `size` bytes each. threads: that compute; by default one less than torch has, for Python.
         Raises ConfigError for experts that kernels do not take, DeviceError and MemoryError."""
-        most, rows = min(experts, MOST_TOKENS * work.top_k), MOST_TOKENS * work.top_k
+        self._most, rows = min(experts, MOST_TOKENS * work.top_k), MOST_TOKENS * work.top_k
         self._compute, self._device = compute, device
         self._arena = Arena(
-            HandoverBox.bytes_of(most, rows, work.hidden), torch.device("cpu"), pinned_for=device
+            HandoverBox.bytes_of(self._most, rows, work.hidden), torch.device("cpu"), pinned_for=device
         )
-        box = HandoverBox(self._arena.bytes, most, rows, work.hidden, getattr(torch, work.dtype))
-        self._shares = [CpuShares(experts, most, work.always) for _ in range(CLASSES)]
+        box = HandoverBox(self._arena.bytes, self._most, rows, work.hidden, getattr(torch, work.dtype))
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -81,28 +83,13 @@ class CpuExperts:
         )
         if not all(takes(box.x, first) for first in firsts):
             raise ConfigError(
-                "cpu_compute is not off, but experts are not laid out as kernels for a CPU read them; "
+                f"cpu_compute is not off, but {self.what} are not laid out as kernels for a CPU read them; "
                 "leave cpu_compute out"
             )
         layers = list(zip(firsts, work.activations, strict=True))
         self.service = ExpertService(
             box, layers, experts, size, threads or max(torch.get_num_threads() - 1, 1)
         )
-        self._passes = 0
-        self._coming: tuple[Tensor, Ticket] | None = None
-        """Times on their way to the host."""
-        self._seen = np.zeros(self.handover.times.shape, np.int64), np.zeros_like(self.service.took)
-        """Times of device and CPU at the last review."""
-        self._send()
-
-    def takes(self, rows: StepRows | None) -> bool:
-        """Tell whether the CPU may compute experts of such a step."""
-        return rows is not None and len(rows.x) <= MOST_TOKENS
-
-    def shares(self, tokens: int) -> Tensor:
-        """Return of so many missing experts how many the CPU takes, int32 `[experts + 1]` on the device, in
-        steps of so many tokens: the same tensor for all recorded steps."""
-        return self.handover.shares[class_of(tokens)]
 
     def give(self, rows: StepRows, pairs: Tensor, layer: int, parts: ExpertParts) -> None:
         """Queue what asks the CPU for its experts of a layer."""
@@ -121,6 +108,64 @@ class CpuExperts:
         kernels = triton_kernels("handover")
         assert kernels is not None, "parts() says whether there are kernels"
         kernels.wait(self.handover, parts, self.handover.times[CLASSES])
+
+    @property
+    def worked(self) -> float:
+        """Return the seconds in which the CPU has computed."""
+        return float(self.service.took[..., 1].sum()) / 1e9
+
+    def check(self) -> None:
+        """Raise DeviceError if the CPU has not computed what it was asked for: tokens then mean nothing."""
+        failed = self.service.failed
+        if failed or int(self.handover.box.over[0]):
+            why = failed or "it did not answer in time"
+            raise DeviceError(
+                f"the CPU has not computed its share of {self.what} ({why}); restart penstock, with "
+                "cpu_compute=off if it happens again"
+            )
+
+    def close(self) -> None:
+        """Let go what waits on the device, and end the thread. A second call does nothing."""
+        self.handover.box.over.fill_(1)
+        self.service.close()
+
+    def free(self) -> None:
+        """Free the memory that both sides see, after `close`."""
+        self._compute.mark().wait()
+        self._arena.close()
+
+
+class CpuExperts(CpuService):
+    """Gives experts to the CPU, and takes their outputs."""
+
+    def __init__(
+        self,
+        work: CpuWork,
+        firsts: Sequence[GroupViews],
+        experts: int,
+        size: int,
+        device: torch.device,
+        compute: Stream,
+        threads: int = 0,
+    ) -> None:
+        """Begin to serve, as of CpuService, with shares that are measured."""
+        super().__init__(work, firsts, experts, size, device, compute, threads)
+        self._shares = [CpuShares(experts, self._most, work.always) for _ in range(CLASSES)]
+        self._passes = 0
+        self._coming: tuple[Tensor, Ticket] | None = None
+        """Times on their way to the host."""
+        self._seen = np.zeros(self.handover.times.shape, np.int64), np.zeros_like(self.service.took)
+        """Times of device and CPU at the last review."""
+        self._send()
+
+    def takes(self, rows: StepRows | None) -> bool:
+        """Tell whether the CPU may compute experts of such a step."""
+        return rows is not None and len(rows.x) <= MOST_TOKENS
+
+    def shares(self, tokens: int) -> Tensor:
+        """Return of so many missing experts how many the CPU takes, int32 `[experts + 1]` on the device, in
+        steps of so many tokens: the same tensor for all recorded steps."""
+        return self.handover.shares[class_of(tokens)]
 
     def begin_pass(self) -> None:
         """Note that a pass begins, and now and then correct the shares. The host waits for nothing."""
@@ -146,31 +191,6 @@ class CpuExperts:
     def known_shares(self, tokens: int) -> Sequence[int]:
         """Return the shares of steps of so many tokens, as the host knows them."""
         return self._shares[class_of(tokens)].shares
-
-    @property
-    def worked(self) -> float:
-        """Return the seconds in which the CPU has computed experts."""
-        return float(self.service.took[..., 1].sum()) / 1e9
-
-    def check(self) -> None:
-        """Raise DeviceError if the CPU has not computed what it was asked for: tokens then mean nothing."""
-        failed = self.service.failed
-        if failed or int(self.handover.box.over[0]):
-            why = failed or "it did not answer in time"
-            raise DeviceError(
-                f"the CPU has not computed its share of experts ({why}); restart penstock, with "
-                "cpu_compute=off if it happens again"
-            )
-
-    def close(self) -> None:
-        """Let go what waits on the device, and end the thread. A second call does nothing."""
-        self.handover.box.over.fill_(1)
-        self.service.close()
-
-    def free(self) -> None:
-        """Free the memory that both sides see, after `close`."""
-        self._compute.mark().wait()
-        self._arena.close()
 
     def _review(self, times: Tensor) -> None:
         now, took = times.numpy(), self.service.took.copy()

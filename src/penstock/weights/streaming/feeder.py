@@ -21,14 +21,21 @@ order of the visits, on the one copy stream. Each byte is protected five times:
 Visits that are not taken (a pass was broken off) count as released; what of them has not been moved yet stays
 where it is, but its waits are kept, since those of later copies build on them.
 
+Feeders that read nothing from DISK may share a ring, each with an order of its own. Such a feeder copies only
+when the thread that computes takes and releases, so those that are not taken from do nothing. The one whose
+turn comes begins anew, with the first run of its order, and its first copy is behind a mark on the compute
+stream: so who used what another one brought is done. Copies of others that are under way are in front of it
+on the same copy stream.
+
 An interrupt can strike the thread that computes between any two instructions, so progress is committed by
 single assignments (`_place`, `_cursor`, `_released`), after everything that they promise. What is done again
 for being interrupted before them does no harm.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from time import perf_counter
 
 import torch
@@ -76,9 +83,11 @@ class Feeder:
         compute: Stream,
         waits: StreamWaits,
         device: torch.device,
+        *,
+        begins: bool = True,
     ) -> None:
-        """Start to fill the ring. runs: the names of what passes through the ring in a pass, in order;
-        segments: for each run, how it is brought there."""
+        """Start to fill the ring, unless that is left for `go_on`. runs: the names of what passes through the
+        ring in a pass, in order; segments: for each run, how it is brought there."""
         self._runs, self._segments, self._pieces = runs, segments, pieces
         self._copies, self._compute, self._waits = copies, compute, waits
         self._lock = threading.RLock()
@@ -126,12 +135,26 @@ class Feeder:
             )
             for lane in range(min(READERS, slots))
         ]
-        with self._lock:
-            self._advance()
+        if begins:
+            with self._lock:
+                self._advance()
         for thread in self._threads:
             thread.start()
 
     # ---- the thread that computes
+
+    def go_on(self) -> None:
+        """Fill the ring from the first run on, behind all that the compute stream was given until now.
+
+        Another feeder may have had the ring. What is in use is given up.
+        """
+        assert not self._pieces, "what reads from disk has a ring of its own"
+        with self._lock:
+            count, queued = len(self._runs), self._place[0] + (self._place[1] > 0)
+            begin = -(-max(self._cursor, self._released, queued) // count) * count
+            self._copies.wait(self._compute.mark())
+            self._pass_over(begin)
+            self._advance()
 
     def take(self, run: int) -> None:
         """Let what the compute stream does from now on find the run in the ring, until it is released. Raises
@@ -322,3 +345,9 @@ class Feeder:
             self._tell()
         for thread in self._threads:
             thread.join()
+
+
+def spans(size: int, cuts: "Sequence[int] | Mapping[int, int]") -> list[tuple[int, int]]:
+    """Return the parts between `cuts`, those of them that lie within `size` bytes."""
+    bounds = sorted({0, size, *(cut for cut in cuts if 0 < cut < size)})
+    return list(pairwise(bounds))

@@ -69,6 +69,27 @@ class WeightLimits:
     device_ring: int | None = None
     copies: bool = False
     """The device decides which experts it has copies of, where HOST has room for all of them."""
+    first: frozenset[GroupId] = frozenset()
+    """Groups that stay on DEVICE before all others; none: those with which a pass is shortest."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPass:
+    """CpuPass describes passes of few decode rows in which a CPU computes some feed-forwards where they rest
+    on HOST.
+
+    groups: these feed-forwards, in the order of a pass. ring: through which the other groups stream, in the
+    memory of the ring of other passes. predictions: of such a pass, by class of rows. always: whether all
+    steps of few decode rows are such passes; else measurements say which. hidden: numbers of a row. dtype: of
+    rows.
+    """
+
+    groups: tuple[GroupId, ...]
+    ring: RingLayout
+    predictions: tuple[Prediction, ...]
+    always: bool
+    hidden: int
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +104,8 @@ class Placement:
     prediction: Prediction
     piece: int = PIECE
     """Bytes of a slot of the host ring."""
+    cpu: CpuPass | None = None
+    """Passes in which a CPU computes some of the groups, beside those of which the rest speaks."""
 
     @property
     def everything_resident(self) -> bool:
@@ -111,12 +134,19 @@ class Placement:
             )
         device, host, disk = (format_size(self.resting(tier)) for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK))
         busy, seconds = self.prediction.busy, self.prediction.seconds
+        by_cpu = ""
+        if self.cpu is not None:
+            its = self.cpu.predictions[0].seconds
+            by_cpu = (
+                f"; a pass of one decode row takes {its:.3g} s where the CPU computes "
+                f"{len(self.cpu.groups)} feed-forwards{'' if self.cpu.always else ', if it is faster'}"
+            )
         return (
             f"device {device} + ring {format_size(self.device_ring.size)}, "
             f"host {host} + ring {format_size(self.host_ring.size)}, disk {disk}; "
             f"a pass copies {format_size(self.streamed)} and reads {format_size(self.read)} in "
             f"{seconds:.3g} s, "
-            f"bound by {self.prediction.binding} ({busy[self.prediction.binding] / seconds:.1%} busy)"
+            f"bound by {self.prediction.binding} ({busy[self.prediction.binding] / seconds:.1%} busy){by_cpu}"
         )
 
 

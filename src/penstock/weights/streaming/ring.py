@@ -30,12 +30,14 @@ class Link(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StreamRates:
-    """Holds measured bytes per second: pinned HOST to DEVICE, DISK to HOST (0 without a disk), and what
-    arithmetic reads from DEVICE memory."""
+    """Holds measured bytes per second: pinned HOST to DEVICE, DISK to HOST (0 without a disk), what
+    arithmetic reads from DEVICE memory, and what a CPU that computes feed-forwards reads of them on HOST, by
+    class of rows (empty where none does)."""
 
     host_to_device: float
     disk_to_host: float
     device_read: float
+    cpu_read: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,7 @@ HOST_EXPERT_RING = 8
 HOST, so that half of them are there for what is read ahead."""
 _SMALL_PART = 8
 EFFORT = 5_000
-"""Uses simulated before the best placement found so far is good enough. Models of up to a few dozen groups
-are searched to the end."""
+"""Uses simulated before the best placement found so far will do. Models of a few dozen groups end before."""
 
 
 def solve(
@@ -123,8 +122,7 @@ def solve_mixture(
     """Return a placement for `uses`, the groups that every pass needs, and what is then left for `experts`
     groups of `size` bytes each.
 
-    The former come first on every tier: they are needed in each pass, an expert only now and then. Raises
-    BudgetError.
+    The former come first on every tier: every pass needs them, but few need an expert. Raises BudgetError.
     """
     uses = tuple(uses)
     dense = sum({use.id: use.size for use in uses}.values())
@@ -252,6 +250,8 @@ class _PlacementSearch:
     def _bases(self) -> list[set[int]]:
         """Return what may be kept before all others: groups that one ring would have to be wider for, small
         ones, and those used several times."""
+        if first := self.limits.first:
+            return [{group for group, id in enumerate(self.ids) if id in first}]
         common = max((size for size, count in Counter(self.sizes).items() if count > 2), default=self.largest)
         small = {group for group, size in enumerate(self.sizes) if size * SMALL <= self.largest}
         several = {group for group, times in enumerate(self.times) if times > 1}

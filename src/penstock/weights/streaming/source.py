@@ -2,6 +2,7 @@
 matters."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -126,6 +127,11 @@ class RandomSource:
     def _numbers(self, dtype: str, among: range | None) -> np.ndarray[Any, Any]:
         with self._one_at_a_time:  # The cache alone lets every thread that asks make its own.
             return random_numbers(dtype, self._seed, self._std, among)
+
+
+def reading(source: WeightSource, layout: GroupLayout, start: int) -> Callable[[Tensor, bool], None]:
+    """Return what fills a piece of the host ring, from byte `start` of the group on."""
+    return lambda into, check: source.read(layout, start, into, check)
 
 
 @lru_cache(maxsize=16)

@@ -2,9 +2,7 @@
 the device or streams to it."""
 
 import weakref
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,16 +16,18 @@ from penstock.memory.arena import Arena
 from penstock.memory.link import LumpStream, streams_of
 from penstock.memory.streams import CallerStream, CudaStream, Stream, Ticket
 from penstock.ops.matrix import GroupViews
-from penstock.weights.streaming.cpu_experts import CpuExperts
+from penstock.weights.streaming.cpu_dense import CpuFeedForwards
+from penstock.weights.streaming.cpu_experts import CpuExperts, CpuService
 from penstock.weights.streaming.experts import Experts
-from penstock.weights.streaming.feeder import Feeder, Piece, RingCopy
+from penstock.weights.streaming.feeder import Feeder, Piece, RingCopy, spans
 from penstock.weights.streaming.lending import ExpertStream
 from penstock.weights.streaming.loading import LOADERS, Loading, counted, load
+from penstock.weights.streaming.orders import PassTurns, RingOrder, ring_order, turns_of
 from penstock.weights.streaming.residency import ExpertRoom, Placement, piece_of
-from penstock.weights.streaming.ring import Link, RingRun, StreamRates
+from penstock.weights.streaming.ring import Link, RingLayout, RingRun, StreamRates
 from penstock.weights.streaming.slotted import SlotExperts
 from penstock.weights.streaming.snapshots import SlotSnapshots
-from penstock.weights.streaming.source import Sources, WeightSource
+from penstock.weights.streaming.source import Sources, reading
 from penstock.weights.streaming.views import Standing, StillExperts, group_views, next_run
 from penstock.weights.streaming.waits import StreamWaits
 
@@ -74,8 +74,9 @@ class WeightStream:
         self._waits = StreamWaits(trace)
         self._moving: list[Feeder | Experts] = []
         self.experts: StillExperts | ExpertStream | None = None
-        self.cpu: CpuExperts | None = None
-        """What has the CPU compute some of the experts."""
+        self.cpu: CpuService | None = None
+        """What has the CPU compute some of the experts, or of the feed-forwards."""
+        self._by_cpu: CpuFeedForwards | None = None
         beside = [self._streams[0]]
         mixtures = mixture_layouts(layouts)
         if experts is not None:
@@ -100,25 +101,23 @@ class WeightStream:
                 if experts.copies:
                     beside.append(_link(device, self._streams[1]))
                     by_device = beside[1], self._streams[1]
-                    self.cpu = _cpu(experts, those, host, device, by_device[1])
-                    self.experts = SlotExperts(those, mixtures, slots, memory, host, by_device, cpu=self.cpu)
+                    self.cpu = cpu = _cpu(experts, those, host, device, by_device[1])
+                    self.experts = SlotExperts(those, mixtures, slots, memory, host, by_device, cpu=cpu)
                 else:
                     self.experts = ExpertStream(those, mixtures, slots, device)
                 if placement.everything_resident:
                     self.experts.look_ahead()
-        self._views = {id: group_views(self._layouts[id], place) for id, place in resident.items()}
+        views = {id: group_views(self._layouts[id], place) for id, place in resident.items()}
         if mixtures and self.experts is None:
-            self.experts = StillExperts(self._views.__getitem__, mixtures, device)
-        self._in_ring = [
-            group_views(self._layouts[self._id(run)], self._arena.bytes[run.offset :]) for run in ring.runs
-        ]
-        self._runs_of: dict[GroupId, list[int]] = {}
-        for index, run in enumerate(ring.runs):
-            self._runs_of.setdefault(self._id(run), []).append(index)
-        self._sooner = _before_mixers(placement)
-        self._feeder: Feeder | None = None
+            self.experts = StillExperts(views.__getitem__, mixtures, device)
+        if placement.cpu is not None:
+            at_rest = {id: group_views(self._layouts[id], self._homes[id]) for id in placement.cpu.groups}
+            self.cpu = self._by_cpu = CpuFeedForwards(placement.cpu, at_rest, device, self._streams[1])
         self._next = 0
         """Where in the ring's order the next use is looked for."""
+        self._lend(self._order(ring, views))
+        self._turning: PassTurns | None = None
+        """Decides which passes the CPU shares."""
         self._passes = 0
         # What is freed on a CUDA device is given away only behind all that was launched before.
         compute = self._streams[1] if device.type == "cpu" else None
@@ -162,8 +161,24 @@ class WeightStream:
         if isinstance(self.experts, SlotExperts):
             self.experts.fill()
         if self.placement.device_ring.runs:
-            self._feeder = self._feed()
-            self._moving.append(self._feeder)
+            streamed = self._order(self.placement.device_ring, self._views, self._feed())
+            self._lend(streamed)
+            if self._by_cpu is not None and self.placement.cpu is not None:
+                of = self.placement.cpu
+                shared = self._order(of.ring, {**self._views, **self._by_cpu.views()}, self._feed(of.ring))
+                turns = turns_of(self.placement, self.rates)
+                self._turning = PassTurns(streamed, shared, turns, self._streams[1])
+
+    def _order(
+        self, ring: RingLayout, views: Mapping[GroupId, GroupViews], feeder: Feeder | None = None
+    ) -> RingOrder:
+        """Return the order of passes with this ring. views: of groups that do not move in them."""
+        return ring_order(self.placement.uses, ring, self._layouts, self._arena.bytes, views, feeder)
+
+    def _lend(self, order: RingOrder) -> None:
+        """Lend groups in this order from now on."""
+        self._views, self._in_ring, self._runs_of = order.views, order.in_ring, order.runs_of
+        self._sooner, self._feeder, self._next = order.sooner, order.feeder, 0
 
     def _check_corrections(self) -> None:
         """Raise CheckpointError for a router that chooses by what are no numbers: nothing else would show
@@ -208,6 +223,30 @@ class WeightStream:
         if isinstance(self.experts, SlotExperts):
             self.experts.begin_recorded()
 
+    def turn(self, rows: int) -> bool:
+        """Choose the kind of the next pass, and return whether the CPU shares it. rows: of a step that
+        decodes one token each; 0 for any other step. To be called before each pass, where `shares`."""
+        turning = self._turning
+        if turning is None:
+            return False
+        # An interrupt may come at any time, so what is lent is known only when all is done.
+        if (order := turning.choose(rows)) is not turning.lent:
+            turning.change(order)
+            self._lend(order)
+            turning.lent = order
+        turning.begin(rows)
+        return order is turning.shared
+
+    def end_pass(self) -> None:
+        """Note that all of a pass has been queued."""
+        if self._turning is not None:
+            self._turning.end()
+
+    @property
+    def shares(self) -> bool:
+        """Tell whether the CPU may share passes of few decode rows."""
+        return self._by_cpu is not None
+
     def share_link(self, shared: bool) -> None:
         """Say whether copies of others come between the parts of large ones from now on."""
         if isinstance(self._streams[0], LumpStream):
@@ -234,10 +273,13 @@ class WeightStream:
         """Tell whether all experts of all layers are on the device for good."""
         return not isinstance(self.experts, ExpertStream)
 
-    def standing(self) -> Standing:
+    def standing(self, *, shared: bool = False) -> Standing:
         """Return what lends the places where groups are lent in a pass, without their being there. All
-        experts rest, or the device decides about them."""
+        experts rest, or the device decides about them. shared: whether the CPU shares the pass."""
         experts = self.experts
+        if self._turning is not None:
+            order = self._turning.shared if shared else self._turning.streamed
+            return Standing(order.views, order.runs_of, order.in_ring, None)
         if isinstance(experts, SlotExperts):
             return Standing(self._views, self._runs_of, self._in_ring, experts.recorded())
         assert not isinstance(experts, ExpertStream), "experts that stream have no places of their own"
@@ -269,14 +311,14 @@ class WeightStream:
             disk=on_disk,
             device_ring=placement.device_ring.size + (room.beside(Tier.DEVICE) if room else 0),
             host_ring=placement.host_ring.size + (room.beside(Tier.HOST) if room else 0),
-            passes=self._passes,
-            copied=(self._feeder.copied_bytes if self._feeder else 0) + experts.copied,
+            passes=self._turning.passes if self._turning else self._passes,
+            copied=sum(one.copied_bytes for one in moving if isinstance(one, Feeder)) + experts.copied,
             read=sum(one.read_bytes for one in moving),
             stalled_link=stalled - disk,
             stalled_disk=disk,
             link_rate=rates.host_to_device if rates else 0.0,
             disk_rate=rates.disk_to_host if rates and on_disk else 0.0,
-            predicted=placement.prediction.seconds
+            predicted=(self._turning.predicted if self._turning else placement.prediction.seconds)
             if rates and self.experts_rest
             else 0.0,  # It is not known which experts will be chosen.
             binding=placement.prediction.binding
@@ -285,6 +327,9 @@ class WeightStream:
             if room.on_disk
             else Link.LINK,
             experts=experts,
+            by_cpu=self._by_cpu.bytes if self._by_cpu else 0,
+            shared=self._turning.passes_shared if self._turning else 0,
+            worked=self._by_cpu.worked if self._by_cpu else 0.0,
         )
 
     def close(self) -> None:
@@ -295,8 +340,9 @@ class WeightStream:
     def _id(self, run: RingRun) -> GroupId:
         return self.placement.uses[run.use].id
 
-    def _feed(self) -> Feeder:
-        ring, host_ring = self.placement.device_ring, self.placement.host_ring
+    def _feed(self, shared: RingLayout | None = None) -> Feeder:
+        """Return what fills the ring in passes in which all groups stream, or in `shared` ones."""
+        ring, host_ring = shared or self.placement.device_ring, self.placement.host_ring
         pieces, of_use = list[Piece](), dict[int, list[tuple[RingRun, int]]]()
         for number, piece in enumerate(host_ring.runs):
             layout = self._layouts[self._id(piece)]
@@ -307,7 +353,7 @@ class WeightStream:
                     name,
                     piece.offset // self.placement.piece,
                     into,
-                    _reading(self._sources.streamed, layout, piece.start),
+                    reading(self._sources.streamed, layout, piece.start),
                 )
             )
             of_use.setdefault(piece.use, []).append((piece, number))
@@ -320,14 +366,14 @@ class WeightStream:
                 segments.append(
                     [
                         RingCopy(target[a:b], home[a:b], cuts.get(a), None, False)
-                        for a, b in _spans(run.size, cuts)
+                        for a, b in spans(run.size, cuts)
                     ]
                 )
                 continue
             own = list[RingCopy]()
             for piece, number in of_use[run.use]:
                 slot, first = self._slots[piece.offset : piece.offset + piece.size], piece.start
-                for a, b in _spans(piece.size, [at - first for at in cuts]):
+                for a, b in spans(piece.size, [at - first for at in cuts]):
                     own.append(
                         RingCopy(
                             target[first + a : first + b],
@@ -339,22 +385,22 @@ class WeightStream:
                     )
             segments.append(own)
         names = [str(self._id(run)) for run in ring.runs]
-        return Feeder(names, segments, pieces, *self._streams, waits=self._waits, device=self._device)
+        feeder = Feeder(
+            names,
+            segments,
+            pieces,
+            *self._streams,
+            waits=self._waits,
+            device=self._device,
+            begins=shared is None,
+        )
+        self._moving.append(feeder)
+        return feeder
 
 
 def _link(device: torch.device, compute: Stream) -> Stream:
     """Return a stream for kernels that fetch, with the clock of `compute`. Interpreted ones fetch at once."""
     return CudaStream(device, clock=compute.clock) if isinstance(compute, CudaStream) else CallerStream()
-
-
-def _before_mixers(placement: Placement) -> dict[int, int]:
-    """Return by layer the last run of the ring that is needed when its mixer begins."""
-    runs = [run.use for run in placement.device_ring.runs]
-    return {
-        use.id.layer: bisect_right(runs, number) - 1
-        for number, use in enumerate(placement.uses)
-        if use.id.kind is GroupKind.ATTENTION
-    }
 
 
 def _cpu(
@@ -378,24 +424,13 @@ def _laid(placement: Placement, tier: Tier, arena: Tensor) -> dict[GroupId, Tens
     return places
 
 
-def _spans(size: int, cuts: "Sequence[int] | Mapping[int, int]") -> list[tuple[int, int]]:
-    """Return the parts between `cuts`, those of them that lie within `size` bytes."""
-    bounds = sorted({0, size, *(cut for cut in cuts if 0 < cut < size)})
-    return list(pairwise(bounds))
-
-
-def _reading(source: WeightSource, layout: GroupLayout, start: int) -> Callable[[Tensor, bool], None]:
-    """Return what fills a piece of the host ring, from byte `start` of the group on."""
-    return lambda into, check: source.read(layout, start, into, check)
-
-
 def _close(
     arenas: Sequence[Arena],
     beside: Sequence[Stream],
     compute: Stream | None,
     sources: Sources,
     moving: Sequence[Feeder | Experts],
-    cpu: CpuExperts | None,
+    cpu: CpuService | None,
 ) -> None:
     """Close all. beside: the streams whose work the compute stream need not have in front."""
     if cpu is not None:

@@ -160,6 +160,10 @@ class Standing:
         self._next = run + 1
         return self._in_ring[run]
 
+    def moves(self, group: GroupId) -> bool:
+        """Tell whether a group streams to the place that is lent."""
+        return group not in self._views
+
     def release(self, group: GroupId) -> None:
         """Do nothing: the place is not needed for another group."""
 

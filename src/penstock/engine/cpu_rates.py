@@ -1,0 +1,71 @@
+"""Measures how fast a CPU computes feed-forwards where they rest, while the link carries something else."""
+
+from itertools import cycle, pairwise
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from penstock.arch.spec import SWIGLU
+from penstock.engine.contexts import LongRoom
+from penstock.engine.cpu import computable
+from penstock.engine.plan import BootPlan
+from penstock.memory.arena import Arena
+from penstock.memory.link import streams_of
+from penstock.memory.streams import Stream, Ticket
+from penstock.ops.handover import CLASSES
+from penstock.ops.native.experts import ThreadPool
+from penstock.weights.pieces import PIECE_BYTES
+from penstock.weights.streaming.residency import padded
+from penstock.weights.streaming.ring import StreamRates
+from penstock.weights.streaming.source import RandomSource
+from penstock.weights.streaming.views import group_views
+
+_SECONDS = 0.1
+"""Seconds for which each class of rows is measured."""
+_READ = 512 << 20
+"""Bytes of feed-forwards that are computed in turn: more than a processor keeps."""
+_COPIED = 64 << 20
+"""Bytes that the link carries at a time."""
+
+
+def cpu_read(plan: BootPlan[LongRoom], device: torch.device, rates: StreamRates) -> tuple[float, ...]:
+    """Return the bytes per second that the CPU reads of feed-forwards that it computes, by class of rows."""
+    outline = plan.outline
+    layout = max(computable(outline, plan.placement), key=padded)
+    size, dtype = padded(layout), getattr(torch, outline.dtype)
+    count = max(-(-_READ // size), 1)
+    source, pool = RandomSource(outline.dtype), ThreadPool(max(torch.get_num_threads() - 1, 1), tiles=True)
+    arena, copies = Arena(count * size, torch.device("cpu"), pinned_for=device), streams_of(device)[0]
+    try:
+        target = torch.empty(min(_COPIED, len(arena.bytes)), dtype=torch.uint8, device=device)
+        groups = []
+        for place in torch.split(arena.bytes, size):
+            for start in range(0, size, PIECE_BYTES):
+                source.read(layout, start, place[start : start + PIECE_BYTES], False)
+            groups.append(group_views(layout, place))
+        found, turns = list[float](), cycle(groups)
+        for kind in range(CLASSES):
+            x = torch.randn(1 << kind, outline.spec.hidden_size).to(dtype)
+            out = torch.empty_like(x)
+            pool.feed_forward(x, [next(turns)], [len(x)], SWIGLU, out)
+            carried = _carry(copies, arena, target, rates.host_to_device)
+            ends = [perf_counter()]
+            while ends[-1] < ends[0] + _SECONDS:
+                pool.feed_forward(x, [next(turns)], [len(x)], SWIGLU, out)
+                ends.append(perf_counter())
+            found.append(layout.size / median(end - begin for begin, end in pairwise(ends)))
+            carried.wait()
+        return tuple(found)
+    finally:
+        pool.close()
+        copies.close()
+        arena.close()
+
+
+def _carry(copies: Stream, arena: Arena, target: Tensor, rate: float) -> Ticket:
+    """Let a link of `rate` bytes/s carry an arena's bytes for as long as a class is measured."""
+    for _ in range(round(rate * _SECONDS / len(target)) + 1):
+        copies.copy(target, arena.bytes[: len(target)])
+    return copies.mark()
