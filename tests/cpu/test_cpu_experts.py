@@ -285,6 +285,17 @@ def test_what_a_layer_took_is_counted_once_however_many_programs_take_it() -> No
             assert (times[:3, :, 1] >= times[:3, :, 0]).all()
 
 
+def test_who_waits_for_a_step_that_was_broken_off_writes_nothing() -> None:
+    with world() as made:
+        asked, handover = made.step(5, 3), made.cpu.handover
+        made.cpu.give(asked.rows, asked.pairs, 0, asked.parts)
+        made.cpu.settle(asked.parts)
+        assert int(handover.box.done) == int(handover.asked) == 1
+        pairs = handover.mine[1:][: handover.mine[0]].long()
+        assert torch.equal(handover.box.y[: len(pairs)], made.want(0, asked)[pairs])
+        assert asked.rows.y.isnan().all()
+
+
 @pytest.mark.parametrize("slots", [0, 1])
 def test_the_least_valuable_are_the_cpu_s_but_not_what_has_come_ahead(slots: int) -> None:
     """They take no slot and have no address; who comes is in the tables as without them."""
