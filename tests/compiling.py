@@ -238,16 +238,20 @@ def routers(some: Sequence[tuple[int, int, Router]] = ROUTERS) -> None:
 
 
 def few_bits_experts(
-    name: str, *classes: int, dtype: torch.dtype = BF16, sizes: tuple[int, int, int, int] = QWEN
+    name: str,
+    *classes: int,
+    dtype: torch.dtype = BF16,
+    sizes: tuple[int, int, int, int] = QWEN,
+    moves: bool = False,
 ) -> None:
-    """Of as many tokens, as `experts`."""
+    """Of as many tokens, as `experts`. moves: the field of ExpertKind."""
     number, top, hidden, inner = sizes
     shapes = (2 * inner, hidden), (hidden, inner)
     sources = [matrix("model.layers.0.self_attn.q_proj.weight", outer, wide) for outer, wide in shapes]
     few, _ = quantised.matrix_of(quantised.SCHEMES[name], torch.zeros(64, 256))
     formats = few.format.cut(sources[:1]), few.format.cut(sources[1:])
     tensors = sum(len(one.stored("bfloat16", [of])) for one, of in zip(formats, sources, strict=True))
-    kind = ExpertKind(formats) if sizes == QWEN else ExpertKind(formats, 2, CLAMPED)
+    kind = ExpertKind(formats) if sizes == QWEN else ExpertKind(formats, 2, CLAMPED, moves)
     for tokens in classes:
         tuning = triton_few_bits_experts.expert_tuning(tokens * top, number, dtype)
         bound = most_blocks(tokens * top, number, tuning.rows)
@@ -397,6 +401,7 @@ CASES: dict[str, Callable[[], None]] = {
         few_bits("mxfp8", 16, dtype=torch.float16),
     ),
     "few bits experts, few tokens": lambda: few_bits_experts("mxfp4", 4, sizes=GPT_OSS),
+    "few bits experts that come": lambda: few_bits_experts("mxfp4", 4, sizes=GPT_OSS, moves=True),
     "few bits experts, integers": lambda: few_bits_experts("gptq_128", 4, 4096),
     "few bits experts, small groups": lambda: few_bits_experts("gptq", 100),
     "few bits experts, zero points": lambda: few_bits_experts("awq", 4, 512),

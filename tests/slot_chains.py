@@ -99,6 +99,6 @@ class SlotChain:
             if parts is not None and (following := self.experts.foretells(layer, self.top)) is not None:
                 self.experts.foretell(following, one_row(x, self.routers[following]), self.top, None)
             for table in parts or (self.tables[layer],):
-                mixed.compute(table)
+                mixed.compute(table, moves=parts is not None)
             x = mixed.total()
         return x

@@ -261,7 +261,11 @@ def test_copies_of_experts_are_timed_with_whole_steps(copies: bool, monkeypatch:
     resident = calibration.StepSample("moe", 2, 1, calibration.CONTEXTS[0], UseWork(), (0, 2), seconds=0.5)
     many = {"num_local_experts": 32, "num_experts": 32, "max_position_embeddings": 2048}
     shapes = {"moe": (MOE | many, (1, 2))}
-    taken = calibration._expert_layer(shapes, torch.device("cpu"), "float32", [resident], copies=copies)
+    decode = DecodeCosts(1, 0.0, 0.0, 0.0, 1e30, 1e30, 1e30)
+    prompt = PromptCosts(1e30, 1e30, 1e30, 1e30, 0.0, 0.0, 0.0, 0.0)
+    costs = StepCosts("any", "float32", "today", 1e30, 1e30, 1e30, (decode,), prompt)
+    device = torch.device("cpu")
+    taken = calibration._expert_layer(shapes, device, "float32", [resident], costs, copies=copies)
     assert taken == pytest.approx((3.5 - 0.5) / 2)
     assert rooms == [copies]
 

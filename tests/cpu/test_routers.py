@@ -215,6 +215,12 @@ class Poisoned:
         for tensor in self._lent.pop(group):
             tensor.fill_(torch.nan)
 
+    def turn(self, rows: int) -> bool:
+        return self._weights.turn(rows)
+
+    def end_pass(self) -> None:
+        self._weights.end_pass()
+
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "minimax_m2"])
 def test_nothing_of_a_group_is_read_after_its_release(name: str) -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -18,7 +19,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import bounds
 from penstock.arch.layout import GroupId, GroupKind, MixtureLayout
+from penstock.arch.spec import SWIGLU
 from penstock.memory.streams import CallerStream, ThreadStream, Ticket
+from penstock.models import moe
 from penstock.ops import experts
 from penstock.ops.slots import ExpertParts, Places, SlotArrays
 from penstock.ops.triton import experts as triton_experts
@@ -348,3 +351,23 @@ def test_experts_of_few_bits_in_slots_compute_what_those_that_rest_do() -> None:
     assert asked == 4 * 2 * 2
     assert 0 < hits < asked
     assert foretold > 0
+
+
+def test_experts_that_come_are_said_to_move() -> None:
+    """Not those that rest: what is read of them need not wait."""
+
+    class Mixed:
+        def __init__(self) -> None:
+            self.noted = list[tuple[int, bool]]()
+
+        def compute(self, table: torch.Tensor, experts: range | None = None, *, moves: bool = False) -> None:
+            self.noted.append((int(table), moves))
+
+        def total(self) -> None:
+            return None
+
+    tables = [torch.tensor(number) for number in range(3)]
+    for rests in (False, True):
+        mixed, lent = Mixed(), SimpleNamespace(table=lambda layer, rests=rests: tables[2] if rests else None)
+        moe._many_at_a_time(mixed, tables[0], 0, lent, iter(tables[:2]), SWIGLU, 0)  # type: ignore[arg-type]
+        assert mixed.noted == ([(2, False)] if rests else [(0, True), (1, True)])

@@ -16,8 +16,11 @@ class ExpertKind:
 
     formats: of gate_up and down.
     biases: the field of `MixtureLayout`.
+    moves: whether experts come to the device while it computes. Nothing of them is read before all earlier
+        work has ended.
     """
 
     formats: tuple[WeightFormat, ...] = (DENSE, DENSE)
     biases: int = 0
     activation: Activation = SWIGLU
+    moves: bool = False

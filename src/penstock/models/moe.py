@@ -139,15 +139,16 @@ def _many_at_a_time(
 ) -> Tensor:
     table = experts.table(layer)
     if table is not None:
-        parts = iter((table,))
+        mixed.compute(table)
+        return mixed.total()
     if parts is not None:
         for table in parts:
-            mixed.compute(table)
+            mixed.compute(table, moves=True)
         return mixed.total()
     spans = _spans(layer, mixed.counts())
     with _at_rest(x, mixed.y, mixed.order, spans, experts, rows_at_rest, activation) as others:
         for wave, table in experts.waves(others):
-            mixed.compute(table, range(wave[0].expert, wave[-1].expert + 1))
+            mixed.compute(table, range(wave[0].expert, wave[-1].expert + 1), moves=True)
     return mixed.total()
 
 

@@ -2,6 +2,7 @@
 addresses."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from types import ModuleType
 
@@ -157,10 +158,11 @@ class Grouped:
         self._starts = list(accumulate(blocks, initial=0))
         return counts
 
-    def compute(self, table: Tensor, experts: range | None = None) -> None:
+    def compute(self, table: Tensor, experts: range | None = None, *, moves: bool = False) -> None:
         """Compute the pairs of those experts that have addresses, and if `experts` are given, after `counts`,
         of none but these.
 
+        moves: the field of ExpertKind.
         table: int64 `[experts, tensors]` on the device, addresses or 0; of dense experts those of gate_up
         `[2 * inner, hidden]`, gate first, and down `[hidden, inner]`; of others those of each tensor that
         the formats of both store; then those of biases.
@@ -170,8 +172,9 @@ class Grouped:
             assert self._starts is not None, "which experts are used is not known"
             part = range(self._starts[experts.start], self._starts[experts.stop])
         self._products.products(
-            self._x, (self.order, self._blocks), table, self._h, self.y, self._tuning, part, self._kind
-        )
+            self._x, (self.order, self._blocks), table, self._h, self.y, self._tuning, part,
+            replace(self._kind, moves=True) if moves else self._kind,
+        )  # fmt: skip
 
     def total(self) -> Tensor:
         """Return the sum of each token's experts by their shares, `[tokens, hidden]`, when all pairs have

@@ -7,8 +7,10 @@ experts are computed in the same call.
 Where launches may be early, the product with down reads which experts there are, and the first of their
 codes, while the one with gate and up still runs. Why this is safe: that one is launched just before it, and
 lets it begin only when it has itself waited for all that was launched earlier, which is all that says where
-experts are, and experts that come have come. Activations are read, and outputs stored, behind a wait of its
-own. Programs without work wait too: its end is taken for that of all before it.
+experts are, and this is read past the cache of a multiprocessor. Activations are read, and outputs stored,
+behind a wait of its own. Programs without work wait too: its end is taken for that of all before it. Where
+experts come and go it waits before it reads anything: what another multiprocessor has written to the place of
+an expert is there to be read behind a wait of one's own only.
 """
 
 import torch
@@ -71,28 +73,30 @@ def _expert_columns(  # type: ignore[no-untyped-def]
     PTX: tl.constexpr,
     REGISTERS: tl.constexpr,
     FOLDED: tl.constexpr,
+    MOVES: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Compute TILES tiles (see `warp_tiles`) for the pairs of one block, of at most eight for each of WIDE.
     All else as in `few_bits_experts`. x: as fours."""
-    if EARLY and GATED:
+    if EARLY and (GATED or MOVES):
         gdc_wait()
     if EARLY:
         gdc_launch_dependents()
     PARTS: tl.constexpr = (OUTER + TILES * (8 if GATED else 16) - 1) // (TILES * (8 if GATED else 16))
     block, part = first + tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    expert = tl.load(blocks + block)
+    expert = tl.load(blocks + block, cache_modifier=".cg")
     if expert < 0:
         if EARLY and not GATED:
             gdc_wait()
         return
     entry = table + expert * TENSORS + AT
-    address = tl.load(entry)
+    address = tl.load(entry, cache_modifier=".cg")
     if address == 0:
         if EARLY and not GATED:
             gdc_wait()
         return
-    begin, end = tl.load(blocks + bound + block), tl.load(blocks + 2 * bound + block)
+    begin = tl.load(blocks + bound + block, cache_modifier=".cg")
+    end = tl.load(blocks + 2 * bound + block, cache_modifier=".cg")
     lane = tl.arange(0, 32)[:, None]
     if GATED:
         near = tl.load(order + tl.minimum(begin + lane // 4, end - 1)) // TOP
@@ -104,22 +108,26 @@ def _expert_columns(  # type: ignore[no-untyped-def]
     a, b, c, d = row, row + 1, row + 8, row + 9
     stored = a < end, b < end, c < end, d < end
     if not GATED:
-        a, b = tl.load(order + a, mask=a < end, other=0), tl.load(order + b, mask=b < end, other=0)
-        c, d = tl.load(order + c, mask=c < end, other=0), tl.load(order + d, mask=d < end, other=0)
+        a = tl.load(order + a, mask=a < end, other=0, cache_modifier=".cg")
+        b = tl.load(order + b, mask=b < end, other=0, cache_modifier=".cg")
+        c = tl.load(order + c, mask=c < end, other=0, cache_modifier=".cg")
+        d = tl.load(order + d, mask=d < end, other=0, cache_modifier=".cg")
     to = (
         y + a.to(tl.int64) * OUTER,
         y + b.to(tl.int64) * OUTER,
         y + c.to(tl.int64) * OUTER,
         y + d.to(tl.int64) * OUTER,
     )
-    scale = tl.load(entry + 1).to(tl.pointer_type(SCALE_TYPE))
+    scale = tl.load(entry + 1, cache_modifier=".cg").to(tl.pointer_type(SCALE_TYPE))
     zero, second, bias = scale, scale, scale
     if ZEROS:
-        zero = tl.load(entry + 2).to(tl.pointer_type(tl.uint8))
+        zero = tl.load(entry + 2, cache_modifier=".cg").to(tl.pointer_type(tl.uint8))
     if SECOND:
-        second = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
+        second = tl.load(entry + 2, cache_modifier=".cg").to(tl.pointer_type(tl.float32))
     if BIAS:
-        bias = tl.load(table + expert * TENSORS + BIAS).to(tl.pointer_type(y.dtype.element_ty))
+        bias = tl.load(table + expert * TENSORS + BIAS, cache_modifier=".cg").to(
+            tl.pointer_type(y.dtype.element_ty)
+        )
     tiles_of_products(
         rows_at,
         to,
@@ -161,7 +169,7 @@ def _expert_columns(  # type: ignore[no-untyped-def]
 
 def expert_columns(
     x: Tensor,
-    step: tuple[Tensor, Tensor, Tensor, range],
+    step: tuple[Tensor, Tensor, Tensor, range, bool],
     y: Tensor,
     kind: CodeKind,
     at: tuple[int, int],
@@ -172,7 +180,8 @@ def expert_columns(
 ) -> None:
     """Compute one product of blocks of at most FEW_TOKENS rows: y `[pairs, outer]` of x `[rows, inner]`.
 
-    step: table, order and blocks, and which of the blocks, as `few_bits_experts.products` has them.
+    step: table, order and blocks, and which of the blocks, as `few_bits_experts.products` has them; and
+        whether experts move, the field of ExpertKind.
     kind: of the matrices.
     at: the first address of the matrix in a row of the table, and that of its bias, or 0.
     top: experts of a token.
@@ -180,7 +189,7 @@ def expert_columns(
     tuning: how the product is cut.
     """
     outer, inner, gated = y.shape[1], x.shape[1], activation is not None
-    table, order, blocks, part = step
+    table, order, blocks, part, moves = step
     scales, scale_type = triton.cdiv(inner, min(kind.group, inner)), SCALE_TYPES[kind.scale_dtype]
     codes = codes_options(kind, inner, x.dtype, scales, wide=1)
     if codes["RAW"]:
@@ -214,6 +223,7 @@ def expert_columns(
         GATED=gated,
         **activation_options(activation or SWIGLU),
         **codes,
+        MOVES=moves,
         EARLY=uses_pdl(),
         num_warps=tuning.warps,
         **pdl_launch_options(uses_pdl()),

@@ -236,7 +236,7 @@ def products(
         return
     few = tuning.rows == BLOCK and tokens <= FEW_TOKENS
     few = few and all(reads_rows(rows, one.codes) for rows, one in ((x, gate_up), (h, down)))
-    step = _MixtureStep(table, order, blocks, pairs // tokens, tuning, part, kind.activation, few)
+    step = _MixtureStep(table, order, blocks, pairs // tokens, tuning, part, kind.activation, few, kind.moves)
     _product(x, h, gate_up, step, (0, matrices if kind.biases > 0 else 0), gated=True)
     _product(h, y, down, step, (gate_up.tensors, matrices + 1 if kind.biases > 1 else 0), gated=False)
 
@@ -246,6 +246,7 @@ class _MixtureStep:
     """Holds what both products of a step share.
 
     top: experts of a token. few: whether tokens are few enough for products that a warp makes by itself.
+    moves: the field of ExpertKind.
     """
 
     table: Tensor
@@ -256,6 +257,7 @@ class _MixtureStep:
     part: range
     activation: Activation
     few: bool
+    moves: bool
 
 
 def _product(
@@ -267,7 +269,7 @@ def _product(
     if step.few:
         expert_columns(
             x,
-            (step.table, step.order, step.blocks, step.part),
+            (step.table, step.order, step.blocks, step.part, step.moves),
             y,
             kind,
             at,
