@@ -38,8 +38,10 @@ from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming import stream
 from penstock.weights.streaming.cpu_dense import CpuFeedForwards
 from penstock.weights.streaming.feeder import Feeder
+from penstock.weights.streaming.orders import turns_of
 from penstock.weights.streaming.residency import CpuPass
-from penstock.weights.streaming.ring import Link, Prediction, RingLayout, lay_ring
+from penstock.weights.streaming.ring import Link, Prediction, RingLayout, StreamRates, lay_ring
+from penstock.weights.streaming.turns import CpuTurns
 from quantised import SCHEMES, checkpoints
 from streams import (
     LONG,
@@ -287,6 +289,32 @@ def test_the_link_carries_only_what_the_cpu_does_not_compute() -> None:
     assert each[2] == each[3] == 12
     assert each[1] <= 12 + 8
     assert each[4] <= 24 + 8
+
+
+def test_what_comes_behind_a_change_is_not_measured() -> None:
+    """It waits for a fill of the ring, so it says nothing about passes of its kind. Classes of rows are kept
+    apart."""
+    noted = list[tuple[int, bool]]()
+
+    def note(self: CpuTurns, kind: int, seconds: float, *, shared: bool) -> None:
+        noted.append((kind, shared))
+
+    with turning(SHAPES[0], Gates()) as world, patch.object(CpuTurns, "note", note):
+        for rows in (0, 1, 1, 2, 0, 2, 4):
+            one_pass(world, rows)
+        world.computing.mark().wait()
+        world.weights.turn(0)
+    assert noted == [(0, True), (1, True), (2, True)]
+
+
+def test_a_change_costs_a_fill_of_the_ring_each_way() -> None:
+    placement, rate = SHAPES[1].placement(), 4e9
+    of = placement.cpu
+    assert of is not None
+    turns = turns_of(placement, StreamRates(rate, 0.0, 1e12))
+    assert turns.cost == turns.owed == (8 * UNIT + of.ring.size) / rate
+    assert of.ring.size > 0
+    assert len(turns.streamed.predicted) == len(turns.shared.predicted) == len(of.predictions)
 
 
 def held(shape: Shape, rows: int, go_on: Any) -> list[int]:

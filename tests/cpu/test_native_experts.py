@@ -211,6 +211,8 @@ def test_tiles(way: str) -> None:
         pool = ThreadPool(1, allowed)
         assert pool.by_tiles == (allowed and ((way == "tiles" and dots) or (way == "best" and with_tiles)))
         pool.close()
+        with pytest.raises(AssertionError, match="closed"):
+            _ = pool.by_tiles
 
 
 def test_shared_pool(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
