@@ -32,6 +32,7 @@ from penstock.engine import cpu_rates, placing
 from penstock.memory.streams import CallerStream
 from penstock.ops.handover import CLASSES, MOST_TOKENS
 from penstock.ops.matrix import GroupViews, Matrix
+from penstock.ops.native.experts import ThreadPool
 from penstock.ops.native.few_bits import library
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint.reader import Checkpoint
@@ -410,12 +411,20 @@ def test_the_cpu_s_rate_is_measured_with_the_widest_feed_forward() -> None:
         layouts = group_layouts(model.spec, model.names, "bfloat16")
         outline = SimpleNamespace(layouts=layouts, dtype="bfloat16", spec=model.spec)
         plan: Any = SimpleNamespace(outline=outline, placement=rank.weights.placement)
+    feed_forward, rows = ThreadPool.feed_forward, set[int]()
+
+    def seen(self: ThreadPool, x: Tensor, *given: Any) -> None:
+        rows.add(len(x))
+        feed_forward(self, x, *given)
+
     with (
         no_thread_left(),
         patch.object(cpu_rates, "_SECONDS", 0.02),
         patch.object(cpu_rates, "_READ", 1 << 20),
+        patch.object(ThreadPool, "feed_forward", seen),
     ):
         found = cpu_rates.cpu_read(plan, CPU, RATES)
+    assert sorted(rows) == [1 << kind for kind in range(CLASSES)]
     assert len(found) == CLASSES
     assert all(1e6 < rate < 1e12 for rate in found)
 
