@@ -43,6 +43,7 @@ from penstock.weights.streaming.orders import turns_of
 from penstock.weights.streaming.residency import CpuPass
 from penstock.weights.streaming.ring import Link, Prediction, RingLayout, StreamRates, lay_ring
 from penstock.weights.streaming.turns import CpuTurns
+from penstock.worker.runner import decode_rows
 from quantised import SCHEMES, checkpoints
 from streams import (
     LONG,
@@ -125,6 +126,11 @@ def test_a_model_computes_what_it_computes_with_groups_that_stream(
     for one, other in zip(streamed[2:], by_service[2:], strict=True):
         assert not torch.equal(one, other), "roundings differ"
         assert (one - other).abs().max() < 0.02 * one.abs().max()
+
+
+def test_a_step_has_as_many_decode_rows_as_sequences() -> None:
+    """None where a prompt comes, too."""
+    assert [decode_rows(plan) for plan in plans()] == [0, 0, 3, 3, 3, 3]
 
 
 def test_what_was_asked_in_a_step_that_was_broken_off_is_waited_for() -> None:
