@@ -75,6 +75,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=48)
     given = parser.parse_args()
     batches = [int(batch) for batch in given.batches.split(",")]
+    if unknown := set(given.shapes.split(",")) - SHAPES.keys() - LAYERS_OF.keys():
+        parser.error(f"no shapes {', '.join(sorted(unknown))}; there are {', '.join([*SHAPES, *LAYERS_OF])}")
     recording = Recording(given.out, context=CONTEXT, steps=given.steps, rounds=ROUNDS)
     for name in given.shapes.split(","):
         for memory in given.memory.split(","):

@@ -32,14 +32,18 @@ from penstock.engine import cpu_rates, placing
 from penstock.memory.streams import CallerStream
 from penstock.ops.handover import CLASSES, MOST_TOKENS
 from penstock.ops.matrix import GroupViews, Matrix
+from penstock.ops.native.experts import ThreadPool
 from penstock.ops.native.few_bits import library
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming import stream
 from penstock.weights.streaming.cpu_dense import CpuFeedForwards
 from penstock.weights.streaming.feeder import Feeder
+from penstock.weights.streaming.orders import turns_of
 from penstock.weights.streaming.residency import CpuPass
-from penstock.weights.streaming.ring import Link, Prediction, RingLayout, lay_ring
+from penstock.weights.streaming.ring import Link, Prediction, RingLayout, StreamRates, lay_ring
+from penstock.weights.streaming.turns import CpuTurns
+from penstock.worker.runner import decode_rows
 from quantised import SCHEMES, checkpoints
 from streams import (
     LONG,
@@ -122,6 +126,11 @@ def test_a_model_computes_what_it_computes_with_groups_that_stream(
     for one, other in zip(streamed[2:], by_service[2:], strict=True):
         assert not torch.equal(one, other), "roundings differ"
         assert (one - other).abs().max() < 0.02 * one.abs().max()
+
+
+def test_a_step_has_as_many_decode_rows_as_sequences() -> None:
+    """None where a prompt comes, too."""
+    assert [decode_rows(plan) for plan in plans()] == [0, 0, 3, 3, 3, 3]
 
 
 def test_what_was_asked_in_a_step_that_was_broken_off_is_waited_for() -> None:
@@ -289,6 +298,32 @@ def test_the_link_carries_only_what_the_cpu_does_not_compute() -> None:
     assert each[4] <= 24 + 8
 
 
+def test_what_comes_behind_a_change_is_not_measured() -> None:
+    """It waits for a fill of the ring, so it says nothing about passes of its kind. Classes of rows are kept
+    apart."""
+    noted = list[tuple[int, bool]]()
+
+    def note(self: CpuTurns, kind: int, seconds: float, *, shared: bool) -> None:
+        noted.append((kind, shared))
+
+    with turning(SHAPES[0], Gates()) as world, patch.object(CpuTurns, "note", note):
+        for rows in (0, 1, 1, 2, 0, 2, 4):
+            one_pass(world, rows)
+        world.computing.mark().wait()
+        world.weights.turn(0)
+    assert noted == [(0, True), (1, True), (2, True)]
+
+
+def test_a_change_costs_a_fill_of_the_ring_each_way() -> None:
+    placement, rate = SHAPES[1].placement(), 4e9
+    of = placement.cpu
+    assert of is not None
+    turns = turns_of(placement, StreamRates(rate, 0.0, 1e12))
+    assert turns.cost == turns.owed == (8 * UNIT + of.ring.size) / rate
+    assert of.ring.size > 0
+    assert len(turns.streamed.predicted) == len(turns.shared.predicted) == len(of.predictions)
+
+
 def held(shape: Shape, rows: int, go_on: Any) -> list[int]:
     """The kernels that saw wrong bytes, where a pass is broken off, and its last kernel is held up while one
     of the other kind begins."""
@@ -382,12 +417,20 @@ def test_the_cpu_s_rate_is_measured_with_the_widest_feed_forward() -> None:
         layouts = group_layouts(model.spec, model.names, "bfloat16")
         outline = SimpleNamespace(layouts=layouts, dtype="bfloat16", spec=model.spec)
         plan: Any = SimpleNamespace(outline=outline, placement=rank.weights.placement)
+    feed_forward, rows = ThreadPool.feed_forward, set[int]()
+
+    def seen(self: ThreadPool, x: Tensor, *given: Any) -> None:
+        rows.add(len(x))
+        feed_forward(self, x, *given)
+
     with (
         no_thread_left(),
         patch.object(cpu_rates, "_SECONDS", 0.02),
         patch.object(cpu_rates, "_READ", 1 << 20),
+        patch.object(ThreadPool, "feed_forward", seen),
     ):
         found = cpu_rates.cpu_read(plan, CPU, RATES)
+    assert sorted(rows) == [1 << kind for kind in range(CLASSES)]
     assert len(found) == CLASSES
     assert all(1e6 < rate < 1e12 for rate in found)
 

@@ -162,8 +162,8 @@ def test_all_codes_and_scales(layout: str, pool: ThreadPool) -> None:
         codes[codes & 0x7F == 0x7F] = 0x01
     parts["codes"].copy_(codes)
     if layout == "mxfp4":
-        exponents = torch.tensor([1, 2, 20, 127, 140, 200, 252], dtype=torch.uint8)
-        parts["scale"].copy_(exponents[torch.arange(256) % 7][:, None].expand_as(parts["scale"]))
+        exponents = torch.tensor([0, 1, 2, 20, 127, 140, 200, 252], dtype=torch.uint8)
+        parts["scale"].copy_(exponents[torch.arange(256) % 8][:, None].expand_as(parts["scale"]))
     plain = one[0].matrices["down"].dequantised(torch.empty(0))
     x = drawn(3, 256, seed=8, dtype=torch.bfloat16) / 32
     want, size = wanted(x, (one[0], one[1], plain), SWIGLU), plain.double().abs().sum(1)
@@ -211,6 +211,8 @@ def test_tiles(way: str) -> None:
         pool = ThreadPool(1, allowed)
         assert pool.by_tiles == (allowed and ((way == "tiles" and dots) or (way == "best" and with_tiles)))
         pool.close()
+        with pytest.raises(AssertionError, match="closed"):
+            _ = pool.by_tiles
 
 
 def test_shared_pool(way: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -480,6 +480,7 @@ def test_a_benchmark_imposes_a_routing(
         (["bench", "experts", "--recorded", "x", "--policies", "mru"], "mru"),
         (["plan", "8B", "--machine", "h200", "--expert-hits", "0.5"], "has no experts"),
         (["plan", "8B", "--machine", "h200", "--expert-hits", "1.5"], "range"),
+        (["plan", "gpt-oss-20b", "--machine", "h200", "--expert-hits", "nan"], "not a number"),
         (["plan", "8B", "--machine", "h200", "--expert-hits", "0.5", "--routing", "x"], "exclude each other"),
     ],
 )

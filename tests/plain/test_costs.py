@@ -58,6 +58,11 @@ def test_costs_are_read_as_they_were_kept(tmp_path: Path) -> None:
         lambda body: body["decode"].clear(),
         lambda body: body["decode"][0].update(kv_read=float("nan")),
         lambda body: body["decode"][0].update(weight_read=0),
+        lambda body: body["decode"][0].update(expert_read=1e-300),
+        lambda body: body["decode"][0].update(kv_read=10**400),
+        lambda body: body.update(link_rate=1e-300),
+        lambda body: body.update(slot_layer=10**400),
+        lambda body: body.update(slot_layer=1e300),
         lambda body: body["decode"][1].update(rows=1),
         lambda body: body["prompt"].update(step="fast"),
         lambda body: body["prompt"].pop("attention"),
@@ -182,6 +187,9 @@ def test_a_layer_with_slots_costs_what_deciding_takes_and_an_engine_is_forecast_
     # A layer misses one of its 8 in 58 of 100 cases, and then computes with 8 experts while it comes.
     meanwhile = 0.585 * 96 * size / ONE.expert_read
     assert seconds[2] - seconds[0] == pytest.approx(10 * size / (0.93 * 50e9) - meanwhile, rel=1e-3)
+    slow = replace(there, rates=replace(RATES, host_to_device=25e9))
+    slower = forecast(spec, names, slow, work).decode.seconds - seconds[2]
+    assert slower == pytest.approx(10 * size / 25e9 - 10 * size / (0.93 * 50e9), rel=1e-3), "its own link"
     # A step asks for 8 of 128 experts in each of 12 layers: by a share or by a count it is the same.
     given = replace(work, experts_fetched=None, expert_use=ExpertUse(((0.0, 1 - 10 / 96),)))
     assert forecast(spec, names, there, given).decode.seconds == pytest.approx(seconds[2])
@@ -196,6 +204,8 @@ def test_slots_cost_nothing_but_deciding_where_what_comes_is_hidden() -> None:
     assert costs.slot_seconds(1, 12, 96, 96.0, size, link) == pytest.approx(all_come)
     slow = costs.slot_seconds(1, 12, 96, 96.0, size, 25e9)
     assert slow == pytest.approx(96 * size / 25e9 - 96 * size / 3e12 + 12e-5), "a slow link is used in full"
+    fast = costs.slot_seconds(1, 12, 96, 96.0, size, 100e9)
+    assert fast == pytest.approx(96 * size / (0.93 * 100e9) - 96 * size / 3e12 + 12e-5), "a faster link helps"
     assert costs.slot_seconds(1, 12, 96, 1e-3, size, 1e15) >= 12e-5
 
 

@@ -155,6 +155,9 @@ def test_long_answers_are_shared_nearly_from_the_beginning() -> None:
     assert shared > 290
     assert alone / took > 3.8
     assert Machine().run(turns, [None, *repeat(0, 20)])[2] >= 19, "what it costs is known to pay"
+    slow = Machine(fill=1.5)
+    slow.run(turns := slow.turns(), [None, *repeat(0, 300)])
+    assert slow.run(turns, [None, *repeat(0, 20)])[2] >= 19, "also where it costs much"
 
 
 @pytest.mark.parametrize("answer", [1, 2, 3, 5, 8, 20])

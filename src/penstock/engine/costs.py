@@ -26,6 +26,8 @@ SLOT_FETCH = 0.93
 """Share of its copies' rate at which a device reads experts by itself, at most: 51.0 of 54.5 GB/s were the
 most of 29 kernels on an H100."""
 MAX_BYTES = 1 << 20
+_MOST = 3600.0
+"""No fixed cost is as many seconds."""
 _UNFIT = re.compile(r"[^A-Za-z0-9]+")
 
 
@@ -129,14 +131,14 @@ class StepCosts:
             slots = float(body.pop("slot_layer", 0.0))
             if body or not all(isinstance(text, str) for text in (device, dtype, measured)):
                 raise ValueError("it has other fields")
-            if not all(0 <= cost < math.inf for cost in (wait, slots)) or not all(
-                0 < rate < math.inf for rate in (link, read, compute)
+            if not all(0 <= cost < _MOST for cost in (wait, slots)) or not all(
+                1 <= rate < math.inf for rate in (link, read, compute)
             ):
                 raise ValueError("it has numbers that cannot be")
             if not decode or [one.rows for one in decode] != sorted({one.rows for one in decode}):
                 raise ValueError("rows are not in order")
             return cls(device, dtype, measured, link, read, compute, decode, prompt, wait, slots)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise ConfigError(
                 f"{where} is no file of measured step costs ({error}); remove it, and run `penstock doctor` "
                 "to measure again"
@@ -162,8 +164,8 @@ class StepCosts:
         with all experts on the device.
 
         The device fetches what comes, and meanwhile computes with what is there, in those layers in which
-        anything comes. asked, come: experts, in all `layers`. size: bytes of one. link: bytes/s of its
-        copies; of one that is slower than the measured one the device reads as many.
+        anything comes. asked, come: experts, in all `layers`. size: bytes of one. link: bytes/s. A link that
+        is slower than the one measured is used in full, of a faster one SLOT_FETCH.
         """
         fetch = come * size / min(link, SLOT_FETCH * max(link, self.link_rate))
         something = 1 - math.pow(max(1 - come / asked, 0.0), asked / layers)
@@ -244,7 +246,9 @@ def _numbers(kind: type[DecodeCosts] | type[PromptCosts], body: object) -> Any:
         "attention",
         "activations",
     }
-    if not all(0 <= value < math.inf and (value > 0 or name not in rates) for name, value in values.items()):
+    if not all(
+        1 <= value < math.inf if name in rates else 0 <= value < _MOST for name, value in values.items()
+    ):
         raise ValueError(f"{kind.__name__} has numbers that cannot be")
     return kind(**values)
 

@@ -1,6 +1,7 @@
 """`penstock plan`: where a model's weights would rest on a machine, and how fast it would run there. Neither
 has to be here."""
 
+import math
 import re
 import shutil
 import subprocess
@@ -294,6 +295,8 @@ def _expert_use(spec: ModelSpec, batch: int, hits: float | None, routing: Path |
         )
     if routing is None:
         assert hits is not None
+        if math.isnan(hits):  # It is in no range, and click lets it through.
+            raise click.UsageError("--expert-hits is not a number; give a share from 0 to 1")
         return ExpertUse(((0.0, hits),))
     from penstock.bench.routing.use import expert_use  # torch takes 1.2 s
 

@@ -67,6 +67,7 @@ class ThreadPool:
     @property
     def by_tiles(self) -> bool:
         """Tell whether this processor and this process have tiles, and the pool uses them."""
+        assert self._pool is not None, "the pool is closed"
         return bool(self._library.experts_by_tiles(self._pool))
 
     def close(self) -> None:
