@@ -1,5 +1,6 @@
 """Kernels for CPUs compiled with fewer instructions than this processor has."""
 
+import fcntl
 import platform
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,16 @@ def use(way: str, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_bits, "_found", found)
 
 
+def _shared(kept: Path) -> Path:
+    """A folder that all workers of a run have; `kept` where there are none."""
+    worker = next((folder for folder in kept.parents if folder.name.startswith("popen-")), None)
+    if worker is None:
+        return kept
+    folder = worker.parent / "native-ways"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
 @cache
 def _compiled(way: str, kept: Path) -> few_bits.FewBitsLibrary:
     known = platform.machine() == "x86_64"
@@ -36,7 +47,10 @@ def _compiled(way: str, kept: Path) -> few_bits.FewBitsLibrary:
     # Not for any processor where compiling for this one fails.
     with patch.object(compiler, "_TARGETS", compiler._TARGETS[:1] if known else compiler._TARGETS):
         try:
-            return few_bits.FewBitsLibrary(compiler.load(kept, {**WAYS, **TILES}[way]))
+            folder = _shared(kept)
+            with (folder / f"{way}.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # Who comes later finds it compiled.
+                return few_bits.FewBitsLibrary(compiler.load(folder, {**WAYS, **TILES}[way]))
         except compiler.NativeError as fault:
             if known:
                 raise

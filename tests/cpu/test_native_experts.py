@@ -33,7 +33,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("native-experts")
 
 
-@pytest.fixture(params=[*native_ways.WAYS, *native_ways.TILES])
+@pytest.fixture(params=[*native_ways.WAYS, "tiles"])
 def way(request: pytest.FixtureRequest, kept: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernels compiled in one of the ways that this processor can run."""
     native_ways.use(request.param, kept, monkeypatch)
@@ -106,6 +106,7 @@ def test_feed_forwards(layout: str, dtype: torch.dtype, shape: tuple[int, int], 
     assert whole.isnan().sum() == whole.numel() - want.numel(), "written beside the result"
 
 
+@pytest.mark.parametrize("way", [*native_ways.WAYS, *native_ways.TILES], indirect=True)
 @pytest.mark.parametrize("activation", [SWIGLU, CLAMPED])
 @pytest.mark.parametrize("layout", [DENSE, "mxfp4", "packed_asymmetric"])
 def test_biases_and_activations(layout: str, activation: Activation, pool: ThreadPool) -> None:
@@ -183,6 +184,7 @@ def test_what_is_not_taken(way: str) -> None:
     assert not takes(x.float(), expert("mxfp4", (256, 128), 1, torch.bfloat16)[0])
 
 
+@pytest.mark.parametrize("way", ["best", "tiles"], indirect=True)
 @pytest.mark.parametrize("layout", [*DOTS, "gptq", "packed_8"])
 def test_rows_by_tiles_depend_on_nothing_else(layout: str, way: str) -> None:
     """Nor on how many rows an expert has, if it has enough of them for tiles."""
@@ -203,6 +205,7 @@ def test_rows_by_tiles_depend_on_nothing_else(layout: str, way: str) -> None:
         pool.close()
 
 
+@pytest.mark.parametrize("way", [*native_ways.WAYS, *native_ways.TILES], indirect=True)
 def test_tiles(way: str) -> None:
     """They are used where there are any and the system allows it, and only by pools that may."""
     with_tiles = "amx_bf16" in Path("/proc/cpuinfo").read_text()
