@@ -434,6 +434,14 @@ def test_the_cpu_s_rate_is_measured_with_the_widest_feed_forward() -> None:
     assert len(found) == CLASSES
     assert all(1e6 < rate < 1e12 for rate in found)
 
+    with (
+        patch.object(cpu_rates, "Arena", side_effect=MemoryError("none left")),
+        patch.object(ThreadPool, "close", autospec=True, side_effect=ThreadPool.close) as closed,
+        pytest.raises(MemoryError),
+    ):
+        cpu_rates.cpu_read(plan, CPU, RATES)
+    assert closed.call_count == 1, "threads that nothing ends"
+
 
 @pytest.mark.parametrize(
     ("use", "blocked", "why"),
@@ -457,8 +465,8 @@ def test_where_the_cpu_cannot_on_is_refused_and_auto_is_off(use: str, blocked: s
     ):
         if use == "on" and (blocked or why):
             with pytest.raises(ConfigError, match=f"cpu_compute is on, but {blocked or why}"):
-                placing.find_rates(plan, said.append)
+                placing.wants_cpu_rates(plan, said.append)
             return
-        assert placing.find_rates(plan, said.append) == (use != "off" and not (blocked or why))
+        assert placing.wants_cpu_rates(plan, said.append) == (use != "off" and not (blocked or why))
     assert all(blocked in one and why in one for one in said)
     assert len(said) == (use == "auto" and bool(blocked or why))

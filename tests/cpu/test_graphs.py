@@ -541,7 +541,7 @@ def test_recorded_steps_take_weights_that_stream_from_the_beginning_of_a_pass(
     override = Override(WeightLimits(max(sizes), 4 * sum(sizes)))
     monkeypatch.setattr("penstock.api.llm.boot", partial(boot, override=override))
     with recorded(name, max_step_tokens=16) as llm, watched(llm) as found:
-        assert llm.booted.weights.moves(EMBEDDING)
+        assert llm.booted.weights.standing().moves(EMBEDDING)
         for at, length in enumerate((17, 20, 37)):  # What follows whole pieces is a row, or a run.
             reference = references[at]
             known = [*reference.prompt, *reference.tokens][:length]

@@ -1,5 +1,6 @@
 """Measures how fast a CPU computes feed-forwards where they rest, while the link carries something else."""
 
+from contextlib import ExitStack, closing
 from itertools import cycle, pairwise
 from statistics import median
 from time import perf_counter
@@ -36,9 +37,12 @@ def cpu_read(plan: BootPlan[LongRoom], device: torch.device, rates: StreamRates)
     layout = max(computable(outline, plan.placement), key=padded)
     size, dtype = padded(layout), getattr(torch, outline.dtype)
     count = max(-(-_READ // size), 1)
-    source, pool = RandomSource(outline.dtype), ThreadPool(max(torch.get_num_threads() - 1, 1), tiles=True)
-    arena, copies = Arena(count * size, torch.device("cpu"), pinned_for=device), streams_of(device)[0]
-    try:
+    source = RandomSource(outline.dtype)
+    with ExitStack() as opened:
+        pool = opened.enter_context(closing(ThreadPool(max(torch.get_num_threads() - 1, 1), tiles=True)))
+        arena = Arena(count * size, torch.device("cpu"), pinned_for=device)
+        opened.callback(arena.close)
+        copies = opened.enter_context(closing(streams_of(device)[0]))  # Its work ends before memory is freed.
         target = torch.empty(min(_COPIED, len(arena.bytes)), dtype=torch.uint8, device=device)
         groups = []
         for place in torch.split(arena.bytes, size):
@@ -58,10 +62,6 @@ def cpu_read(plan: BootPlan[LongRoom], device: torch.device, rates: StreamRates)
             found.append(layout.size / median(end - begin for begin, end in pairwise(ends)))
             carried.wait()
         return tuple(found)
-    finally:
-        pool.close()
-        copies.close()
-        arena.close()
 
 
 def _carry(copies: Stream, arena: Arena, target: Tensor, rate: float) -> Ticket:

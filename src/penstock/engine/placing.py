@@ -146,7 +146,7 @@ def place(
         else 0.0,
         device_read=memory_read(device, most, min(longest, _LINK_SECONDS)),
     )
-    if find_rates(found, say):
+    if wants_cpu_rates(found, say):
         rates = replace(rates, cpu_read=cpu_read(found, device, rates))
     give_back(device)
     read = f", disk {format_rate(rates.disk_to_host)}" if found.needs_disk else ""
@@ -189,7 +189,7 @@ def _with_compiled(plan: BootPlan[LongRoom], say: Say) -> ExpertRoom | None:
     return replace(experts, cpu=None)
 
 
-def find_rates(plan: BootPlan[LongRoom], say: Say) -> bool:
+def wants_cpu_rates(plan: BootPlan[LongRoom], say: Say) -> bool:
     """Tell whether the CPU's rate is to be measured, since it may compute feed-forwards; say why not, where
     that was asked. Raises ConfigError if the CPU must compute."""
     config, outline = plan.outline.settings, plan.outline

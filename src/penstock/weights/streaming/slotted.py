@@ -21,7 +21,9 @@ which experts without a slot pass; only the compute stream reads them. Three wai
    computed with the part whose places it takes.
 The last part's wait is also the end of the link's work for the layer, so the compute stream has all of it in
 front: whoever allocates there, or marks it, comes after it. A recorded step has the marks and waits as edges
-between its kernels. They begin and end within a layer, where a recording is never cut.
+between its kernels. They begin and end within a layer, where a recording is never cut. Where launches of the
+compute stream may be early, each kernel waits for the end of all before it ahead of what it reads and writes:
+so a mark behind it still has all of them in front. The link's launches are never early.
 
 Ahead. While a layer's experts come, the router of the next layer is applied to hidden states of this one, and
 the likeliest expert that has no slot is fetched behind the last part, to a place of its own at the end of the

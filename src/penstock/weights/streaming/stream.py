@@ -259,10 +259,6 @@ class WeightStream:
         run = self._sooner.get(layer, -1)
         return None if self._feeder is None or run < self._next else self._feeder.queued_for(run)
 
-    def moves(self, group: GroupId) -> bool:
-        """Tell whether a group that is no expert streams to the device."""
-        return group not in self._views
-
     @property
     def all_stay(self) -> bool:
         """Tell whether all groups are on the device for good."""
