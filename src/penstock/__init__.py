@@ -4,6 +4,7 @@ memory."""
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.api.async_llm import AsyncLLM as AsyncLLM
     from penstock.api.llm import LLM as LLM
     from penstock.api.outputs import Completion as Completion
     from penstock.api.outputs import Delta as Delta
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Completion",
     "Delta",
     "Output",
@@ -26,6 +28,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "penstock.api.llm",
+    "AsyncLLM": "penstock.api.async_llm",
     "Completion": "penstock.api.outputs",
     "Delta": "penstock.api.outputs",
     "Output": "penstock.api.outputs",

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -13,7 +13,7 @@ from penstock.api.arguments import LLMArguments
 from penstock.api.driver import EngineDriver
 from penstock.api.limits import ServingLimits
 from penstock.api.outputs import Completion
-from penstock.api.reader import Message, Prompt, PromptReader, not_a_prompt
+from penstock.api.reader import Message, Prompt, PromptReader, paired
 from penstock.api.sequences import SequenceGroup
 from penstock.api.snapshots import MemoryUse
 from penstock.api.stream import CompletionStream
@@ -22,7 +22,6 @@ from penstock.api.text.tokenizer import Tokenizer
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import SHIPPED_MODEL as SHIPPED_MODEL
 from penstock.base.config import Config
-from penstock.base.errors import RequestError
 from penstock.base.meter import ExpertMap
 from penstock.base.setting import keywords_of
 from penstock.base.trace import Trace
@@ -192,20 +191,9 @@ class LLM:
         params: settings for all, or one for each.
         Raises RequestError, before anything runs, if one of them cannot be served.
         """
-        several = _as_prompts(prompts)
-        settings = (
-            [params] * len(several)
-            if params is None or isinstance(params, SamplingParams)
-            else _as_settings(params)
-        )
-        if len(settings) != len(several):
-            raise RequestError(
-                f"there are {len(several)} prompts but {len(settings)} params; give one for all, or one for "
-                "each"
-            )
         groups: list[SequenceGroup] = []
         try:
-            for prompt, one in zip(several, settings, strict=True):
+            for prompt, one in paired(prompts, params):
                 groups.append(self.driver.begin(self.reader.read(prompt, one), followed=False))
             with self._bar(groups) as advance:
                 for group in groups:
@@ -282,26 +270,3 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts, of what may be a single one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
-        raise not_a_prompt(prompts)
-    if prompts and isinstance(prompts[0], int | Mapping):
-        return [prompts]  # type: ignore[list-item]
-    for prompt in prompts:
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
-            raise not_a_prompt(prompt)
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _as_settings(params: object) -> list[SamplingParams | None]:
-    if not isinstance(params, Sequence) or isinstance(params, str | bytes | bytearray):
-        raise RequestError(
-            f"params is of type {type(params).__name__}; give one SamplingParams for all prompts, or a list "
-            "with one for each"
-        )
-    return list(params)

@@ -234,3 +234,45 @@ def not_a_prompt(given: object) -> RequestError:
     return RequestError(
         f"the prompt is of type {type(given).__name__}; give text, a list of token ids, or a list of messages"
     )
+
+
+def paired(
+    prompts: Prompt | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams | None] | None,
+) -> list[tuple[Prompt, SamplingParams | None]]:
+    """Return each prompt with its settings, of one prompt or many, and of one for all or one for each. Raise
+    RequestError where the numbers differ, and for what is none of these."""
+    several = _as_prompts(prompts)
+    settings = (
+        [params] * len(several)
+        if params is None or isinstance(params, SamplingParams)
+        else _as_settings(params)
+    )
+    if len(settings) != len(several):
+        raise RequestError(
+            f"there are {len(several)} prompts but {len(settings)} params; give one for all, or one for each"
+        )
+    return list(zip(several, settings, strict=True))
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return a list of prompts, of what may be a single one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
+        raise not_a_prompt(prompts)
+    if prompts and isinstance(prompts[0], int | Mapping):
+        return [prompts]  # type: ignore[list-item]
+    for prompt in prompts:
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+            raise not_a_prompt(prompt)
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_settings(params: object) -> list[SamplingParams | None]:
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes | bytearray):
+        raise RequestError(
+            f"params is of type {type(params).__name__}; give one SamplingParams for all prompts, or a list "
+            "with one for each"
+        )
+    return list(params)
