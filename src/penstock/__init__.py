@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from penstock.api.llm import LLM as LLM
     from penstock.api.outputs import Completion as Completion
     from penstock.api.outputs import Delta as Delta
+    from penstock.api.outputs import Embedding as Embedding
     from penstock.api.outputs import Output as Output
     from penstock.base.errors import PenstockError as PenstockError
     from penstock.step.params import SamplingParams as SamplingParams
@@ -19,6 +20,7 @@ __all__ = [
     "AsyncLLM",
     "Completion",
     "Delta",
+    "Embedding",
     "Output",
     "PenstockError",
     "SamplingParams",
@@ -31,6 +33,7 @@ _HOMES = {
     "AsyncLLM": "penstock.api.async_llm",
     "Completion": "penstock.api.outputs",
     "Delta": "penstock.api.outputs",
+    "Embedding": "penstock.api.outputs",
     "Output": "penstock.api.outputs",
     "PenstockError": "penstock.base.errors",
     "SamplingParams": "penstock.step.params",

@@ -9,15 +9,18 @@ from types import TracebackType
 from typing import Self
 
 from penstock.api.arguments import LLMArguments
+from penstock.api.embeddings import check_dimensions, embedding_of
 from penstock.api.limits import ServingLimits
 from penstock.api.llm import LLM
-from penstock.api.outputs import Completion, Delta
+from penstock.api.outputs import Completion, Delta, Embedding
 from penstock.api.reader import Message, Prompt, paired
+from penstock.api.sequences import PreparedPrompt
 from penstock.api.stepping import AsyncRequest, StepThread
 from penstock.base.errors import EngineClosedError
 from penstock.base.setting import keywords_of
 from penstock.engine.engine import Stats
 from penstock.step.params import SamplingParams
+from penstock.weights.checkpoint.pooling import Pooling
 
 
 class AsyncLLM:
@@ -55,7 +58,26 @@ class AsyncLLM:
         pairs = paired(prompts, params)
         llm, steps = await self._opened()
         ready = await asyncio.to_thread(lambda: [llm.reader.read(*pair) for pair in pairs])
-        requests = [AsyncRequest(one) for one in ready]
+        return await self._complete(ready, steps)
+
+    async def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None
+    ) -> list[Embedding]:
+        """Return the embedding of one prompt or many, as `LLM.embed` does."""
+        several = [prompt for prompt, _ in paired(prompts, None)]
+        llm, steps = await self._opened()
+
+        def read() -> tuple[Pooling, list[PreparedPrompt]]:
+            pooling = llm.pooling
+            check_dimensions(dimensions, llm.spec.hidden_size)
+            return pooling, [llm.reader.read_embedding(prompt) for prompt in several]
+
+        pooling, ready = await asyncio.to_thread(read)
+        found = await self._complete(ready, steps)
+        return [embedding_of(completion, pooling, dimensions) for completion in found]
+
+    async def _complete(self, prompts: Sequence[PreparedPrompt], steps: StepThread) -> list[Completion]:
+        requests = [AsyncRequest(one) for one in prompts]
         try:
             for request in requests:
                 steps.follow(request)

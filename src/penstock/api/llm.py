@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -11,10 +11,11 @@ from typing import Self
 
 from penstock.api.arguments import LLMArguments
 from penstock.api.driver import EngineDriver
+from penstock.api.embeddings import check_dimensions, embedding_of
 from penstock.api.limits import ServingLimits
-from penstock.api.outputs import Completion
+from penstock.api.outputs import Completion, Embedding
 from penstock.api.reader import Message, Prompt, PromptReader, paired
-from penstock.api.sequences import SequenceGroup
+from penstock.api.sequences import PreparedPrompt, SequenceGroup
 from penstock.api.snapshots import MemoryUse
 from penstock.api.stream import CompletionStream
 from penstock.api.structures import Structures
@@ -29,6 +30,7 @@ from penstock.engine.boot import Booted, boot
 from penstock.engine.engine import Progress, Stats
 from penstock.engine.placing import Override, RoutingSource
 from penstock.step.params import SamplingParams
+from penstock.weights.checkpoint.pooling import Pooling
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.cache import is_pack
 from penstock.weights.pack.reader import Pack
@@ -82,7 +84,8 @@ class LLM:
         loading: Loading | None,
         routing: RoutingSource | None = None,
     ) -> None:
-        self._progress = progress
+        self._progress, self._model = progress, config.model
+        self._pooling: Pooling | None = None
         with ExitStack() as opened, ThreadPoolExecutor(1, "penstock-tokenizer") as beside:
             cache = config.cache.expanduser()
             weights: Checkpoint | Pack = (
@@ -191,10 +194,33 @@ class LLM:
         params: settings for all, or one for each.
         Raises RequestError, before anything runs, if one of them cannot be served.
         """
+        return self._complete(self.reader.read(prompt, one) for prompt, one in paired(prompts, params))
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None) -> list[Embedding]:
+        """Return the embedding of one prompt or many, in their order, for a checkpoint that is made for that.
+
+        prompts: as of `generate`.
+        dimensions: cut each to so many numbers, for models that allow it (Matryoshka embeddings).
+        Raises UnsupportedModelError where the checkpoint does not say how hidden states become an embedding,
+        and RequestError, before anything runs, if one of the prompts cannot be served.
+        """
+        pooling = self.pooling
+        check_dimensions(dimensions, self.spec.hidden_size)
+        found = self._complete(self.reader.read_embedding(prompt) for prompt, _ in paired(prompts, None))
+        return [embedding_of(completion, pooling, dimensions) for completion in found]
+
+    @property
+    def pooling(self) -> Pooling:
+        """Return how the checkpoint makes embeddings. Raise UnsupportedModelError if it does not say."""
+        if self._pooling is None:
+            self._pooling = Pooling.of(self._model)
+        return self._pooling
+
+    def _complete(self, prompts: Iterable[PreparedPrompt]) -> list[Completion]:
+        """Run prompts together, none of them before all have been read."""
         groups: list[SequenceGroup] = []
         try:
-            for prompt, one in paired(prompts, params):
-                groups.append(self.driver.begin(self.reader.read(prompt, one), followed=False))
+            groups.extend(self.driver.begin(ready, followed=False) for ready in prompts)
             with self._bar(groups) as advance:
                 for group in groups:
                     while not group.done:

@@ -36,6 +36,8 @@ class Completion:
     outputs: tuple[Output, ...]
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """One for each prompt token, None for the first, where they were asked for."""
+    embedding: tuple[float, ...] = ()
+    """The hidden state behind the prompt, where it was asked for; see `Embedding`."""
     cached_tokens: int = 0
     """Prompt tokens whose KV was found instead of computed."""
     cached_host: int = 0
@@ -61,6 +63,21 @@ class Completion:
     def logprobs(self) -> tuple[TokenLogprob, ...] | None:
         """Return the log-probabilities of the first output's tokens, where they were asked for."""
         return self.outputs[0].logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """Holds the embedding of a prompt (vLLM: EmbeddingRequestOutput).
+
+    prompt: the text that was given, or rendered from a chat; None for a prompt of tokens.
+    embedding: numbers of length 1 together where the checkpoint normalises them.
+    """
+
+    prompt: str | None
+    prompt_tokens: tuple[int, ...]
+    embedding: tuple[float, ...]
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was found instead of computed."""
 
 
 @record(frozen=True, slots=True)

@@ -122,6 +122,12 @@ class PromptReader:
             text, tuple(tokens), tuple(map(sampling, range(params.n))), params.max_tokens, detokenizer
         )
 
+    def read_embedding(self, prompt: Prompt) -> PreparedPrompt:
+        """Return a prompt of which the embedding is wanted. Raise RequestError for one that could never be
+        served."""
+        ready = self.read(prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+        return replace(ready, samplings=tuple(replace(one, pooled=True) for one in ready.samplings))
+
     def close(self) -> None:
         """Free what was compiled for structured outputs."""
         self._structures.close()

@@ -60,12 +60,15 @@ class OutputSequence:
     finish: FinishReason | None = None
     error: str = ""
     cached: tuple[int, int, int] = (0, 0, 0)
+    embedding: tuple[float, ...] = ()
 
     def take(self, event: Event) -> bool:
         """Add what a step has computed. Return whether a stop string has just ended the output, which the
         engine does not know."""
         if event.prompt_logprobs:
             self.prompt_logprobs.extend(event.prompt_logprobs)
+        if event.embedding:
+            self.embedding = event.embedding
         if event.token is None:
             if event.finish is not None:
                 self._break_off(event)
@@ -134,4 +137,4 @@ class SequenceGroup:
         first = self.sequences[0]
         prompt_logprobs = None if first.sampling.prompt_logprobs is None else (None, *first.prompt_logprobs)
         outputs = tuple(sequence.output() for sequence in self.sequences)
-        return Completion(self.prompt, self.tokens, outputs, prompt_logprobs, *first.cached)
+        return Completion(self.prompt, self.tokens, outputs, prompt_logprobs, first.embedding, *first.cached)

@@ -307,7 +307,11 @@ class DecodeGraphs:
         if not 0 < len(shares) <= self._counts[0]:
             return False
         odd = (
-            not share.sample or share.cold_stop or share.next_prompt_tokens or len(share.new_blocks) > 1
+            not share.sample
+            or share.pooled
+            or share.cold_stop
+            or share.next_prompt_tokens
+            or len(share.new_blocks) > 1
             for share in shares
         )
         return not any(odd)
@@ -317,7 +321,8 @@ class DecodeGraphs:
         if not chunk or not self._runs or len(share.tokens) > self._runs[0]:
             return False
         beyond_pages = share.near or share.cold_start or share.cold_stop or share.new_cold
-        return not beyond_pages and not share.next_prompt_tokens and self._step.suits(share)
+        reports = share.next_prompt_tokens or share.pooled
+        return not beyond_pages and not reports and self._step.suits(share)
 
     def run(self, plan: Plan) -> tuple[Tensor, Tensor]:
         """Compute a plan.
