@@ -39,10 +39,8 @@ from penstock.base.errors import ConfigError, DeviceError
 from penstock.engine import placing
 from penstock.memory.streams import CallerStream
 from penstock.ops import experts
-from penstock.ops.experts import outputs_at_rest
 from penstock.ops.handover import LISTED, MOST_TOKENS, HandoverBox, StepRows, class_of
 from penstock.ops.matrix import GroupViews, Matrix
-from penstock.ops.native import experts as native_experts
 from penstock.ops.native.few_bits import library
 from penstock.ops.native.service import ExpertService
 from penstock.ops.slots import ExpertParts, Places
@@ -60,7 +58,7 @@ from penstock.weights.streaming.residency import CpuWork, ExpertRoom
 from penstock.weights.streaming.shares import Times
 from penstock.weights.streaming.slots import SlotRule, SlotTable
 from stacks import in_mxfp4
-from tiled import tiled_pool
+from tiled import tiled_outputs
 
 if library() is None:
     pytest.skip("no C compiler", allow_module_level=True)
@@ -69,11 +67,6 @@ CPU, HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = torch.device("cpu"), 64, 32, 8, 2, 
 SIZE = 2 * 3 * HIDDEN * INNER
 LATE = 0.02
 """Seconds by which work is late."""
-
-
-@pytest.fixture(autouse=True)
-def _as_a_service_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_experts, "shared_pool", tiled_pool)
 
 
 @dataclass
@@ -141,7 +134,7 @@ def by_reference(asked: Asked, views: Sequence[GroupViews], activation: Activati
     counts = [int(asked.pairs[one]) for one in asked.taken]
     mine = torch.cat([order[starts[one] :][: asked.pairs[one]] for one in asked.taken])
     top_k = len(order) // len(asked.rows.x)
-    out[mine] = outputs_at_rest(asked.rows.x[mine // top_k], views, counts, activation)
+    out[mine] = tiled_outputs(asked.rows.x[mine // top_k], views, counts, activation)
     return out
 
 
@@ -184,7 +177,7 @@ class Late:
             assert self.experts is not None
             views = [self.experts.views(layer, one) for one in ids[:count].tolist()]
             time.sleep(self.delay)
-            made = outputs_at_rest(self.box.x[tokens[:rows].long()], views, counts[:count].tolist(), SWIGLU)
+            made = tiled_outputs(self.box.x[tokens[:rows].long()], views, counts[:count].tolist(), SWIGLU)
             time.sleep(self.delay)
             self.box.y[:rows] = made
             seen = asked
@@ -467,7 +460,7 @@ def interpreted() -> Iterator[None]:
 
 
 def by_python(rank: Rank) -> ExitStack:
-    """In place of the service and the kernels that ask it: `outputs_at_rest`, at once."""
+    """In place of the service and the kernels that ask it: `tiled_outputs`, at once."""
     lent, cpu = rank.weights.experts, rank.weights.cpu
     assert isinstance(lent, slotted.SlotExperts)
     assert cpu is not None
