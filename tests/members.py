@@ -16,9 +16,9 @@ from penstock.arch.shards import Shard
 from penstock.arch.spec import MoeSpec
 from penstock.kv.movement.pool import KVPool, StatePool
 from penstock.models.decoder import Decoder
-from penstock.ops.handover import CLASSES
 from penstock.ops.kernels import plain_torch
 from penstock.ops.norm import add_rms_norm
+from penstock.ops.row_classes import CLASSES
 from penstock.step.plan import BlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming.beside import RowSpec, share_passes

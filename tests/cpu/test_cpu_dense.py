@@ -24,23 +24,24 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import tiny
 from members import RATES, Rank, share, steps, together
-from penstock.arch.layout import GroupId, group_layouts
+from penstock.arch.layout import GroupId, GroupKind, group_layouts
 from penstock.arch.spec import SWIGLU
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError, DeviceError
+from penstock.base.tiers import Tier
 from penstock.engine import cpu_rates, placing
 from penstock.memory.streams import CallerStream
-from penstock.ops.handover import CLASSES, MOST_TOKENS
 from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.native.experts import ThreadPool
 from penstock.ops.native.few_bits import library
+from penstock.ops.row_classes import CLASSES, MOST_TOKENS
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming import stream
 from penstock.weights.streaming.cpu_dense import CpuFeedForwards
 from penstock.weights.streaming.feeder import Feeder
 from penstock.weights.streaming.orders import turns_of
-from penstock.weights.streaming.residency import CpuPass
+from penstock.weights.streaming.residency import CpuPass, padded
 from penstock.weights.streaming.ring import Link, Prediction, RingLayout, StreamRates, lay_ring
 from penstock.weights.streaming.turns import CpuTurns
 from penstock.worker.runner import decode_rows
@@ -426,10 +427,13 @@ def test_the_cpu_s_rate_is_measured_with_the_widest_feed_forward() -> None:
     with (
         no_thread_left(),
         patch.object(cpu_rates, "_SECONDS", 0.02),
-        patch.object(cpu_rates, "_READ", 1 << 20),
         patch.object(ThreadPool, "feed_forward", seen),
+        patch.object(cpu_rates, "Arena", side_effect=cpu_rates.Arena) as arena,
     ):
         found = cpu_rates.cpu_read(plan, CPU, RATES)
+        homes = rank.weights.placement.homes
+        rest = [one for one in layouts if one.id.kind is GroupKind.FFN and homes[one.id] is Tier.HOST]
+        assert arena.call_args[0][0] == sum(map(padded, rest)), "no more than will rest there"
     assert sorted(rows) == [1 << kind for kind in range(CLASSES)]
     assert len(found) == CLASSES
     assert all(1e6 < rate < 1e12 for rate in found)

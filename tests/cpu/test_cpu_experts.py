@@ -39,10 +39,11 @@ from penstock.base.errors import ConfigError, DeviceError
 from penstock.engine import placing
 from penstock.memory.streams import CallerStream
 from penstock.ops import experts
-from penstock.ops.handover import LISTED, MOST_TOKENS, HandoverBox, StepRows, class_of
+from penstock.ops.handover import LISTED, HandoverBox, StepRows
 from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.native.few_bits import library
 from penstock.ops.native.service import ExpertService
+from penstock.ops.row_classes import MOST_TOKENS, class_of
 from penstock.ops.slots import ExpertParts, Places
 from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton import few_bits_experts

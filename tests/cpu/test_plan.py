@@ -347,7 +347,7 @@ def test_a_config_with_a_format_is_enough(tmp_path: Path, capsys: pytest.Capture
         (["8B", "--format", "int4:4097"], "nor one with a group of 8 to 4096"),
         (["8B", "--format", f"int4:{'9' * 5000}"], "nor one with a group of 8 to 4096"),
         (["8B", "--format", "fp8:64"], "fp8 has blocks of a fixed size"),
-        (["8B", "--machine", "laptop", "--batch", "64"], "kv_blocks"),
+        (["8B", "--machine", "laptop", "--batch", "64"], "a batch of 7 or a context of 448 would fit"),
         (["8B", "--machine", "laptop", "--context", "999999"], "131,072 positions"),
         (["8B", "--device-memory", "2GiB"], "too small for one group of weights"),
         (["8B", "--machine", "laptop", "--picture", "/nowhere/plan.png"], "its directory does not exist"),

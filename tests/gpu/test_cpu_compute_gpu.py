@@ -17,9 +17,10 @@ from penstock.arch.spec import SWIGLU
 from penstock.base.errors import DeviceError
 from penstock.engine import placing, plan
 from penstock.memory.streams import CudaStream
-from penstock.ops.handover import CLASSES, MOST_TOKENS, StepRows
+from penstock.ops.handover import StepRows
 from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.native.few_bits import find_library, library
+from penstock.ops.row_classes import CLASSES, MOST_TOKENS
 from penstock.ops.slots import ExpertParts
 from penstock.weights.streaming import beside, cpu_experts, stream
 from penstock.weights.streaming.cpu_dense import CpuFeedForwards

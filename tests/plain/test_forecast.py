@@ -3,6 +3,7 @@ anything."""
 
 import json
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -557,7 +558,7 @@ def test_what_more_would_buy() -> None:
             "no disk for the rest",
         ),
         (machine(DENSE, 0.3, host=PROCESS), WORK, BudgetError, "too small for a ring"),
-        (machine(DENSE, 0.3), replace(WORK, batch=500), BudgetError, "of KV and"),
+        (machine(DENSE, 0.3), replace(WORK, batch=500), BudgetError, "a batch of .* would fit"),
         (machine(DENSE, 0.3), replace(WORK, context=5000), ConfigError, "4,096 positions"),
         (machine(DENSE, 0.3), replace(WORK, batch=513), ConfigError, "512 tokens a step"),
     ],
@@ -565,6 +566,36 @@ def test_what_more_would_buy() -> None:
 def test_what_a_boot_would_refuse(given: Machine, work: Work, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         of(DENSE, given, work)
+
+
+@pytest.mark.parametrize(
+    ("given", "work"),
+    [
+        (machine(DENSE, 0.3), replace(WORK, batch=500)),
+        (machine(DENSE, 0.3), replace(WORK, batch=500, context=300)),
+        (Machine(GIB, None, FAST, 1e12), replace(WORK, batch=500)),
+        (machine(DENSE, 0.01), replace(WORK, step_tokens=1 << 18, context=4000)),
+    ],
+)
+def test_of_work_that_does_not_fit_it_is_said_what_would(given: Machine, work: Work) -> None:
+    """To the last sequence, and to the last block of a context."""
+    with pytest.raises(BudgetError, match="would fit") as refused:
+        of(DENSE, given, work)
+    said = dict(
+        re.findall(r"(batch of|context of|step-tokens) ([\d,]+)(?= |,)", str(refused.value).partition(";")[2])
+    )
+    for text, name, unit in (
+        ("batch of", "batch", 1),
+        ("context of", "context", BLOCK_SIZE),
+        ("step-tokens", "step_tokens", BLOCK_SIZE),
+    ):
+        if text in said:
+            most = int(said[text].replace(",", ""))
+            assert 0 < most < getattr(work, name)
+            of(DENSE, given, replace(work, **{name: most}))
+            with pytest.raises(BudgetError):
+                of(DENSE, given, replace(work, **{name: most + unit}))
+    assert said
 
 
 def test_dynamic_rope_goes_beyond_its_positions() -> None:

@@ -73,6 +73,13 @@ def cpu_blocker(outline: "Outline[Any]", placement: Placement, experts: ExpertRo
     return None
 
 
+def may_share(outline: "Outline[Any]") -> bool:
+    """Tell whether the CPU may share steps of a model without mixtures, wherever its weights come to rest."""
+    found = outline.hardware
+    asked = outline.settings.cpu_compute != "off" and found.cuda and found.kernels and not _mixtures(outline)
+    return asked and not (outline.shard.ranks > 1 or outline.far or outline.draft)
+
+
 def computable(outline: "Outline[Any]", placement: Placement) -> list[GroupLayout]:
     """Return the layouts of feed-forwards that rest on HOST."""
     homes = placement.homes
@@ -129,7 +136,12 @@ def _dense_blocker(outline: "Outline[Any]", placement: Placement) -> str | None:
     if outline.draft:
         return "a draft model proposes tokens"
     if not computable(outline, placement):
-        return "no feed-forward rests in host memory"
+        return "no feed-forward rests in host memory (some do with a smaller device_memory)"
+    if sum(home is Tier.HOST for home in placement.homes.values()) == 1:
+        return (
+            "only one feed-forward streams, and one group has to come over the link (more stream with a "
+            "smaller device_memory)"
+        )
     return None
 
 

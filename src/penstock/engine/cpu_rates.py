@@ -1,4 +1,7 @@
-"""Measures how fast a CPU computes feed-forwards where they rest, while the link carries something else."""
+"""Measures how fast a CPU computes feed-forwards where they rest, while the link carries something else.
+
+It takes no more host memory than the feed-forwards that will rest there, so where these have room it has.
+"""
 
 from contextlib import ExitStack, closing
 from itertools import cycle, pairwise
@@ -15,8 +18,8 @@ from penstock.engine.plan import BootPlan
 from penstock.memory.arena import Arena
 from penstock.memory.link import streams_of
 from penstock.memory.streams import Stream, Ticket
-from penstock.ops.handover import CLASSES
 from penstock.ops.native.experts import ThreadPool
+from penstock.ops.row_classes import CLASSES
 from penstock.weights.pieces import PIECE_BYTES
 from penstock.weights.streaming.residency import padded
 from penstock.weights.streaming.ring import StreamRates
@@ -26,7 +29,8 @@ from penstock.weights.streaming.views import group_views
 _SECONDS = 0.1
 """Seconds for which each class of rows is measured."""
 _READ = 512 << 20
-"""Bytes of feed-forwards that are computed in turn: more than a processor keeps."""
+"""Bytes of feed-forwards that are computed in turn, if as many rest in host memory: more than a processor
+keeps."""
 _COPIED = 64 << 20
 """Bytes that the link carries at a time."""
 
@@ -34,9 +38,10 @@ _COPIED = 64 << 20
 def cpu_read(plan: BootPlan[LongRoom], device: torch.device, rates: StreamRates) -> tuple[float, ...]:
     """Return the bytes per second that the CPU reads of feed-forwards that it computes, by class of rows."""
     outline = plan.outline
-    layout = max(computable(outline, plan.placement), key=padded)
+    resting = computable(outline, plan.placement)
+    layout = max(resting, key=padded)
     size, dtype = padded(layout), getattr(torch, outline.dtype)
-    count = max(-(-_READ // size), 1)
+    count = min(-(-_READ // size), sum(map(padded, resting)) // size)
     source = RandomSource(outline.dtype)
     with ExitStack() as opened:
         pool = opened.enter_context(closing(ThreadPool(max(torch.get_num_threads() - 1, 1), tiles=True)))

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupKind, GroupLayout
 from penstock.memory.streams import Stream, Ticket
-from penstock.ops.handover import MOST_TOKENS, class_of
 from penstock.ops.matrix import GroupViews
+from penstock.ops.row_classes import MOST_TOKENS, class_of
 from penstock.weights.streaming.feeder import Feeder
 from penstock.weights.streaming.residency import Placement, Use
 from penstock.weights.streaming.ring import RingLayout, StreamRates
