@@ -3,7 +3,7 @@ service is a thread. Passes of both kinds turn, whatever is late."""
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
@@ -153,6 +153,18 @@ def test_what_was_asked_in_a_step_that_was_broken_off_is_waited_for() -> None:
         own.check()
 
 
+def test_norms_before_and_behind_are_the_device_s() -> None:
+    """It normalises what it gives, and what it takes: by copies of its own."""
+    vectors = {name: torch.rand(HIDDEN).bfloat16() for name in ("norm", "norm_after", "down_bias")}
+    with service(vectors=vectors) as (own, groups):
+        lent = list(own.views().values())
+        assert len(lent) == len(groups)
+        for one in lent:
+            assert one.vectors.keys() == {"norm", "norm_after"}
+            for name, vector in one.vectors.items():
+                assert torch.equal(vector, vectors[name])
+
+
 def test_a_service_that_is_gone_is_an_error_and_no_hang() -> None:
     with service() as (own, _):
         own.service.close()
@@ -165,7 +177,9 @@ HIDDEN, INNER = 64, 96
 
 
 @contextmanager
-def service(count: int = 3) -> Iterator[tuple[CpuFeedForwards, list[GroupViews]]]:
+def service(
+    count: int = 3, vectors: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[CpuFeedForwards, list[GroupViews]]]:
     """Feed-forwards in host memory, and what has the CPU compute them."""
     rng, none = torch.Generator().manual_seed(0), Prediction(1.0, dict.fromkeys(Link, 0.0))
 
@@ -173,7 +187,7 @@ def service(count: int = 3) -> Iterator[tuple[CpuFeedForwards, list[GroupViews]]
         return Matrix.of((torch.randn(shape, generator=rng) / 8).bfloat16())
 
     groups = [
-        GroupViews({"gate_up": matrix(2 * INNER, HIDDEN), "down": matrix(HIDDEN, INNER)}, {}, ())
+        GroupViews({"gate_up": matrix(2 * INNER, HIDDEN), "down": matrix(HIDDEN, INNER)}, vectors or {}, ())
         for _ in range(count)
     ]
     ids = Shape((1,) * count, "h" * count, 1).ids
@@ -313,6 +327,23 @@ def test_what_comes_behind_a_change_is_not_measured() -> None:
         world.computing.mark().wait()
         world.weights.turn(0)
     assert noted == [(0, True), (1, True), (2, True)]
+
+
+def test_steps_of_up_to_sixteen_rows_are_shared() -> None:
+    """By classes of 1, 2, 4, 8 and 16 rows; in others all groups stream."""
+    asked = list[int | None]()
+
+    def choose(self: CpuTurns, kind: int | None) -> bool:
+        asked.append(kind)
+        return kind is not None
+
+    with turning(SHAPES[0], Gates()) as world, patch.object(CpuTurns, "choose", choose):
+        turns = world.weights._turning
+        assert turns is not None
+        rows = (0, 1, 2, 3, 4, 5, 8, 9, MOST_TOKENS, MOST_TOKENS + 1, 64)
+        shared = [turns.choose(one) is turns.shared for one in rows]
+    assert asked == [None, 0, 1, 2, 2, 3, 3, 4, 4, None, None]
+    assert shared == [one is not None for one in asked]
 
 
 def test_a_change_costs_a_fill_of_the_ring_each_way() -> None:

@@ -279,6 +279,30 @@ def test_what_a_layer_took_is_counted_once_however_many_programs_take_it() -> No
             assert (times[:3, :, 1] >= times[:3, :, 0]).all()
 
 
+@pytest.mark.parametrize("late", [True, False])
+def test_what_a_layer_took_beyond_the_work_is_counted_where_the_cpu_was_late(late: bool) -> None:
+    """Once, however many programs waited: until the answer, less what the CPU says that it worked."""
+    ticks, spent = count(1000), 7
+    with (
+        world(Late) as made,
+        patch.object(triton_handover, "TIMED", new=True),
+        patch.object(triton_handover, "globaltimer", lambda: tl.full([], next(ticks), tl.int64)),
+    ):
+        box = made.cpu.handover.box
+        made.cpu.service.experts = made  # type: ignore[attr-defined]
+        box.spent.fill_(spent)
+        asked = made.step(5, 3)
+        times, came = made.cpu.handover.times[class_of(5)], int(asked.parts.starts[1])
+        made.cpu.give(asked.rows, asked.pairs, 0, asked.parts)
+        while not late and int(box.done) != int(made.cpu.handover.asked):
+            time.sleep(0.001)
+        made.cpu.take(asked.rows, asked.parts)
+        want = torch.zeros_like(times[Times.LATE])
+        if late:
+            want[3] = torch.tensor([1, int(times[Times.TOGETHER, came + 3, 1]) - spent])
+        assert torch.equal(times[Times.LATE], want)
+
+
 def test_who_waits_for_a_step_that_was_broken_off_writes_nothing() -> None:
     with world() as made:
         asked, handover = made.step(5, 3), made.cpu.handover

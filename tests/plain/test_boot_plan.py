@@ -148,6 +148,7 @@ def test_experts_have_slots_on_the_device_where_the_host_holds_them_all() -> Non
     assert room.copies
     assert (room.on_device, room.on_host, room.on_disk) == (0, room.experts, 0)
     assert room.slots > 0
+    assert room.device_ring == 9, "eight of them, and one that comes ahead"
     assert room.device == (room.slots + room.device_ring) * room.size
     assert "slots for copies" in str(room)
     assert plan.budget.weights >= plan.placement.resting(Tier.DEVICE) + room.device
