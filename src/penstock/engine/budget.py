@@ -19,7 +19,7 @@ CPU_RING_PART = 8
 KV_PART = 8
 """KV gets one part in so many of the device where weights stream: enough for several sequences."""
 _FEWER = "max_step_tokens or max_sequences"
-"""What makes the largest step smaller: its tokens, or the logits of its sequences."""
+"""Settings that make the largest step smaller: its tokens, or the logits of its sequences."""
 HEAP = 8 << 20
 """Bytes by which a CPU's heap grows beside the memory of steps."""
 

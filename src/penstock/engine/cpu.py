@@ -90,20 +90,21 @@ def computable(outline: "Outline[Any]", placement: Placement) -> list[GroupLayou
     ]
 
 
-def cpu_note(outline: "Outline[Any]", placement: Placement, experts: ExpertRoom | None) -> str:
-    """Say in a sentence what of the weights the CPU computes, or why none; empty where that was not asked."""
+def cpu_note(
+    outline: "Outline[Any]", placement: Placement, experts: ExpertRoom | None, *, known: bool = False
+) -> str:
+    """Say in a sentence what of the weights the CPU computes where no forecast says more, or why none; empty
+    where that was not asked. known: whether its rate is."""
     if outline.settings.cpu_compute == "off":
         return ""
     if why := cpu_blocker(outline, placement, experts):
         return f"The CPU computes nothing, since {why}."
-    if not _mixtures(outline):
-        return (
-            "In steps of few decode rows the CPU computes some of the feed-forwards that would come over the "
-            "link, where it is faster, with other roundings. What that gains is left out."
-        )
+    what = "experts" if _mixtures(outline) else "feed-forwards"
+    if known:
+        return f"The CPU computes no {what} in such steps, since the link is as fast."
     return (
-        "Of experts that would come over the link the CPU computes some, with other roundings. What that "
-        "gains is left out."
+        f"The CPU computes some of the {what} that would come over the link, with other roundings. What that "
+        "gains is left out: give --cpu-rate, or have `penstock doctor` measure it."
     )
 
 

@@ -65,7 +65,10 @@ class Machine:
             device=self.device // shares,
             host=host // ranks if host is not None else None,
             rates=StreamRates(
-                rates.host_to_device / shares, rates.disk_to_host / ranks, rates.device_read / shares
+                rates.host_to_device / shares,
+                rates.disk_to_host / ranks,
+                rates.device_read / shares,
+                rates.cpu_read,
             ),
             operations=self.operations / shares,
         )

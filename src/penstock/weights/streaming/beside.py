@@ -1,7 +1,7 @@
 """Chooses which feed-forwards a CPU computes where they rest on HOST, in passes of few rows, while the link
 brings other groups: so many that both are busy all the time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 
@@ -43,6 +43,22 @@ def share_passes(placement: Placement, limits: WeightLimits, rates: StreamRates,
     best = min((one for one in found if one.cpu), key=_shared_seconds, default=placement)
     faster = rows.always or GAIN * _shared_seconds(best) < placement.prediction.seconds
     return best if faster else placement
+
+
+def predict_shared(
+    placement: Placement, rates: StreamRates, kind: int, seconds: Sequence[float]
+) -> Prediction:
+    """Return how long passes of a class of rows that the CPU shares take. seconds: of the device's arithmetic
+    for each use, as if it computed all."""
+    assert placement.cpu is not None, "a placement without passes that the CPU shares"
+    return _predict(placement, frozenset(placement.cpu.groups), placement.cpu.ring, rates, kind, seconds)
+
+
+def cpu_seconds(placement: Placement, rates: StreamRates, kind: int) -> float:
+    """Return for how long the CPU computes in a pass of a class of rows that it shares."""
+    assert placement.cpu is not None, "a placement without passes that the CPU shares"
+    sizes = {use.id: use.size for use in placement.uses}
+    return sum(sizes[id] / rates.cpu_read[kind] + HAND_OVER for id in placement.cpu.groups)
 
 
 def _others_first(placement: Placement, limits: WeightLimits, rates: StreamRates) -> Iterator[Placement]:
@@ -93,13 +109,19 @@ def _ring_without(placement: Placement, groups: frozenset[GroupId]) -> RingLayou
 
 
 def _predict(
-    placement: Placement, groups: frozenset[GroupId], ring: RingLayout, rates: StreamRates, kind: int
+    placement: Placement,
+    groups: frozenset[GroupId],
+    ring: RingLayout,
+    rates: StreamRates,
+    kind: int,
+    by_device: Sequence[float] | None = None,
 ) -> Prediction:
     """Return how long passes of a class of rows take. What the CPU does counts as arithmetic: the device
-    waits for it."""
+    waits for it. by_device: seconds for each use there; without it, of reading the group."""
+    device = by_device or [use.size / rates.device_read for use in placement.uses]
     seconds = [
-        use.size / rates.cpu_read[kind] + HAND_OVER if use.id in groups else use.size / rates.device_read
-        for use in placement.uses
+        use.size / rates.cpu_read[kind] + HAND_OVER if use.id in groups else its
+        for use, its in zip(placement.uses, device, strict=True)
     ]
     sizes = [use.size for use in placement.uses]
     homes = [placement.homes[use.id] for use in placement.uses]
