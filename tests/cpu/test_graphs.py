@@ -368,7 +368,7 @@ class Lent:
     def __init__(self, said: list[str]) -> None:
         self.said, self.views = said, {}
 
-    def standing(self, *, shared: bool = False) -> "Lent":
+    def standing(self, *, shared: int = 0) -> "Lent":
         return Lent([])
 
     def moves(self, group: GroupId) -> bool:

@@ -569,7 +569,7 @@ def test_what_a_cpu_gains_is_of_the_batch_that_is_asked(batch: int) -> None:
     assert of_cpu is not None
     rate = FALLING[(batch - 1).bit_length()]
     assert part.seconds == pytest.approx(part.size / rate + part.groups * HAND_OVER)
-    assert part.groups == len(of_cpu.groups)
+    assert part.groups == len(of_cpu.orders[(batch - 1).bit_length()].groups)
     assert part.size + found.decode.copied == found.placement.streamed
     assert max(part.seconds, found.decode.busy[Link.LINK]) <= 1.001 * found.decode.seconds
     assert found.decode.seconds < part.alone

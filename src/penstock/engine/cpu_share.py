@@ -44,8 +44,9 @@ def dense_pass(
     assert of is not None, "a placement without passes that the CPU shares"
     found, its = predict_shared(placement, rates, kind, seconds), cpu_seconds(placement, rates, kind)
     busy = {**found.busy, Link.COMPUTE: found.busy[Link.COMPUTE] - its}
-    size = sum(use.size for use in placement.uses if use.id in of.groups)
-    return Prediction(found.seconds, busy), CpuPart(len(of.groups), size, its, 0.0)
+    groups = of.orders[kind].groups
+    size = sum(use.size for use in placement.uses if use.id in groups)
+    return Prediction(found.seconds, busy), CpuPart(len(groups), size, its, 0.0)
 
 
 def shared_experts(layers: int, come: float, size: float, link: float, cpu: float) -> tuple[float, CpuPart]:

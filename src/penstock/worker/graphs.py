@@ -249,7 +249,7 @@ class DecodeGraphs:
                 compute = partial(self._step.compute, count)
                 self._programs[count] = self._recorded(compute, pool, stream)
                 if self._weights.shares and count in shared:
-                    self._shared[count] = self._recorded(compute, pool, stream, shared=True)
+                    self._shared[count] = self._recorded(compute, pool, stream, shared=count)
             for count in self._runs:
                 self._step.give_run(None, count)
                 compute = partial(self._step.compute_run, count)
@@ -273,7 +273,7 @@ class DecodeGraphs:
         pool: "_POOL_HANDLE",
         stream: torch.cuda.Stream,
         *,
-        shared: bool = False,
+        shared: int = 0,
     ) -> "_Program":
         # What is compiled, planned and allocated once is so before the recording.
         compute(self._weights.standing(shared=shared))
@@ -368,8 +368,8 @@ class _Program:
     all_stay = False
     """Each group is taken by itself, since the program is cut where one moves."""
 
-    def __init__(self, pool: "_POOL_HANDLE", weights: WeightStream, *, shared: bool = False) -> None:
-        """Recording begins, on the current stream. shared: whether a CPU shares the pass."""
+    def __init__(self, pool: "_POOL_HANDLE", weights: WeightStream, *, shared: int = 0) -> None:
+        """Recording begins, on the current stream. shared: decode rows of a pass that a CPU shares."""
         self._pool, self._weights, self._standing = pool, weights, weights.standing(shared=shared)
         self.experts = self._standing.experts
         self._acts: list[Callable[[], object]] = []

@@ -69,7 +69,8 @@ class CpuFeedForwards(CpuService):
         """Whether something may have been asked for that has not been waited for."""
 
     def views(self) -> dict[GroupId, GroupViews]:
-        """Return what is lent of each group, after loading: norms on the device, and what computes it."""
+        """Return what is lent of each group, after loading: norms on the device, and what computes it. An
+        order takes from it the groups that the CPU computes there."""
         return {
             id: GroupViews(
                 {},
