@@ -19,7 +19,6 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import bounds
 from penstock.arch.layout import GroupId, GroupKind, MixtureLayout
-from penstock.arch.spec import SWIGLU
 from penstock.memory.streams import CallerStream, ThreadStream, Ticket
 from penstock.models import moe
 from penstock.ops import experts
@@ -369,5 +368,5 @@ def test_experts_that_come_are_said_to_move() -> None:
     tables = [torch.tensor(number) for number in range(3)]
     for rests in (False, True):
         mixed, lent = Mixed(), SimpleNamespace(table=lambda layer, rests=rests: tables[2] if rests else None)
-        moe._many_at_a_time(mixed, tables[0], 0, lent, iter(tables[:2]), SWIGLU, 0)  # type: ignore[arg-type]
+        moe._many_at_a_time(mixed, 0, lent, iter(tables[:2]))  # type: ignore[arg-type]
         assert mixed.noted == ([(2, False)] if rests else [(0, True), (1, True)])
