@@ -342,12 +342,12 @@ def test_experts_of_few_bits_in_slots_compute_what_those_that_rest_do() -> None:
         chain = SlotChain(
             "mxfp4", (stream, stream, stream), device=torch.device("cpu"), sizes=sizes, slots=4, ring=4
         )
-        for turn in range(4):
+        for turn in range(2):
             chain.start.copy_(torch.randn(1, 64, generator=torch.Generator().manual_seed(turn)))
             with bounds.lent(map(bounds.span, (chain.host, chain.memory, chain.resting))):
                 assert torch.equal(chain(rests=False), chain(rests=True))
     asked, hits, foretold, _ = chain.experts.snapshots.exact().counts.sum(0).tolist()
-    assert asked == 4 * 2 * 2
+    assert asked == 2 * 2 * 2
     assert 0 < hits < asked
     assert foretold > 0
 
