@@ -509,7 +509,7 @@ def test_whatever_is_foretold_the_same_is_computed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(slotted, "_MANY", 1 << 20)
     monkeypatch.setattr(slotted, "_FEW", 1 << 20)
     monkeypatch.setattr(triton_slots, "_WORDS", 256)
-    path, plans, ahead = tiny.checkpoint("qwen3_moe"), list(steps()) * 2, triton_slots.fetch_ahead
+    path, plans, ahead = tiny.checkpoint("qwen3_moe"), list(steps()), triton_slots.fetch_ahead
     whole, foretell = pass_of(path, 0, plans=plans), triton_slots.foretell
     said, heard = list[Tensor](), list[Tensor]()
 
