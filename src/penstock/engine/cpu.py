@@ -101,7 +101,7 @@ def cpu_note(
         return f"The CPU computes nothing, since {why}."
     what = "experts" if _mixtures(outline) else "feed-forwards"
     if known:
-        return f"The CPU computes no {what} in such steps, since the link is as fast."
+        return f"The CPU computes no {what} in such steps, since that would gain nothing."
     return (
         f"The CPU computes some of the {what} that would come over the link, with other roundings. What that "
         "gains is left out: give --cpu-rate, or have `penstock doctor` measure it."
