@@ -76,18 +76,17 @@ class Decoder:
         shard: Shard | None = None,
         collectives: Collectives | None = None,
         *,
-        rows_at_rest: int = 0,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Compute with this model. spec: of the whole model. collectives: needed for a shard of several
-        ranks. rows_at_rest: as of `mixture`. dtype: of activations, needed where the embedding is quantised.
-        Raises ConfigError for too many ranks."""
+        ranks. dtype: of activations, needed where the embedding is quantised. Raises ConfigError for too many
+        ranks."""
         shard = shard or WHOLE
         assert shard.ranks == 1 or collectives is not None, f"{shard} without collectives"
         self.spec = spec
         self._local, self._vocabulary = local_spec(spec, shard), held(spec, shard).vocabulary
         self._collectives = collectives if shard.ranks > 1 else None
-        self._rows_at_rest, self._dtype = rows_at_rest, dtype
+        self._dtype = dtype
         self.routing: Routing | None = None
         """Sees the scores of every router, if a measurement asks for it."""
 
@@ -273,7 +272,7 @@ class Decoder:
                 experts.foretell(following, foretold(), moe.top_k * len(x), padding)
         shared = None if moe.shared is None else shared_experts(x, w)
         weights.release(group)
-        mixed = mixture(x, choice, moe, layer, experts, parts, rows_at_rest=self._rows_at_rest)
+        mixed = mixture(x, choice, moe, layer, experts, parts)
         residual.add(mixed if shared is None else mixed.add_(shared), after, spec.scale)
 
     def _foretold(self, layer: int, x: Tensor, weights: Weights, *, chosen: bool = False) -> Tensor:

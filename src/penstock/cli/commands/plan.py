@@ -2,11 +2,10 @@
 has to be here."""
 
 import math
-import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from penstock.arch.formats.recipe import config_in
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import CACHE, DTYPES, Config
 from penstock.base.errors import CheckpointError, ConfigError
-from penstock.base.units import parse_size
 from penstock.bench.shapes import SHAPES
 from penstock.cli.command import Command, debug_option, option
+from penstock.cli.figures import PARSERS, parse_cpu_rates
 from penstock.cli.known_costs import SHIPPED
 from penstock.cli.options import engine_flags, with_options
 from penstock.cli.options import weight_format as weight_format_flag
@@ -58,9 +57,6 @@ EXAMPLES = """
 """
 GIB = 1 << 30
 _COUNT = click.IntRange(min=1)
-_OPERATIONS = re.compile(
-    r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgtp]?)\s*(?:flops|flop/s)?\s*", re.IGNORECASE | re.ASCII
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +179,12 @@ USUAL = "desktop-24"
 )
 @option(
     MACHINE,
+    "--cpu-rate",
+    metavar="RATE",
+    help="Rate at which the CPU reads what it computes, or one each for 1, 2, 4, 8, 16 rows. [measured]",
+)
+@option(
+    MACHINE,
     "--costs",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
@@ -266,11 +268,13 @@ def command(
         )
     batch, context, step_tokens = (given.pop(name) for name in ("batch", "context", "step_tokens"))
     hits, routing = given.pop("expert_hits"), given.pop("routing")
+    cpu_rate = given.pop("cpu_rate")
     settings = Config(Path(), **{name: given.pop(name) for name in SETTINGS})
     asked = {name: PARSERS[name](text) for name, text in given.items() if text is not None}
     name, spec, names = open_model(model, weight_format)
     chosen = spec.dtype if dtype == "auto" else dtype
     setting, usual_step = settle(machine, asked, costs or kept_costs(machine, cache.expanduser(), chosen))
+    setting = _with_cpu(setting, settings, cpu_rate)
     use = _expert_use(spec, batch, hits, routing)
     work = Work(chosen, batch, context, step_tokens or usual_step, expert_use=use, settings=settings)
     report = Report.of(name, spec, names, setting, forecast(spec, names, machine_of(setting), work))
@@ -280,6 +284,19 @@ def command(
         draw(report, picture)
         say(f"drawn to {picture}", faint=True)
     click.echo(report.line() if json else report)
+
+
+def _with_cpu(setting: Setting, settings: Config, rate: str | None) -> Setting:
+    """Return a setting with the CPU's rates, if it may compute: those given, or measured with what steps
+    cost. Raises ConfigError."""
+    if settings.cpu_compute == "off":
+        if rate is not None:
+            raise ConfigError("--cpu-rate is given, but --cpu-compute is off; add --cpu-compute auto")
+        return setting
+    if rate is not None:
+        return replace(setting, cpu_read=parse_cpu_rates(rate), cpu_source="given")
+    measured = setting.costs.cpu_read if setting.costs else ()
+    return replace(setting, cpu_read=measured, cpu_source="measured with int4") if measured else setting
 
 
 def _expert_use(spec: ModelSpec, batch: int, hits: float | None, routing: Path | None) -> ExpertUse | None:
@@ -376,7 +393,7 @@ def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None =
 def machine_of(setting: Setting) -> Machine:
     """Return the machine that a setting describes."""
     value = {name: figure.value for name, figure in setting.figures.items()}
-    rates = StreamRates(value["link_rate"], value["disk_rate"], value["device_read"])
+    rates = StreamRates(value["link_rate"], value["disk_rate"], value["device_read"], setting.cpu_read)
     return Machine(
         int(value["device_memory"]), int(value["host_memory"]) or None, rates, value["compute"], setting.costs
     )
@@ -407,42 +424,3 @@ def _free_memory() -> int:
     except (OSError, ValueError):
         limit = 2**62
     return min(int(psutil.virtual_memory().available), limit)
-
-
-# ---- figures as they are written
-
-
-def parse_rate(text: str) -> float:
-    """Read bytes/s from `3GB/s`, or `3GB`. Raises ConfigError, also where the unit was forgotten."""
-    try:
-        rate = parse_size(text.strip().lower().removesuffix("/s"))
-    except ConfigError as error:
-        raise ConfigError(f"cannot read {text!r} as a rate; write it like 3GB/s") from error
-    if rate < 10**6:
-        raise ConfigError(f"rate {text!r} is less than 1 MB/s; write it like 3GB/s")
-    return float(rate)
-
-
-def parse_disk(text: str) -> float:
-    """The same; 0 for `none` and `0`, which is no disk."""
-    return 0.0 if text.strip().lower() in ("none", "0") else parse_rate(text)
-
-
-def parse_operations(text: str) -> float:
-    """Read operations/s from `700TFLOPS` or `7e14`. Raises ConfigError."""
-    match = _OPERATIONS.fullmatch(text)
-    number = float(match[1]) * 1000.0 ** " kmgtp".index(match[2].lower() or " ") if match else 0.0
-    if not 1e6 <= number < 1e30:
-        raise ConfigError(f"cannot read {text!r} as operations a second; write it like 700TFLOPS")
-    return number
-
-
-PARSERS: Mapping[str, Callable[[str], float]] = {
-    "device_memory": parse_size,
-    "host_memory": parse_size,
-    "link_rate": parse_rate,
-    "disk_rate": parse_disk,
-    "device_read": parse_rate,
-    "compute": parse_operations,
-}
-"""Flags are named without dashes."""
