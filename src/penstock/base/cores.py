@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self
 
 _STAT, _OWN_GROUP, _GROUPS = Path("/proc/stat"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-_UP, _DOWN = 0.4, 0.7
+_UP, _DOWN = 0.35, 0.7
 """Cores that others must take beyond those counted before one more is counted, or leave before one less is.
 A process that never rests takes half a core beside threads of ours on every core, and a whole one once it has
 a core of its own: both are one core. A tenth of a core now and then is none."""
