@@ -1,25 +1,24 @@
-"""Measure decode steps beside busy processes: with a fixed number of threads, and with threads that are chosen by
-the cores that are free.
+"""Measure decode steps beside busy processes: with a fixed number of threads, and with threads that are
+chosen by the cores that are free.
 
-    PYTHONPATH=src python3 benchmarks/busy_machine.py --models shipped,100M,100M-int4 --out cpu_busy_machine.json
+    PYTHONPATH=src python3 benchmarks/busy_machine.py --out cpu_busy_machine.json
     PYTHONPATH=src python3 benchmarks/busy_machine.py --models shipped --before ../before/src
 
-A busy process is a loop in Python, at the same priority. Each setting has a process of its own with the model
-loaded; they take turns, one at a time, with the same busy processes beside them. Rates are tokens over seconds of
-a second and a half of steps, after a second that is not counted; the median of the rounds, and the least and most.
-`of_best` is the rate of `auto` over that of the best fixed number of threads beside as many processes; `before` is
-what the sources in --before do by themselves.
+A busy process is a loop in Python, at the same priority. Each setting has a process of its own with the
+model loaded; they take turns, one at a time, with the same busy processes beside them. Rates are tokens
+over seconds of a second and a half of steps, after a second that is not counted: the median of the rounds, the
+least and the most. `of_best` is the rate of `auto` over that of the best fixed number of threads beside as many
+processes; `before` is what the sources in --before do by themselves.
 """
 
 import argparse
-import json
 import os
 import random
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -50,9 +49,7 @@ def serve(name: str, threads: str) -> None:
 
         torch.set_num_threads(int(threads))
     fixed = {"threads": int(threads)} if threads.isdigit() else {}
-    config = Config(
-        device="cpu", max_sequences=1, max_length=LONGEST + CONTEXT, prefix_cache=False, **fixed
-    )
+    config = Config(device="cpu", max_sequences=1, max_length=LONGEST + CONTEXT, prefix_cache=False, **fixed)
     booted = boot(config, model)
     rng, work = random.Random(0), measure.BatchWork(1, CONTEXT, 1, 1)
     print(booted.dtype, flush=True)
@@ -108,10 +105,10 @@ def busy(count: int) -> Iterator[None]:
             loop.wait()
 
 
-def measure_model(name: str, settings: dict[str, Path], loads: Sequence[int], rounds: int) -> dict[str, object]:
+def measure_model(
+    name: str, settings: dict[str, Path], loads: Sequence[int], rounds: int
+) -> dict[str, object]:
     """Return the rates of each setting beside so many busy processes."""
-    from contextlib import ExitStack
-
     found: dict[str, object] = {}
     with ExitStack() as opened:
         children = {
@@ -138,7 +135,9 @@ def measure_model(name: str, settings: dict[str, Path], loads: Sequence[int], ro
                 "of_before": medians["auto"] / medians["before"] if "before" in medians else None,
             }
             line = ", ".join(f"{setting} {rate:.1f}" for setting, rate in medians.items())
-            print(f"{name}, {load} busy: {line} tokens/s; auto {medians['auto'] / best:.2f} of the best fixed")
+            print(
+                f"{name}, {load} busy: {line} tokens/s; auto {medians['auto'] / best:.2f} of the best fixed"
+            )
     return found
 
 

@@ -293,6 +293,7 @@ DEVICE = engine_flags("device", "dtype", "device_memory", "host_memory")
 )
 BLOCKS = engine_flags("block_size", "kv_blocks")
 
+
 def far_kv(usual: str, host: str = ENGINE_SETTINGS["host_kv_memory"].help) -> tuple[Decorator, ...]:
     """Return the flags for KV beyond the device.
 

@@ -147,6 +147,11 @@ class Engine:
         """Tell whether there is a request that has not ended, or a step under way."""
         return self.scheduler.busy or self._flight is not None
 
+    @property
+    def threads(self) -> int | None:
+        """Return the CPU threads of the last step; None where they are whatever torch has."""
+        return None if self._threads is None else self._threads.now
+
     def submit(
         self,
         prompt: Sequence[int],
