@@ -6,9 +6,9 @@ chosen by the cores that are free.
 
 A busy process is a loop in Python, at the same priority. Each setting has a process of its own with the
 model loaded; they take turns, one at a time, with the same busy processes beside them. Rates are tokens
-over seconds of a second and a half of steps, after a second that is not counted: the median of the rounds, the
-least and the most. `of_best` is the rate of `auto` over that of the best fixed number of threads beside as many
-processes; `before` is what the sources in --before do by themselves.
+over seconds of a second and a half of steps, after a second that is not counted: the median of the
+rounds, the least and the most. `of_best` is the rate of `auto` over that of the best fixed number of
+threads beside as many processes; `before` is what the sources in --before do by themselves.
 """
 
 import argparse

@@ -156,9 +156,11 @@ def threads_for(
         if config.kernels and not find_library():
             read = weight_bytes_read(outline.spec, outline.layouts)
             work = StepWork(read, getattr(torch, outline.dtype))
-    threads = StepThreads(most, limits, work, say=say, since=since)
-    now = threads.wanted(1)
-    busy = f" {most}, a decode step with {now}," if now < most else f" {most},"
-    why = "chosen anew as cores are free" if threads.chosen else "in every step"
-    say(f"threads:{busy} {why}")
+    alone = limits is not None and len(limits.cores) == 1
+    watched = limits if work is not None or asked is not None or alone else None
+    threads = StepThreads(most, watched, work, say=say, since=since)
+    if (now := threads.wanted(1)) < most:
+        say(
+            f"threads: {most} for prompts, {now} for a decode step now, by its work and the cores that are free"
+        )
     return threads
