@@ -160,7 +160,5 @@ def threads_for(
     watched = limits if work is not None or asked is not None or alone else None
     threads = StepThreads(most, watched, work, say=say, since=since)
     if (now := threads.wanted(1)) < most:
-        say(
-            f"threads: {most} for prompts, {now} for a decode step now, by its work and the cores that are free"
-        )
+        say(f"threads: {most} for prompts, {now} for a decode step, by its work and the free cores")
     return threads
