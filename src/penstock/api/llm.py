@@ -142,6 +142,11 @@ class LLM:
         return str(self._booted.device)
 
     @property
+    def threads(self) -> int | None:
+        """Return the CPU threads that the last step computed with; None where they are whatever torch has."""
+        return self._booted.engine.threads
+
+    @property
     def dtype(self) -> str:
         """Return the number format of weights and activations, such as "bfloat16"."""
         return self._booted.dtype

@@ -192,6 +192,16 @@ class Config(Declared):
         "so tokens may differ.",
         choices=("off", "auto", "on"),
     )
+    threads: int | None = setting(
+        None,
+        help="CPU threads to compute with.",
+        details="By default a step has as many as its work is worth and as cores are free; what other "
+        "processes keep busy is looked at every second. OMP_NUM_THREADS sets the most. Several ranks share "
+        "them.",
+        usual="by the work and the free cores",
+        limits=(1, 1024),
+        unit="threads",
+    )
     tensor_parallel: int = setting(
         1,
         help="Devices to divide the model among, with a process (rank) for each.",
@@ -214,6 +224,11 @@ class Config(Declared):
 def peers_disabled() -> bool:
     """Tell whether NCCL_P2P_DISABLE keeps GPUs from reaching each other's memory, in all of this program."""
     return os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0")
+
+
+def threads_named() -> bool:
+    """Tell whether the environment says how many threads the CPU computes with: then torch has as many."""
+    return bool(os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS"))
 
 
 def debug_requested() -> bool:

@@ -63,7 +63,7 @@ def boot_log(quiet: bool) -> Iterator[None]:
 
 def load(config: Config, *, quiet: bool, trace: Trace | None = None) -> "LLM":
     """Load a model, which the caller closes. Raises PenstockErrors."""
-    compute_with()
+    compute_with(config.threads)
     from penstock.api.llm import LLM
 
     with loading_bar(quiet) as loading:

@@ -288,17 +288,10 @@ _REPORT = (
     ),
 )
 DEVICE = engine_flags("device", "dtype", "device_memory", "host_memory")
-[BEYOND_TRAINED, MAX_STEP_TOKENS, CPU_COMPUTE] = engine_flags(
-    "beyond_trained", "max_step_tokens", "cpu_compute"
+[BEYOND_TRAINED, MAX_STEP_TOKENS, CPU_COMPUTE, THREADS] = engine_flags(
+    "beyond_trained", "max_step_tokens", "cpu_compute", "threads"
 )
 BLOCKS = engine_flags("block_size", "kv_blocks")
-THREADS = option(
-    ENGINE,
-    "--threads",
-    type=click.IntRange(1, 1024),
-    metavar="N",
-    help="CPU threads to compute with. [one for each core]",
-)
 
 
 def far_kv(usual: str, host: str = ENGINE_SETTINGS["host_kv_memory"].help) -> tuple[Decorator, ...]:

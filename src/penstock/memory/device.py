@@ -68,13 +68,12 @@ def choose_device(asked: str) -> torch.device:
     return torch.device("cuda", number)
 
 
-def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, or how many threads the CPU computes with."""
-    return (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads"
-    )
+def device_name(device: torch.device, threads: int | None = None) -> str:
+    """Return the name of a GPU, or how many threads the CPU computes with: torch's, if not so many."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    count = torch.get_num_threads() if threads is None else threads
+    return f"CPU, {count} thread{'s' if count > 1 or threads is None else ''}"
 
 
 def begins_early(device: torch.device) -> bool:

@@ -3,6 +3,7 @@
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import sleep
 
 import torch
 
@@ -11,6 +12,7 @@ from penstock.arch.formats.recipe import config_in
 from penstock.arch.layout import group_layouts
 from penstock.arch.spec import DTYPE_BYTES
 from penstock.base.config import Config
+from penstock.base.cores import CoreLimits, CoreTimes, core_limits, counted, free_cores
 from penstock.base.errors import ConfigError, DeviceError
 from penstock.base.report import JsonLine
 from penstock.base.units import format_rate, format_size
@@ -38,6 +40,8 @@ from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.gguf.files import is_gguf
 
 _BY = {"Triton": "Triton kernels", "C": "C kernels, compiled here", "torch": "plain torch, much slower"}
+_MOMENT = 0.3
+"""Seconds for which others are looked at."""
 _HOST_SHARE = 0.8
 """The share of the free host memory that is room for weights which do not fit on a device beside it."""
 
@@ -216,6 +220,11 @@ def _notes(about: MachineInfo, device: torch.device, cache: Path) -> list[str]:
                 f"torch computes with {about.threads} of {about.cores} cores; OMP_NUM_THREADS or the like "
                 "is set"
             )
+        if (limits := core_limits()) is not None and (free := _free_now(limits)) < about.cores:
+            notes.append(
+                f"{free} of {about.cores} cores are free now, since others are busy or a container has a "
+                "limit: a decode step takes no more threads than that"
+            )
         if not native_half(device):
             notes.append(
                 "this processor multiplies bfloat16 in software; float32 is faster on it, and what auto "
@@ -224,6 +233,15 @@ def _notes(about: MachineInfo, device: torch.device, cache: Path) -> list[str]:
         if why := find_library(cache):
             notes.append(f"weights of few bits are computed by plain torch, much slower: {why}")
     return notes
+
+
+def _free_now(limits: CoreLimits) -> int:
+    """Return the cores that are free in a moment in which this process does nothing."""
+    before = CoreTimes.now(limits)
+    sleep(_MOMENT)
+    after = CoreTimes.now(limits)
+    others = (0.0, 0.0) if before is None or after is None else after.others(before)
+    return free_cores(limits, counted(0, others[0]), others[1])
 
 
 def describe(found: Checkup) -> str:

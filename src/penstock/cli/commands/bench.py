@@ -132,12 +132,12 @@ def _prepare(given: dict[str, Any]) -> "tuple[Target, _Output]":
             "--format is for random weights; give --shape, or a directory with only a config.json, or "
             "quantise the model with `penstock pack --to`"
         )
-    output, threads = _Output.of(given), given.pop("threads")
+    output = _Output.of(given)
     scratch, most = given.pop("scratch", None), given.pop("scratch_size", None)
     routing = given.pop("routing", None)
     config = Config(model or Path(), **given)
 
-    compute_with(threads)
+    compute_with(config.threads)
     from penstock.bench.routing.imposing import ImposedRouting
     from penstock.bench.speed.setup import Target
 
@@ -263,7 +263,7 @@ def experts(
     --recorded, by --routing of other benchmarks, and by `penstock plan`."""
     if (model is None) == (recorded is None) or (model is not None) != (text is not None):
         raise click.UsageError("give a MODEL and --text, or --recorded without them")
-    output, threads = _Output.of(given), given.pop("threads")
+    output = _Output.of(given)
     sequences, prompt, answer = (given.pop(name) for name in ("sequences", "prompt", "output"))
     for file in (text, recorded):
         if file is not None and not file.exists():
@@ -273,7 +273,7 @@ def experts(
     length = prompt + answer + 1
     config = Config(model or Path(), prefix_cache=False, max_length=length, **given)
 
-    compute_with(threads)
+    compute_with(config.threads)
     from penstock.bench.routing.experts import ReplayWork, RoutingWork, record, replay
     from penstock.bench.routing.recording import Recording
     from penstock.evals.prompts import text_of

@@ -173,7 +173,7 @@ def perplexity(file: Path, length: int | None, stride: int | None, tokens: int |
     config = settings_from(Config, asked, model=asked["model"], max_length=needed)
     _expect_folder(asked["out"])
 
-    compute_with(asked["threads"])
+    compute_with(config.threads)
     from penstock.bench.machine import machine
     from penstock.evals.perplexity import PerplexityWork
     from penstock.evals.perplexity import perplexity as measure
@@ -193,7 +193,7 @@ def _evaluate(name: str, tasks: tuple[str, ...], asked: Mapping[str, Any]) -> No
     config = settings_from(Config, asked, model=asked["model"], max_length=max(lengths) if lengths else None)
     _expect_folder(out, picture)
 
-    compute_with(asked["threads"])
+    compute_with(config.threads)
     from penstock.bench.machine import machine
     from penstock.evals.prompts import text_of
     from penstock.evals.run import EvalWork, evaluate
