@@ -79,6 +79,10 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         "bench",
         "eval",
         "pack",
+        "pull",
+        "list",
+        "show",
+        "rm",
         "plan",
         "cache",
         "doctor",
@@ -200,9 +204,7 @@ def test_a_prompt_that_is_left_out_on_a_terminal_is_missing(
                 match="the prompt is missing; give it in quotes, with --file, or through a pipe",
             ):
                 model_and_prompt((), None)
-            with pytest.raises(
-                click.UsageError, match=f"the prompt is missing after the model directory {model}; "
-            ):
+            with pytest.raises(click.UsageError, match=f"the prompt is missing after the model {model}; "):
                 model_and_prompt((str(model),), None)
 
 
@@ -215,13 +217,27 @@ def test_a_prompt_from_a_file_is_for_the_model_in_the_argument(model: Path, tmp_
         model_and_prompt((), str(tmp_path))
 
 
-@pytest.mark.parametrize("text", ["x" * 5000, "a\0b", "./models/llama", "one/two three"])
-def test_a_prompt_is_never_mistaken_for_a_path(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("text", ["x" * 5000, "a\0b", "one/two three", "gpt2", "Once."])
+def test_a_prompt_is_never_mistaken_for_a_path(text: str) -> None:
     assert model_and_prompt((text,), None)[1].text == text
-    noted = "has no config.json" in capsys.readouterr().err
-    assert noted == (text == "./models/llama")
     with pytest.raises(PenstockError, match="does not exist"):
         model_and_prompt((text, "prompt"), None)
+
+
+@pytest.mark.parametrize("text", ["Qwen/Qwen3-8B", "hf.co/a/b", "a/b:Q4_K_M", "a/b@main"])
+def test_a_name_of_the_hub_is_never_mistaken_for_a_prompt(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(click.UsageError, match=f"the prompt is missing after the model {text}; "):
+        model_and_prompt((text,), None)
+    pipe(monkeypatch, b"Once")
+    assert model_and_prompt((text,), None) == (Path(text), PromptText("Once", False))
+
+
+@pytest.mark.parametrize("text", ["./models/llama", "/nowhere/llama", "../llama", "llama.gguf"])
+def test_nor_is_a_path(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(PenstockError, match="does not exist"):
+        model_and_prompt((text,), None)
 
 
 # -- several outputs on one screen

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -29,6 +30,7 @@ from penstock.base.trace import Trace
 from penstock.engine.boot import Booted, boot
 from penstock.engine.engine import Progress, Stats
 from penstock.engine.placing import Override, RoutingSource
+from penstock.hub.models import locate
 from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.pooling import Pooling
 from penstock.weights.checkpoint.reader import Checkpoint
@@ -46,6 +48,7 @@ class LLM:
     """Loads a model, and completes prompts with it.
 
     The arguments are those of `LLMArguments`: a model, the settings of `Config`, and how progress is shown.
+    A model that is named as on the Hugging Face Hub is fetched if its cache does not have it.
     What boot decides (device, dtype, how memory is divided) is logged to the logger "penstock" at level INFO.
 
     May be used from several threads; whichever waits for its own outputs drives the engine for all. Use it in
@@ -84,6 +87,8 @@ class LLM:
         loading: Loading | None,
         routing: RoutingSource | None = None,
     ) -> None:
+        if (found := locate(str(config.model))).path != config.model:
+            config = replace(config, model=found.path)
         self._progress, self._model = progress, config.model
         self._pooling: Pooling | None = None
         with ExitStack() as opened, ThreadPoolExecutor(1, "penstock-tokenizer") as beside:

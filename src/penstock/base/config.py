@@ -54,7 +54,8 @@ class Config(Declared):
 
     model: OptionalPath = setting(
         SHIPPED_MODEL,
-        help="The model: the directory of a Hugging Face checkpoint or of a pack, or a GGUF file.",
+        help="The model: the directory of a checkpoint or of a pack, a GGUF file, or owner/name on the "
+        "Hugging Face Hub.",
         usual="the small model that comes with penstock",
     )
     _: KW_ONLY

@@ -4,6 +4,8 @@ to try.
     PenstockError
         ConfigError
         CheckpointError
+            HubError                  hub/faults.py
+                UnreachableError      hub/faults.py
         UnsupportedModelError
         RequestError
             LengthError

@@ -29,6 +29,10 @@ COMMANDS = {
     "bench": "Measure this machine's limits and how close a model comes.",
     "eval": "Measure how well a model finds what stands in a long text.",
     "pack": "Lay a model's weights out to be streamed from disk.",
+    "pull": "Fetch a model of the Hugging Face Hub.",
+    "list": "List the models that were fetched.",
+    "show": "Say what a model is.",
+    "rm": "Remove models that were fetched.",
     "plan": "Forecast where a model rests on a machine, and how fast it runs.",
     "cache": "Look into, check or clear what prompts have left on disk.",
     "doctor": "Check what this machine has and what limits a model on it.",
@@ -37,6 +41,7 @@ COMMANDS = {
 EXAMPLES = """
   penstock run "Once upon a time"           the small model that comes with penstock
   penstock run ./my-model "The sea is"      a Hugging Face checkpoint directory
+  penstock run Qwen/Qwen3-8B "The sea is"   a model of the Hugging Face Hub
   penstock chat ./my-model                  a conversation
   penstock COMMAND --help                   all options of a command
 """

@@ -19,6 +19,7 @@ from penstock.base.errors import ConfigError, RequestError
 from penstock.base.setting import MOST, UNKNOWN_WHOLE, SettingField, Size, settings_of
 from penstock.base.units import parse_size
 from penstock.cli.command import Decorator, debug_option, option
+from penstock.cli.models import download_option
 from penstock.step.params import SamplingParams
 from penstock.step.structure import Structure
 
@@ -316,9 +317,9 @@ def with_options(*options: Decorator) -> Decorator:
     )  # click lists the last applied first
 
 
-engine_options = with_options(*_ENGINE, debug_option)
+engine_options = with_options(*_ENGINE, download_option, debug_option)
 """Adds the flags of a command that keeps a model for a while, and has no sampling of its own."""
-common_options = with_options(*_SAMPLING, *_REPORT, *_ENGINE, debug_option)
+common_options = with_options(*_SAMPLING, *_REPORT, *_ENGINE, download_option, debug_option)
 """Adds everything that `run` and `chat` take alike; it stands below their own options."""
 
 

@@ -15,6 +15,7 @@ from penstock.cli.command import Command, option
 from penstock.cli.conversation import Conversation
 from penstock.cli.live import LiveLine
 from penstock.cli.load import loaded
+from penstock.cli.models import located, taken
 from penstock.cli.options import OUTPUT, PROMPT, SAMPLING, common_options, engine_config, sampling_params
 from penstock.cli.prompt import decode, model_path
 from penstock.cli.terminal import Interrupt, is_terminal, one_line, say, write
@@ -60,15 +61,16 @@ EXAMPLES = r"""
 def command(ctx: click.Context, /, **settings: object) -> None:
     """Talk with a model.
 
-    MODEL is a Hugging Face checkpoint directory or a GGUF file; without it the small model that comes with
-    penstock answers. /help lists what can be typed besides messages. Where stdin is no terminal, each of its
-    lines is a message. Answers go to stdout, everything else to stderr.
+    MODEL is a checkpoint directory, a GGUF file, or a model of the Hugging Face Hub, as owner/name;
+    without it the small model that comes with penstock answers. /help lists what can be typed besides
+    messages. Where stdin is no terminal, each of its lines is a message. Answers go to stdout, everything
+    else to stderr.
     """
     asked = ctx.params
     if asked["system"] is not None and not asked["chat"]:
         raise click.UsageError("--system needs the chat template, which --raw leaves out; give one of them")
     params = sampling_params(ctx)
-    config = engine_config(ctx, model_path(asked["model"]), sequences=1)
+    config, _ = located(engine_config(ctx, model_path(asked["model"]), sequences=1), **taken(asked))
     with loaded(config, quiet=asked["quiet"], trace=asked["trace"]) as llm:
         conversation = Conversation(llm, asked["chat"], asked["system"])
         conversation.check()

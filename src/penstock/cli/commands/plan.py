@@ -11,26 +11,20 @@ from typing import Any
 
 import click
 
-from penstock.arch.families import TensorNames, family_of, read_spec
-from penstock.arch.formats.recipe import config_in
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import CACHE, DTYPES, Config
-from penstock.base.errors import CheckpointError, ConfigError
-from penstock.bench.shapes import SHAPES
+from penstock.base.errors import ConfigError
 from penstock.cli.command import Command, debug_option, option
 from penstock.cli.figures import PARSERS, parse_cpu_rates
 from penstock.cli.known_costs import SHIPPED
 from penstock.cli.options import engine_flags, with_options
 from penstock.cli.options import weight_format as weight_format_flag
 from penstock.cli.plan_report import ASSUMED, Figure, Report, Setting
-from penstock.cli.terminal import one_line, say
+from penstock.cli.shape import open_model
+from penstock.cli.terminal import say
 from penstock.engine.costs import costs_file, read_costs
 from penstock.engine.forecast import forecast
 from penstock.engine.machines import ExpertUse, Machine, Work
-from penstock.weights.checkpoint.config import read_config
-from penstock.weights.gguf.config import read_gguf_config
-from penstock.weights.gguf.files import GGUFFiles, is_gguf
-from penstock.weights.jsonfile import MAX_CONFIG_BYTES, read_object
 from penstock.weights.streaming.ring import StreamRates
 
 MACHINE, WORK, OUTPUT = "Machine", "Work", "Output"
@@ -50,6 +44,7 @@ EXAMPLES = """
   penstock plan ./my-model                       on this machine, at usual rates
   penstock plan ./my-model --machine desktop-24 --picture plan.png
   penstock plan ./my-model --device-memory 16GiB --host-memory 100GiB --disk-rate 3GB/s
+  penstock plan Qwen/Qwen3-8B --machine laptop   one of the Hugging Face Hub, before it is fetched
   penstock plan 8B --machine laptop --batch 4 --context 2048 --json
   penstock plan 70B --format int4 --machine desktop-16
   penstock plan ./my-mixture --machine desktop-16 --expert-hits 0.6
@@ -255,7 +250,8 @@ def command(
 ) -> None:
     """Forecast where the weights of MODEL would rest, how fast it would decode and take prompts in, what
     binds it, and what more of anything would buy. MODEL is a config.json or a directory with one, of which
-    nothing else is needed, a GGUF file, or a shape that `bench` knows.
+    nothing else is needed, a GGUF file, a shape that `bench` knows, or a model of the Hugging Face Hub, of
+    which no more than that is fetched.
 
     Nothing is measured. Without --machine, sizes are those of this machine, 90 % of the first GPU and 80 % of
     free memory. Rates, and what a step costs beyond bytes, are as `penstock doctor` measured them here, if it
@@ -318,34 +314,6 @@ def _expert_use(spec: ModelSpec, batch: int, hits: float | None, routing: Path |
     from penstock.bench.routing.use import expert_use  # torch takes 1.2 s
 
     return expert_use(routing, spec.moe, batch)
-
-
-def open_model(model: str, weight_format: str | None = None) -> tuple[str, ModelSpec, TensorNames]:
-    """Return a name to show, and the shape. Raises CheckpointError, ConfigError, UnsupportedModelError.
-
-    weight_format: the format of weights instead of the model's; None is the model's.
-    """
-    path = Path(model)
-    if model in SHAPES and not path.exists():
-        config, where, name = SHAPES[model], model, model
-    else:
-        file = path / "config.json" if path.is_dir() else path
-        if not file.exists():
-            shapes, loose = ", ".join(SHAPES), sorted(path.glob("*.gguf"))
-            such = f" by name: {loose[0]}" if loose else ""
-            raise CheckpointError(
-                f"{file} does not exist; give a config.json, a directory with one, or one of the shapes "
-                f"{shapes}, or a GGUF file{such}"
-            )
-        where, named = str(file), file.resolve()
-        if is_gguf(file):
-            with GGUFFiles(file, whole=False) as files:
-                config, name = read_gguf_config(files), one_line(named.name)
-        else:
-            config = read_config(path) if path.is_dir() else read_object(file, MAX_CONFIG_BYTES)
-            name = one_line(named.parent.name)
-    config = config_in(weight_format, config, where)
-    return name, read_spec(config, where), family_of(config, where).names
 
 
 def kept_costs(machine: str | None, cache: Path, dtype: str) -> Path | None:

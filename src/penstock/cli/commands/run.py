@@ -13,6 +13,7 @@ from penstock.cli.command import Command, option
 from penstock.cli.conversation import Conversation
 from penstock.cli.live import LiveLine
 from penstock.cli.load import loaded
+from penstock.cli.models import located, taken
 from penstock.cli.options import OUTPUT, PROMPT, SAMPLING, common_options, engine_config, sampling_params
 from penstock.cli.prompt import SHIPPED_MODEL, model_and_prompt, model_path
 from penstock.cli.terminal import is_terminal, write
@@ -27,6 +28,7 @@ USUAL_TOKENS = 256
 EXAMPLES = r"""
   penstock run "Once upon a time"                        a story from the model that comes with penstock
   penstock run ./my-model "The capital of France is" --temperature 0 --max-tokens 8
+  penstock run Qwen/Qwen3-8B "The capital of France is"  from the Hugging Face Hub, once
   penstock run ./my-model "Who was Ada Lovelace?" --chat --system "Answer in one sentence."
   penstock run ./my-model --file notes.txt --max-tokens 500 > more.txt
   git diff | penstock run ./my-model --chat -            the prompt from a pipe
@@ -125,9 +127,9 @@ class Screen:
 def command(ctx: click.Context, /, **settings: object) -> None:
     """Continue PROMPT, or answer it with --chat.
 
-    MODEL is a Hugging Face checkpoint directory or a GGUF file; without it the small model that comes with
-    penstock runs. A PROMPT of - is read from stdin, and so is one that is left out where something is piped
-    in. Text goes to stdout as it is made, everything else to stderr.
+    MODEL is a checkpoint directory, a GGUF file, or a model of the Hugging Face Hub, as owner/name; without
+    it the small model that comes with penstock runs. A PROMPT of - is read from stdin, and so is one that is
+    left out where something is piped in. Text goes to stdout as it is made, everything else to stderr.
     """
     asked = ctx.params
     if asked["system"] is not None and asked["chat"] is False:
@@ -136,7 +138,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     if model is SHIPPED_MODEL:
         model = model_path(ctx.lookup_default("model"))  # What settings name, if they do.
     params = sampling_params(ctx)
-    config = engine_config(ctx, model, params.n)
+    config, _ = located(engine_config(ctx, model, params.n), **taken(asked))
     with loaded(config, quiet=asked["quiet"], trace=asked["trace"]) as llm:
         chat = asked["chat"] or asked["system"] is not None
         conversation = Conversation(llm, chat, asked["system"])

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from penstock.base.errors import ConfigError
 from penstock.base.setting import settings_of
 from penstock.cli.command import Command, Decorator, Session, option
 from penstock.cli.load import load
+from penstock.cli.models import located, taken
 from penstock.cli.options import engine_config, engine_options, flag, settings_from, with_options
 from penstock.cli.terminal import say
 from penstock.server.fleet.scale import Scale, bounds
@@ -33,6 +35,7 @@ _DECLARED = {one.name: one for kind in (Listening, AnswerSettings, Scale) for on
 _LOG = logging.getLogger("penstock")
 EXAMPLES = """
   penstock serve                                         the model that comes with penstock, at http://127.0.0.1:8000
+  penstock serve Qwen/Qwen3-8B                           one of the Hugging Face Hub
   penstock serve ./my-model --name my-model --port 9000
   penstock serve ./my-model --host 0.0.0.0 --api-keys keys.txt
   curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\
@@ -61,7 +64,7 @@ def _flags(section: str, *names: str) -> Decorator:
     "names",
     multiple=True,
     metavar="NAME",
-    help="Name of the model for clients; may be repeated. [its directory's]",
+    help="Name of the model for clients; may be repeated. [its directory's, or its name on the Hub]",
 )
 @option(
     SERVER,
@@ -119,8 +122,8 @@ def _flags(section: str, *names: str) -> Decorator:
 @engine_options
 @click.pass_context
 def command(ctx: click.Context, /, **settings: object) -> None:
-    """Serve MODEL, a Hugging Face checkpoint directory or GGUF file, or without it the small model that
-    comes with penstock.
+    """Serve MODEL: a checkpoint directory, a GGUF file, or a model of the Hugging Face Hub, as owner/name.
+    Without it the small model that comes with penstock is served.
 
     /v1/chat/completions, /v1/responses, /v1/completions, /v1/models, /tokenize and /detokenize; /health says
     that the server is alive, /ready that its model is loaded. The first Ctrl-C, or SIGTERM, lets requests
@@ -138,7 +141,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
             f"serving needs {missing.name}, which is not installed; pip install 'penstock[serve]'"
         ) from missing
     config = engine_config(ctx, asked["model"], None)
-    names = asked["names"] or (config.model.resolve().name,)
+    names = asked["names"] or (str(config.model),)
     there = settings_from(
         ServerSettings, asked, names=tuple(names), keys=api_keys(ctx), allow_hosts=asked["allow_hosts"]
     )
@@ -155,9 +158,9 @@ def command(ctx: click.Context, /, **settings: object) -> None:
 
     def tell_ready(address: str) -> None:
         if as_json:
-            note("serving", model=names[0], address=address)
+            note("serving", model=there.names[0], address=address)
         else:
-            say(f"serving {names[0]} at {address}")
+            say(f"serving {there.names[0]} at {address}")
 
     level = asked["log_level"] or ("warning" if quiet else "info")
     with logged(partial(say, faint=not as_json), asked["log_format"], level), traced(os.environ) as sinks:
@@ -174,8 +177,11 @@ def command(ctx: click.Context, /, **settings: object) -> None:
             raise ConfigError(
                 "--ray-address and --replica-cpus are only for replicas; add --replicas N, or leave them out"
             )
+        config, name = located(config, log=as_json, **taken(asked))
+        if not asked["names"]:
+            there = replace(there, names=(name,))
         if asked["replicas"] is not None:
-            crew = _crew(asked, config, names[0])
+            crew = _crew(asked, config, there.names[0])
             serve(
                 crew.load,
                 there,
