@@ -12,6 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+READY = "\x1b[?2004h"
+"""What an editor sends when it begins: pasted texts are marked from here on."""
+
 
 class Terminal:
     """A terminal with the process's three streams in it."""

@@ -22,14 +22,12 @@ from penstock.cli.main import main
 from penstock.cli.terminal import Interrupt
 from penstock.step.params import SamplingParams
 from speakers import THINK, checkpoint
-from terminals import Terminal
+from terminals import READY, Terminal
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 CALL = "import sys; from penstock.cli.main import main; sys.exit(main())"
 ANSWER = "# Title\n\nSome **bold** words.\n\x1b[31mred\x1b]0;mine\x07\n"
 PASTE, END_PASTE = "\x1b[200~", "\x1b[201~"
-READY = "\x1b[?2004h"
-"""What an editor sends when it begins: pasted texts are marked from here on."""
 Chat = Callable[..., tuple[int, str, str]]
 
 

@@ -42,7 +42,7 @@ from penstock.cli.main import main
 from penstock.engine import placing
 from penstock.memory import probe
 from penstock.step.params import SamplingParams
-from terminals import Terminal
+from terminals import READY, Terminal
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 CALL = "import sys; from penstock.cli.main import main; sys.exit(main())"
@@ -658,8 +658,8 @@ def test_loading_that_is_quick_or_not_looked_at_has_no_bar(monkeypatch: pytest.M
         (["abc", "--kv-blocks", "1", "--max-tokens", "100"], "the KV blocks hold 65"),
         (["abc", "--device", "tpu"], "device 'tpu' is not known; choose auto, cpu, cuda or cuda:N"),
         (["abc", "--dtype", "int3"], "dtype 'int3' is not known; choose one of auto"),
-        (["abc", "--block-size", "48"], "block_size is 48; give a power of two"),
-        (["abc", "--max-length", "9999"], "max_length 9999 is more than the 4096 positions"),
+        (["abc", "--block-size", "48"], "--block-size is 48; give a power of two"),
+        (["abc", "--max-length", "9999"], "--max-length 9999 is more than the 4096 positions"),
         (["abc", "--logprobs", "2"], "--logprobs is only written with --json; add --json"),
         (["abc", "--prompt-logprobs", "2"], "--prompt-logprobs is only written with --json; add --json"),
         (["abc", "--quiet", "--verbose"], "--quiet and --verbose exclude each other"),
@@ -821,7 +821,7 @@ def test_a_conversation_longer_than_the_context(penstock: Penstock, model: Path)
     ("stdin", "message"),
     [
         (b"a\xff\n", "line 1 of stdin is not valid UTF-8: byte 0xff at offset 1"),
-        (b"/nope\n", "/nope is no command of the chat; /help lists them"),
+        (b"/xyzzy\n", "/xyzzy is no command of the chat; /help lists them"),
         (b"/system forbidden\n", "does not take these messages: not that"),
     ],
 )
@@ -1063,13 +1063,13 @@ def test_a_chat_that_streams_has_a_line_while_it_answers(
 ) -> None:
     trace = tmp_path / "trace.json"
     terminal = Terminal(start, "chat", packed, "--raw", *LONG, "--trace", trace, term="xterm", quick=True)
-    terminal.until("> ")
+    terminal.until(READY)
     terminal.type("9\n")
     terminal.until("\x1b[1;23r")  # the bottom row is taken
     terminal.until("| pass ")
     terminal.process.send_signal(signal.SIGINT)
     terminal.until("\x1b[r")  # and given back
-    terminal.until("> ")
+    terminal.until(READY)
     assert not trace.exists()
     terminal.type("/exit\n")
     terminal.until("to be opened in ui.perfetto.dev")

@@ -1,6 +1,7 @@
 """A chat's text: how it is wrapped and drawn while it comes, what is kept of what was typed, and files of
 conversations. None of it needs a model."""
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import re
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -221,6 +223,24 @@ def test_chats_at_once_lose_nothing_of_each_other(tmp_path: Path) -> None:
         assert found[-1][1:] == "299"
         assert len(file.read_bytes()) < 4000
     assert [path.name for path in tmp_path.iterdir()] == ["history"]
+
+
+def test_an_entry_that_waited_goes_into_the_file_that_has_the_name(tmp_path: Path) -> None:
+    """Another chat cuts the history while this one waits for its lock."""
+    file, other = tmp_path / "history", tmp_path / "new"
+    ChatHistory(file).append("old")
+    chat = multiprocessing.get_context("fork").Process(target=_type, args=(file, "a", 1))
+    with file.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        chat.start()
+        while not re.search(rf"-> FLOCK .* {chat.pid} ", Path("/proc/locks").read_text()):
+            assert chat.is_alive()
+            time.sleep(0.005)
+        other.write_text('"kept"\n')
+        other.replace(file)
+        fcntl.flock(held, fcntl.LOCK_UN)
+    chat.join()
+    assert ChatHistory(file).read() == ["kept", "a0"]
 
 
 def test_where_history_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
