@@ -9,7 +9,9 @@ import sys
 from collections.abc import Iterable
 from typing import Protocol
 
-from penstock.base.config import state_directory
+import click
+
+from penstock.base.config import state_directory, terminal_kind
 from penstock.cli.history import ChatHistory
 from penstock.cli.terminal import is_terminal
 
@@ -38,7 +40,7 @@ def editor(commands: Iterable[str], files: Iterable[str], *, keep: bool) -> Edit
     keep: whether messages are kept for later chats.
     """
     screen = next((one for one in (sys.stdout, sys.stderr) if is_terminal(one)), None)
-    if screen is None:
+    if screen is None or terminal_kind() == "dumb":
         return PlainEditor()
     from penstock.cli.line_editor import LineEditor  # 0.2 s, and only a terminal wants it
 
@@ -46,16 +48,19 @@ def editor(commands: Iterable[str], files: Iterable[str], *, keep: bool) -> Edit
 
 
 class PlainEditor:
-    """Reads lines where there is nowhere to show an editor: both streams of output go elsewhere."""
+    """Reads lines where no editor can be shown: the terminal is dumb, or output goes elsewhere."""
 
     keeps = False
 
     def read(self) -> str:
         """Return the next line."""
-        return input()
+        return self.ask(PROMPT)
 
     def ask(self, question: str) -> str:
         """Return the next line."""
+        if is_terminal(sys.stdout):
+            return input(question)
+        click.echo(question, nl=False, err=True)  # input() would write it among the answers.
         return input()
 
 

@@ -11,6 +11,7 @@ from typing import Self, TextIO
 
 import click
 
+from penstock.base.config import terminal_kind
 from penstock.base.errors import RequestError
 
 # Shown as the pictures Unicode has for them: a model's output must not move the cursor or rename the window.
@@ -112,7 +113,8 @@ def draw(pieces: Iterable[Piece]) -> None:
 def without_echo() -> Iterator[None]:
     """Keep what is typed during this `with` block out of the text on the terminal, if there is any. It is
     read afterwards."""
-    if not is_terminal(sys.stdin) or not (is_terminal(sys.stdout) or is_terminal(sys.stderr)):
+    shown = is_terminal(sys.stdout) or is_terminal(sys.stderr)
+    if not is_terminal(sys.stdin) or not shown or terminal_kind() == "dumb":
         yield
         return
     number = sys.stdin.fileno()
