@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
@@ -94,9 +94,17 @@ class AsyncLLM:
         llm.stream(...)`. The first piece raises RequestError for what cannot be served."""
         return AsyncCompletionStream(self, prompt, params)
 
-    async def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """Return the model's answer to a conversation: messages with a "role" and a "content"."""
-        return (await self.generate([messages], params))[0]
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> Completion:
+        """Return the model's answer to a conversation, as `LLM.chat` does."""
+        llm, steps = await self._opened()
+        ready = await asyncio.to_thread(llm.reader.read_chat, messages, params, chat_template_kwargs)
+        return (await self._complete([ready], steps))[0]
 
     # -- what there is
 

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -254,9 +254,19 @@ class LLM:
         """
         return CompletionStream(self.driver, self.driver.begin(self.reader.read(prompt, params)), until)
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """Return the model's answer to a conversation: messages with a "role" and a "content"."""
-        return self.generate([messages], params)[0]
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> Completion:
+        """Return the model's answer to a conversation: messages with a "role" and a "content".
+
+        chat_template_kwargs: more that the model's chat template reads, such as enable_thinking.
+        Raises RequestError.
+        """
+        return self._complete([self.reader.read_chat(messages, params, chat_template_kwargs)])[0]
 
     def clear_prefix_cache(self) -> int:
         """Forget the KV of everything that is not running. Return the number of blocks that were given up."""

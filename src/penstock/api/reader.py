@@ -5,13 +5,14 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.api.limits import ServingLimits
 from penstock.api.sequences import PreparedPrompt
 from penstock.api.structures import Structures
 from penstock.api.text.detokenize import Detokenizer, Headers
 from penstock.api.text.tokenizer import Tokenizer
+from penstock.api.variables import check_variables
 from penstock.base.errors import CheckpointError, RequestError
 from penstock.step.params import Sampling, SamplingParams, shown
 from penstock.weights.checkpoint.generation import GenerationDefaults
@@ -127,6 +128,23 @@ class PromptReader:
         served."""
         ready = self.read(prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
         return replace(ready, samplings=tuple(replace(one, pooled=True) for one in ready.samplings))
+
+    def read_chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> PreparedPrompt:
+        """Return the prompt of a conversation, as `read` does.
+
+        chat_template_kwargs: more that the model's template reads.
+        """
+        if not isinstance(messages, Sequence) or not all(isinstance(one, Mapping) for one in messages):
+            raise _not_messages(messages)
+        variables: Any = {} if chat_template_kwargs is None else chat_template_kwargs
+        check_variables(variables)
+        text = self.tokenizer.render_chat(messages, **variables)
+        return replace(self.read(self._known(self.encode(text, special=False)), params), prompt=text)
 
     def close(self) -> None:
         """Free what was compiled for structured outputs."""
@@ -282,3 +300,15 @@ def _as_settings(params: object) -> list[SamplingParams | None]:
             "with one for each"
         )
     return list(params)
+
+
+def _not_messages(given: object) -> RequestError:
+    """Return the error for a value that is no conversation."""
+    example = 'chat([{"role": "user", "content": "Hello"}])'
+    if isinstance(given, str):
+        return RequestError(f"chat takes a list of messages, not a text; give {example}, or use generate")
+    what = f"of type {type(given).__name__}"
+    if isinstance(given, Sequence):
+        other = next(one for one in given if not isinstance(one, Mapping))
+        what = f"a list with a value of type {type(other).__name__}"
+    return RequestError(f"chat takes a list of messages, and this is {what}; give {example}")

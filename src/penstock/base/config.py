@@ -245,6 +245,27 @@ def terminal_kind() -> str:
     return os.environ.get("TERM") or "dumb"
 
 
+def state_directory() -> Path:
+    """Return the directory for what is kept between runs and is no cache: by XDG_STATE_HOME, which must be
+    absolute, or in the home."""
+    return _xdg("XDG_STATE_HOME", "~/.local/state") / "penstock"
+
+
+def completion_file(shell: str) -> tuple[Path, Path | None]:
+    """Return the file for a shell's completion, and the file that has to load it; None where the shell finds
+    it by itself."""
+    if shell == "fish":
+        return _xdg("XDG_CONFIG_HOME", "~/.config") / "fish" / "completions" / "penstock.fish", None
+    script = _xdg("XDG_DATA_HOME", "~/.local/share") / "penstock" / f"completion.{shell}"
+    home = Path(os.environ.get("ZDOTDIR") or "~") if shell == "zsh" else Path("~")
+    return script, home.expanduser() / f".{shell}rc"
+
+
+def _xdg(name: str, usual: str) -> Path:
+    given = os.environ.get(name, "")
+    return Path(given if os.path.isabs(given) else usual).expanduser()
+
+
 def source_commit() -> str | None:
     """Return the commit that PENSTOCK_COMMIT names, for a copy of the sources without git's history.
 

@@ -136,7 +136,7 @@ class Fetching(Telling):
 
 def _forecast(offer: Offer) -> str:
     """Return what the model is, and how fast it would be here, as far as that can be told."""
-    from penstock.cli.plan_report import format_count
+    from penstock.cli.figures import format_count
 
     about = offer.about
     what = f"{about.family}, {format_count(about.parameters)} parameters in {about.format}"

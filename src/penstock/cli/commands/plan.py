@@ -14,7 +14,7 @@ import click
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import CACHE, DTYPES, Config
 from penstock.base.errors import ConfigError
-from penstock.cli.command import Command, debug_option, option
+from penstock.cli.command import Command, debug_option, files, option
 from penstock.cli.figures import PARSERS, parse_cpu_rates
 from penstock.cli.known_costs import SHIPPED
 from penstock.cli.options import engine_flags, with_options
@@ -129,7 +129,7 @@ USUAL = "desktop-24"
 
 
 @click.command(cls=Command, examples=EXAMPLES)
-@click.argument("model")
+@click.argument("model", shell_complete=files)
 @option(
     MACHINE,
     "--machine",
@@ -198,9 +198,8 @@ USUAL = "desktop-24"
     WORK,
     "--context",
     type=_COUNT,
-    default=4096,
     metavar="N",
-    help="Tokens of each sequence, prompt and output. [4096]",
+    help="Tokens of each sequence, prompt and output. [4096, or what the model holds]",
 )
 @option(
     WORK, "--step-tokens", type=_COUNT, metavar="N", help="Most tokens computed in one step. [8192; cpu: 512]"
@@ -272,6 +271,7 @@ def command(
     setting, usual_step = settle(machine, asked, costs or kept_costs(machine, cache.expanduser(), chosen))
     setting = _with_cpu(setting, settings, cpu_rate)
     use = _expert_use(spec, batch, hits, routing)
+    context = context or min(4096, spec.max_length)
     work = Work(chosen, batch, context, step_tokens or usual_step, expert_use=use, settings=settings)
     report = Report.of(name, spec, names, setting, forecast(spec, names, machine_of(setting), work))
     if picture is not None:

@@ -52,7 +52,8 @@ def _replicas(ctx: click.Context, parameter: click.Parameter, value: str | None)
 
 def _flags(section: str, *names: str) -> Decorator:
     """Return the flags of settings that a server, its answers or its replicas declare."""
-    return with_options(*(flag(_DECLARED[name], section) for name in names))
+    rare = section in (LIMITS, REPLICAS)
+    return with_options(*(flag(_DECLARED[name], section, rare=rare) for name in names))
 
 
 @click.command(cls=Command, examples=EXAMPLES)
@@ -80,6 +81,7 @@ def _flags(section: str, *names: str) -> Decorator:
     "allow_hosts",
     multiple=True,
     metavar="NAME",
+    rare=True,
     help="Name that this machine answers to without keys, beside its addresses; may be repeated.",
 )
 @option(
@@ -96,6 +98,7 @@ def _flags(section: str, *names: str) -> Decorator:
     "--replicas",
     callback=_replicas,
     metavar="N",
+    rare=True,
     help="Engines to start on Ray; MIN:MAX for as many as there is work for. [one engine, without Ray]",
 )
 @_flags(REPLICAS, "ray_address", "replica_cpus", "scale_up_after", "scale_down_after")
@@ -117,6 +120,7 @@ def _flags(section: str, *names: str) -> Decorator:
     LOG,
     "--log-level",
     type=click.Choice(LEVELS),
+    rare=True,
     help="Least level of events in the log. [info; with --quiet warning]",
 )
 @engine_options

@@ -37,7 +37,7 @@ class Shown(JsonLine):
     path: str
 
     def __str__(self) -> str:
-        from penstock.cli.plan_report import format_count
+        from penstock.cli.figures import format_count
 
         rows = {
             "family": f"{self.family}, {self.layers} layers",
