@@ -12,8 +12,9 @@ openai = pytest.importorskip("openai", reason="needs the client that the server 
 from pydantic import BaseModel  # noqa: E402
 
 from penstock.server.answers.store import MOST, NotKeptError, ResponseStore  # noqa: E402
+from penstock.server.wire.conversation import Message  # noqa: E402
+from penstock.server.wire.decoding import FieldError  # noqa: E402
 from penstock.server.wire.items import led, messages_of  # noqa: E402
-from penstock.server.wire.requests import FieldError, Message  # noqa: E402
 from servers import FLAGS, Server, Stream, counted, serving, until  # noqa: E402
 from speakers import NOW, THINK, WEATHER, checkpoint, saying  # noqa: E402
 from streams import LONG  # noqa: E402
@@ -25,7 +26,7 @@ ENDLESS = {
     "model": "speaker",
     "input": "Hi",
     "stream": True,
-    "temperature": 1000,
+    "temperature": 2,
     "seed": 3,
     "max_output_tokens": 20_000,
 }
@@ -261,7 +262,7 @@ def test_a_text_of_a_schema_is_parsed(client: Any) -> None:
     odd = asked(
         text=FORM,
         reasoning={"effort": "high"},
-        temperature=1000,
+        temperature=2,
         extra_body={"seed": 1},
         max_output_tokens=12,
     )

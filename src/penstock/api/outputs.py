@@ -83,10 +83,11 @@ class Embedding:
 @record(frozen=True, slots=True)
 class Delta:
     """Holds a piece that a step has added to output `index`: tokens, the text that became certain, and in the
-    last piece the reason for which the output ended."""
+    last piece the reason for which the output ended, and the stop string that has ended it, if one has."""
 
     text: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None = None
     index: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
+    stop: str = ""

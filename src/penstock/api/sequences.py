@@ -79,19 +79,21 @@ class OutputSequence:
         if event.logprob is not None:
             self.logprobs.append(event.logprob)
         self.finish = event.finish
-        text, stopped = "", False
+        text, stop, stopped = "", "", False
         if self.detokenizer is not None:
             # The token that ends an output is no part of its text.
             ended = self.finish in (FinishReason.STOP, FinishReason.ERROR)
             text = "" if ended else self.detokenizer.push([event.token])
             stopped = self.detokenizer.stopped and not ended
             if stopped:
-                self.finish = FinishReason.STOP
+                self.finish, stop = FinishReason.STOP, self.detokenizer.matched
             elif self.finish is not None:
                 text += self.detokenizer.finish()
         self.text.append(text)
         self.deltas.append(
-            Delta(text, (event.token,), self.finish, self.index, (event.logprob,) if event.logprob else ())
+            Delta(
+                text, (event.token,), self.finish, self.index, (event.logprob,) if event.logprob else (), stop
+            )
         )
         return stopped
 

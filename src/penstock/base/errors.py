@@ -26,7 +26,7 @@ to try.
         PackError                     weights/pack/directory.py
         BusyError                     server/broker/calls.py
         DeadlineError                 server/broker/calls.py
-        FieldError                    server/wire/requests.py
+        FieldError                    server/wire/decoding.py
         NotKeptError                  server/answers/store.py
         LostError                     server/fleet/requests.py
 

@@ -50,6 +50,18 @@ def _replicas(ctx: click.Context, parameter: click.Parameter, value: str | None)
         raise click.BadParameter(str(error), ctx, parameter) from error
 
 
+def _origins(ctx: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    for one in value:
+        if one != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", one):
+            raise click.BadParameter(
+                f"{one[:80]!r} is no origin; write a scheme, a name and perhaps a port, such as "
+                "https://chat.example.org, or * for any",
+                ctx,
+                parameter,
+            )
+    return value
+
+
 def _flags(section: str, *names: str) -> Decorator:
     """Return the flags of settings that a server, its answers or its replicas declare."""
     rare = section in (LIMITS, REPLICAS)
@@ -83,6 +95,16 @@ def _flags(section: str, *names: str) -> Decorator:
     metavar="NAME",
     rare=True,
     help="Name that this machine answers to without keys, beside its addresses; may be repeated.",
+)
+@option(
+    SERVER,
+    "--allow-origin",
+    "allow_origins",
+    multiple=True,
+    callback=_origins,
+    metavar="ORIGIN",
+    help="Site whose pages may use the server (CORS), such as https://chat.example.org, or * for any; may be "
+    "repeated.",
 )
 @option(
     SERVER,
@@ -129,9 +151,9 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     """Serve MODEL: a checkpoint directory, a GGUF file, or a model of the Hugging Face Hub, as owner/name.
     Without it the small model that comes with penstock is served.
 
-    /v1/chat/completions, /v1/responses, /v1/completions, /v1/models, /tokenize and /detokenize; /health says
-    that the server is alive, /ready that its model is loaded. The first Ctrl-C, or SIGTERM, lets requests
-    end; a second one does not.
+    /v1/chat/completions, /v1/responses, /v1/completions, /v1/models, /tokenize and /detokenize; /v1/messages
+    as Anthropic has it; /api/chat and others as ollama has them. /health says that the server is alive,
+    /ready that its model is loaded. The first Ctrl-C, or SIGTERM, lets requests end; a second one does not.
     """
     asked = ctx.params
     try:
@@ -146,9 +168,8 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         ) from missing
     config = engine_config(ctx, asked["model"], None)
     names = asked["names"] or (str(config.model),)
-    there = settings_from(
-        ServerSettings, asked, names=tuple(names), keys=api_keys(ctx), allow_hosts=asked["allow_hosts"]
-    )
+    allowed = {name: asked[name] for name in ("allow_hosts", "allow_origins")}
+    there = settings_from(ServerSettings, asked, names=tuple(names), keys=api_keys(ctx), **allowed)
     if not (there.keys or asked["without_keys"] or asked["host"] in LOOPBACK):
         raise ConfigError(
             f"{asked['host']} can be reached from other machines, and no API keys are set; name a file of "
