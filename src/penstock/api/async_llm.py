@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Self
 
 from penstock.api.arguments import LLMArguments
-from penstock.api.embeddings import check_dimensions, embedding_of
 from penstock.api.limits import ServingLimits
 from penstock.api.llm import LLM
 from penstock.api.outputs import Completion, Delta, Embedding
@@ -20,7 +19,6 @@ from penstock.base.errors import EngineClosedError
 from penstock.base.setting import keywords_of
 from penstock.engine.engine import Stats
 from penstock.step.params import SamplingParams
-from penstock.weights.checkpoint.pooling import Pooling
 
 
 class AsyncLLM:
@@ -67,14 +65,12 @@ class AsyncLLM:
         several = [prompt for prompt, _ in paired(prompts, None)]
         llm, steps = await self._opened()
 
-        def read() -> tuple[Pooling, list[PreparedPrompt]]:
-            pooling = llm.pooling
-            check_dimensions(dimensions, llm.spec.hidden_size)
-            return pooling, [llm.reader.read_embedding(prompt) for prompt in several]
+        def read() -> list[PreparedPrompt]:
+            llm.reader.embedder.check(dimensions)
+            return [llm.reader.read_embedding(prompt) for prompt in several]
 
-        pooling, ready = await asyncio.to_thread(read)
-        found = await self._complete(ready, steps)
-        return [embedding_of(completion, pooling, dimensions) for completion in found]
+        found = await self._complete(await asyncio.to_thread(read), steps)
+        return [llm.reader.embedder.embedding(completion, dimensions) for completion in found]
 
     async def _complete(self, prompts: Sequence[PreparedPrompt], steps: StepThread) -> list[Completion]:
         requests = [AsyncRequest(one) for one in prompts]

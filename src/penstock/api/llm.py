@@ -12,7 +12,7 @@ from typing import Self
 
 from penstock.api.arguments import LLMArguments
 from penstock.api.driver import EngineDriver
-from penstock.api.embeddings import check_dimensions, embedding_of
+from penstock.api.embeddings import Embedder
 from penstock.api.limits import ServingLimits
 from penstock.api.outputs import Completion, Embedding
 from penstock.api.reader import Message, Prompt, PromptReader, paired
@@ -32,7 +32,6 @@ from penstock.engine.engine import Progress, Stats
 from penstock.engine.placing import Override, RoutingSource
 from penstock.hub.models import locate
 from penstock.step.params import SamplingParams
-from penstock.weights.checkpoint.pooling import Pooling
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.cache import is_pack
 from penstock.weights.pack.reader import Pack
@@ -89,8 +88,7 @@ class LLM:
     ) -> None:
         if (found := locate(str(config.model))).path != config.model:
             config = replace(config, model=found.path)
-        self._progress, self._model = progress, config.model
-        self._pooling: Pooling | None = None
+        self._progress = progress
         with ExitStack() as opened, ThreadPoolExecutor(1, "penstock-tokenizer") as beside:
             cache = config.cache.expanduser()
             weights: Checkpoint | Pack = (
@@ -115,6 +113,7 @@ class LLM:
                 defaults,
                 self.limits,
                 engine.scheduler.admissible,
+                Embedder(config.model, self.spec.hidden_size),
             )
             self.driver = EngineDriver(engine)
             # What stays on disk is read for as long as the engine lives, which then closes it. A checkpoint
@@ -214,17 +213,10 @@ class LLM:
         Raises UnsupportedModelError where the checkpoint does not say how hidden states become an embedding,
         and RequestError, before anything runs, if one of the prompts cannot be served.
         """
-        pooling = self.pooling
-        check_dimensions(dimensions, self.spec.hidden_size)
+        embedder = self.reader.embedder
+        embedder.check(dimensions)
         found = self._complete(self.reader.read_embedding(prompt) for prompt, _ in paired(prompts, None))
-        return [embedding_of(completion, pooling, dimensions) for completion in found]
-
-    @property
-    def pooling(self) -> Pooling:
-        """Return how the checkpoint makes embeddings. Raise UnsupportedModelError if it does not say."""
-        if self._pooling is None:
-            self._pooling = Pooling.of(self._model)
-        return self._pooling
+        return [embedder.embedding(completion, dimensions) for completion in found]
 
     def _complete(self, prompts: Iterable[PreparedPrompt]) -> list[Completion]:
         """Run prompts together, none of them before all have been read."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from penstock.api.embeddings import Embedder
 from penstock.api.limits import ServingLimits
 from penstock.api.sequences import PreparedPrompt
 from penstock.api.structures import Structures
@@ -47,6 +48,7 @@ class PromptReader:
         defaults: GenerationDefaults,
         limits: ServingLimits,
         admit: Admit,
+        embedder: Embedder,
     ) -> None:
         """Read prompts for a model.
 
@@ -56,9 +58,10 @@ class PromptReader:
         defaults: sampling settings from the checkpoint's generation_config.json.
         limits: the largest requests that are served.
         admit: the rule by which requests are admitted.
+        embedder: makes embeddings, if the model can.
         """
         self._tokenizer, self._structures, self._admit = tokenizer, structures, admit
-        self.vocab_size, self.limits = vocab_size, limits
+        self.vocab_size, self.limits, self.embedder = vocab_size, limits, embedder
         self.defaults = replace(defaults, eos_tokens=self._ends(defaults.eos_tokens))
 
     @property

@@ -19,11 +19,9 @@ _ANTHROPIC_TYPES = {
 """Types of errors by status, as Anthropic names them."""
 
 
-_EMBED = "the server has no embeddings; use one that serves an embedding model"
 _PULL = "the server has the model that it was started with; start `penstock serve MODEL` for another one"
 ABSENT = {
-    "/api/embed": _EMBED,
-    "/api/embeddings": _EMBED,
+    "/api/embeddings": "it is ollama's older path; use /api/embed",
     "/api/pull": _PULL,
     "/api/push": _PULL,
     "/api/create": _PULL,

@@ -23,6 +23,7 @@ from penstock.server.answers.responses import read_response
 from penstock.server.broker.metrics import CONTENT_TYPE
 from penstock.server.http import ollama
 from penstock.server.http.asking import asked_of, body_of, check_model, in_time, prepared_for
+from penstock.server.http.embedding import embed
 from penstock.server.http.errors import error_response, no_route
 from penstock.server.http.keys import NO_OWNER, owner_of
 from penstock.server.http.openapi import described
@@ -33,6 +34,7 @@ from penstock.server.http.state import ServerSettings, ServerState
 from penstock.server.monitoring.logs import note_request
 from penstock.server.monitoring.records import RecordMiddleware, RequestRecord, record_of
 from penstock.server.wire.decoding import FieldError
+from penstock.server.wire.embeddings import EmbeddingsRequest
 from penstock.server.wire.messages import CountTokensRequest, MessagesRequest
 from penstock.server.wire.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from penstock.server.wire.responses import ResponsesRequest
@@ -53,6 +55,7 @@ def application(server: ServerState) -> ASGIApp:
         ("GET", "/v1/models/{name:path}", _model),
         ("POST", "/v1/chat/completions", partial(_generate, kind=ChatRequest)),
         ("POST", "/v1/completions", partial(_generate, kind=CompletionRequest)),
+        ("POST", "/v1/embeddings", partial(embed, kind=EmbeddingsRequest)),
         ("POST", "/v1/responses", _respond),
         ("GET", "/v1/responses/{name}", _response),
         ("DELETE", "/v1/responses/{name}", _drop),

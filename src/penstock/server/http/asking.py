@@ -21,6 +21,7 @@ from penstock.server.http.uploads import SMALL
 from penstock.server.monitoring.records import record_of
 from penstock.server.parsing.dialects import Dialect
 from penstock.server.wire.decoding import FieldError, decoded, expect_few_values
+from penstock.server.wire.embeddings import InputsRequest
 from penstock.server.wire.messages import CountTokensRequest
 from penstock.server.wire.ollama import OllamaRequest
 from penstock.server.wire.requests import ChatRequest, CompletionRequest
@@ -29,9 +30,15 @@ from penstock.server.wire.responses import ResponsesRequest
 T = TypeVar("T")
 U = TypeVar("U")
 G = TypeVar(
-    "G", bound=ChatRequest | CompletionRequest | ResponsesRequest | CountTokensRequest | OllamaRequest
+    "G",
+    bound=ChatRequest
+    | CompletionRequest
+    | ResponsesRequest
+    | CountTokensRequest
+    | OllamaRequest
+    | InputsRequest,
 )
-"""A request for tokens."""
+"""A request for tokens, or for embeddings."""
 
 
 async def body_of(server: ServerState, request: Request, kind: type[T], check: Callable[[T], object]) -> T:

@@ -10,8 +10,10 @@ from starlette.responses import Response
 from penstock.server.answers.completions import Answer
 from penstock.server.answers.ollama import LINES, loaded, read_ollama, stamp
 from penstock.server.http.asking import asked_of, body_of, check_model, prepared_for
+from penstock.server.http.embedding import embed
 from penstock.server.http.sending import json_response, responded, told_ignored
 from penstock.server.http.state import ServerState
+from penstock.server.wire.embeddings import EmbedRequest
 from penstock.server.wire.ollama import OllamaChatRequest, OllamaGenerateRequest, ShowRequest
 
 VERSION = "0.13.5"
@@ -115,6 +117,7 @@ def _since(server: ServerState) -> str:
 ROUTES = (
     ("POST", "/api/chat", partial(_generate, kind=OllamaChatRequest)),
     ("POST", "/api/generate", partial(_generate, kind=OllamaGenerateRequest)),
+    ("POST", "/api/embed", partial(embed, kind=EmbedRequest)),
     ("GET", "/api/tags", _tags),
     ("GET", "/api/ps", _running),
     ("GET", "/api/version", _version),

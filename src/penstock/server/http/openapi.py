@@ -16,7 +16,7 @@ from penstock.server.answers.ollama import LINES
 from penstock.server.answers.protocols import MESSAGES
 from penstock.server.http.page import FILES
 from penstock.server.monitoring.state import ExpertsState, State
-from penstock.server.wire import message_shapes, ollama_shapes, response_shapes, shapes
+from penstock.server.wire import embeddings, message_shapes, ollama_shapes, response_shapes, shapes
 from penstock.server.wire.messages import CountTokensRequest, MessagesRequest
 from penstock.server.wire.ollama import OllamaChatRequest, OllamaGenerateRequest, ShowRequest
 from penstock.server.wire.requests import (
@@ -88,6 +88,14 @@ OPERATIONS = (
     ),
     RouteSpec(
         "post",
+        "/v1/embeddings",
+        "The embeddings of texts",
+        embeddings.EmbeddingList,
+        embeddings.EmbeddingsRequest,
+        refused=_GENERATES,
+    ),
+    RouteSpec(
+        "post",
         "/v1/responses",
         "Respond to items",
         response_shapes.Response,
@@ -153,6 +161,15 @@ OPERATIONS = (
             ),
         )
     ],
+    RouteSpec(
+        "post",
+        "/api/embed",
+        "The embeddings of texts, as ollama has them",
+        embeddings.OllamaEmbeddings,
+        embeddings.EmbedRequest,
+        refused=_GENERATES,
+        refusal=_OLLAMA,
+    ),
     RouteSpec(
         "get",
         "/api/tags",

@@ -16,10 +16,12 @@ from penstock.api.outputs import Delta
 from penstock.api.sequences import PreparedPrompt
 from penstock.base.errors import PenstockError
 from penstock.server.answers.completions import AnswerWriter, error
+from penstock.server.answers.embeddings import EmbeddingWriter
 from penstock.server.broker.broker import RequestBroker
 from penstock.server.broker.calls import Call
 from penstock.server.http.connection import Connection, connection_of
 from penstock.server.monitoring.records import record_of
+from penstock.server.wire.embeddings import InputsRequest
 from penstock.server.wire.requests import ChatRequest, CompletionRequest, TokenRequest
 
 T = TypeVar("T")
@@ -97,6 +99,22 @@ async def completed(
     return await _whole(request, calls, whole())
 
 
+async def embedded(
+    request: Request,
+    broker: RequestBroker,
+    ready: Sequence[PreparedPrompt],
+    writer: EmbeddingWriter,
+    asked: InputsRequest,
+) -> Response:
+    """Return the embeddings of all prompts. A client that goes takes its calls with it."""
+    calls = _submitted(request, broker, ready, asked)
+
+    async def whole() -> object:
+        return writer.whole([await call.completion() for call in calls])
+
+    return await _whole(request, calls, whole())
+
+
 async def responded(
     request: Request,
     broker: RequestBroker,
@@ -123,7 +141,7 @@ def _submitted(
     request: Request,
     broker: RequestBroker,
     ready: Sequence[PreparedPrompt],
-    asked: TokenRequest,
+    asked: TokenRequest | InputsRequest,
 ) -> Sequence[Call]:
     record = record_of(request)
     record.calls = broker.submit(ready, asked.timeout, record.began, record.owner)
