@@ -9,8 +9,8 @@ import { acts, keepOrTell, nodeOf, redraw, showEnded, showThread } from "./threa
 
 /** Milliseconds after which what has come of an answer is kept. */
 const KEPT = 3000;
-/** Called when the list of conversations has to be shown anew. */
-export const changed = { chats: () => {} };
+/** Called when the list of conversations has to be shown anew, and when an answer has ended; `list.js` gives them. */
+export const changed = { chats: null, ended: null };
 
 acts.answer = answer;
 acts.retry = retry;
@@ -60,6 +60,7 @@ export async function answer() {
   showEnded();
   if (open) nodeOf(turn).querySelector(".reasoning").open = true;
   if (focused) $("say").focus();
+  changed.ended();
 }
 
 /** Add to a turn what comes; return its usage and the reason why it ended, null where none came. */

@@ -96,8 +96,18 @@ $("import-file").addEventListener("change", async () => {
   if (file) await load(file);
 });
 
+/** Whether another tab has changed what is kept, while an answer comes in this one. */
+let stale = false;
+
 window.addEventListener("storage", (event) => {
-  if (now.live || !isChat(event.key)) return;
+  if (!isChat(event.key)) return;
+  stale = true;
+  if (!now.live) readAgain();
+});
+changed.ended = () => { if (stale) readAgain(); };
+
+function readAgain() {
+  stale = false;
   const { chat } = now, unkept = now.chats.filter((one) => one.unkept);
   const found = storedChats();
   now.chats = [...unkept, ...found.filter((one) => !unkept.some((other) => other.id === one.id))];
@@ -108,7 +118,8 @@ window.addEventListener("storage", (event) => {
   forgetEditing();
   showChats();
   showThread(true);
-});
+}
+
 window.addEventListener("pagehide", () => { if (now.live) keep(now.live.chat); });
 window.addEventListener("beforeunload", (event) => { if (now.chats.some((one) => one.unkept)) event.preventDefault(); });
 
