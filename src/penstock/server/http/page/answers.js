@@ -47,6 +47,7 @@ export async function answer() {
     if (end.reason === null) turn.fault = "The connection has ended before the answer did.";
   } catch (fault) {
     if (fault.name === "AbortError") turn.note = "Stopped.";
+    else if (own.left) return;  // The page is being closed; what has come is kept.
     else turn.fault = fault instanceof Refused ? `Not answered: ${fault.message}.` : "The server cannot be reached.";
   }
   clearInterval(keeping);
@@ -73,6 +74,7 @@ async function read(own, body) {
     if (!choice) continue;
     end.reason = choice.finish_reason ?? end.reason;
     const said = choice.delta.content ?? "", thought = choice.delta.reasoning_content ?? "";
+    const begins = (thought && !own.thinking) || (said && !own.first);
     if (thought) own.thinking ||= performance.now();
     if (said && !own.first) {
       own.first = performance.now();
@@ -80,6 +82,7 @@ async function read(own, body) {
     }
     turn.content += said;
     turn.reasoning += thought;
+    if (begins) showProgress();
     redraw();
   }
   return end;

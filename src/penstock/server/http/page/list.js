@@ -1,6 +1,6 @@
 // The list of conversations, and the panels beside what is shown.
 
-import { begun, drop, exportOf, importOf, isChat, keep, now, storedChats, title } from "./chats.js";
+import { begun, drop, exportOf, importOf, isChat, keep, now, storedChats, taken, title } from "./chats.js";
 import { $, button, download, make, tell } from "./dom.js";
 import { counted } from "./numbers.js";
 import { changed, stop } from "./answers.js";
@@ -74,7 +74,7 @@ async function load(file) {
     tell(`${file.name} ${fault.message}.`);
     return;
   }
-  const same = (one, other) => JSON.stringify([one.title, one.turns]) === JSON.stringify([other.title, other.turns]);
+  const text = (one) => JSON.stringify([one.title, taken(one).turns]), same = (one, other) => text(one) === text(other);
   const fresh = found.filter((one) => !now.chats.some((other) => same(one, other)));
   let lost = 0;
   for (const chat of fresh) {
@@ -120,7 +120,12 @@ function readAgain() {
   showThread(true);
 }
 
-window.addEventListener("pagehide", () => { if (now.live) keep(now.live.chat); });
+window.addEventListener("pagehide", () => {
+  if (!now.live) return;
+  now.live.left = true;
+  keep(now.live.chat);
+});
+window.addEventListener("pageshow", () => { if (now.live?.left) location.reload(); });
 window.addEventListener("beforeunload", (event) => { if (now.chats.some((one) => one.unkept)) event.preventDefault(); });
 
 // ---- panels, where there is no room for all

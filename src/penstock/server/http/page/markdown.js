@@ -232,7 +232,8 @@ export function patch(parent, children, from = 0) {
     }
     const same = have?.localName === want.tag && have.className === (want.properties.className ?? "");
     const node = same ? have : place(parent, document.createElement(want.tag), have);
-    for (const [name, value] of Object.entries(want.properties)) if (node[name] !== value) node[name] = value;
+    // An address reads otherwise than it was written.
+    for (const [name, value] of Object.entries(want.properties)) if (name === "href" || node[name] !== value) node[name] = value;
     // A button says for a moment what it has done.
     if (want.tag !== "button" || !same) patch(node, want.children);
   });
