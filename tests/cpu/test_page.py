@@ -26,7 +26,8 @@ pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 FLAGS = ("--port", "0", "--device", "cpu", "--dtype", "float32", "--max-sequences", "2", "--queue", "8")
 KEY = "a key of this server"
 SCRIPTS = (
-    "answers attach bars chats dom experts list machine markdown numbers page server settings thread".split()
+    *("answers", "attach", "bars", "chats", "dom", "experts", "list", "machine", "markdown", "numbers"),
+    *("page", "server", "settings", "thread"),
 )
 VENDORED = "/page/vendor/markdown-it.esm.min.mjs"
 FILES = {
@@ -141,7 +142,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 # ---- files
 
 
-@pytest.mark.parametrize("path", ("/", "/page/page.css", "/page/page.js", "/page/icon.svg", VENDORED))
+@pytest.mark.parametrize("path", ["/", "/page/page.css", "/page/page.js", "/page/icon.svg", VENDORED])
 def test_a_file_comes_with_its_type_and_is_strict_about_where_from(server: Server, path: str) -> None:
     status, headers, said = server.ask("GET", path)
     assert (status, headers["content-type"]) == (200, FILES[path])
@@ -171,7 +172,8 @@ def test_no_file_asks_anything_of_another_server_or_makes_markup_of_text(server:
         if "/vendor/" not in path:
             assert not re.findall(r"(?:https?:|wss?:|[\"'(])//", text), path
         assert not re.findall(
-            r"@import|innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|\sstyle=|\son\w+=",
+            r"@import|innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|\sstyle=|"
+            r"\son\w+=",
             text,
         ), path
         for referred in re.findall(r'^import .*"(\..*)";$', text, re.MULTILINE):
@@ -616,6 +618,7 @@ def test_the_keyboard_reaches_everything_in_the_order_in_which_it_is_seen(page: 
             "own.outlineWidth]"
         )
         assert seen[0] != "none", reached
-    assert reached == (
-        "new import system temperature top_p max_tokens seed thread say attach send machine".split()
-    )
+    assert reached == [
+        *("new", "import", "system", "temperature", "top_p", "max_tokens", "seed"),
+        *("thread", "say", "attach", "send", "machine"),
+    ]

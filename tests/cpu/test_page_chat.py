@@ -8,7 +8,7 @@ says what the model writes, the request holds it to that.
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 
 import speakers
 from browsers import ENTER, ESCAPE, Browser, browsing, until
-from servers import ENDLESS, FLAGS, Server, serving
+from servers import ENDLESS, FLAGS, Server, Stream, serving
 from streams import LONG
 
 pytest.importorskip("uvicorn", reason="needs the extra `serve`")
@@ -38,7 +38,18 @@ def server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """Asked for after the browser: without one there is nothing to serve."""
     folder = tmp_path_factory.mktemp("chat")
     model = speakers.checkpoint(folder / "model")
-    flags = (*FLAGS, "--port", "0", "--max-length", "2048", "--max-step-tokens", "64", *NAMES)
+    flags = (
+        *FLAGS,
+        "--port",
+        "0",
+        "--max-length",
+        "2048",
+        "--max-step-tokens",
+        "64",
+        "--max-sequences",
+        "2",
+        *NAMES,
+    )
     with serving(folder, str(model), *flags) as server:
         yield server.wait()
 
@@ -106,13 +117,22 @@ def chats(page: Browser) -> list[dict[str, Any]]:
     ]
 
 
+HOLDS = "The model\N{RIGHT SINGLE QUOTATION MARK}s context holds"
+
+
+def told(page: Browser, line: str) -> None:
+    """Above the message field, soon."""
+    until(lambda: page.text("#notice") == line)
+
+
 def drop(page: Browser, **files: str | list[int]) -> None:
     """Drop files on the page; a double underscore is a dot."""
     page.run(
         "const all = new DataTransfer(); for (const [name, what] of Object.entries(JSON.parse(arguments[0])))"
         "all.items.add(new File([typeof what === 'string' ? what : new Uint8Array(what)], "
         "name.replace('__', '.')));"
-        "document.dispatchEvent(new DragEvent('drop', { dataTransfer: all, bubbles: true, cancelable: true }))",
+        "document.dispatchEvent(new DragEvent('drop', "
+        "{ dataTransfer: all, bubbles: true, cancelable: true }))",
         json.dumps(files),
     )
 
@@ -227,19 +247,22 @@ def test_formulas_stay_as_they_were_typed_and_prices_are_none(page: Browser, ser
     holding(page, server, {"role": "assistant", "content": f"{text}\n{prices}\n\n$$ open *x*"})
     assert [one.strip() for one in texts(page, ".body .formula")] == FORMULAS
     assert texts(page, ".body > p")[-2:] == ["It costs $5 and $10, not $7-$8, or $9.", "$$ open x"]
-    assert "monospace" in page.run(
-        "return getComputedStyle(document.querySelector('.formula')).fontFamily"
-    )
+    assert "monospace" in page.run("return getComputedStyle(document.querySelector('.formula')).fontFamily")
 
 
 def test_what_has_come_in_pieces_is_what_would_have_come_whole(page: Browser) -> None:
     """Read while it comes, block by block, at every length; nodes of what is over stay what they were."""
-    text = WRITTEN + "\nSee [there].\n\n" + FORMULAS[3] + "\n\n~~~\nopen\n\n```\nstill\n~~~\n\n[there]: https://example.org/\n"
+    text = (
+        WRITTEN
+        + "\nSee [there].\n\n"
+        + FORMULAS[3]
+        + "\n\n~~~\nopen\n\n```\nstill\n~~~\n\n[there]: https://example.org/\n"
+    )
     for step in (1, 7, 50):
         same, kept = page.run(
             """
             return import('/page/markdown.js').then(({ Growing }) => {
-              const [text, step] = arguments, node = document.createElement('div'), whole = document.createElement('div');
+              const [text, step] = arguments, [node, whole] = [1, 2].map(() => document.createElement('div'));
               const growing = new Growing(node), first = [];
               for (let end = 0; end < text.length; end += step) {
                 growing.show(text.slice(0, end));
@@ -261,8 +284,9 @@ EVIL = (
     "<iframe srcdoc='<script>parent.ran = 4</script>'></iframe>\n\n"
     "[a](javascript:window.ran=5) [b](JaVaScRiPt&colon;window.ran=6) [c](data:text/html,<script>x</script>) "
     "[d](vbscript:x) [e](/v1/models) <javascript:window.ran=7> ![f](https://evil.example/?said) "
-    "![g](data:image/svg+xml,<svg/onload=x>) [h]( \tjava\nscript:x)\n\n[i]\n\n[i]: javascript:window.ran=8\n\n"
-    "```<img/onerror=x>\n</code></pre><script>window.ran = 9</script>\n```\n\n| <b>x</b> |\n|---|\n| <i>y</i> |\n"
+    "![g](data:image/svg+xml,<svg/onload=x>) [h]( \tjava\nscript:x)\n\n[i]\n\n[i]: javascript:window.ran=8"
+    "\n\n```<img/onerror=x>\n</code></pre><script>window.ran = 9</script>\n```\n\n"
+    "| <b>x</b> |\n|---|\n| <i>y</i> |\n"
 )
 
 
@@ -272,21 +296,34 @@ def test_nothing_that_a_model_writes_runs_or_is_loaded(page: Browser, server: Se
     asks(page, "Go")
     assert chats(page)[0]["turns"][1]["content"] == page.text(".assistant .body") == short
     page.run("localStorage.clear()")
-    holding(page, server, {"role": "user", "content": EVIL}, {"role": "assistant", "content": EVIL, "reasoning": EVIL})
+    holding(
+        page,
+        server,
+        {"role": "user", "content": EVIL},
+        {"role": "assistant", "content": EVIL, "reasoning": EVIL},
+    )
     page.click(".reasoning summary")
     assert page.run("return window.ran ?? null") is None
-    assert page.count(".body :is(script, img, svg, iframe, object, video, audio, style, form, input, b, i)") == 0
-    assert page.run(
-        "return [...document.querySelectorAll('.body *')].flatMap((node) => [...node.attributes]).map((one) => "
-        "one.name).filter((name) => !['class', 'href', 'title', 'target', 'rel', 'type', 'tabindex', 'role', "
-        "'aria-label'].includes(name))"
-    ) == []
+    assert (
+        page.count(".body :is(script, img, svg, iframe, object, video, audio, style, form, input, b, i)") == 0
+    )
+    assert (
+        page.run(
+            "return [...document.querySelectorAll('.body *')].flatMap((node) => [...node.attributes])"
+            ".map((one) => one.name).filter((name) => !['class', 'href', 'title', 'target', 'rel', 'type', "
+            "'tabindex', 'role', 'aria-label'].includes(name))"
+        )
+        == []
+    )
     assert texts(page, ".body a") == ["[image: f]"]
     assert "<script>window.ran = 1</script>" in texts(page, ".assistant .body")[0]
-    assert page.run(
-        "return performance.getEntriesByType('resource').map((one) => new URL(one.name).origin)"
-        ".filter((one) => one !== location.origin)"
-    ) == []
+    assert (
+        page.run(
+            "return performance.getEntriesByType('resource').map((one) => new URL(one.name).origin)"
+            ".filter((one) => one !== location.origin)"
+        )
+        == []
+    )
     # What else made markup of text would be stopped by the browser, and complained of.
     with pytest.raises(AssertionError, match="TrustedHTML"):
         page.run("document.createElement('p').innerHTML = '<b>x</b>'")
@@ -309,25 +346,26 @@ HUGE = {
 }
 
 
-@pytest.mark.parametrize("what", HUGE)
-def test_nothing_that_a_model_writes_hangs_the_page_or_is_lost(page: Browser, what: str) -> None:
-    text = HUGE[what]
-    seconds, shown, nodes = page.run(
-        """
-        return import('/page/markdown.js').then(({ Growing }) => {
-          const begin = performance.now(), node = document.createElement('div'), growing = new Growing(node);
-          growing.show(arguments[0].slice(0, -3));
-          growing.show(arguments[0], true);
-          return [(performance.now() - begin) / 1000, node.textContent, node.querySelectorAll('*').length];
-        })
-        """,
-        text,
-    )
-    assert seconds < 6
-    assert nodes < 150_000
-    assert shown.rstrip().endswith("the end")
-    letters = [sum(map(one.count, "abx12w")) for one in (text, shown)]
-    assert letters[1] >= letters[0] or what == "a list in a list"
+def test_nothing_that_a_model_writes_hangs_the_page_or_is_lost(page: Browser) -> None:
+    for what, text in HUGE.items():
+        seconds, shown, nodes = page.run(
+            """
+            return import('/page/markdown.js').then(({ Growing }) => {
+              const begin = performance.now(), node = document.createElement('div');
+              const growing = new Growing(node);
+              growing.show(arguments[0].slice(0, -3));
+              growing.show(arguments[0], true);
+              const seconds = (performance.now() - begin) / 1000;
+              return [seconds, node.textContent, node.querySelectorAll('*').length];
+            })
+            """,
+            text,
+        )
+        assert seconds < 6, what
+        assert nodes < 150_000, what
+        assert shown.rstrip().endswith("the end"), what
+        before, after = (sum(map(one.count, "abx12w")) for one in (text, shown))
+        assert after >= before, what
 
 
 # ---- branches
@@ -386,7 +424,12 @@ def test_branches_are_kept_and_another_tab_s_turns_are_not_lost(page: Browser, s
     until(lambda: ended(page) and page.count(".branches") == 1)
     # As another tab would have it, which has asked something in the meantime.
     [chat] = chats(page)
-    other = {"id": "other", "parent": chat["turns"][0]["id"], "role": "assistant", "content": "of another tab"}
+    other = {
+        "id": "other",
+        "parent": chat["turns"][0]["id"],
+        "role": "assistant",
+        "content": "of another tab",
+    }
     page.run(
         "localStorage.setItem('penstock.chat.' + arguments[0].id, JSON.stringify(arguments[0]))",
         chat | {"turns": [*chat["turns"], other]},
@@ -420,7 +463,7 @@ def test_an_answer_is_kept_as_far_as_it_has_come(page: Browser, server: Server) 
 
 
 def test_thinking_is_folded_and_says_how_long_it_was(page: Browser, server: Server) -> None:
-    says(page, speakers.THINK, "a boat, *so* " * 20, "</think>", "the end")
+    says(page, speakers.THINK, "a boat, *so* " * 8, "</think>", "the end")
     page.click("#say")
     page.type(f"Go{ENTER}")
     until(lambda: page.count(".reasoning") == 1)
@@ -455,29 +498,25 @@ def test_one_of_several_models_is_chosen_and_named(page: Browser, server: Server
 def test_waiting_and_the_prompt_s_progress_are_said_with_what_the_server_tells(
     page: Browser, server: Server
 ) -> None:
-    busy = [server.connection() for _ in range(4)]
-    try:
-        for connection in busy:
-            connection.request(
-                "POST", "/v1/completions", json.dumps(ENDLESS | {"max_tokens": 1500}).encode(), {"Content-Type": "application/json"}
-            )
-        until(lambda: page.text("#running") == "4")
+    with ExitStack() as busy:
+        for _ in range(2):
+            busy.enter_context(Stream(server, ENDLESS | {"max_tokens": 1500}))
+        until(lambda: page.text("#running") == "2")
         page.type(f"Go{ENTER}")
-        until(lambda: "4 requests running, 1 waiting" in page.text("#doing"))
+        until(lambda: "2 requests running, 1 waiting" in page.text("#doing"))
         assert page.text("#doing").startswith("Waiting for 0:0")
-    finally:
-        for connection in busy:
-            connection.close()
     until(lambda: page.count(".turn.assistant .again") > 0 or page.text("#doing").startswith("Writing"))
     page.type(ESCAPE)
     until(lambda: ended(page) and page.text("#running") == "0")
     # What /state says of a prompt, on a machine that is slower than this.
     page.run(
         """
-        const real = window.fetch;
-        window.fetch = async (path, options) => path === '/state'
-          ? Response.json({ ...await (await real(path, options)).json(), prompt: { reached: 1200, length: 6000, rate: 100, left: 48 } })
-          : path === '/v1/chat/completions' ? new Promise((_, fail) => options.signal.addEventListener('abort', () => fail(new DOMException('', 'AbortError')))) : real(path, options);
+        const real = window.fetch, prompt = { reached: 1200, length: 6000, rate: 100, left: 48 };
+        const never = (signal) => new Promise((_, fail) =>
+          signal.addEventListener('abort', () => fail(new DOMException('', 'AbortError'))));
+        window.fetch = async (path, options) =>
+          path === '/state' ? Response.json({ ...await (await real(path, options)).json(), prompt })
+          : path === '/v1/chat/completions' ? never(options.signal) : real(path, options);
         """
     )
     page.type(f"More{ENTER}")
@@ -512,22 +551,17 @@ def test_text_files_go_with_a_message_and_others_are_refused(page: Browser, serv
     _, _, found = server.ask("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
     assert page.text("#files .name") == "notes.txt"
     assert page.text("#files .about") == f"{found['count']} tokens"
+    many = server.ask("POST", "/tokenize", {"prompt": "boat " * 3000, "add_special_tokens": False})[2][
+        "count"
+    ]
     for name, what, said in (
-        ("b__bin", [0, 255, 1], "b.bin is no text in UTF-8. Attach a text file."),
-        ("c__bin", "a\0b", "c.bin is no text. Attach a text file."),
-        ("d__txt", " \n", "d.txt is empty."),
-        (
-            "e__txt",
-            "boat " * 3000,
-            "e.txt has 3,001 tokens. The model’s context holds 2,048. Attach a part of it.",
-        ),
+        ("b__bin", [0, 255, 1], "is no text in UTF-8. Attach a text file."),
+        ("c__bin", "a\0b", "is no text. Attach a text file."),
+        ("d__txt", " \n", "is empty."),
+        ("e__txt", "boat " * 3000, f"has {many:,} tokens. {HOLDS} 2,048. Attach a part of it."),
     ):
         drop(page, **{name: what})
-        until(lambda: page.count("#notice") == 1 and page.text("#notice").startswith(name.replace("__", ".")))
-        if name != "e__txt":
-            assert page.text("#notice") == said
-        else:
-            assert page.text("#notice").endswith("The model’s context holds 2,048. Attach a part of it.")
+        told(page, f"{name.replace('__', '.')} {said}")
         assert page.count("#files li") == 1
     says(page, "read")
     asks(page, "What is this?")
@@ -552,7 +586,9 @@ def test_text_files_go_with_a_message_and_others_are_refused(page: Browser, serv
     assert page.run("return window.sent.messages[0].content") == "What is this?"
 
 
-def test_conversations_are_exported_and_imported_with_all_their_branches(page: Browser, server: Server) -> None:
+def test_conversations_are_exported_and_imported_with_all_their_branches(
+    page: Browser, server: Server
+) -> None:
     page.run("document.getElementById('system').value = 'Be brief.'")
     says(page, speakers.THINK, "hm", "</think>", "answer one")
     asks(page, "question one")
@@ -565,7 +601,9 @@ def test_conversations_are_exported_and_imported_with_all_their_branches(page: B
         {"role": "user", "content": "question one"},
         {"role": "assistant", "content": "answer one"},
     ]
-    status, _, _ = server.ask("POST", "/v1/chat/completions", {"model": "small", "max_tokens": 1, **{"messages": one["messages"]}})
+    status, _, _ = server.ask(
+        "POST", "/v1/chat/completions", {"model": "small", "max_tokens": 1, **{"messages": one["messages"]}}
+    )
     assert status == 200
     page.click("#new")
     says(page, "answer two")
@@ -573,7 +611,7 @@ def test_conversations_are_exported_and_imported_with_all_their_branches(page: B
     every = exports(page, "#export-all")
     assert [chat["title"] for chat in every] == ["question two", "question one"]
     imports(page, json.dumps(every))
-    until(lambda: page.text("#notice") == "All conversations of talks.json are here already.")
+    told(page, "All conversations of talks.json are here already.")
     page.run("localStorage.clear()")
     opened(page, server)
     assert page.count("#list .open") == 0
@@ -582,7 +620,10 @@ def test_conversations_are_exported_and_imported_with_all_their_branches(page: B
     assert chats(page) == before
     assert page.text(".turn.assistant .branches span") == "2/2"
     # Messages as others export them, alone or several conversations.
-    talk = [{"role": "developer", "content": "Rhyme."}, {"role": "user", "content": [{"type": "text", "text": "<b>Sea</b>"}]}]
+    talk = [
+        {"role": "developer", "content": "Rhyme."},
+        {"role": "user", "content": [{"type": "text", "text": "<b>Sea</b>"}]},
+    ]
     imports(page, json.dumps(talk))
     until(lambda: page.count("#list .open") == 2)
     assert texts(page, ".turn .body .plain") == ["Rhyme.", "<b>Sea</b>"]
@@ -592,43 +633,69 @@ def test_conversations_are_exported_and_imported_with_all_their_branches(page: B
     for wrong, said in (
         ("{", "talks.json is no JSON."),
         ('{"turns": 1}', "talks.json has no conversation: messages with a role and text are looked for."),
-        ('[null, 3, {"messages": [{"role": "tool"}]}]', "talks.json has no conversation: messages with a role and text are looked for."),
+        (
+            '[null, 3, {"messages": [{"role": "tool"}]}]',
+            "talks.json has no conversation: messages with a role and text are looked for.",
+        ),
     ):
         imports(page, wrong)
-        until(lambda: page.text("#notice") == said)
+        told(page, said)
     assert page.count("#list .open") == 4
 
 
 def test_what_is_kept_cannot_break_the_page(page: Browser, server: Server) -> None:
     """Whatever else has written there: turns that are their own parents, of no kind, or nothing."""
     turns = [
-        *({"id": "a", "parent": "a", "role": "user", "content": "x"}, {"id": "a", "parent": "b", "role": "assistant"}),
-        *({"id": "b", "parent": "c", "role": "user", "content": 3}, {"role": "wizard", "content": "no"}, None, 7),
-        {"id": "c", "parent": "b", "role": "assistant", "content": "y", "files": [1, {"name": {}}], "reasoning": 1},
+        *(
+            {"id": "a", "parent": "a", "role": "user", "content": "x"},
+            {"id": "a", "parent": "b", "role": "assistant"},
+        ),
+        *(
+            {"id": "b", "parent": "c", "role": "user", "content": 3},
+            {"role": "wizard", "content": "no"},
+            None,
+            7,
+        ),
+        {
+            "id": "c",
+            "parent": "b",
+            "role": "assistant",
+            "content": "y",
+            "files": [1, {"name": {}}],
+            "reasoning": 1,
+        },
     ]
     holding(page, server, *turns, at="nowhere")
     assert page.count(".turn") == 2
-    page.run("for (const bad of ['null', '[]', '{', '{\"turns\": {}}']) localStorage.setItem('penstock.chat.' + bad, bad); localStorage.setItem('penstock.settings', '3')")
+    page.run(
+        "for (const bad of ['null', '[]', '{', '{\"turns\": {}}'])"
+        "localStorage.setItem('penstock.chat.' + bad, bad); localStorage.setItem('penstock.settings', '3')"
+    )
     opened(page, server)
     assert page.count(".turn") == 2
     assert page.count("#list .open") == 1
 
 
-def test_a_conversation_for_which_there_is_no_room_is_not_lost_in_silence(page: Browser, server: Server) -> None:
+def test_a_conversation_for_which_there_is_no_room_is_not_lost_in_silence(
+    page: Browser, server: Server
+) -> None:
     holding(page, server, {"role": "user", "content": "x" * 4_400_000}, title="Long")
     page.click("#new")
     drop(page, notes__txt="word " * 1000, more__txt="word " * 1000)
     until(lambda: page.count("#files li") == 2)
-    page.run("window.real ??= window.fetch; const one = 'y'.repeat(200000); document.getElementById('say').value = one")
-    page.run("window.fetch = (path, options) => path === '/v1/chat/completions' ? Promise.reject(new TypeError()) : window.real(path, options)")
+    page.run(
+        "document.getElementById('say').value = 'y'.repeat(200000); const real = window.fetch;"
+        "window.fetch = (path, options) => path === '/v1/chat/completions' ? Promise.reject(new TypeError()) "
+        ": real(path, options)"
+    )
     page.click("#send")
     until(lambda: page.count("#notice") == 1)
     assert page.text("#notice") == (
-        "This browser has no room for this conversation: it is lost when the page is closed. Export it, or delete others."
+        "This browser has no room for this conversation: it is lost when the page is closed. Export it, or "
+        "delete others."
     )
     assert page.text(".turn:last-child .fault") == "The server cannot be reached."
     assert len(exports(page, "#list .current .export")["messages"][0]["content"]) > 200_000
-    assert len(chats(page)) == 1
     page.click("#list li:nth-child(2) .delete")
     page.accept()
     until(lambda: page.count("#list .open") == 1)
@@ -647,14 +714,21 @@ def test_axe_finds_nothing_in_any_state_of_the_page(page: Browser, server: Serve
     def violations() -> Any:
         page.command(
             "Runtime.evaluate",
-            expression="window.found = null; axe.run({ resultTypes: ['violations'] }).then((all) => { window.found = "
-            "[all.passes.length, all.violations.map((one) => [one.id, ...one.nodes.map((node) => node.html)])]; })",
+            expression="window.found = null; axe.run({ resultTypes: ['violations'] }).then((all) => { "
+            "window.found = [all.passes.length, all.violations.map((one) => [one.id, "
+            "...one.nodes.map((node) => node.html)])]; })",
         )
         passes, found = until(lambda: page.run("return window.found"), LONG)
         assert passes > 10
         return found
 
-    answer = {"role": "assistant", "content": WRITTEN + "\n" + FORMULAS[3], "reasoning": "Hm.", "thought": 2, "fault": "Not answered."}
+    answer = {
+        "role": "assistant",
+        "content": WRITTEN + "\n" + FORMULAS[3],
+        "reasoning": "Hm.",
+        "thought": 2,
+        "fault": "Not answered.",
+    }
     asked = {"role": "user", "content": "?", "files": [{"name": "a.txt", "text": "b", "tokens": 3}]}
     holding(page, server, asked, answer, {"role": "system", "content": "Be brief."})
     page.run(AXE.read_text() + "; return 1")
@@ -690,9 +764,14 @@ def test_nothing_moves_where_that_is_not_wanted(page: Browser, server: Server) -
     says(page, "the sea and the wind " * 200)
     page.type(f"Go{ENTER}")
     until(lambda: page.text(".turn.assistant .body"))
-    moving = "return getComputedStyle(document.querySelector('.assistant .body > p:last-child'), '::after').animationName"
+    moving = (
+        "return getComputedStyle(document.querySelector('.assistant .body > p:last-child'), '::after')"
+        ".animationName"
+    )
     assert page.run(moving) == "blink"
-    page.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}])
+    page.command(
+        "Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}]
+    )
     try:
         assert page.run(moving) == "none"
     finally:
@@ -704,7 +783,10 @@ def test_nothing_moves_where_that_is_not_wanted(page: Browser, server: Server) -
 def test_an_answer_does_not_pull_down_who_reads_above(page: Browser, server: Server) -> None:
     says(page, "the sea\n\n" * 150)
     page.type(f"Go{ENTER}")
-    place = "const all = document.getElementById('thread'); return [all.scrollTop, all.scrollHeight - all.clientHeight]"
+    place = (
+        "const all = document.getElementById('thread');"
+        "return [all.scrollTop, all.scrollHeight - all.clientHeight]"
+    )
     until(lambda: page.run(place)[1] > 600)
     begin = monotonic()
     until(lambda: (now := page.run(place))[1] - now[0] < 40)
