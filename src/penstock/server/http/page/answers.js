@@ -5,7 +5,7 @@ import { $, tell, write } from "./dom.js";
 import { counted, duration, number } from "./numbers.js";
 import { Refused, eventsOf, post } from "./server.js";
 import { lookAtModels, model, settings } from "./settings.js";
-import { acts, keepOrTell, nodeOf, redraw, showEnded, showThread } from "./thread.js";
+import { acts, keepOrTell, redraw, showEnded, showThread } from "./thread.js";
 
 /** Milliseconds after which what has come of an answer is kept. */
 const KEPT = 3000;
@@ -55,11 +55,10 @@ export async function answer() {
   if (own.thinking && !own.first) turn.thought = (performance.now() - own.thinking) / 1000;
   if (end.reason !== null && end.usage) turn.note = noteOf(own, end);
   delete turn.open;
-  const focused = document.activeElement === $("stop"), open = nodeOf(turn)?.querySelector(".reasoning")?.open;
+  const focused = document.activeElement === $("stop");
   now.live = null;
   keepOrTell(chat);
   showEnded();
-  if (open) nodeOf(turn).querySelector(".reasoning").open = true;
   if (focused) $("say").focus();
   changed.ended();
 }

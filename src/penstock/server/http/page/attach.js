@@ -11,6 +11,9 @@ const MOST = 8 << 20;
 /** Files that wait for the message: name, text, tokens (0 if the server did not say). */
 export let pending = [];
 
+/** How many are being read: a message waits for them. */
+export let reading = 0;
+
 export function clear() {
   pending = [];
   show();
@@ -19,13 +22,17 @@ export function clear() {
 /** Add files one by one; what cannot be attached is said. */
 export async function attach(files) {
   tell("");
+  reading += files.length;
+  const refused = [];
   for (const file of files) {
     try {
       pending = [...pending, await read(file)];
       show();
     } catch (fault) {
-      tell(fault.message);
+      refused.push(fault.message);
+      tell(refused.join(" "));
     }
+    reading -= 1;
   }
   $("say").focus();
 }

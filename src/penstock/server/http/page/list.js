@@ -115,7 +115,6 @@ function readAgain() {
   // What this tab shows of a conversation is this tab's.
   if (again && again !== chat && again.turns.some((turn) => turn.id === chat.at)) again.at = chat.at;
   now.chat = again ?? (chat.turns.length ? begun() : chat);
-  forgetEditing();
   showChats();
   showThread(true);
 }

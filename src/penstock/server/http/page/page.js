@@ -1,9 +1,9 @@
 // The chat, and the machine beside it.
 
 import { answer, note, ready, stop } from "./answers.js";
-import { clear, pending } from "./attach.js";
+import { clear, pending, reading } from "./attach.js";
 import { add, begun, now, storedChats } from "./chats.js";
-import { $ } from "./dom.js";
+import { $, tell } from "./dom.js";
 import { showChats, showPanel } from "./list.js";
 import { look, watchState } from "./machine.js";
 import { whenKeyed } from "./server.js";
@@ -23,6 +23,10 @@ function grow() {
 
 function send() {
   const content = $("say").value, files = pending;
+  if (reading) {
+    tell("A file is still being read.");
+    return;
+  }
   if ((!content.trim() && !files.length) || !ready()) return;
   $("say").value = "";
   clear();

@@ -9,7 +9,7 @@ import { several } from "./settings.js";
 
 /** What answers a turn, and what answers in place of an answer; `answers.js` gives them. */
 export const acts = { answer: null, retry: null };
-/** The turn whose text is edited. */
+/** What is edited: the turn's id, and its text and files as they are by now. */
 let editing = null;
 /** Whether the end of the conversation is looked at: then that is kept in sight. */
 let follows = true;
@@ -24,11 +24,21 @@ export function keepOrTell(chat) {
   tell("This browser has no room for this conversation: it is lost when the page is closed. Export it, or delete others.");
 }
 
-/** Show the conversation from its beginning; `stay` where it was looked at. */
+/** Show the conversation, at its end, or where it was looked at to `stay`. Turns that are shown already keep their nodes: nothing is read out again, and what is selected or open stays so. */
 export function showThread(stay = false) {
   const thread = $("thread"), turns = path(now.chat), top = thread.scrollTop;
-  thread.replaceChildren(...turns.map(turnNode));
-  if (!turns.length) thread.append(make("p", { className: "blank", textContent: "Ask something. Conversations stay in this browser." }));
+  const shown = new Map([...thread.children].map((node) => [node.turn, node]));
+  const nodes = turns.map((turn) => {
+    const have = shown.get(turn);
+    return have && !have.edited && editing?.id !== turn.id ? renewed(have) : turnNode(turn);
+  });
+  if (!turns.length) nodes.push(make("p", { className: "blank", textContent: "Ask something. Conversations stay in this browser." }));
+  for (const node of [...thread.children]) if (!nodes.includes(node)) node.remove();
+  let at = thread.firstChild;
+  for (const node of nodes) {
+    if (node === at) at = at.nextSibling;
+    else thread.insertBefore(node, at);
+  }
   if (stay) thread.scrollTop = top;
   else toEnd();
   showLive();
@@ -53,23 +63,36 @@ export function showLive() {
 function turnNode(turn) {
   const node = make("article", { className: `turn ${turn.role}` }, make("h2", { className: "unseen", textContent: NAMES[turn.role] }));
   node.dataset.id = turn.id;
-  if (editing === turn) {
+  node.turn = turn;
+  node.edited = editing?.id === turn.id;
+  if (node.edited) {
     node.append(editor(turn));
     return node;
   }
-  const body = make("div", { className: "body" }), live = now.live?.turn === turn;
-  node.append(body);
+  const body = make("div", { className: "body" });
+  node.append(body, make("div", { className: "under" }));
   if (turn.role === "assistant") {
     node.growing = new Growing(body);
-    node.growing.show(turn.content, !live);
-    node.setAttribute("aria-busy", String(live));
-    showReasoning(node, turn);
   } else {
     if (turn.role === "system") body.append(make("p", { className: "who", textContent: NAMES.system }));
     if (turn.files) body.append(make("ul", { className: "files" }, ...turn.files.map((file) => attached(file))));
     if (turn.content || !turn.files) body.append(make("p", { className: "plain", textContent: turn.content }));
   }
-  if (!live) node.append(underOf(turn));
+  return renewed(node);
+}
+
+/** Bring a turn up to date: what it says, and what can be done with it. */
+function renewed(node) {
+  const { turn } = node, live = now.live?.turn === turn;
+  if (node.growing && !node.whole) {
+    node.growing.show(turn.content, !live);
+    node.whole = !live;
+  }
+  if (node.growing) {
+    node.setAttribute("aria-busy", String(live));
+    showReasoning(node, turn);
+  }
+  node.lastElementChild.replaceWith(live ? make("div", { className: "under" }) : underOf(turn));
   return node;
 }
 
@@ -135,7 +158,7 @@ export const nodeOf = (turn) => $("thread").querySelector(`[data-id="${CSS.escap
 
 function edit(turn) {
   if (now.live) return;
-  editing = turn;
+  editing = { id: turn.id, text: turn.content, files: turn.files ?? [] };
   showThread(true);
   const field = nodeOf(turn).querySelector("textarea");
   field.style.height = `${Math.min(field.scrollHeight + 2, innerHeight / 2)}px`;
@@ -144,26 +167,26 @@ function edit(turn) {
 
 export function leaveEditing() {
   if (!editing) return false;
-  const turn = editing;
+  const { id } = editing;
   editing = null;
   showThread(true);
-  nodeOf(turn)?.querySelector(".edit")?.focus();
+  nodeOf({ id })?.querySelector(".edit")?.focus();
   return true;
 }
 
 /** An edited message is asked anew; an edited answer stands as it is. Both leave what was there. */
 function editor(turn) {
-  let files = turn.files ?? [];
-  const field = make("textarea", { value: turn.content, rows: 2, ariaLabel: `Edit: ${NAMES[turn.role]}` });
+  const draft = editing, field = make("textarea", { value: draft.text, rows: 2, ariaLabel: `Edit: ${NAMES[turn.role]}` });
   const list = make("ul", { className: "files" });
-  const fill = () => list.replaceChildren(...files.map((file) => chip(file, () => {
-    files = files.filter((one) => one !== file);
+  const fill = () => list.replaceChildren(...draft.files.map((file) => chip(file, () => {
+    draft.files = draft.files.filter((one) => one !== file);
     fill();
     field.focus();
   })));
   fill();
   const done = () => {
-    if (!field.value.trim() && !files.length) return;
+    const { files } = draft;
+    if (now.live || (!field.value.trim() && !files.length)) return;
     editing = null;
     add(now.chat, { role: turn.role, content: field.value, ...(files.length ? { files } : {}), ...(turn.role === "assistant" ? { note: "Edited." } : {}) }, turn.parent);
     keepOrTell(now.chat);
@@ -176,6 +199,7 @@ function editor(turn) {
     event.preventDefault();
     done();
   });
+  field.addEventListener("input", () => { draft.text = field.value; });
   field.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !event.isComposing) done();
   });
