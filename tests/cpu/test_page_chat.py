@@ -380,7 +380,9 @@ def test_retried_answers_and_edited_messages_are_branches(page: Browser) -> None
             page.click(".turn.assistant .again")
             until(lambda: ended(page) and page.text(".turn.assistant .branches span") == "2/2")
     says(page, "answer three")
+    page.run("document.querySelector('.turn.assistant .body').firstChild.kept = true")
     asks(page, "more")
+    assert page.run("return document.querySelector('.turn.assistant .body').firstChild.kept"), "not made anew"
     assert texts(page, ".turn .body") == ["question one", "answer two", "more", "answer three"]
     page.click(".turn:nth-child(2) .branches button:first-child")
     assert texts(page, ".turn .body") == ["question one", "answer one"]
@@ -444,6 +446,14 @@ def test_branches_are_kept_and_another_tab_s_turns_are_not_lost(page: Browser, s
     opened(page, server)
     assert texts(page, ".turn .body") == ["question", "answer one", "more", "answer two"]
     assert page.text(".turn.assistant .branches span") == "2/3"
+    # What is being edited survives what another tab does.
+    page.click(".turn.user .edit")
+    page.type("!")
+    page.run(
+        "window.dispatchEvent(new StorageEvent('storage', { key: 'penstock.chat.' + arguments[0] }))",
+        chat["id"],
+    )
+    assert page.run("return document.querySelector('.editor textarea').value") == "question!"
 
 
 def test_an_answer_is_kept_as_far_as_it_has_come(page: Browser, server: Server) -> None:
