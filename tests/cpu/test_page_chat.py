@@ -251,32 +251,35 @@ def test_formulas_stay_as_they_were_typed_and_prices_are_none(page: Browser, ser
 
 
 def test_what_has_come_in_pieces_is_what_would_have_come_whole(page: Browser) -> None:
-    """Read while it comes, block by block, at every length; nodes of what is over stay what they were."""
-    text = (
-        WRITTEN
-        + "\nSee [there].\n\n"
-        + FORMULAS[3]
-        + "\n\n~~~\nopen\n\n```\nstill\n~~~\n\n[there]: https://example.org/\n"
-    )
+    """Read while it comes, block by block, in pieces of any length; nodes of what is over stay what they were.
+    What is said below of a link is known at the end."""
+    text = f"{WRITTEN}\nSee [there].\n\n{FORMULAS[3]}\n\n~~~\nopen\n\n```\nstill\n~~~\n"
+    link = "\n[there]: https://example.org/\n"
     for step in (1, 7, 50):
-        same, kept = page.run(
+        found = page.run(
             """
             return import('/page/markdown.js').then(({ Growing }) => {
-              const [text, step] = arguments, [node, whole] = [1, 2].map(() => document.createElement('div'));
+              const [text, link, step] = arguments;
+              const [node, whole, other] = [1, 2, 3].map(() => document.createElement('div'));
               const growing = new Growing(node), first = [];
               for (let end = 0; end < text.length; end += step) {
                 growing.show(text.slice(0, end));
                 if (node.children.length > 3) first.push(node.children[2]);
               }
-              growing.show(text, true);
+              growing.show(text);
               new Growing(whole).show(text, true);
-              return [node.isEqualNode(whole), new Set(first).size === 1 && first[0] === node.children[2]];
+              const same = node.isEqualNode(whole);
+              growing.show(text + link, true);
+              new Growing(other).show(text + link, true);
+              const kept = new Set(first).size === 1 && first[0] === node.children[2];
+              return [same, kept, node.isEqualNode(other), node.querySelectorAll('a').length];
             })
             """,
             text,
+            link,
             step,
         )
-        assert (same, kept) == (True, True), step
+        assert found == [True, True, True, 2], step
 
 
 EVIL = (
