@@ -251,8 +251,8 @@ def test_formulas_stay_as_they_were_typed_and_prices_are_none(page: Browser, ser
 
 
 def test_what_has_come_in_pieces_is_what_would_have_come_whole(page: Browser) -> None:
-    """Read while it comes, block by block, in pieces of any length; nodes of what is over stay what they were.
-    What is said below of a link is known at the end."""
+    """Read while it comes, block by block, in pieces of any length; nodes of what is over stay what they
+    were. What is said below of a link is known at the end."""
     text = f"{WRITTEN}\nSee [there].\n\n{FORMULAS[3]}\n\n~~~\nopen\n\n```\nstill\n~~~\n"
     link = "\n[there]: https://example.org/\n"
     for step in (1, 7, 50):
