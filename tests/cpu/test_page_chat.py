@@ -549,6 +549,13 @@ def test_waiting_and_the_prompt_s_progress_are_said_with_what_the_server_tells(
                 assert 0 <= left < right <= 360, (panel, selector)
                 assert 0 <= top < bottom <= 640, (panel, selector)
             assert page.run("return document.documentElement.scrollWidth") == 360
+            assert (
+                page.run(
+                    "const box = document.getElementById('stop').getBoundingClientRect();"
+                    "return document.elementFromPoint(box.left + 9, box.top + 9).id"
+                )
+                == "stop"
+            ), f"nothing lies over it beside {panel}"
         page.click("#stop")
         until(lambda: page.count("#doing") == 0)
     assert page.text(".turn:last-child .note") == "shipped: Stopped."
