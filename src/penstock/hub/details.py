@@ -20,7 +20,7 @@ _HEAD = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Details:
+class ModelDetails:
     """Describes a model. size: bytes of the files that the engine reads. path: None if it is not here. state:
     whole, partial or no."""
 
@@ -33,7 +33,7 @@ class Details:
     path: Path | None
 
 
-def details(text: str) -> Details:
+def details(text: str) -> ModelDetails:
     """Describe the model that a text means. Raises HubError, CheckpointError and UnsupportedModelError."""
     here = local(text)
     name = ModelName.parse(text) if here is None else None
@@ -48,7 +48,7 @@ def details(text: str) -> Details:
                 with suppress(HubError):  # Nobody needs the network for what is here.
                     licence = ask(name).licence
         size = sum(os.path.getsize(file) for file in _files(found.path))
-        return Details(found.name, about, size, licence, revision, WHOLE, found.path)
+        return ModelDetails(found.name, about, size, licence, revision, WHOLE, found.path)
     assert name is not None
     contents = ask(name)
     with shape_in(name, contents, "tokenizer_config.json") as shape:
@@ -57,7 +57,7 @@ def details(text: str) -> Details:
     template = about.template or any(one in contents.files for one in _TEMPLATES)
     snapshot = CachedRepository.of(name.repository).snapshot(contents.commit)
     have = any((snapshot / one.path).exists() for one in wanted if one.sha256)
-    return Details(
+    return ModelDetails(
         str(name),
         replace(about, template=template),
         sum(one.size for one in wanted),
