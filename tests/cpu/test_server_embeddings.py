@@ -121,6 +121,12 @@ def test_what_cannot_be_is_refused(
     assert server.ask("POST", "/v1/embeddings", {"model": "shipped", "input": "A"})[0] == 200
 
 
+def test_inputs_have_the_rank_that_was_asked_for(model: Path) -> None:
+    with LLM(model, **SETTINGS, max_length=128) as llm:  # type: ignore[arg-type]
+        ready, _ = read_embeddings(llm.reader, EmbeddingsRequest(model="shipped", input=TEXTS, priority=7))
+    assert [one.priority for one in ready] == [7, 7, 7]
+
+
 def test_a_model_that_makes_none_says_so_without_paths() -> None:
     with LLM(**SETTINGS, max_length=128) as llm:  # type: ignore[arg-type]
         asked = EmbeddingsRequest(model="shipped", input="A")

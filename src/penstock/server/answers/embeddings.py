@@ -2,7 +2,7 @@
 
 from base64 import b64encode
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from struct import pack
 from time import perf_counter_ns
 
@@ -34,7 +34,8 @@ def read_embeddings(
             "is made for that, such as Qwen3-Embedding",
             "model",
         ) from fault
-    ready = [reader.read_embedding(_shortened(reader, one, asked)) for one in asked.inputs]
+    prompts = [reader.read_embedding(_shortened(reader, one, asked)) for one in asked.inputs]
+    ready = [replace(one, priority=asked.priority) for one in prompts]
     return ready, EmbeddingWriter(reader, asked, perf_counter_ns())
 
 
