@@ -422,6 +422,17 @@ def test_something_that_is_no_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> 
         locate(NAME)
 
 
+def test_a_password_in_the_hubs_address_is_not_told(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hubs.use(hub.url.replace("//", "//me:secret@"), monkeypatch)
+    with pytest.raises(HubError, match=r"^127.0.0.1:[0-9]+ has no model no/where") as caught:
+        locate("no/where")
+    assert "secret" not in str(caught.value)
+    hubs.use("http://me:secret@127.0.0.1:9", monkeypatch)
+    with pytest.raises(UnreachableError, match=r"127.0.0.1:9 does not answer") as caught:
+        locate("no/where")
+    assert "secret" not in str(caught.value)
+
+
 # ---- what is here
 
 

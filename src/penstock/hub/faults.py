@@ -21,10 +21,10 @@ class UnreachableError(HubError):
 
 
 def host() -> str:
-    """Return the name of the machine that the Hub is asked at."""
+    """Return the name of the machine that the Hub is asked at, without a password that stands before it."""
     from huggingface_hub import constants  # 60 ms
 
-    return urlsplit(constants.ENDPOINT).netloc or constants.ENDPOINT
+    return (urlsplit(constants.ENDPOINT).netloc or constants.ENDPOINT).rpartition("@")[2]
 
 
 @contextmanager
