@@ -235,6 +235,7 @@ def test_an_answer_keeps_to_a_schema_at_once_and_is_compact(claude: Any) -> None
     assert block.text == '{"a":7}'
 
 
+USE = {"type": "tool_use", "id": "a", "name": "b", "input": {}}
 REFUSED: list[tuple[str, dict[str, Any], int, str, str]] = [
     (MESSAGES, {"model": "other"}, 404, "not_found_error", "'other'"),
     (MESSAGES, {"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
@@ -250,14 +251,17 @@ REFUSED: list[tuple[str, dict[str, Any], int, str, str]] = [
     ),
     (
         MESSAGES,
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}
-            ]
-        },
+        {"messages": [{"role": "user", "content": [USE]}]},
         400,
         "invalid_request_error",
         "reads text and tool_result there",
+    ),
+    (
+        MESSAGES,
+        {"messages": [*TALK, {"role": "assistant", "content": [USE]}]},
+        400,
+        "invalid_request_error",
+        "end with a tool_use; send its tool_result",
     ),
     (
         MESSAGES,

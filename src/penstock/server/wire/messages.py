@@ -178,6 +178,10 @@ class CountTokensRequest(TokenRequest, forbid_unknown_fields=True, kw_only=True)
         if (form := config.format or self.output_format) is not None:
             fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema}}
         if messages[-1].role == "assistant":  # The answer goes on with it.
+            if messages[-1].tool_calls:
+                raise FieldError(
+                    "messages end with a tool_use; send its tool_result in a turn of the user", "messages"
+                )
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         chat = converted({"messages": [{"role": "user"}], **fields}, ChatRequest, "the request", "messages")
         chat.structured_outputs = self.structured_outputs
