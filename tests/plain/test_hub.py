@@ -327,6 +327,15 @@ def test_a_disk_that_gets_full_meanwhile_loses_nothing(hub: Hub, monkeypatch: py
     assert content(locate(NAME))["model.safetensors"] == WEIGHTS
 
 
+@pytest.mark.parametrize("broken", ["hub", "hub/models--a--g/refs/v1"])
+def test_a_cache_that_cannot_be_written_is_told(broken: str, hub: Hub, tmp_path: Path) -> None:
+    hub.add("a/g", {"m-Q8_0.gguf": gguf(1000)}, "v1/x")
+    (tmp_path / broken).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / broken).write_text("a file, where a directory is to be")
+    with pytest.raises(HubError, match="^a/g@v1/x cannot be fetched: .*; see that HF_HOME is a directory"):
+        locate("a/g@v1/x")
+
+
 def test_what_is_refused_is_not_fetched(hub: Hub) -> None:
     with pytest.raises(CheckpointError, match=r"^no$"):
         locate(NAME, Heard(refuse=True))

@@ -35,7 +35,7 @@ from penstock.hub.choice import (
     shards_of,
     side_files,
 )
-from penstock.hub.faults import HubError, UnreachableError
+from penstock.hub.faults import HubError, UnreachableError, hub_faults
 from penstock.hub.names import ModelName, must_be_hub
 from penstock.hub.telling import Found, Offer, Telling
 from penstock.memory.disk import DiskFile
@@ -137,11 +137,14 @@ def shape_in(name: ModelName, contents: "HubContents", *more: str) -> Iterator[P
         small = [contents.files[path] for path in (*SHAPE, INDEX, *more) if path in contents.files]
         fetch.run(fetch.missing(small))
         if fetch.repository.commit_of(name.revision) is None:
-            fetch.repository.note(name.sort, contents.commit)
+            with hub_faults(name):
+                fetch.repository.note(name.sort, contents.commit)
         yield fetch.repository.snapshot(contents.commit)
         return
-    fetch.repository.path.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".penstock-", dir=fetch.repository.path) as directory:
+    with hub_faults(name):
+        fetch.repository.path.mkdir(parents=True, exist_ok=True)
+        beginnings = tempfile.TemporaryDirectory(prefix=".penstock-", dir=fetch.repository.path)
+    with beginnings as directory:
         parts = _gguf_files(name, contents)
         for part in parts:
             named = Path(directory) / Path(part.path).name
@@ -201,10 +204,11 @@ def _fetched(name: ModelName, contents: "HubContents", telling: Telling) -> Foun
     found = in_snapshot(snapshot, name, lenient=True)
     if found is None:
         raise HubError(f"{name} was fetched, but is not whole in {snapshot}; remove that, and try again")
-    if TOKENIZER not in contents.files:
-        note_absence(snapshot, TOKENIZER)
-    if before != contents.commit:
-        fetch.repository.note(name.sort, contents.commit)
+    with hub_faults(name):
+        if TOKENIZER not in contents.files:
+            note_absence(snapshot, TOKENIZER)
+        if before != contents.commit:
+            fetch.repository.note(name.sort, contents.commit)
     if missing:
         telling.end(found)
     return found
