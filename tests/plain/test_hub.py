@@ -187,6 +187,19 @@ def test_a_digest_that_is_none_names_no_file(
     assert not list(tmp_path.rglob("evil.incomplete"))
 
 
+def test_names_that_lead_elsewhere_are_not_taken(hub: Hub) -> None:
+    for path in ("additional_chat_templates/../../../../evil.jinja", "/evil.gguf"):
+        hub.add("a/g", FILES | {path: b"x"})
+        with pytest.raises(HubError, match="does not answer for a/g as the Hub does"):
+            locate("a/g")
+    commit = hub.add("a/h", FILES)
+    there = hub.repositories["a/h"]
+    there.commits["../../evil"] = there.commits[commit]
+    there.branches["main"] = "../../evil"
+    with pytest.raises(HubError, match="does not answer for a/h as the Hub does"):
+        locate("a/h")
+
+
 # ---- interruptions
 
 

@@ -75,14 +75,15 @@ class ModelName:
 
 def _is_file(file: str) -> bool:
     """Tell whether a GGUF file or a quant may be called so."""
-    return not file or (_is_inside(file) if file.lower().endswith(GGUF) else bool(_QUANT.fullmatch(file)))
+    return not file or (is_inside(file) if file.lower().endswith(GGUF) else bool(_QUANT.fullmatch(file)))
 
 
 def _is_revision(revision: str) -> bool:
-    return not revision or _is_inside(revision)
+    return not revision or is_inside(revision)
 
 
-def _is_inside(path: str) -> bool:
+def is_inside(path: str) -> bool:
+    """Tell whether a path leads nowhere but into the directory that it is taken from."""
     return all(part not in ("", ".", "..") for part in path.split("/"))
 
 

@@ -16,7 +16,7 @@ from huggingface_hub import HfApi, constants, hf_hub_download, hf_hub_url
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, tqdm
 
 from penstock.hub.faults import hub_faults, no_hub
-from penstock.hub.names import ModelName
+from penstock.hub.names import ModelName, is_inside
 
 constants.HF_HUB_DISABLE_TELEMETRY = True  # It would ask for a list of programs, and tell what is installed.
 _GIT, _SHA256 = re.compile("[0-9a-f]{40}"), re.compile("[0-9a-f]{64}")
@@ -75,10 +75,11 @@ def contents_of(name: ModelName) -> HubContents:
             blob if _GIT.fullmatch(blob) else "",  # They become names of files.
             sha256 if _SHA256.fullmatch(sha256) else "",
         )
-    if not info.sha:
+    commit = info.sha or ""
+    if not (_GIT.fullmatch(commit) and all(map(is_inside, files))):  # They become names, too.
         raise no_hub(str(name))
     licence = getattr(info.card_data, "license", None)
-    return HubContents(info.sha, files, licence if isinstance(licence, str) else "")
+    return HubContents(commit, files, licence if isinstance(licence, str) else "")
 
 
 def link(name: ModelName, commit: str, file: RemoteFile) -> Path:
