@@ -533,6 +533,8 @@ def test_a_model_in_several_files(hub: Hub) -> None:
     [one] = cached_models()
     assert (one.name, one.state) == ("a/g:Q8_0", "whole")
     (found.path.parent / "m-Q8_0-00002-of-00002.gguf").unlink()
+    [one] = cached_models()
+    assert (one.name, one.state) == ("a/g:Q8_0", "partial")
     assert locate("a/g:Q8_0") == found
     assert (found.path.parent / "m-Q8_0-00002-of-00002.gguf").exists()
 

@@ -93,7 +93,8 @@ def _described(
     except UnsupportedModelError as error:
         state = f"not runnable: {_why(error)}"
     except CheckpointError:
-        state = "not runnable: no config.json" if not (snapshot / CONFIG).exists() else BROKEN
+        shapeless = path == snapshot and not (snapshot / CONFIG).exists()
+        state = "not runnable: no config.json" if shapeless else BROKEN
     return CachedModel(name, branches, commit, sum(map(_size, files)), last_used(path), state, about, path)
 
 
