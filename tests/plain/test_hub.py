@@ -140,6 +140,15 @@ def test_revisions_are_branches_tags_and_commits(hub: Hub) -> None:
         locate(f"{NAME}@no")
 
 
+def test_a_tag_may_read_like_the_beginning_of_a_commit(hub: Hub) -> None:
+    commit = hub.add(NAME, FILES)
+    hub.repositories[NAME].branches[commit[0]] = commit
+    found = locate(f"{NAME}@{commit[0]}")
+    hub.asked.clear()
+    assert locate(f"{NAME}@{commit[0]}") == found
+    assert hub.asked == []
+
+
 def test_a_pull_brings_the_branch_to_what_it_is_now(hub: Hub) -> None:
     before = locate(NAME)
     other = hub.add(NAME, FILES | {"model.safetensors": WEIGHTS[::-1]})

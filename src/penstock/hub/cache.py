@@ -108,7 +108,8 @@ class CachedRepository:
 
     def note(self, revision: str, commit: str) -> None:
         """Write down which commit a branch or tag is; a commit needs no note."""
-        if _COMMIT.fullmatch(revision) or commit.startswith(revision):
+        begins = _BEGINNING.fullmatch(revision) and commit.startswith(revision)
+        if begins or _COMMIT.fullmatch(revision):
             return
         file = self.path / "refs" / revision
         file.parent.mkdir(parents=True, exist_ok=True)
