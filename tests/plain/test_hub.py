@@ -28,6 +28,7 @@ from penstock.hub.faults import HubError, UnreachableError
 from penstock.hub.inventory import CacheRemoval, cached_models
 from penstock.hub.models import locate, shape_of
 from penstock.hub.names import ModelName
+from penstock.hub.remote import RemoteFile
 from penstock.hub.telling import Found, Offer, Telling
 
 SMALL = {path: data for path, data in hubs.folder(SHIPPED_MODEL).items() if not path.endswith(".safetensors")}
@@ -255,6 +256,18 @@ def test_a_server_without_ranges_sends_all_again(hub: Hub) -> None:
     assert content(locate(NAME, heard))["model.safetensors"] == WEIGHTS
     assert -1_000_000 in heard.advanced
     assert sum(heard.advanced) == heard.offers[0].size
+
+
+def test_what_is_stopped_does_not_read_all_that_was_begun(hub: Hub) -> None:
+    file = RemoteFile("model.safetensors", len(WEIGHTS), "", sha256(WEIGHTS))
+    begun = CachedRepository.of(NAME).blobs / f"{file.sha256}.incomplete"
+    begun.parent.mkdir(parents=True)
+    begun.write_bytes(WEIGHTS)
+    fetching = fetch.Fetch(ModelName(NAME), "c" * 40)
+    fetching.stop.set()
+    with pytest.raises(fetch.FetchStopped):
+        fetching._fetch_large(file)
+    assert begun.read_bytes() == WEIGHTS
 
 
 @pytest.mark.parametrize("begun", [b"wrong" * 1000, WEIGHTS + b"more"])

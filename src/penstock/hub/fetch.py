@@ -114,7 +114,7 @@ class Fetch:
         with _claimed(self._partial(file), self.stop) as out:
             if not blob.exists():  # Another process may have fetched it meanwhile.
                 left = 0
-                tail = _Tail(out, hashlib.sha256())
+                tail = _Tail(out, hashlib.sha256(), self.stop)
                 self._append(file, tail, file.size)
                 if tail.digest.hexdigest() != file.sha256:
                     self._partial(file).unlink()
@@ -198,10 +198,15 @@ class Fetch:
 class _Tail:
     """The end of a file that grows, and a digest of all of it, if one is asked for."""
 
-    def __init__(self, out: BinaryIO, digest: "hashlib._Hash | None" = None) -> None:
+    def __init__(
+        self, out: BinaryIO, digest: "hashlib._Hash | None" = None, stop: Event | None = None
+    ) -> None:
+        """stop: ends the reading of what is there, which takes long for large files."""
         self._out, self._digest = out, digest
         out.seek(0)
         while digest is not None and (chunk := out.read(CHUNK)):
+            if stop is not None and stop.is_set():
+                raise FetchStopped
             digest.update(chunk)
         self.have = out.seek(0, os.SEEK_END)
 
