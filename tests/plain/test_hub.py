@@ -367,7 +367,7 @@ def test_a_cache_that_cannot_be_written_is_told(broken: str, hub: Hub, tmp_path:
     hub.add("a/g", {"m-Q8_0.gguf": gguf(1000)}, "v1/x")
     (tmp_path / broken).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / broken).write_text("a file, where a directory is to be")
-    with pytest.raises(HubError, match="^a/g@v1/x cannot be fetched: .*; see that HF_HOME is a directory"):
+    with pytest.raises(HubError, match=r"^a/g@v1/x cannot be fetched: .*; see that HF_HOME is a directory"):
         locate("a/g@v1/x")
 
 

@@ -30,6 +30,9 @@ from penstock.hub.names import ModelName, looks_like_model, quant_of
         ("https://huggingface.co/a/b/tree/v1", ("a/b", "v1", "")),
         ("https://huggingface.co/a/b/blob/v1/x/m.gguf", ("a/b", "v1", "x/m.gguf")),
         ("https://hf.co/a/b/resolve/main/m.gguf", ("a/b", "", "m.gguf")),
+        ("https://huggingface.co/a/b/resolve/main/m.gguf?download=true", ("a/b", "", "m.gguf")),
+        ("https://huggingface.co/a/b?library=vllm#files", ("a/b", "", "")),
+        (f"a/{'b' * 96}", (f"a/{'b' * 96}", "", "")),
     ],
 )
 def test_what_a_name_means(text: str, parts: tuple[str, str, str]) -> None:
@@ -46,7 +49,7 @@ def test_what_a_name_means(text: str, parts: tuple[str, str, str]) -> None:
         "a/b/c/d", "a//b", "a/b@", "a/b:", "a/b@../x", "a/b:../m.gguf", "a/b:x/../../m.gguf",
         "a/b:/m.gguf", "a/b c", "a/b\n", "a/b@x@y", "-a/b", "a/b--c", "a/.b", "a/b/tree/main",
         "https://example.com/a/b", "https://huggingface.co/a/b/blob/main/x.py", "models/llama/",
-        "a/b:Q4 K", "a/b@x:",
+        "a/b:Q4 K", "a/b@x:", "a/b.git", f"a/{'b' * 97}", "a/b?download=true",
     ],
 )  # fmt: skip
 def test_what_is_no_name(text: str) -> None:

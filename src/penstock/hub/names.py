@@ -14,12 +14,14 @@ MAIN = "main"
 """The revision of a name without one."""
 _PREFIX = re.compile(r"(?:hf://|(?:https?:/+)?(?:www\.)?(?:huggingface\.co|hf\.co)/)(?=.)", re.IGNORECASE)
 """It stands before a name that can only be the Hub's. A Path has one slash where an address has two."""
-_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,95}[A-Za-z0-9_])?"
+_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _REPOSITORY = re.compile(rf"({_PART}/{_PART})(.*)", re.DOTALL)
 _REVISION, _FILE = r"@([^\s:@]+?)", r"(?::([^\s:@]+?)|/([^\s:@]+?\.gguf))"
 _REST = re.compile(rf"(?:{_REVISION})?(?:{_FILE})?", re.IGNORECASE)
 _TURNED = re.compile(rf"{_FILE}{_REVISION}", re.IGNORECASE)
 _PAGE = re.compile(r"/(?:tree|blob|resolve)/([^/\s]+)(?:/(\S+?))?/?")
+_QUERY = re.compile(r"[?#]\S*\Z")
+"""It stands behind addresses that are copied from pages, such as `?download=true`."""
 _QUANT = re.compile(r"[A-Za-z0-9_-]+")
 GGUF = ".gguf"
 
@@ -40,8 +42,8 @@ class ModelName:
     def parse(cls, text: str) -> Self | None:
         """Return what a text names; None if it is no name of a model of the Hub."""
         prefix = _PREFIX.match(text)
-        found = _REPOSITORY.fullmatch(text[prefix.end() :] if prefix else text)
-        if found is None or ".." in found[1] or "--" in found[1]:
+        found = _REPOSITORY.fullmatch(_QUERY.sub("", text[prefix.end() :]) if prefix else text)
+        if found is None or ".." in found[1] or "--" in found[1] or found[1].endswith(".git"):
             return None
         repository, rest = found[1], found[2].removesuffix("/") if prefix else found[2]
         if prefix and (page := _PAGE.fullmatch(rest)):
