@@ -398,6 +398,9 @@ def test_fields_of_other_servers_hold(server: Server, llm: LLM) -> None:
     ):
         _, answer = said(prompt=prompt, truncate_prompt_tokens=most, return_token_ids=True)
         assert tuple(answer["choices"][0]["prompt_token_ids"]) == tokens[-most:]
+    cut = said(prompt="Once upon a time there was a fox", truncate_prompt_tokens=4, echo=True, logprobs=0)[1]
+    told = cut["choices"][0]
+    assert "".join(told["logprobs"]["tokens"]) == told["text"], "text that was cut off is not told"
     longest = {"model": "a", "prompt": "a " * 40_000, "max_tokens": 4, "truncate_prompt_tokens": -1}
     [ready], _ = read(llm.reader, msgspec.convert(longest, CompletionRequest))
     assert len(ready.tokens) == llm.limits.max_model_len - 4

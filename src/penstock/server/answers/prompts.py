@@ -57,7 +57,10 @@ def read(
         return given if special and most is None else _encoded(reader, given, most, special=special)
 
     ready = [_read(reader, prompt_of(one), params, asked) for one in prompts]
-    echoes = [one if isinstance(one, str) else reader.decode(one) for one in prompts] if asked.echo else None
+    echoes = None
+    if asked.echo:  # What was cut off was not read, and has no tokens in the answer.
+        told = prompts if asked.truncate_prompt_tokens is None else [list(one.tokens) for one in ready]
+        echoes = [one if isinstance(one, str) else reader.decode(one) for one in told]
     details = _details(asked, ready)
     tokenizer = reader.tokenizer if reader.has_tokenizer else None
     return ready, TextWriter(asked.model, tokenizer, echoes, params.n, details)
