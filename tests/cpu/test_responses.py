@@ -523,8 +523,9 @@ def test_a_key_keeps_its_share_whatever_others_keep() -> None:
 
 @pytest.mark.parametrize("field", ["prompt_cache_key", "safety_identifier", "user"])
 def test_what_is_told_again_with_an_answer_is_short(client: Any, field: str) -> None:
-    kept = client.responses.create(**asked("One.", **{field: "x" * 512}))
-    assert getattr(kept, field) == "x" * 512
+    answer = client.responses.with_raw_response.create(**asked("One.", **{field: "x" * 512}))
+    assert getattr(answer.parse(), field) == "x" * 512
+    assert answer.headers["X-Ignored-Fields"] == field
     with pytest.raises(openai.BadRequestError, match=rf"length <= 512.*{field}"):
         client.responses.create(**asked("One.", **{field: "x" * 513}))
     with pytest.raises(openai.BadRequestError, match=r"length <= 512.*metadata"):

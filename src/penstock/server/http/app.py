@@ -224,7 +224,7 @@ async def _respond(server: ServerState, request: Request) -> Response:
     ready, response = await prepared_for(server, request, asked, partial(read_response, before=before))
     if asked.stores:
         response.keep = partial(server.responses.put, owner)
-    return await responded(request, server.model()[1], ready, response, asked)
+    return told_ignored(await responded(request, server.model()[1], ready, response, asked), asked.ignored)
 
 
 async def _message(server: ServerState, request: Request) -> Response:

@@ -41,6 +41,10 @@ _SAME = (
     "priority", "timeout",
     "chat_template_kwargs",
 )  # fmt: skip
+_NO_EFFECT = (
+    "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "max_tool_calls",
+)  # fmt: skip
 
 
 class Reasons(Struct, forbid_unknown_fields=True):
@@ -91,6 +95,11 @@ class ResponsesRequest(TokenRequest, forbid_unknown_fields=True, kw_only=True):
     def outputs(self) -> int:
         """Count the outputs."""
         return 1
+
+    @property
+    def ignored(self) -> list[str]:
+        """Name the fields that were sent and have no effect, though some of them are told again."""
+        return [name for name in _NO_EFFECT if getattr(self, name) is not None]
 
     @property
     def stores(self) -> bool:
