@@ -536,6 +536,24 @@ def test_what_ollama_would_do_and_this_does_not_is_refused(
     assert said in answer["error"]
 
 
+def test_a_call_that_ends_with_a_timeout_of_its_own_is_no_silence() -> None:
+    async def told() -> None:
+        call = Call(lambda _: None, None)  # type: ignore[arg-type]
+        call.deliver([], True, TimeoutError("of the device"))
+        body = {"model": "a", "max_tokens": 9, "messages": TALK, "stream": True}
+
+        class Ready:
+            tokens = (1, 2)
+
+        request = msgspec.convert(body, MessagesRequest)
+        events = messages.MessageStream(request, Ready(), OutputParser()).events(call)  # type: ignore[arg-type]
+        for _ in range(9):
+            await anext(events)
+
+    with pytest.raises(TimeoutError, match="of the device"):
+        asyncio.run(told())
+
+
 # ---- who may ask
 
 

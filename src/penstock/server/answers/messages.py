@@ -92,11 +92,13 @@ class MessageStream:
         while True:
             try:
                 # What ends the wait is met where there is nothing to give out yet: no piece is lost.
-                async with asyncio.timeout(PING_SECONDS):
+                async with asyncio.timeout(PING_SECONDS) as wait:
                     deltas = await anext(pieces)
             except StopAsyncIteration:
                 break
             except TimeoutError:
+                if not wait.expired():  # It is what has ended the call.
+                    raise
                 self._tell("ping")
                 pieces = call.pieces()
             else:
