@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from penstock.ops.activation import silu_mul
 from penstock.ops.kernels import native_kernels, triton_kernels
 from penstock.ops.matrix import Matrix
+from penstock.ops.widened import widened_product, widens
 
 _FEW_ROWS = 256
 """Rows up to which a float32 product on a CPU is bound by reading the weights."""
@@ -55,7 +56,7 @@ def add_linear(x: Tensor, weight: Matrix, onto: Tensor) -> None:
     onto: `[tokens, out]`, contiguous.
     """
     if weight.dense is not None:
-        torch.addmm(onto, x, weight.dense.t(), out=onto)
+        _add_dense(x, weight.dense, onto)
         return
     if not x.is_cuda and (kernels := _few_rows_of_format(x, weight)):
         kernels.few_rows(x, weight, out=onto, adds=True)
@@ -64,7 +65,14 @@ def add_linear(x: Tensor, weight: Matrix, onto: Tensor) -> None:
         add_linear(x, matrix, onto[:, rows])
     if not weight.joined:
         for rows, some in _dequantised(x, weight):
-            torch.addmm(onto[:, rows], x, some.t(), out=onto[:, rows])
+            _add_dense(x, some, onto[:, rows])
+
+
+def _add_dense(x: Tensor, weight: Tensor, onto: Tensor) -> None:
+    if widens(x):
+        widened_product(x, weight, onto, adds=True)
+    else:
+        torch.addmm(onto, x, weight.t(), out=onto)
 
 
 def gated(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -145,6 +153,9 @@ def dense_linear(
         if out is None:
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+    if widens(x):
+        y = widened_product(x, weight, x.new_empty(len(x), len(weight)) if out is None else out)
+        return y if bias is None else y.add_(bias)
     if x.shape[0] > _FEW_ROWS:
         if out is not None and bias is None:
             return torch.mm(x, weight.t(), out=out)
