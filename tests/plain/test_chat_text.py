@@ -287,6 +287,9 @@ def test_a_conversation_comes_back_from_its_file(tmp_path: Path) -> None:
     assert load(file) == (None, [("a\nü", "b")])
     with pytest.raises(RequestError, match="cannot be written: No such file"):
         save(tmp_path / "no" / "where", "m", [], lambda: True)
+    for name in ("talk.json/x", "n" * 300, "nul\0", "/"):
+        with pytest.raises(RequestError, match="name a"):
+            save(tmp_path / name, "m", [], lambda: True)
     assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
 
 
