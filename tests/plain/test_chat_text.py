@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from penstock.base.config import state_directory
 from penstock.base.errors import RequestError
 from penstock.cli import history as history_file
+from penstock.cli import markdown
 from penstock.cli.editor import goes_on, unquoted
 from penstock.cli.history import ChatHistory
 from penstock.cli.markdown import MarkdownStream
@@ -148,6 +149,17 @@ def test_no_letter_is_lost_whatever_comes(text: str, seed: int) -> None:
     for letter in "ab漢\x1b":
         assert shown.count(letter) == text.count(letter)
     assert "\x1b" not in re.sub(r"\x1b\[[\d;]*m", "", styled(drawn(text, seed)))
+
+
+@pytest.mark.parametrize("word", ["*a ", "[1, ", "_x y "])
+def test_marks_that_close_nothing_are_looked_at_once(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a parse or two, not one for each word that is held: a long line would take minutes."""
+    parses, parsed = list[str](), markdown._inline
+    monkeypatch.setattr(markdown, "_inline", lambda text: parses.append(text) or parsed(text))
+    stream = MarkdownStream(lambda: WIDTH)
+    pieces = [piece for _ in range(100) for piece in stream.push(word)] + stream.finish()
+    assert "".join(plain(pieces).split()) == "".join((word * 100).split())
+    assert len(parses) < 3 * 100
 
 
 def test_no_escape_of_a_model_reaches_the_terminal() -> None:

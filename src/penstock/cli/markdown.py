@@ -177,7 +177,13 @@ class MarkdownStream:
 
     def _closed(self, begin: int) -> int:
         """Return the end of the words in which the first span opens and all are closed; 0 if none is yet."""
-        at = max(begin, self._tried)
+        at, last = max(begin, self._tried), self._line.rfind(" ") + 1
+        if last <= at:
+            return 0
+        first = _inline(self._line[:last])[0]
+        if first.type == "text" and first.content.startswith(self._line[:begin]):
+            self._tried = last  # The mark is text whatever follows it, so no part has to be looked at.
+            return 0
         while (at := self._line.find(" ", at) + 1) > 0:
             self._tried = at
             text = "".join(
