@@ -162,6 +162,16 @@ def test_marks_that_close_nothing_are_looked_at_once(word: str, monkeypatch: pyt
     assert len(parses) < 3 * 100
 
 
+@pytest.mark.parametrize(
+    ("cell", "count", "fits"), [("a", 20, True), ("a", 27, False), ("a", 100, False), ("漢字", 26, False)]
+)
+def test_a_table_of_too_many_columns_is_as_it_was_written(cell: str, count: int, fits: bool) -> None:
+    row = "|" + f"{cell}|" * count + "\n"
+    text = "".join(letter for letter, _ in drawn(f"{row}|{'-|' * count}\n{row}\n", width=80))
+    assert text.count(cell) == 2 * count
+    assert ("|" not in text) == fits
+
+
 def test_no_escape_of_a_model_reaches_the_terminal() -> None:
     text = (
         "\x1b]0;mine\x07 \x1b[2J **\x1b[31mred** `\x9b5n` \x1bc\n| \x1b[A |\n|---|\n| \x08 |\n"
