@@ -266,3 +266,24 @@ def test_the_last_piece_is_never_missed(monkeypatch: pytest.MonkeyPatch) -> None
         step.result(20)
         assert over
         assert [piece.finish_reason for piece in pieces] == [FinishReason.LENGTH]
+
+
+def test_faults_are_raised_where_they_are_awaited_and_others_go_on(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, expected: list[tuple[int, ...]]
+) -> None:
+    """One that strikes where a request begins, within a step, and again as the step's requests end."""
+
+    def fault(*_: object, **__: object) -> None:
+        raise MemoryError("no room")
+
+    async def main() -> None:
+        for names in (["begin"], ["_hand_out"], ["_hand_out", "abandon"]):
+            with monkeypatch.context() as patched:
+                for name in names:
+                    patched.setattr(EngineDriver, name, fault)
+                with pytest.raises(MemoryError, match="no room"):
+                    await asyncio.wait_for(llm.generate("A", SHORT), 5)
+        assert [one.tokens for one in await asyncio.wait_for(llm.generate(PROMPTS, SHORT), 20)] == expected
+        await idle(llm)
+
+    asyncio.run(main())

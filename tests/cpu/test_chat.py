@@ -116,6 +116,7 @@ two
 /clear
 /load {kept}
 /file {notes}
+/retry
 three
 /bye
 never
@@ -126,13 +127,14 @@ never
     assert code == 0
     assert prompts[:4] == ["one", "one", "one", "two"]
     assert len(set(texts[:3])) == 3  # Each with a seed of its own
+    assert prompts[4] == "one"  # The file goes with what follows.
     same = chat("/set seed 7\none\n", "--json", "--max-tokens", "6", "--temperature", "1")
     assert json.loads(same[1])["text"] == texts[2]  # that follows from the first.
     said = json.loads(kept.read_text(encoding="utf-8"))["messages"]
     assert said == [{"role": "user", "content": "one"}, {"role": "assistant", "content": texts[2]}]
-    assert prompts[4] == "notes.txt:\n````\nThe door is ```blue```.\n````\n\nthree"
+    assert prompts[5] == "notes.txt:\n````\nThe door is ```blue```.\n````\n\nthree"
     lengths = [one["usage"]["prompt_tokens"] for one in records]
-    assert lengths[0] == lengths[1] == lengths[2] < lengths[3] < lengths[4]
+    assert lengths[0] == lengths[1] == lengths[2] < lengths[3] < lengths[5]
     for part in (
         "seed is 5\n",
         "taken back: two\n",
@@ -183,7 +185,12 @@ def test_an_answer_stays_where_no_other_comes(
         ("/file /dev/zero", "/dev/zero is no file"),
         ("/file {model}", "cannot be read: it is not UTF-8"),
         ("/file {long}", "tokens, and the conversation would have "),
+        ("/file ~nobody-of-this-name/x", "~nobody-of-this-name/x begins with the home of a user who is not"),
+        ("/set think maybe", "think 'maybe' is not known; give on, off or hide"),
+        ("/set history on", "history takes no value; type /set history"),
         ("/save", "/save needs the name of a file"),
+        ("/save .", ". is a directory; name a file in it"),
+        ("/save {long}/x", "long.txt/x cannot be written: Not a directory; name another file"),
         ("/save {long}", "exists, and was not replaced; name another file"),
         ("/load {long}", "is not JSON: "),
     ],

@@ -12,7 +12,10 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from penstock import LLM, AsyncLLM, PenstockError, SamplingParams
-from penstock.base.errors import CheckpointError, RequestError, UnsupportedModelError
+from penstock.api.embeddings import Embedder
+from penstock.api.outputs import Completion, Output
+from penstock.base.errors import CheckpointError, EngineClosedError, RequestError, UnsupportedModelError
+from penstock.step.request import FinishReason
 from penstock.weights.checkpoint.pooling import Pooling
 
 PROMPTS = [[5], list(range(3, 40)), [7, 8, 9], [*range(3, 40), 1, 2], list(range(60, 2, -1))]
@@ -174,3 +177,17 @@ def test_newer_files_name_their_pooling(tmp_path: Path) -> None:
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": "lasttoken"}')
     (tmp_path / "modules.json").write_text(json.dumps(MODULES))
     assert Pooling.of(tmp_path) == Pooling(normalised=True)
+
+
+def test_an_embedding_that_was_not_completed_says_why() -> None:
+    embedder = Embedder(Path("none"), 64)
+
+    def ended(reason: FinishReason, error: str = "") -> Completion:
+        return Completion(None, (5,), (Output(0, "", (), reason, error=error),))
+
+    with pytest.raises(EngineClosedError, match="was closed before this embedding"):
+        embedder.embedding(ended(FinishReason.ABORT), None)
+    with pytest.raises(RequestError, match="does not fit even alone"):
+        embedder.embedding(ended(FinishReason.ERROR, "it does not fit even alone"), None)
+    with pytest.raises(RequestError, match="not finite"):
+        embedder.embedding(ended(FinishReason.ERROR), None)

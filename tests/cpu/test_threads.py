@@ -11,7 +11,8 @@ import tiny
 from penstock.api.llm import LLM
 from penstock.base.cores import CoreLimits, CoreTimes
 from penstock.engine.threads import StepThreads, StepWork
-from penstock.ops.linear import dense_linear
+from penstock.ops.linear import add_linear, dense_linear
+from penstock.ops.matrix import Matrix
 from penstock.ops.native.few_bits import find_library
 from penstock.step.params import SamplingParams
 
@@ -167,6 +168,19 @@ def test_a_single_row_is_the_same_on_any_number_of_threads(inner: int, height: i
     assert all(torch.equal(results[0], one) for one in results[1:])
     exact = x.double() @ weight.double().T
     torch.testing.assert_close(results[0].double(), exact, rtol=1e-5, atol=2e-5 * inner**0.5)
+
+
+@pytest.mark.parametrize("rows", [2, 5, 6, 7, 9, 11, 16])
+def test_what_is_added_is_the_same_on_any_number_of_threads(rows: int) -> None:
+    torch.manual_seed(0)
+    x, weight, before, results = torch.randn(rows, 300), torch.randn(256, 300), torch.randn(rows, 256), []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        results.append(before.clone())
+        add_linear(x, Matrix.of(weight), results[-1])
+    assert all(torch.equal(results[0], one) for one in results[1:])
+    exact = before.double() + x.double() @ weight.double().T
+    torch.testing.assert_close(results[0].double(), exact, rtol=1e-5, atol=5e-4)
 
 
 def test_threads_that_are_asked_for_are_taken_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

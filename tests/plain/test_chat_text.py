@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from penstock.base.config import state_directory
 from penstock.base.errors import RequestError
 from penstock.cli import history as history_file
+from penstock.cli import markdown
 from penstock.cli.editor import goes_on, unquoted
 from penstock.cli.history import ChatHistory
 from penstock.cli.markdown import MarkdownStream
@@ -148,6 +149,27 @@ def test_no_letter_is_lost_whatever_comes(text: str, seed: int) -> None:
     for letter in "ab漢\x1b":
         assert shown.count(letter) == text.count(letter)
     assert "\x1b" not in re.sub(r"\x1b\[[\d;]*m", "", styled(drawn(text, seed)))
+
+
+@pytest.mark.parametrize("word", ["*a ", "[1, ", "_x y "])
+def test_marks_that_close_nothing_are_looked_at_once(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a parse or two, not one for each word that is held: a long line would take minutes."""
+    parses, parsed = list[str](), markdown._inline
+    monkeypatch.setattr(markdown, "_inline", lambda text: parses.append(text) or parsed(text))
+    stream = MarkdownStream(lambda: WIDTH)
+    pieces = [piece for _ in range(100) for piece in stream.push(word)] + stream.finish()
+    assert "".join(plain(pieces).split()) == "".join((word * 100).split())
+    assert len(parses) < 3 * 100
+
+
+@pytest.mark.parametrize(
+    ("cell", "count", "fits"), [("a", 20, True), ("a", 27, False), ("a", 100, False), ("漢字", 26, False)]
+)
+def test_a_table_of_too_many_columns_is_as_it_was_written(cell: str, count: int, fits: bool) -> None:
+    row = "|" + f"{cell}|" * count + "\n"
+    text = "".join(letter for letter, _ in drawn(f"{row}|{'-|' * count}\n{row}\n", width=80))
+    assert text.count(cell) == 2 * count
+    assert ("|" not in text) == fits
 
 
 def test_no_escape_of_a_model_reaches_the_terminal() -> None:
@@ -287,6 +309,9 @@ def test_a_conversation_comes_back_from_its_file(tmp_path: Path) -> None:
     assert load(file) == (None, [("a\nü", "b")])
     with pytest.raises(RequestError, match="cannot be written: No such file"):
         save(tmp_path / "no" / "where", "m", [], lambda: True)
+    for name in ("talk.json/x", "n" * 300, "nul\0", "/"):
+        with pytest.raises(RequestError, match="name a"):
+            save(tmp_path / name, "m", [], lambda: True)
     assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
 
 

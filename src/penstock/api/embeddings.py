@@ -6,7 +6,8 @@ from functools import cached_property
 from pathlib import Path
 
 from penstock.api.outputs import Completion, Embedding
-from penstock.base.errors import RequestError
+from penstock.base.errors import EngineClosedError, RequestError
+from penstock.step.request import FinishReason
 from penstock.weights.checkpoint.pooling import Pooling
 
 
@@ -38,8 +39,14 @@ class Embedder:
 
         dimensions: it is cut to so many of its first numbers, before it is normalised (Matryoshka
             embeddings).
-        Raises RequestError where the model's numbers were not finite.
+        Raises RequestError where the model's numbers were not finite, or where what was computed did not fit,
+        and EngineClosedError where the prompt was not computed to its end.
         """
+        output = completion.outputs[0]
+        if output.finish_reason is FinishReason.ABORT:
+            raise EngineClosedError("the model was closed before this embedding was complete")
+        if output.error:
+            raise RequestError(output.error)
         vector: Sequence[float] = completion.embedding[:dimensions]
         if not vector or not all(map(math.isfinite, vector)):
             raise RequestError(

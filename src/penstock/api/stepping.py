@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from penstock.api.driver import EngineDriver
 from penstock.api.outputs import Completion, Delta, Output
 from penstock.api.sequences import PreparedPrompt, SequenceGroup
-from penstock.base.errors import EngineClosedError, PenstockError
+from penstock.base.errors import EngineClosedError
 from penstock.step.request import FinishReason
 
 _LOG = logging.getLogger("penstock")
@@ -142,7 +142,7 @@ class StepThread:
             return
         try:
             request.group = self._driver.begin(request.prompt)
-        except PenstockError as fault:
+        except BaseException as fault:  # It is told to the task that waits; the thread goes on.
             self._post([(request, (), True, fault)])
             return
         self._live.append(request)
@@ -160,10 +160,13 @@ class StepThread:
                 updates.append((request, pieces, over, None if done else fault))
             if not over:
                 going.append(request)
-        if fault is not None:
-            self._driver.abandon([request.group for request in self._live if request.group is not None])
-        self._live = going
+        ended, self._live = self._live, going
         self._post(updates)
+        if fault is not None:
+            try:
+                self._driver.abandon([request.group for request in ended if request.group is not None])
+            except BaseException as error:
+                _LOG.error("requests could not be ended: %s", error)
 
     def _post(self, updates: Sequence[_Update]) -> None:
         """Deliver updates on their loops, those of one loop at once."""

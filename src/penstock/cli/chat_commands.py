@@ -163,7 +163,7 @@ def _set(chat: Chat, text: str) -> None:
             chat.note(_settings(chat))
         case ["system", said]:
             _system(chat, said)
-        case ["think", ("on" | "off" | "hide") as wish]:
+        case ["think", wish]:
             _think(chat, wish)
         case ["think"]:
             _think(chat, "on")
@@ -187,6 +187,8 @@ def _names() -> list[str]:
 
 def _number(chat: Chat, name: str, value: str) -> None:
     name = _OTHER_NAMES.get(name, name)
+    if name in (*_SWITCHES, "nothink", "history", "nohistory"):
+        raise RequestError(f"{name} takes no value; type /set {name}")
     if name not in _NUMBERS:
         raise RequestError(f"{name!r} is no setting of the chat; names are {', '.join(_names())}")
     kind = _NUMBERS[name]
@@ -285,10 +287,19 @@ def _retry(chat: Chat, text: str) -> Asked:
     )
 
 
+def _path(text: str) -> Path:
+    """Return the file that a command names. Raises RequestError."""
+    path = Path(text.strip("\"'"))
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise RequestError(f"{path} begins with the home of a user who is not there; name a file") from error
+
+
 def _file(chat: Chat, text: str) -> None:
     if not text:
         raise RequestError("/file needs the name of a text file; it goes with the next message")
-    path = Path(text.strip("\"'")).expanduser()
+    path = _path(text)
     content = read_text(path)
     tokens = len(chat.llm.reader.encode(content, special=False))
     fence = "```"
@@ -308,7 +319,7 @@ def _file(chat: Chat, text: str) -> None:
 def _save(chat: Chat, text: str) -> None:
     if not text:
         raise RequestError("/save needs the name of a file; it is written as JSON")
-    path = Path(text.strip("\"'")).expanduser()
+    path = _path(text)
 
     def may_replace() -> bool:
         if chat.editor is None:
@@ -328,7 +339,7 @@ def _save(chat: Chat, text: str) -> None:
 def _load(chat: Chat, text: str) -> None:
     if not text:
         raise RequestError("/load needs the name of a file that /save wrote")
-    path = Path(text.strip("\"'")).expanduser()
+    path = _path(text)
     now = chat.conversation
     system, turns = load(path)
     if system is not None and not now.template:

@@ -7,6 +7,7 @@ no character is lost.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from io import StringIO
 from typing import TYPE_CHECKING
@@ -177,7 +178,13 @@ class MarkdownStream:
 
     def _closed(self, begin: int) -> int:
         """Return the end of the words in which the first span opens and all are closed; 0 if none is yet."""
-        at = max(begin, self._tried)
+        at, last = max(begin, self._tried), self._line.rfind(" ") + 1
+        if last <= at:
+            return 0
+        first = _inline(self._line[:last])[0]
+        if first.type == "text" and first.content.startswith(self._line[:begin]):
+            self._tried = last  # The mark is text whatever follows it, so no part has to be looked at.
+            return 0
         while (at := self._line.find(" ", at) + 1) > 0:
             self._tried = at
             text = "".join(
@@ -202,11 +209,22 @@ class MarkdownStream:
     # -- tables
 
     def _table(self) -> list[Piece]:
-        """Draw the table that has ended; rows without a head are lines as they are."""
+        """Draw the table that has ended. Rows without a head are lines as they are, and so are those of more
+        columns than the terminal has room for."""
         rows, self._rows = self._rows, []
-        if len(rows) < 2 or not _SEPARATOR.fullmatch(rows[1]):
-            return [(f"{row}\n", PLAIN) for row in rows]
-        return table([_cells(row) for row in (rows[0], *rows[2:])], self._columns())
+        if len(rows) > 1 and _SEPARATOR.fullmatch(rows[1]):
+            cells = [_cells(row) for row in (rows[0], *rows[2:])]
+            drawn = table(cells, self._columns())
+            if not _letters(piece for row in cells for cell in row for piece in _looked(_inline(cell))) - (
+                _letters(drawn)
+            ):
+                return drawn
+        return [(f"{row}\n", PLAIN) for row in rows]
+
+
+def _letters(pieces: Iterable[Piece]) -> Counter[str]:
+    """Count what of a text is no space."""
+    return Counter("".join("".join(text for text, _ in pieces).split()))
 
 
 def _cells(row: str) -> list[str]:

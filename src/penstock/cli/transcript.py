@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from penstock.base.errors import RequestError
@@ -19,6 +20,8 @@ def save(
     may_replace: is asked where there is such a file. Raises RequestError.
     """
     text = json.dumps({"model": model, "messages": messages}, ensure_ascii=False, indent=2) + "\n"
+    if not file.name:
+        raise RequestError(f"{file} is a directory; name a file in it")
     new = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         if os.path.lexists(file) and (not file.is_file() or not may_replace()):
@@ -29,7 +32,8 @@ def save(
     except (OSError, ValueError) as error:
         raise RequestError(f"{file} cannot be written: {_reason(error)}; name another file") from error
     finally:
-        new.unlink(missing_ok=True)
+        with suppress(OSError, ValueError):
+            new.unlink(missing_ok=True)
     return True
 
 

@@ -31,13 +31,14 @@ from penstock.base.cores import (
 from penstock.engine.contexts import LongRoom
 from penstock.engine.placing import Say
 from penstock.engine.plan import Outline
+from penstock.ops.linear import SAME_ROWS
 from penstock.ops.native.few_bits import find_library
 
 _PERIOD, _FIRST = 1.0, 0.2
 """Seconds between two looks, and from the first step after a pause to the first look."""
 _PAUSE = 3.0
 """Seconds without a look after which what others took in them says nothing of now."""
-_FEW = {torch.float32: 16}
+_FEW = {torch.float32: SAME_ROWS}
 """Rows of a step up to which the threads do not change a bit. In 16 bits it is one row."""
 _LOOKS = 2
 """Looks in succession that must find too little before it is said."""

@@ -188,7 +188,8 @@ class ChatSession:
         with Interrupt() as interrupt, live_line as live:
             view = self._view(live, reader)
             live.compute(length)
-            chat.files.clear()
+            if not again:  # Files that came since go with the next message.
+                chat.files.clear()
             chat.last = text
             answer = follow(
                 chat.llm,

@@ -75,7 +75,7 @@ class EmbeddingWriter:
     began: int
 
     def whole(self, completions: Sequence[Completion]) -> Answer:
-        """Return the answer. Raise RequestError where the model's numbers are not finite."""
+        """Return the answer. Raise RequestError and EngineClosedError as `Embedder.embedding` does."""
         make, dimensions = self.reader.embedder.embedding, self.asked.dimensions
         found = [make(one, dimensions) for one in completions]
         tokens = sum(len(one.prompt_tokens) for one in found)
