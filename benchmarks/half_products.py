@@ -11,10 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from penstock.ops.widened import widened_product, widens
 from recording import Recording
 from torch import Tensor
 from torch.nn import functional as F
+
+from penstock.ops.widened import widened_product, widens
 
 SHAPES = ((1024, 256), (3072, 768), (4096, 1024))
 ROWS = (2, 4, 8, 16, 32, 64, 128, 512)
