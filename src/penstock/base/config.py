@@ -197,8 +197,8 @@ class Config(Declared):
         None,
         help="CPU threads to compute with.",
         details="By default a step has as many as its work is worth and as cores are free; what other "
-        "processes keep busy is looked at every second. OMP_NUM_THREADS sets the most. Several ranks share "
-        "them.",
+        "processes keep busy is looked at every second. OMP_NUM_THREADS sets the same number for all steps. "
+        "Several ranks share them.",
         usual="by the work and the free cores",
         limits=(1, 1024),
         unit="threads",
