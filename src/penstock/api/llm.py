@@ -222,7 +222,7 @@ class LLM:
         """Run prompts together, none of them before all have been read."""
         groups: list[SequenceGroup] = []
         try:
-            groups.extend(self.driver.begin(ready, followed=False) for ready in prompts)
+            groups.extend(self.driver.begin(ready, followed=False) for ready in list(prompts))
             with self._bar(groups) as advance:
                 for group in groups:
                     while not group.done:
