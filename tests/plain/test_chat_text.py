@@ -154,8 +154,13 @@ def test_no_letter_is_lost_whatever_comes(text: str, seed: int) -> None:
 @pytest.mark.parametrize("word", ["*a ", "[1, ", "_x y "])
 def test_marks_that_close_nothing_are_looked_at_once(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes a parse or two, not one for each word that is held: a long line would take minutes."""
-    parses, parsed = list[str](), markdown._inline
-    monkeypatch.setattr(markdown, "_inline", lambda text: parses.append(text) or parsed(text))
+    parses, inline = list[str](), markdown._inline
+
+    def noted(text: str) -> object:
+        parses.append(text)
+        return inline(text)
+
+    monkeypatch.setattr(markdown, "_inline", noted)
     stream = MarkdownStream(lambda: WIDTH)
     pieces = [piece for _ in range(100) for piece in stream.push(word)] + stream.finish()
     assert "".join(plain(pieces).split()) == "".join((word * 100).split())
