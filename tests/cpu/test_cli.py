@@ -706,8 +706,8 @@ def test_stdin_and_files_that_are_not_utf8_or_empty(penstock: Penstock, model: P
 
 def test_models_that_are_not_there_or_damaged(penstock: Penstock, tmp_path: Path) -> None:
     assert (
-        "model 'Once' does not exist; give a directory with a config.json; put the prompt in quotes"
-        in penstock("run", "Once", "upon").error()
+        "model 'Once' does not exist; give a directory with a config.json, or a model of the Hugging Face Hub "
+        "as owner/name; put the prompt in quotes" in penstock("run", "Once", "upon").error()
     )
     assert "cannot open" in penstock("run", tmp_path, "abc").error()
     broken = write_model(tmp_path / "broken")

@@ -75,8 +75,10 @@ class Root(click.Group):
         if args[0] not in COMMANDS and not args[0].startswith("-"):
             from difflib import get_close_matches  # 5 ms, and only where there is none of that name
 
-            if close := get_close_matches(args[0], COMMANDS, 1):
-                raise click.UsageError(f"no such command {args[0]!r}; did you mean {close[0]}?", ctx)
+            if close := get_close_matches(args[0], COMMANDS, 3):
+                # A letter is missed more often than one is left over: of `run` and `rm`, `rum` means run.
+                nearest = min(close, key=lambda name: abs(len(name) - len(args[0])))
+                raise click.UsageError(f"no such command {args[0]!r}; did you mean {nearest}?", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
