@@ -706,8 +706,8 @@ def test_stdin_and_files_that_are_not_utf8_or_empty(penstock: Penstock, model: P
 
 def test_models_that_are_not_there_or_damaged(penstock: Penstock, tmp_path: Path) -> None:
     assert (
-        "model 'Once' does not exist; give a directory with a config.json, or a model of the Hugging Face Hub "
-        "as owner/name; put the prompt in quotes" in penstock("run", "Once", "upon").error()
+        "model 'Once' does not exist; give a directory with a config.json, or a model of the Hugging Face "
+        "Hub as owner/name; put the prompt in quotes" in penstock("run", "Once", "upon").error()
     )
     assert "cannot open" in penstock("run", tmp_path, "abc").error()
     broken = write_model(tmp_path / "broken")
@@ -986,17 +986,17 @@ def test_ctrl_c_stops_a_long_prompt_and_what_was_computed_of_it_is_free(
     ]
     terminal = Terminal(start, "chat", model, "--raw", "-v", *room, term="xterm")
     for _ in range(2):
-        terminal.until("> ")
+        terminal.until(READY)
         terminal.type("z" * 3800 + "\n")
         with slowed(terminal.process):
             terminal.until(" of 3,800 tokens, ")
             terminal.process.send_signal(signal.SIGINT)
             shown = terminal.until("; no token in ")
         assert "stopped; the message and its answer are left out of the conversation" in shown
-    terminal.until("> ")
+    terminal.until(READY)
     terminal.type("w\n")
     terminal.until("xyz")
-    terminal.until("> ")
+    terminal.until(READY)
     terminal.type("/exit\n")
     assert terminal.process.wait() == 0
     terminal.close()

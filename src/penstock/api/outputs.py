@@ -36,13 +36,13 @@ class Completion:
     outputs: tuple[Output, ...]
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """One for each prompt token, None for the first, where they were asked for."""
-    embedding: tuple[float, ...] = ()
-    """The hidden state behind the prompt, where it was asked for; see `Embedding`."""
     cached_tokens: int = 0
     """Prompt tokens whose KV was found instead of computed."""
     cached_host: int = 0
     cached_disk: int = 0
     """Those of them that came from host memory, and from disk."""
+    embedding: tuple[float, ...] = ()
+    """The hidden state behind the prompt, where it was asked for; see `Embedding`."""
 
     @property
     def text(self) -> str:

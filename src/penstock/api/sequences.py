@@ -139,4 +139,4 @@ class SequenceGroup:
         first = self.sequences[0]
         prompt_logprobs = None if first.sampling.prompt_logprobs is None else (None, *first.prompt_logprobs)
         outputs = tuple(sequence.output() for sequence in self.sequences)
-        return Completion(self.prompt, self.tokens, outputs, prompt_logprobs, first.embedding, *first.cached)
+        return Completion(self.prompt, self.tokens, outputs, prompt_logprobs, *first.cached, first.embedding)
