@@ -4,8 +4,6 @@ to try.
     PenstockError
         ConfigError
         CheckpointError
-            HubError                  hub/faults.py
-                UnreachableError      hub/faults.py
         UnsupportedModelError
         RequestError
             LengthError
@@ -26,7 +24,7 @@ to try.
         PackError                     weights/pack/directory.py
         BusyError                     server/broker/calls.py
         DeadlineError                 server/broker/calls.py
-        FieldError                    server/wire/decoding.py
+        FieldError                    server/wire/requests.py
         NotKeptError                  server/answers/store.py
         LostError                     server/fleet/requests.py
 

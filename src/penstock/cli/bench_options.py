@@ -9,7 +9,6 @@ from penstock.base.errors import ConfigError
 from penstock.base.units import parse_size
 from penstock.bench.shapes import SHAPES
 from penstock.cli.command import debug_option, option
-from penstock.cli.models import download_option
 from penstock.cli.options import (
     CPU_COMPUTE,
     DEVICE,
@@ -113,7 +112,6 @@ REST = (
         metavar="FILE",
         help="Write the line of JSON to FILE, too.",
     ),
-    download_option,
     debug_option,
 )
 

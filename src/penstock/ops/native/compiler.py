@@ -34,7 +34,6 @@ SOURCES = tuple(
         "attention.c",
         "pointwise.c",
         "blocks.c",
-        "dense.c",
         "few_bits.c",
     )
 )

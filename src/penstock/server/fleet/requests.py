@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from penstock.api.embeddings import Embedder
 from penstock.api.limits import ServingLimits
 from penstock.api.llm import LLM
 from penstock.api.outputs import Delta
@@ -52,12 +51,11 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class OutputChunk:
-    """Holds what was added to the outputs. prompt_logprobs, embedding: they come with the first chunk."""
+    """Holds what was added to the outputs. prompt_logprobs: all of them come with the first chunk."""
 
     deltas: tuple[Delta, ...]
     cached: tuple[int, int, int]
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    embedding: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +79,11 @@ class ReplicaInfo:
     vocab_size: int
     limits: ServingLimits
     defaults: GenerationDefaults
-    hidden_size: int
 
     @classmethod
     def of(cls, llm: LLM) -> Self:
         """Return what is known of a loaded model."""
-        return cls(llm.reader.vocab_size, llm.limits, llm.reader.defaults, llm.spec.hidden_size)
+        return cls(llm.reader.vocab_size, llm.limits, llm.reader.defaults)
 
 
 # ---- where prompts are read
@@ -150,15 +147,7 @@ class RemoteReader(PromptReader):
 
         limits = replace(info.limits, max_sequences=replicas * info.limits.max_sequences)
         structures = Structures(lambda: tokenizer, info.vocab_size, info.defaults.eos_tokens)
-        super().__init__(
-            tokenizer,
-            structures,
-            info.vocab_size,
-            info.defaults,
-            limits,
-            admitted,
-            Embedder(model, info.hidden_size),
-        )
+        super().__init__(tokenizer, structures, info.vocab_size, info.defaults, limits, admitted)
 
     def read(self, prompt: Prompt, params: SamplingParams | None = None) -> RoutedPrompt:
         """Return a prompt as replicas take it. Raise RequestError for one that could never be served."""
@@ -182,8 +171,7 @@ async def computed(
         async for deltas in calls[0].pieces():
             assert calls[0].group is not None
             first = calls[0].group.sequences[0]
-            once = () if sent else tuple(first.prompt_logprobs)
-            yield OutputChunk(tuple(deltas), first.cached, once, () if sent else first.embedding)
+            yield OutputChunk(tuple(deltas), first.cached, () if sent else tuple(first.prompt_logprobs))
             sent = True
     except EngineClosedError:
         return
