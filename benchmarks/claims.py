@@ -82,7 +82,6 @@ READ: dict[str, Callable[[Json], float]] = {
     "roof": lambda result: float(result["of_bound"]),
     "disk": _disk,
     "plan": _plan,
-    "peak": lambda result: float(result["streaming"]["peak_device"]) / GIB,
 }
 """How a number is read from the line of JSON that a benchmark prints; `speedup` needs two of these."""
 

@@ -178,6 +178,17 @@ class World:
         self.compute.waits = self.link.waits = True
 
 
+def recorded(step: Callable[[], None]) -> Callable[[], None]:
+    """What replays a step, which has been computed once before."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        step()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            step()
+    return graph.replay
+
+
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize(("fetch", "kernel"), [(0, 0), (LATE, 0), (0, LATE), (LATE // 4, LATE // 4)])
@@ -192,15 +203,7 @@ def test_whatever_is_late(slots: int, ring: int, fetch: int, kernel: int, graphs
             for number in range(LAYERS):
                 world.layer(number, pairs[number], 7)
 
-    work = step
-    if graphs:
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            step()
-            stream.synchronize()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                step()
-        work = graph.replay
+    work = recorded(step) if graphs else step
     for _ in range(8):
         chosen = torch.stack([torch.randperm(EXPERTS, generator=rng)[:7] for _ in range(LAYERS)])
         pairs.zero_().scatter_(1, chosen.to(DEVICE), 1)
@@ -233,15 +236,7 @@ def test_few_bits_are_read_when_they_have_come(scheme: str, graphs: bool, fetch:
         with pdl_launches():
             said.copy_(chain(rests=False))
 
-    work = step
-    if graphs:
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            step()
-            stream.synchronize()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                step()
-        work = graph.replay
+    work = recorded(step) if graphs else step
     for turn in range(20):
         chain.start.copy_(torch.randn(1, 512, generator=rng))
         work()
