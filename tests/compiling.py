@@ -25,9 +25,10 @@ from penstock.arch.formats.format import matrix
 from penstock.arch.formats.gguf import FORMATS
 from penstock.arch.spec import Activation, MoeSpec, Router, Scoring
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
-from penstock.ops.handover import CLASSES, Handover, HandoverBox, StepRows
+from penstock.ops.handover import Handover, HandoverBox, StepRows
 from penstock.ops.kernels import pdl_launches
 from penstock.ops.matrix import Matrix
+from penstock.ops.row_classes import CLASSES
 from penstock.ops.slots import COPIERS, Places, SlotArrays
 from penstock.ops.triton import attention as triton_attention
 from penstock.ops.triton import blocks as triton_blocks

@@ -27,6 +27,9 @@ HARDWARE = re.compile(r"\bGPU\b|\bCUDA\b|loop device|file system|O_TMPFILE|/dev/
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# No test asks the Hub but those that serve one themselves.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 # A shell that starts something in the background lets it ignore interrupts, and all that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -105,17 +105,6 @@ class World:
                 self.visit += 1
             self.experts.release_wave(wave)
 
-    def at_rest(self, ids: Sequence[GroupId], meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Lend those that stay on HOST, and read them before and after something else is done."""
-        with self.experts.at_rest(ids) as lent:
-            assert [*lent] == [id for id in ids if self.experts.homes[id].tier is Tier.HOST]
-            for work in (meanwhile, lambda: self.copies.mark().wait()):
-                for id, slot in lent.items():
-                    assert np.array_equal(slot.numpy(), content(id, 0, SIZE)), f"{id} at rest"
-                work()
-            for id, slot in lent.items():
-                assert np.array_equal(slot.numpy(), content(id, 0, SIZE)), f"{id} at rest"
-
     def every(self) -> None:
         """A pass that needs all of them."""
         for layer in range(self.layers):

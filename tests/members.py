@@ -16,9 +16,9 @@ from penstock.arch.shards import Shard
 from penstock.arch.spec import MoeSpec
 from penstock.kv.movement.pool import KVPool, StatePool
 from penstock.models.decoder import Decoder
-from penstock.ops.handover import CLASSES
 from penstock.ops.kernels import plain_torch
 from penstock.ops.norm import add_rms_norm
+from penstock.ops.row_classes import CLASSES
 from penstock.step.plan import BlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming.beside import RowSpec, share_passes
@@ -100,8 +100,6 @@ class Rank:
     source: Bytes | None = None
     part: float = 1.0
     """Of the weights, as much is on the device."""
-    rows_at_rest: int = 0
-    """As of `mixture`."""
     copies: bool = False
     """Whether experts on the device are copies, about which it decides by itself."""
     cpu: bool = False
@@ -137,9 +135,7 @@ class Rank:
         state = StatePool(state_layout(spec, self.dtype, self.shard), 4, CPU) if spec.has_state else None
         self.pool = KVPool(kv_layout(spec, self.dtype, BLOCK, self.shard), PAGES, CPU, state)
         self._inputs = InputBuilder(spec, CPU, BlockTables(4, 8, CPU), block_size=BLOCK)
-        self._decoder = Decoder(
-            spec, self.shard, self.member, rows_at_rest=self.rows_at_rest, dtype=getattr(torch, self.dtype)
-        )
+        self._decoder = Decoder(spec, self.shard, self.member, dtype=getattr(torch, self.dtype))
 
     def load(self) -> None:
         self.weights.load()

@@ -13,7 +13,8 @@ from penstock.base.config import CACHE
 from penstock.base.errors import BudgetError
 from penstock.base.units import format_size
 from penstock.cli.commands.plan import MACHINES, kept_costs, machine_of, open_model, settle
-from penstock.cli.plan_report import WORDS, format_count, format_figure, format_pace
+from penstock.cli.figures import format_count, format_figure, format_pace
+from penstock.cli.plan_report import WORDS
 from penstock.engine.forecast import Forecast, forecast
 from penstock.engine.machines import Work
 

@@ -4,9 +4,11 @@ memory."""
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.api.async_llm import AsyncLLM as AsyncLLM
     from penstock.api.llm import LLM as LLM
     from penstock.api.outputs import Completion as Completion
     from penstock.api.outputs import Delta as Delta
+    from penstock.api.outputs import Embedding as Embedding
     from penstock.api.outputs import Output as Output
     from penstock.base.errors import PenstockError as PenstockError
     from penstock.step.params import SamplingParams as SamplingParams
@@ -15,8 +17,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Completion",
     "Delta",
+    "Embedding",
     "Output",
     "PenstockError",
     "SamplingParams",
@@ -26,8 +30,10 @@ __all__ = [
 
 _HOMES = {
     "LLM": "penstock.api.llm",
+    "AsyncLLM": "penstock.api.async_llm",
     "Completion": "penstock.api.outputs",
     "Delta": "penstock.api.outputs",
+    "Embedding": "penstock.api.outputs",
     "Output": "penstock.api.outputs",
     "PenstockError": "penstock.base.errors",
     "SamplingParams": "penstock.step.params",

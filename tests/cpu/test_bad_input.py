@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 import forks
 import tiny
 from penstock import LLM, Completion, Output, PenstockError, SamplingParams, Structure
+from penstock.api.driver import EngineDriver
 from penstock.api.llm import SHIPPED_MODEL
 from penstock.base.errors import (
     BudgetError,
@@ -326,6 +327,14 @@ def test_prompts(llm: LLM, prompt: object, word: str) -> None:
     assert (stats.running, stats.waiting, stats.steps, stats.kv_blocks_free) == (0, 0, steps, stats.kv_blocks)
     [completion] = llm.generate(tiny.prompts()[2], GREEDY)
     assert list(completion.tokens) == tiny.references("llama")[2].tokens[:20]
+
+
+def test_none_begins_before_all_are_read(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of another thread would compute it."""
+    begun = list[object]()
+    monkeypatch.setattr(EngineDriver, "begin", lambda _, ready, **how: begun.append(ready))
+    refused(RequestError, "[2]", call=lambda: llm.generate([[3], [1, [2]]]))  # type: ignore[list-item]
+    assert not begun
 
 
 def test_no_prompts_are_no_error(llm: LLM) -> None:

@@ -100,7 +100,7 @@ def test_where_there_is_nothing_nothing_is_said_to_be(
     assert "\n" + name_of(IDENTITY)[:12] in run(capsys, "ls")[1]
     code, _, err = run(capsys, "ls", tmp_path / "nowhere")
     assert code == 2
-    assert "cannot be read: No such file or directory; give a kv_directory that you may read" in err
+    assert "cannot be read: No such file or directory; give a --kv-directory that you may read" in err
 
 
 def test_stat_adds_up(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,20 +5,15 @@ go on through the alphabet and end after z, digits and capitals go round for eve
 "vwxyz".
 """
 
-import fcntl
 import json
 import os
 import pty
 import re
-import select
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, fields
@@ -41,12 +36,13 @@ from penstock.base.meter import WeightStats
 from penstock.base.setting import settings_of
 from penstock.cli import load, prompt
 from penstock.cli import main as entry
-from penstock.cli.commands.chat import HELP
+from penstock.cli.chat_commands import help_text
 from penstock.cli.commands.run import command as run_command
 from penstock.cli.main import main
 from penstock.engine import placing
 from penstock.memory import probe
 from penstock.step.params import SamplingParams
+from terminals import READY, Terminal
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 CALL = "import sys; from penstock.cli.main import main; sys.exit(main())"
@@ -196,7 +192,7 @@ def test_run_continues_the_prompt_and_prints_the_sizing(penstock: Penstock, mode
     result = penstock("run", model, "abc")
     assert (result.code, result.out) == (0, f"{REST}\n")
     lines = result.err.splitlines()
-    assert lines[0].startswith("llama, 1 layers, float32 on CPU")
+    assert lines[0].startswith("llama, 1 layer, float32 on CPU")
     assert re.match(r"memory .* weights .*, activations .*, KV .* blocks of 64 tokens", lines[1])
     assert len(lines) == 2
 
@@ -648,7 +644,7 @@ def test_loading_that_is_quick_or_not_looked_at_has_no_bar(monkeypatch: pytest.M
             f"the request has 5000 tokens of prompt, but the context holds {CONTEXT} in all; shorten it",
         ),
         (["abc", "--max-tokens", "5000"], "3 tokens of prompt and 5000 of output"),
-        (["abc", "--temperature", "-1"], "temperature -1.0 must be from 0 to 1000; 0 is greedy"),
+        (["abc", "--temperature", "-1"], "-1 is not from 0 to 2; 0 is greedy"),
         (["abc", "--temperature", "hot"], "'hot' is not a valid float; see penstock run --help"),
         (["abc", "--top-p", "nan"], "top_p nan must be above 0"),
         (["abc", "--stop", ""], "at least one character"),
@@ -662,8 +658,8 @@ def test_loading_that_is_quick_or_not_looked_at_has_no_bar(monkeypatch: pytest.M
         (["abc", "--kv-blocks", "1", "--max-tokens", "100"], "the KV blocks hold 65"),
         (["abc", "--device", "tpu"], "device 'tpu' is not known; choose auto, cpu, cuda or cuda:N"),
         (["abc", "--dtype", "int3"], "dtype 'int3' is not known; choose one of auto"),
-        (["abc", "--block-size", "48"], "block_size is 48; give a power of two"),
-        (["abc", "--max-length", "9999"], "max_length 9999 is more than the 4096 positions"),
+        (["abc", "--block-size", "48"], "--block-size is 48; give a power of two"),
+        (["abc", "--max-length", "9999"], "--max-length 9999 is more than the 4096 positions"),
         (["abc", "--logprobs", "2"], "--logprobs is only written with --json; add --json"),
         (["abc", "--prompt-logprobs", "2"], "--prompt-logprobs is only written with --json; add --json"),
         (["abc", "--quiet", "--verbose"], "--quiet and --verbose exclude each other"),
@@ -710,8 +706,8 @@ def test_stdin_and_files_that_are_not_utf8_or_empty(penstock: Penstock, model: P
 
 def test_models_that_are_not_there_or_damaged(penstock: Penstock, tmp_path: Path) -> None:
     assert (
-        "model 'Once' does not exist; give a directory with a config.json; put the prompt in quotes"
-        in penstock("run", "Once", "upon").error()
+        "model 'Once' does not exist; give a directory with a config.json, or a model of the Hugging Face "
+        "Hub as owner/name; put the prompt in quotes" in penstock("run", "Once", "upon").error()
     )
     assert "cannot open" in penstock("run", tmp_path, "abc").error()
     broken = write_model(tmp_path / "broken")
@@ -790,7 +786,7 @@ def test_chat_commands(penstock: Penstock, model: Path) -> None:
         "a new conversation begins",
         "the system message is set",
         "Be kind.",
-        *HELP.splitlines(),
+        *help_text().splitlines(),
     ]
     assert result.err.splitlines() == remarks
 
@@ -825,7 +821,7 @@ def test_a_conversation_longer_than_the_context(penstock: Penstock, model: Path)
     ("stdin", "message"),
     [
         (b"a\xff\n", "line 1 of stdin is not valid UTF-8: byte 0xff at offset 1"),
-        (b"/nope\n", "/nope is no command of the chat; /help lists them"),
+        (b"/xyzzy\n", "/xyzzy is no command of the chat; /help lists them"),
         (b"/system forbidden\n", "does not take these messages: not that"),
     ],
 )
@@ -914,44 +910,6 @@ def test_ctrl_c_ends_a_run_without_a_traceback(
     assert process.wait() == 130
 
 
-class Terminal:
-    """A terminal with the process's three streams in it."""
-
-    def __init__(
-        self, start: Callable[..., "subprocess.Popen[bytes]"], *arguments: str | Path, **how: str | bool
-    ) -> None:
-        self._ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        self.process = start(*arguments, **how, stdin=theirs, stdout=theirs, stderr=theirs)
-        os.close(theirs)
-        self.seen = ""
-
-    def until(self, text: str) -> str:
-        """What appeared up to and with `text`, which must come within a minute."""
-        end = time.monotonic() + 60
-        while text not in self.seen:
-            ready, _, _ = select.select([self._ours], [], [], max(0, end - time.monotonic()))
-            assert ready, f"{text!r} is not in {self.seen!r}"
-            self.seen += os.read(self._ours, 4096).decode()
-        at = self.seen.index(text) + len(text)
-        before, self.seen = self.seen[:at], self.seen[at:]
-        return before
-
-    def interrupt(self) -> None:
-        """Ctrl-C for a process that waits for input. A signal between its prompt and its waiting would be
-        lost until the next key."""
-        state = Path(f"/proc/{self.process.pid}/stat")
-        while state.read_text().rpartition(")")[2].split()[0] != "S":
-            time.sleep(0.01)
-        self.process.send_signal(signal.SIGINT)
-
-    def type(self, text: str) -> None:
-        os.write(self._ours, text.encode())
-
-    def close(self) -> None:
-        os.close(self._ours)
-
-
 def test_a_terminal_shows_prompt_text_and_statistics(
     start: Callable[..., "subprocess.Popen[bytes]"], model: Path
 ) -> None:
@@ -1028,17 +986,17 @@ def test_ctrl_c_stops_a_long_prompt_and_what_was_computed_of_it_is_free(
     ]
     terminal = Terminal(start, "chat", model, "--raw", "-v", *room, term="xterm")
     for _ in range(2):
-        terminal.until("> ")
+        terminal.until(READY)
         terminal.type("z" * 3800 + "\n")
         with slowed(terminal.process):
             terminal.until(" of 3,800 tokens, ")
             terminal.process.send_signal(signal.SIGINT)
             shown = terminal.until("; no token in ")
         assert "stopped; the message and its answer are left out of the conversation" in shown
-    terminal.until("> ")
+    terminal.until(READY)
     terminal.type("w\n")
     terminal.until("xyz")
-    terminal.until("> ")
+    terminal.until(READY)
     terminal.type("/exit\n")
     assert terminal.process.wait() == 0
     terminal.close()
@@ -1105,13 +1063,13 @@ def test_a_chat_that_streams_has_a_line_while_it_answers(
 ) -> None:
     trace = tmp_path / "trace.json"
     terminal = Terminal(start, "chat", packed, "--raw", *LONG, "--trace", trace, term="xterm", quick=True)
-    terminal.until("> ")
+    terminal.until(READY)
     terminal.type("9\n")
     terminal.until("\x1b[1;23r")  # the bottom row is taken
     terminal.until("| pass ")
     terminal.process.send_signal(signal.SIGINT)
     terminal.until("\x1b[r")  # and given back
-    terminal.until("> ")
+    terminal.until(READY)
     assert not trace.exists()
     terminal.type("/exit\n")
     terminal.until("to be opened in ui.perfetto.dev")

@@ -3,7 +3,7 @@ service is a thread. Passes of both kinds turn, whatever is late."""
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
@@ -24,23 +24,24 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import tiny
 from members import RATES, Rank, share, steps, together
-from penstock.arch.layout import GroupId, group_layouts
+from penstock.arch.layout import GroupId, GroupKind, group_layouts
 from penstock.arch.spec import SWIGLU
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError, DeviceError
+from penstock.base.tiers import Tier
 from penstock.engine import cpu_rates, placing
 from penstock.memory.streams import CallerStream
-from penstock.ops.handover import CLASSES, MOST_TOKENS
 from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.native.experts import ThreadPool
 from penstock.ops.native.few_bits import library
+from penstock.ops.row_classes import CLASSES, MOST_TOKENS, class_of
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming import stream
 from penstock.weights.streaming.cpu_dense import CpuFeedForwards
 from penstock.weights.streaming.feeder import Feeder
 from penstock.weights.streaming.orders import turns_of
-from penstock.weights.streaming.residency import CpuPass
+from penstock.weights.streaming.residency import CpuOrder, CpuPass, padded
 from penstock.weights.streaming.ring import Link, Prediction, RingLayout, StreamRates, lay_ring
 from penstock.weights.streaming.turns import CpuTurns
 from penstock.worker.runner import decode_rows
@@ -152,6 +153,18 @@ def test_what_was_asked_in_a_step_that_was_broken_off_is_waited_for() -> None:
         own.check()
 
 
+def test_norms_before_and_behind_are_the_device_s() -> None:
+    """It normalises what it gives, and what it takes: by copies of its own."""
+    vectors = {name: torch.rand(HIDDEN).bfloat16() for name in ("norm", "norm_after", "down_bias")}
+    with service(vectors=vectors) as (own, groups):
+        lent = list(own.views().values())
+        assert len(lent) == len(groups)
+        for one in lent:
+            assert one.vectors.keys() == {"norm", "norm_after"}
+            for name, vector in one.vectors.items():
+                assert torch.equal(vector, vectors[name])
+
+
 def test_a_service_that_is_gone_is_an_error_and_no_hang() -> None:
     with service() as (own, _):
         own.service.close()
@@ -164,7 +177,9 @@ HIDDEN, INNER = 64, 96
 
 
 @contextmanager
-def service(count: int = 3) -> Iterator[tuple[CpuFeedForwards, list[GroupViews]]]:
+def service(
+    count: int = 3, vectors: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[CpuFeedForwards, list[GroupViews]]]:
     """Feed-forwards in host memory, and what has the CPU compute them."""
     rng, none = torch.Generator().manual_seed(0), Prediction(1.0, dict.fromkeys(Link, 0.0))
 
@@ -172,11 +187,11 @@ def service(count: int = 3) -> Iterator[tuple[CpuFeedForwards, list[GroupViews]]
         return Matrix.of((torch.randn(shape, generator=rng) / 8).bfloat16())
 
     groups = [
-        GroupViews({"gate_up": matrix(2 * INNER, HIDDEN), "down": matrix(HIDDEN, INNER)}, {}, ())
+        GroupViews({"gate_up": matrix(2 * INNER, HIDDEN), "down": matrix(HIDDEN, INNER)}, vectors or {}, ())
         for _ in range(count)
     ]
     ids = Shape((1,) * count, "h" * count, 1).ids
-    of = CpuPass(tuple(ids), RingLayout(), (none,), True, HIDDEN, "bfloat16")
+    of = CpuPass((CpuOrder(tuple(ids), RingLayout()),), (none,), True, HIDDEN, "bfloat16")
     own = CpuFeedForwards(of, dict(zip(ids, groups, strict=True)), CPU, CallerStream(), 2)
     try:
         yield own, groups
@@ -210,16 +225,22 @@ class Borrowed:
     def free(self) -> None: ...
 
 
-def two_orders(shape: Shape, computed: Sequence[int], *, always: bool = True) -> Shape:
-    """The groups of a shape, some of which the CPU computes."""
-    placement, ids = shape.placement(), [shape.ids[number] for number in computed]
-    runs = [
-        (run.use, run.start, run.size)
-        for run in placement.device_ring.runs
-        if placement.uses[run.use].id not in ids
-    ]
+def orders(shape: Shape, computed: Sequence[int], of_many: Sequence[int], *, always: bool = True) -> Shape:
+    """The groups of a shape, some of which the CPU computes: others in steps of more than four rows."""
+    placement = shape.placement()
+
+    def order(numbers: Sequence[int]) -> CpuOrder:
+        ids = [shape.ids[number] for number in numbers]
+        runs = [
+            (run.use, run.start, run.size)
+            for run in placement.device_ring.runs
+            if placement.uses[run.use].id not in ids
+        ]
+        return CpuOrder(tuple(ids), lay_ring(runs, shape.ring * UNIT))
+
     none = Prediction(1.0, dict.fromkeys(Link, 0.0))
-    of = CpuPass(tuple(ids), lay_ring(runs, shape.ring * UNIT), (none,) * 5, always, HIDDEN, "bfloat16")
+    by_class = (*[order(computed)] * 3, *[order(of_many)] * 2)
+    of = CpuPass(by_class, (none,) * CLASSES, always, HIDDEN, "bfloat16")
     return replace(shape, solved=replace(placement, cpu=of))
 
 
@@ -234,8 +255,9 @@ def one_pass(world: World, rows: int, until: int | None = None) -> None:
     assert shared == (rows > 0)
     of = world.placement.cpu
     assert of is not None
+    computed = of.orders[class_of(rows)].groups if rows else ()
     for id in world.shape.order[:until]:
-        if shared and id in of.groups:
+        if id in computed:
             assert world.weights.take(id).elsewhere is not None
             world.weights.release(id)
         else:
@@ -244,13 +266,14 @@ def one_pass(world: World, rows: int, until: int | None = None) -> None:
 
 
 SHAPES = [
-    two_orders(Shape((4, 4, 4, 4, 4, 4), "hhhhhh", 4), (1, 4)),
-    two_orders(Shape((4, 4, 4, 4, 4, 4), "hhhhhh", 8), (0, 2, 4)),
-    two_orders(Shape((2, 7, 2, 7, 2, 7, 3), "hhhdhhh", 9), (1, 5)),
-    two_orders(Shape((1, 9, 1, 9, 1, 9, 5), "hhhhhhh", 19), (1, 3)),
-    two_orders(Shape((3, 5, 3, 5), "hhhh", 8, again=(0,)), (1,)),
+    orders(Shape((4, 4, 4, 4, 4, 4), "hhhhhh", 4), (1, 4), (3,)),
+    orders(Shape((4, 4, 4, 4, 4, 4), "hhhhhh", 8), (0, 2, 4), (1, 4)),
+    orders(Shape((2, 7, 2, 7, 2, 7, 3), "hhhdhhh", 9), (1, 5), (5,)),
+    orders(Shape((1, 9, 1, 9, 1, 9, 5), "hhhhhhh", 19), (1, 3), (3, 5)),
+    orders(Shape((3, 5, 3, 5), "hhhh", 8, again=(0,)), (1,), (3,)),
 ]
-TURNS = [0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0]
+TURNS = [0, 1, 1, 8, 0, 1, 0, 8, 8, 1, 0]
+"""Rows of passes."""
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=[str(at) for at in range(len(SHAPES))])
@@ -263,9 +286,14 @@ def test_every_kernel_sees_its_group_whichever_passes_turn(shape: Shape, late: s
         for rows in TURNS:
             one_pass(world, rows)
         assert world.wrong() == []
+        for rows in (0, 1, 8):
+            lent, of = world.weights.standing(shared=rows), world.placement.cpu
+            assert of is not None
+            computed = of.orders[class_of(rows)].groups if rows else ()
+            assert all(lent.moves(id) == (id not in computed) for id in world.shape.order if id in of.groups)
         turns = world.weights._turning
         assert turns is not None
-        assert turns.passes_shared == sum(TURNS)
+        assert turns.passes_shared == sum(rows > 0 for rows in TURNS)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=[str(at) for at in range(len(SHAPES))])
@@ -275,9 +303,9 @@ def test_passes_may_be_broken_off_anywhere(shape: Shape, seed: int) -> None:
     with no_thread_left(), turning(shape, Gates(delay=random_delays(seed))) as world:
         for _ in range(14):
             until = int(rng.integers(1, len(shape.order) + 1)) if rng.random() < 0.5 else None
-            one_pass(world, int(rng.integers(0, 2)), until)
-        one_pass(world, 0)
-        one_pass(world, 1)
+            one_pass(world, int(rng.choice([0, 1, 8])), until)
+        for rows in (0, 8, 1):
+            one_pass(world, rows)
         assert world.wrong() == []
 
 
@@ -314,13 +342,30 @@ def test_what_comes_behind_a_change_is_not_measured() -> None:
     assert noted == [(0, True), (1, True), (2, True)]
 
 
+def test_steps_of_up_to_sixteen_rows_are_shared() -> None:
+    """By classes of 1, 2, 4, 8 and 16 rows; in others all groups stream."""
+    asked = list[int | None]()
+
+    def choose(self: CpuTurns, kind: int | None) -> bool:
+        asked.append(kind)
+        return kind is not None
+
+    with turning(SHAPES[0], Gates()) as world, patch.object(CpuTurns, "choose", choose):
+        turns = world.weights._turning
+        assert turns is not None
+        rows = (0, 1, 2, 3, 4, 5, 8, 9, MOST_TOKENS, MOST_TOKENS + 1, 64)
+        shared = [turns.choose(one) is not turns.streamed for one in rows]
+    assert asked == [None, 0, 1, 2, 2, 3, 3, 4, 4, None, None]
+    assert shared == [one is not None for one in asked]
+
+
 def test_a_change_costs_a_fill_of_the_ring_each_way() -> None:
     placement, rate = SHAPES[1].placement(), 4e9
     of = placement.cpu
     assert of is not None
     turns = turns_of(placement, StreamRates(rate, 0.0, 1e12))
-    assert turns.cost == turns.owed == (8 * UNIT + of.ring.size) / rate
-    assert of.ring.size > 0
+    assert turns.cost == turns.owed == (8 * UNIT + of.orders[0].ring.size) / rate
+    assert of.orders[0].ring.size > 0
     assert len(turns.streamed.predicted) == len(turns.shared.predicted) == len(of.predictions)
 
 
@@ -332,7 +377,7 @@ def held(shape: Shape, rows: int, go_on: Any) -> list[int]:
         world.weights.turn(rows)
         of = world.placement.cpu
         assert of is not None
-        first, second, third, *_ = (id for id in shape.order if not rows or id not in of.groups)
+        first, second, third, *_ = (id for id in shape.order if not rows or id not in of.orders[0].groups)
         world.use(first)
         world.use(second)
         world.take(third)
@@ -426,10 +471,13 @@ def test_the_cpu_s_rate_is_measured_with_the_widest_feed_forward() -> None:
     with (
         no_thread_left(),
         patch.object(cpu_rates, "_SECONDS", 0.02),
-        patch.object(cpu_rates, "_READ", 1 << 20),
         patch.object(ThreadPool, "feed_forward", seen),
+        patch.object(cpu_rates, "Arena", side_effect=cpu_rates.Arena) as arena,
     ):
         found = cpu_rates.cpu_read(plan, CPU, RATES)
+        homes = rank.weights.placement.homes
+        rest = [one for one in layouts if one.id.kind is GroupKind.FFN and homes[one.id] is Tier.HOST]
+        assert arena.call_args[0][0] == sum(map(padded, rest)), "no more than will rest there"
     assert sorted(rows) == [1 << kind for kind in range(CLASSES)]
     assert len(found) == CLASSES
     assert all(1e6 < rate < 1e12 for rate in found)

@@ -39,12 +39,11 @@ from penstock.base.errors import ConfigError, DeviceError
 from penstock.engine import placing
 from penstock.memory.streams import CallerStream
 from penstock.ops import experts
-from penstock.ops.experts import outputs_at_rest
-from penstock.ops.handover import LISTED, MOST_TOKENS, HandoverBox, StepRows, class_of
+from penstock.ops.handover import LISTED, HandoverBox, StepRows
 from penstock.ops.matrix import GroupViews, Matrix
-from penstock.ops.native import experts as native_experts
 from penstock.ops.native.few_bits import library
 from penstock.ops.native.service import ExpertService
+from penstock.ops.row_classes import MOST_TOKENS, class_of
 from penstock.ops.slots import ExpertParts, Places
 from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton import few_bits_experts
@@ -60,7 +59,7 @@ from penstock.weights.streaming.residency import CpuWork, ExpertRoom
 from penstock.weights.streaming.shares import Times
 from penstock.weights.streaming.slots import SlotRule, SlotTable
 from stacks import in_mxfp4
-from tiled import tiled_pool
+from tiled import tiled_outputs
 
 if library() is None:
     pytest.skip("no C compiler", allow_module_level=True)
@@ -69,11 +68,6 @@ CPU, HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = torch.device("cpu"), 64, 32, 8, 2, 
 SIZE = 2 * 3 * HIDDEN * INNER
 LATE = 0.02
 """Seconds by which work is late."""
-
-
-@pytest.fixture(autouse=True)
-def _as_a_service_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_experts, "shared_pool", tiled_pool)
 
 
 @dataclass
@@ -141,7 +135,7 @@ def by_reference(asked: Asked, views: Sequence[GroupViews], activation: Activati
     counts = [int(asked.pairs[one]) for one in asked.taken]
     mine = torch.cat([order[starts[one] :][: asked.pairs[one]] for one in asked.taken])
     top_k = len(order) // len(asked.rows.x)
-    out[mine] = outputs_at_rest(asked.rows.x[mine // top_k], views, counts, activation)
+    out[mine] = tiled_outputs(asked.rows.x[mine // top_k], views, counts, activation)
     return out
 
 
@@ -184,7 +178,7 @@ class Late:
             assert self.experts is not None
             views = [self.experts.views(layer, one) for one in ids[:count].tolist()]
             time.sleep(self.delay)
-            made = outputs_at_rest(self.box.x[tokens[:rows].long()], views, counts[:count].tolist(), SWIGLU)
+            made = tiled_outputs(self.box.x[tokens[:rows].long()], views, counts[:count].tolist(), SWIGLU)
             time.sleep(self.delay)
             self.box.y[:rows] = made
             seen = asked
@@ -283,6 +277,30 @@ def test_what_a_layer_took_is_counted_once_however_many_programs_take_it() -> No
                 want[0, came] = 1
             assert torch.equal(times[:3, :, 0] - before, want)
             assert (times[:3, :, 1] >= times[:3, :, 0]).all()
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_what_a_layer_took_beyond_the_work_is_counted_where_the_cpu_was_late(late: bool) -> None:
+    """Once, however many programs waited: until the answer, less what the CPU says that it worked."""
+    ticks, spent = count(1000), 7
+    with (
+        world(Late) as made,
+        patch.object(triton_handover, "TIMED", new=True),
+        patch.object(triton_handover, "globaltimer", lambda: tl.full([], next(ticks), tl.int64)),
+    ):
+        box = made.cpu.handover.box
+        made.cpu.service.experts = made  # type: ignore[attr-defined]
+        box.spent.fill_(spent)
+        asked = made.step(5, 3)
+        times, came = made.cpu.handover.times[class_of(5)], int(asked.parts.starts[1])
+        made.cpu.give(asked.rows, asked.pairs, 0, asked.parts)
+        while not late and int(box.done) != int(made.cpu.handover.asked):
+            time.sleep(0.001)
+        made.cpu.take(asked.rows, asked.parts)
+        want = torch.zeros_like(times[Times.LATE])
+        if late:
+            want[3] = torch.tensor([1, int(times[Times.TOGETHER, came + 3, 1]) - spent])
+        assert torch.equal(times[Times.LATE], want)
 
 
 def test_who_waits_for_a_step_that_was_broken_off_writes_nothing() -> None:
@@ -467,7 +485,7 @@ def interpreted() -> Iterator[None]:
 
 
 def by_python(rank: Rank) -> ExitStack:
-    """In place of the service and the kernels that ask it: `outputs_at_rest`, at once."""
+    """In place of the service and the kernels that ask it: `tiled_outputs`, at once."""
     lent, cpu = rank.weights.experts, rank.weights.cpu
     assert isinstance(lent, slotted.SlotExperts)
     assert cpu is not None

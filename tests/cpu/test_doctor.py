@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,17 @@ from penstock.arch import bounds
 from penstock.arch.layout import group_layouts
 from penstock.base.config import Config
 from penstock.base.errors import DeviceError
-from penstock.bench.doctor.checkup import checkup, describe
+from penstock.bench.doctor import checkup as checkup_module
+from penstock.bench.doctor.checkup import checkup, describe, with_cpu_read
 from penstock.bench.doctor.limits import MeasuredRates, MemoryRoom, ModelLimits, limits, prefill_rate
 from penstock.bench.shapes import SHAPES
+from penstock.cli.known_costs import SHIPPED
 from penstock.cli.main import main
+from penstock.engine import cpu_rates
+from penstock.engine.costs import read_costs
 from penstock.memory.probe import disk_read, matmul_rate, memory_copy, memory_read
 from penstock.ops.native.few_bits import find_library
+from penstock.ops.row_classes import CLASSES
 from penstock.weights.checkpoint.shape import Shape
 
 CPU = torch.device("cpu")
@@ -40,6 +46,24 @@ def test_memory_and_arithmetic_have_rates() -> None:
     assert 1e8 < memory_read(CPU) < 1e13
     assert 1e8 < memory_copy(CPU) < 1e13
     assert 1e8 < matmul_rate(CPU, torch.float32) < 1e16
+
+
+@pytest.mark.skipif(bool(find_library()), reason="no C compiler")
+def test_rates_of_a_cpu_that_computes_are_kept_with_what_steps_cost(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of feed-forwards in int4, by class of rows; none where there are no kernels for them."""
+    shapes = {"8B": SHAPES["8B"] | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}}
+    monkeypatch.setattr(checkup_module, "SHAPES", shapes)
+    monkeypatch.setattr(cpu_rates, "_SECONDS", 0.01)
+    monkeypatch.setattr(cpu_rates, "_READ", 1 << 20)
+    costs = read_costs(SHIPPED / "h100.json")
+    found = with_cpu_read(costs, CPU, tmp_path)
+    assert len(found.cpu_read) == CLASSES
+    assert all(1e6 < rate < 1e13 for rate in found.cpu_read)
+    assert replace(found, cpu_read=()) == costs
+    monkeypatch.setattr(checkup_module, "find_library", lambda _: "no compiler")
+    assert with_cpu_read(costs, CPU, tmp_path) == costs
 
 
 def test_the_disk_is_measured_with_a_file_that_is_gone_afterwards(bare: Path) -> None:

@@ -4,7 +4,6 @@ is needed for it."""
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -194,158 +193,7 @@ def test_the_next_wave_comes_while_one_is_computed(room: tuple[int, int, int, in
             assert len(waves[0]) == max(1, ring // 2)
 
 
-# ---- at rest
-
-
-@pytest.mark.parametrize(
-    "room", [*ROOMS.values(), *WIDE.values()], ids=[*ROOMS, *(f"wide, {name}" for name in WIDE)]
-)
-@pytest.mark.parametrize("late", ["nothing", "copy", "kernel", "read", 1])
-def test_what_is_lent_at_rest_stays_what_it_is(room: tuple[int, int, int, int], late: str | int) -> None:
-    """Whatever comes and goes meanwhile, of the same layer or, as never in a pass, of others; some of those
-    that are lent are also taken."""
-    rng = np.random.default_rng(len(str(late)))
-    with (
-        no_thread_left(),
-        World(room, Gates(delay=every(late) if isinstance(late, str) else random_delays(late))) as world,
-    ):
-        for turn in range(36):
-            layer, other = turn % 3, int(rng.integers(3))
-            ids, lent = routed(rng, layer, skew=0.8), routed(rng, other, skew=0.5)
-            use = world.waves if turn % 2 else world.layer
-            world.at_rest(lent, partial(use, ids))
-        assert world.wrong() == []
-        world.check()
-
-
-def test_uses_at_rest_count() -> None:
-    with World(ROOMS["host"]) as world:
-        for id in world.ids:
-            world.at_rest([id])
-        rest = [id for id in world.ids if world.experts.homes[id].tier is Tier.HOST]
-        assert world.experts._used == dict.fromkeys(rest, 1)
-        assert world.experts.copied_bytes == 0
-
-
-# ---- without one of its waits, or its holds
-
-
-def test_who_is_lent_at_rest_must_have_come_there() -> None:
-    """It left the device a moment ago, for the home of who took its place there. The copy is held."""
-
-    def right(mutant: bool) -> bool:
-        gates = Gates()
-        with World(ROOMS["host"], gates) as world:
-            experts = world.experts
-            newcomer = next(id for id in world.ids if experts.homes[id].tier is Tier.HOST)
-            leaves = next(
-                id for id in world.ids if experts.homes[id].tier is Tier.DEVICE and id.layer != newcomer.layer
-            )
-            home = experts.homes[newcomer].slot
-            experts._used[newcomer] = 100
-            experts._least[Tier.DEVICE] = [leaves]
-            gates.shut(("copy", ("host", home), 0))
-            world.layer([newcomer])
-            assert experts.homes[leaves].slot == home
-            if mutant:
-                experts._empty[home] = None
-            lent = threading.Event()
-            seen: list[np.ndarray] = []
-
-            def work() -> None:
-                with experts.at_rest([leaves]) as slots:
-                    seen.append(slots[leaves].numpy().copy())
-                    lent.set()
-
-            host = threading.Thread(target=work)
-            host.start()
-            assert lent.wait(LONG if mutant else BRIEF) == mutant
-            gates.open()
-            host.join()
-            return np.array_equal(seen[0], content(leaves, 0, SIZE))
-
-    assert right(mutant=False)
-    assert not right(mutant=True)
-
-
-def test_no_read_comes_to_the_slot_of_who_is_lent_at_rest() -> None:
-    """One from DISK is used more often, and would take its place on HOST; the next is read into the slot."""
-
-    def right(mutant: bool) -> bool:
-        with World((0, 1, 4, 1)) as world:
-            experts = world.experts
-            stays = next(id for id in world.ids if experts.homes[id].tier is Tier.HOST)
-            newcomer, second = [
-                id for id in world.ids if experts.homes[id].tier is Tier.DISK and id.layer != stays.layer
-            ][:2]
-            experts._used[newcomer] = 100
-            experts._least[Tier.HOST] = [stays]
-            with experts.at_rest([stays]) as lent:
-                if mutant:
-                    experts._lent = frozenset()
-                world.layer([newcomer])
-                assert (experts.homes[stays].tier is Tier.DISK) == mutant
-                world.layer([second])
-                kept = np.array_equal(lent[stays].numpy(), content(stays, 0, SIZE))
-            assert world.wrong() == []
-            world.check()
-            return kept
-
-    assert right(mutant=False)
-    assert not right(mutant=True)
-
-
-def test_no_exchange_comes_to_the_slot_of_who_is_lent_at_rest() -> None:
-    """It is used on the device as well, and often enough to stay there: another would take its slot."""
-
-    def right(mutant: bool) -> bool:
-        with World(ROOMS["host"]) as world:
-            experts = world.experts
-            both = next(id for id in world.ids if experts.homes[id].tier is Tier.HOST)
-            resident = next(
-                id for id in world.ids if experts.homes[id].tier is Tier.DEVICE and id.layer != both.layer
-            )
-            experts._used[both] = 100
-            experts._least[Tier.DEVICE] = [resident]
-            with experts.at_rest([both]) as lent:
-                if mutant:
-                    experts._lent = frozenset()
-                world.layer([both])
-                world.copies.mark().wait()
-                kept = np.array_equal(lent[both].numpy(), content(both, 0, SIZE))
-            assert (experts.homes[resident].tier is Tier.HOST) == mutant
-            assert world.wrong() == []
-            world.check()
-            return kept
-
-    assert right(mutant=False)
-    assert not right(mutant=True)
-
-
-@pytest.mark.parametrize("broken_off", [False, True])
-def test_a_loan_at_rest_ends(broken_off: bool) -> None:
-    """Who was lent may leave its slot again."""
-    with World((0, 1, 4, 1)) as world:
-        experts = world.experts
-        stays = next(id for id in world.ids if experts.homes[id].tier is Tier.HOST)
-        newcomer = next(
-            id for id in world.ids if experts.homes[id].tier is Tier.DISK and id.layer != stays.layer
-        )
-
-        def meanwhile() -> None:
-            if broken_off:
-                raise KeyboardInterrupt
-
-        with suppress(KeyboardInterrupt):
-            world.at_rest([stays], meanwhile)
-        experts._used[newcomer] = 100
-        experts._least[Tier.HOST] = [stays]
-        world.layer([newcomer])
-        assert experts.homes[stays].tier is Tier.DISK
-        world.check()
-
-
-def test_an_exchange_that_was_broken_off_is_finished_before_anything_is_lent() -> None:
+def test_an_exchange_that_was_broken_off_is_finished_before_anything_is_expected() -> None:
     with World(ROOMS["host"]) as world:
         experts = world.experts
         newcomer, resident = (
@@ -363,7 +211,7 @@ def test_an_exchange_that_was_broken_off_is_finished_before_anything_is_lent() -
         with pytest.raises(KeyboardInterrupt):
             experts.release(newcomer)
         experts._finish_exchange = finish  # type: ignore[method-assign]
-        world.at_rest([newcomer, resident])
+        experts.expect([])
         assert experts.homes[resident].tier is Tier.HOST
         world.check()
 
@@ -636,7 +484,6 @@ def prepared(room: tuple[int, int, int, int], *, threads: bool, seed: int) -> Wo
         "release",
         "take a wave",
         "release a wave",
-        "lend at rest",
     ],
 )
 def test_an_interrupt_anywhere_does_no_harm(room: str, name: str, threads: bool) -> None:
@@ -658,8 +505,6 @@ def test_an_interrupt_anywhere_does_no_harm(room: str, name: str, threads: bool)
             call = partial(experts.take, away)
         elif name == "take unexpectedly":
             call = partial(experts.take, expert(1, 1))
-        elif name == "lend at rest":
-            call = partial(world.at_rest, ids, partial(world.layer, ids))
         elif name == "release":
             for id in ids[: ids.index(away)]:
                 world.take(id)

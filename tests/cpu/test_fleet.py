@@ -207,6 +207,20 @@ def test_wherever_replicas_are_lost_a_stream_goes_on_with_what_is_next(
         assert len(crew.sent) == len(losses) + 1, "it was lost"
 
 
+def test_embeddings_come_from_replicas_too(llm: LLM) -> None:
+    async def work(reader: RemoteReader, broker: RequestBroker, crew: Crew) -> None:
+        [call] = broker.submit([reader.read_embedding(STORY)])
+        completion = await call.completion()
+        assert completion.embedding == pytest.approx(expected, abs=1e-5)
+        assert len(completion.embedding) == llm.spec.hidden_size
+
+    group = llm.driver.begin(llm.reader.read_embedding(STORY))
+    while not group.done:
+        llm.driver.step()
+    expected = group.completion().embedding
+    with_a_fleet(llm, work, Loss(1))
+
+
 @pytest.fixture(scope="module")
 def another(llm: LLM) -> int:
     """A seed with which the first output begins with other tokens."""

@@ -31,8 +31,8 @@ from penstock.engine.placing import Override
 from penstock.models.decoder import EMBEDDING
 from penstock.ops.attention import attend
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows
-from penstock.ops.handover import CLASSES
 from penstock.ops.native.few_bits import library
+from penstock.ops.row_classes import CLASSES
 from penstock.step.plan import BlockId, HostBlockId, ModelRole, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
@@ -40,7 +40,7 @@ from penstock.weights.streaming.cpu_dense import CpuFeedForwards
 from penstock.weights.streaming.residency import WeightLimits, padded
 from penstock.worker.graphs import DecodeGraphs, DecodeStep, _Program
 from penstock.worker.runner import Runner
-from penstock.worker.sizes import graph_blocker, row_counts, run_counts
+from penstock.worker.sizes import graph_blocker, row_counts, run_counts, shared_counts
 from tapes import launched, taped
 from tiled import tiled_pool
 
@@ -368,7 +368,7 @@ class Lent:
     def __init__(self, said: list[str]) -> None:
         self.said, self.views = said, {}
 
-    def standing(self, *, shared: bool = False) -> "Lent":
+    def standing(self, *, shared: int = 0) -> "Lent":
         return Lent([])
 
     def moves(self, group: GroupId) -> bool:
@@ -593,7 +593,7 @@ def test_recorded_steps_have_the_cpu_compute_feed_forwards(
             assert of is not None
             assert by_cpu is not None
             assert turning is not None
-            assert set(graphs._shared) == set(graphs.counts)
+            assert set(graphs._shared) == set(graphs.counts) == set(shared_counts(7))
             before = int(by_cpu.handover.computed)
             outputs = llm.generate(prompts, params)
             outputs += llm.generate(prompts[:1], SOME)  # Behind a prompt of which most is known.
@@ -622,6 +622,7 @@ HOST = (HostBlockId(3),)
         ([replace(ROW, new_blocks=(BlockId(1), BlockId(2)))], False),
         ([replace(ROW, sample=False)], False),
         ([replace(ROW, next_prompt_tokens=(4,))], False),
+        ([ROW, replace(ROW, pooled=True)], False),
         ([ROW, replace(ROW, cold_stop=4)], False),
         ([replace(ROW, cold_start=4, cold_stop=4, near=4)], False),
         ([RUN], True),
@@ -632,6 +633,7 @@ HOST = (HostBlockId(3),)
         ([replace(RUN, sample=False)], False),
         ([replace(RUN, kind=ShareKind.VERIFY)], False),
         ([replace(RUN, next_prompt_tokens=(4,))], False),
+        ([replace(RUN, pooled=True)], False),
         ([replace(RUN, cold_stop=8)], False),
         ([replace(RUN, cold_start=4)], False),
         ([replace(RUN, near=4)], False),

@@ -25,7 +25,9 @@ from penstock.server.parsing.output_parser import Called, whole  # noqa: E402
 from penstock.server.parsing.reading import Content, Reasoning  # noqa: E402
 from penstock.server.parsing.tools import template_messages, tools_of  # noqa: E402
 from penstock.server.parsing.turns import channel_tools  # noqa: E402
-from penstock.server.wire.requests import ChatRequest, FieldError, Message, TokenizeRequest, converted  # noqa: E402
+from penstock.server.wire.conversation import Message  # noqa: E402
+from penstock.server.wire.decoding import FieldError, converted  # noqa: E402
+from penstock.server.wire.requests import ChatRequest, TokenizeRequest  # noqa: E402
 from servers import FLAGS, Server, serving  # noqa: E402
 from speakers import NOW, WEATHER  # noqa: E402
 from streams import LONG  # noqa: E402

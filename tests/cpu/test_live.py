@@ -47,6 +47,7 @@ from penstock.cli.summaries import (
     summary,
     weight_forms,
 )
+from penstock.cli.terminal import PLAIN, Look
 from penstock.engine.engine import Progress
 
 GIB = 1 << 30
@@ -389,6 +390,21 @@ def test_bold_text_and_control_characters_go_through_as_ever(terminal: Terminal)
         live.redraw()
         live.write("x")
     assert terminal.settle().shown() == ["\u241b" * 60, "x"]
+
+
+def test_thinking_that_is_hidden_is_counted_until_it_ends(terminal: Terminal) -> None:
+    with standing_in(terminal), LiveLine(lambda: RESIDENT, period=NEVER) as live:
+        live.think(1)
+        assert terminal.settle().last_row == "thinking… 1 token"
+        live.think(1213)
+        live.redraw()
+        assert terminal.settle().last_row == "thinking… 1,213 tokens"
+        live.think(0)
+        assert terminal.settle().last_row == ""
+        live.draw([("A ", Look(bold=True)), ("\x1b[2J" + "b" * 57, PLAIN)])
+        live.redraw()
+        live.draw([("c", PLAIN)])
+    assert terminal.settle().shown() == ["A \u241b[2J" + "b" * 54, "bbbc"]
 
 
 def test_weights_that_fail_leave_the_line_as_it_was(terminal: Terminal) -> None:

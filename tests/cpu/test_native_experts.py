@@ -11,7 +11,6 @@ import native_ways
 from penstock.arch.spec import SWIGLU, Activation
 from penstock.ops.activation import activate
 from penstock.ops.matrix import GroupViews, Matrix
-from penstock.ops.native import experts
 from penstock.ops.native.experts import ThreadPool, by_dots, takes
 from quantised import SCHEMES, gptq, matrix_of
 
@@ -216,15 +215,3 @@ def test_tiles(way: str) -> None:
         pool.close()
         with pytest.raises(AssertionError, match="closed"):
             _ = pool.by_tiles
-
-
-def test_shared_pool(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One pool is made, and another when torch has other threads."""
-    monkeypatch.setattr(experts, "_shared", experts._Shared())
-    first = experts.shared_pool()
-    assert experts.shared_pool() is first
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
-    other = experts.shared_pool()
-    assert other is not first
-    other.close()
-    other.close()

@@ -17,10 +17,12 @@ from penstock.api.llm import SHIPPED_MODEL
 from penstock.server.http.app import application
 from penstock.server.http.openapi import OPERATIONS, RANGES, described
 from penstock.server.http.state import ServerSettings, ServerState
-from penstock.server.wire.requests import ChatRequest, CompletionRequest, FieldError
+from penstock.server.wire.decoding import FieldError
+from penstock.server.wire.requests import ChatRequest, CompletionRequest
 from servers import FLAGS, ROOM, STORY, TALK, Server, Stream, serving, until
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 Json = Mapping[str, Any]
 SHORT = {"model": "shipped", "max_tokens": 3}
 PLACE = {
@@ -35,6 +37,8 @@ CALL = {
     "tool_choice": "required",
     "max_tokens": 40,
 }
+DETAILS = {"prompt_logprobs": 1, "return_token_ids": True}
+OLLAMA = {"model": "shipped", "stream": False, "options": {"num_predict": 3}}
 TEMPLATE = """{% if tools %}<|user|>{{ tools[0].function.name }} in a <tool_call><|end|>{% endif %}"""
 
 
@@ -93,7 +97,9 @@ def test_a_server_with_keys_says_what_needs_one() -> None:
     assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
     for path, methods in document["paths"].items():
         for told in methods.values():
-            is_open = path in ("/health", "/ready", "/openapi.json", "/") or path.startswith("/page/")
+            is_open = path in ("/health", "/ready", "/version", "/openapi.json", "/") or path.startswith(
+                "/page/"
+            )
             assert told["security"] == ([] if is_open else [{"key": []}])
             assert ("401" in told["responses"]) != is_open
 
@@ -160,7 +166,8 @@ ASKED: list[tuple[str, str, str, Any, int]] = [
     ("POST", CHAT, CHAT, SHORT | {"messages": TALK, "model": "other"}, 404),
     ("POST", CHAT, CHAT, {"messages": [{"role": "user", "content": "a" * 200_000}]}, 413),
     ("POST", TEXT, TEXT, SHORT | {"prompt": [STORY, [5, 6]], "logprobs": 2, "n": 2}, 200),
-    ("POST", TEXT, TEXT, SHORT | {"prompt": STORY, "echo": True}, 200),
+    ("POST", CHAT, CHAT, SHORT | DETAILS | {"messages": TALK}, 200),
+    ("POST", TEXT, TEXT, SHORT | DETAILS | {"prompt": STORY, "logprobs": 2, "echo": True}, 200),
     ("POST", TEXT, TEXT, SHORT | {"prompt": [5] * 200}, 400),
     ("POST", TEXT, TEXT, b"[", 400),
     ("POST", RESPONSES, RESPONSES, {"model": "shipped", "input": "Hello", "max_output_tokens": 3}, 200),
@@ -174,6 +181,23 @@ ASKED: list[tuple[str, str, str, Any, int]] = [
     ("GET", "/v1/responses/{name}", "/v1/responses/resp_none", None, 404),
     ("GET", "/v1/responses/{name}", "/v1/responses/resp_none?stream=true", None, 400),
     ("DELETE", "/v1/responses/{name}", "/v1/responses/resp_none", None, 404),
+    ("POST", MESSAGES, MESSAGES, SHORT | {"messages": TALK}, 200),
+    ("POST", MESSAGES, MESSAGES, SHORT | {"messages": [{"role": "tool", "content": "a"}]}, 400),
+    ("POST", MESSAGES, MESSAGES, SHORT | {"messages": TALK, "model": "other"}, 404),
+    ("POST", COUNT, COUNT, {"model": "shipped", "messages": TALK}, 200),
+    ("POST", COUNT, COUNT, {"model": "shipped"}, 400),
+    ("POST", "/api/chat", "/api/chat", OLLAMA | {"messages": TALK, "logprobs": True}, 200),
+    ("POST", "/api/chat", "/api/chat", OLLAMA | {"messages": TALK, "format": "xml"}, 400),
+    ("POST", "/api/chat", "/api/chat", OLLAMA, 200),
+    ("POST", "/api/generate", "/api/generate", OLLAMA | {"prompt": STORY}, 200),
+    ("POST", "/api/generate", "/api/generate", OLLAMA | {"model": "other"}, 404),
+    ("GET", "/api/tags", "/api/tags", None, 200),
+    ("GET", "/api/ps", "/api/ps", None, 200),
+    ("GET", "/api/version", "/api/version", None, 200),
+    ("POST", "/api/show", "/api/show", {"model": "shipped:latest"}, 200),
+    ("POST", "/api/show", "/api/show", {}, 404),
+    ("GET", "/version", "/version", None, 200),
+    ("POST", "/reset_prefix_cache", "/reset_prefix_cache", None, 200),
     ("POST", "/tokenize", "/tokenize", {"prompt": STORY, "return_token_strs": True}, 200),
     ("POST", "/tokenize", "/tokenize", {"messages": TALK}, 200),
     ("POST", "/tokenize", "/tokenize", {}, 400),
@@ -229,6 +253,9 @@ def test_an_answer_is_as_it_is_described(
             },
         ),
         (RESPONSES, {"model": "shipped", "input": "Hello", "max_output_tokens": 5, "temperature": 0}),
+        (MESSAGES, SHORT | {"messages": TALK}),
+        (CHAT, SHORT | {"messages": TALK, "return_token_ids": True}),
+        (TEXT, SHORT | {"prompt": STORY, "return_token_ids": True}),
     ],
 )
 def test_events_are_as_they_are_described(server: Server, document: Json, path: str, body: Json) -> None:
@@ -243,6 +270,23 @@ def test_events_are_as_they_are_described(server: Server, document: Json, path: 
     for event in events:
         conforms(document, schema, event)
     assert "tools" not in body or events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"), [("/api/chat", {"messages": TALK}), ("/api/generate", {"prompt": STORY})]
+)
+def test_lines_are_as_they_are_described(server: Server, document: Json, path: str, asked: Json) -> None:
+    status, headers, said = server.ask("POST", path, OLLAMA | asked | {"stream": True})
+    [(kind, content)] = [
+        (kind, content)
+        for kind, content in answer_of(document, "POST", path, status)["content"].items()
+        if kind == headers["content-type"]
+    ]
+    assert kind == "application/x-ndjson"
+    lines = said.splitlines()
+    assert len(lines) == 4
+    for line in lines:
+        conforms(document, content["schema"], json.loads(line))
 
 
 def test_a_response_that_is_kept_is_as_it_is_described(server: Server, document: Json) -> None:
@@ -275,10 +319,11 @@ def narrowed(document: Json, model: str) -> Json:
     """With the model's name, so that most requests get to it, and without a deadline, which is a 504 where it
     is short."""
     copy = json.loads(json.dumps(document))
-    for name in ("ChatRequest", "CompletionRequest", "ResponsesRequest"):
-        fields = copy["components"]["schemas"][name]["properties"]
-        fields["model"] = {"enum": [model]}
-        del fields["timeout"]
+    for name, schema in copy["components"]["schemas"].items():
+        fields = schema.get("properties", {})
+        if name.endswith("Request") and "timeout" in fields:
+            fields["model"] = {"enum": [model]}
+            del fields["timeout"]
     return copy  # type: ignore[no-any-return]
 
 
@@ -308,4 +353,4 @@ def test_generated_requests_are_answered_as_described(server: Server, document: 
     ]
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout[-4000:]
-    assert "5 passed" in found.stdout
+    assert "11 passed" in found.stdout

@@ -19,9 +19,19 @@ from penstock.arch.formats.recipe import config_in
 from penstock.base.errors import ConfigError
 from penstock.base.units import format_rate, format_size
 from penstock.cli.commands import plan
-from penstock.cli.commands.plan import MACHINES, parse_disk, parse_operations, parse_rate
+from penstock.cli.commands.plan import MACHINES
+from penstock.cli.figures import (
+    format_count,
+    format_pace,
+    format_seconds,
+    parse_cpu_rates,
+    parse_disk,
+    parse_operations,
+    parse_rate,
+)
+from penstock.cli.known_costs import SHIPPED
 from penstock.cli.main import main
-from penstock.cli.plan_report import ASSUMED, format_count, format_pace, format_seconds
+from penstock.cli.plan_report import ASSUMED
 from penstock.engine.costs import costs_file, keep_costs, read_costs
 from quantised import SCHEMES
 
@@ -347,8 +357,10 @@ def test_a_config_with_a_format_is_enough(tmp_path: Path, capsys: pytest.Capture
         (["8B", "--format", "int4:4097"], "nor one with a group of 8 to 4096"),
         (["8B", "--format", f"int4:{'9' * 5000}"], "nor one with a group of 8 to 4096"),
         (["8B", "--format", "fp8:64"], "fp8 has blocks of a fixed size"),
-        (["8B", "--machine", "laptop", "--batch", "64"], "kv_blocks"),
+        (["8B", "--machine", "laptop", "--batch", "64"], "a batch of 7 or a context of 448 would fit"),
         (["8B", "--machine", "laptop", "--context", "999999"], "131,072 positions"),
+        (["8B", "--cpu-rate", "60GB/s"], "--cpu-compute is off; add --cpu-compute auto"),
+        (["8B", "--cpu-compute", "on", "--cpu-rate", "60GB/s,50GB/s"], "one each for 1, 2, 4, 8 and 16 rows"),
         (["8B", "--device-memory", "2GiB"], "too small for one group of weights"),
         (["8B", "--machine", "laptop", "--picture", "/nowhere/plan.png"], "its directory does not exist"),
     ],
@@ -366,6 +378,27 @@ def test_refusals_are_one_line(
 def test_weights_that_are_not_quantised_have_the_dtype_that_is_named() -> None:
     assert config_in("bf16", {"dtype": "float32"}, "a model")["dtype"] == "bfloat16"
     assert config_in(None, {"dtype": "float32"}, "a model") == {"dtype": "float32"}
+
+
+def test_what_the_cpu_gains_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """By a rate that is given, or those that are kept with what steps cost; else it is said how to know."""
+    asked = ["8B", "--machine", "laptop", "--cpu-compute", "auto"]
+    assert "left out: give --cpu-rate" in text_of(capsys, *asked)
+    file = costs_file(tmp_path, "Some GPU", "bfloat16")
+    keep_costs(replace(read_costs(SHIPPED / "h100.json"), cpu_read=parse_cpu_rates("70GB/s")), file)
+    for more, source in (
+        (["--cpu-rate", "70GB/s,60GB/s,50GB/s,40GB/s,28GB/s"], "given"),
+        (["--costs", str(file)], "measured with int4"),
+    ):
+        table = text_of(capsys, *asked, *more)
+        assert re.search(rf"cpu rate +70.0 GB/s, of 16 rows 28.0 GB/s +{source}", table)
+        assert re.search(
+            r"the CPU computes \d+ feed-forwards, [\d.]+ GiB, in .* without it a step takes", table
+        )
+        body = json.loads(text_of(capsys, *asked, *more, "--json"))
+        assert body["decode"]["cpu"]["alone"] > 1.2 * body["decode"]["seconds"]
+        assert "experts" not in body["cpu"]
+    assert "no feed-forwards in such steps" in text_of(capsys, *asked, "--cpu-rate", "1GB/s")
 
 
 def test_gguf_files_of_a_directory_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ import torch
 import transformers
 
 import forks
+import hubs
 import tiny
 from parity import GREEDY, WITH_PROMPT, measure
 from penstock import LLM
@@ -45,6 +46,10 @@ KV = "./kv"
 """Where README keeps KV."""
 FEW = "./few"
 """Where README keeps weights of few bits."""
+HUB = "Qwen/Qwen3-8B", "penstock list"
+"""What README's commands for models of the Hub have in them."""
+ELSEWHERE = KV, FEW, SERVED, BATCH, *HUB, "curl"
+"""What the commands have in them that tests of their own run."""
 LARGE, TRACE = "--device-memory 16GiB --host-memory 100GiB", "trace.json"
 """What README writes for a model larger than the GPU."""
 
@@ -269,9 +274,27 @@ def test_a_batch_is_answered_as_readme_says(tmp_path: Path) -> None:
     assert json.loads(answer)["response"]["status_code"] == 200
 
 
+def test_a_model_of_the_hub_is_used_as_readme_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [line for line in commands(README) if any(one in line for one in HUB)]
+    assert [shlex.split(line)[1] for line in lines] == ["show", "run", "pull", "list", "rm"]
+    with hubs.serving() as hub:
+        hubs.begin(hub, tmp_path, monkeypatch)
+        hub.add(HUB[0], hubs.folder(SHIPPED_MODEL))
+        for line in lines:
+            run_here(shlex.split(line, comments=True)[1:], capsys, monkeypatch)
+    assert "model.safetensors" in hub.fetched()
+    assert not list((tmp_path / "hub").glob("models--*"))
+
+
 @pytest.mark.parametrize(
     "command",
-    [line for line in commands(README) if not any(one in line for one in (KV, FEW, SERVED, BATCH, "curl"))],
+    [
+        line
+        for line in commands(README)
+        if not any(one in line for one in (KV, FEW, SERVED, BATCH, *HUB, "curl"))
+    ],
 )
 def test_every_command_runs(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

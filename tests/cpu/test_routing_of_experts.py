@@ -19,6 +19,7 @@ from torch import Tensor
 from penstock.arch.spec import MoeSpec, Router, Scoring
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError
+from penstock.bench.routing import imposing
 from penstock.bench.routing import recording as recordings
 from penstock.bench.routing.imposing import ImposedRouting, RoutingTable
 from penstock.bench.routing.policies import POLICIES, Ideal, Room
@@ -314,6 +315,18 @@ def test_every_token_takes_the_experts_of_the_table(seen: list[tuple[int, Tensor
         for step in steps
     ]
     assert any(all(at + number in found for number, found in enumerate(places)) for at in places[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_table_takes_as_much_of_the_device_as_it_may(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both kinds of scores count: those to choose by, and those that are foretold."""
+    most = 1 << 16
+    monkeypatch.setattr(imposing, "_TABLE_BYTES", most)
+    table = ImposedRouting("uniform").on(Shape.of(MOE).spec, 4, torch.device("cpu"), dtype)
+    size = table._scores.nbytes + table._likely.nbytes
+    assert most - size // len(table._scores) < size <= most
 
 
 def views() -> GroupViews:

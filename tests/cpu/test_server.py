@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import psutil
 import pytest
 
 openai = pytest.importorskip("openai", reason="needs the client that the server is for")
 
-from penstock import LLM, Completion, SamplingParams  # noqa: E402
+from penstock import LLM, Completion, SamplingParams, __version__  # noqa: E402
+from penstock.server.answers.prompts import read  # noqa: E402
+from penstock.server.wire.requests import CompletionRequest  # noqa: E402
 from servers import (  # noqa: E402
     COUNT,
     ENDLESS,
@@ -324,6 +327,141 @@ def test_echo_says_the_prompt_first(client: Any, llm: LLM) -> None:
     ] == expected
 
 
+def test_log_probabilities_of_a_prompt_are_those_offline(client: Any, llm: LLM) -> None:
+    """As evaluations ask for them, and as vLLM has them."""
+    tokens = llm.encode("Once upon a time there was")
+    offline = llm.generate([tokens], greedy(max_tokens=2, logprobs=1, prompt_logprobs=1))[0]
+    assert offline.prompt_logprobs is not None
+    assert offline.logprobs is not None
+    expected = [None if one is None else one.logprob for one in offline.prompt_logprobs]
+    asked = {"model": "shipped", "prompt": [tokens, tokens], "temperature": 0, "max_tokens": 2, "echo": True}
+    choices = client.completions.create(**asked, logprobs=1, extra_body={"prompt_logprobs": 3}).choices
+    for choice in choices:
+        found = choice.logprobs
+        assert found.token_logprobs[0] is found.top_logprobs[0] is None
+        own = [one.logprob for one in offline.logprobs]
+        assert found.token_logprobs[1:] == pytest.approx([*expected[1:], *own], abs=1e-3)
+        assert [len(top) for top in found.top_logprobs[1:]] == [1] * (len(tokens) + 1)
+        assert found.text_offset == [sum(map(len, found.tokens[:at])) for at in range(len(found.tokens))]
+        assert choice.text == llm.decode(tokens) + offline.text
+        entries = choice.prompt_logprobs
+        assert entries[0] is None
+        for token, entry, value in zip(tokens[1:], entries[1:], offline.prompt_logprobs[1:], strict=True):
+            assert value is not None
+            assert entry[str(token)]["logprob"] == pytest.approx(value.logprob, abs=1e-3)
+            assert entry[str(token)]["rank"] == value.rank
+            assert len(entry) in (3, 4)
+            assert {one["rank"] for one in entry.values()} == {1, 2, 3, value.rank}
+    [alone] = client.completions.create(**asked | {"prompt": tokens, "max_tokens": 0}, logprobs=1).choices
+    assert (alone.text, alone.finish_reason) == (llm.decode(tokens), "length")
+    assert alone.logprobs.token_logprobs[1:] == pytest.approx(expected[1:], abs=1e-3)
+    body = {"prompt_logprobs": 0, "temperature": 0}
+    chat = client.chat.completions.create(model="shipped", messages=TALK, max_tokens=1, extra_body=body)
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+
+
+def test_fields_of_other_servers_hold(server: Server, llm: LLM) -> None:
+    def said(path: str = TEXT, **more: Any) -> tuple[Any, Any]:
+        usual = {"prompt": STORY} if path == TEXT else {"messages": TALK}
+        body = {"model": "shipped", "temperature": 0, "max_tokens": 4} | usual | more
+        status, headers, answer = server.ask("POST", path, body)
+        assert status == 200, answer
+        return headers, answer
+
+    tokens, offline = tuple(llm.encode(STORY)), llm.generate(STORY, greedy(max_tokens=4))[0]
+    _, answer = said(return_token_ids=True, top_k=-1)
+    [choice] = answer["choices"]
+    assert (choice["text"], tuple(choice["token_ids"])) == (offline.text, offline.tokens)
+    assert tuple(choice["prompt_token_ids"]) == tokens
+    _, chat = said(CHAT, return_token_ids=True)
+    assert len(chat["prompt_token_ids"]) == chat["usage"]["prompt_tokens"]
+    assert len(chat["choices"][0]["token_ids"]) == 4
+    with Stream(
+        server,
+        {
+            "model": "shipped",
+            "prompt": STORY,
+            "temperature": 0,
+            "max_tokens": 4,
+            "stream": True,
+            "return_token_ids": True,
+        },
+    ) as stream:
+        found = [event["choices"][0] for event in stream.events()]
+    assert [token for one in found for token in one["token_ids"]] == choice["token_ids"]
+    assert [one.get("prompt_token_ids") for one in found] == [[*tokens]] + [None] * (len(found) - 1)
+    # The last tokens of a prompt are those of all of it, however long it is.
+    for prompt, most in (
+        (STORY, 2),
+        ("So it went on. " * 9000 + STORY, 3),
+        ([*tokens], 3),
+    ):
+        _, answer = said(prompt=prompt, truncate_prompt_tokens=most, return_token_ids=True)
+        assert tuple(answer["choices"][0]["prompt_token_ids"]) == tokens[-most:]
+    cut = said(prompt="Once upon a time there was a fox", truncate_prompt_tokens=4, echo=True, logprobs=0)[1]
+    told = cut["choices"][0]
+    assert "".join(told["logprobs"]["tokens"]) == told["text"], "text that was cut off is not told"
+    longest = {"model": "a", "prompt": "a " * 40_000, "max_tokens": 4, "truncate_prompt_tokens": -1}
+    [ready], _ = read(llm.reader, msgspec.convert(longest, CompletionRequest))
+    assert len(ready.tokens) == llm.limits.max_model_len - 4
+    for guided, held in (
+        ({"guided_choice": ["yes indeed"]}, "yes indeed"),
+        ({"guided_regex": "[4]{3}"}, "444"),
+        ({"guided_json": {"enum": [[1, {"a": 2}]]}}, '[1,{"a":2}]'),
+        ({"guided_json": {"enum": [[1, 2]]}, "guided_whitespace_pattern": "  "}, "[  1  ,  2  ]"),
+        ({"guided_grammar": 'start: "so"'}, "so"),
+        (
+            {
+                "structured_outputs": {
+                    "json": {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}
+                }
+            },
+            "[1,1]",
+        ),
+    ):
+        assert said(**guided, max_tokens=20)[1]["choices"][0]["text"] == held, guided
+    mark = next(
+        token for token in sorted(llm.tokenizer.special_tokens) if token not in llm.reader.defaults.eos_tokens
+    )
+    marked = {"structured_outputs": {"grammar": f'start: "a" <[{mark}]> "b"'}, "max_tokens": 9}
+    assert said(**marked)[1]["choices"][0]["text"] == "ab"
+    shown = f"a{llm.tokenizer.token_text(mark)}b"
+    for path in (TEXT, CHAT):
+        [choice] = said(path, **marked, skip_special_tokens=False)[1]["choices"]
+        assert (choice["text"] if path == TEXT else choice["message"]["content"]) == shown
+
+
+def test_fields_without_effect_are_named_in_a_header(server: Server) -> None:
+    body = {"model": "shipped", "messages": TALK, "max_tokens": 1}
+    labels = {
+        "user": "me",
+        "store": False,
+        "prediction": {"type": "content", "content": "a"},
+        "modalities": ["text"],
+    }
+    status, headers, _ = server.ask("POST", CHAT, body | labels)
+    assert (status, headers["x-ignored-fields"]) == (200, "user, store, prediction")
+    assert "x-ignored-fields" not in server.ask("POST", CHAT, body)[1]
+
+
+def test_the_version_is_told_and_prefixes_are_forgotten(server: Server) -> None:
+    assert server.ask("GET", "/version")[2] == {"version": __version__}
+    prompt = [9 + n % 60 for n in range(200)]
+
+    def cached() -> int:
+        usage = server.complete(prompt=prompt, max_tokens=1)[2]["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    cached()
+    assert cached() >= 128
+    with Stream(server) as stream:  # What runs goes on.
+        assert stream.event()
+        status, _, said = server.ask("POST", "/reset_prefix_cache")
+        assert (status, said["cleared_blocks"] >= 3) == (200, True)
+        assert cached() == 0
+        assert stream.event()
+
+
 def test_models_are_listed_and_described(client: Any, llm: LLM) -> None:
     [model] = client.models.list().data
     assert (model.id, model.object, model.max_model_len) == ("shipped", "model", llm.spec.max_length)
@@ -426,7 +564,39 @@ REFUSED: list[tuple[str, Any, int, str | None]] = [
     (TEXT, {"model": "shipped", "prompt": "a", "seed": 10**40}, 400, "seed"),
     (TEXT, {"model": "shipped", "prompt": "a", "logprobs": 21}, 400, "logprobs"),
     (TEXT, {"model": "shipped", "prompt": "a", "logprobs": -1}, 400, "logprobs"),
-    (TEXT, {"model": "shipped", "prompt": "a", "echo": True, "logprobs": 1}, 400, "echo"),
+    (TEXT, {"model": "shipped", "prompt": "a", "echo": True, "logprobs": 1, "stream": True}, 400, "echo"),
+    (TEXT, {"model": "shipped", "prompt": "a", "prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs"),
+    (
+        TEXT,
+        {"model": "shipped", "prompt": "a", "max_tokens": 0, "echo": True, "stream": True},
+        400,
+        "max_tokens",
+    ),
+    (TEXT, {"model": "shipped", "prompt": "a", "prompt_logprobs": 21}, 400, "prompt_logprobs"),
+    (TEXT, {"model": "shipped", "prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+    (TEXT, {"model": "shipped", "prompt": "a", "temperature": 9}, 400, "temperature"),
+    (TEXT, {"model": "shipped", "prompt": "a", "top_k": -2}, 400, "top_k"),
+    (TEXT, {"model": "shipped", "prompt": "a", "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens"),
+    (
+        TEXT,
+        {"model": "shipped", "prompt": "a", "guided_regex": "a", "guided_choice": ["a"]},
+        400,
+        "guided_regex",
+    ),
+    (
+        TEXT,
+        {"model": "shipped", "prompt": "a", "guided_regex": "a", "structured_outputs": {"regex": "a"}},
+        400,
+        "guided_regex",
+    ),
+    (CHAT, {"model": "shipped", "messages": [{"role": "bot", "content": "a"}]}, 400, "messages"),
+    (CHAT, {"model": "shipped", "messages": TALK, "modalities": ["audio"]}, 400, "modalities"),
+    (
+        CHAT,
+        {"model": "shipped", "messages": TALK, "continue_final_message": True},
+        400,
+        "continue_final_message",
+    ),
     (TEXT, {"model": "shipped", "prompt": "a", "best_of": 2}, 400, "best_of"),
     (TEXT, {"model": "shipped", "prompt": "a", "suffix": "b"}, 400, "suffix"),
     (TEXT, {"model": "shipped", "prompt": "a", "stop": ["b", ""]}, 400, "stop"),

@@ -36,7 +36,8 @@ from penstock.server.answers.prompts import read  # noqa: E402
 from penstock.server.broker.broker import BusyError  # noqa: E402
 from penstock.server.parsing.forms import behind_reasoning, may_be_behind  # noqa: E402
 from penstock.server.parsing.output_parser import REASONING_MARKS  # noqa: E402
-from penstock.server.wire.requests import CompletionRequest, decoded  # noqa: E402
+from penstock.server.wire.decoding import decoded  # noqa: E402
+from penstock.server.wire.requests import CompletionRequest  # noqa: E402
 from penstock.step.plan import Admission, Row  # noqa: E402
 from penstock.step.structure import LONGEST  # noqa: E402
 from penstock.worker.runner import Runner  # noqa: E402

@@ -19,7 +19,9 @@ from penstock.server.answers.prompts import chat_tokens  # noqa: E402
 from penstock.server.parsing.dialects import Dialect, dialect_of  # noqa: E402
 from penstock.server.parsing.output_parser import FORMATS, REASONING_MARKS  # noqa: E402
 from penstock.server.parsing.tools import template_messages, tools_of  # noqa: E402
-from penstock.server.wire.requests import FieldError, Message, TokenizeRequest  # noqa: E402
+from penstock.server.wire.conversation import Message  # noqa: E402
+from penstock.server.wire.decoding import FieldError  # noqa: E402
+from penstock.server.wire.requests import TokenizeRequest  # noqa: E402
 from servers import FLAGS, Server, serving  # noqa: E402
 from speakers import CALL, NOW, TEMPLATE, THINK, WEATHER, called, checkpoint, saying  # noqa: E402
 from streams import LONG  # noqa: E402

@@ -19,11 +19,13 @@ from penstock.server.answers import prompts
 from penstock.server.broker.broker import RequestBroker
 from penstock.server.broker.calls import BusyError, DeadlineError
 from penstock.server.http import app, uploads
+from penstock.server.http import asking as reading_of
 from penstock.server.http.keys import ApiKey
 from penstock.server.http.state import ServerSettings, ServerState
 from penstock.server.http.uploads import SMALL, Uploads
 from penstock.server.monitoring.records import _KEY, RequestRecord, record_of
-from penstock.server.wire.requests import FieldError, TokenizeRequest
+from penstock.server.wire.decoding import FieldError
+from penstock.server.wire.requests import TokenizeRequest
 
 PART = 16 << 10
 
@@ -167,9 +169,9 @@ def test_large_bodies_are_decoded_and_checked_on_a_thread() -> None:
         def check(asked: TokenizeRequest) -> None:
             on.append(threading.get_ident())
 
-        assert (await app._body(house, large, TokenizeRequest, check)).prompt == "a"
+        assert (await reading_of.body_of(house, large, TokenizeRequest, check)).prompt == "a"
         assert house.uploads.is_large(large), "it has only been looked at"
-        assert (await app._body(house, small, TokenizeRequest, check)).prompt == "a"
+        assert (await reading_of.body_of(house, small, TokenizeRequest, check)).prompt == "a"
         assert [one == threading.get_ident() for one in on] == [False, True]
 
     asyncio.run(both())
@@ -179,12 +181,12 @@ def test_large_bodies_are_decoded_and_checked_on_a_thread() -> None:
     "many", ["[[]" + ",[]" * 250_000 + "]", "[0" + ",0" * 1_000_001 + "]"], ids=["lists", "numbers"]
 )
 def test_a_body_that_takes_long_to_decode_is_not_decoded(many: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "decoded", lambda *_: pytest.fail("it is decoded"))
+    monkeypatch.setattr(reading_of, "decoded", lambda *_: pytest.fail("it is decoded"))
 
     async def refused() -> None:
         request, _ = large_and_small('{"prompt": "a", "tools": ' + many + "}")
         with pytest.raises(FieldError, match="send several smaller ones"):
-            await app._body(
+            await reading_of.body_of(
                 ServerState(ServerSettings(("m",))), request, TokenizeRequest, TokenizeRequest.check
             )
 
@@ -254,7 +256,7 @@ def test_a_deadline_runs_from_arrival_while_a_request_is_read() -> None:
         record_of(request).began -= 7200
         work = house.uploads.aside(request, threading.Event().wait)
         with pytest.raises(DeadlineError):
-            await app._in_time(house, request, work, 3600)
+            await reading_of.in_time(house, request, work, 3600)
 
     asyncio.run(asyncio.wait_for(late(), 30))
 
@@ -293,7 +295,7 @@ def test_reading_ends_when_its_time_is_over_or_its_client_has_gone(large: bool) 
 
         reading = house.uploads.aside(request, work)
         with pytest.raises(ClientDisconnect if gone else DeadlineError):
-            await app._in_time(house, request, reading, 3600 if gone else 0.1)
+            await reading_of.in_time(house, request, reading, 3600 if gone else 0.1)
         assert await asyncio.to_thread(ended.wait, 30)
 
     for gone in (True, False):

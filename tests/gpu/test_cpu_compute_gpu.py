@@ -17,18 +17,17 @@ from penstock.arch.spec import SWIGLU
 from penstock.base.errors import DeviceError
 from penstock.engine import placing, plan
 from penstock.memory.streams import CudaStream
-from penstock.ops.experts import outputs_at_rest
-from penstock.ops.handover import CLASSES, MOST_TOKENS, StepRows
+from penstock.ops.handover import StepRows
 from penstock.ops.matrix import GroupViews, Matrix
-from penstock.ops.native import experts as native_experts
 from penstock.ops.native.few_bits import find_library, library
+from penstock.ops.row_classes import CLASSES, MOST_TOKENS
 from penstock.ops.slots import ExpertParts
 from penstock.weights.streaming import beside, cpu_experts, stream
 from penstock.weights.streaming.cpu_dense import CpuFeedForwards
 from penstock.weights.streaming.cpu_experts import CpuExperts
 from penstock.weights.streaming.residency import CpuWork, padded
 from stacks import in_mxfp4
-from tiled import tiled_pool
+from tiled import tiled_outputs
 
 if library() is None:
     pytest.skip("no C compiler", allow_module_level=True)
@@ -36,11 +35,6 @@ if library() is None:
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
 HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 512, 256, 32, 4, 3
 SIZE = 2 * 3 * HIDDEN * INNER
-
-
-@pytest.fixture(autouse=True)
-def _as_a_service_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_experts, "shared_pool", tiled_pool)
 
 
 class World:
@@ -108,7 +102,7 @@ class Step:
             counts = [int(self.counts[one]) for one in self.taken]
             mine = torch.cat([self.order[starts[one] :][: self.counts[one]] for one in self.taken])
             views = [self.world.views(layer, one) for one in self.taken]
-            out[mine] = outputs_at_rest(self.x[mine // TOP_K], views, counts, SWIGLU)
+            out[mine] = tiled_outputs(self.x[mine // TOP_K], views, counts, SWIGLU)
         return out
 
 

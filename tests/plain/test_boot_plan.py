@@ -10,7 +10,7 @@ from penstock.arch.formats.floats import Float8
 from penstock.arch.formats.format import WeightFormat
 from penstock.arch.formats.gguf import Blocks
 from penstock.arch.formats.integers import Integers
-from penstock.arch.layout import GroupKind, GroupLayout, group_layouts, kv_layout
+from penstock.arch.layout import GroupId, GroupKind, GroupLayout, group_layouts, kv_layout
 from penstock.arch.shards import WHOLE, Shard
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
@@ -20,9 +20,11 @@ from penstock.engine.cpu import cpu_blocker, with_cpu
 from penstock.engine.draft import DraftModel, beyond_trained, check_draft
 from penstock.engine.plan import USUAL, BootPlan, Measured, Outline, Rest, dtype_of, limits_of, plan_boot
 from penstock.engine.rooms import Hardware, device_room, host_room
+from penstock.ops.row_classes import MOST_TOKENS
 from penstock.weights.streaming.beside import LOSS
-from penstock.weights.streaming.residency import WeightLimits, padded
-from penstock.weights.streaming.ring import StreamRates
+from penstock.weights.streaming.residency import Placement, WeightLimits, padded
+from penstock.weights.streaming.ring import StreamRates, lay_ring
+from penstock.worker.sizes import row_counts, run_counts, shared_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 DENSE = {
@@ -146,6 +148,7 @@ def test_experts_have_slots_on_the_device_where_the_host_holds_them_all() -> Non
     assert room.copies
     assert (room.on_device, room.on_host, room.on_disk) == (0, room.experts, 0)
     assert room.slots > 0
+    assert room.device_ring == 9, "eight of them, and one that comes ahead"
     assert room.device == (room.slots + room.device_ring) * room.size
     assert "slots for copies" in str(room)
     assert plan.budget.weights >= plan.placement.resting(Tier.DEVICE) + room.device
@@ -357,6 +360,22 @@ def test_a_budget_that_is_too_small_is_refused() -> None:
         plan_boot(outline, Measured(STEP, HOPPER, disk=True))
 
 
+@pytest.mark.parametrize("hardware", [HOPPER, CPU])
+def test_blocks_that_leave_no_room_for_weights_are_refused_with_those_that_would(hardware: Hardware) -> None:
+    outline = outlined(DENSE, hardware, whole(DENSE) // 2 + STEP, kv_blocks=10_000)
+    measured = Measured(STEP, hardware, disk=True)
+    with pytest.raises(BudgetError, match=r"or lower kv_blocks to [\d,]+$") as refused:
+        plan_boot(outline, measured)
+    most = int(str(refused.value).rpartition(" ")[2].replace(",", ""))
+    for blocks in (most, most + 1):
+        fewer = replace(outline, settings=replace(outline.settings, kv_blocks=blocks))
+        if blocks == most:
+            assert plan_boot(fewer, measured).budget.blocks == most
+        else:
+            with pytest.raises(BudgetError):
+                plan_boot(fewer, measured)
+
+
 # ---- what a Config leaves open
 
 
@@ -456,6 +475,53 @@ def test_what_else_stands_against_it() -> None:
         layouts = tuple(of_format(layout, format) for layout in plan.outline.layouts)
         found = cpu_blocker(replace(plan.outline, layouts=layouts), plan.placement, None)
         assert ("a format that kernels" in (found or "")) == (not reads)
+
+
+@pytest.mark.parametrize(
+    ("feed_forwards", "why"),
+    [(0, "no feed-forward rests in host memory"), (1, "only one feed-forward streams")],
+)
+def test_where_hardly_anything_streams_on_says_what_to_try(feed_forwards: int, why: str) -> None:
+    """The link brings one group at least: a single feed-forward leaves the CPU nothing."""
+    plan = planned(DENSE, HOPPER, 0.5, cpu_compute="on")
+    kind = GroupKind.FFN if feed_forwards else GroupKind.ATTENTION
+
+    def streams(*ids: GroupId) -> Placement:
+        homes = {id: Tier.HOST if id in ids else Tier.DEVICE for id in plan.placement.homes}
+        runs = [(index, 0, use.size) for index, use in enumerate(plan.placement.uses) if use.id in ids]
+        return replace(plan.placement, homes=homes, device_ring=lay_ring(runs, GIB))
+
+    rates = replace(USUAL, cpu_read=(8e10,) * 5)
+    few = streams(GroupId(kind, 3))
+    with pytest.raises(ConfigError, match=rf"{why}.*smaller device_memory.*write auto"):
+        with_cpu(plan.outline, few, None, plan.limits, rates)
+    auto = replace(plan.outline, settings=replace(plan.outline.settings, cpu_compute="auto"))
+    assert with_cpu(auto, few, None, plan.limits, rates) == (few, None)
+    more = with_cpu(
+        plan.outline, streams(GroupId(GroupKind.FFN, 3), GroupId(GroupKind.FFN, 9)), None, plan.limits, rates
+    )
+    assert more[0].cpu is not None
+
+
+@pytest.mark.parametrize("sequences", [1, 5, 64])
+def test_steps_that_the_cpu_shares_are_counted_with_what_is_recorded(sequences: int) -> None:
+    """They are recorded a second time, where weights stream; with a draft model there are none."""
+    size = whole(DENSE)
+
+    def outline(use: str, total: int = size // 2) -> Outline[Ways]:
+        limits = {"max_sequences": sequences, "max_step_tokens": 64, "max_length": 64}
+        return outlined(DENSE, HOPPER, total, **limits, cpu_compute=use)
+
+    each = 16 * MIB
+    again = len([count for count in row_counts(sequences) if count <= MOST_TOKENS])
+    for use in ("auto", "on"):
+        assert outline(use).beside - outline("off").beside == again * each == shared_bytes(sequences)
+        more, runs = (
+            outline(use, 2 * size).beside - outline("off", 2 * size).beside,
+            len(run_counts(outline(use).spec, 64)),
+        )
+        assert more == max(again - runs, 0) * each, "runs are recorded only where nothing streams"
+        assert beside(outline(use)).beside == beside(outline("off")).beside
 
 
 def of_format(layout: GroupLayout, format: WeightFormat) -> GroupLayout:

@@ -1,10 +1,12 @@
 """The command line up to where a model is needed: help, arguments, prompts; and that none of it waits for
 torch."""
 
+import json
 import os
 import pty
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from io import BytesIO, TextIOWrapper
@@ -16,9 +18,12 @@ import pytest
 from penstock import __version__
 from penstock.api.outputs import Delta
 from penstock.base.errors import PenstockError
+from penstock.cli import options
+from penstock.cli.command import Option
 from penstock.cli.commands import chat, pack, plan, run
 from penstock.cli.commands.run import Screen
 from penstock.cli.main import COMMANDS, main, root
+from penstock.cli.options import as_flags
 from penstock.cli.prompt import SHIPPED_MODEL, PromptText, model_and_prompt
 from penstock.step.request import FinishReason
 
@@ -45,6 +50,9 @@ sys.exit(", ".join(name for name in {HEAVY.split()!r} if name in sys.modules) or
         (2, ["chat", "--block-size", "0"]),
         (2, ["run", "x", "--trace", "/nowhere/trace.json"]),
         (2, ["plan", "/nowhere"]),
+        (2, ["rum"]),
+        (0, ["completion", "bash"]),
+        (0, ["run", "--help-all"]),
     ],
 )
 def test_nothing_heavy_is_imported_for(code: int, arguments: list[str]) -> None:
@@ -79,10 +87,15 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         "bench",
         "eval",
         "pack",
+        "pull",
+        "list",
+        "show",
+        "rm",
         "plan",
         "cache",
         "doctor",
         "config",
+        "completion",
     ]
     assert main(["--help"]) == 0
     shown = capsys.readouterr()
@@ -117,7 +130,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
 def test_every_option_is_explained_in_a_section(
     name: str, sections: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main([name, "--help"])
+    assert main([name, "--help-all" if name != "pack" else "--help"]) == 0
     out = capsys.readouterr().out
     assert re.findall(r"^(\S.*):$", out, re.MULTILINE) == [*sections, "Other options", "Examples"]
     command = root.get_command(click.Context(root), name)
@@ -126,6 +139,28 @@ def test_every_option_is_explained_in_a_section(
         if isinstance(option, click.Option):
             assert option.help
             assert re.search(rf"^  .*{option.opts[0]}\b", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["run", "chat", "serve", "batch", "plan"])
+def test_help_has_what_many_need_and_says_how_many_more_there_are(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = root.get_command(click.Context(root), name)
+    assert command is not None
+    flags = [one for one in command.params if isinstance(one, Option)]
+    assert main([name, "--help"]) == 0
+    common = capsys.readouterr().out.partition("\nExamples:")[0]
+    assert main([name, "--help-all"]) == 0
+    whole = capsys.readouterr().out.partition("\nExamples:")[0]
+    rare = [one for one in flags if one.rare]
+    assert f"\n{len(rare)} more options: penstock {name} --help-all\n" in common
+    assert "more options" not in whole
+    for one in flags:
+        shown = re.compile(rf"^  .*{one.opts[0]}\b", re.MULTILINE)
+        assert shown.search(whole)
+        assert bool(shown.search(common)) != one.rare
+    assert len(common) < len(whole)
+    assert main(["pack", "--help-all"]) == 2  # It has no others.
 
 
 def test_examples_in_the_help_are_commands_that_parse() -> None:
@@ -142,6 +177,8 @@ def test_examples_in_the_help_are_commands_that_parse() -> None:
     ("arguments", "message"),
     [
         (["frobnicate"], "no such command 'frobnicate'; see penstock --help"),
+        (["rum"], "no such command 'rum'; did you mean run?"),
+        (["chta", "x"], "no such command 'chta'; did you mean chat?"),
         (["--frobnicate"], "no such option '--frobnicate'; see penstock --help"),
         (["run", "--xyzzy"], "no such option '--xyzzy'; see penstock run --help"),
         (["run", "x", "--seed"], "option '--seed' requires an argument; see penstock run --help"),
@@ -153,6 +190,116 @@ def test_wrong_usage_is_one_line(
 ) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr() == ("", f"penstock: error: {message}\n")
+
+
+def test_settings_in_errors_are_written_as_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert as_flags("raise kv_blocks, or lower max_length.") == "raise --kv-blocks, or lower --max-length."
+    for same in (
+        "/a/max_length/b",
+        "'max_length'",
+        "max_length.json",
+        "--max-length",
+        "no_such",
+        "max_length=3",
+    ):
+        assert as_flags(same) == same
+    config = json.loads((SHIPPED_MODEL / "config.json").read_text()) | {"max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    # A forecast is for the model's context, where that is shorter than usual.
+    assert main(["plan", str(tmp_path)]) == 0
+    assert "context 512," in capsys.readouterr().out
+    assert main(["plan", str(tmp_path), "--context", "600"]) == 2
+    assert "lower --context" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--regex", "--choice"])
+def test_structures_are_refused_before_loading_without_what_they_need(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(options, "find_spec", lambda name: None)
+    assert main(["run", "Hello", flag, "a"]) == 2
+    said = f"{flag} needs llguidance, which is not installed; pip install 'penstock[grammar]'"
+    assert capsys.readouterr() == ("", f"penstock: error: {said}\n")
+
+
+# -- completion
+# -----------------------------------------------------------------------------------------------
+
+
+def completed(*words: str) -> list[str]:
+    """What a shell offers for the last of these words."""
+    environment = os.environ | {
+        "PYTHONPATH": str(SOURCE),
+        "_PENSTOCK_COMPLETE": "bash_complete",
+        "COMP_WORDS": " ".join(["penstock", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    code = "import sys; from penstock.cli.main import main; main([]); sys.exit('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+def test_a_shell_completes_commands_options_and_files() -> None:
+    assert completed("ch") == ["plain,chat"]
+    assert completed("run", "--tem") == ["plain,--temperature"]
+    assert completed("chat", "./mod") == ["file,./mod"]
+
+
+def test_bash_takes_what_completion_prints(tmp_path: Path) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("needs bash")
+    (tmp_path / "penstock").write_text(
+        f'#!/bin/sh\nPYTHONPATH={SOURCE} exec {sys.executable} -m penstock "$@"\n'
+    )
+    (tmp_path / "penstock").chmod(0o755)
+    script = (
+        'eval "$(penstock completion bash)"; COMP_WORDS=(penstock doc); COMP_CWORD=1; '
+        '_penstock_completion penstock; echo "${COMPREPLY[@]}"; complete -p penstock'
+    )
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [bash, "-c", script], env=os.environ | {"PATH": path}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["doctor", "complete -o nosort -F _penstock_completion penstock"]
+
+
+def test_completion_is_installed_once_where_the_shell_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, folder in (
+        ("HOME", ""),
+        ("XDG_DATA_HOME", "data"),
+        ("XDG_CONFIG_HOME", "config"),
+        ("ZDOTDIR", "z"),
+    ):
+        monkeypatch.setenv(name, str(tmp_path / folder))
+    (tmp_path / "z").mkdir()
+    (tmp_path / ".bashrc").write_text("alias a=b")
+    for shell, file, reads in (
+        ("bash", "data/penstock/completion.bash", ".bashrc"),
+        ("zsh", "data/penstock/completion.zsh", "z/.zshrc"),
+        ("fish", "config/fish/completions/penstock.fish", None),
+    ):
+        assert main(["completion", shell]) == 0
+        script = capsys.readouterr().out
+        for _ in range(2):
+            assert main(["completion", shell, "--install"]) == 0
+            assert capsys.readouterr().out.startswith(f"written to {tmp_path / file}")
+        assert (tmp_path / file).read_text() == script
+        if reads is not None:
+            assert (tmp_path / reads).read_text().count(f'source "{tmp_path / file}"\n') == 1
+    assert (tmp_path / ".bashrc").read_text().startswith("alias a=b\nsource ")
+    monkeypatch.setenv("XDG_DATA_HOME", "/dev/null/x")
+    assert main(["completion", "bash", "--install"]) == 2
+    assert "cannot be written: Not a directory; print the script" in capsys.readouterr().err
+    assert main(["completion", "csh"]) == 2
 
 
 # -- what [MODEL] PROMPT means
@@ -200,9 +347,7 @@ def test_a_prompt_that_is_left_out_on_a_terminal_is_missing(
                 match="the prompt is missing; give it in quotes, with --file, or through a pipe",
             ):
                 model_and_prompt((), None)
-            with pytest.raises(
-                click.UsageError, match=f"the prompt is missing after the model directory {model}; "
-            ):
+            with pytest.raises(click.UsageError, match=f"the prompt is missing after the model {model}; "):
                 model_and_prompt((str(model),), None)
 
 
@@ -215,13 +360,27 @@ def test_a_prompt_from_a_file_is_for_the_model_in_the_argument(model: Path, tmp_
         model_and_prompt((), str(tmp_path))
 
 
-@pytest.mark.parametrize("text", ["x" * 5000, "a\0b", "./models/llama", "one/two three"])
-def test_a_prompt_is_never_mistaken_for_a_path(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("text", ["x" * 5000, "a\0b", "one/two three", "gpt2", "Once."])
+def test_a_prompt_is_never_mistaken_for_a_path(text: str) -> None:
     assert model_and_prompt((text,), None)[1].text == text
-    noted = "has no config.json" in capsys.readouterr().err
-    assert noted == (text == "./models/llama")
     with pytest.raises(PenstockError, match="does not exist"):
         model_and_prompt((text, "prompt"), None)
+
+
+@pytest.mark.parametrize("text", ["Qwen/Qwen3-8B", "hf.co/a/b", "a/b:Q4_K_M", "a/b@main"])
+def test_a_name_of_the_hub_is_never_mistaken_for_a_prompt(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(click.UsageError, match=f"the prompt is missing after the model {text}; "):
+        model_and_prompt((text,), None)
+    pipe(monkeypatch, b"Once")
+    assert model_and_prompt((text,), None) == (Path(text), PromptText("Once", False))
+
+
+@pytest.mark.parametrize("text", ["./models/llama", "/nowhere/llama", "../llama", "llama.gguf"])
+def test_nor_is_a_path(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(PenstockError, match="does not exist"):
+        model_and_prompt((text,), None)
 
 
 # -- several outputs on one screen

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from penstock.arch.families import family_of, read_spec
+from penstock.arch.formats.recipe import config_in
 from penstock.arch.layout import GroupKind, group_layouts
+from penstock.base.config import Config
 from penstock.base.errors import ConfigError
 from penstock.bench.shapes import LAYERS_OF, SHAPES
 from penstock.cli.commands.plan import MACHINES, kept_costs, machine_of, settle
@@ -39,8 +41,9 @@ RATES = StreamRates(50e9, 0.0, 4.2e12)
 def test_costs_are_read_as_they_were_kept(tmp_path: Path) -> None:
     file = costs_file(tmp_path, "Some GPU / 80GB", "bfloat16")
     assert file == tmp_path / "costs" / "some-gpu-80gb-bfloat16.json"
-    keep_costs(COSTS, file)
-    assert read_costs(file) == COSTS
+    for costs in (COSTS, replace(COSTS, cpu_read=(5e10, 4e10, 3e10, 2e10, 1e10))):
+        keep_costs(costs, file)
+        assert read_costs(file) == costs
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
@@ -52,6 +55,8 @@ def test_costs_are_read_as_they_were_kept(tmp_path: Path) -> None:
         lambda body: body.update(link_rate=0),
         lambda body: body.update(expert_layer=-1),
         lambda body: body.update(slot_layer=-1),
+        lambda body: body.update(cpu_read=[1e9] * 4),
+        lambda body: body.update(cpu_read=[1e9] * 4 + [0]),
         lambda body: body.update(device=7),
         lambda body: body.update(more=1),
         lambda body: body["decode"].reverse(),
@@ -209,6 +214,39 @@ def test_slots_cost_nothing_but_deciding_where_what_comes_is_hidden() -> None:
     assert costs.slot_seconds(1, 12, 96, 1e-3, size, 1e15) >= 12e-5
 
 
+@pytest.mark.parametrize(
+    ("model", "batch", "device", "rate", "hits", "alone", "shared"),
+    [
+        ("gpt-oss-20b", 1, 6, 62.9, 0.109, 46.40, 15.68),
+        ("gpt-oss-20b", 2, 6, 62.3, 0.110, 85.68, 26.56),
+        ("gpt-oss-20b", 4, 6, 61.3, 0.102, 151.49, 46.73),
+        ("gpt-oss-20b", 8, 6, 55.9, 0.082, 243.20, 79.65),
+        ("gpt-oss-20b", 16, 6, 49.1, 0.050, 341.85, 119.47),
+        ("gpt-oss-20b", 1, 6, 45.6, 0.119, 23.36, 14.52),
+        ("gpt-oss-20b", 1, 8, 48.0, 0.346, 17.61, 11.65),
+        ("qwen3-30b-a3b", 8, 6, 35.2, 0.288, 100.41, 66.04),
+    ],
+)
+def test_what_the_cpu_gained_is_forecast(
+    model: str, batch: int, device: int, rate: float, hits: float, alone: float, shared: float
+) -> None:
+    """Milliseconds of kept runs on an H100, `h100_cpu_compute.json`, by the rate that the CPU had in them."""
+    shape = SHAPES[model] if model in SHAPES else LAYERS_OF["30B-A3B"][0] | {"num_hidden_layers": 48}
+    config = config_in("int4" if "qwen" in model else None, shape, model)
+    spec, names = read_spec(config), family_of(config).names
+    setting, _ = settle("h100", {}, kept_costs("h100", Path(), "bfloat16"))
+    link = 55e9 if alone in (23.36, 17.61, 100.41) else 25e9
+    there = machine_of(setting)
+    rates = replace(there.rates, host_to_device=link, cpu_read=(rate * 1e9,) * 5)
+    settings = Config(Path(), cpu_compute="auto")
+    use = ExpertUse(((0.0, hits),))
+    work = Work("bfloat16", batch=batch, context=256, step_tokens=1024, expert_use=use, settings=settings)
+    found = forecast(spec, names, replace(there, device=device * GIB, rates=rates), work).decode
+    assert found.cpu is not None
+    assert 1e3 * found.cpu.alone == pytest.approx(alone, rel=0.15)
+    assert 1e3 * found.seconds == pytest.approx(shared, rel=0.15)
+
+
 def test_a_faster_link_would_bring_what_comes_to_slots_sooner() -> None:
     config = dict(LAYERS_OF["30B-A3B"][0]) | {"num_hidden_layers": 12}
     spec, names = read_spec(config), family_of(config).names
@@ -236,7 +274,7 @@ def test_costs_are_those_that_were_measured_here_else_those_of_the_name(tmp_path
 def test_costs_from_before_there_were_slots_are_read() -> None:
     body = json.loads(replace(COSTS, slot_layer=2e-4).line())
     assert StepCosts.parse(json.dumps(body), "here").slot_layer == 2e-4
-    del body["slot_layer"]
+    del body["slot_layer"], body["cpu_read"]
     assert StepCosts.parse(json.dumps(body), "here") == COSTS
 
 

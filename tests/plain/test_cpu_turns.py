@@ -10,7 +10,8 @@ import pytest
 
 from penstock.arch.layout import GroupId, GroupKind
 from penstock.base.tiers import Tier
-from penstock.weights.streaming.beside import GAIN, HAND_OVER, LOSS, RowSpec, share_passes
+from penstock.engine.cpu_share import FALL
+from penstock.weights.streaming.beside import GAIN, HAND_OVER, LOSS, RowSpec, predict_shared, share_passes
 from penstock.weights.streaming.residency import Placement, Use, WeightLimits
 from penstock.weights.streaming.ring import StreamRates
 from penstock.weights.streaming.solver import solve
@@ -61,11 +62,37 @@ def test_more_rows_take_longer() -> None:
     assert times == sorted(times), "more rows take longer"
 
 
+@pytest.mark.parametrize(("device", "link"), [(8, 50e9), (12, 13e9), (22, 25e9), (22, 50e9)])
+@pytest.mark.parametrize("cpu", [40e9, 60e9])
+def test_of_more_rows_the_cpu_computes_fewer_where_that_pays(device: int, link: float, cpu: float) -> None:
+    """More than two fills of the ring: then it pays even if steps of two orders take turns."""
+    rates = StreamRates(link, 0.0, 3e12, tuple(cpu * part for part in FALL))
+    one = placed(device * GB, replace(rates, cpu_read=(cpu,)), rows=replace(ROWS, always=True))
+    own = placed(device * GB, rates, rows=replace(ROWS, always=True))
+    assert one.cpu is not None
+    assert own.cpu is not None
+    assert own.cpu.orders[0] == one.cpu.orders[0]
+    counts = [len(order.groups) for order in own.cpu.orders]
+    assert counts == sorted(counts, reverse=True)
+    fill = own.device_ring.size / link
+    arithmetic = [use.size / rates.device_read for use in own.uses]
+    for kind in range(1, 5):
+        kept = replace(own.cpu, orders=(own.cpu.orders[kind - 1],) * 5)
+        before = predict_shared(replace(own, cpu=kept), rates, kind, arithmetic).seconds
+        found = own.cpu.predictions[kind].seconds
+        assert found == pytest.approx(predict_shared(own, rates, kind, arithmetic).seconds)
+        assert (before - found > 2 * fill) == (counts[kind] != counts[kind - 1])
+    many = replace(own.cpu, orders=(own.cpu.orders[0],) * 5)
+    alone = predict_shared(replace(own, cpu=many), rates, 3, arithmetic).seconds
+    if (device, link) == (22, 25e9):
+        assert alone / own.cpu.predictions[3].seconds > 1.13
+
+
 def test_feed_forwards_that_the_cpu_computes_are_far_apart() -> None:
     """So what streams has the time to come."""
     placement = placed(12 * GB, replace(RATES, cpu_read=(25e9,) * 5))
     assert placement.cpu is not None
-    layers = [id.layer for id in placement.cpu.groups]
+    layers = [id.layer for id in placement.cpu.orders[0].groups]
     on_host = [
         use.id.layer
         for use in placement.uses
@@ -96,13 +123,27 @@ def test_passes_are_shared_where_that_is_faster(device: int, link: float, cpu: f
         assert alone.prediction.seconds <= LOSS * without.prediction.seconds
         assert alone.resting(Tier.DEVICE) + alone.device_ring.size <= limits.device
         assert rows.always or GAIN * of.predictions[0].seconds < alone.prediction.seconds
-        assert of.ring.size <= alone.device_ring.size
-        passing = [alone.uses[run.use].id for run in of.ring.runs]
         before = [alone.uses[run.use].id for run in alone.device_ring.runs]
-        assert passing == [id for id in before if id not in of.groups]
-        assert passing
+        for order in of.orders:
+            assert order.ring.size <= alone.device_ring.size
+            passing = [alone.uses[run.use].id for run in order.ring.runs]
+            assert passing == [id for id in before if id not in order.groups]
+            assert passing
         assert all(id.kind is GroupKind.FFN and alone.homes[id] is Tier.HOST for id in of.groups)
-        assert of.predictions[0].seconds >= len(of.groups) * (FEED_FORWARD / cpu + HAND_OVER)
+        assert of.predictions[0].seconds >= len(of.orders[0].groups) * (FEED_FORWARD / cpu + HAND_OVER)
+
+
+@pytest.mark.parametrize(("device", "link"), [(8, 25e9), (10, 6e9)])
+def test_other_passes_hardly_suffer(device: int, link: float) -> None:
+    """With all but feed-forwards on the device shared passes would be faster here, others 3 to 9 % slower."""
+    rates, limits = replace(RATES, host_to_device=link), WeightLimits(device * GB, 100 * GB, 0)
+    without = solve(uses(24), limits, rates)
+    others = frozenset(use.id for use in without.uses if use.id.kind is not GroupKind.FFN)
+    first = solve(without.uses, replace(limits, first=others), rates)
+    assert first.prediction.seconds > 1.02 * without.prediction.seconds
+    found = share_passes(without, limits, rates, ROWS)
+    assert found.cpu is not None
+    assert found.prediction.seconds <= 1.005 * without.prediction.seconds
 
 
 def test_of_what_the_cpu_s_rate_is_not_known_it_computes_nothing() -> None:

@@ -3,6 +3,7 @@ anything."""
 
 import json
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -18,9 +19,11 @@ from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
 from penstock.engine.contexts import LongRoom, long_room
+from penstock.engine.cpu_share import shared_experts
 from penstock.engine.forecast import ExpertTraffic, Forecast, More, forecast, gains
 from penstock.engine.machines import BLOCK_SIZE, CONTEXT, PROCESS, TABLES, ExpertUse, Machine, Work
 from penstock.engine.passes import decode_step, mixtures_of, pass_work
+from penstock.weights.streaming.beside import HAND_OVER, LOSS
 from penstock.weights.streaming.residency import padded, pass_order
 from penstock.weights.streaming.ring import Link, StreamRates
 
@@ -543,6 +546,66 @@ def test_what_more_would_buy() -> None:
     assert all(gain.decode == gain.prefill == 0 for gain in gains(spec, names, resident))
 
 
+# ---- beside a CPU that computes
+
+
+FALLING = (60e9, 50e9, 40e9, 20e9, 5e9)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8, 16, 17])
+def test_what_a_cpu_gains_is_of_the_batch_that_is_asked(batch: int) -> None:
+    """By the rate of its class of rows; from 17 on, and where the link is as fast, there is nothing."""
+    narrow = replace(FAST, host_to_device=10e9)
+    work = replace(WORK, batch=batch, settings=replace(WORK.settings, cpu_compute="auto"))
+    off = of(DENSE, machine(DENSE, 0.5, rates=narrow), replace(work, settings=WORK.settings))
+    found = of(DENSE, machine(DENSE, 0.5, rates=replace(narrow, cpu_read=FALLING)), work)
+    assert found.prefill.cpu is None
+    if batch > 8:
+        assert found.decode.cpu is None
+        assert found.decode.seconds <= LOSS * off.decode.seconds
+        return
+    part, of_cpu = found.decode.cpu, found.placement.cpu
+    assert part is not None
+    assert of_cpu is not None
+    rate = FALLING[(batch - 1).bit_length()]
+    assert part.seconds == pytest.approx(part.size / rate + part.groups * HAND_OVER)
+    assert part.groups == len(of_cpu.orders[(batch - 1).bit_length()].groups)
+    assert part.size + found.decode.copied == found.placement.streamed
+    assert max(part.seconds, found.decode.busy[Link.LINK]) <= 1.001 * found.decode.seconds
+    assert found.decode.seconds < part.alone
+    assert part.alone <= LOSS * off.decode.seconds
+    assert found.decode.busy[Link.COMPUTE] < 0.2 * found.decode.seconds
+
+
+def test_a_cpu_that_must_compute_may_lose() -> None:
+    slow = replace(FAST, cpu_read=(1e9,) * 5)
+    work = replace(WORK, settings=replace(WORK.settings, cpu_compute="on"))
+    found = of(DENSE, machine(DENSE, 0.5, rates=slow), work).decode
+    assert found.cpu is not None
+    assert found.seconds > found.cpu.alone
+    auto = replace(work, settings=replace(WORK.settings, cpu_compute="auto"))
+    assert of(DENSE, machine(DENSE, 0.5, rates=slow), auto).decode.cpu is None
+
+
+@pytest.mark.parametrize(("layers", "come"), [(1, 0.0), (4, 3.0), (4, 4.0), (24, 85.5), (12, 300.0)])
+@pytest.mark.parametrize(("link", "cpu"), [(25e9, 60e9), (55e9, 40e9), (55e9, 1e9)])
+def test_of_experts_a_cpu_takes_as_many_as_make_a_layer_shortest(
+    layers: int, come: float, link: float, cpu: float
+) -> None:
+    size = 13e6
+    seconds, part = shared_experts(layers, come, size, link, cpu)
+    alone = come * size / link
+    assert seconds <= alone * (1 + 1e-9)
+    assert part.size == part.groups * size
+    assert part.seconds == part.size / cpu
+    assert part.groups <= come
+    assert seconds >= 0.99 * max((come - part.groups) * size / link, part.seconds)
+    if cpu > link and come > layers:
+        assert seconds < 0.7 * alone
+    if cpu < 2e9 and come / layers < 25:
+        assert part.groups == 0
+
+
 # ---- refusals
 
 
@@ -557,7 +620,7 @@ def test_what_more_would_buy() -> None:
             "no disk for the rest",
         ),
         (machine(DENSE, 0.3, host=PROCESS), WORK, BudgetError, "too small for a ring"),
-        (machine(DENSE, 0.3), replace(WORK, batch=500), BudgetError, "of KV and"),
+        (machine(DENSE, 0.3), replace(WORK, batch=500), BudgetError, "a batch of .* would fit"),
         (machine(DENSE, 0.3), replace(WORK, context=5000), ConfigError, "4,096 positions"),
         (machine(DENSE, 0.3), replace(WORK, batch=513), ConfigError, "512 tokens a step"),
     ],
@@ -565,6 +628,36 @@ def test_what_more_would_buy() -> None:
 def test_what_a_boot_would_refuse(given: Machine, work: Work, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         of(DENSE, given, work)
+
+
+@pytest.mark.parametrize(
+    ("given", "work"),
+    [
+        (machine(DENSE, 0.3), replace(WORK, batch=500)),
+        (machine(DENSE, 0.3), replace(WORK, batch=500, context=300)),
+        (Machine(GIB, None, FAST, 1e12), replace(WORK, batch=500)),
+        (machine(DENSE, 0.01), replace(WORK, step_tokens=1 << 18, context=4000)),
+    ],
+)
+def test_of_work_that_does_not_fit_it_is_said_what_would(given: Machine, work: Work) -> None:
+    """To the last sequence, and to the last block of a context."""
+    with pytest.raises(BudgetError, match="would fit") as refused:
+        of(DENSE, given, work)
+    said = dict(
+        re.findall(r"(batch of|context of|step-tokens) ([\d,]+)(?= |,)", str(refused.value).partition(";")[2])
+    )
+    for text, name, unit in (
+        ("batch of", "batch", 1),
+        ("context of", "context", BLOCK_SIZE),
+        ("step-tokens", "step_tokens", BLOCK_SIZE),
+    ):
+        if text in said:
+            most = int(said[text].replace(",", ""))
+            assert 0 < most < getattr(work, name)
+            of(DENSE, given, replace(work, **{name: most}))
+            with pytest.raises(BudgetError):
+                of(DENSE, given, replace(work, **{name: most + unit}))
+    assert said
 
 
 def test_dynamic_rope_goes_beyond_its_positions() -> None:

@@ -19,7 +19,7 @@ from penstock.server.parsing.output_parser import Called, _joined, whole
 from penstock.server.parsing.reading import Arguments, Begin, Broken, Content, End, Part, Reasoning
 from penstock.server.parsing.tools import template_messages, tools_of
 from penstock.server.parsing.turns import channel_tools
-from penstock.server.wire.requests import Message
+from penstock.server.wire.conversation import Message
 
 FUNCTIONS: dict[str, dict[str, Any]] = {"weather": {}, "now": {}, "a.b-c_d": {}}
 

@@ -59,7 +59,7 @@ def test_an_extra_brings_those_that_it_names() -> None:
         < set(install.needs(["ray", "dev"]))
     )
     assert not [one for one in install.needs(["dev"]) if "penstock" in one]
-    with pytest.raises(HashesError, match="there are dev, fuzz, grammar"):
+    with pytest.raises(HashesError, match="there are all, dev, fuzz, grammar"):
         install.needs(["nothing"])
 
 

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+import gguf_bytes
 from penstock.base.errors import CheckpointError
 from penstock.weights.checkpoint.links import expect_inside
+from penstock.weights.gguf.files import GGUFFiles
 
 
 @pytest.fixture
@@ -78,6 +80,30 @@ def test_the_cache_of_hugging_face(tmp_path: Path) -> None:
         (snapshot / "generation_config.json").unlink()
     (tmp_path / "link").symlink_to(snapshot)
     expect_inside(tmp_path / "link")
+
+
+def test_what_repositories_of_that_cache_share(tmp_path: Path) -> None:
+    """Files that it has for several of them, which their blobs then lead to."""
+    hub, store = tmp_path / "models--one--model", tmp_path / "blobs"
+    for folder in (snapshot := hub / "snapshots" / "abc", hub / "blobs", store / "de", store / "fa"):
+        folder.mkdir(parents=True)
+    values = gguf_bytes.LLAMA | {"split.count": 2, "split.tensors.count": 11}
+    whole = gguf_bytes.tensors()
+    for at, place in enumerate(("de/dead", "fa/fade")):
+        data = gguf_bytes.file(values | {"split.no": at}, whole[:5] if at == 0 else whole[5:])
+        (store / place).write_bytes(data)
+        (hub / "blobs" / str(at)).symlink_to(f"../../blobs/{place}")
+        (snapshot / f"m-0000{at + 1}-of-00002.gguf").symlink_to(f"../../blobs/{at}")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/0")
+    first = snapshot / "m-00001-of-00002.gguf"
+    with pytest.raises(CheckpointError, match="outside"):
+        expect_inside(snapshot)
+    with pytest.raises(CheckpointError, match="outside"):
+        GGUFFiles(first)
+    (store / ".huggingface-shared-blobs").write_text("1\n")
+    expect_inside(snapshot)
+    with GGUFFiles(first) as files:
+        assert len(files.tensors) == 11
     other = tmp_path / "models--other" / "blobs"
     other.mkdir(parents=True)
     (other / "123").write_text("{}")

@@ -64,7 +64,7 @@ class EngineDriver:
         followed: whether what each step adds is taken. Else it is not kept: the garbage collector would
             look at all of it again.
         """
-        self._check_process()
+        self.check_process()
         sequences: list[OutputSequence] = []
         group = SequenceGroup(ready.prompt, ready.tokens, sequences)
         with self._lock:
@@ -94,7 +94,7 @@ class EngineDriver:
     def step(self) -> None:
         """Run one step of the engine, and hand its events to the outputs that they belong to, whichever
         thread waits for these."""
-        self._check_process()
+        self.check_process()
         with self._lock:
             self._sweep()
             self._stepping = True
@@ -134,6 +134,15 @@ class EngineDriver:
                     return None
                 self.step()
 
+    def take_deltas(self, group: SequenceGroup) -> tuple[list[Delta], bool]:
+        """Return the group's pieces that were not taken yet, and whether these were the last. Waits for a
+        step that another thread runs: within one, an output may have ended and its last piece be missing."""
+        with self._lock:
+            pieces = [delta for sequence in group.sequences for delta in sequence.deltas]
+            for sequence in group.sequences:
+                sequence.deltas.clear()
+            return pieces, group.done
+
     def clear_prefix_cache(self) -> int:
         """Forget the KV of everything that is not running. Return the number of blocks that were given up."""
         with self._lock:
@@ -172,7 +181,8 @@ class EngineDriver:
         while self._dropped:
             self.abandon([self._dropped.popleft()])
 
-    def _check_process(self) -> None:
+    def check_process(self) -> None:
+        """Raise EngineClosedError in a process that was forked from the one that has opened the model."""
         if self.forked:
             raise EngineClosedError(
                 "this process was forked after the model was opened, and has no engine of its own; create "

@@ -16,9 +16,8 @@ for each."""
 _MOST_COMMON = 100_000
 """The least number that all of these divide: where several hold for one number, the library takes a state for
 each up to that."""
-_SPACE = r" {1,2}|\r?\n[ \t]{0,32}"
-"""The space that may stand between parts of JSON: enough to write it in lines, and an end for models that
-like spaces."""
+_COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+"""JSON without space between its parts: what a model could go on and on with, and nobody needs."""
 _PATIENCE = 0.5
 """Seconds in which the part of a schema is looked for that is at fault."""
 _LONGEST_SAID = 300
@@ -74,11 +73,11 @@ def _with_schemas(text: str) -> str:
 
 
 def _safe(schema: dict[str, object]) -> dict[str, object]:
-    """Return a schema with an end to spaces, unless it has rules of its own for the library."""
+    """Return a schema of compact JSON, unless it has rules of its own for the library."""
     own = schema.get("x-guidance", {})
-    if not isinstance(own, dict) or "whitespace_flexible" in own:
+    if not isinstance(own, dict) or own.keys() & {"whitespace_flexible", "whitespace_pattern"}:
         return schema
-    return {**schema, "x-guidance": {"whitespace_pattern": _SPACE, **own}}
+    return {**schema, "x-guidance": {**_COMPACT, **own}}
 
 
 def _check_multiples(schema: object) -> None:

@@ -2,19 +2,21 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self
 
 from penstock.api.arguments import LLMArguments
 from penstock.api.driver import EngineDriver
+from penstock.api.embeddings import Embedder
 from penstock.api.limits import ServingLimits
-from penstock.api.outputs import Completion
-from penstock.api.reader import Message, Prompt, PromptReader, not_a_prompt
-from penstock.api.sequences import SequenceGroup
+from penstock.api.outputs import Completion, Embedding
+from penstock.api.reader import Message, Prompt, PromptReader, paired
+from penstock.api.sequences import PreparedPrompt, SequenceGroup
 from penstock.api.snapshots import MemoryUse
 from penstock.api.stream import CompletionStream
 from penstock.api.structures import Structures
@@ -22,13 +24,13 @@ from penstock.api.text.tokenizer import Tokenizer
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import SHIPPED_MODEL as SHIPPED_MODEL
 from penstock.base.config import Config
-from penstock.base.errors import RequestError
 from penstock.base.meter import ExpertMap
 from penstock.base.setting import keywords_of
 from penstock.base.trace import Trace
 from penstock.engine.boot import Booted, boot
 from penstock.engine.engine import Progress, Stats
 from penstock.engine.placing import Override, RoutingSource
+from penstock.hub.models import locate
 from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.cache import is_pack
@@ -45,6 +47,7 @@ class LLM:
     """Loads a model, and completes prompts with it.
 
     The arguments are those of `LLMArguments`: a model, the settings of `Config`, and how progress is shown.
+    A model that is named as on the Hugging Face Hub is fetched if its cache does not have it.
     What boot decides (device, dtype, how memory is divided) is logged to the logger "penstock" at level INFO.
 
     May be used from several threads; whichever waits for its own outputs drives the engine for all. Use it in
@@ -83,6 +86,8 @@ class LLM:
         loading: Loading | None,
         routing: RoutingSource | None = None,
     ) -> None:
+        if (found := locate(str(config.model))).path != config.model:
+            config = replace(config, model=found.path)
         self._progress = progress
         with ExitStack() as opened, ThreadPoolExecutor(1, "penstock-tokenizer") as beside:
             cache = config.cache.expanduser()
@@ -108,6 +113,7 @@ class LLM:
                 defaults,
                 self.limits,
                 engine.scheduler.admissible,
+                Embedder(config.model, self.spec.hidden_size),
             )
             self.driver = EngineDriver(engine)
             # What stays on disk is read for as long as the engine lives, which then closes it. A checkpoint
@@ -138,6 +144,11 @@ class LLM:
     def device(self) -> str:
         """Return the device that computes, as torch names it."""
         return str(self._booted.device)
+
+    @property
+    def threads(self) -> int | None:
+        """Return the CPU threads that the last step computed with; None where they are whatever torch has."""
+        return self._booted.engine.threads
 
     @property
     def dtype(self) -> str:
@@ -192,21 +203,26 @@ class LLM:
         params: settings for all, or one for each.
         Raises RequestError, before anything runs, if one of them cannot be served.
         """
-        several = _as_prompts(prompts)
-        settings = (
-            [params] * len(several)
-            if params is None or isinstance(params, SamplingParams)
-            else _as_settings(params)
-        )
-        if len(settings) != len(several):
-            raise RequestError(
-                f"there are {len(several)} prompts but {len(settings)} params; give one for all, or one for "
-                "each"
-            )
+        return self._complete(self.reader.read(prompt, one) for prompt, one in paired(prompts, params))
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None) -> list[Embedding]:
+        """Return the embedding of one prompt or many, in their order, for a checkpoint that is made for that.
+
+        prompts: as of `generate`.
+        dimensions: cut each to so many numbers, for models that allow it (Matryoshka embeddings).
+        Raises UnsupportedModelError where the checkpoint does not say how hidden states become an embedding,
+        and RequestError, before anything runs, if one of the prompts cannot be served.
+        """
+        embedder = self.reader.embedder
+        embedder.check(dimensions)
+        found = self._complete(self.reader.read_embedding(prompt) for prompt, _ in paired(prompts, None))
+        return [embedder.embedding(completion, dimensions) for completion in found]
+
+    def _complete(self, prompts: Iterable[PreparedPrompt]) -> list[Completion]:
+        """Run prompts together, none of them before all have been read."""
         groups: list[SequenceGroup] = []
         try:
-            for prompt, one in zip(several, settings, strict=True):
-                groups.append(self.driver.begin(self.reader.read(prompt, one), followed=False))
+            groups.extend(self.driver.begin(ready, followed=False) for ready in list(prompts))
             with self._bar(groups) as advance:
                 for group in groups:
                     while not group.done:
@@ -230,9 +246,19 @@ class LLM:
         """
         return CompletionStream(self.driver, self.driver.begin(self.reader.read(prompt, params)), until)
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """Return the model's answer to a conversation: messages with a "role" and a "content"."""
-        return self.generate([messages], params)[0]
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> Completion:
+        """Return the model's answer to a conversation: messages with a "role" and a "content".
+
+        chat_template_kwargs: more that the model's chat template reads, such as enable_thinking.
+        Raises RequestError.
+        """
+        return self._complete([self.reader.read_chat(messages, params, chat_template_kwargs)])[0]
 
     def clear_prefix_cache(self) -> int:
         """Forget the KV of everything that is not running. Return the number of blocks that were given up."""
@@ -282,26 +308,3 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts, of what may be a single one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
-        raise not_a_prompt(prompts)
-    if prompts and isinstance(prompts[0], int | Mapping):
-        return [prompts]  # type: ignore[list-item]
-    for prompt in prompts:
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
-            raise not_a_prompt(prompt)
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _as_settings(params: object) -> list[SamplingParams | None]:
-    if not isinstance(params, Sequence) or isinstance(params, str | bytes | bytearray):
-        raise RequestError(
-            f"params is of type {type(params).__name__}; give one SamplingParams for all prompts, or a list "
-            "with one for each"
-        )
-    return list(params)

@@ -41,6 +41,8 @@ class Completion:
     cached_host: int = 0
     cached_disk: int = 0
     """Those of them that came from host memory, and from disk."""
+    embedding: tuple[float, ...] = ()
+    """The hidden state behind the prompt, where it was asked for; see `Embedding`."""
 
     @property
     def text(self) -> str:
@@ -63,13 +65,29 @@ class Completion:
         return self.outputs[0].logprobs
 
 
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """Holds the embedding of a prompt (vLLM: EmbeddingRequestOutput).
+
+    prompt: the text that was given, or rendered from a chat; None for a prompt of tokens.
+    embedding: numbers of length 1 together where the checkpoint normalises them.
+    """
+
+    prompt: str | None
+    prompt_tokens: tuple[int, ...]
+    embedding: tuple[float, ...]
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was found instead of computed."""
+
+
 @record(frozen=True, slots=True)
 class Delta:
     """Holds a piece that a step has added to output `index`: tokens, the text that became certain, and in the
-    last piece the reason for which the output ended."""
+    last piece the reason for which the output ended, and the stop string that has ended it, if one has."""
 
     text: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None = None
     index: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
+    stop: str = ""

@@ -5,13 +5,15 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
+from penstock.api.embeddings import Embedder
 from penstock.api.limits import ServingLimits
 from penstock.api.sequences import PreparedPrompt
 from penstock.api.structures import Structures
 from penstock.api.text.detokenize import Detokenizer, Headers
 from penstock.api.text.tokenizer import Tokenizer
+from penstock.api.variables import check_variables
 from penstock.base.errors import CheckpointError, RequestError
 from penstock.step.params import Sampling, SamplingParams, shown
 from penstock.weights.checkpoint.generation import GenerationDefaults
@@ -46,6 +48,7 @@ class PromptReader:
         defaults: GenerationDefaults,
         limits: ServingLimits,
         admit: Admit,
+        embedder: Embedder,
     ) -> None:
         """Read prompts for a model.
 
@@ -55,9 +58,10 @@ class PromptReader:
         defaults: sampling settings from the checkpoint's generation_config.json.
         limits: the largest requests that are served.
         admit: the rule by which requests are admitted.
+        embedder: makes embeddings, if the model can.
         """
         self._tokenizer, self._structures, self._admit = tokenizer, structures, admit
-        self.vocab_size, self.limits = vocab_size, limits
+        self.vocab_size, self.limits, self.embedder = vocab_size, limits, embedder
         self.defaults = replace(defaults, eos_tokens=self._ends(defaults.eos_tokens))
 
     @property
@@ -121,6 +125,29 @@ class PromptReader:
         return PreparedPrompt(
             text, tuple(tokens), tuple(map(sampling, range(params.n))), params.max_tokens, detokenizer
         )
+
+    def read_embedding(self, prompt: Prompt) -> PreparedPrompt:
+        """Return a prompt of which the embedding is wanted. Raise RequestError for one that could never be
+        served."""
+        ready = self.read(prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+        return replace(ready, samplings=tuple(replace(one, pooled=True) for one in ready.samplings))
+
+    def read_chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> PreparedPrompt:
+        """Return the prompt of a conversation, as `read` does.
+
+        chat_template_kwargs: more that the model's template reads.
+        """
+        if not isinstance(messages, Sequence) or not all(isinstance(one, Mapping) for one in messages):
+            raise _not_messages(messages)
+        variables: Any = {} if chat_template_kwargs is None else chat_template_kwargs
+        check_variables(variables)
+        text = self.tokenizer.render_chat(messages, **variables)
+        return replace(self.read(self._known(self.encode(text, special=False)), params), prompt=text)
 
     def close(self) -> None:
         """Free what was compiled for structured outputs."""
@@ -234,3 +261,57 @@ def not_a_prompt(given: object) -> RequestError:
     return RequestError(
         f"the prompt is of type {type(given).__name__}; give text, a list of token ids, or a list of messages"
     )
+
+
+def paired(
+    prompts: Prompt | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams | None] | None,
+) -> list[tuple[Prompt, SamplingParams | None]]:
+    """Return each prompt with its settings, of one prompt or many, and of one for all or one for each. Raise
+    RequestError where the numbers differ, and for what is none of these."""
+    several = _as_prompts(prompts)
+    settings = (
+        [params] * len(several)
+        if params is None or isinstance(params, SamplingParams)
+        else _as_settings(params)
+    )
+    if len(settings) != len(several):
+        raise RequestError(
+            f"there are {len(several)} prompts but {len(settings)} params; give one for all, or one for each"
+        )
+    return list(zip(several, settings, strict=True))
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return a list of prompts, of what may be a single one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
+        raise not_a_prompt(prompts)
+    if prompts and isinstance(prompts[0], int | Mapping):
+        return [prompts]  # type: ignore[list-item]
+    for prompt in prompts:
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+            raise not_a_prompt(prompt)
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_settings(params: object) -> list[SamplingParams | None]:
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes | bytearray):
+        raise RequestError(
+            f"params is of type {type(params).__name__}; give one SamplingParams for all prompts, or a list "
+            "with one for each"
+        )
+    return list(params)
+
+
+def _not_messages(given: object) -> RequestError:
+    """Return the error for a value that is no conversation."""
+    example = 'chat([{"role": "user", "content": "Hello"}])'
+    if isinstance(given, str):
+        return RequestError(f"chat takes a list of messages, not a text; give {example}, or use generate")
+    what = f"of type {type(given).__name__}"
+    if isinstance(given, Sequence):
+        other = next(one for one in given if not isinstance(one, Mapping))
+        what = f"a list with a value of type {type(other).__name__}"
+    return RequestError(f"chat takes a list of messages, and this is {what}; give {example}")

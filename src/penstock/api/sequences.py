@@ -60,12 +60,15 @@ class OutputSequence:
     finish: FinishReason | None = None
     error: str = ""
     cached: tuple[int, int, int] = (0, 0, 0)
+    embedding: tuple[float, ...] = ()
 
     def take(self, event: Event) -> bool:
         """Add what a step has computed. Return whether a stop string has just ended the output, which the
         engine does not know."""
         if event.prompt_logprobs:
             self.prompt_logprobs.extend(event.prompt_logprobs)
+        if event.embedding:
+            self.embedding = event.embedding
         if event.token is None:
             if event.finish is not None:
                 self._break_off(event)
@@ -76,19 +79,21 @@ class OutputSequence:
         if event.logprob is not None:
             self.logprobs.append(event.logprob)
         self.finish = event.finish
-        text, stopped = "", False
+        text, stop, stopped = "", "", False
         if self.detokenizer is not None:
             # The token that ends an output is no part of its text.
             ended = self.finish in (FinishReason.STOP, FinishReason.ERROR)
             text = "" if ended else self.detokenizer.push([event.token])
             stopped = self.detokenizer.stopped and not ended
             if stopped:
-                self.finish = FinishReason.STOP
+                self.finish, stop = FinishReason.STOP, self.detokenizer.matched
             elif self.finish is not None:
                 text += self.detokenizer.finish()
         self.text.append(text)
         self.deltas.append(
-            Delta(text, (event.token,), self.finish, self.index, (event.logprob,) if event.logprob else ())
+            Delta(
+                text, (event.token,), self.finish, self.index, (event.logprob,) if event.logprob else (), stop
+            )
         )
         return stopped
 
@@ -134,4 +139,4 @@ class SequenceGroup:
         first = self.sequences[0]
         prompt_logprobs = None if first.sampling.prompt_logprobs is None else (None, *first.prompt_logprobs)
         outputs = tuple(sequence.output() for sequence in self.sequences)
-        return Completion(self.prompt, self.tokens, outputs, prompt_logprobs, *first.cached)
+        return Completion(self.prompt, self.tokens, outputs, prompt_logprobs, *first.cached, first.embedding)

@@ -54,7 +54,8 @@ class Config(Declared):
 
     model: OptionalPath = setting(
         SHIPPED_MODEL,
-        help="The model: the directory of a Hugging Face checkpoint or of a pack, or a GGUF file.",
+        help="The model: the directory of a checkpoint or of a pack, a GGUF file, or owner/name on the "
+        "Hugging Face Hub.",
         usual="the small model that comes with penstock",
     )
     _: KW_ONLY
@@ -192,6 +193,16 @@ class Config(Declared):
         "so tokens may differ.",
         choices=("off", "auto", "on"),
     )
+    threads: int | None = setting(
+        None,
+        help="CPU threads to compute with.",
+        details="By default a step has as many as its work is worth and as cores are free; what other "
+        "processes keep busy is looked at every second. OMP_NUM_THREADS sets the same number for all steps. "
+        "Several ranks share them.",
+        usual="by the work and the free cores",
+        limits=(1, 1024),
+        unit="threads",
+    )
     tensor_parallel: int = setting(
         1,
         help="Devices to divide the model among, with a process (rank) for each.",
@@ -216,6 +227,11 @@ def peers_disabled() -> bool:
     return os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0")
 
 
+def threads_named() -> bool:
+    """Tell whether the environment says how many threads the CPU computes with: then torch has as many."""
+    return bool(os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS"))
+
+
 def debug_requested() -> bool:
     """Tell whether PENSTOCK_DEBUG asks for tracebacks.
 
@@ -227,6 +243,27 @@ def debug_requested() -> bool:
 def terminal_kind() -> str:
     """Return the terminal's kind by TERM; "dumb", which is written line by line, if TERM is not set."""
     return os.environ.get("TERM") or "dumb"
+
+
+def state_directory() -> Path:
+    """Return the directory for what is kept between runs and is no cache: by XDG_STATE_HOME, which must be
+    absolute, or in the home."""
+    return _xdg("XDG_STATE_HOME", "~/.local/state") / "penstock"
+
+
+def completion_file(shell: str) -> tuple[Path, Path | None]:
+    """Return the file for a shell's completion, and the file that has to load it; None where the shell finds
+    it by itself."""
+    if shell == "fish":
+        return _xdg("XDG_CONFIG_HOME", "~/.config") / "fish" / "completions" / "penstock.fish", None
+    script = _xdg("XDG_DATA_HOME", "~/.local/share") / "penstock" / f"completion.{shell}"
+    home = Path(os.environ.get("ZDOTDIR") or "~") if shell == "zsh" else Path("~")
+    return script, home.expanduser() / f".{shell}rc"
+
+
+def _xdg(name: str, usual: str) -> Path:
+    given = os.environ.get(name, "")
+    return Path(given if os.path.isabs(given) else usual).expanduser()
 
 
 def source_commit() -> str | None:

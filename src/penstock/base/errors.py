@@ -4,6 +4,8 @@ to try.
     PenstockError
         ConfigError
         CheckpointError
+            HubError                  hub/faults.py
+                UnreachableError      hub/faults.py
         UnsupportedModelError
         RequestError
             LengthError
@@ -24,7 +26,7 @@ to try.
         PackError                     weights/pack/directory.py
         BusyError                     server/broker/calls.py
         DeadlineError                 server/broker/calls.py
-        FieldError                    server/wire/requests.py
+        FieldError                    server/wire/decoding.py
         NotKeptError                  server/answers/store.py
         LostError                     server/fleet/requests.py
 

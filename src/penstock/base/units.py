@@ -67,3 +67,8 @@ def format_rate(bytes_per_second: float) -> str:
         bytes_per_second /= 1000
     size = abs(bytes_per_second)
     return f"{bytes_per_second:.{2 if size < 10 else 1 if size < 100 else 0}f} {unit}/s"
+
+
+def counted(number: int, what: str, more: str = "") -> str:
+    """Return a number of things: `1 token`, `2,000 tokens`. more: the plural, if it has no s."""
+    return f"{number:,} {what if number == 1 else more or what + 's'}"

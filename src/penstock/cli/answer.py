@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.base.config import Config
 from penstock.base.meter import KVStats, MissedStats, TierStats, WeightStats
+from penstock.base.units import counted
 from penstock.cli.summaries import expert_summary, kv_summary, missed_summary, summary, tier_summary
 from penstock.cli.terminal import say
 from penstock.step.params import SamplingParams
@@ -57,18 +58,25 @@ class TimedAnswer:
         more = self.tokens - len(self.completion.outputs)
         return more / (self.end - self.first) if more > 0 and self.end > self.first else None
 
+    def brief(self) -> str:
+        """Return what a person at a terminal wants to know of an answer."""
+        if not self.tokens:
+            return f"no token in {self.end:.2f} s"
+        rate = f", {self.decode_rate:,.1f} tokens/s" if self.decode_rate else ""
+        return f"{counted(self.tokens, 'token')}{rate}, first token after {self.first:.2f} s"
+
     def statistics(self) -> str:
         """Return the statistics in one line."""
         prefill, decode = (
             f", {rate:,.0f} tokens/s" if rate else "" for rate in (self.prefill_rate, self.decode_rate)
         )
         first = f"first token after {self.first:.3f} s" if self.tokens else f"no token in {self.end:.3f} s"
-        made, prompt = self.completion, f"prompt {len(self.completion.prompt_tokens):,} tokens"
+        made, prompt = self.completion, f"prompt {counted(len(self.completion.prompt_tokens), 'token')}"
         ways = ((made.cached_host, "host memory"), (made.cached_disk, "disk"))
         came = "".join(f", {tokens:,} from {tier}" for tokens, tier in ways if tokens)
         return (
             f"{prompt} ({made.cached_tokens:,} cached{came}){prefill}; {first}; "
-            f"output {self.tokens:,} tokens{decode}; ended by "
+            f"output {counted(self.tokens, 'token')}{decode}; ended by "
             f"{'/'.join(dict.fromkeys(output.finish_reason for output in made.outputs))}"
         )
 

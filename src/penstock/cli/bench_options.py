@@ -9,6 +9,7 @@ from penstock.base.errors import ConfigError
 from penstock.base.units import parse_size
 from penstock.bench.shapes import SHAPES
 from penstock.cli.command import debug_option, option
+from penstock.cli.models import download_option
 from penstock.cli.options import (
     CPU_COMPUTE,
     DEVICE,
@@ -112,6 +113,7 @@ REST = (
         metavar="FILE",
         help="Write the line of JSON to FILE, too.",
     ),
+    download_option,
     debug_option,
 )
 

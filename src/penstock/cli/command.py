@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from penstock.cli.terminal import say
 
@@ -37,15 +38,18 @@ class Session:
 
 
 class Option(click.Option):
-    """Knows its section of the help, besides what a click option knows."""
+    """Knows its section of the help, besides what a click option knows. rare: only --help-all shows it."""
 
-    def __init__(self, *arguments: object, section: str = OTHER, **attributes: object) -> None:
+    def __init__(
+        self, *arguments: object, section: str = OTHER, rare: bool = False, **attributes: object
+    ) -> None:
         super().__init__(*arguments, **attributes)  # type: ignore[arg-type]  # click's own, which are many
-        self.section = section
+        self.section, self.rare = section, rare
 
 
 class Command(click.Command):
-    """A click command with sections in its help and examples at its end.
+    """A click command with sections in its help and examples at its end. --help shows the options that many
+    need, --help-all all of them.
 
     examples: lines as they are printed. configurable: whether a file of settings may set its flags.
     """
@@ -60,6 +64,8 @@ class Command(click.Command):
             self.params.insert(
                 0, Option(["--config"], is_eager=True, callback=_configure, **_CONFIG)
             )  # Before what it gives values to.
+        if any(isinstance(one, Option) and one.rare for one in self.params):
+            self.params.append(Option(["--help-all"], callback=_help_all, **_HELP_ALL))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse arguments as click does, and name this command in errors."""
@@ -79,8 +85,12 @@ class Command(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, in sections."""
         sections: dict[str, list[tuple[str, str]]] = {}
+        hidden = 0
         for option in self.get_params(ctx):
             section = option.section if isinstance(option, Option) else OTHER
+            if isinstance(option, Option) and option.rare and not ctx.meta.get(_ALL):
+                hidden += 1
+                continue
             record = option.get_help_record(ctx)
             if isinstance(option, click.Option) and record is not None:
                 sections.setdefault(section, []).append(record)
@@ -88,11 +98,38 @@ class Command(click.Command):
         for section, records in [*sections.items(), (OTHER, other)]:
             with formatter.section(section):
                 formatter.write_dl(records, col_max=26)
+        if hidden:
+            formatter.write(f"\n{hidden} more options: {ctx.command_path} --help-all\n")
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples."""
         if self.examples:
             formatter.write(f"\nExamples:\n{self.examples.strip(chr(10))}\n")
+
+
+_ALL = "penstock.help_all"
+"""Names in a context what --help-all notes there."""
+
+
+def _help_all(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """Print the help with all options, and end."""
+    if value and not ctx.resilient_parsing:
+        ctx.meta[_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
+
+
+_HELP_ALL: dict[str, Any] = {
+    "is_flag": True,
+    "is_eager": True,
+    "expose_value": False,
+    "help": "Show all options and exit.",
+}
+
+
+def files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Let the shell complete the name of a file or directory."""
+    return [CompletionItem(incomplete, type="file")]
 
 
 Decorator = Callable[[Callable[..., object]], Callable[..., object]]

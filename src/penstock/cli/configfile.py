@@ -18,7 +18,7 @@ MODEL = "model"
 """The argument of most commands that may be set all the same."""
 _MOST = 1 << 20
 """Bytes of such a file."""
-_OWN = ("help", "config", "version", "yes")
+_OWN = ("help", "help-all", "config", "version", "yes")
 """Flags that are not settings: what is asked for once, and what is agreed to."""
 _RUN = "run"
 """The command with two arguments: a model, which may be set, and a prompt."""

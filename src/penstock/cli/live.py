@@ -34,6 +34,7 @@ from unicodedata import category, east_asian_width
 
 from penstock.base.config import terminal_kind
 from penstock.base.meter import KVStats, MeterSample, PromptProgress, WeightStats, pass_seconds
+from penstock.base.units import counted
 from penstock.cli import terminal
 from penstock.cli.summaries import bar, beside, fitting, kv_forms, weight_forms
 
@@ -95,6 +96,8 @@ class LiveLine:
         """Text of the line that the cursor is in."""
         self._writing = False
         self._prompt: PromptProgress | None = None
+        self._thought = 0
+        """Tokens of reasoning that is not shown, while the model reasons."""
         self._begun: KVStats | None = None
         self._seen = deque[MeterSample]()
         self._before: dict[signal.Signals, object] = {}
@@ -138,8 +141,25 @@ class LiveLine:
             with self._lock:
                 self._prompt = PromptProgress(length, perf_counter(), self._progress().computed)
 
+    def think(self, tokens: int) -> None:
+        """Show how many tokens of reasoning there are by now that are not written; 0 once it has ended."""
+        with self._lock:
+            begins = tokens and not self._thought
+            self._thought = tokens
+            if begins or (not tokens and self._reserved is not None):
+                self.redraw()
+
     def write(self, text: str, *, bold: bool = False) -> None:
-        """Write text to stdout as terminal.write does; all text within the block goes this way."""
+        """Write text to stdout as terminal.write does; all text within the block goes this way, or by
+        `draw`."""
+        self._put_text(text, lambda: terminal.write(text, bold=bold))
+
+    def draw(self, pieces: Sequence[terminal.Piece]) -> None:
+        """Write pieces to a terminal as terminal.draw does, in the order of `write`."""
+        if pieces:
+            self._put_text("".join(text for text, _ in pieces), lambda: terminal.draw(pieces))
+
+    def _put_text(self, text: str, put: Callable[[], None]) -> None:
         with self._lock:
             if self._prompt is not None:
                 self._prompt = None
@@ -148,7 +168,7 @@ class LiveLine:
             self._writing = True
             if self._fd >= 0 and terminal.is_terminal(sys.stdout):
                 self._text = (self._text + text).rpartition("\n")[2]
-            terminal.write(text, bold=bold)
+            put()
             self._writing = False
 
     def redraw(self) -> None:
@@ -197,7 +217,9 @@ class LiveLine:
             forms = weight_forms(now.weights, flow, pass_seconds(seen))
         if now.kv is not None and self._begun is not None and (moved := now.kv.since(self._begun)).streams:
             forms = beside(forms, kv_forms(moved, _kv_rate(seen)))
-        if (prompt := self._prompt) is not None and self._progress is not None:
+        if self._thought:
+            forms = beside([f"thinking… {counted(self._thought, 'token')}"], forms)
+        elif (prompt := self._prompt) is not None and self._progress is not None:
             progress = self._progress()
             prompt.see(now.when, progress.reached, progress.computed)
             if now.when - prompt.begin >= PATIENCE:

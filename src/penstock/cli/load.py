@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from penstock.base.config import Config, terminal_kind
 from penstock.base.trace import Trace
+from penstock.cli.options import as_flags
 from penstock.cli.progress import progress_bar
 from penstock.cli.terminal import is_terminal, say, undisturbed
 
@@ -43,7 +44,7 @@ def compute_with(threads: int | None = None) -> None:
 
 class _Remarks(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        say(self.format(record), faint=True)
+        say(as_flags(self.format(record)), faint=True)
 
 
 @contextmanager
@@ -63,7 +64,7 @@ def boot_log(quiet: bool) -> Iterator[None]:
 
 def load(config: Config, *, quiet: bool, trace: Trace | None = None) -> "LLM":
     """Load a model, which the caller closes. Raises PenstockErrors."""
-    compute_with()
+    compute_with(config.threads)
     from penstock.api.llm import LLM
 
     with loading_bar(quiet) as loading:

@@ -29,16 +29,22 @@ COMMANDS = {
     "bench": "Measure this machine's limits and how close a model comes.",
     "eval": "Measure how well a model finds what stands in a long text.",
     "pack": "Lay a model's weights out to be streamed from disk.",
+    "pull": "Fetch a model of the Hugging Face Hub.",
+    "list": "List the models that were fetched.",
+    "show": "Say what a model is.",
+    "rm": "Remove models that were fetched.",
     "plan": "Forecast where a model rests on a machine, and how fast it runs.",
     "cache": "Look into, check or clear what prompts have left on disk.",
     "doctor": "Check what this machine has and what limits a model on it.",
     "config": "Check a file of settings.",
+    "completion": "Let a shell complete commands and options.",
 }
 EXAMPLES = """
   penstock run "Once upon a time"           the small model that comes with penstock
   penstock run ./my-model "The sea is"      a Hugging Face checkpoint directory
+  penstock run Qwen/Qwen3-8B "The sea is"   a model of the Hugging Face Hub
   penstock chat ./my-model                  a conversation
-  penstock COMMAND --help                   all options of a command
+  penstock COMMAND --help                   the options of a command
 """
 INTERRUPTED, PIPE_CLOSED = 130, 141
 """128 and the signal's number, as shells count."""
@@ -61,6 +67,19 @@ class Root(click.Group):
         command = import_module(f"penstock.cli.commands.{cmd_name}").command
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that is asked for. Raise click.UsageError with one of a name like it."""
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            from difflib import get_close_matches  # 5 ms, and only where there is none of that name
+
+            if close := get_close_matches(args[0], COMMANDS, 3):
+                # A letter is missed more often than one is left over: of `run` and `rm`, `rum` means run.
+                nearest = min(close, key=lambda name: abs(len(name) - len(args[0])))
+                raise click.UsageError(f"no such command {args[0]!r}; did you mean {nearest}?", ctx)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands, each with its purpose."""
@@ -120,7 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         return _report(session, _usage(error), error.exit_code)
     except PenstockError as error:
-        return _report(session, f"error: {error}", 2)
+        from penstock.cli.options import as_flags  # the command has imported it
+
+        return _report(session, as_flags(f"error: {error}"), 2)
     except MemoryError:
         return _report(
             session,

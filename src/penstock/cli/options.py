@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial, reduce
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from penstock.base.errors import ConfigError, RequestError
 from penstock.base.setting import MOST, UNKNOWN_WHOLE, SettingField, Size, settings_of
 from penstock.base.units import parse_size
 from penstock.cli.command import Decorator, debug_option, option
+from penstock.cli.models import download_option
 from penstock.step.params import SamplingParams
 from penstock.step.structure import Structure
 
@@ -87,6 +89,7 @@ def flag(one: SettingField, section: str = ENGINE, **instead: object) -> Decorat
         "callback": partial(_checked, one.checked),
         "metavar": _METAVARS.get(one.kind, one.name.rpartition("_")[2].upper()),
         "help": as_flags(f"{said}" if silent else f"{said} [{usual}]"),
+        "rare": ENGINE_SETTINGS.get(one.name) is one and one.name not in COMMON,
     }
     name = f"--{dashed}/--no-{dashed}" if switch and one.default else f"--{dashed}"
     return option(section, name, **attributes | instead)
@@ -106,7 +109,8 @@ def _click_type(one: SettingField) -> object:
 def as_flags(text: str) -> str:
     """Return a text in which settings that it names are written as flags: max_length as --max-length."""
     return re.sub(
-        r"\b[a-z]+_[a-z_]+\b",
+        # Not within the name of a file, or within quotes.
+        r"(?<![\w./'\"-])[a-z]+_[a-z_]+(?![\w/'\"=-]|\.\w)",
         lambda name: f"--{name[0].replace('_', '-')}" if name[0] in ENGINE_SETTINGS else name[0],
         text,
     )
@@ -125,6 +129,21 @@ def weight_format(section: str) -> Decorator:
 
 
 _METAVARS = {bool: None, Size: "SIZE", Path: "DIR", int: "N", float: "X"}
+COMMON = frozenset(
+    (
+        "device",
+        "dtype",
+        "device_memory",
+        "host_memory",
+        "disk_kv_memory",
+        "max_length",
+        "beyond_trained",
+        "max_sequences",
+        "tensor_parallel",
+        "cpu_compute",
+    )
+)
+"""The settings of the engine that --help shows; --help-all shows the others, too."""
 ENGINE_SETTINGS = {one.name: one for one in settings_of(Config) if one.name != "model"}
 """The settings that are flags, by name; the model is an argument of most commands."""
 
@@ -153,7 +172,17 @@ def _biases(ctx: click.Context, parameter: click.Parameter, values: tuple[str, .
     return biases
 
 
+def check_temperature(value: float) -> None:
+    """Raise ConfigError for a temperature at which no model makes sense: the engine takes any."""
+    if not 0 <= value <= MOST_TEMPERATURE:
+        raise ConfigError(
+            f"temperature: {value:g} is not from 0 to {MOST_TEMPERATURE:g}; 0 is greedy, 0.7 is usual"
+        )
+
+
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+MOST_TEMPERATURE = 2.0
+"""Highest temperature that a person may ask for."""
 _FEW = 64
 """Sequences up to which KV is allocated for just so many; for more the engine's own measure holds."""
 
@@ -162,6 +191,7 @@ _SAMPLING = (
         SAMPLING,
         "--temperature",
         type=float,
+        callback=partial(_checked, check_temperature),
         metavar="T",
         help="Divide logits by T; 0 always takes the likeliest token. [the model's, or 1]",
     ),
@@ -184,6 +214,7 @@ _SAMPLING = (
         "--min-p",
         type=float,
         metavar="P",
+        rare=True,
         help="Drop tokens less likely than P times the likeliest. [the model's, or 0]",
     ),
     option(
@@ -206,6 +237,7 @@ _SAMPLING = (
         type=float,
         default=0.0,
         metavar="R",
+        rare=True,
         help="Subtract R from the logits of tokens in the output. [0]",
     ),
     option(
@@ -214,6 +246,7 @@ _SAMPLING = (
         type=float,
         default=0.0,
         metavar="R",
+        rare=True,
         help="Subtract R from a token's logit each time it is in the output. [0]",
     ),
     option(
@@ -222,10 +255,11 @@ _SAMPLING = (
         callback=_biases,
         multiple=True,
         metavar="ID=B",
+        rare=True,
         help="Add B to the logit of token ID; may be repeated.",
     ),
     option(SAMPLING, "--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated."),
-    option(SAMPLING, "--include-stop", is_flag=True, help="Keep the stop text in the output."),
+    option(SAMPLING, "--include-stop", is_flag=True, rare=True, help="Keep the stop text in the output."),
     option(
         SAMPLING,
         "--stop-token",
@@ -233,15 +267,17 @@ _SAMPLING = (
         type=int,
         multiple=True,
         metavar="ID",
+        rare=True,
         help="End at this token; may be repeated.",
     ),
-    option(SAMPLING, "--ignore-eos", is_flag=True, help="Go on after the model's end token."),
+    option(SAMPLING, "--ignore-eos", is_flag=True, rare=True, help="Go on after the model's end token."),
     option(
         SAMPLING,
         "--min-tokens",
         type=int,
         default=0,
         metavar="N",
+        rare=True,
         help="Sample no end token before N tokens. [0]",
     ),
     option(
@@ -257,6 +293,7 @@ _SAMPLING = (
         "--choice",
         multiple=True,
         metavar="TEXT",
+        rare=True,
         help="Hold the output to one of these texts; may be repeated.",
     ),
     option(
@@ -264,6 +301,7 @@ _SAMPLING = (
         "--grammar",
         type=_FILE,
         metavar="FILE",
+        rare=True,
         help="Hold the output to the Lark grammar in this file.",
     ),
 )
@@ -273,6 +311,7 @@ _REPORT = (
         "--logprobs",
         type=int,
         metavar="K",
+        rare=True,
         help="With --json: log-probabilities of each token and of the K likeliest; -1 for all.",
     ),
     option(
@@ -280,6 +319,7 @@ _REPORT = (
         "--trace",
         type=click.Path(path_type=Path),
         metavar="FILE",
+        rare=True,
         help="Write a Chrome trace of reads, copies and waits, for ui.perfetto.dev.",
     ),
     option(OUTPUT, "--quiet", "-q", is_flag=True, help="Do not print device, memory sizing and statistics."),
@@ -288,17 +328,10 @@ _REPORT = (
     ),
 )
 DEVICE = engine_flags("device", "dtype", "device_memory", "host_memory")
-[BEYOND_TRAINED, MAX_STEP_TOKENS, CPU_COMPUTE] = engine_flags(
-    "beyond_trained", "max_step_tokens", "cpu_compute"
+[BEYOND_TRAINED, MAX_STEP_TOKENS, CPU_COMPUTE, THREADS] = engine_flags(
+    "beyond_trained", "max_step_tokens", "cpu_compute", "threads"
 )
 BLOCKS = engine_flags("block_size", "kv_blocks")
-THREADS = option(
-    ENGINE,
-    "--threads",
-    type=click.IntRange(1, 1024),
-    metavar="N",
-    help="CPU threads to compute with. [one for each core]",
-)
 
 
 def far_kv(usual: str, host: str = ENGINE_SETTINGS["host_kv_memory"].help) -> tuple[Decorator, ...]:
@@ -323,9 +356,9 @@ def with_options(*options: Decorator) -> Decorator:
     )  # click lists the last applied first
 
 
-engine_options = with_options(*_ENGINE, debug_option)
+engine_options = with_options(*_ENGINE, download_option, debug_option)
 """Adds the flags of a command that keeps a model for a while, and has no sampling of its own."""
-common_options = with_options(*_SAMPLING, *_REPORT, *_ENGINE, debug_option)
+common_options = with_options(*_SAMPLING, *_REPORT, *_ENGINE, download_option, debug_option)
 """Adds everything that `run` and `chat` take alike; it stands below their own options."""
 
 
@@ -354,6 +387,11 @@ def _structure(ctx: click.Context) -> Structure | None:
     if len(given) > 1:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
         raise click.UsageError(f"{flags} exclude each other; give one of them")
+    if given and find_spec("llguidance") is None:
+        raise RequestError(
+            f"--{given[0].replace('_', '-')} needs llguidance, which is not installed; pip install "
+            "'penstock[grammar]'"
+        )
     return made[given[0]](ctx.params[given[0]]) if given else None
 
 

@@ -9,15 +9,12 @@ from PIL import Image, ImageDraw, ImageFont
 from penstock.base.errors import ConfigError
 from penstock.base.tiers import Tier
 from penstock.base.units import format_size
+from penstock.cli.figures import format_count, format_figure, format_pace, format_seconds
 from penstock.cli.plan_report import (
     ASSUMED,
     PaceShown,
     Report,
     TierHeld,
-    format_count,
-    format_figure,
-    format_pace,
-    format_seconds,
     gain_texts,
 )
 

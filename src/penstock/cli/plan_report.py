@@ -13,13 +13,16 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.report import JsonLine
 from penstock.base.tiers import Tier
-from penstock.base.units import format_rate, format_size
+from penstock.base.units import format_size
+from penstock.cli.figures import format_count, format_figure, format_pace, format_seconds
 from penstock.engine.contexts import LongRoom
 from penstock.engine.costs import StepCosts
 from penstock.engine.cpu import cpu_note
+from penstock.engine.cpu_share import CpuPart
 from penstock.engine.forecast import ExpertTraffic, Forecast, Gain, Pace, gains
 from penstock.engine.machines import PROCESS
 from penstock.engine.plan import BootPlan
+from penstock.ops.row_classes import MOST_TOKENS
 from penstock.weights.streaming.ring import Link
 from penstock.worker.sizes import prefix_blocker, run_counts
 
@@ -47,6 +50,9 @@ class Setting:
     figures: Mapping[str, Figure]
     costs: StepCosts | None = None
     """Steps cost this there, if anybody measured it."""
+    cpu_read: tuple[float, ...] = ()
+    cpu_source: str = ""
+    """Bytes/s that the CPU reads of what it computes, by class of rows, and where they are from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ class TierHeld:
 @dataclass(frozen=True, slots=True)
 class PaceShown:
     """`tokens`, `seconds`, `copied` and `read` are a pass's; `busy`: of its time, by link. `experts`: None
-    where none stream."""
+    where none stream. `cpu`: None where it computes nothing."""
 
     tokens_per_second: float
     tokens: float
@@ -81,6 +87,7 @@ class PaceShown:
     binding: str
     busy: Mapping[str, float]
     experts: ExpertTraffic | None = None
+    cpu: CpuPart | None = None
 
     @classmethod
     def of(cls, pace: Pace) -> Self:
@@ -95,6 +102,7 @@ class PaceShown:
             WORDS[pace.binding],
             busy,
             pace.experts,
+            pace.cpu,
         )
 
 
@@ -197,7 +205,7 @@ class Report(JsonLine):
             everything_resident=found.everything_resident,
             steps=_steps(found.plan),
             prefixes=_prefixes(found.plan),
-            cpu=cpu_note(found.plan.outline, found.plan.placement, found.plan.experts),
+            cpu=_cpu(found),
             decode=PaceShown.of(found.decode),
             prefill=PaceShown.of(found.prefill),
             far=LongShown.of(far, work.settings) if far else None,
@@ -287,6 +295,9 @@ def _machine(setting: Setting) -> list[str]:
         )
         for name, figure in setting.figures.items()
     ]
+    if setting.cpu_read:
+        one, most = (format_figure("cpu_rate", rate) for rate in (setting.cpu_read[0], setting.cpu_read[-1]))
+        rows.append(("cpu rate", f"{one}, of {MOST_TOKENS} rows {most}", setting.cpu_source))
     assumed = any(figure.source == ASSUMED for figure in setting.figures.values())
     if setting.costs:
         steps = f"  Steps cost what they did on {setting.costs.device}, {setting.costs.measured}."
@@ -346,6 +357,19 @@ def _steps(plan: BootPlan[LongRoom]) -> str:
     recorded = plan.record_runs and run_counts(outline.spec, outline.limits.max_step_tokens)
     runs = " and short prompts" if recorded else ""
     return f"Decode steps{runs} are recorded as CUDA graphs."
+
+
+def _cpu(found: Forecast) -> str:
+    plan, part = found.plan, found.decode.cpu
+    if part is None:
+        known = bool(found.own.rates.cpu_read)
+        return cpu_note(plan.outline, plan.placement, plan.experts, known=known)
+    what = "experts" if plan.experts else "feed-forwards"
+    return (
+        f"Of a decode step the CPU computes {part.groups:,.0f} {what}, {format_size(part.size)}, in "
+        f"{format_seconds(part.seconds)}, with other roundings; without it a step takes "
+        f"{format_seconds(part.alone)}."
+    )
 
 
 def _prefixes(plan: BootPlan[LongRoom]) -> str:
@@ -408,30 +432,6 @@ def homes(it: Report, held: TierHeld) -> str:
             kind if whole == 1 else f"all {whole} {kind}" if count == whole else f"{count} of {whole} {kind}"
         )
     return ", ".join(parts)
-
-
-def format_figure(name: str, value: float) -> str:
-    """Return a machine's figure with its unit."""
-    if name.endswith("memory"):
-        return format_size(value) if value else "the device"
-    if name == "compute":
-        return f"{value / 1e12:.3g} TFLOP/s"
-    return format_rate(value) if value else "none"
-
-
-def format_pace(number: float) -> str:
-    """Return three digits, and no powers of ten: `0.0309`, `57.9`, `9,949`."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}" if number < 1e-3 else f"{number:#.3g}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Return seconds, or milliseconds below one."""
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{format_pace(seconds)} s"
-
-
-def format_count(number: float) -> str:
-    """Return a count in billions or millions: `8.03B`."""
-    return f"{number / 1e9:.3g}B" if number >= 1e9 else f"{number / 1e6:.3g}M"
 
 
 def _headed(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -11,6 +11,7 @@ import click
 from penstock.base.config import SHIPPED_MODEL as SHIPPED_MODEL
 from penstock.base.errors import CheckpointError, RequestError
 from penstock.cli.terminal import is_terminal, say
+from penstock.hub.names import ModelName, looks_like_model
 from penstock.weights.gguf.files import is_gguf
 
 
@@ -42,11 +43,10 @@ def model_and_prompt(arguments: tuple[str, ...], file: str | None) -> tuple[Path
     if len(arguments) == 2:
         return model_path(arguments[0]), _prompt(arguments[1])
     if arguments and not _is_model(arguments[0]):
-        _doubt(arguments[0])
         return SHIPPED_MODEL, _prompt(arguments[0])
-    model = Path(arguments[0]) if arguments else SHIPPED_MODEL
+    model = model_path(arguments[0] if arguments else None)
     if sys.stdin is None or is_terminal(sys.stdin):
-        where = f" after the model directory {model}" if arguments else ""
+        where = f" after the model {arguments[0]}" if arguments else ""
         raise click.UsageError(
             f"the prompt is missing{where}; give it in quotes, with --file, or through a pipe"
         )
@@ -54,34 +54,30 @@ def model_and_prompt(arguments: tuple[str, ...], file: str | None) -> tuple[Path
 
 
 def _is_model(argument: str) -> bool:
-    """Tell whether a lone argument is a model, and not the prompt."""
-    return os.path.exists(os.path.join(argument, "config.json")) or (
-        os.path.isfile(argument) and is_gguf(Path(argument))
+    """Tell whether a lone argument is a model, and not the prompt. What looks like one is one."""
+    return (
+        looks_like_model(argument)
+        or os.path.exists(os.path.join(argument, "config.json"))
+        or (os.path.isfile(argument) and is_gguf(Path(argument)))
     )
 
 
 def model_path(argument: str | None) -> Path:
-    """Return the model's directory or file; whether it holds a model is found out on loading.
+    """Return the model's directory or file, or its name on the Hub; whether it holds a model is found out on
+    loading.
 
-    Raises CheckpointError if there is none.
+    Raises CheckpointError if it can be none of these.
     """
     if argument is None:
         return SHIPPED_MODEL
-    if not os.path.exists(argument):  # Also for a name that no file can have, perhaps a prompt.
+    # Nothing is there also for a name that no file can have, perhaps a prompt.
+    if not os.path.exists(argument) and ModelName.parse(argument) is None:
         hint = "; put the prompt in quotes" if " " not in argument and "/" not in argument else ""
         raise CheckpointError(
-            f"model {argument[:200]!r} does not exist; give a directory with a config.json{hint}"
+            f"model {argument[:200]!r} does not exist; give a directory with a config.json, or a model of "
+            f"the Hugging Face Hub as owner/name{hint}"
         )
     return Path(argument)
-
-
-def _doubt(argument: str) -> None:
-    """Note that a lone argument looks like a path, and is probably meant as one."""
-    if "/" in argument.strip("/") and not any(character.isspace() for character in argument):
-        say(
-            f"penstock: note: {argument!r} has no config.json, so it is used as the prompt; to load a "
-            "model, give its directory before the prompt"
-        )
 
 
 def _prompt(argument: str) -> PromptText:

@@ -2,13 +2,16 @@
 
 import signal
 import sys
-from collections.abc import Iterator
+import termios
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Self, TextIO
 
 import click
 
+from penstock.base.config import terminal_kind
 from penstock.base.errors import RequestError
 
 # Shown as the pictures Unicode has for them: a model's output must not move the cursor or rename the window.
@@ -17,13 +20,60 @@ _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Says how a piece of text looks on a terminal. `colour` is a name that click knows."""
+
+    bold: bool = False
+    dim: bool = False
+    italic: bool = False
+    underline: bool = False
+    strikethrough: bool = False
+    colour: str | None = None
+
+    def __or__(self, other: "Look") -> "Look":
+        """Return what has all that either has."""
+        return Look(
+            self.bold or other.bold,
+            self.dim or other.dim,
+            self.italic or other.italic,
+            self.underline or other.underline,
+            self.strikethrough or other.strikethrough,
+            other.colour or self.colour,
+        )
+
+
+PLAIN = Look()
+Piece = tuple[str, Look]
+"""A text, and how it looks."""
+
+
+def styled(pieces: Iterable[Piece]) -> str:
+    """Return pieces for a terminal: the only escape sequences are those of their looks."""
+    return "".join(
+        text
+        if look == PLAIN or not text.strip()
+        else click.style(
+            text,
+            fg=look.colour,
+            bold=look.bold or None,
+            dim=look.dim or None,
+            italic=look.italic or None,
+            underline=look.underline or None,
+            strikethrough=look.strikethrough or None,
+        )
+        for text, look in ((text.translate(_PICTURES), look) for text, look in pieces)
+    )
+
+
 def one_line(text: str) -> str:
     """Return `text` as a single line without control characters."""
     return " ".join(text.split()).translate(_PICTURES)
 
 
 def say(text: str, *, faint: bool = False) -> None:
-    """Print a line on stderr, if stderr can be written to."""
+    """Print lines on stderr, if stderr can be written to, without control characters."""
+    text = text.translate(_PICTURES)
     with suppress(OSError):
         click.echo(
             click.style(text, dim=True) if faint else text, err=True
@@ -50,6 +100,33 @@ def write(text: str, *, bold: bool = False) -> None:
             )
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+def draw(pieces: Iterable[Piece]) -> None:
+    """Write pieces to stdout, which is a terminal, at once."""
+    if text := styled(pieces):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+@contextmanager
+def without_echo() -> Iterator[None]:
+    """Keep what is typed during this `with` block out of the text on the terminal, if there is any. It is
+    read afterwards."""
+    shown = is_terminal(sys.stdout) or is_terminal(sys.stderr)
+    if not is_terminal(sys.stdin) or not shown or terminal_kind() == "dumb":
+        yield
+        return
+    number = sys.stdin.fileno()
+    before = termios.tcgetattr(number)
+    silent = [*before]
+    silent[3] &= ~termios.ECHO
+    try:
+        termios.tcsetattr(number, termios.TCSANOW, silent)
+        yield
+    finally:
+        with suppress(termios.error):  # The terminal is gone.
+            termios.tcsetattr(number, termios.TCSANOW, before)
 
 
 @contextmanager

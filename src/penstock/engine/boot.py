@@ -41,9 +41,10 @@ from penstock.engine.team import (
     described,
     device_of,
     open_described,
-    share_threads,
     team_config,
+    threads_of_rank,
 )
+from penstock.engine.threads import first_look, threads_for
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.store.blocks import BlockStore
 from penstock.memory.device import choose_device, device_name, give_back, left_by, lift_cap
@@ -101,10 +102,12 @@ def boot(
     """
     begin = time.perf_counter()
     context = BootContext(say, trace, override or Override(), loading, guide, draft)
+    since = first_look()
     with ExitStack() as opened:  # closed if anything fails; afterwards the engine closes it
         if config.tensor_parallel == 1:
             device = choose_device(config.device)
-            part = _build(config, model, Place(device), opened, context)
+            with threads_of_rank(device, 1, config.threads):
+                part = _build(config, model, Place(device), opened, context)
             ranks: Ranks = part.runner
         else:
             models = (model,) if draft is None else (model, draft)
@@ -113,7 +116,8 @@ def boot(
         scheduler = make_scheduler(plan, part.root, part.disk)
         weights = "all" if plan.rest is Rest.ALL else "some"
         by = f"{config.tensor_parallel} x {device_name(device)}, {weights} weights there"
-        engine = Engine(scheduler, ranks, carry_rates(scheduler.tiers.rates, part.store, by))
+        threads = threads_for(config, outline, device, since=since, say=say)
+        engine = Engine(scheduler, ranks, carry_rates(scheduler.tiers.rates, part.store, by), threads)
         opened.pop_all()
     for line in memory_of(part.shares):
         say(line)
@@ -149,7 +153,7 @@ def follow(
 
     with ExitStack() as opened:
         device = device_of(config, seat.local)
-        share_threads(device, seat.ranks)
+        opened.enter_context(threads_of_rank(device, seat.ranks, config.threads))
         cache = config.cache.expanduser()
         model = open_described(what, cache)
         beside = None if draft is None else open_described(draft, cache)
@@ -181,7 +185,7 @@ def _team(
     opened.callback(crew.close)
     try:
         device = device_of(config, crew.local)
-        last.callback(share_threads(device, crew.ranks))
+        last.enter_context(threads_of_rank(device, crew.ranks, config.threads))
         group = crew.group(device)
         opened.callback(group.close)
         try:

@@ -18,6 +18,8 @@ CPU_RING_PART = 8
 """The ring through which weights stream from disk takes at most one part in so many of a CPU's room."""
 KV_PART = 8
 """KV gets one part in so many of the device where weights stream: enough for several sequences."""
+_FEWER = "max_step_tokens or max_sequences"
+"""Settings that make the largest step smaller: its tokens, or the logits of its sequences."""
 HEAP = 8 << 20
 """Bytes by which a CPU's heap grows beside the memory of steps."""
 
@@ -135,11 +137,13 @@ def weights_room(total: int, layouts: Sequence[GroupLayout], demand: Demand, *, 
     if room < largest + ring:
         way = f" and {format_size(ring)} on its way from disk" if ring else ""
         drafts, or_none = _of_draft(demand)
+        fitting = max(free - largest - ring, 0) // demand.block_bytes
+        fewer = f"kv_blocks to {fitting:,}" if demand.fixed_blocks and fitting else _FEWER
         raise BudgetError(
             f"the budget of {format_size(total)} is too small for one group of weights, "
             f"{format_size(largest)}{way}, beside {format_size(choices[-1] * demand.block_bytes)} of KV and "
             f"{format_size(demand.beside)} for {_beside(demand)}{drafts}; raise device_memory, or lower "
-            f"kv_blocks or {_fewer(demand)}{or_none}"
+            f"{fewer}{or_none}"
         )
     return room
 
@@ -223,7 +227,7 @@ def divide(total: int, weights: int, demand: Demand) -> Budget:
     if fitting < 1:
         raise BudgetError(
             f"the budget of {format_size(total)} leaves no room for KV: {taken}, and one block needs "
-            f"{format_size(block_bytes)}; raise device_memory, or lower {_fewer(demand)}{or_none}"
+            f"{format_size(block_bytes)}; raise device_memory, or lower {_FEWER}{or_none}"
         )
     blocks = min(fitting, demand.useful_blocks) if fixed is None else fixed
     return Budget(total, weights, demand.activations, block_bytes, blocks, demand.block_size, demand.state)
@@ -231,7 +235,3 @@ def divide(total: int, weights: int, demand: Demand) -> Budget:
 
 def _beside(demand: Demand) -> str:
     return "the largest step and the state of sequences" if demand.state else "the largest step"
-
-
-def _fewer(demand: Demand) -> str:
-    return "max_step_tokens or max_sequences" if demand.state else "max_step_tokens"

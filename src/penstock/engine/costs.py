@@ -18,6 +18,7 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.errors import ConfigError
 from penstock.engine.passes import UseWork
 from penstock.memory.disk import make_private
+from penstock.ops.row_classes import CLASSES
 
 FORMAT = 1
 RECORDED_TOKENS = 512
@@ -82,6 +83,8 @@ class StepCosts:
         host waits for the router's choice. 0 was not measured.
     slot_layer: the same where the device decides which of them come: what deciding takes, and computing with
         the last that come (see `slot_seconds`).
+    cpu_read: bytes/s that the CPU reads of feed-forwards in int4 that it computes, by class of rows, while
+        the link carries something else. Empty was not measured.
     """
 
     device: str
@@ -94,6 +97,7 @@ class StepCosts:
     prompt: PromptCosts
     expert_layer: float = 0.0
     slot_layer: float = 0.0
+    cpu_read: tuple[float, ...] = ()
 
     def rows(self, rows: float) -> DecodeCosts:
         """Return the costs of a decode step of `rows` sequences.
@@ -129,15 +133,18 @@ class StepCosts:
                 float(body.pop(name)) for name in ("link_rate", "device_read", "compute", "expert_layer")
             )
             slots = float(body.pop("slot_layer", 0.0))
+            cpu = tuple(map(float, body.pop("cpu_read", ())))
             if body or not all(isinstance(text, str) for text in (device, dtype, measured)):
                 raise ValueError("it has other fields")
             if not all(0 <= cost < _MOST for cost in (wait, slots)) or not all(
-                1 <= rate < math.inf for rate in (link, read, compute)
+                1 <= rate < math.inf for rate in (link, read, compute, *cpu)
             ):
                 raise ValueError("it has numbers that cannot be")
             if not decode or [one.rows for one in decode] != sorted({one.rows for one in decode}):
                 raise ValueError("rows are not in order")
-            return cls(device, dtype, measured, link, read, compute, decode, prompt, wait, slots)
+            if cpu and len(cpu) != CLASSES:
+                raise ValueError(f"the CPU has {len(cpu)} rates, not {CLASSES}")
+            return cls(device, dtype, measured, link, read, compute, decode, prompt, wait, slots, cpu)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise ConfigError(
                 f"{where} is no file of measured step costs ({error}); remove it, and run `penstock doctor` "
@@ -158,19 +165,24 @@ class StepCosts:
         return fixed + weights + experts + work.kv / costs.kv_read
 
     def slot_seconds(
-        self, rows: float, layers: int, asked: float, come: float, size: float, link: float
+        self, rows: float, layers: int, asked: float, come: float, size: float, link: float, taken: float = 0
     ) -> float:
         """Return the seconds by which layers with slots are slower in a decode step of `rows` sequences than
         with all experts on the device.
 
         The device fetches what comes, and meanwhile computes with what is there, in those layers in which
-        anything comes. asked, come: experts, in all `layers`. size: bytes of one. link: bytes/s. A link that
-        is slower than the one measured is used in full, of a faster one SLOT_FETCH.
+        anything comes. asked, come: experts, in all `layers`. size: bytes of one. link: bytes/s. taken:
+        seconds that coming takes, instead of what this link takes for all of them.
         """
-        fetch = come * size / min(link, SLOT_FETCH * max(link, self.link_rate))
+        fetch = taken or come * size / self.slot_rate(link)
         something = 1 - math.pow(max(1 - come / asked, 0.0), asked / layers)
         meanwhile = something * asked * size / self.rows(rows).expert_read
         return max(fetch - meanwhile, 0.0) + layers * self.slot_layer
+
+    def slot_rate(self, link: float) -> float:
+        """Return the bytes/s at which a device reads experts by itself, over a link of so many bytes/s. One
+        that is slower than the one measured is used in full, of a faster one SLOT_FETCH."""
+        return min(link, SLOT_FETCH * max(link, self.link_rate))
 
     def launch_seconds(self, spec: ModelSpec, tokens: float) -> float:
         """Return the host's seconds to launch a step over prompts of so many tokens, 0 if it is replayed."""

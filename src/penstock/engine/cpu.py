@@ -73,6 +73,13 @@ def cpu_blocker(outline: "Outline[Any]", placement: Placement, experts: ExpertRo
     return None
 
 
+def may_share(outline: "Outline[Any]") -> bool:
+    """Tell whether the CPU may share steps of a model without mixtures, wherever its weights come to rest."""
+    found = outline.hardware
+    asked = outline.settings.cpu_compute != "off" and found.cuda and found.kernels and not _mixtures(outline)
+    return asked and not (outline.shard.ranks > 1 or outline.far or outline.draft)
+
+
 def computable(outline: "Outline[Any]", placement: Placement) -> list[GroupLayout]:
     """Return the layouts of feed-forwards that rest on HOST."""
     homes = placement.homes
@@ -83,20 +90,21 @@ def computable(outline: "Outline[Any]", placement: Placement) -> list[GroupLayou
     ]
 
 
-def cpu_note(outline: "Outline[Any]", placement: Placement, experts: ExpertRoom | None) -> str:
-    """Say in a sentence what of the weights the CPU computes, or why none; empty where that was not asked."""
+def cpu_note(
+    outline: "Outline[Any]", placement: Placement, experts: ExpertRoom | None, *, known: bool = False
+) -> str:
+    """Say in a sentence what of the weights the CPU computes where no forecast says more, or why none; empty
+    where that was not asked. known: whether its rate is."""
     if outline.settings.cpu_compute == "off":
         return ""
     if why := cpu_blocker(outline, placement, experts):
         return f"The CPU computes nothing, since {why}."
-    if not _mixtures(outline):
-        return (
-            "In steps of few decode rows the CPU computes some of the feed-forwards that would come over the "
-            "link, where it is faster, with other roundings. What that gains is left out."
-        )
+    what = "experts" if _mixtures(outline) else "feed-forwards"
+    if known:
+        return f"The CPU computes no {what} in such steps, since that would gain nothing."
     return (
-        "Of experts that would come over the link the CPU computes some, with other roundings. What that "
-        "gains is left out."
+        f"The CPU computes some of the {what} that would come over the link, with other roundings. What that "
+        "gains is left out: give --cpu-rate, or have `penstock doctor` measure it."
     )
 
 
@@ -129,7 +137,12 @@ def _dense_blocker(outline: "Outline[Any]", placement: Placement) -> str | None:
     if outline.draft:
         return "a draft model proposes tokens"
     if not computable(outline, placement):
-        return "no feed-forward rests in host memory"
+        return "no feed-forward rests in host memory (some do with a smaller device_memory)"
+    if sum(home is Tier.HOST for home in placement.homes.values()) == 1:
+        return (
+            "only one feed-forward streams, and one group has to come over the link (more stream with a "
+            "smaller device_memory)"
+        )
     return None
 
 

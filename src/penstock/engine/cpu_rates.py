@@ -1,4 +1,7 @@
-"""Measures how fast a CPU computes feed-forwards where they rest, while the link carries something else."""
+"""Measures how fast a CPU computes feed-forwards where they rest, while the link carries something else.
+
+It takes no more host memory than the feed-forwards that will rest there, so where these have room it has.
+"""
 
 from contextlib import ExitStack, closing
 from itertools import cycle, pairwise
@@ -8,6 +11,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from penstock.arch.layout import GroupKind, GroupLayout, group_layouts
 from penstock.arch.spec import SWIGLU
 from penstock.engine.contexts import LongRoom
 from penstock.engine.cpu import computable
@@ -15,8 +19,9 @@ from penstock.engine.plan import BootPlan
 from penstock.memory.arena import Arena
 from penstock.memory.link import streams_of
 from penstock.memory.streams import Stream, Ticket
-from penstock.ops.handover import CLASSES
 from penstock.ops.native.experts import ThreadPool
+from penstock.ops.row_classes import CLASSES
+from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.pieces import PIECE_BYTES
 from penstock.weights.streaming.residency import padded
 from penstock.weights.streaming.ring import StreamRates
@@ -26,7 +31,8 @@ from penstock.weights.streaming.views import group_views
 _SECONDS = 0.1
 """Seconds for which each class of rows is measured."""
 _READ = 512 << 20
-"""Bytes of feed-forwards that are computed in turn: more than a processor keeps."""
+"""Bytes of feed-forwards that are computed in turn, if as many rest in host memory: more than a processor
+keeps."""
 _COPIED = 64 << 20
 """Bytes that the link carries at a time."""
 
@@ -34,10 +40,27 @@ _COPIED = 64 << 20
 def cpu_read(plan: BootPlan[LongRoom], device: torch.device, rates: StreamRates) -> tuple[float, ...]:
     """Return the bytes per second that the CPU reads of feed-forwards that it computes, by class of rows."""
     outline = plan.outline
-    layout = max(computable(outline, plan.placement), key=padded)
-    size, dtype = padded(layout), getattr(torch, outline.dtype)
-    count = max(-(-_READ // size), 1)
-    source = RandomSource(outline.dtype)
+    resting = computable(outline, plan.placement)
+    layout = max(resting, key=padded)
+    size = padded(layout)
+    count = min(-(-_READ // size), sum(map(padded, resting)) // size)
+    return rates_of(layout, outline.spec.hidden_size, outline.dtype, count, device, rates.host_to_device)
+
+
+def usual_cpu_read(shape: Shape, dtype: str, device: torch.device, link: float) -> tuple[float, ...]:
+    """Return the same of the feed-forwards of a shape, whatever will rest."""
+    layouts = group_layouts(shape.spec, shape.names, dtype)
+    layout = next(one for one in layouts if one.id.kind is GroupKind.FFN)
+    return rates_of(layout, shape.spec.hidden_size, dtype, -(-_READ // padded(layout)), device, link)
+
+
+def rates_of(
+    layout: GroupLayout, hidden: int, dtype: str, count: int, device: torch.device, link: float
+) -> tuple[float, ...]:
+    """Return the bytes per second that the CPU reads of `count` feed-forwards that it computes in turn, by
+    class of rows. link: bytes/s that a link to the device carries meanwhile."""
+    size = padded(layout)
+    source = RandomSource(dtype)
     with ExitStack() as opened:
         pool = opened.enter_context(closing(ThreadPool(max(torch.get_num_threads() - 1, 1), tiles=True)))
         arena = Arena(count * size, torch.device("cpu"), pinned_for=device)
@@ -51,10 +74,10 @@ def cpu_read(plan: BootPlan[LongRoom], device: torch.device, rates: StreamRates)
             groups.append(group_views(layout, place))
         found, turns = list[float](), cycle(groups)
         for kind in range(CLASSES):
-            x = torch.randn(1 << kind, outline.spec.hidden_size).to(dtype)
+            x = torch.randn(1 << kind, hidden).to(getattr(torch, dtype))
             out = torch.empty_like(x)
             pool.feed_forward(x, [next(turns)], [len(x)], SWIGLU, out)
-            carried = _carry(copies, arena, target, rates.host_to_device)
+            carried = _carry(copies, arena, target, link)
             ends = [perf_counter()]
             while ends[-1] < ends[0] + _SECONDS:
                 pool.feed_forward(x, [next(turns)], [len(x)], SWIGLU, out)

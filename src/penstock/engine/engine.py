@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
@@ -58,6 +59,17 @@ class Ranks(Protocol):
         ...
 
 
+class Threads(Protocol):
+    """Gives each step its threads of the CPU."""
+
+    now: int
+    """Those of the last step."""
+
+    def of(self, rows: int) -> AbstractContextManager[None]:
+        """Compute a step of so many rows."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Stats:
     """Holds the state of the engine at this moment, and its counts since it started.
@@ -100,9 +112,18 @@ class Engine:
     One thread at a time; requests may come and go between steps.
     """
 
-    def __init__(self, scheduler: Scheduler, ranks: Ranks, note: Callable[[], None] | None = None) -> None:
-        """Drive this scheduler and these ranks. note: called before the engine closes."""
-        self.scheduler, self._note = scheduler, note
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        ranks: Ranks,
+        note: Callable[[], None] | None = None,
+        threads: Threads | None = None,
+    ) -> None:
+        """Drive this scheduler and these ranks.
+
+        note: called before the engine closes. threads: those of the CPU that steps compute with.
+        """
+        self.scheduler, self._note, self._threads = scheduler, note, threads
         self._ranks: Ranks | None = ranks
         self._failure = ""
         self._lost = 0
@@ -125,6 +146,11 @@ class Engine:
     def busy(self) -> bool:
         """Tell whether there is a request that has not ended, or a step under way."""
         return self.scheduler.busy or self._flight is not None
+
+    @property
+    def threads(self) -> int | None:
+        """Return the CPU threads of the last step; None where they are whatever torch has."""
+        return None if self._threads is None else self._threads.now
 
     def submit(
         self,
@@ -194,7 +220,8 @@ class Engine:
         if plan.shares or plan.transfers or plan.forget or (flight is None and self.scheduler.tiers.moving):
             self._cold = self.scheduler.host.blocks - self.scheduler.host.available
             self._planned = plan
-            step = ranks.begin(plan)
+            with nullcontext() if self._threads is None else self._threads.of(plan.tokens):
+                step = ranks.begin(plan)
             if plan.shares and ranks.ahead:
                 self.scheduler.run_ahead(plan)
                 self._flight = plan, step

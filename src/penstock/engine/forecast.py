@@ -23,6 +23,7 @@ from penstock.base.tiers import Tier
 from penstock.engine.budget import Budget
 from penstock.engine.contexts import LongRoom
 from penstock.engine.costs import RECORDED_TOKENS, prompt_seconds
+from penstock.engine.cpu_share import CpuPart, class_with_cpu, dense_pass, shared_experts
 from penstock.engine.machines import BLOCK_SIZE, Machine, Work, plan_of
 from penstock.engine.passes import StepShape, UseWork, decode_step, mixtures_of, pass_work, prompt_step
 from penstock.engine.plan import BootPlan
@@ -59,7 +60,8 @@ class Pace:
     tokens: in a pass, of all sequences together. copied, read: bytes of weights, and of KV, that come to
     DEVICE and from DISK in a pass. busy: of its seconds, for how many each link is; of prompts longer than
     one pass everything is the mean of their passes. experts: those that it asks for; None where all stay on
-    the device, or there are none.
+    the device, or there are none. cpu: what the CPU computes of it, which counts as nobody's time here; None
+    if it computes nothing.
     """
 
     tokens: float
@@ -68,6 +70,7 @@ class Pace:
     read: float
     busy: Mapping[Link, float]
     experts: ExpertTraffic | None = None
+    cpu: CpuPart | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -195,7 +198,14 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
 
     def pace(step: StepShape) -> Pace:
         arithmetic = _arithmetic(spec, own, pass_work(spec, work.dtype, every, mixtures, step), step)
-        return _pace(spec, own, placement, experts, step, arithmetic, _passing(far, work), work)
+        others = placement, experts, step, arithmetic, _passing(far, work), work
+        alone = _pace(spec, replace(own, rates=replace(own.rates, cpu_read=())), *others)
+        if not step.decodes or not own.rates.cpu_read:
+            return alone
+        shared = _pace(spec, own, *others)
+        if shared.cpu is None or (work.settings.cpu_compute == "auto" and shared.seconds >= alone.seconds):
+            return alone
+        return replace(shared, cpu=replace(shared.cpu, alone=alone.seconds))
 
     near = max(plan.budget.blocks // work.batch - _TAIL, 0) * BLOCK_SIZE if far else 0
     decode = pace(decode_step(spec, work.dtype, work.batch, work.context, near))
@@ -287,26 +297,31 @@ def _pace(
     work: Work,
 ) -> Pace:
     """Return how long passes take. Experts are known only once their router has run, so nothing hides their
-    coming; KV that is far comes while everything else goes on, over the same links as weights. far: see
-    `_passing`."""
-    dense = predict(placement, machine.rates, arithmetic, placement.piece)
-    seconds, copied, read, busy = (
-        dense.seconds,
-        float(placement.streamed),
-        float(placement.read),
-        dict(dense.busy),
-    )
-    traffic = None
+    coming; KV that is far comes while everything else goes on, over the same links as weights. A CPU of known
+    rates takes its part of steps of few decode rows. far: see `_passing`."""
+    kind = class_with_cpu(machine.rates, step.tokens) if step.decodes and far is None else None
+    copied, read, cpu = float(placement.streamed), float(placement.read), None
+    if kind is not None and placement.cpu is not None:
+        dense, cpu = dense_pass(placement, machine.rates, kind, arithmetic)
+        copied -= cpu.size
+    else:
+        dense = predict(placement, machine.rates, arithmetic, placement.piece)
+    seconds, busy, traffic = dense.seconds, dict(dense.busy), None
     if experts is not None and spec.moe is not None:
         layers = _asked(spec, step, work)
         traffic = _traffic(experts, layers, step, work)
-        experts_copied = traffic.come * experts.mean
+        taken = 0.0
+        if kind is not None and experts.cpu is not None and traffic.come:
+            taken, cpu = _shared(spec, machine, traffic.come, experts.mean, kind)
+        experts_copied = traffic.come * experts.mean - (cpu.size if cpu else 0)
         experts_read = _from_disk(experts, traffic, step, work) * experts.mean
         if machine.costs and step.decodes and experts.copies:
             mixtures, link = sum(spec.moe_layers), machine.rates.host_to_device
             seconds += machine.costs.slot_seconds(
-                step.tokens, mixtures, traffic.asked, traffic.come, experts.mean, link
+                step.tokens, mixtures, traffic.asked, traffic.come, experts.mean, link, taken
             )
+        elif taken:
+            seconds += taken
         elif step.decodes and (work.experts_fetched is not None or work.expert_use is not None):
             seconds += max(
                 experts_copied / machine.rates.host_to_device,
@@ -332,7 +347,15 @@ def _pace(
             read += from_disk
             busy[Link.DISK] += from_disk / machine.rates.disk_to_host
         seconds = max(seconds, busy[Link.LINK], busy[Link.DISK])
-    return Pace(step.tokens, seconds, copied, read, busy, traffic)
+    return Pace(step.tokens, seconds, copied, read, busy, traffic, cpu)
+
+
+def _shared(spec: ModelSpec, machine: Machine, come: float, size: float, kind: int) -> tuple[float, CpuPart]:
+    """Return the seconds until experts of a decode step have come or been computed by the CPU, and its
+    part."""
+    link = machine.rates.host_to_device
+    link = machine.costs.slot_rate(link) if machine.costs else link
+    return shared_experts(sum(spec.moe_layers), come, size, link, machine.rates.cpu_read[kind])
 
 
 def _asked(spec: ModelSpec, step: StepShape, work: Work) -> list[tuple[int, float]]:

@@ -13,14 +13,16 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError
 from penstock.base.units import format_size
-from penstock.engine.budget import GROWTH, goes_to_host, on_heap, usual_activations
+from penstock.engine.budget import GROWTH, goes_to_host, on_heap, usual_activations, weights_room
 from penstock.engine.contexts import LongRoom, long_room
 from penstock.engine.costs import StepCosts
+from penstock.engine.cpu import may_share
 from penstock.engine.plan import BootPlan, Measured, Outline, plan_boot
 from penstock.engine.rooms import Hardware, host_room
 from penstock.sched.rules import SchedulerLimits
 from penstock.weights.streaming.residency import padded
 from penstock.weights.streaming.ring import StreamRates
+from penstock.worker.sizes import shared_bytes
 
 BLOCK_SIZE = 32
 PROCESS = GROWTH + (1200 << 20)
@@ -63,7 +65,10 @@ class Machine:
             device=self.device // shares,
             host=host // ranks if host is not None else None,
             rates=StreamRates(
-                rates.host_to_device / shares, rates.disk_to_host / ranks, rates.device_read / shares
+                rates.host_to_device / shares,
+                rates.disk_to_host / ranks,
+                rates.device_read / shares,
+                rates.cpu_read,
             ),
             operations=self.operations / shares,
         )
@@ -127,7 +132,31 @@ class Work:
 def plan_of(
     spec: ModelSpec, layouts: Sequence[GroupLayout], machine: Machine, work: Work
 ) -> BootPlan[LongRoom]:
-    """Return the plan of a boot with KV for all sequences at their longest, no more and no less."""
+    """Return the plan of a boot with KV for all sequences at their longest, no more and no less. Raises
+    BudgetError, which names less work that would fit where that is all it takes."""
+    outline, measured = _outline_of(spec, layouts, machine, work)
+    try:
+        _weights_room(outline, measured)
+    except BudgetError as error:
+        less = _less(spec, layouts, machine, work)
+        if not less:
+            raise
+        demand = outline.demand(measured.activations)
+        kv = format_size((demand.fixed_blocks or 1) * demand.block_bytes)
+        sequences = f"a batch of {work.batch:,}" if work.batch > 1 else "a sequence"
+        raise BudgetError(
+            f"{sequences} with a context of {work.context:,} takes {kv} of KV and "
+            f"{format_size(demand.beside)} for the largest step, which leaves no room for one group of "
+            f"weights, {format_size(max(map(padded, layouts)))}, in {format_size(outline.total)} of the "
+            f"device; {less} would fit; or raise --device-memory"
+        ) from error
+    return plan_boot(outline, measured)
+
+
+def _outline_of(
+    spec: ModelSpec, layouts: Sequence[GroupLayout], machine: Machine, work: Work
+) -> tuple[Outline[LongRoom], Measured]:
+    """Return what is decided before weights are placed, and what would be measured."""
     cuda, kv = machine.host is not None, kv_layout(spec, work.dtype, BLOCK_SIZE, work.shard)
     blocks = work.batch * -(-work.context // BLOCK_SIZE)
     tokens = min(work.step_tokens, max(work.batch * work.context, BLOCK_SIZE))
@@ -148,7 +177,38 @@ def plan_of(
         settings, hardware, spec, work.shard, work.dtype, limits, not cuda, machine.usable, layouts, kv, far
     )
     activations += far.device_bytes if far else 0
-    return plan_boot(outline, Measured(activations, hardware, machine.rates.disk_to_host > 0, machine.rates))
+    if may_share(outline) and not outline.may_rest:
+        activations += shared_bytes(work.batch)
+    return outline, Measured(activations, hardware, machine.rates.disk_to_host > 0, machine.rates)
+
+
+def _weights_room(outline: Outline[LongRoom], measured: Measured) -> int:
+    """Return the bytes that weights may take on the device. Raises BudgetError."""
+    demand = outline.demand(measured.activations)
+    return weights_room(outline.total, outline.layouts, demand, host_is_device=outline.one_memory)
+
+
+def _less(spec: ModelSpec, layouts: Sequence[GroupLayout], machine: Machine, work: Work) -> str:
+    """Say which smaller batch, context or step leaves room for weights, each with the others as they are."""
+
+    def fits(**other: int) -> bool:
+        try:
+            _weights_room(*_outline_of(spec, layouts, machine, replace(work, **other)))  # type: ignore[arg-type]
+        except BudgetError:
+            return False
+        return True
+
+    ways = []
+    for name, unit, text in (
+        ("batch", 1, "a batch of {:,}"),
+        ("context", BLOCK_SIZE, "a context of {:,}"),
+        ("step_tokens", BLOCK_SIZE, "--step-tokens {}"),
+    ):
+        least = work.batch if name == "step_tokens" else 1
+        tried = range(-(-least // unit), -(-getattr(work, name) // unit))
+        if count := bisect_left(tried, True, key=lambda units: not fits(**{name: units * unit})):
+            ways.append(text.format(tried[count - 1] * unit))
+    return " or ".join([", ".join(ways[:-1]), ways[-1]] if len(ways) > 1 else ways)
 
 
 def _far(
@@ -179,5 +239,5 @@ def _far(
     raise BudgetError(
         f"KV of {limits.max_sequences:,} x {limits.max_length:,} tokens takes {format_size(wanted)}, which "
         f"neither the device holds nor the {format_size(there)} that host memory has for it{behind}; raise "
-        "--host-memory, or lower --context"
+        "--host-memory, or lower --batch or --context"
     )

@@ -20,7 +20,7 @@ from penstock.base.errors import ConfigError
 from penstock.base.tiers import Tier
 from penstock.base.units import parse_size
 from penstock.engine.budget import Budget, Demand, cpu_ring, divide, weights_room
-from penstock.engine.cpu import with_cpu
+from penstock.engine.cpu import may_share, with_cpu
 from penstock.engine.draft import DraftModel
 from penstock.engine.rooms import STEP, Hardware, host_room
 from penstock.sched.rules import SchedulerLimits
@@ -88,7 +88,8 @@ class Outline(Generic[Far]):
         if (draft := self.draft) is None:
             return None
         own = replace(self, spec=draft.spec, dtype=draft.dtype, layouts=draft.layouts, kv=draft.kv)
-        return replace(own, far=None, draft=None)
+        alone = replace(self.settings, cpu_compute="off")  # All of its weights rest.
+        return replace(own, settings=alone, far=None, draft=None)
 
     @property
     def models(self) -> "tuple[Outline[Far], ...]":
@@ -150,7 +151,9 @@ class Outline(Generic[Far]):
         """Bytes of the device that far KV and recorded steps of all models take, beside weights, KV and a
         step."""
         limits, tokens = self.limits, self.limits.max_step_tokens if self.may_rest else 0
-        graphs = graph_bytes(self.spec, self.dtype, limits.max_sequences, tokens) if self.recorded else 0
+        graphs, rows = 0, limits.max_sequences
+        if self.recorded:
+            graphs = graph_bytes(self.spec, self.dtype, rows, tokens, shared=may_share(self))
         of_draft = self.of_draft
         return graphs + (self.far.device_bytes if self.far else 0) + (of_draft.beside if of_draft else 0)
 

@@ -10,7 +10,7 @@ from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError
-from penstock.base.units import format_size
+from penstock.base.units import counted, format_size
 from penstock.engine.budget import on_heap, usual_activations
 from penstock.engine.contexts import LongRoom, long_room, usual_chunk
 from penstock.engine.draft import DraftModel, beyond_trained, check_draft
@@ -63,7 +63,7 @@ def settle(
     if isinstance(model, Checkpoint):
         model.verify(group_layouts(spec, model.names, dtype))
     layouts = group_layouts(spec, model.names, dtype, shard)
-    say(f"{spec.family}, {spec.layers} layers, {dtype} on {device_name(device)}")
+    say(f"{spec.family}, {counted(spec.layers, 'layer')}, {dtype} on {device_name(device)}")
     if isinstance(model, Checkpoint) and (left := model.left_for_drafts):
         say(f"{len(left)} tensors behind the last layer are left for drafts, {left[0]} and more")
     if draft:

@@ -1,7 +1,7 @@
 """Divides an engine among several devices: each rank's part of the model, its device, and its exchanges."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -127,15 +127,17 @@ def team_config(config: Config, *models: Model) -> Config:
     return config
 
 
-def share_threads(device: torch.device, ranks: int) -> Callable[[], None]:
-    """Take this process's share of CPU threads, since threads that wait for each other are far slower.
-
-    Returns a function that restores the number of threads.
-    """
+@contextmanager
+def threads_of_rank(device: torch.device, ranks: int, asked: int | None = None) -> Iterator[None]:
+    """Compute with this rank's share of the CPU threads: of those that were `asked` for, or of those that
+    there are. Threads of several ranks that wait for each other are far slower."""
     before = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(max(1, before // ranks))
-    return lambda: torch.set_num_threads(before)
+    if device.type == "cpu" or asked is not None:
+        torch.set_num_threads(max(1, (asked or before) // ranks))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def described(model: Model) -> Path | Shape:

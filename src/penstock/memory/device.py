@@ -17,7 +17,7 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy  # type: ignore[attr-defined]
 
 from penstock.base.errors import DeviceError
-from penstock.base.units import format_size
+from penstock.base.units import counted, format_size
 
 _MOST_OUTSIDE = 1 << 30
 """Most bytes that a CUDA context takes. What is missing beyond that belongs to other processes."""
@@ -68,13 +68,12 @@ def choose_device(asked: str) -> torch.device:
     return torch.device("cuda", number)
 
 
-def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, or how many threads the CPU computes with."""
-    return (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads"
-    )
+def device_name(device: torch.device, threads: int | None = None) -> str:
+    """Return the name of a GPU, or how many threads the CPU computes with: torch's, if not so many."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    count = torch.get_num_threads() if threads is None else threads
+    return f"CPU, {counted(count, 'thread')}"
 
 
 def begins_early(device: torch.device) -> bool:

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,11 +35,29 @@ A long chunk passes in pieces, which are no slower.
 """
 
 
-class Head(Protocol):
-    """A head computes logits. `Decoder.head` lends it."""
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A head computes logits. `Decoder.head` lends it.
+
+    normed: the hidden states behind the last norm, `[rows, hidden]`.
+    matrix: `[vocab, hidden]`, this rank's rows of the vocabulary.
+    scale, cap: of logits.
+    """
+
+    normed: Tensor
+    matrix: Matrix
+    collectives: Collectives | None
+    scale: float
+    cap: float | None
 
     def __call__(self, rows: slice, out: Tensor | None = None) -> Tensor:
         """Return the logits of some rows of the hidden states, `[rows, vocab]`, in `out` if it is given."""
+        found = linear(self.normed[rows], self.matrix, out=out if self.collectives is None else None)
+        found = soft_cap(found if self.scale == 1.0 else found.mul_(self.scale), self.cap)
+        if self.collectives is None:
+            return found
+        gathered = self.collectives.gather(found)
+        return gathered if out is None else out.copy_(gathered)
 
 
 class Decoder:
@@ -58,18 +76,17 @@ class Decoder:
         shard: Shard | None = None,
         collectives: Collectives | None = None,
         *,
-        rows_at_rest: int = 0,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Compute with this model. spec: of the whole model. collectives: needed for a shard of several
-        ranks. rows_at_rest: as of `mixture`. dtype: of activations, needed where the embedding is quantised.
-        Raises ConfigError for too many ranks."""
+        ranks. dtype: of activations, needed where the embedding is quantised. Raises ConfigError for too many
+        ranks."""
         shard = shard or WHOLE
         assert shard.ranks == 1 or collectives is not None, f"{shard} without collectives"
         self.spec = spec
         self._local, self._vocabulary = local_spec(spec, shard), held(spec, shard).vocabulary
         self._collectives = collectives if shard.ranks > 1 else None
-        self._rows_at_rest, self._dtype = rows_at_rest, dtype
+        self._dtype = dtype
         self.routing: Routing | None = None
         """Sees the scores of every router, if a measurement asks for it."""
 
@@ -148,7 +165,7 @@ class Decoder:
         return self.spec.layers - 1 if few else None
 
     @contextmanager
-    def head(self, weights: Weights, hidden: Tensor) -> Iterator["Head"]:
+    def head(self, weights: Weights, hidden: Tensor) -> Iterator[Head]:
         """Lend the head for `hidden`, the result of `forward`.
 
         It is a function from a slice of its rows to their logits `[rows, vocab]`, of the activations' dtype.
@@ -161,17 +178,7 @@ class Decoder:
             group, matrix = EMBEDDING, weights.take(EMBEDDING).matrices["embedding"]
         else:
             group, matrix = HEAD, norm.matrices["output"]
-        collectives, scale, cap = self._collectives, self.spec.logits_scale, self.spec.logits_cap
-
-        def logits(rows: slice, out: Tensor | None = None) -> Tensor:
-            found = linear(normed[rows], matrix, out=out if collectives is None else None)
-            found = soft_cap(found if scale == 1.0 else found.mul_(scale), cap)
-            if collectives is None:
-                return found
-            gathered = collectives.gather(found)
-            return gathered if out is None else out.copy_(gathered)
-
-        yield logits
+        yield Head(normed, matrix, self._collectives, self.spec.logits_scale, self.spec.logits_cap)
         weights.release(group)
 
     def _embed(self, tokens: Tensor, rows: Matrix) -> Tensor:
@@ -265,7 +272,7 @@ class Decoder:
                 experts.foretell(following, foretold(), moe.top_k * len(x), padding)
         shared = None if moe.shared is None else shared_experts(x, w)
         weights.release(group)
-        mixed = mixture(x, choice, moe, layer, experts, parts, rows_at_rest=self._rows_at_rest)
+        mixed = mixture(x, choice, moe, layer, experts, parts)
         residual.add(mixed if shared is None else mixed.add_(shared), after, spec.scale)
 
     def _foretold(self, layer: int, x: Tensor, weights: Weights, *, chosen: bool = False) -> Tensor:

@@ -2,7 +2,6 @@
 they rest."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,8 +83,7 @@ class ExpertWeights(Protocol):
 
     A step borrows a layer's experts in one of five ways: all of them by `table`; those that its tokens chose
     by `parts`, of which the host does not learn; by `waves`, several at a time, or as views by
-    `waves_of_views`; or by `each`, one at a time. Beside these, `at_rest` lends experts where they are,
-    without moving them.
+    `waves_of_views`; or by `each`, one at a time.
     """
 
     @property
@@ -149,13 +147,6 @@ class ExpertWeights(Protocol):
     def each(self, experts: Sequence[GroupId]) -> Iterator[tuple[GroupId, GroupViews]]:
         """Yield these experts of one layer in their order, one at a time; asking for the next ends the loan.
         Raises CheckpointError."""
-
-    def at_rest(self, experts: Sequence[GroupId]) -> AbstractContextManager[Mapping[GroupId, GroupViews]]:
-        """Lend those of these experts that stay in host memory, as views of it, until the context ends.
-
-        The host may read the views at once. To be entered before the layer's experts are borrowed otherwise;
-        an expert may be borrowed both ways.
-        """
 
 
 class Routing(Protocol):

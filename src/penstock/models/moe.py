@@ -2,17 +2,16 @@
 2401.04088; Qwen3, arXiv 2505.09388)."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupKind, MixtureLayout
-from penstock.arch.spec import SWIGLU, Activation, MoeSpec
+from penstock.arch.spec import Activation, MoeSpec
 from penstock.models.inputs import ExpertWeights
 from penstock.ops.activation import activate_into
-from penstock.ops.experts import Grouped, few_outputs, few_tokens, grouped, outputs_at_rest
+from penstock.ops.experts import Grouped, few_outputs, few_tokens, grouped
 from penstock.ops.linear import gated, linear
 from penstock.ops.matrix import GroupViews
 from penstock.ops.route import route
@@ -78,8 +77,6 @@ def mixture(
     layer: int,
     experts: ExpertWeights,
     parts: Iterator[Tensor] | None = None,
-    *,
-    rows_at_rest: int = 0,
 ) -> Tensor:
     """Return the weighted sum of the chosen experts' outputs: x and result `[tokens, hidden]`.
 
@@ -87,10 +84,9 @@ def mixture(
     the device, the host does not learn which these are.
 
     choice: what `choose` returned for x. parts: what `ask` did.
-    rows_at_rest: an expert with at most so many tokens is computed on the host if it stays there.
     """
     if isinstance(choice, Grouped):
-        return _many_at_a_time(choice, x, layer, experts, parts, moe.activation, rows_at_rest)
+        return _many_at_a_time(choice, layer, experts, parts)
     shares, chosen = choice
     layout = experts.mixtures[layer]
     pairs = chosen.flatten().argsort(stable=True)
@@ -98,15 +94,14 @@ def mixture(
     counts = torch.bincount(chosen.flatten(), minlength=moe.experts).tolist()
     spans = _spans(layer, counts)
     y = x.new_empty(len(pairs), x.shape[1])
-    with _at_rest(x, y, pairs, spans, experts, rows_at_rest, moe.activation) as others:
-        if few_tokens(x, layout):
-            _few_tokens(x, y, pairs, spans, others, experts, moe.activation)
-        else:
-            scratch = _Scratch(x, moe)
-            for group, weights in experts.each(others):
-                for start in range(spans[group].start, spans[group].stop, scratch.rows):
-                    part = slice(start, min(start + scratch.rows, spans[group].stop))
-                    y.index_copy_(0, pairs[part], scratch.expert(x, tokens[part], weights))
+    if few_tokens(x, layout):
+        _few_tokens(x, y, pairs, spans, experts, moe.activation)
+    else:
+        scratch = _Scratch(x, moe)
+        for group, weights in experts.each(list(spans)):
+            for start in range(spans[group].start, spans[group].stop, scratch.rows):
+                part = slice(start, min(start + scratch.rows, spans[group].stop))
+                y.index_copy_(0, pairs[part], scratch.expert(x, tokens[part], weights))
     return torch.bmm(shares.to(x.dtype).unsqueeze(1), y.view(-1, moe.top_k, x.shape[1])).squeeze(1)
 
 
@@ -115,13 +110,15 @@ def _few_tokens(
     y: Tensor,
     pairs: Tensor,
     spans: Mapping[GroupId, slice],
-    others: Sequence[GroupId],
     experts: ExpertWeights,
     activation: Activation,
 ) -> None:
-    """Compute these experts of few bits on a CPU, as many at a time as are lent: their rows of y, as
-    `_at_rest` has it."""
-    for wave in experts.waves_of_views(others):
+    """Compute experts of few bits on a CPU, as many at a time as are lent.
+
+    x `[tokens, hidden]`; y `[pairs, hidden]`: outputs by pair; pairs int `[pairs]`: the pairs in the order of
+    `spans`, which says where each expert's are.
+    """
+    for wave in experts.waves_of_views(list(spans)):
         mine = torch.cat([pairs[spans[group]] for group in wave])
         counts = [spans[group].stop - spans[group].start for group in wave]
         rows = x.index_select(0, mine // (len(y) // len(x)))
@@ -129,13 +126,7 @@ def _few_tokens(
 
 
 def _many_at_a_time(
-    mixed: Grouped,
-    x: Tensor,
-    layer: int,
-    experts: ExpertWeights,
-    parts: Iterator[Tensor] | None,
-    activation: Activation,
-    rows_at_rest: int,
+    mixed: Grouped, layer: int, experts: ExpertWeights, parts: Iterator[Tensor] | None
 ) -> Tensor:
     table = experts.table(layer)
     if table is not None:
@@ -146,39 +137,9 @@ def _many_at_a_time(
             mixed.compute(table, moves=True)
         return mixed.total()
     spans = _spans(layer, mixed.counts())
-    with _at_rest(x, mixed.y, mixed.order, spans, experts, rows_at_rest, activation) as others:
-        for wave, table in experts.waves(others):
-            mixed.compute(table, range(wave[0].expert, wave[-1].expert + 1), moves=True)
+    for wave, table in experts.waves(list(spans)):
+        mixed.compute(table, range(wave[0].expert, wave[-1].expert + 1), moves=True)
     return mixed.total()
-
-
-@contextmanager
-def _at_rest(
-    x: Tensor,
-    y: Tensor,
-    pairs: Tensor,
-    spans: Mapping[GroupId, slice],
-    experts: ExpertWeights,
-    most: int,
-    activation: Activation = SWIGLU,
-) -> Iterator[Sequence[GroupId]]:
-    """Yield the experts that the body computes; after it, compute the others on the host, where they rest.
-
-    x `[tokens, hidden]`; y `[pairs, hidden]`: outputs by pair; pairs int `[pairs]`: the pairs in the order of
-    `spans`, which says where each expert's are. most: pairs of an expert that is computed on the host. Their
-    rows of x are copied before the body queues anything, so that the host computes while the device does.
-    """
-    few = [group for group, span in spans.items() if span.stop - span.start <= most]
-    if not few:
-        yield list(spans)
-        return
-    with experts.at_rest(few) as lent:
-        mine = torch.cat([pairs[:0], *(pairs[spans[group]] for group in lent)]).long()
-        rows = x.index_select(0, mine // (len(y) // len(x))).cpu()
-        yield [group for group in spans if group not in lent]
-        sizes = [spans[group].stop - spans[group].start for group in lent]
-        made = outputs_at_rest(rows, list(lent.values()), sizes, activation)
-        y.index_copy_(0, mine, made.to(y.device))
 
 
 class _Scratch:

@@ -17,7 +17,7 @@ from penstock.arch.spec import Activation, MoeSpec
 from penstock.ops.activation import activate, activate_into
 from penstock.ops.handover import StepRows
 from penstock.ops.kernels import native_kernels, triton_kernels
-from penstock.ops.linear import dense_linear, linear
+from penstock.ops.linear import dense_linear
 from penstock.ops.matrix import GroupViews
 from penstock.ops.route import route
 
@@ -63,31 +63,6 @@ def few_outputs(
     kernels.few_rows_each(inner, down, counts, out)
     _add_each(out, experts, "down_bias", counts)
     return out
-
-
-def outputs_at_rest(
-    x: Tensor, experts: Sequence[GroupViews], counts: Sequence[int], activation: Activation
-) -> Tensor:
-    """Return the outputs of experts that rest on the host, the next `counts` rows of x through each of them:
-    x and result `[rows, hidden]`, on the host too.
-
-    In 16 bits, kernels for CPUs compute them all at once, if they take these formats: sums are then added up
-    in another order than on a device, and rounded otherwise.
-    """
-    kernels = native_kernels("experts")
-    if (
-        kernels is not None
-        and 0 < max(counts, default=0) <= kernels.MOST_ROWS
-        and all(kernels.takes(x, one) for one in experts)
-    ):
-        out = torch.empty_like(x)
-        kernels.shared_pool().feed_forward(x, experts, counts, activation, out)
-        return out
-    for part, expert in zip(torch.split(x, list(counts)), experts, strict=True):
-        matrices, vectors = expert.matrices, expert.vectors
-        gate_up = linear(part, matrices["gate_up"], vectors.get("gate_up_bias"))
-        part.copy_(linear(activate(gate_up, activation), matrices["down"], vectors.get("down_bias")))
-    return x
 
 
 def _add_each(y: Tensor, experts: Sequence[GroupViews], bias: str, counts: Sequence[int]) -> None:

@@ -6,20 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MOST_TOKENS = 16
-"""Tokens of a step up to which the CPU takes experts: with more the arithmetic takes longer than reading."""
-CLASSES = MOST_TOKENS.bit_length()
-"""Classes of tokens, for which rates are kept apart: 1, 2, up to 4, up to 8, up to 16."""
+from penstock.ops.row_classes import MOST_TOKENS
+
 LISTED = 4
 """Numbers of a list before those of experts: layer, experts, rows, tokens."""
 _LINE = 64
 """Bytes that processors exchange at a time: what two sides write lies that far apart."""
 _WORDS = 4 * _LINE // 4
-
-
-def class_of(tokens: int) -> int:
-    """Return the class of so many tokens."""
-    return (tokens - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)

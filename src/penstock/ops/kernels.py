@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from penstock.ops.native import attention, blocks, experts, few_bits, layers, pointwise
+from penstock.ops.native import attention, blocks, dense, experts, few_bits, layers, pointwise
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -39,6 +39,7 @@ def triton_kernels(name: str) -> ModuleType | None:
 _NATIVE = {
     "few_bits": few_bits,
     "blocks": blocks,
+    "dense": dense,
     "pointwise": pointwise,
     "attention": attention,
     "layers": layers,

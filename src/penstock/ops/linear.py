@@ -10,9 +10,12 @@ from torch.nn import functional as F
 from penstock.ops.activation import silu_mul
 from penstock.ops.kernels import native_kernels, triton_kernels
 from penstock.ops.matrix import Matrix
+from penstock.ops.widened import widened_product, widens
 
 _FEW_ROWS = 256
 """Rows up to which a float32 product on a CPU is bound by reading the weights."""
+SAME_ROWS = 16
+"""Rows up to which the number of threads changes no bit of a float32 product on a CPU."""
 _SCRATCH_BYTES = 32 << 20, 128 << 20
 """Bytes of a matrix of few bits that are dequantised at a time on a GPU: as many as the activations have, but
 so many at least and at most."""
@@ -48,14 +51,14 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, *, out: Tensor
 
 
 def add_linear(x: Tensor, weight: Matrix, onto: Tensor) -> None:
-    """Add `x @ weight.T` to `onto` in place, rounded once.
+    """Add `x @ weight.T` to `onto` in place. In 16 bits it is rounded once.
 
     x: `[tokens, in]`.
     weight: `[out, in]`.
     onto: `[tokens, out]`, contiguous.
     """
     if weight.dense is not None:
-        torch.addmm(onto, x, weight.dense.t(), out=onto)
+        _add_dense(x, weight.dense, onto)
         return
     if not x.is_cuda and (kernels := _few_rows_of_format(x, weight)):
         kernels.few_rows(x, weight, out=onto, adds=True)
@@ -64,7 +67,17 @@ def add_linear(x: Tensor, weight: Matrix, onto: Tensor) -> None:
         add_linear(x, matrix, onto[:, rows])
     if not weight.joined:
         for rows, some in _dequantised(x, weight):
-            torch.addmm(onto[:, rows], x, some.t(), out=onto[:, rows])
+            _add_dense(x, some, onto[:, rows])
+
+
+def _add_dense(x: Tensor, weight: Tensor, onto: Tensor) -> None:
+    if widens(x):
+        widened_product(x, weight, onto, adds=True)
+    elif not x.is_cuda and x.dtype == torch.float32 and 1 < len(x) <= SAME_ROWS:
+        # addmm gives 5 rows other bits with two threads than with one.
+        onto.add_(_few_rows_float32(x, weight))
+    else:
+        torch.addmm(onto, x, weight.t(), out=onto)
 
 
 def gated(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -145,6 +158,9 @@ def dense_linear(
         if out is None:
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+    if widens(x):
+        y = widened_product(x, weight, x.new_empty(len(x), len(weight)) if out is None else out)
+        return y if bias is None else y.add_(bias)
     if x.shape[0] > _FEW_ROWS:
         if out is not None and bias is None:
             return torch.mm(x, weight.t(), out=out)
@@ -168,12 +184,16 @@ def _few_rows_kernel(x: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
 def _few_rows_float32(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply with the weights on the left, which streams them once instead of packing them first.
 
-    Measured on two cores, 768 x 3072: 244 us against 1088 for 2 rows, 1144 against 1765 for 32. With several
-    threads torch sends a single row to another routine, which reads at less than half that rate (629 us). So
-    a single row is computed with a copy of itself.
+    Measured on two cores, 768 x 3072: 244 us against 1088 for 2 rows, 1144 against 1765 for 32. A single row
+    has a kernel of ours. Where there is none, it is computed with a copy of itself: with several threads
+    torch sends it to another routine, which reads at less than half that rate (629 us).
     """
     if x.shape[0] > 1:
         return torch.mm(weight, x.t()).t().contiguous()
+    kernels = native_kernels("dense")
+    if kernels is not None and kernels.suits_row(x, weight):
+        y: Tensor = kernels.one_row(x, weight)
+        return y
     if torch.get_num_threads() == 1:
         return F.linear(x, weight)
     return torch.mm(weight, x.expand(2, -1).contiguous().t())[:, 0].contiguous().unsqueeze(0)

@@ -255,6 +255,7 @@ class Growth:
             near=first * size,
             first_new_cold=kv.host_table_length,
             new_cold=tuple(kv.host[kv.host_table_length :]),
+            pooled=request.sampling.pooled and stop == len(request.tokens),
         )
         kv.note_tables()
         if share.sample:

@@ -46,7 +46,8 @@ def admit(
         raise RequestError("the prompt is empty; give at least one token")
     if room < 1 or (max_tokens is not None and max_tokens > room):
         output = f" and {max_tokens} of output" if max_tokens else ""
-        asked = f"{'at least ' if or_more else ''}{prompt} tokens of prompt{output}"
+        tokens = "token" if prompt == 1 else "tokens"
+        asked = f"{'at least ' if or_more else ''}{prompt} {tokens} of prompt{output}"
         raise LengthError(f"the request has {asked}, but {why(prompt + (max_tokens or 1))}")
     return room
 

@@ -59,6 +59,7 @@ class Event:
     cached: prompt tokens with KV from the prefix cache.
     cached_host, cached_disk: those of them that had to come from the host, and from the disk.
     fault: why the request ended, if that was an error of its own without a token.
+    embedding: the hidden state behind the prompt, where it was asked for.
     """
 
     request: RequestId
@@ -70,6 +71,7 @@ class Event:
     cached_host: int = 0
     cached_disk: int = 0
     fault: str = ""
+    embedding: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +314,8 @@ class Scheduler:
                 events.append(Event(request.id, prompt_logprobs=fresh))
             if not share.sample:
                 continue
+            if result.embedding and not result.wrong:
+                events.append(Event(request.id, embedding=result.embedding))
             finish = self._append(request, start + 1 if share.kind is verify else stop, result, events)
             if finish is not None:
                 self.stop(request.id, finish)

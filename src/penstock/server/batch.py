@@ -21,7 +21,8 @@ from penstock.base.errors import ConfigError, PenstockError
 from penstock.server.answers.completions import Answer, AnswerWriter, error, new_id
 from penstock.server.answers.prompts import read
 from penstock.server.broker.calls import BusyError
-from penstock.server.wire.requests import ChatRequest, CompletionRequest, FieldError, decoded
+from penstock.server.wire.decoding import FieldError, decoded
+from penstock.server.wire.requests import ChatRequest, CompletionRequest
 
 KINDS: dict[str, type[ChatRequest | CompletionRequest]] = {
     "/v1/chat/completions": ChatRequest,

@@ -189,6 +189,8 @@ class Sampling:
     logprobs: int | None
     prompt_logprobs: int | None
     structure: Structure | None = None
+    pooled: bool = False
+    """The hidden state behind the prompt is wanted as its embedding. A token is drawn after it, too."""
 
     @property
     def penalised(self) -> bool:

@@ -117,6 +117,7 @@ class Share:
 
     next_prompt_tokens: prompt tokens that follow each position, where prompt log-probabilities were asked
         for.
+    pooled: whether the hidden state of the last position is reported, too.
     cold_start: tokens of the row that are read from host blocks, after the step's orders: whole blocks, at
         most `start`.
     cold_stop: tokens of the row that rest in host blocks after the step: whole blocks.
@@ -140,6 +141,7 @@ class Share:
     near: int = 0
     first_new_cold: int = 0
     new_cold: tuple[HostBlockId, ...] = ()
+    pooled: bool = False
 
     @property
     def stop(self) -> int:
@@ -212,6 +214,7 @@ class Result:
 
     tokens: in order, usually one. Each is at the position after the one that it was drawn from.
     logprobs: one for each of the tokens, or none at all.
+    embedding: the hidden state of the share's last position, behind the last norm, if it was asked for.
     broken: whether the output could no longer follow its structure. The last token then ends the output.
     wrong: whether logits had a NaN. The last token is then arbitrary, and KV computed before it is not to be
         trusted.
@@ -222,6 +225,7 @@ class Result:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     broken: bool = False
     wrong: bool = False
+    embedding: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

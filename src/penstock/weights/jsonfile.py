@@ -40,13 +40,24 @@ def shown(value: object) -> str:
 
 def read_object(path: Path, limit: int) -> dict[str, object]:
     """Return the JSON object that is the file at `path`, of at most `limit` bytes. Raises CheckpointError."""
+    return parse_object(_read(path, limit), str(path))
+
+
+def read_objects(path: Path, limit: int) -> list[dict[str, object]]:
+    """Return the JSON array of objects that is the file at `path`, as `read_object` does."""
+    value = _parse(_read(path, limit), str(path))
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise CheckpointError(f"{path} is not a JSON array of objects; fetch the file again")
+    return value
+
+
+def _read(path: Path, limit: int) -> bytes | bytearray:
     with readable(), DiskFile(path) as file:
         if file.size > limit:
             raise CheckpointError(
                 f"{path} is {format_size(file.size)}, more than the {format_size(limit)} such a file may have"
             )
-        data = file.read(0, file.size)
-    return parse_object(data, str(path))
+        return file.read(0, file.size)
 
 
 def parse_object(data: bytes | bytearray, where: str) -> dict[str, object]:
@@ -54,15 +65,19 @@ def parse_object(data: bytes | bytearray, where: str) -> dict[str, object]:
 
     A key that comes twice is refused: readers disagree on which one counts. Raises CheckpointError.
     """
+    value = _parse(data, where)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} is not a JSON object but {shown(value)}; fetch the file again")
+    return value
+
+
+def _parse(data: bytes | bytearray, where: str) -> object:
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=lambda pairs: _unique(pairs, where))
+        return json.loads(data.decode("utf-8"), object_pairs_hook=lambda pairs: _unique(pairs, where))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{where} is not JSON in UTF-8: {str(error)[:160]}; fetch the file again"
         ) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where} is not a JSON object but {shown(value)}; fetch the file again")
-    return value
 
 
 def _unique(pairs: list[tuple[str, object]], where: str) -> dict[str, object]:

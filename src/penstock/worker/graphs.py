@@ -41,7 +41,6 @@ from penstock.memory.sending import read_into, seen_by
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import StateInputs, StepInputs, Weights
 from penstock.ops.attention.inputs import AttentionInputs, PlacedRun, Rows
-from penstock.ops.handover import MOST_TOKENS
 from penstock.ops.kernels import counting, pdl_launches
 from penstock.ops.matrix import GroupViews
 from penstock.ops.rope import RotaryAngles
@@ -49,7 +48,7 @@ from penstock.ops.runs import suits_run
 from penstock.ops.steps import FIELDS, LEAST, Placed, likeliest, place
 from penstock.step.plan import Plan, Share, ShareKind
 from penstock.weights.streaming.stream import WeightStream
-from penstock.worker.sizes import row_counts, run_counts
+from penstock.worker.sizes import row_counts, run_counts, shared_counts
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -239,6 +238,7 @@ class DecodeGraphs:
         early: whether kernels begin before the one before has ended.
         """
         begin, device = perf_counter(), self._step.tokens.device
+        shared = shared_counts(self._counts[0])
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_reserved(device)
         gc.collect()  # What is collected in the midst of a recording may free what it must not.
@@ -248,8 +248,8 @@ class DecodeGraphs:
                 self._step.give((), count)
                 compute = partial(self._step.compute, count)
                 self._programs[count] = self._recorded(compute, pool, stream)
-                if self._weights.shares and count <= MOST_TOKENS:
-                    self._shared[count] = self._recorded(compute, pool, stream, shared=True)
+                if self._weights.shares and count in shared:
+                    self._shared[count] = self._recorded(compute, pool, stream, shared=count)
             for count in self._runs:
                 self._step.give_run(None, count)
                 compute = partial(self._step.compute_run, count)
@@ -273,7 +273,7 @@ class DecodeGraphs:
         pool: "_POOL_HANDLE",
         stream: torch.cuda.Stream,
         *,
-        shared: bool = False,
+        shared: int = 0,
     ) -> "_Program":
         # What is compiled, planned and allocated once is so before the recording.
         compute(self._weights.standing(shared=shared))
@@ -307,7 +307,11 @@ class DecodeGraphs:
         if not 0 < len(shares) <= self._counts[0]:
             return False
         odd = (
-            not share.sample or share.cold_stop or share.next_prompt_tokens or len(share.new_blocks) > 1
+            not share.sample
+            or share.pooled
+            or share.cold_stop
+            or share.next_prompt_tokens
+            or len(share.new_blocks) > 1
             for share in shares
         )
         return not any(odd)
@@ -317,7 +321,8 @@ class DecodeGraphs:
         if not chunk or not self._runs or len(share.tokens) > self._runs[0]:
             return False
         beyond_pages = share.near or share.cold_start or share.cold_stop or share.new_cold
-        return not beyond_pages and not share.next_prompt_tokens and self._step.suits(share)
+        reports = share.next_prompt_tokens or share.pooled
+        return not beyond_pages and not reports and self._step.suits(share)
 
     def run(self, plan: Plan) -> tuple[Tensor, Tensor]:
         """Compute a plan.
@@ -363,8 +368,8 @@ class _Program:
     all_stay = False
     """Each group is taken by itself, since the program is cut where one moves."""
 
-    def __init__(self, pool: "_POOL_HANDLE", weights: WeightStream, *, shared: bool = False) -> None:
-        """Recording begins, on the current stream. shared: whether a CPU shares the pass."""
+    def __init__(self, pool: "_POOL_HANDLE", weights: WeightStream, *, shared: int = 0) -> None:
+        """Recording begins, on the current stream. shared: decode rows of a pass that a CPU shares."""
         self._pool, self._weights, self._standing = pool, weights, weights.standing(shared=shared)
         self.experts = self._standing.experts
         self._acts: list[Callable[[], object]] = []

@@ -26,6 +26,7 @@ from penstock.step.plan import (
     Outcome,
     Plan,
     Result,
+    Share,
     ShareKind,
     TokenLogprob,
 )
@@ -35,7 +36,7 @@ from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.graphs import DecodeGraphs, DecodeStep
 from penstock.worker.inputs import StepTensors
 from penstock.worker.loaded import LoadedModel
-from penstock.worker.sampler import Drawn
+from penstock.worker.sampler import Drawn, fetched
 from penstock.worker.sizes import StepSizes, row_counts, run_counts
 from penstock.worker.warmup import HEAD_ROWS, kernel_steps, largest_step, long_steps, small_steps
 
@@ -252,8 +253,9 @@ class Runner:
 
     def _compute(
         self, plan: Plan, layers: tuple[int, ...] | None
-    ) -> "tuple[Drawn | None, Sequence[Sequence[TokenLogprob]]]":
-        """Return the tokens that the step draws, if any, and log-probabilities of prompts by share."""
+    ) -> "tuple[Drawn | None, Sequence[Sequence[TokenLogprob]], Tensor | None]":
+        """Return the tokens that the step draws, if any, log-probabilities of prompts by share, and the
+        embeddings of shares that are pooled, `[shares, hidden]`, on their way to the host."""
         model = self.models[plan.model]
         inputs, graphs = model.inputs, model.graphs
         state = model.pool.state if model.pool is not None else None
@@ -264,7 +266,7 @@ class Runner:
             if plan.runs:
                 inputs.tables.note_on_device(plan)
             self._transfer(plan)
-            return model.sampler.choose(*graphs.run(plan), plan.shares), ((),) * len(plan.shares)
+            return model.sampler.choose(*graphs.run(plan), plan.shares), ((),) * len(plan.shares), None
         step = inputs.build(plan, model.sampler.newest)
         weights, pool = model.weights, model.pool
         assert weights is not None, "run before attach, or after close"
@@ -276,15 +278,19 @@ class Runner:
         self._tell(model, plan, step, layers)
         prompts: list[list[TokenLogprob]] = [[] for _ in plan.shares]
         logits: Tensor | None = None
+        embeddings: Tensor | None = None
         with pdl_launches(model.early):
             hidden = model.decoder.forward(
                 weights, pool.layers, step.inputs, layers, model.carrier, stay=weights.all_stay
             )
             if not len(hidden):
-                return None, prompts
+                return None, prompts, None
             with model.decoder.head(weights, hidden) as logits_of:
                 if step.samples:
                     logits = logits_of(slice(step.samples)).float()
+                if pooled := [place for place, share in enumerate(sampled(plan)) if share.pooled]:
+                    rows = send(np.array(pooled, dtype=np.int64), self._device)
+                    embeddings = fetched(logits_of.normed[rows].float())
                 first = step.samples
                 for share, positions, found in zip(plan.shares, step.prompt_positions, prompts, strict=True):
                     for start in range(0, positions, HEAD_ROWS):
@@ -295,9 +301,8 @@ class Runner:
                     first += positions
         if by_cpu is not None:
             by_cpu.end_pass()
-        return None if logits is None else model.sampler.sample(
-            logits, [share for share in plan.shares if share.sample]
-        ), prompts
+        drawn = None if logits is None else model.sampler.sample(logits, sampled(plan))
+        return drawn, prompts, embeddings
 
     def _tell(
         self,
@@ -326,6 +331,11 @@ class Runner:
         model.carrier.begin(plan.orders, model.pool, step.sends, step.tiles, through, seen, step.readers)
 
 
+def sampled(plan: Plan) -> list[Share]:
+    """Return the shares that yield a token, in their order."""
+    return [share for share in plan.shares if share.sample]
+
+
 def decode_rows(plan: Plan) -> int:
     """Return the rows of a step that decodes one token of each; 0 of any other."""
     return len(plan.shares) if all(share.kind is ShareKind.DECODE for share in plan.shares) else 0
@@ -340,6 +350,7 @@ class Begun:
     at: float
     drawn: Drawn | None = None
     prompts: Sequence[Sequence[TokenLogprob]] = ()
+    embeddings: Tensor | None = None
 
     def outcome(self) -> Outcome:
         """Wait for the plan's end and return its outcome.
@@ -357,14 +368,17 @@ class Begun:
             else (frozenset[int](), frozenset[int]())
         )
         scores = [() if logprob is None else (logprob,) for logprob in logprobs]
-        if len(tokens) == len(self.plan.shares) and not any(self.prompts) and not broken and not wrong:
+        plain = len(tokens) == len(self.plan.shares) and not any(self.prompts) and not broken and not wrong
+        if plain and self.embeddings is None:
             return tuple(map(Result, zip(tokens), scores))  # Tuples of one token each.
         places, results = iter(range(len(tokens))), []
+        embeddings = iter(self.embeddings.tolist() if self.embeddings is not None else ())
         for share, prompt in zip(self.plan.shares, self.prompts, strict=True):
             if not share.sample or self.drawn is None:
                 results.append(Result(prompt_logprobs=tuple(prompt)))
                 continue
             place = next(places)
             ends = place in broken, place in wrong
-            results.append(Result((tokens[place],), scores[place], tuple(prompt), *ends))
+            pooled = tuple(next(embeddings)) if share.pooled else ()
+            results.append(Result((tokens[place],), scores[place], tuple(prompt), *ends, pooled))
         return tuple(results)

@@ -205,14 +205,14 @@ class _Scores:
         """
         own = logprobs.gather(1, tokens[:, None])
         self._shares = list(wanted)
-        self._parts = [_fetched(part) for part in (own[:, 0], (logprobs > own).sum(-1) + 1)]
+        self._parts = [fetched(part) for part in (own[:, 0], (logprobs > own).sum(-1) + 1)]
         self._tops: list[tuple[Tensor, Tensor]] = []
         start, vocab = 0, logprobs.shape[1]
         for count, those in groupby(wanted.values()):
             stop = start + len(list(those))
             for part in torch.split(logprobs[start:stop], _ROWS):
                 ids = ranked(part, min(count, vocab) if count >= 0 else vocab)
-                self._tops.append((_fetched(ids), _fetched(part.gather(1, ids))))
+                self._tops.append((fetched(ids), fetched(part.gather(1, ids))))
             start = stop
 
     def read(self, tokens: Sequence[int]) -> list[TokenLogprob | None]:
@@ -231,7 +231,7 @@ class PendingTokens:
 
     def __init__(self, tokens: Tensor) -> None:
         """Start the copy of int64 `[shares]`, NO_TOKEN where logits have a NaN, in stream order."""
-        self._tokens = _fetched(tokens)
+        self._tokens = fetched(tokens)
         self._read: list[int] | None = None
         self.wrong: frozenset[int] = frozenset()
         """Shares with NaN logits, once the tokens have been read. Their tokens are arbitrary."""
@@ -273,7 +273,7 @@ class Drawn:
         return tokens, self._scores.read(tokens) if self._scores is not None else [None] * len(tokens)
 
 
-def _fetched(x: Tensor) -> Tensor:
+def fetched(x: Tensor) -> Tensor:
     """Start a copy to the host, in stream order. Later work on the stream may reuse the memory."""
     if not x.is_cuda:
         return x.clone()

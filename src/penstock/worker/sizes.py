@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from penstock.arch.layout import MixtureLayout
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec, RopeKind
+from penstock.ops.row_classes import MOST_TOKENS
 
 _GRAPH_BYTES = 16 << 20
 """Bytes of a recorded step, beside its activations."""
@@ -82,11 +83,23 @@ def run_counts(spec: ModelSpec, most: int) -> tuple[int, ...]:
     return () if spec.moe is not None or spec.has_state else tuple(count for count in _RUNS if count <= most)
 
 
-def graph_bytes(spec: ModelSpec, dtype: str, rows: int, tokens: int) -> int:
+def shared_counts(most: int) -> tuple[int, ...]:
+    """Return those of `row_counts` for which steps are recorded a second time, where a CPU shares them."""
+    return tuple(count for count in row_counts(most) if count <= MOST_TOKENS)
+
+
+def shared_bytes(rows: int) -> int:
+    """Return the bytes of the recorded steps that a CPU shares, beside those of all others. rows: most rows
+    of a decode step."""
+    return len(shared_counts(rows)) * _GRAPH_BYTES
+
+
+def graph_bytes(spec: ModelSpec, dtype: str, rows: int, tokens: int, *, shared: bool = False) -> int:
     """Return an upper bound of the bytes of recorded steps.
 
     rows: most rows of a decode step.
     tokens: most tokens of a step with a run.
+    shared: whether a CPU may share steps where weights stream; runs are recorded only where none do.
     """
     wide = max(
         2 * max(spec.intermediate_size, spec.shared_size) + spec.hidden_size,
@@ -99,5 +112,6 @@ def graph_bytes(spec: ModelSpec, dtype: str, rows: int, tokens: int) -> int:
         )
     runs = run_counts(spec, tokens)
     passing = (max(rows, *runs, 0) * 2 * wide + rows * spec.vocab_size) * DTYPE_BYTES[dtype]
-    beside = _STREAM_BYTES + (len(row_counts(rows)) + len(runs)) * _GRAPH_BYTES
+    again = max(len(runs) * _GRAPH_BYTES, shared_bytes(rows) if shared else 0)
+    beside = _STREAM_BYTES + len(row_counts(rows)) * _GRAPH_BYTES + again
     return rows * spec.vocab_size * DTYPE_BYTES[dtype] + passing + beside

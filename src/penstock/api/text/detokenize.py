@@ -183,6 +183,8 @@ class Detokenizer:
         self._held = ""  # whole characters that may be the beginning of a stop string
         self._given: list[str] = []
         self.stopped = False
+        self.matched = ""
+        """The stop string that has ended the text."""
 
     @property
     def text(self) -> str:
@@ -214,7 +216,7 @@ class Detokenizer:
         met = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         if met:
             end, start = min(met)
-            self.stopped = True
+            self.stopped, self.matched = True, text[start:end]
             text = text[: end if self._include_stop else start]
         elif not last and text[-1:] in self._within:
             begun = (

@@ -154,6 +154,11 @@ class Tokenizer:
         """Return the id of a token; None if there is no such token."""
         return self._tokenizer.token_to_id(token)
 
+    @property
+    def special_tokens(self) -> frozenset[int]:
+        """Return the special tokens, which have no text."""
+        return self._pieces.special
+
     def is_special(self, token: int) -> bool:
         """Tell whether a token is a special one, which has no text."""
         return token in self._pieces.special

@@ -1,22 +1,27 @@
 """Reports what this machine has, how fast its links are, and what limits a model on it."""
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from time import sleep
 
 import torch
 
 from penstock.arch import bounds
+from penstock.arch.formats.recipe import config_in
 from penstock.arch.layout import group_layouts
 from penstock.arch.spec import DTYPE_BYTES
 from penstock.base.config import Config
+from penstock.base.cores import CoreLimits, CoreTimes, core_limits, counted, free_cores
 from penstock.base.errors import ConfigError, DeviceError
 from penstock.base.report import JsonLine
 from penstock.base.units import format_rate, format_size
 from penstock.bench.doctor.calibration import calibrate
 from penstock.bench.doctor.limits import MeasuredRates, MemoryRoom, ModelLimits, limits, prefill_rate
 from penstock.bench.machine import MachineInfo, machine
+from penstock.bench.shapes import SHAPES
 from penstock.engine.costs import StepCosts, costs_file, keep_costs, read_costs
+from penstock.engine.cpu_rates import usual_cpu_read
 from penstock.engine.placing import Say
 from penstock.engine.settling import choose_dtype, device_budget
 from penstock.memory.device import choose_device, device_name, free_memory, give_back, native_half
@@ -35,6 +40,8 @@ from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.gguf.files import is_gguf
 
 _BY = {"Triton": "Triton kernels", "C": "C kernels, compiled here", "torch": "plain torch, much slower"}
+_MOMENT = 0.3
+"""Seconds for which others are looked at."""
 _HOST_SHARE = 0.8
 """The share of the free host memory that is room for weights which do not fit on a device beside it."""
 
@@ -181,12 +188,22 @@ def _steps(
         return None
     say("measuring what steps cost, once, in about a minute and a half")
     found = calibrate(device, dtype, say=say)
-    keep_costs(found.costs, file)
+    costs = with_cpu_read(found.costs, device, cache)
+    keep_costs(costs, file)
     say(
         f"kept in {file}; half of {len(found.samples)} steps are predicted within {found.typical:.1%}, all "
         f"within {found.worst:.0%}"
     )
-    return found.costs
+    return costs
+
+
+def with_cpu_read(costs: StepCosts, device: torch.device, cache: Path) -> StepCosts:
+    """Return costs with the bytes/s that the CPU reads of the feed-forwards of a usual model in int4, if
+    there are kernels for that."""
+    if find_library(cache):
+        return costs
+    shape = Shape.of(dict(config_in("int4", SHAPES["8B"], "8B")), "8B")
+    return replace(costs, cpu_read=usual_cpu_read(shape, costs.dtype, device, costs.link_rate))
 
 
 def _notes(about: MachineInfo, device: torch.device, cache: Path) -> list[str]:
@@ -203,6 +220,11 @@ def _notes(about: MachineInfo, device: torch.device, cache: Path) -> list[str]:
                 f"torch computes with {about.threads} of {about.cores} cores; OMP_NUM_THREADS or the like "
                 "is set"
             )
+        if (limits := core_limits()) is not None and (free := _free_now(limits)) < about.cores:
+            notes.append(
+                f"{free} of {about.cores} cores are free now, since others are busy or a container has a "
+                "limit: a decode step takes no more threads than that"
+            )
         if not native_half(device):
             notes.append(
                 "this processor multiplies bfloat16 in software; float32 is faster on it, and what auto "
@@ -211,6 +233,15 @@ def _notes(about: MachineInfo, device: torch.device, cache: Path) -> list[str]:
         if why := find_library(cache):
             notes.append(f"weights of few bits are computed by plain torch, much slower: {why}")
     return notes
+
+
+def _free_now(limits: CoreLimits) -> int:
+    """Return the cores that are free in a moment in which this process does nothing."""
+    before = CoreTimes.now(limits)
+    sleep(_MOMENT)
+    after = CoreTimes.now(limits)
+    others = (0.0, 0.0) if before is None or after is None else after.others(before)
+    return free_cores(limits, counted(0, others[0]), others[1])
 
 
 def describe(found: Checkup) -> str:
@@ -286,6 +317,9 @@ def _step_rows(steps: StepCosts) -> list[tuple[str, str]]:
     rates = ", ".join(
         f"{name} {getattr(prompt, name) / 1e12:.3g} TFLOP/s" for name in ("products", "experts", "attention")
     )
+    if steps.cpu_read:
+        by_rows = ", ".join(format_rate(rate) for rate in steps.cpu_read)
+        rows.append(("cpu, int4", f"feed-forwards of 1, 2, 4, 8 and 16 rows at {by_rows}"))
     rows.append(("prompts", f"{rates}; launched in {1e3 * prompt.host_layer:.3g} ms a layer"))
     return rows
 

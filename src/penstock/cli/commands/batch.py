@@ -12,6 +12,7 @@ import click
 from penstock.base.errors import ConfigError
 from penstock.cli.command import Command, option
 from penstock.cli.load import loaded
+from penstock.cli.models import located, taken
 from penstock.cli.options import OUTPUT, engine_config, engine_options
 from penstock.cli.progress import progress_bar
 from penstock.cli.terminal import is_terminal, say
@@ -35,14 +36,14 @@ EXAMPLES = """
     "--model",
     type=click.Path(path_type=Path),
     metavar="MODEL",
-    help="Directory of the model. [the small model that comes with penstock]",
+    help="The model, as for penstock run. [the small model that comes with penstock]",
 )
 @click.option(
     "--name",
     "names",
     multiple=True,
     metavar="NAME",
-    help="Name of the model in requests; may be repeated. [its directory's]",
+    help="Name of the model in requests; may be repeated. [its directory's, or its name on the Hub]",
 )
 @option(OUTPUT, "--quiet", "-q", is_flag=True, help="Do not print device, memory sizing and progress.")
 @engine_options
@@ -63,11 +64,9 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         raise ConfigError(
             f"a batch needs {missing.name}, which is not installed; pip install 'penstock[serve]'"
         ) from missing
-    config = engine_config(ctx, asked["model"], None)
+    config, name = located(engine_config(ctx, asked["model"], None), **taken(asked))
     with loaded(config, quiet=asked["quiet"]) as llm:
-        batch = Batch(
-            llm, asked["requests"], asked["answers"], asked["names"] or (config.model.resolve().name,)
-        )
+        batch = Batch(llm, asked["requests"], asked["answers"], asked["names"] or (name,))
         with _bar(asked["quiet"]) as show:
             tally = batch.run(show)
     if not asked["quiet"]:

@@ -36,6 +36,7 @@ from penstock.cli.bench_options import (
 from penstock.cli.command import CONTEXT, Command, debug_option, option
 from penstock.cli.known_costs import costs_of
 from penstock.cli.load import compute_with
+from penstock.cli.models import located
 from penstock.cli.options import BLOCKS, DEVICE, with_options
 from penstock.cli.terminal import say
 from penstock.weights.checkpoint.config import read_config
@@ -132,18 +133,20 @@ def _prepare(given: dict[str, Any]) -> "tuple[Target, _Output]":
             "--format is for random weights; give --shape, or a directory with only a config.json, or "
             "quantise the model with `penstock pack --to`"
         )
-    output, threads = _Output.of(given), given.pop("threads")
+    output, download = _Output.of(given), given.pop("download")
     scratch, most = given.pop("scratch", None), given.pop("scratch_size", None)
     routing = given.pop("routing", None)
     config = Config(model or Path(), **given)
+    if model is not None:
+        config, _ = located(config, download=download, quiet=output.json)
 
-    compute_with(threads)
+    compute_with(config.threads)
     from penstock.bench.routing.imposing import ImposedRouting
     from penstock.bench.speed.setup import Target
 
-    source = SHAPES[shape] if shape else model or SHIPPED_MODEL
+    source = SHAPES[shape] if shape else config.model if model else SHIPPED_MODEL
     if format:
-        config_file = SHAPES[shape] if shape else read_config(model)
+        config_file = SHAPES[shape] if shape else read_config(config.model)
         source = config_in(format, config_file, str(model or shape))
     name = shape or (str(model) if model else "shipped")
     disk = (scratch, parse_size(most)) if scratch else None
@@ -156,7 +159,7 @@ def _prepare(given: dict[str, Any]) -> "tuple[Target, _Output]":
 @with_options(*MODEL, *ROUTING, *BATCH, *BENCH_ENGINE, *WINDOW, *REST)
 def decode(output: int, **given: Any) -> None:
     """Time single decode steps: all prompts are in, each sequence gets a token a step. MODEL is a checkpoint
-    directory, or one with only a config.json; its weights are then random."""
+    directory, one with only a config.json, whose weights are then random, or one of the Hugging Face Hub."""
     _latency("decode", output, **given)
 
 
@@ -263,7 +266,7 @@ def experts(
     --recorded, by --routing of other benchmarks, and by `penstock plan`."""
     if (model is None) == (recorded is None) or (model is not None) != (text is not None):
         raise click.UsageError("give a MODEL and --text, or --recorded without them")
-    output, threads = _Output.of(given), given.pop("threads")
+    output, download = _Output.of(given), given.pop("download")
     sequences, prompt, answer = (given.pop(name) for name in ("sequences", "prompt", "output"))
     for file in (text, recorded):
         if file is not None and not file.exists():
@@ -272,8 +275,11 @@ def experts(
         raise ConfigError(f"cannot write {routing_out}: its directory does not exist; create it")
     length = prompt + answer + 1
     config = Config(model or Path(), prefix_cache=False, max_length=length, **given)
+    name = ""
+    if model is not None:
+        config, name = located(config, download=download, quiet=output.json)
 
-    compute_with(threads)
+    compute_with(config.threads)
     from penstock.bench.routing.experts import ReplayWork, RoutingWork, record, replay
     from penstock.bench.routing.recording import Recording
     from penstock.evals.prompts import text_of
@@ -284,7 +290,7 @@ def experts(
         assert model is not None
         assert text is not None
         work = RoutingWork(text_of(text), text.name, sequences, prompt, answer)
-        found = record(config, work, model.resolve().name, output.say)
+        found = record(config, work, name, output.say)
         if routing_out is not None:
             found.write(routing_out)
     output.write(replay(found, ReplayWork(slots, policies), output.say))

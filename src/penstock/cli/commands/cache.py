@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.base.config import CACHE
-from penstock.base.units import format_rate, format_size
+from penstock.base.units import counted, format_rate, format_size
 from penstock.cli.command import Command, debug_option, option
 from penstock.cli.terminal import is_terminal, one_line, say
 
@@ -83,15 +83,16 @@ def _ls(stores: list["StoreInfo"]) -> None:
 def _stat(stores: list["StoreInfo"]) -> None:
     for one in stores:
         garbage = max(one.real_bytes - one.live_bytes, 0)
-        kept = f"{one.records:,} records, {format_size(one.live_bytes)}"
+        kept = f"{counted(one.records, 'record')}, {format_size(one.live_bytes)}"
         spent = (
-            f"{format_size(one.real_bytes)} of the disk in {one.segments} segments, {format_size(garbage)} "
-            "of it garbage and overhead"
+            f"{format_size(one.real_bytes)} of the disk in {counted(one.segments, 'segment')}, "
+            f"{format_size(garbage)} of it garbage and overhead"
         )
         lost = "" if one.sound else "; its journal is lost, and this is from its segments"
         click.echo(f"{one.path}: {_fact(one, 'model')}, {kept}; {spent}; {one.quarantined} quarantined{lost}")
     total = format_size(sum(one.real_bytes for one in stores))
-    click.echo(f"{len(stores)} stores, {sum(one.records for one in stores):,} records, {total} of the disk")
+    records = counted(sum(one.records for one in stores), "record")
+    click.echo(f"{counted(len(stores), 'store')}, {records}, {total} of the disk")
 
 
 def _verify(path: Path, secret: bytes) -> bool:

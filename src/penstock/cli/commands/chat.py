@@ -2,34 +2,34 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import click
 
-from penstock.base.config import Config
-from penstock.base.errors import RequestError
+from penstock.base.errors import ConfigError, RequestError
 from penstock.cli.answer import TimedAnswer, follow, json_line, record, remark
-from penstock.cli.command import Command, option
-from penstock.cli.conversation import Conversation
+from penstock.cli.answer_view import AnswerView
+from penstock.cli.chat_commands import NAMES, TAKE_FILES, Asked, Chat, Leave, obey
+from penstock.cli.chat_options import chat_options, template_settings
+from penstock.cli.command import Command, files, option
+from penstock.cli.conversation import AnswerReader, Conversation
+from penstock.cli.editor import Editor, editor
 from penstock.cli.live import LiveLine
 from penstock.cli.load import loaded
-from penstock.cli.options import OUTPUT, PROMPT, SAMPLING, common_options, engine_config, sampling_params
+from penstock.cli.models import located, taken
+from penstock.cli.options import (
+    OUTPUT,
+    PROMPT,
+    SAMPLING,
+    as_flags,
+    common_options,
+    engine_config,
+    sampling_params,
+)
 from penstock.cli.prompt import decode, model_path
-from penstock.cli.terminal import Interrupt, is_terminal, one_line, say, write
-from penstock.step.params import SamplingParams
+from penstock.cli.terminal import Interrupt, is_terminal, one_line, say, without_echo, write
 from penstock.step.request import FinishReason
 
-if TYPE_CHECKING:
-    from penstock.api.llm import LLM
-
-HELP = """\
-/help          this list
-/reset         forget the conversation, keep the system message
-/system TEXT   set the system message; without TEXT, show it
-/exit          leave, as Ctrl-D does
-A line that begins with // is sent with one slash. Ctrl-C stops an answer; a second one leaves."""
 EXAMPLES = r"""
   penstock chat                                    with the model that comes with penstock
   penstock chat ./my-model --system "You are terse."
@@ -39,7 +39,7 @@ EXAMPLES = r"""
 
 
 @click.command(cls=Command, examples=EXAMPLES)
-@click.argument("model", required=False, metavar="[MODEL]")
+@click.argument("model", required=False, metavar="[MODEL]", shell_complete=files)
 @option(PROMPT, "--system", metavar="TEXT", help="System message before the conversation.")
 @option(
     PROMPT,
@@ -54,68 +54,73 @@ EXAMPLES = r"""
     metavar="N",
     help="Most tokens of an answer. [what the context has room for]",
 )
+@chat_options
 @option(OUTPUT, "--json", is_flag=True, help="Print one JSON object an answer, and nothing else, on stdout.")
+@option(
+    OUTPUT,
+    "--history/--no-history",
+    default=True,
+    help="Keep what is typed in a terminal for later chats. [--history]",
+)
 @common_options
 @click.pass_context
 def command(ctx: click.Context, /, **settings: object) -> None:
     """Talk with a model.
 
-    MODEL is a Hugging Face checkpoint directory or a GGUF file; without it the small model that comes with
-    penstock answers. /help lists what can be typed besides messages. Where stdin is no terminal, each of its
-    lines is a message. Answers go to stdout, everything else to stderr.
+    MODEL is a checkpoint directory, a GGUF file, or a model of the Hugging Face Hub, as owner/name;
+    without it the small model that comes with penstock answers. /help lists what can be typed besides
+    messages. Where stdin is no terminal, each of its lines is a message. Answers go to stdout, everything
+    else to stderr.
     """
     asked = ctx.params
     if asked["system"] is not None and not asked["chat"]:
         raise click.UsageError("--system needs the chat template, which --raw leaves out; give one of them")
     params = sampling_params(ctx)
-    config = engine_config(ctx, model_path(asked["model"]), sequences=1)
+    asks = template_settings(ctx, template=asked["chat"])
+    config, _ = located(engine_config(ctx, model_path(asked["model"]), sequences=1), **taken(asked))
     with loaded(config, quiet=asked["quiet"], trace=asked["trace"]) as llm:
-        conversation = Conversation(llm, asked["chat"], asked["system"])
+        conversation = Conversation(llm, asked["chat"], asked["system"], **asks)
         conversation.check()
-        if typed := is_terminal(sys.stdin):
+        for said in conversation.unheard():
+            say(f"penstock: note: {said}")
+        typing = None
+        if is_terminal(sys.stdin):
+            typing = editor(NAMES, TAKE_FILES, keep=asked["history"])
             say("/help lists the commands, Ctrl-D leaves", faint=True)
-        flags = {name: asked[name] for name in ("json", "quiet", "verbose")}
-        ChatSession(llm, config, params, conversation, typed=typed, **flags).talk()
-
-
-class Leave(Exception):
-    """Raised when /exit was typed."""
+        flags = {name: asked[name] for name in ("quiet", "verbose", "markdown")}
+        chat = Chat(llm, config, params, conversation, typing, **flags)
+        with without_echo():  # All the time: an editor shows what is typed by itself.
+            ChatSession(chat, asked["json"]).talk()
 
 
 @dataclass(slots=True)
 class ChatSession:
-    """Runs a chat: a line in, an answer out."""
+    """Runs a chat: a message in, an answer out. From a pipe, the first mistake ends it."""
 
-    llm: "LLM"
-    config: Config
-    params: SamplingParams
-    conversation: Conversation
-    typed: bool
-    """A person types the lines if this is set. Mistakes then end nothing; from a pipe they end the chat."""
+    chat: Chat
     json: bool = False
-    quiet: bool = False
-    verbose: bool = False
     leaving: bool = False
     """Ctrl-C was pressed, and nothing was said since: once more leaves."""
+    retries: int = 0
+    """Answers to the last message, but for the first."""
 
     def talk(self) -> None:
-        """Answer lines until the user leaves, or stdin ends."""
-        for line in self._typed_lines() if self.typed else _piped_lines():
+        """Answer messages until the user leaves, or stdin ends."""
+        editor = self.chat.editor
+        for text in _piped_lines() if editor is None else self._typed(editor):
             try:
-                self._take(line)
+                self._take(text)
             except Leave:
                 return
-            except RequestError as error:
-                if not self.typed:
+            except (RequestError, ConfigError) as error:
+                if editor is None:
                     raise
-                say(f"penstock: error: {one_line(str(error))}")
+                say(f"penstock: error: {as_flags(one_line(str(error)))}")
 
-    def _typed_lines(self) -> Iterator[str]:
-        with suppress(ImportError):  # then without history and cursor keys
-            import readline  # noqa: F401  # 5 ms; that it is imported is all that input() needs
+    def _typed(self, editor: Editor) -> Iterator[str]:
         while True:
             try:
-                line = _ask()
+                text = editor.read()
             except EOFError:
                 say("")
                 return
@@ -129,98 +134,104 @@ class ChatSession:
                 if self.leaving:
                     raise
                 self.leaving = True
-                say("\nCtrl-C again or Ctrl-D leaves", faint=True)
+                say("Ctrl-C again or Ctrl-D leaves", faint=True)
                 continue
             self.leaving = False
-            yield line
+            yield text
 
-    def _take(self, line: str) -> None:
+    def _take(self, text: str) -> None:
         """Answer a message, or obey a command."""
-        if line.startswith("//"):
-            self._answer(line[1:])
-        elif line.startswith("/"):
-            self._obey(*line.split(maxsplit=1))
-        elif line.strip():
-            self._answer(line)
+        message: Asked | None = None
+        if text.startswith("//"):
+            message = Asked(text[1:])
+        elif text.startswith("/"):
+            message = obey(self.chat, text)
+        elif text.strip():
+            message = Asked(text)
+        if message is not None and message.again:
+            self._answer_again(message.text)
+        elif message is not None:
+            self._answer(self.chat.composed(message.text))
 
-    def _obey(self, command: str, text: str = "") -> None:
-        match command:
-            case "/help":
-                say(HELP)
-            case "/exit":
-                raise Leave
-            case "/reset":
-                self.conversation.turns.clear()
-                say("a new conversation begins", faint=True)
-            case "/system" if not text:
-                say(self.conversation.system or "there is no system message", faint=True)
-            case "/system":
-                if not self.conversation.template:
-                    raise RequestError(
-                        "a system message needs the chat template, which --raw leaves out; start penstock "
-                        "chat without --raw"
-                    )
-                Conversation(self.llm, True, text).check()
-                self.conversation.system = text
-                say("the system message is set", faint=True)
-            case _:
-                raise RequestError(
-                    f"{command} is no command of the chat; /help lists them, and // at the start of a line "
-                    "sends one slash"
-                )
+    def _answer_again(self, text: str) -> None:
+        """Answer the last message again. The answer that was there is back where no other comes."""
+        turns = self.chat.conversation.turns
+        before, count = turns.pop(), len(turns)
+        try:
+            self._answer(text, again=True)
+        finally:
+            if len(turns) == count:
+                turns.append(before)
 
-    def _answer(self, line: str) -> None:
-        request, length = self.conversation.request(line)
-        longest = self.llm.limits.max_model_len
+    def _answer(self, text: str, *, again: bool = False) -> None:
+        chat = self.chat
+        conversation = chat.conversation
+        request, length = conversation.request(text)
+        longest = chat.llm.limits.max_model_len
         room = longest - length
         if room < 1:
-            hint = "/reset begins a new one" if self.conversation.turns else "shorten the message"
+            hint = "/reset begins a new one" if conversation.turns else "shorten the message"
             raise RequestError(
                 f"the conversation would have {length} tokens, but the context holds {longest} with an "
                 f"answer; {hint}"
             )
-        params = replace(self.params, max_tokens=min(self.params.max_tokens or room, room))
-        params, reader = self.conversation.marked(params), self.conversation.reader
-        with Interrupt() as interrupt, LiveLine.of(self.llm, quiet=self.quiet or self.json) as live:
-            put = (lambda text: None) if self.json else live.write
+        self.retries = self.retries + 1 if again else 0
+        seed = chat.params.seed
+        params = replace(
+            chat.params,
+            max_tokens=min(chat.params.max_tokens or room, room),
+            seed=None if seed is None else seed + self.retries,
+        )
+        params = conversation.marked(params)
+        reader = conversation.reader
+        live_line = LiveLine.of(chat.llm, quiet=chat.quiet or self.json)
+        with Interrupt() as interrupt, live_line as live:
+            view = self._view(live, reader)
             live.compute(length)
+            if not again:  # Files that came since go with the next message.
+                chat.files.clear()
+            chat.last = text
             answer = follow(
-                self.llm,
+                chat.llm,
                 request,
                 params,
-                lambda delta: put(reader.shown(delta).text),
+                view.show if view is not None else lambda _: None,
                 lambda: interrupt.asked,
             )
-            output = answer.completion.outputs[0]
-            _, text = reader.split(output.text)
-            if not text.endswith("\n"):
-                put("\n")
+            if view is not None:
+                view.end()
+        output = answer.completion.outputs[0]
+        _, said = reader.split(output.text)
         if self.json:
-            write(json_line(record(self.llm, self.config, line, params, answer, reader.split)))
+            write(json_line(record(chat.llm, chat.config, text, params, answer, reader.split)))
         stopped = output.finish_reason is FinishReason.ABORT
         self.leaving = stopped
-        if stopped and not text.strip():
+        if stopped and not said.strip():
             say("stopped; the message and its answer are left out of the conversation", faint=True)
         else:
-            self.conversation.turns.append((line, text))
+            conversation.turns.append((text, said))
         self._remark(answer, full=not stopped and answer.tokens >= room)
 
+    def _view(self, live: LiveLine, reader: AnswerReader) -> AnswerView | None:
+        """Return what writes the answer; None where it is written as JSON."""
+        if self.json:
+            return None
+        chat = self.chat
+        conversation = chat.conversation
+        markdown = chat.markdown and conversation.template
+        return AnswerView(live, reader, markdown=markdown, wrap=chat.wrap, think=conversation.think)
+
     def _remark(self, answer: TimedAnswer, *, full: bool) -> None:
-        if self.verbose:
+        chat = self.chat
+        if chat.verbose:
             remark(answer)
-        if self.conversation.reader.unanswered(answer.completion):
+        elif chat.editor is not None and is_terminal(sys.stderr) and not chat.quiet and not self.json:
+            say(answer.brief(), faint=True)
+        if chat.conversation.reader.unanswered(answer.completion):
             say("the answer was cut short in its reasoning; allow more with --max-tokens", faint=True)
         if full and answer.completion.finish_reason is FinishReason.LENGTH:
             held = len(answer.completion.prompt_tokens) + answer.tokens
             say(f"the context is full with {held} tokens; /reset begins a new conversation", faint=True)
-
-
-def _ask() -> str:
-    """Read a line from the terminal. Raises EOFError and KeyboardInterrupt."""
-    if is_terminal(sys.stdout):
-        return input("> ")
-    click.echo("> ", nl=False, err=True)  # input() would write it among the answers
-    return input()
 
 
 def _piped_lines() -> Iterator[str]:

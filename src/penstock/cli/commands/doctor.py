@@ -1,5 +1,6 @@
 """`penstock doctor`: what this machine has, how fast its links are, and what limits a model on it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ from penstock.base.config import Config
 from penstock.cli.command import Command, debug_option, option
 from penstock.cli.options import DEVICE, ENGINE_SETTINGS, OUTPUT, flag, settings_from, with_options
 from penstock.cli.terminal import say
+from penstock.hub.models import shape_of
 
 _EXAMPLES = """
   penstock doctor                    this machine, and the small model that comes with penstock
   penstock doctor ./my-model         a model that need not be there yet: its config.json is enough
+  penstock doctor Qwen/Qwen3-8B      one of the Hugging Face Hub, of which only that is fetched
   penstock doctor --quick --json
 """
 
@@ -30,7 +33,7 @@ _EXAMPLES = """
 def command(**asked: Any) -> None:
     """Check what this machine has and what limits MODEL on it: sizes, whether it fits, and the pace that no
     engine can exceed, from rates measured here and now. MODEL is a directory of which only config.json is
-    looked at.
+    looked at, or a model of the Hugging Face Hub, of which only that is fetched.
 
     On a GPU it also measures, once, what a step costs beyond the bytes that it moves. `penstock plan` then
     forecasts with that."""
@@ -45,7 +48,11 @@ def command(**asked: Any) -> None:
         describe,
     )
 
-    found = checkup(
-        config, quick=asked["quick"], again=asked["again"], say=lambda text: say(text, faint=True)
-    )
+    with shape_of(str(config.model)) as shape:
+        found = checkup(
+            replace(config, model=shape.path),
+            quick=asked["quick"],
+            again=asked["again"],
+            say=lambda text: say(text, faint=True),
+        )
     click.echo(found.line() if asked["json"] else describe(found))

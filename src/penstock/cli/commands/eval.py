@@ -13,6 +13,7 @@ from penstock.base.config import Config
 from penstock.base.errors import ConfigError
 from penstock.cli.command import CONTEXT, Command, debug_option, option
 from penstock.cli.load import compute_with, loading_bar
+from penstock.cli.models import download_option, located, taken
 from penstock.cli.options import (
     BEYOND_TRAINED,
     BLOCKS,
@@ -62,6 +63,7 @@ _ENGINE = (
     *BLOCKS,
     MAX_STEP_TOKENS,
     THREADS,
+    download_option,
     debug_option,
 )
 _shared = with_options(
@@ -172,8 +174,9 @@ def perplexity(file: Path, length: int | None, stride: int | None, tokens: int |
     needed = None if length is None else length + 1
     config = settings_from(Config, asked, model=asked["model"], max_length=needed)
     _expect_folder(asked["out"])
+    config, _ = located(config, **taken(asked, "json"))
 
-    compute_with(asked["threads"])
+    compute_with(config.threads)
     from penstock.bench.machine import machine
     from penstock.evals.perplexity import PerplexityWork
     from penstock.evals.perplexity import perplexity as measure
@@ -192,8 +195,9 @@ def _evaluate(name: str, tasks: tuple[str, ...], asked: Mapping[str, Any]) -> No
     lengths, out, picture, json = (asked[flag] for flag in ("lengths", "out", "picture", "json"))
     config = settings_from(Config, asked, model=asked["model"], max_length=max(lengths) if lengths else None)
     _expect_folder(out, picture)
+    config, _ = located(config, **taken(asked, "json"))
 
-    compute_with(asked["threads"])
+    compute_with(config.threads)
     from penstock.bench.machine import machine
     from penstock.evals.prompts import text_of
     from penstock.evals.run import EvalWork, evaluate

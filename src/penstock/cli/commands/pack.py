@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.arch.formats.recipe import GROUP, GROUPS, QUANTISED_TO, Recipe
-from penstock.base.config import CACHE, check_device
+from penstock.base.config import CACHE, Config, check_device
 from penstock.base.errors import CheckpointError
 from penstock.base.units import format_rate, format_size
 from penstock.cli.command import Command, debug_option, option
+from penstock.cli.models import download_option, located
 from penstock.cli.progress import progress_bar
 from penstock.cli.terminal import is_terminal, say
 
@@ -42,7 +43,11 @@ def _names(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
 @click.command(cls=Command, examples=EXAMPLES)
 @click.argument("model", type=click.Path(path_type=Path))
 @option(
-    PACK, "--out", type=click.Path(path_type=Path), metavar="DIR", help="Directory of the pack. [MODEL.pack]"
+    PACK,
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Directory of the pack. [MODEL.pack; for one of the Hub, here]",
 )
 @option(
     PACK,
@@ -80,12 +85,13 @@ def _names(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
 )
 @option(QUANTISE, "--device", default="auto", help="Device that computes: auto, cpu, cuda or cuda:N. [auto]")
 @option(PACK, "--verify", is_flag=True, help="Check every byte of MODEL, a pack.")
+@download_option
 @debug_option
 def command(
     model: Path, out: Path | None, dtype: str | None, store: Path | None, verify: bool, **asked: Any
 ) -> None:
-    """Write the weights of MODEL, a checkpoint directory or GGUF file, as one run of bytes for each
-    group, in the order of their use.
+    """Write the weights of MODEL, a checkpoint directory, a GGUF file or a model of the Hugging Face Hub, as
+    one run of bytes for each group, in the order of their use.
 
     Models larger than device and host memory stream from packs. `penstock run` makes one by itself where it
     is needed, in its cache directory (~/.cache/penstock), or takes the directory of one as MODEL. Killed or
@@ -117,9 +123,12 @@ def command(
     from penstock.weights.pack.writer import write_pack
 
     began = time.perf_counter()
-    with Checkpoint.open(model, CACHE.expanduser()) as checkpoint:
-        suffix = f"-{format}.pack" if format else ".pack"
-        out = out or model.resolve().with_name(f"{model.resolve().name}{suffix}")
+    found, named = located(Config(model), download=asked["download"])
+    suffix = f"-{format}.pack" if format else ".pack"
+    if out is None:  # The cache is no place for packs.
+        beside = model.resolve() if found.model == model else Path(named.rpartition("/")[2].replace(":", "-"))
+        out = beside.with_name(f"{beside.name}{suffix}")
+    with Checkpoint.open(found.model, CACHE.expanduser()) as checkpoint:
         dtype = dtype or checkpoint.spec.dtype
         there = os.path.lexists(out / "manifest.json")
         quantised: QuantisedCheckpoint | None

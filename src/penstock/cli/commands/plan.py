@@ -2,36 +2,29 @@
 has to be here."""
 
 import math
-import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from penstock.arch.families import TensorNames, family_of, read_spec
-from penstock.arch.formats.recipe import config_in
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import CACHE, DTYPES, Config
-from penstock.base.errors import CheckpointError, ConfigError
-from penstock.base.units import parse_size
-from penstock.bench.shapes import SHAPES
-from penstock.cli.command import Command, debug_option, option
+from penstock.base.errors import ConfigError
+from penstock.cli.command import Command, debug_option, files, option
+from penstock.cli.figures import PARSERS, parse_cpu_rates
 from penstock.cli.known_costs import SHIPPED
 from penstock.cli.options import engine_flags, with_options
 from penstock.cli.options import weight_format as weight_format_flag
 from penstock.cli.plan_report import ASSUMED, Figure, Report, Setting
-from penstock.cli.terminal import one_line, say
+from penstock.cli.shape import open_model
+from penstock.cli.terminal import say
 from penstock.engine.costs import costs_file, read_costs
 from penstock.engine.forecast import forecast
 from penstock.engine.machines import ExpertUse, Machine, Work
-from penstock.weights.checkpoint.config import read_config
-from penstock.weights.gguf.config import read_gguf_config
-from penstock.weights.gguf.files import GGUFFiles, is_gguf
-from penstock.weights.jsonfile import MAX_CONFIG_BYTES, read_object
 from penstock.weights.streaming.ring import StreamRates
 
 MACHINE, WORK, OUTPUT = "Machine", "Work", "Output"
@@ -51,6 +44,7 @@ EXAMPLES = """
   penstock plan ./my-model                       on this machine, at usual rates
   penstock plan ./my-model --machine desktop-24 --picture plan.png
   penstock plan ./my-model --device-memory 16GiB --host-memory 100GiB --disk-rate 3GB/s
+  penstock plan Qwen/Qwen3-8B --machine laptop   one of the Hugging Face Hub, before it is fetched
   penstock plan 8B --machine laptop --batch 4 --context 2048 --json
   penstock plan 70B --format int4 --machine desktop-16
   penstock plan ./my-mixture --machine desktop-16 --expert-hits 0.6
@@ -58,9 +52,6 @@ EXAMPLES = """
 """
 GIB = 1 << 30
 _COUNT = click.IntRange(min=1)
-_OPERATIONS = re.compile(
-    r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgtp]?)\s*(?:flops|flop/s)?\s*", re.IGNORECASE | re.ASCII
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +129,7 @@ USUAL = "desktop-24"
 
 
 @click.command(cls=Command, examples=EXAMPLES)
-@click.argument("model")
+@click.argument("model", shell_complete=files)
 @option(
     MACHINE,
     "--machine",
@@ -183,6 +174,12 @@ USUAL = "desktop-24"
 )
 @option(
     MACHINE,
+    "--cpu-rate",
+    metavar="RATE",
+    help="Rate at which the CPU reads what it computes, or one each for 1, 2, 4, 8, 16 rows. [measured]",
+)
+@option(
+    MACHINE,
     "--costs",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
@@ -201,9 +198,8 @@ USUAL = "desktop-24"
     WORK,
     "--context",
     type=_COUNT,
-    default=4096,
     metavar="N",
-    help="Tokens of each sequence, prompt and output. [4096]",
+    help="Tokens of each sequence, prompt and output. [4096, or what the model holds]",
 )
 @option(
     WORK, "--step-tokens", type=_COUNT, metavar="N", help="Most tokens computed in one step. [8192; cpu: 512]"
@@ -253,7 +249,8 @@ def command(
 ) -> None:
     """Forecast where the weights of MODEL would rest, how fast it would decode and take prompts in, what
     binds it, and what more of anything would buy. MODEL is a config.json or a directory with one, of which
-    nothing else is needed, a GGUF file, or a shape that `bench` knows.
+    nothing else is needed, a GGUF file, a shape that `bench` knows, or a model of the Hugging Face Hub, of
+    which no more than that is fetched.
 
     Nothing is measured. Without --machine, sizes are those of this machine, 90 % of the first GPU and 80 % of
     free memory. Rates, and what a step costs beyond bytes, are as `penstock doctor` measured them here, if it
@@ -266,12 +263,15 @@ def command(
         )
     batch, context, step_tokens = (given.pop(name) for name in ("batch", "context", "step_tokens"))
     hits, routing = given.pop("expert_hits"), given.pop("routing")
+    cpu_rate = given.pop("cpu_rate")
     settings = Config(Path(), **{name: given.pop(name) for name in SETTINGS})
     asked = {name: PARSERS[name](text) for name, text in given.items() if text is not None}
     name, spec, names = open_model(model, weight_format)
     chosen = spec.dtype if dtype == "auto" else dtype
     setting, usual_step = settle(machine, asked, costs or kept_costs(machine, cache.expanduser(), chosen))
+    setting = _with_cpu(setting, settings, cpu_rate)
     use = _expert_use(spec, batch, hits, routing)
+    context = context or min(4096, spec.max_length)
     work = Work(chosen, batch, context, step_tokens or usual_step, expert_use=use, settings=settings)
     report = Report.of(name, spec, names, setting, forecast(spec, names, machine_of(setting), work))
     if picture is not None:
@@ -280,6 +280,19 @@ def command(
         draw(report, picture)
         say(f"drawn to {picture}", faint=True)
     click.echo(report.line() if json else report)
+
+
+def _with_cpu(setting: Setting, settings: Config, rate: str | None) -> Setting:
+    """Return a setting with the CPU's rates, if it may compute: those given, or measured with what steps
+    cost. Raises ConfigError."""
+    if settings.cpu_compute == "off":
+        if rate is not None:
+            raise ConfigError("--cpu-rate is given, but --cpu-compute is off; add --cpu-compute auto")
+        return setting
+    if rate is not None:
+        return replace(setting, cpu_read=parse_cpu_rates(rate), cpu_source="given")
+    measured = setting.costs.cpu_read if setting.costs else ()
+    return replace(setting, cpu_read=measured, cpu_source="measured with int4") if measured else setting
 
 
 def _expert_use(spec: ModelSpec, batch: int, hits: float | None, routing: Path | None) -> ExpertUse | None:
@@ -301,34 +314,6 @@ def _expert_use(spec: ModelSpec, batch: int, hits: float | None, routing: Path |
     from penstock.bench.routing.use import expert_use  # torch takes 1.2 s
 
     return expert_use(routing, spec.moe, batch)
-
-
-def open_model(model: str, weight_format: str | None = None) -> tuple[str, ModelSpec, TensorNames]:
-    """Return a name to show, and the shape. Raises CheckpointError, ConfigError, UnsupportedModelError.
-
-    weight_format: the format of weights instead of the model's; None is the model's.
-    """
-    path = Path(model)
-    if model in SHAPES and not path.exists():
-        config, where, name = SHAPES[model], model, model
-    else:
-        file = path / "config.json" if path.is_dir() else path
-        if not file.exists():
-            shapes, loose = ", ".join(SHAPES), sorted(path.glob("*.gguf"))
-            such = f" by name: {loose[0]}" if loose else ""
-            raise CheckpointError(
-                f"{file} does not exist; give a config.json, a directory with one, or one of the shapes "
-                f"{shapes}, or a GGUF file{such}"
-            )
-        where, named = str(file), file.resolve()
-        if is_gguf(file):
-            with GGUFFiles(file, whole=False) as files:
-                config, name = read_gguf_config(files), one_line(named.name)
-        else:
-            config = read_config(path) if path.is_dir() else read_object(file, MAX_CONFIG_BYTES)
-            name = one_line(named.parent.name)
-    config = config_in(weight_format, config, where)
-    return name, read_spec(config, where), family_of(config, where).names
 
 
 def kept_costs(machine: str | None, cache: Path, dtype: str) -> Path | None:
@@ -376,7 +361,7 @@ def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None =
 def machine_of(setting: Setting) -> Machine:
     """Return the machine that a setting describes."""
     value = {name: figure.value for name, figure in setting.figures.items()}
-    rates = StreamRates(value["link_rate"], value["disk_rate"], value["device_read"])
+    rates = StreamRates(value["link_rate"], value["disk_rate"], value["device_read"], setting.cpu_read)
     return Machine(
         int(value["device_memory"]), int(value["host_memory"]) or None, rates, value["compute"], setting.costs
     )
@@ -407,42 +392,3 @@ def _free_memory() -> int:
     except (OSError, ValueError):
         limit = 2**62
     return min(int(psutil.virtual_memory().available), limit)
-
-
-# ---- figures as they are written
-
-
-def parse_rate(text: str) -> float:
-    """Read bytes/s from `3GB/s`, or `3GB`. Raises ConfigError, also where the unit was forgotten."""
-    try:
-        rate = parse_size(text.strip().lower().removesuffix("/s"))
-    except ConfigError as error:
-        raise ConfigError(f"cannot read {text!r} as a rate; write it like 3GB/s") from error
-    if rate < 10**6:
-        raise ConfigError(f"rate {text!r} is less than 1 MB/s; write it like 3GB/s")
-    return float(rate)
-
-
-def parse_disk(text: str) -> float:
-    """The same; 0 for `none` and `0`, which is no disk."""
-    return 0.0 if text.strip().lower() in ("none", "0") else parse_rate(text)
-
-
-def parse_operations(text: str) -> float:
-    """Read operations/s from `700TFLOPS` or `7e14`. Raises ConfigError."""
-    match = _OPERATIONS.fullmatch(text)
-    number = float(match[1]) * 1000.0 ** " kmgtp".index(match[2].lower() or " ") if match else 0.0
-    if not 1e6 <= number < 1e30:
-        raise ConfigError(f"cannot read {text!r} as operations a second; write it like 700TFLOPS")
-    return number
-
-
-PARSERS: Mapping[str, Callable[[str], float]] = {
-    "device_memory": parse_size,
-    "host_memory": parse_size,
-    "link_rate": parse_rate,
-    "disk_rate": parse_disk,
-    "device_read": parse_rate,
-    "compute": parse_operations,
-}
-"""Flags are named without dashes."""

@@ -1,21 +1,24 @@
 """`penstock run`: one prompt in, its continuation or answer out, as it is made."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from penstock.base.errors import RequestError
 from penstock.cli.answer import follow, json_line, logprob_entries, record, remark
-from penstock.cli.command import Command, option
-from penstock.cli.conversation import Conversation
+from penstock.cli.answer_view import AnswerView, can_draw
+from penstock.cli.chat_options import chat_options, template_settings
+from penstock.cli.command import Command, files, option
+from penstock.cli.conversation import AnswerReader, Conversation
 from penstock.cli.live import LiveLine
 from penstock.cli.load import loaded
+from penstock.cli.models import located, taken
 from penstock.cli.options import OUTPUT, PROMPT, SAMPLING, common_options, engine_config, sampling_params
 from penstock.cli.prompt import SHIPPED_MODEL, model_and_prompt, model_path
-from penstock.cli.terminal import is_terminal, write
+from penstock.cli.terminal import is_terminal, say, write
 from penstock.step.params import SamplingParams
 from penstock.step.request import FinishReason
 
@@ -27,6 +30,7 @@ USUAL_TOKENS = 256
 EXAMPLES = r"""
   penstock run "Once upon a time"                        a story from the model that comes with penstock
   penstock run ./my-model "The capital of France is" --temperature 0 --max-tokens 8
+  penstock run Qwen/Qwen3-8B "The capital of France is"  from the Hugging Face Hub, once
   penstock run ./my-model "Who was Ada Lovelace?" --chat --system "Answer in one sentence."
   penstock run ./my-model --file notes.txt --max-tokens 500 > more.txt
   git diff | penstock run ./my-model --chat -            the prompt from a pipe
@@ -83,7 +87,7 @@ class Screen:
 
 
 @click.command(cls=Command, examples=EXAMPLES)
-@click.argument("arguments", nargs=-1, metavar="[MODEL] PROMPT")
+@click.argument("arguments", nargs=-1, metavar="[MODEL] PROMPT", shell_complete=files)
 @option(
     PROMPT,
     "--file",
@@ -106,6 +110,7 @@ class Screen:
     help=f"Most tokens of output. [{USUAL_TOKENS}, or what the context has room for]",
 )
 @option(SAMPLING, "-n", "n", type=int, default=1, metavar="N", help="Independent outputs. [1]")
+@chat_options
 @option(OUTPUT, "--json", is_flag=True, help="Print one JSON object at the end, and nothing else, on stdout.")
 @option(
     OUTPUT,
@@ -118,6 +123,7 @@ class Screen:
     "--prompt-logprobs",
     type=int,
     metavar="K",
+    rare=True,
     help="With --json: log-probabilities of the prompt's tokens, like --logprobs.",
 )
 @common_options
@@ -125,9 +131,9 @@ class Screen:
 def command(ctx: click.Context, /, **settings: object) -> None:
     """Continue PROMPT, or answer it with --chat.
 
-    MODEL is a Hugging Face checkpoint directory or a GGUF file; without it the small model that comes with
-    penstock runs. A PROMPT of - is read from stdin, and so is one that is left out where something is piped
-    in. Text goes to stdout as it is made, everything else to stderr.
+    MODEL is a checkpoint directory, a GGUF file, or a model of the Hugging Face Hub, as owner/name; without
+    it the small model that comes with penstock runs. A PROMPT of - is read from stdin, and so is one that is
+    left out where something is piped in. Text goes to stdout as it is made, everything else to stderr.
     """
     asked = ctx.params
     if asked["system"] is not None and asked["chat"] is False:
@@ -136,10 +142,15 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     if model is SHIPPED_MODEL:
         model = model_path(ctx.lookup_default("model"))  # What settings name, if they do.
     params = sampling_params(ctx)
-    config = engine_config(ctx, model, params.n)
+    chat = asked["chat"] or asked["system"] is not None
+    asks = template_settings(ctx, template=chat)
+    config, _ = located(engine_config(ctx, model, params.n), **taken(asked))
     with loaded(config, quiet=asked["quiet"], trace=asked["trace"]) as llm:
-        chat = asked["chat"] or asked["system"] is not None
-        conversation = Conversation(llm, chat, asked["system"])
+        conversation = Conversation(llm, chat, asked["system"], **asks)
+        if chat:
+            conversation.check()
+        for said in conversation.unheard():
+            say(f"penstock: note: {said}")
         request, length = conversation.request(prompt.text)
         params, reader = conversation.marked(_limited(llm, params, length)), conversation.reader
         if asked["json"]:
@@ -152,10 +163,10 @@ def command(ctx: click.Context, /, **settings: object) -> None:
             usual = prompt.typed and not chat and is_terminal(sys.stdout)
             echo = prompt.text if asked["echo"] or (asked["echo"] is None and usual) else ""
             with LiveLine.of(llm, quiet=asked["quiet"]) as live:
-                screen = Screen(params.n, echo, live.write)
                 live.compute(length)
-                answer = follow(llm, request, params, lambda delta: screen.show(reader.shown(delta)))
-                screen.end()
+                show, end = _screen(live, reader, asked, params.n, echo, drawn=chat)
+                answer = follow(llm, request, params, show)
+                end()
         if asked["verbose"] or (is_terminal(sys.stderr) and not asked["quiet"] and not asked["json"]):
             remark(answer)
     if any(output.finish_reason is FinishReason.ERROR for output in answer.completion.outputs):
@@ -167,6 +178,18 @@ def command(ctx: click.Context, /, **settings: object) -> None:
             "the answer ended early: "
             f"{next((output.error for output in answer.completion.outputs if output.error), why)}"
         )
+
+
+def _screen(
+    live: LiveLine, reader: AnswerReader, asked: Mapping[str, Any], outputs: int, echo: str, *, drawn: bool
+) -> tuple[Callable[["Delta"], None], Callable[[], None]]:
+    """Return what takes the pieces of outputs, and what ends them. drawn: they are answers, to be drawn on a
+    terminal that can, unless there are several."""
+    if drawn and outputs == 1 and not echo and can_draw():
+        view = AnswerView(live, reader, markdown=asked["markdown"], think=asked["think"])
+        return view.show, view.end
+    screen = Screen(outputs, echo, live.write)
+    return lambda delta: screen.show(reader.shown(delta)), screen.end
 
 
 def _limited(llm: "LLM", params: SamplingParams, length: int) -> SamplingParams:

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from penstock.base.errors import ConfigError
 from penstock.base.setting import settings_of
 from penstock.cli.command import Command, Decorator, Session, option
 from penstock.cli.load import load
+from penstock.cli.models import located, taken
 from penstock.cli.options import engine_config, engine_options, flag, settings_from, with_options
 from penstock.cli.terminal import say
 from penstock.server.fleet.scale import Scale, bounds
@@ -33,6 +35,7 @@ _DECLARED = {one.name: one for kind in (Listening, AnswerSettings, Scale) for on
 _LOG = logging.getLogger("penstock")
 EXAMPLES = """
   penstock serve                                         the model that comes with penstock, at http://127.0.0.1:8000
+  penstock serve Qwen/Qwen3-8B                           one of the Hugging Face Hub
   penstock serve ./my-model --name my-model --port 9000
   penstock serve ./my-model --host 0.0.0.0 --api-keys keys.txt
   curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\
@@ -47,9 +50,22 @@ def _replicas(ctx: click.Context, parameter: click.Parameter, value: str | None)
         raise click.BadParameter(str(error), ctx, parameter) from error
 
 
+def _origins(ctx: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    for one in value:
+        if one != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", one):
+            raise click.BadParameter(
+                f"{one[:80]!r} is no origin; write a scheme, a name and perhaps a port, such as "
+                "https://chat.example.org, or * for any",
+                ctx,
+                parameter,
+            )
+    return value
+
+
 def _flags(section: str, *names: str) -> Decorator:
     """Return the flags of settings that a server, its answers or its replicas declare."""
-    return with_options(*(flag(_DECLARED[name], section) for name in names))
+    rare = section in (LIMITS, REPLICAS)
+    return with_options(*(flag(_DECLARED[name], section, rare=rare) for name in names))
 
 
 @click.command(cls=Command, examples=EXAMPLES)
@@ -61,7 +77,7 @@ def _flags(section: str, *names: str) -> Decorator:
     "names",
     multiple=True,
     metavar="NAME",
-    help="Name of the model for clients; may be repeated. [its directory's]",
+    help="Name of the model for clients; may be repeated. [its directory's, or its name on the Hub]",
 )
 @option(
     SERVER,
@@ -77,7 +93,18 @@ def _flags(section: str, *names: str) -> Decorator:
     "allow_hosts",
     multiple=True,
     metavar="NAME",
+    rare=True,
     help="Name that this machine answers to without keys, beside its addresses; may be repeated.",
+)
+@option(
+    SERVER,
+    "--allow-origin",
+    "allow_origins",
+    multiple=True,
+    callback=_origins,
+    metavar="ORIGIN",
+    help="Site whose pages may use the server (CORS), such as https://chat.example.org, or * for any; may be "
+    "repeated.",
 )
 @option(
     SERVER,
@@ -93,6 +120,7 @@ def _flags(section: str, *names: str) -> Decorator:
     "--replicas",
     callback=_replicas,
     metavar="N",
+    rare=True,
     help="Engines to start on Ray; MIN:MAX for as many as there is work for. [one engine, without Ray]",
 )
 @_flags(REPLICAS, "ray_address", "replica_cpus", "scale_up_after", "scale_down_after")
@@ -114,17 +142,18 @@ def _flags(section: str, *names: str) -> Decorator:
     LOG,
     "--log-level",
     type=click.Choice(LEVELS),
+    rare=True,
     help="Least level of events in the log. [info; with --quiet warning]",
 )
 @engine_options
 @click.pass_context
 def command(ctx: click.Context, /, **settings: object) -> None:
-    """Serve MODEL, a Hugging Face checkpoint directory or GGUF file, or without it the small model that
-    comes with penstock.
+    """Serve MODEL: a checkpoint directory, a GGUF file, or a model of the Hugging Face Hub, as owner/name.
+    Without it the small model that comes with penstock is served.
 
-    /v1/chat/completions, /v1/responses, /v1/completions, /v1/models, /tokenize and /detokenize; /health says
-    that the server is alive, /ready that its model is loaded. The first Ctrl-C, or SIGTERM, lets requests
-    end; a second one does not.
+    /v1/chat/completions, /v1/responses, /v1/completions, /v1/models, /tokenize and /detokenize; /v1/messages
+    as Anthropic has it; /api/chat and others as ollama has them. /health says that the server is alive,
+    /ready that its model is loaded. The first Ctrl-C, or SIGTERM, lets requests end; a second one does not.
     """
     asked = ctx.params
     try:
@@ -138,10 +167,9 @@ def command(ctx: click.Context, /, **settings: object) -> None:
             f"serving needs {missing.name}, which is not installed; pip install 'penstock[serve]'"
         ) from missing
     config = engine_config(ctx, asked["model"], None)
-    names = asked["names"] or (config.model.resolve().name,)
-    there = settings_from(
-        ServerSettings, asked, names=tuple(names), keys=api_keys(ctx), allow_hosts=asked["allow_hosts"]
-    )
+    names = asked["names"] or (str(config.model),)
+    allowed = {name: asked[name] for name in ("allow_hosts", "allow_origins")}
+    there = settings_from(ServerSettings, asked, names=tuple(names), keys=api_keys(ctx), **allowed)
     if not (there.keys or asked["without_keys"] or asked["host"] in LOOPBACK):
         raise ConfigError(
             f"{asked['host']} can be reached from other machines, and no API keys are set; name a file of "
@@ -155,9 +183,9 @@ def command(ctx: click.Context, /, **settings: object) -> None:
 
     def tell_ready(address: str) -> None:
         if as_json:
-            note("serving", model=names[0], address=address)
+            note("serving", model=there.names[0], address=address)
         else:
-            say(f"serving {names[0]} at {address}")
+            say(f"serving {there.names[0]} at {address}")
 
     level = asked["log_level"] or ("warning" if quiet else "info")
     with logged(partial(say, faint=not as_json), asked["log_format"], level), traced(os.environ) as sinks:
@@ -174,8 +202,11 @@ def command(ctx: click.Context, /, **settings: object) -> None:
             raise ConfigError(
                 "--ray-address and --replica-cpus are only for replicas; add --replicas N, or leave them out"
             )
+        config, name = located(config, log=as_json, **taken(asked))
+        if not asked["names"]:
+            there = replace(there, names=(name,))
         if asked["replicas"] is not None:
-            crew = _crew(asked, config, names[0])
+            crew = _crew(asked, config, there.names[0])
             serve(
                 crew.load,
                 there,

@@ -9,7 +9,7 @@
 
    Single numbers, vectors and threads are those of the kernels of few bits. */
 
-#include "few_bits.c"
+#include "dense.c"
 
 enum block { Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS };
 

@@ -34,6 +34,7 @@ SOURCES = tuple(
         "attention.c",
         "pointwise.c",
         "blocks.c",
+        "dense.c",
         "few_bits.c",
     )
 )

@@ -7,7 +7,6 @@ but for the order of sums, and what that rounds.
 """
 
 import ctypes
-import os
 from collections.abc import Sequence
 from threading import Lock
 from typing import ClassVar
@@ -20,8 +19,6 @@ from penstock.arch.spec import Activation
 from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.native.few_bits import NUMBERS, MatrixNumbers, address, library, reads
 
-MOST_ROWS = 16
-"""Rows of an expert up to which reading it takes longer than the arithmetic, or about as long."""
 _DENSE = 4
 _COLUMNS = 32
 """Columns of dense matrices come in so many."""
@@ -123,30 +120,6 @@ class ThreadPool:
             )  # fmt: skip
         if failed:
             raise MemoryError("no memory for feed-forwards of experts")
-
-
-class _Shared:
-    """Holds the pool that callers of a process share, with as many threads as torch has."""
-
-    def __init__(self) -> None:
-        self.pool: ThreadPool | None = None
-        self.made_for = (0, 0)
-        self.lock = Lock()
-
-
-_shared = _Shared()
-
-
-def shared_pool() -> ThreadPool:
-    """Return this process's pool, with as many threads as torch computes with. It uses no tiles: a row's
-    output does not depend on the others. Raises MemoryError."""
-    wanted = os.getpid(), torch.get_num_threads()
-    with _shared.lock:
-        if _shared.pool is None or _shared.made_for != wanted:
-            if _shared.pool is not None and _shared.made_for[0] == wanted[0]:
-                _shared.pool.close()
-            _shared.pool, _shared.made_for = ThreadPool(wanted[1]), wanted
-        return _shared.pool
 
 
 def takes(x: Tensor, expert: GroupViews) -> bool:

@@ -83,6 +83,9 @@ class FewBitsLibrary:
         self.layers_pass.argtypes = [
             pointer, number, pointer, number, *[pointer] * 5, number, pointer, *[number] * 4, whole, pointer,
         ]  # fmt: skip
+        self.dense_row = library.dense_row
+        self.dense_row.argtypes = [pointer, number, number, number, pointer, pointer, whole, pointer]
+        self.dense_row.restype = None
         self.attend_rows = library.attend_rows
         self.attend_rows.argtypes, self.attend_rows.restype = [pointer, whole, pointer], None
         self.pool_open, self.pool_close = library.pool_open, library.pool_close

@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arch.spec import Activation
-from penstock.ops.handover import CLASSES, HandoverBox
+from penstock.ops.handover import HandoverBox
 from penstock.ops.matrix import GroupViews
 from penstock.ops.native.experts import ActivationNumbers, matrix_address
 from penstock.ops.native.few_bits import NUMBERS, MatrixNumbers, library
+from penstock.ops.row_classes import CLASSES
 
 
 class _Resting(ctypes.Structure):

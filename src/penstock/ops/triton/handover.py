@@ -23,8 +23,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from penstock.ops.handover import LISTED, Handover, StepRows, class_of
+from penstock.ops.handover import LISTED, Handover, StepRows
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
+from penstock.ops.row_classes import class_of
 from penstock.ops.slots import ExpertParts
 from penstock.ops.triton.pointwise import in_turn
 

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from time import time
 from typing import Protocol
 
@@ -13,6 +14,11 @@ from penstock.step.plan import TokenLogprob
 from penstock.step.request import FinishReason
 
 Answer = dict[str, object]
+BROKEN = (
+    "the output could not follow its schema or grammar any further, so send a simpler one; if the request "
+    "had none, the model's logits were not numbers (NaN): see the server's log"
+)
+"""Says why an output has ended with an error."""
 
 
 def new_id(kind: str, size: int = 16) -> str:
@@ -112,6 +118,46 @@ def _called(parts: Sequence[Part]) -> list[Answer]:
     return list(entries.values())
 
 
+@dataclass(frozen=True, slots=True)
+class Details:
+    """Says what an answer tells beside its text.
+
+    prompts: token ids of each prompt, if token ids are told.
+    prompt_logprobs, echoed_logprobs: likeliest tokens that are told with each of the prompt's, in a field of
+        their own and before those of the output; None is none.
+    only_echoes: whether outputs are left out.
+    """
+
+    prompts: Sequence[Sequence[int]] | None = None
+    prompt_logprobs: int | None = None
+    echoed_logprobs: int | None = None
+    only_echoes: bool = False
+
+
+def _prompt_entries(completion: Completion, tokenizer: Tokenizer | None, most: int) -> list[Answer | None]:
+    """Return the log-probability of each token of a prompt but the first, and of so many of the likeliest in
+    its place, as vLLM has them: by token id."""
+
+    def entry(token: int, logprob: float, rank: int) -> Answer:
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": _token_text(tokenizer, token)}
+
+    entries: list[Answer | None] = []
+    for one in completion.prompt_logprobs or ():
+        if one is None:
+            entries.append(None)
+            continue
+        top = {
+            str(token): entry(token, logprob, at + 1) for at, (token, logprob) in enumerate(one.top[:most])
+        }
+        told: Answer = {str(one.token): entry(one.token, one.logprob, one.rank)}
+        entries.append(told | top)
+    return entries
+
+
+def _token_text(tokenizer: Tokenizer | None, token: int) -> str:
+    return f"token_id:{token}" if tokenizer is None else tokenizer.token_text(token)
+
+
 class AnswerWriter(Protocol):
     """Writes answers of a kind."""
 
@@ -134,7 +180,13 @@ class ChatWriter(AnswerWriter):
     """Writes the answers to a conversation, whole or piece by piece."""
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer, speech: Callable[[], OutputParser], *, reasons: bool = True
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        speech: Callable[[], OutputParser],
+        details: Details,
+        *,
+        reasons: bool = True,
     ) -> None:
         """Begin to write the answers of a model.
 
@@ -143,7 +195,7 @@ class ChatWriter(AnswerWriter):
         """
         self._head: Answer = {"id": new_id("chatcmpl-"), "created": int(time()), "model": model}
         self._chunk = self._head | {"object": "chat.completion.chunk"}
-        self._tokenizer, self._speech, self._reasons = tokenizer, speech, reasons
+        self._tokenizer, self._speech, self._details, self._reasons = tokenizer, speech, details, reasons
         self._choices: dict[int, _ChatChoice] = {}
 
     def whole(self, completions: Sequence[Completion]) -> Answer:
@@ -154,10 +206,16 @@ class ChatWriter(AnswerWriter):
                 "index": output.index,
                 "logprobs": self._logprobs(output.logprobs) if output.logprobs is not None else None,
                 **self._said(output),
+                **_ids(self._details, output.tokens),
             }
             for output in completion.outputs
         ]
-        return self._head | {"object": "chat.completion", "choices": choices, "usage": usage(completions)}
+        answer = self._head | {"object": "chat.completion", "choices": choices, "usage": usage(completions)}
+        if self._details.prompts is not None:
+            answer["prompt_token_ids"] = self._details.prompts[0]
+        if (most := self._details.prompt_logprobs) is not None:
+            answer["prompt_logprobs"] = _prompt_entries(completion, self._tokenizer, most)
+        return answer
 
     def _said(self, output: Output) -> Answer:
         said = whole(self._speech(), output.text)
@@ -186,16 +244,19 @@ class ChatWriter(AnswerWriter):
     def pieces(self, prompt: int, deltas: Sequence[Delta]) -> list[Answer]:
         """Return the chunks for what was added to the outputs of a prompt, one chunk for each output."""
         chunks = []
-        for index, text, logprobs, reason in _by_output(deltas):
+        for index, text, logprobs, reason, tokens in _by_output(deltas):
+            first = not self._choices
             if (one := self._choices.get(index)) is None:
                 one = self._choices[index] = _ChatChoice(self._speech(), reasons=self._reasons)
-            choice = {
+            choice = _ids(self._details, tokens) | {
                 "index": index,
                 "delta": one.delta(text, reason),
                 "logprobs": self._logprobs(logprobs) if logprobs else None,
                 "finish_reason": finish(reason, calls=bool(one.ended)),
             }
             chunks.append(self._chunk | {"choices": [choice]})
+            if first and self._details.prompts is not None:
+                chunks[-1]["prompt_token_ids"] = self._details.prompts[0]
         return chunks
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> Answer:
@@ -206,7 +267,12 @@ class TextWriter(AnswerWriter):
     """Writes continuations of texts, whole or piece by piece."""
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer | None, echoes: Sequence[str] | None, outputs: int
+        self,
+        model: str,
+        tokenizer: Tokenizer | None,
+        echoes: Sequence[str] | None,
+        outputs: int,
+        details: Details,
     ) -> None:
         """Begin to write the continuations of a model.
 
@@ -219,22 +285,23 @@ class TextWriter(AnswerWriter):
             "created": int(time()),
             "model": model,
         }
-        self._tokenizer, self._echoes, self._outputs = tokenizer, echoes, outputs
+        self._tokenizer, self._echoes, self._outputs, self._details = tokenizer, echoes, outputs, details
         self._ends: dict[int, int] = {}
         """Of each choice's tokens so far, in characters of its text."""
         self._echoed: set[int] = set()
+        """Choices that have begun."""
 
     def whole(self, completions: Sequence[Completion]) -> Answer:
         """Return the continuations of a text_completion."""
+        if self._details.only_echoes:
+            completions = [_without_outputs(one) for one in completions]
         choices = [
             self._choice(
                 prompt,
-                output.index,
-                output.text,
-                output.logprobs,
-                output.finish_reason,
-                logged=output.logprobs is not None,
+                (output.index, output.text, output.logprobs or (), output.finish_reason, output.tokens),
+                one if output.logprobs is not None else None,
             )
+            | self._of_prompt(one)
             for prompt, one in enumerate(completions)
             for output in one.outputs
         ]
@@ -243,62 +310,100 @@ class TextWriter(AnswerWriter):
     def pieces(self, prompt: int, deltas: Sequence[Delta]) -> list[Answer]:
         """Return the chunks for what was added to the outputs of a prompt, one chunk for each output."""
         return [
-            self._chunk
-            | {"choices": [self._choice(prompt, index, text, logprobs, reason, logged=bool(logprobs))]}
-            for index, text, logprobs, reason in _by_output(deltas)
+            self._chunk | {"choices": [self._choice(prompt, piece, None)]} for piece in _by_output(deltas)
         ]
 
-    def _choice(
-        self,
-        prompt: int,
-        index: int,
-        text: str,
-        logprobs: Sequence[TokenLogprob] | None,
-        reason: FinishReason | None,
-        *,
-        logged: bool,
-    ) -> Answer:
+    def _choice(self, prompt: int, piece: "_Piece", completion: Completion | None) -> Answer:
+        """Return a choice, or a piece of one. completion: if it is whole, and has log-probabilities."""
+        index, text, own, reason, tokens = piece
+        logprobs: list[TokenLogprob | int] = [*own]
         number = prompt * self._outputs + index
-        if self._echoes is not None and number not in self._echoed:
+        choice = _ids(self._details, tokens)
+        if number not in self._echoed:
             self._echoed.add(number)
-            text = self._echoes[prompt] + text
-        listed = self._logprobs(number, logprobs or ()) if logged else None
-        return {"index": number, "text": text, "logprobs": listed, "finish_reason": finish(reason)}
+            text = text if self._echoes is None else self._echoes[prompt] + text
+            if self._details.prompts is not None:
+                choice["prompt_token_ids"] = self._details.prompts[prompt]
+        if completion is not None and self._details.echoed_logprobs is not None:
+            logprobs = [*self._echoed_logprobs(completion, self._details.echoed_logprobs), *own]
+        listed = self._logprobs(number, logprobs) if logprobs or completion is not None else None
+        return choice | {"index": number, "text": text, "logprobs": listed, "finish_reason": finish(reason)}
 
-    def _logprobs(self, number: int, tokens: Sequence[TokenLogprob]) -> Answer:
+    def _echoed_logprobs(self, completion: Completion, most: int) -> list[TokenLogprob | int]:
+        """Return log-probabilities of a prompt's tokens; of the first, which has none, the token."""
+        return [
+            completion.prompt_tokens[at] if one is None else replace(one, top=one.top[:most])
+            for at, one in enumerate(completion.prompt_logprobs or ())
+        ]
+
+    def _of_prompt(self, completion: Completion) -> Answer:
+        if (most := self._details.prompt_logprobs) is None:
+            return {}
+        return {"prompt_logprobs": _prompt_entries(completion, self._tokenizer, most)}
+
+    def _logprobs(self, number: int, tokens: Sequence[TokenLogprob | int]) -> Answer:
+        known = [one if isinstance(one, int) else one.token for one in tokens]
         offsets, at = [], self._ends.get(number, 0)
-        for one in tokens:
+        for token in known:
             offsets.append(at)
-            at += len(self._text(one.token))
+            at += len(self._text(token))
         self._ends[number] = at
         return {
-            "tokens": [self._text(one.token) for one in tokens],
-            "token_logprobs": [_finite(one.logprob) for one in tokens],
+            "tokens": [self._text(token) for token in known],
+            "token_logprobs": [None if isinstance(one, int) else _finite(one.logprob) for one in tokens],
             "top_logprobs": [
-                {self._text(token): _finite(logprob) for token, logprob in one.top} for one in tokens
+                None
+                if isinstance(one, int)
+                else {self._text(token): _finite(logprob) for token, logprob in one.top}
+                for one in tokens
             ],
             "text_offset": offsets,
         }
 
     def _text(self, token: int) -> str:
-        return f"token_id:{token}" if self._tokenizer is None else self._tokenizer.token_text(token)
+        return _token_text(self._tokenizer, token)
 
 
-def _by_output(deltas: Sequence[Delta]) -> list[tuple[int, str, list[TokenLogprob], FinishReason | None]]:
-    """Return what came of each output: its index, text, log-probabilities, and why it has ended, if it
-    has."""
+def _ids(details: Details, tokens: Sequence[int]) -> Answer:
+    return {} if details.prompts is None else {"token_ids": list(tokens)}
+
+
+def _without_outputs(completion: Completion) -> Completion:
+    """Return a completion whose outputs are empty."""
+    empty = [
+        replace(
+            one,
+            text="",
+            tokens=(),
+            logprobs=None if one.logprobs is None else (),
+            finish_reason=FinishReason.LENGTH,
+        )
+        for one in completion.outputs
+    ]
+    return replace(completion, outputs=tuple(empty))
+
+
+_Piece = tuple[int, str, Sequence[TokenLogprob], FinishReason | None, Sequence[int]]
+"""Index, text, log-probabilities, finish reason if it has ended, and tokens: this came of an output."""
+
+
+def _by_output(deltas: Sequence[Delta]) -> list[_Piece]:
+    """Return what came of each output."""
     if len(deltas) == 1:  # The usual, in a stream.
         [only] = deltas
-        return [(only.index, only.text, list(only.logprobs), only.finish_reason)]
-    found: dict[int, tuple[list[str], list[TokenLogprob], list[FinishReason]]] = {}
+        return [(only.index, only.text, only.logprobs, only.finish_reason, only.tokens)]
+    found: dict[int, list[Delta]] = {}
     for delta in deltas:
-        texts, logprobs, reasons = found.setdefault(delta.index, ([], [], []))
-        texts.append(delta.text)
-        logprobs.extend(delta.logprobs)
-        reasons.extend([delta.finish_reason] if delta.finish_reason is not None else ())
+        found.setdefault(delta.index, []).append(delta)
     return [
-        (index, "".join(texts), logprobs, reasons[0] if reasons else None)
-        for index, (texts, logprobs, reasons) in found.items()
+        (
+            index,
+            "".join(one.text for one in own),
+            [each for one in own for each in one.logprobs],
+            next((one.finish_reason for one in own if one.finish_reason is not None), None),
+            [token for one in own for token in one.tokens],
+        )
+        for index, own in found.items()
     ]
 
 

@@ -8,7 +8,7 @@ from penstock.api.reader import Prompt, PromptReader
 from penstock.api.sequences import PreparedPrompt
 from penstock.api.structures import CrowdedError
 from penstock.base.errors import StructureError
-from penstock.server.answers.completions import AnswerWriter, ChatWriter, TextWriter
+from penstock.server.answers.completions import AnswerWriter, ChatWriter, Details, TextWriter
 from penstock.server.broker.calls import BusyError
 from penstock.server.parsing.dialects import Dialect, dialect_of
 from penstock.server.parsing.forms import behind_reasoning, in_channels, may_be_behind
@@ -16,13 +16,18 @@ from penstock.server.parsing.harmony import ANSWERING, MARKS, MESSAGE, HarmonyPa
 from penstock.server.parsing.output_parser import LIST, OutputParser
 from penstock.server.parsing.tools import Tools, template_messages, tools_of
 from penstock.server.parsing.turns import EFFORTS, channel_tools
-from penstock.server.wire.requests import ChatRequest, CompletionRequest, FieldError, TokenizeRequest
+from penstock.server.wire.decoding import FieldError
+from penstock.server.wire.requests import ChatRequest, CompletionRequest, TokenizeRequest
 from penstock.step.params import SamplingParams
 from penstock.step.structure import Structure, StructureKind
 
 MOST_VALUES, MOST_SIZE = 100_000, 1 << 20
 """Values, and characters of their texts and names, of the template variables that a request may have, and of
 its tools."""
+_HERE = "[the answer goes on here]"
+"""Stands behind the text that an answer continues while a template writes it."""
+_LONGEST_TOKEN = 64
+"""Characters of a token, about: what is further from the end of a text is no part of its last tokens."""
 _CROWDED = 10.0
 """Seconds after which there may be time for a structure again."""
 
@@ -39,48 +44,114 @@ def read(
     """
     if isinstance(asked, ChatRequest):
         one, speech = read_chat(reader, asked, dialect)
-        return [one], ChatWriter(asked.model, reader.tokenizer, speech, reasons=asked.include_reasoning)
-    params, prompts = asked.params, asked.prompts
+        return [one], ChatWriter(
+            asked.model, reader.tokenizer, speech, _details(asked, [one]), reasons=asked.include_reasoning
+        )
+    params, prompts = _shown(reader, asked), asked.prompts
 
     def prompt_of(given: str | list[int]) -> Prompt:
-        return (
-            given
-            if isinstance(given, list) or asked.add_special_tokens
-            else reader.encode(given, special=False)
-        )
+        most = _most_tokens(reader, asked)
+        if isinstance(given, list):
+            return given if most is None else given[-most:]
+        special = asked.add_special_tokens
+        return given if special and most is None else _encoded(reader, given, most, special=special)
 
     ready = [_read(reader, prompt_of(one), params, asked) for one in prompts]
-    echoes = [one if isinstance(one, str) else reader.decode(one) for one in prompts] if asked.echo else None
-    return ready, TextWriter(
-        asked.model, reader.tokenizer if reader.has_tokenizer else None, echoes, params.n
+    echoes = None
+    if asked.echo:  # What was cut off was not read, and has no tokens in the answer.
+        told = prompts if asked.truncate_prompt_tokens is None else [list(one.tokens) for one in ready]
+        echoes = [one if isinstance(one, str) else reader.decode(one) for one in told]
+    details = _details(asked, ready)
+    tokenizer = reader.tokenizer if reader.has_tokenizer else None
+    return ready, TextWriter(asked.model, tokenizer, echoes, params.n, details)
+
+
+def _details(asked: ChatRequest | CompletionRequest, ready: Sequence[PreparedPrompt]) -> Details:
+    """Return what an answer tells beside its text."""
+    return Details(
+        prompts=[one.tokens for one in ready] if asked.return_token_ids else None,
+        prompt_logprobs=asked.prompt_logprobs,
+        echoed_logprobs=asked.logprobs if isinstance(asked, CompletionRequest) and asked.echo else None,
+        only_echoes=isinstance(asked, CompletionRequest) and asked.only_echoes,
     )
 
 
+def _shown(reader: PromptReader, asked: ChatRequest | CompletionRequest) -> SamplingParams:
+    """Return the settings of outputs, whose text may have special tokens."""
+    params = asked.params
+    if asked.skip_special_tokens or not reader.has_tokenizer:
+        return params
+    return replace(params, shown_tokens=sorted(reader.tokenizer.special_tokens))
+
+
+def _most_tokens(reader: PromptReader, asked: ChatRequest | CompletionRequest) -> int | None:
+    """Return the most tokens of a prompt, of which the last are kept; None if none are left out. Raise
+    FieldError."""
+    if asked.truncate_prompt_tokens == 0:
+        raise FieldError(
+            "truncate_prompt_tokens 0 leaves nothing of the prompt; give a number, or -1 for as many as "
+            "there is room for",
+            "truncate_prompt_tokens",
+        )
+    if asked.truncate_prompt_tokens != -1:
+        return asked.truncate_prompt_tokens
+    return max(reader.limits.max_model_len - (asked.most_tokens or 1), 1)
+
+
+def _encoded(reader: PromptReader, text: str, most: int | None, *, special: bool) -> list[int]:
+    """Return the token ids of a text: the last ones, if there may be no more than `most`."""
+    if most is None:
+        return reader.encode(text, special=special)
+    return reader.tokenizer.encode(text[-most * _LONGEST_TOKEN :], special=special)[-most:]
+
+
 def read_chat(
-    reader: PromptReader, asked: ChatRequest, dialect: Dialect | None = None
+    reader: PromptReader, asked: ChatRequest, dialect: Dialect | None = None, *, clamps: bool = False
 ) -> tuple[PreparedPrompt, Callable[[], OutputParser]]:
-    """Return a conversation's prompt, and what makes parsers of its answers. Raises FieldError and
-    RequestError."""
+    """Return a conversation's prompt, and what makes parsers of its answers.
+
+    clamps: whether the answer may have fewer tokens than were asked for, where there is no room for these.
+
+    Raises FieldError and RequestError.
+    """
     dialect = dialect or dialect_of(reader.tokenizer.templates)
     tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-    text = _chat_text(reader, asked, dialect, tools)
+    text, params = _chat_text(reader, asked, dialect, tools), _shown(reader, asked)
     if dialect.channels:
-        text, params, speech = _in_channels(reader, asked.params, text, tools, calls=dialect.channel_calls)
+        text, params, speech = _in_channels(reader, params, text, tools, calls=dialect.channel_calls)
         marks: Sequence[str] = MARKS
     else:
-        params, marks, speech = _in_marks(reader, asked.params, text, tools, dialect)
+        quiet = asked.reasoning_effort == "none" or not (asked.chat_template_kwargs or {}).get(
+            "enable_thinking", True
+        )
+        params, marks, speech = _in_marks(reader, params, text, tools, dialect, quiet=quiet)
     shown = [token for mark in marks if (token := reader.tokenizer.token_to_id(mark)) is not None]
     begins = reader.tokenizer.token_to_id(MESSAGE) if dialect.channels else None
-    params = replace(params, shown_tokens=shown, text_token=begins)
-    ready = _read(reader, reader.encode(text, special=False), params, asked)
+    params = replace(params, shown_tokens=[*params.shown_tokens, *shown], text_token=begins)
+    tokens = _encoded(reader, text, _most_tokens(reader, asked), special=False)
+    if clamps and len(tokens) + (params.max_tokens or 0) > reader.limits.max_model_len:
+        params = replace(params, max_tokens=None)
+    ready = _read(reader, tokens, params, asked)
     return ready, speech
 
 
 def _in_marks(
-    reader: PromptReader, params: SamplingParams, text: str, tools: Tools, dialect: Dialect
+    reader: PromptReader,
+    params: SamplingParams,
+    text: str,
+    tools: Tools,
+    dialect: Dialect,
+    *,
+    quiet: bool,
 ) -> tuple[SamplingParams, Sequence[str], Callable[[], OutputParser]]:
     """Return the settings of an output whose reasoning and calls stand within marks, these marks, and what
-    makes parsers of it. text: the prompt. Raise FieldError and RequestError."""
+    makes parsers of it.
+
+    text: the prompt.
+    quiet: whether no reasoning was asked for: an answer with a form then begins with that.
+
+    Raise FieldError and RequestError.
+    """
     if tools.forced:
         params = _held(params, tools)
     elif tools and _form(params) is not None:
@@ -92,7 +163,7 @@ def _in_marks(
     thought, end = dialect.thought, text.rstrip()
     thinking = thought is not None and end.endswith(thought.begin)
     if thought is not None and (form := _form(params)) is not None:
-        if not may_be_behind(form):
+        if not may_be_behind(form) or (quiet and not thinking):
             thought, thinking = None, False
         elif not end.endswith(thought.end):
             params = replace(
@@ -185,9 +256,11 @@ def _held(params: SamplingParams, tools: Tools) -> SamplingParams:
         raise FieldError(f"the tools cannot be used: {error}", "tools") from error
 
 
-def chat_tokens(reader: PromptReader, asked: TokenizeRequest, dialect: Dialect | None = None) -> list[int]:
+def chat_tokens(
+    reader: PromptReader, asked: ChatRequest | TokenizeRequest, dialect: Dialect | None = None
+) -> list[int]:
     """Return a conversation as token ids, by the model's own template. Raises FieldError and RequestError."""
-    tools = tools_of(asked.tools, None, None)
+    tools = tools_of(asked.tools, asked.tool_choice if isinstance(asked, ChatRequest) else None, None)
     return reader.encode(
         _chat_text(reader, asked, dialect or dialect_of(reader.tokenizer.templates), tools), special=False
     )
@@ -221,9 +294,19 @@ def _chat_text(
                 "reasoning_effort",
             )
         described = channel_tools(described) if described else None
-    return reader.tokenizer.render_chat(
-        messages, add_generation_prompt=asked.add_generation_prompt, tools=described, **variables
-    )
+    begins = asked.add_generation_prompt and not asked.continue_final_message
+    if asked.continue_final_message:
+        messages[-1] |= {"content": f"{messages[-1]['content']}{_HERE}"}
+    text = reader.tokenizer.render_chat(messages, add_generation_prompt=begins, tools=described, **variables)
+    if not asked.continue_final_message:
+        return text
+    if (end := text.rfind(_HERE)) < 0:
+        raise FieldError(
+            "the model's chat template does not write the last message, so it cannot be continued; leave "
+            "continue_final_message out",
+            "continue_final_message",
+        )
+    return text[:end]
 
 
 def _expect_few(name: str, given: object) -> None:

@@ -13,15 +13,15 @@ from penstock.api.outputs import Completion, Delta
 from penstock.api.reader import PromptReader
 from penstock.api.sequences import PreparedPrompt
 from penstock.api.text.tokenizer import Tokenizer
-from penstock.server.answers.completions import logprob_entries, new_call, new_id
+from penstock.server.answers.completions import BROKEN, logprob_entries, new_call, new_id
 from penstock.server.answers.prompts import read_chat
 from penstock.server.broker.calls import Call
 from penstock.server.parsing.dialects import Dialect
 from penstock.server.parsing.output_parser import OutputParser
 from penstock.server.parsing.reading import Arguments, Begin, Broken, Content, End, Part, Reasoning
+from penstock.server.wire.conversation import Message
 from penstock.server.wire.items import messages_of
-from penstock.server.wire.requests import Message
-from penstock.server.wire.responses import ResponsesRequest, named_here
+from penstock.server.wire.responses import RENAMED, ResponsesRequest, named_here
 from penstock.step.request import FinishReason
 
 Item = dict[str, Any]
@@ -31,10 +31,6 @@ _CONVERSATION = msgspec.json.Decoder(list[Message])
 _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 """The type of an item's content, by the item's type. Calls have no content."""
-_BROKEN = (
-    "the output could not follow its schema or grammar any further, so send a simpler one; if the request "
-    "had none, the model's logits were not numbers (NaN): see the server's log"
-)
 
 
 def read_response(
@@ -49,7 +45,7 @@ def read_response(
     Raise FieldError and RequestError for what cannot be served.
     """
     messages = messages_of(asked.input, _CONVERSATION.decode(before) if before else ())
-    with named_here():
+    with named_here(RENAMED):
         chat = asked.chat(messages)
         chat.check()
         ready, speech = read_chat(reader, chat, dialect)
@@ -58,6 +54,8 @@ def read_response(
 
 class ResponseStream:
     """Writes one response as it comes."""
+
+    media_type = "text/event-stream"
 
     def __init__(
         self,
@@ -84,8 +82,10 @@ class ResponseStream:
         self._reasoned = 0
         """Tokens of reasoning."""
         self._finish: FinishReason | None = None
+        self.keep: Keep | None = None
+        """Keeps the response, if it is to be kept."""
 
-    async def events(self, call: Call, keep: Keep | None) -> AsyncGenerator[bytes]:
+    async def events(self, call: Call) -> AsyncGenerator[bytes]:
         """Yield all events, as server-sent ones; none if no stream was asked for. Raises what keeps it from
         being complete."""
         for kind in ("created", "in_progress"):
@@ -97,13 +97,15 @@ class ResponseStream:
             for event in self._drain_events():
                 yield event
         self._end(call.so_far())
-        if keep is not None and self.response["status"] != "failed":
+        if self.keep is not None and self.response["status"] != "failed":
             said = [
                 item
                 for item in self.response["output"]
                 if item["type"] != "function_call" or item["status"] == "completed"
             ]
-            keep(self.response["id"], msgspec.json.encode(self.response), messages_of(said, self._messages))
+            self.keep(
+                self.response["id"], msgspec.json.encode(self.response), messages_of(said, self._messages)
+            )
         for event in self._drain_events():
             yield event
 
@@ -241,7 +243,7 @@ class ResponseStream:
         self.response |= {
             "status": status,
             "completed_at": int(time()) if status == "completed" else None,
-            "error": {"code": "server_error", "message": _BROKEN} if broken else None,
+            "error": {"code": "server_error", "message": BROKEN} if broken else None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "usage": {
                 "input_tokens": given,

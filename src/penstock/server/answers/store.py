@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from penstock.base.errors import PenstockError
-from penstock.server.wire.requests import Message
+from penstock.server.wire.conversation import Message
 
 MOST = 4096
 """Responses."""

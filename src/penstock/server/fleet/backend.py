@@ -254,6 +254,8 @@ class _Replay:
             sequence.cached = chunk.cached
         if chunk.prompt_logprobs:
             self._sequences[0].prompt_logprobs = list(chunk.prompt_logprobs)
+        if chunk.embedding:
+            self._sequences[0].embedding = chunk.embedding
         fresh = []
         for delta in chunk.deltas:
             sequence, now, before = (

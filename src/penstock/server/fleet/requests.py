@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
+from penstock.api.embeddings import Embedder
 from penstock.api.limits import ServingLimits
 from penstock.api.llm import LLM
 from penstock.api.outputs import Delta
@@ -51,11 +52,12 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class OutputChunk:
-    """Holds what was added to the outputs. prompt_logprobs: all of them come with the first chunk."""
+    """Holds what was added to the outputs. prompt_logprobs, embedding: they come with the first chunk."""
 
     deltas: tuple[Delta, ...]
     cached: tuple[int, int, int]
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    embedding: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +81,12 @@ class ReplicaInfo:
     vocab_size: int
     limits: ServingLimits
     defaults: GenerationDefaults
+    hidden_size: int
 
     @classmethod
     def of(cls, llm: LLM) -> Self:
         """Return what is known of a loaded model."""
-        return cls(llm.reader.vocab_size, llm.limits, llm.reader.defaults)
+        return cls(llm.reader.vocab_size, llm.limits, llm.reader.defaults, llm.spec.hidden_size)
 
 
 # ---- where prompts are read
@@ -147,7 +150,15 @@ class RemoteReader(PromptReader):
 
         limits = replace(info.limits, max_sequences=replicas * info.limits.max_sequences)
         structures = Structures(lambda: tokenizer, info.vocab_size, info.defaults.eos_tokens)
-        super().__init__(tokenizer, structures, info.vocab_size, info.defaults, limits, admitted)
+        super().__init__(
+            tokenizer,
+            structures,
+            info.vocab_size,
+            info.defaults,
+            limits,
+            admitted,
+            Embedder(model, info.hidden_size),
+        )
 
     def read(self, prompt: Prompt, params: SamplingParams | None = None) -> RoutedPrompt:
         """Return a prompt as replicas take it. Raise RequestError for one that could never be served."""
@@ -171,7 +182,8 @@ async def computed(
         async for deltas in calls[0].pieces():
             assert calls[0].group is not None
             first = calls[0].group.sequences[0]
-            yield OutputChunk(tuple(deltas), first.cached, () if sent else tuple(first.prompt_logprobs))
+            once = () if sent else tuple(first.prompt_logprobs)
+            yield OutputChunk(tuple(deltas), first.cached, once, () if sent else first.embedding)
             sent = True
     except EngineClosedError:
         return

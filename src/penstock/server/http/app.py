@@ -2,11 +2,9 @@
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from time import monotonic
-from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,40 +13,31 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from penstock.api.reader import PromptReader
-from penstock.api.sequences import PreparedPrompt
+from penstock import __version__
 from penstock.base.errors import EngineClosedError
 from penstock.server.answers.completions import Answer
+from penstock.server.answers.messages import count_message, read_message
 from penstock.server.answers.prompts import chat_tokens, read
+from penstock.server.answers.protocols import MESSAGES, Protocol, protocol_of
 from penstock.server.answers.responses import read_response
-from penstock.server.broker.calls import overdue
 from penstock.server.broker.metrics import CONTENT_TYPE
+from penstock.server.http import ollama
+from penstock.server.http.asking import asked_of, body_of, check_model, in_time, prepared_for
+from penstock.server.http.embedding import embed
 from penstock.server.http.errors import error_response, no_route
-from penstock.server.http.keys import NO_OWNER, owner_of, salt_of
+from penstock.server.http.keys import NO_OWNER, owner_of
 from penstock.server.http.openapi import described
-from penstock.server.http.origins import OriginGuard, is_json
+from penstock.server.http.origins import OriginGuard, shared_with
 from penstock.server.http.page import FILES, page_file
-from penstock.server.http.sending import GONE, completed, json_response, responded, unless_gone
+from penstock.server.http.sending import GONE, completed, json_response, responded, told_ignored
 from penstock.server.http.state import ServerSettings, ServerState
-from penstock.server.http.uploads import SMALL
 from penstock.server.monitoring.logs import note_request
 from penstock.server.monitoring.records import RecordMiddleware, RequestRecord, record_of
-from penstock.server.parsing.dialects import Dialect
-from penstock.server.wire.requests import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    FieldError,
-    TokenizeRequest,
-    decoded,
-    expect_few_values,
-)
+from penstock.server.wire.decoding import FieldError
+from penstock.server.wire.embeddings import EmbeddingsRequest
+from penstock.server.wire.messages import CountTokensRequest, MessagesRequest
+from penstock.server.wire.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from penstock.server.wire.responses import ResponsesRequest
-
-T = TypeVar("T")
-U = TypeVar("U")
-G = TypeVar("G", bound=ChatRequest | CompletionRequest | ResponsesRequest)
-"""A request for tokens."""
 
 
 def application(server: ServerState) -> ASGIApp:
@@ -57,6 +46,8 @@ def application(server: ServerState) -> ASGIApp:
         ("GET", "/health", _health),
         ("GET", "/ready", _ready),
         ("GET", "/openapi.json", _openapi),
+        ("GET", "/version", _version),
+        ("POST", "/reset_prefix_cache", _reset_prefix_cache),
         ("GET", "/metrics", _metrics),
         ("GET", "/state", _state),
         ("GET", "/experts", _experts),
@@ -64,9 +55,13 @@ def application(server: ServerState) -> ASGIApp:
         ("GET", "/v1/models/{name:path}", _model),
         ("POST", "/v1/chat/completions", partial(_generate, kind=ChatRequest)),
         ("POST", "/v1/completions", partial(_generate, kind=CompletionRequest)),
+        ("POST", "/v1/embeddings", partial(embed, kind=EmbeddingsRequest)),
         ("POST", "/v1/responses", _respond),
         ("GET", "/v1/responses/{name}", _response),
         ("DELETE", "/v1/responses/{name}", _drop),
+        ("POST", MESSAGES, _message),
+        ("POST", f"{MESSAGES}/count_tokens", _count_tokens),
+        *ollama.ROUTES,
         ("POST", "/tokenize", _tokenize),
         ("POST", "/detokenize", _detokenize),
         *[("GET", path, page_file) for path in FILES],
@@ -81,13 +76,15 @@ def application(server: ServerState) -> ASGIApp:
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: no_route})
     app.router.redirect_slashes = False  # It would send clients to whatever their Host header says.
-    doors = OriginGuard(app, server.settings.allow_hosts, keys=bool(server.settings.keys))
+    allowed = server.settings.allow_origins
+    inner = shared_with(app, allowed) if allowed else app
+    doors = OriginGuard(inner, server.settings.allow_hosts, allowed, keys=bool(server.settings.keys))
     return RecordMiddleware(doors, (*server.sinks, note_request))
 
 
 # ---- what stands around every route
 
-_OPEN = ("/health", "/ready", "/openapi.json", *FILES)
+_OPEN = ("/health", "/ready", "/version", "/openapi.json", *FILES)
 """Asked by what has no key."""
 Handler = Callable[[ServerState, Request], Awaitable[Response]]
 
@@ -105,6 +102,8 @@ def _route(
             with suppress(asyncio.CancelledError):  # The server ends: then it is answered at once.
                 await server.refusals.turn(record.owner)
         server.metrics.answered(path, response.status_code)
+        if protocol_of(path) is Protocol.ANTHROPIC:
+            response.headers["request-id"] = record.id  # Where its clients look.
         return response
 
     async def answered(request: Request, record: RequestRecord) -> Response:
@@ -116,14 +115,14 @@ def _route(
         except asyncio.CancelledError:
             # The end of the server has not waited for this, such as for a body that does not come.
             closed = "the server is shutting down; send the request to another server, or again later"
-            return error_response(EngineClosedError(closed))
+            return error_response(EngineClosedError(closed), path, record.id)
         except ClientDisconnect:
             return Response(status_code=GONE)
         except Exception as fault:
             record.fault = (
                 str(fault.status_code) if isinstance(fault, HTTPException) else type(fault).__name__
             )
-            return error_response(fault)
+            return error_response(fault, path, record.id)
         finally:
             server.uploads.release(request)
 
@@ -136,69 +135,21 @@ def _owner(settings: ServerSettings, request: Request) -> bytes:
     if not settings.keys:
         return NO_OWNER
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":  # Anthropic's clients send it so.
+        given = request.headers.get("x-api-key", "")
     sent = given.strip().encode("latin-1")  # As Starlette has read it; the bytes are the client's.
     # Each is compared, in a time that tells nothing of how much of it was right.
     right = [hmac.compare_digest(sent, key.secret) for key in settings.keys]
-    if scheme.lower() != "bearer" or not sent or not any(right):
+    if not sent or not any(right):
         raise HTTPException(
-            401, "the API key is missing or not one of this server's; send it as 'Authorization: Bearer KEY'"
+            401,
+            "the API key is missing or not one of this server's; send it as 'Authorization: Bearer KEY' or "
+            "'x-api-key: KEY'",
         )
     record_of(request).least_priority = (
         settings.keys[right.index(True)].priority if len(settings.keys) > 1 else None
     )
     return owner_of(sent)
-
-
-async def _body(server: ServerState, request: Request, kind: type[T], check: Callable[[T], object]) -> T:
-    """Return what a body says, after `check` of that.
-
-    A large body is decoded and checked on a thread, where large ones are read. Raise FieldError,
-    HTTPException for a body that is not declared as JSON, and what `Uploads.body` and `check` do.
-    """
-    if not is_json(request.scope):
-        raise HTTPException(415, "the body must be declared as JSON; send 'Content-Type: application/json'")
-    body = await server.uploads.body(request)
-    opened = partial(_opened, body, kind, check)
-    if len(body) <= SMALL:
-        return opened()
-    return await _in_time(server, request, server.uploads.opened(request, opened))
-
-
-def _opened(body: bytes, kind: type[T], check: Callable[[T], object]) -> T:
-    if len(body) > SMALL:
-        expect_few_values(body)
-    asked = decoded(body, kind)
-    check(asked)
-    return asked
-
-
-async def _in_time(
-    server: ServerState, request: Request, work: Coroutine[Any, Any, T], timeout: float | None = None
-) -> T:
-    """Return the result of the work that reads a request, which ends with its time.
-
-    timeout: seconds that the request may take, which run since it has come. Raise DeadlineError when they are
-    over, and ClientDisconnect when the client of a large request goes before.
-    """
-    seconds = None if server.broker is None else server.broker.allowed_seconds(timeout)
-    late = None if seconds is None else seconds - (monotonic() - record_of(request).began)
-    try:
-        async with asyncio.timeout(late):
-            if not server.uploads.is_large(request):
-                return await work
-            if (found := await unless_gone(request.receive, work)) is None:
-                raise ClientDisconnect
-            return found
-    except TimeoutError as error:
-        assert seconds is not None
-        raise overdue(seconds) from error
-
-
-def _check_model(server: ServerState, name: str) -> None:
-    if name not in server.settings.names:
-        raise HTTPException(
-            404, f"the model {name[:200]!r} does not exist here; there is {', '.join(server.settings.names)}"
-        )
 
 
 # ---- routes
@@ -218,6 +169,23 @@ async def _ready(server: ServerState, request: Request) -> Response:
     return json_response({"status": status}, 200 if status == "ready" else 503)
 
 
+async def _version(server: ServerState, request: Request) -> Response:
+    return json_response({"version": __version__})
+
+
+async def _reset_prefix_cache(server: ServerState, request: Request) -> Response:
+    server.model()
+    if len(server.settings.keys) > 1:
+        raise HTTPException(
+            403,
+            "the prefix cache holds what all keys have sent, so none of several may clear it; restart the "
+            "server",
+        )
+    if server.clear_prefixes is None:
+        raise HTTPException(501, "replicas clear no caches; restart the server to begin with empty ones")
+    return json_response({"cleared_blocks": await asyncio.to_thread(server.clear_prefixes)})
+
+
 async def _models(server: ServerState, request: Request) -> Response:
     return json_response(
         {"object": "list", "data": [_described(server, name) for name in server.settings.names]}
@@ -226,7 +194,7 @@ async def _models(server: ServerState, request: Request) -> Response:
 
 async def _model(server: ServerState, request: Request) -> Response:
     name = request.path_params["name"]
-    _check_model(server, name)
+    check_model(server, name)
     return json_response(_described(server, name))
 
 
@@ -244,56 +212,36 @@ def _described(server: ServerState, name: str) -> Answer:
 async def _generate(
     server: ServerState, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
 ) -> Response:
-    asked = await _asked(server, request, kind)
-    ready, writer = await _prepared(server, request, asked, read)
-    return await completed(request, server.model()[1], ready, writer, asked)
+    asked = await asked_of(server, request, kind)
+    ready, writer = await prepared_for(server, request, asked, read)
+    return told_ignored(await completed(request, server.model()[1], ready, writer, asked), asked.ignored)
 
 
 async def _respond(server: ServerState, request: Request) -> Response:
-    asked = await _asked(server, request, ResponsesRequest)
+    asked = await asked_of(server, request, ResponsesRequest)
     name, owner = asked.previous_response_id, record_of(request).owner
     before = b"" if name is None else server.responses.conversation(name, owner, "previous_response_id")
-    ready, response = await _prepared(server, request, asked, partial(read_response, before=before))
-    return await responded(request, server.model()[1], ready, response, server.responses, asked)
+    ready, response = await prepared_for(server, request, asked, partial(read_response, before=before))
+    if asked.stores:
+        response.keep = partial(server.responses.put, owner)
+    return told_ignored(await responded(request, server.model()[1], ready, response, asked), asked.ignored)
 
 
-async def _asked(server: ServerState, request: Request, kind: type[G]) -> G:
-    """Return a request for tokens that its key may send, and for whose outputs there is room. Raise what
-    `_body` and `RequestBroker.check_room` do."""
+async def _message(server: ServerState, request: Request) -> Response:
+    asked = await asked_of(server, request, MessagesRequest)
+    ready, message = await prepared_for(server, request, asked, read_message)
+    return told_ignored(await responded(request, server.model()[1], ready, message, asked), asked.ignored)
 
-    def outputs(asked: G) -> int:
-        _check_model(server, asked.model)
+
+async def _count_tokens(server: ServerState, request: Request) -> Response:
+    def checked(asked: CountTokensRequest) -> None:
+        check_model(server, *asked.names)
         asked.check()
-        return asked.outputs
 
-    asked = await _body(server, request, kind, outputs)
-    record, (_, broker) = record_of(request), server.model()
-    least = record.least_priority
-    if least is not None and asked.priority < least:
-        raise FieldError(
-            f"priority {asked.priority} is not allowed for this key; send {least} or more, or leave priority "
-            "out",
-            "priority",
-        )
-    broker.check_room(asked.outputs, record.owner)
-    return asked
-
-
-async def _prepared(
-    server: ServerState,
-    request: Request,
-    asked: G,
-    read: Callable[[PromptReader, G, Dialect | None], tuple[list[PreparedPrompt], U]],
-) -> tuple[list[PreparedPrompt], U]:
-    """Return a request's prompts, and what `read` makes beside them. Raise what `_in_time` and `read` do."""
+    asked = await body_of(server, request, CountTokensRequest, checked)
     reader, _ = server.model()
-    salt = salt_of(record_of(request).owner, asked.cache_salt, share=server.settings.share_prefixes)
-
-    def prepared() -> tuple[list[PreparedPrompt], U]:
-        ready, writer = read(reader, asked, server.dialect)
-        return [one.salted(salt) for one in ready], writer
-
-    return await _in_time(server, request, server.uploads.aside(request, prepared), asked.timeout)
+    count = server.uploads.aside(request, lambda: count_message(reader, asked, server.dialect))
+    return json_response({"input_tokens": await in_time(server, request, count)})
 
 
 async def _response(server: ServerState, request: Request) -> Response:
@@ -341,9 +289,9 @@ async def _experts(server: ServerState, request: Request) -> Response:
 
 
 async def _tokenize(server: ServerState, request: Request) -> Response:
-    asked = await _body(server, request, TokenizeRequest, TokenizeRequest.check)
+    asked = await body_of(server, request, TokenizeRequest, TokenizeRequest.check)
     reader, _ = server.model()
-    _check_model(server, asked.model or server.settings.names[0])
+    check_model(server, asked.model or server.settings.names[0])
 
     def tokenized() -> Answer:
         tokens = (
@@ -360,12 +308,12 @@ async def _tokenize(server: ServerState, request: Request) -> Response:
             answer["token_strs"] = [reader.tokenizer.token_text(token) for token in tokens]
         return answer
 
-    return json_response(await _in_time(server, request, server.uploads.aside(request, tokenized)))
+    return json_response(await in_time(server, request, server.uploads.aside(request, tokenized)))
 
 
 async def _detokenize(server: ServerState, request: Request) -> Response:
-    asked = await _body(server, request, DetokenizeRequest, lambda _: None)
+    asked = await body_of(server, request, DetokenizeRequest, lambda _: None)
     reader, _ = server.model()
-    _check_model(server, asked.model or server.settings.names[0])
+    check_model(server, asked.model or server.settings.names[0])
     text = server.uploads.aside(request, lambda: reader.decode(asked.tokens))
-    return json_response({"prompt": await _in_time(server, request, text)})
+    return json_response({"prompt": await in_time(server, request, text)})

@@ -1,75 +1,76 @@
 """Writes errors as clients know them."""
 
 import logging
+from collections.abc import Mapping
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.base.errors import CheckpointError, EngineClosedError, LengthError, PenstockError, RequestError
-from penstock.server.answers.completions import error
+from penstock.server.answers.completions import Answer, error
+from penstock.server.answers.protocols import ABSENT, refusal, told
 from penstock.server.answers.store import NotKeptError
 from penstock.server.broker.calls import BusyError, DeadlineError
 from penstock.server.http.sending import json_response, said
-from penstock.server.wire.requests import FieldError, blamed
+from penstock.server.wire.decoding import FieldError
+from penstock.server.wire.requests import blamed
 
 _LOG = logging.getLogger("penstock")
 
 
-def error_response(fault: Exception) -> Response:
-    """Return an error as clients know it: its status, kind, parameter and code."""
+def error_response(fault: Exception, path: str = "", request: str | None = None) -> Response:
+    """Return an error as the clients of a path know it: its status, kind, parameter and code. request: its
+    id."""
+    status, body, headers = _told(fault)
+    return json_response(told(path, status, body, request), status, headers)
+
+
+def _told(fault: Exception) -> tuple[int, Answer, Mapping[str, str] | None]:
+    """Return the status, the body in OpenAI's form, and headers of an error."""
+    invalid, failed = "invalid_request_error", "server_error"
     match fault:
         case NotKeptError():
-            return json_response(
-                error(str(fault), "invalid_request_error", fault.param, "response_not_found"), 404
-            )
+            return 404, error(str(fault), invalid, fault.param, "response_not_found"), None
         case FieldError():
-            return json_response(error(str(fault), "invalid_request_error", fault.param), 400)
+            return 400, error(str(fault), invalid, fault.param), None
         case LengthError():
-            return json_response(
-                error(str(fault), "invalid_request_error", code="context_length_exceeded"), 400
-            )
+            return 400, error(str(fault), invalid, code="context_length_exceeded"), None
         case RequestError():
-            return json_response(error(str(fault), "invalid_request_error", blamed(fault)), 400)
+            return 400, error(str(fault), invalid, blamed(fault)), None
         case CheckpointError():  # It lacks a tokenizer; token ids would do.
-            return json_response(error(str(fault), "invalid_request_error"), 400)
+            return 400, error(str(fault), invalid), None
         case BusyError() if not fault.seconds:
-            return json_response(error(str(fault), "invalid_request_error", "n"), 400)
+            return 400, error(str(fault), invalid, "n"), None
         case BusyError():
-            return json_response(
-                error(str(fault), "rate_limit_error", code="queue_full"),
-                429,
-                {"Retry-After": str(round(fault.seconds))},
-            )
+            seconds = {"Retry-After": str(round(fault.seconds))}
+            return 429, error(str(fault), "rate_limit_error", code="queue_full"), seconds
         case DeadlineError():
-            return json_response(error(str(fault), "timeout_error", "timeout", "deadline_exceeded"), 504)
+            return 504, error(str(fault), "timeout_error", "timeout", "deadline_exceeded"), None
         case EngineClosedError():
-            return json_response(
-                error(str(fault), "server_error", code="unavailable"), 503, {"Retry-After": "5"}
-            )
+            return 503, error(str(fault), failed, code="unavailable"), {"Retry-After": "5"}
         case HTTPException():
-            invalid = "invalid_request_error"
             kinds = {
                 401: ("authentication_error", None, "invalid_api_key"),
                 404: (invalid, "model", "model_not_found"),
             }
-            return json_response(
-                error(str(fault.detail), *kinds.get(fault.status_code, (invalid, None, None))),
-                fault.status_code,
-            )
+            kind = kinds.get(fault.status_code, (invalid, None, None))
+            return fault.status_code, error(str(fault.detail), *kind), None
         case PenstockError():
-            return json_response(error(str(fault), "server_error"), 500)
+            return 500, error(str(fault), failed), None
     _LOG.error("a request has failed; the traceback shows a bug of penstock, so report it", exc_info=fault)
-    return json_response(error(said(fault), "server_error"), 500)
+    return 500, error(said(fault), failed), None
 
 
 def no_route(request: Request, fault: Exception) -> Response:
     """Return the error for a path or a method that no route takes."""
     assert isinstance(fault, HTTPException)
-    path = request.scope["path"][:200]
+    path, status = request.scope["path"], fault.status_code
+    if (instead := ABSENT.get(path)) is not None:
+        return json_response(refusal(path, 501, f"{path} is not supported: {instead}"), 501)
     message = (
-        f"{path} does not take {request.method}"
-        if fault.status_code == 405
-        else f"there is nothing at {path}"
+        f"{path[:200]} does not take {request.method}"
+        if status == 405
+        else f"there is nothing at {path[:200]}"
     )
-    return json_response(error(message, "invalid_request_error"), fault.status_code, fault.headers)
+    return json_response(refusal(path, status, message), status, fault.headers)

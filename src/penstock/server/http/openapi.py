@@ -1,4 +1,4 @@
-"""Describes the API in OpenAI's words: from the types that requests are read as, and those that say what
+"""Describes the API in OpenAPI's words: from the types that requests are read as, and those that say what
 answers are.
 
 Nothing of it depends on the model, so every client that reaches the server may read it.
@@ -12,11 +12,17 @@ from typing import Any, Literal
 import msgspec
 
 from penstock import __version__
+from penstock.server.answers.ollama import LINES
+from penstock.server.answers.protocols import MESSAGES
 from penstock.server.http.page import FILES
 from penstock.server.monitoring.state import ExpertsState, State
-from penstock.server.wire import response_shapes, shapes
+from penstock.server.wire import embeddings, message_shapes, ollama_shapes, response_shapes, shapes
+from penstock.server.wire.messages import CountTokensRequest, MessagesRequest
+from penstock.server.wire.ollama import OllamaChatRequest, OllamaGenerateRequest, ShowRequest
 from penstock.server.wire.requests import (
+    ALL_TOKENS,
     MOST_LOGPROBS,
+    MOST_TEMPERATURE,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -49,11 +55,16 @@ class RouteSpec:
     events: tuple[type, ...] = ()
     refused: tuple[int, ...] = ()
     open: bool = False
+    refusal: type = shapes.Refusal
+    """The type of an error."""
+    streams: str = "text/event-stream"
+    """The media type of events; others than this have a line of JSON for each."""
     leads: tuple[str, ...] = ()
     """To operations that take the answer's id as their name."""
 
 
 _READS, _GENERATES = (400, 404, 413, 429, 503), (400, 404, 413, 429, 503, 504)
+_OLLAMA = ollama_shapes.OllamaRefusal
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 _KEPT = ("get_v1_responses_name", "delete_v1_responses_name")
 OPERATIONS = (
@@ -74,6 +85,14 @@ OPERATIONS = (
         CompletionRequest,
         (shapes.CompletionChunk,),
         _GENERATES,
+    ),
+    RouteSpec(
+        "post",
+        "/v1/embeddings",
+        "The embeddings of texts",
+        embeddings.EmbeddingList,
+        embeddings.EmbeddingsRequest,
+        refused=_GENERATES,
     ),
     RouteSpec(
         "post",
@@ -106,6 +125,87 @@ OPERATIONS = (
         refused=_READS,
     ),
     RouteSpec("post", "/detokenize", "The text of tokens", shapes.Text, DetokenizeRequest, refused=_READS),
+    RouteSpec(
+        "post",
+        MESSAGES,
+        "Answer a conversation, as Anthropic has it",
+        message_shapes.MessageAnswer,
+        MessagesRequest,
+        message_shapes.EVENTS,
+        _GENERATES,
+        refusal=message_shapes.MessageRefusal,
+    ),
+    RouteSpec(
+        "post",
+        f"{MESSAGES}/count_tokens",
+        "The tokens of a conversation",
+        message_shapes.TokenCount,
+        CountTokensRequest,
+        refused=(*_READS, 504),
+        refusal=message_shapes.MessageRefusal,
+    ),
+    *[
+        RouteSpec("post", path, what, answer, asked, (answer,), _GENERATES, refusal=_OLLAMA, streams=LINES)
+        for path, what, answer, asked in (
+            (
+                "/api/chat",
+                "Answer a conversation, as ollama has it",
+                ollama_shapes.OllamaChatAnswer,
+                OllamaChatRequest,
+            ),
+            (
+                "/api/generate",
+                "Continue a text, or answer it",
+                ollama_shapes.OllamaTextAnswer,
+                OllamaGenerateRequest,
+            ),
+        )
+    ],
+    RouteSpec(
+        "post",
+        "/api/embed",
+        "The embeddings of texts, as ollama has them",
+        embeddings.OllamaEmbeddings,
+        embeddings.EmbedRequest,
+        refused=_GENERATES,
+        refusal=_OLLAMA,
+    ),
+    RouteSpec(
+        "get",
+        "/api/tags",
+        "The models by their names",
+        ollama_shapes.OllamaModels,
+        refused=(503,),
+        refusal=_OLLAMA,
+    ),
+    RouteSpec(
+        "get",
+        "/api/ps",
+        "The models that are loaded",
+        ollama_shapes.OllamaRunningModels,
+        refused=(503,),
+        refusal=_OLLAMA,
+    ),
+    RouteSpec(
+        "post",
+        "/api/show",
+        "A model in full",
+        ollama_shapes.OllamaShown,
+        ShowRequest,
+        refused=_READS,
+        refusal=_OLLAMA,
+    ),
+    RouteSpec(
+        "get", "/api/version", "The version of ollama's API", ollama_shapes.VersionAnswer, refusal=_OLLAMA
+    ),
+    RouteSpec("get", "/version", "The version of the server", ollama_shapes.VersionAnswer, open=True),
+    RouteSpec(
+        "post",
+        "/reset_prefix_cache",
+        "Forget the prefixes that are kept",
+        shapes.ClearedCache,
+        refused=(403, 501, 503),
+    ),
     RouteSpec("get", "/metrics", "Counts and times, for Prometheus", "text/plain"),
     RouteSpec("get", "/state", "The machine at this moment", State, refused=(503,)),
     RouteSpec("get", "/experts", "How each expert is used, and where it is", ExpertsState, refused=(503,)),
@@ -122,10 +222,12 @@ _STATUSES = {
     304: "Nothing has changed since the ETag that was sent",
     400: "The request is not valid; `param` is the field at fault",
     401: "The API key is missing, or not one of this server's",
+    403: "A server with several keys lets none of them do this",
     404: "The model, or the response, does not exist here",
     413: "The request is larger than this server reads",
     429: "There is no room for another request now",
     500: "The server has failed",
+    501: "This server does not do this",
     503: "The model is being loaded, or takes no more requests",
     504: "The time that the request was given is over",
 }
@@ -148,19 +250,20 @@ _EXACT: Mapping[tuple[str, str], Json] = {
 }
 """Fields with more rules than their types say."""
 RANGES: Mapping[str, Json] = {
-    "temperature": {"minimum": 0, "maximum": 1000},
+    "temperature": {"minimum": 0, "maximum": MOST_TEMPERATURE},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
     "min_p": {"minimum": 0, "maximum": 1},
     "repetition_penalty": {"minimum": 0.001, "maximum": 1000},
     "presence_penalty": {"minimum": -100, "maximum": 100},
     "frequency_penalty": {"minimum": -100, "maximum": 100},
-    "top_k": {"minimum": 0},
+    "top_k": {"minimum": ALL_TOKENS},
     "min_tokens": {"minimum": 0},
     "max_tokens": {"minimum": 1},
     "max_completion_tokens": {"minimum": 1},
     "max_output_tokens": {"minimum": 1},
     "n": {"minimum": 1},
     "logprobs": {"minimum": 0, "maximum": MOST_LOGPROBS},
+    "prompt_logprobs": {"minimum": 0, "maximum": MOST_LOGPROBS},
     "top_logprobs": {"minimum": 0, "maximum": MOST_LOGPROBS},
 }
 """Ranges of numbers, in whatever request, that are checked beside their types."""
@@ -182,8 +285,11 @@ def described(*, keys: bool) -> bytes:
     keys: whether the server asks for one.
     """
     kinds = {
-        kind for one in OPERATIONS for kind in (one.answer, one.asked, *one.events) if isinstance(kind, type)
-    } | {shapes.Refusal}
+        kind
+        for one in OPERATIONS
+        for kind in (one.answer, one.asked, one.refusal, *one.events)
+        if isinstance(kind, type)
+    }
     ordered = sorted(kinds, key=lambda kind: kind.__name__)
     references, schemas = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     for (name, field), exact in _EXACT.items():
@@ -202,7 +308,7 @@ def described(*, keys: bool) -> bytes:
         "info": {
             "title": "penstock",
             "version": __version__,
-            "description": "OpenAI's API, and what there is beside it.",
+            "description": "OpenAI's API, Anthropic's messages, ollama's chats, and what there is beside.",
         },
         "paths": paths,
         "components": {"schemas": schemas},
@@ -247,8 +353,9 @@ def _answer(one: RouteSpec, status: int, known: Mapping[type, Json]) -> Json:
         assert isinstance(one.answer, type)
         entry["content"] = {"application/json": {"schema": known[one.answer]}}
         if one.events:
-            entry["content"]["text/event-stream"] = {
-                "schema": _event([known[kind] for kind in (*one.events, shapes.Refusal)])
+            data = [known[kind] for kind in dict.fromkeys((*one.events, one.refusal))]
+            entry["content"][one.streams] = {
+                "schema": {"anyOf": data} if one.streams == LINES else _event(data)
             }
         if one.leads:
             entry["links"] = {
@@ -256,7 +363,7 @@ def _answer(one: RouteSpec, status: int, known: Mapping[type, Json]) -> Json:
                 for name in one.leads
             }
         return entry
-    entry["content"] = {"application/json": {"schema": known[shapes.Refusal]}}
+    entry["content"] = {"application/json": {"schema": known[one.refusal]}}
     if status in _HEADERS:
         entry["headers"] = _HEADERS[status]
     return entry

@@ -10,10 +10,13 @@ open. Three ways are closed:
 - A request across origins that needs no permission, such as a form's. The browser sends `Origin` and
   `Sec-Fetch-Site`, which a page cannot change; of what is not read-only, those from elsewhere are refused.
 - A body in a form's clothes. Only what is declared as JSON is read (see `is_json`); a page that declares it
-  must ask first, and gets no permission.
+  must ask first, and gets no permission. On ollama's paths, where clients declare nothing, that holds for
+  requests in which a browser has said where they are from (see `is_of_browser`).
 
 With keys the first two are not needed, since a page does not have one, and clients that run in a page's
 clothes of their own may ask.
+
+Pages of origins that were allowed may use the server like its own.
 
 What is read-only is answered, but a browser gives the answer to no other site's page, and shows it in none
 (see `CLOSED`). Otherwise a page could tell by what loads and what does not whether a model of some name is
@@ -21,13 +24,14 @@ here.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.server.answers.completions import error
+from penstock.server.answers.protocols import refusal
 from penstock.server.http.sending import json_response
 
 CLOSED = (
@@ -40,23 +44,23 @@ it says it is."""
 _READS = ("GET", "HEAD", "OPTIONS")
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.%]+\]|[^\[\]:/@\s]+)(?::(?P<port>[0-9]{1,5}))?", re.IGNORECASE)
 _JSON = re.compile(r"application/(?:[a-z0-9.+-]+\+)?json\s*(?:;.*)?", re.IGNORECASE | re.DOTALL)
-_INVALID = "invalid_request_error"
 
 
 class OriginGuard:
     """Guards all routes from other sites' pages, as ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, names: Iterable[str], *, keys: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, names: Iterable[str], origins: Iterable[str] = (), *, keys: bool
+    ) -> None:
         """Guard an application.
 
         names: of this machine, beside addresses and localhost.
+        origins: of other sites' pages that may use the server; "*" is any.
         keys: whether clients must send one.
         """
-        self._app, self._names, self._keys = (
-            app,
-            {name.lower().rstrip(".") for name in ("localhost", *names)},
-            keys,
-        )
+        self._app, self._keys = app, keys
+        self._names = {name.lower().rstrip(".") for name in ("localhost", *names)}
+        self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on to the application, or refuse it."""
@@ -65,7 +69,7 @@ class OriginGuard:
             await self._app(scope, receive, send)
             return
         status, text = refused
-        await json_response(error(text, _INVALID), status)(scope, receive, send)
+        await json_response(refusal(scope["path"], status, text), status)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Return status and reason, if the request is not let in."""
@@ -81,13 +85,19 @@ class OriginGuard:
                     f"this server does not answer to the name {name}; use its address or localhost, or "
                     f"start it with --allow-host {name}",
                 )
-            if scope["method"] not in _READS and (page := _foreign(scope, hosts[0])):
+            may = scope["method"] in _READS or self._shares(scope)
+            if not may and (page := _foreign(scope, hosts[0])):
                 return (
                     403,
                     f"{page} is another site's page, which may not use this server; ask from the server's "
-                    "own page, or use keys",
+                    "own page, use keys, or start it with --allow-origin",
                 )
         return None
+
+    def _shares(self, scope: Scope) -> bool:
+        """Tell whether a request is of a page that may use the server."""
+        sent = _values(scope, b"origin")
+        return len(sent) == 1 and ("*" in self._origins or sent[0] in self._origins)
 
     def _known(self, name: str) -> bool:
         if name.lower().rstrip(".") in self._names:
@@ -97,6 +107,17 @@ class OriginGuard:
         except ValueError:
             return False
         return True
+
+
+def shared_with(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Return an application whose answers a browser gives to pages of these origins (CORS)."""
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=("*",),
+        expose_headers=("X-Request-Id", "X-Ignored-Fields", "Retry-After"),
+    )
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:
@@ -116,6 +137,11 @@ def _foreign(scope: Scope, host: str) -> str:
     if "cross-site" in _values(scope, b"sec-fetch-site"):
         return "what asks across sites"
     return ""
+
+
+def is_of_browser(scope: Scope) -> bool:
+    """Tell whether a browser has sent a request: all of them say so of what is not read-only."""
+    return any(name == b"origin" or name.startswith(b"sec-fetch-") for name, _ in scope["headers"])
 
 
 def is_json(scope: Scope) -> bool:

@@ -13,11 +13,14 @@ _KINDS = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
 }
 _HEADERS = {
+    # Beyond 'self': what a page may be told to do by text that it shows. No text becomes markup or a script.
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors "
-    "'none'; object-src 'none'",
+    "'none'; object-src 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
@@ -30,14 +33,17 @@ class _File:
     tag: str
 
 
-def _file(name: str) -> _File:
-    content = (_FOLDER / name).read_bytes()
-    return _File(content, _KINDS[Path(name).suffix], f'"{sha256(content).hexdigest()[:32]}"')
+def _file(path: Path) -> _File:
+    content = path.read_bytes()
+    return _File(content, _KINDS[path.suffix], f'"{sha256(content).hexdigest()[:32]}"')
 
 
-FILES = {"/": _file("index.html")} | {
-    f"/page/{name}": _file(name) for name in ("page.css", "page.js", "icon.svg")
-}
+def _address(path: Path) -> str:
+    name = path.relative_to(_FOLDER).as_posix()
+    return "/" if name == "index.html" else f"/page/{name}"
+
+
+FILES = {_address(path): _file(path) for path in sorted(_FOLDER.rglob("*")) if path.suffix in _KINDS}
 """Files of the page, by path."""
 
 

@@ -4,8 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -17,24 +16,51 @@ from penstock.api.outputs import Delta
 from penstock.api.sequences import PreparedPrompt
 from penstock.base.errors import PenstockError
 from penstock.server.answers.completions import AnswerWriter, error
-from penstock.server.answers.responses import ResponseStream
-from penstock.server.answers.store import ResponseStore
+from penstock.server.answers.embeddings import EmbeddingWriter
 from penstock.server.broker.broker import RequestBroker
 from penstock.server.broker.calls import Call
 from penstock.server.http.connection import Connection, connection_of
 from penstock.server.monitoring.records import record_of
-from penstock.server.wire.requests import ChatRequest, CompletionRequest
-from penstock.server.wire.responses import ResponsesRequest
+from penstock.server.wire.embeddings import InputsRequest
+from penstock.server.wire.requests import ChatRequest, CompletionRequest, TokenRequest
 
 T = TypeVar("T")
 _LOG = logging.getLogger("penstock")
+EVENTS = "text/event-stream"
+IGNORED = "X-Ignored-Fields"
+"""Names fields of a request that were taken and had no effect."""
 GONE = 499
 """The status that is noted of a request when its client has gone."""
+
+
+class AnswerStream(Protocol):
+    """Writes one answer as it comes: as events or lines, and in the end as a whole."""
+
+    media_type: str
+    """The media type of its stream."""
+
+    @property
+    def response(self) -> object:
+        """Return the answer, as far as it has come."""
+
+    def events(self, call: Call) -> AsyncGenerator[bytes]:
+        """Yield all that is to be streamed; nothing if no stream was asked for. Raises what keeps it from
+        being complete."""
+
+    def failure(self, message: str) -> bytes:
+        """Return the last event, when something has kept the answer from being complete."""
 
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Return a response with this content as JSON."""
     return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def told_ignored(response: Response, names: Sequence[str]) -> Response:
+    """Return a response whose headers name the fields of the request that had no effect."""
+    if names:
+        response.headers[IGNORED] = ", ".join(names)
+    return response
 
 
 def said(fault: Exception) -> str:
@@ -64,6 +90,26 @@ async def completed(
         return Live(events, lambda: leave(calls))
 
     async def whole() -> object:
+        completions = [await call.completion() for call in calls]
+        if asked.most_prompt_logprobs is None:
+            return writer.whole(completions)
+        # Prompts may be long, and those beside wait for the loop.
+        return await asyncio.to_thread(writer.whole, completions)
+
+    return await _whole(request, calls, whole())
+
+
+async def embedded(
+    request: Request,
+    broker: RequestBroker,
+    ready: Sequence[PreparedPrompt],
+    writer: EmbeddingWriter,
+    asked: InputsRequest,
+) -> Response:
+    """Return the embeddings of all prompts. A client that goes takes its calls with it."""
+    calls = _submitted(request, broker, ready, asked)
+
+    async def whole() -> object:
         return writer.whole([await call.completion() for call in calls])
 
     return await _whole(request, calls, whole())
@@ -73,15 +119,15 @@ async def responded(
     request: Request,
     broker: RequestBroker,
     ready: Sequence[PreparedPrompt],
-    stream: ResponseStream,
-    kept: ResponseStore,
-    asked: ResponsesRequest,
+    stream: AnswerStream,
+    asked: TokenRequest,
 ) -> Response:
-    """Return the response to a request of one prompt. It is kept unless it is not to be."""
+    """Return the answer to a request of one prompt, whole or as it comes. A client that goes takes its call
+    with it."""
     calls = _submitted(request, broker, ready, asked)
-    events = stream.events(calls[0], partial(kept.put, record_of(request).owner) if asked.stores else None)
+    events = stream.events(calls[0])
     if asked.streams:
-        return Live(_to_the_end(events, stream), lambda: leave(calls))
+        return Live(_to_the_end(events, stream), lambda: leave(calls), stream.media_type)
 
     async def whole() -> object:
         async for _ in events:
@@ -95,7 +141,7 @@ def _submitted(
     request: Request,
     broker: RequestBroker,
     ready: Sequence[PreparedPrompt],
-    asked: ChatRequest | CompletionRequest | ResponsesRequest,
+    asked: TokenRequest | InputsRequest,
 ) -> Sequence[Call]:
     record = record_of(request)
     record.calls = broker.submit(ready, asked.timeout, record.began, record.owner)
@@ -112,7 +158,7 @@ async def _whole(request: Request, calls: Sequence[Call], work: Coroutine[Any, A
     return Response(status_code=GONE) if answer is None else json_response(answer)
 
 
-async def _to_the_end(events: AsyncGenerator[bytes], stream: ResponseStream) -> AsyncGenerator[bytes]:
+async def _to_the_end(events: AsyncGenerator[bytes], stream: AnswerStream) -> AsyncGenerator[bytes]:
     """Yield the events, and a last one that says what has failed, if something has."""
     try:
         async with aclosing(events):
@@ -207,9 +253,11 @@ def leave(calls: Sequence[Call]) -> None:
 class Live(StreamingResponse):
     """Streams events, and ends when the client goes, also while there is nothing to send."""
 
-    def __init__(self, events: AsyncGenerator[bytes], over: Callable[[], None]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes], over: Callable[[], None], media_type: str = EVENTS
+    ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, headers=headers, media_type="text/event-stream")
+        super().__init__(events, headers=headers, media_type=media_type)
         self._events, self._over = events, over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,7 +1,7 @@
 """Holds the settings of a server, and the state that its routes work with."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import time
 
@@ -14,6 +14,7 @@ from penstock.server.broker.metrics import Metrics
 from penstock.server.fleet.backend import RemoteBackend
 from penstock.server.http.keys import ApiKey, RefusalThrottle
 from penstock.server.http.uploads import Uploads
+from penstock.server.monitoring.facts import ModelFacts
 from penstock.server.monitoring.records import RecordSink
 from penstock.server.monitoring.state import StateMonitor
 from penstock.server.parsing.dialects import AUTO, Dialect, dialect_of
@@ -29,11 +30,13 @@ class ServerSettings(AnswerSettings):
     names: names by which clients ask for the model; the first is the one that answers give.
     keys: a client must send one of them, if there are any.
     allow_hosts: names by which this machine is asked, if there are no keys; see OriginGuard.
+    allow_origins: origins of other sites' pages that may use the server; "*" is any.
     """
 
     names: tuple[str, ...]
     keys: tuple[ApiKey, ...] = ()
     allow_hosts: tuple[str, ...] = ()
+    allow_origins: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -45,6 +48,8 @@ class ServerState:
     loaded: when the model was there, in seconds since 1970.
     sinks: are given the record of each request that is over, before the log is.
     dialect: how the model writes reasoning and calls of tools.
+    facts: of the model that is loaded.
+    clear_prefixes: forgets all prefixes that are kept, and returns how many blocks they had; on any thread.
     """
 
     settings: ServerSettings
@@ -56,6 +61,8 @@ class ServerState:
     metrics: Metrics = field(default_factory=Metrics)
     sinks: Sequence[RecordSink] = ()
     dialect: Dialect | None = None
+    facts: ModelFacts = field(default_factory=ModelFacts)
+    clear_prefixes: Callable[[], int] | None = None
     refusals: RefusalThrottle = field(default_factory=RefusalThrottle)
     responses: ResponseStore = field(init=False)
     uploads: Uploads = field(init=False)
@@ -84,6 +91,8 @@ class ServerState:
         if isinstance(backend, RemoteBackend):
             self.fleet = backend
         elif isinstance(backend, LocalBackend):
+            self.facts = ModelFacts.of(backend.llm)
+            self.clear_prefixes = backend.llm.clear_prefix_cache
             self.monitor = StateMonitor(backend, broker, self.settings.names[0])
             self.metrics.watch(backend, lambda: broker.outputs)
 

@@ -223,7 +223,7 @@ class StateMonitor:
     def __init__(self, backend: LocalBackend, broker: RequestBroker, name: str) -> None:
         """name: of the model, as clients know it."""
         self._backend, self._llm, self._broker, self._name = backend, backend.llm, broker, name
-        self._device = device_name(torch.device(self._llm.device))
+        self._on = torch.device(self._llm.device)
         self._seen = deque[_Look]()
         self._prompt: tuple[Call, PromptProgress] | None = None
 
@@ -246,7 +246,7 @@ class StateMonitor:
             layers=spec.layers,
             dtype=self._llm.dtype,
             format=name_of(spec.format),
-            device=self._device,
+            device=device_name(self._on, self._llm.threads),
             longest=self._llm.limits.max_model_len,
             open=self._broker.open,
             running=stats.running,

@@ -20,8 +20,6 @@ _NO_PART = {
 """Patterns of what can be no part of a grammar: a regular expression with comments, which ends of lines
 end."""
 _IN_GRAMMAR = {"/": r"\/", "\n": r"\n", "\\\n": r"\n", "%": r"\x25"}
-_SPACES = {"x-guidance": {"whitespace_pattern": "[ \\n\\r\\t]{1,64}"}}
-"""White space as in JSON that is all of an output."""
 
 
 def behind_reasoning(
@@ -101,9 +99,9 @@ def _special(mark: str, tokenizer: "Tokenizer") -> str | None:
 def _rule(structure: Structure) -> str:
     match structure.kind:
         case StructureKind.JSON_SCHEMA:
-            return f"%json {json.dumps(_SPACES | json.loads(structure.text), ensure_ascii=False)}"
+            return f"%json {structure.text}"
         case StructureKind.JSON_OBJECT:
-            return f"%json {json.dumps(_SPACES | {'type': 'object'})}"
+            return '%json {"type": "object"}'
         case StructureKind.CHOICE:
             texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(structure.text))
             return " | ".join(texts).replace("%", r"\u0025")

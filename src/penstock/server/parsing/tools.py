@@ -14,7 +14,8 @@ from penstock.base.pacing import paced
 from penstock.server.parsing.dialects import Dialect
 from penstock.server.parsing.jsontext import MalformedError, loaded
 from penstock.server.parsing.turns import channel_messages
-from penstock.server.wire.requests import FieldError, Message, converted
+from penstock.server.wire.conversation import Message
+from penstock.server.wire.decoding import FieldError, converted
 
 MOST_TOOLS = 128
 MOST_CALLS = 32

@@ -6,7 +6,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from penstock.server.wire.requests import FieldError, Message, converted
+from penstock.server.wire.conversation import Message
+from penstock.server.wire.decoding import FieldError, converted
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _KINDS = "message, function_call, function_call_output and reasoning"

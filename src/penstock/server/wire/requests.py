@@ -5,19 +5,18 @@ be honoured is refused, and so is an unknown one; what only labels a request, or
 anyway, is taken and has no effect.
 """
 
-import re
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any
 
-import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 
-from penstock.base.errors import PenstockError, RequestError, StructureError
+from penstock.base.errors import RequestError, StructureError
+from penstock.server.wire.conversation import Message, check_chat
+from penstock.server.wire.decoding import FieldError
 from penstock.server.wire.structured import ResponseFormat, StructuredOutputs
 from penstock.step.params import SamplingParams
 from penstock.step.structure import Structure
 
-T = TypeVar("T")
 MOST_LOGPROBS = 20
 """The likeliest tokens that a client may ask for with each."""
 MOST_PROMPTS = 256
@@ -27,30 +26,31 @@ MOST_STOPS, LONGEST_STOP = 32, 1024
 wait."""
 MOST_BIASES = MOST_STOP_TOKENS = 4096
 """Biases and stop tokens of a request: they are gone through again and again. OpenAI takes fewer."""
-MOST_MARKS = {b"[{:": 250_000, b",": 1_000_000}
-"""Characters of a large body, those in its texts included. The first begin an object, a list or a field,
-which take 0.3 us each to decode, the last stand between scalars, which take 0.04 us; nobody else computes
-meanwhile."""
-_SLICE = 1 << 20
-_LONGEST_SAID = 300
-_OWN = ("messages", "add_generation_prompt", "tools", "self")
-"""Names that a template gets from other fields."""
-
-
-class FieldError(PenstockError):
-    """Says that a request is not what it must be. `param`: the field, if it is one's fault."""
-
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-
-
+ALL_TOKENS = -1
+"""Other servers' way to say that top_k keeps all."""
+MOST_TEMPERATURE = 2
+"""OpenAI's limit: what is drawn beyond it is noise."""
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31)]
 """A rank: of the requests that wait, that with the least is served first."""
 Timeout = Annotated[float, Meta(gt=0)]
 """Seconds after which a request ends with an error."""
+Truncation = Annotated[int, Meta(ge=-1)]
+"""The most tokens of a prompt, the last ones; -1 is as many as there is room for."""
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 """A name for prefixes: they are shared with requests of the same."""
+
+
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""Older names for fields of structured_outputs."""
+_NO_EFFECT = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "prediction", "guided_decoding_backend", "spaces_between_special_tokens",
+)  # fmt: skip
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -79,6 +79,11 @@ class TokenRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
     structured_outputs: StructuredOutputs | None = None
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the model that is asked for."""
+        return (self.model,)
+
+    @property
     def streams(self) -> bool:
         """Tell whether the answer is a stream."""
         return bool(self.stream)
@@ -93,12 +98,29 @@ class _Asked(TokenRequest, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    user: str | None = None
     # Beside OpenAI's:
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: Truncation | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    # Labels, and what suits whatever is answered:
+    user: str | None = None
+    guided_decoding_backend: str | None = None
+    spaces_between_special_tokens: bool | None = None
+
+    @property
+    def ignored(self) -> list[str]:
+        """Name the fields that were sent and have no effect."""
+        return [name for name in _NO_EFFECT if getattr(self, name, None) is not None]
 
     @property
     def tells_usage(self) -> bool:
@@ -113,6 +135,14 @@ class _Asked(TokenRequest, forbid_unknown_fields=True, kw_only=True):
         raise NotImplementedError
 
     @property
+    def most_prompt_logprobs(self) -> int | None:
+        """Return how many likeliest tokens are wanted beside each of the prompt's own."""
+        return self._prompt_logprobs()
+
+    def _prompt_logprobs(self) -> int | None:
+        return None if self.prompt_logprobs is None else _logprobs(self.prompt_logprobs, "prompt_logprobs")
+
+    @property
     def outputs(self) -> int:
         """Count the outputs of all prompts. Raise FieldError."""
         return self.params.n
@@ -120,11 +150,21 @@ class _Asked(TokenRequest, forbid_unknown_fields=True, kw_only=True):
     @property
     def structured_by(self) -> str:
         """Return the field that gives answers their structure."""
-        return "structured_outputs"
+        return next((name for name in _GUIDED if getattr(self, name) is not None), "structured_outputs")
 
     def structure(self) -> Structure | None:
         """Return the structure of answers; None if they have none. Raise FieldError and StructureError."""
-        return None if self.structured_outputs is None else self.structured_outputs.structure()
+        guided = {part: getattr(self, name) for name, part in _GUIDED.items()}
+        given = self.structured_outputs
+        if any(value is not None for value in guided.values()):
+            if given is not None:
+                raise FieldError(
+                    f"structured_outputs and {self.structured_by} each give answers a form; leave one of "
+                    "them out",
+                    self.structured_by,
+                )
+            given = StructuredOutputs(whitespace_pattern=self.guided_whitespace_pattern, **guided)
+        return None if given is None else given.structure()
 
     @cached_property
     def params(self) -> SamplingParams:
@@ -147,10 +187,16 @@ class _Asked(TokenRequest, forbid_unknown_fields=True, kw_only=True):
         ):
             if there is not None and len(there) > most:
                 raise FieldError(f"{listed} has {len(there)} tokens; give at most {most}", listed)
+        if self.temperature is not None and self.temperature > MOST_TEMPERATURE:
+            raise FieldError(
+                f"temperature {self.temperature:g} must be from 0 to {MOST_TEMPERATURE:g}; 0 is greedy, 0.7 "
+                "is usual",
+                "temperature",
+            )
         try:
             return SamplingParams(
                 temperature=self.temperature,
-                top_k=self.top_k,
+                top_k=0 if self.top_k == ALL_TOKENS else self.top_k,
                 top_p=self.top_p,
                 min_p=self.min_p,
                 repetition_penalty=self.repetition_penalty,
@@ -167,6 +213,7 @@ class _Asked(TokenRequest, forbid_unknown_fields=True, kw_only=True):
                 structure=self.structure(),
                 n=1 if self.n is None else self.n,
                 logprobs=self.most_logprobs,
+                prompt_logprobs=self.most_prompt_logprobs,
             )
         except StructureError as error:
             raise FieldError(str(error), self.structured_by) from error
@@ -175,42 +222,6 @@ class _Asked(TokenRequest, forbid_unknown_fields=True, kw_only=True):
             if name == "max_tokens" and self.max_tokens is None:
                 name = "max_completion_tokens"
             raise FieldError(str(error), name) from error
-
-
-class TextPart(Struct, forbid_unknown_fields=True):
-    """Gives a part of a message's content, which is text."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Holds a message of a conversation, with what clients send back of an answer. All of it is for the
-    model's template."""
-
-    role: str
-    content: str | list[TextPart] | None = None
-    name: str | UnsetType | None = UNSET
-    refusal: str | UnsetType | None = UNSET
-    tool_calls: list[dict[str, Any]] | UnsetType | None = UNSET
-    tool_call_id: str | UnsetType | None = UNSET
-    reasoning_content: str | UnsetType | None = UNSET
-    reasoning: str | UnsetType | None = UNSET
-    function_call: dict[str, Any] | UnsetType | None = UNSET
-    annotations: list[Any] | UnsetType | None = UNSET
-    audio: dict[str, Any] | UnsetType | None = UNSET
-
-    def plain(self) -> dict[str, object]:
-        """Return the message as a template reads it: text in one piece."""
-        content = (
-            self.content
-            if not isinstance(self.content, list)
-            else "".join(part.text for part in self.content)
-        )
-        fields = {
-            name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not UNSET
-        }
-        return fields | {"content": content or ""}
 
 
 class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
@@ -232,10 +243,14 @@ class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prediction: dict[str, Any] | None = None
+    modalities: list[str] | None = None
     # Beside OpenAI's:
     include_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
     @property
     def most_tokens(self) -> int | None:
@@ -251,19 +266,24 @@ class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
     def structured_by(self) -> str:
         """Return the field that gives answers their structure."""
         return next(
-            (name for name in ("structured_outputs", "response_format") if getattr(self, name) is not None),
+            (
+                name
+                for name in ("structured_outputs", *_GUIDED, "response_format")
+                if getattr(self, name) is not None
+            ),
             "tools",
         )
 
     def structure(self) -> Structure | None:
         """Return the structure of answers; None if they have none. Raise FieldError and StructureError."""
         form = None if self.response_format is None else self.response_format.structure()
-        if form is not None and self.structured_outputs is not None:
+        other = _Asked.structure(self)
+        if form is not None and other is not None:
             raise FieldError(
-                "structured_outputs and response_format each give answers a form; leave one of them out",
-                "structured_outputs",
+                f"{self.structured_by} and response_format each give answers a form; leave one of them out",
+                self.structured_by,
             )
-        return form or _Asked.structure(self)
+        return form or other
 
     def check(self) -> None:
         """Raise FieldError for what the fields do not allow together, or this server at all."""
@@ -271,7 +291,13 @@ class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
             raise FieldError(
                 "top_logprobs need logprobs: set it to true, or leave top_logprobs out", "top_logprobs"
             )
-        _check_variables(self.chat_template_kwargs)
+        if self.modalities is not None and self.modalities != ["text"]:
+            raise FieldError(
+                f"modalities {str(self.modalities)[:80]} are not supported; send text alone, or leave it out",
+                "modalities",
+            )
+        _check_streams(self)
+        check_chat(self.messages, self.chat_template_kwargs, continues=self.continue_final_message)
 
 
 class CompletionRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
@@ -288,7 +314,18 @@ class CompletionRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
     @property
     def most_tokens(self) -> int | None:
         """Return the most tokens of each output."""
-        return 16 if self.max_tokens is None else self.max_tokens
+        return 16 if self.max_tokens is None else self.max_tokens or int(self.echo)
+
+    @property
+    def only_echoes(self) -> bool:
+        """Tell whether prompts are to be told alone, with no outputs."""
+        return self.echo and self.max_tokens == 0
+
+    @property
+    def most_prompt_logprobs(self) -> int | None:
+        """Return how many likeliest tokens are wanted beside each of the prompt's own."""
+        own = self._prompt_logprobs()
+        return max(own or 0, self.most_logprobs or 0) if self.echo and self.logprobs is not None else own
 
     @property
     def most_logprobs(self) -> int | None:
@@ -305,11 +342,10 @@ class CompletionRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
             raise FieldError(
                 "best_of is not supported; leave it out, ask for n outputs, and choose among them", "best_of"
             )
-        if self.echo and self.logprobs is not None:
+        _check_streams(self)
+        if self.only_echoes and self.streams:
             raise FieldError(
-                "echo with logprobs is not supported, since the logprobs of the prompt are not returned; "
-                "leave one of them out",
-                "echo",
+                "max_tokens 0 is for answers that are no streams; set stream to false", "max_tokens"
             )
         if not self.prompts:
             raise FieldError("the prompt is an empty list; send at least one prompt", "prompt")
@@ -349,6 +385,7 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool = True
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool = False
 
     def check(self) -> None:
         """Raise FieldError for what the fields do not allow together."""
@@ -356,7 +393,7 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
             raise FieldError(
                 "the request has both prompt and messages, or neither; send one of them", "prompt"
             )
-        _check_variables(self.chat_template_kwargs)
+        check_chat(self.messages or (), self.chat_template_kwargs, continues=self.continue_final_message)
 
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -372,55 +409,11 @@ def blamed(error: RequestError) -> str | None:
     return name if name in CompletionRequest.__struct_fields__ else None
 
 
-def expect_few_values(body: bytes) -> None:
-    """Raise FieldError for a body that takes too long to decode, by its marks. Other threads go on between
-    slices."""
-    for marks, most in MOST_MARKS.items():
-        found = sum(body.count(mark, at, at + _SLICE) for at in range(0, len(body), _SLICE) for mark in marks)
-        if found > most:
-            raise FieldError(
-                f"the request has {found:,} of the characters {marks.decode()!r}, those in texts included, "
-                f"but a request of more than 64 KiB may have {most:,}; send several smaller ones"
-            )
-
-
-def decoded(body: bytes, kind: type[T]) -> T:
-    """Return what a request's body says. Raise FieldError that names the field."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        unknown = re.search(r"unknown field `([^`]*)`", text)
-        place = re.search(r"at `\$\.?([^`\[.]*)", text)
-        name = unknown[1] if unknown else place[1] if place and place[1] else None
-        if missing := re.search(r"missing required field `([^`]*)`", text):
-            name = missing[1]
-        raise FieldError(f"the request is not valid: {_invalid(error)}", name) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FieldError(f"the request's body is not JSON: {error}; send a JSON object") from error
-
-
-def converted(value: object, kind: type[T], where: str, param: str) -> T:
-    """Return a part of a request, read as a type. where: what it is called. param: its field. Raise
-    FieldError."""
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise FieldError(f"{where} is not valid: {_invalid(error)}", param) from error
-
-
-def _invalid(error: msgspec.ValidationError) -> str:
-    """Return what is not as it must be, in words that go on from others."""
-    text = str(error)
-    return text[:1].lower() + (text[1:] if len(text) <= _LONGEST_SAID else f"{text[1:_LONGEST_SAID]}...")
-
-
-def _check_variables(variables: dict[str, Any] | None) -> None:
-    if taken := [name for name in _OWN if name in (variables or ())]:
-        raise FieldError(
-            f"chat_template_kwargs has {taken[0]!r}, which the server sets itself; leave it out",
-            "chat_template_kwargs",
-        )
+def _check_streams(asked: ChatRequest | CompletionRequest) -> None:
+    if asked.streams and asked.most_prompt_logprobs is not None:
+        name = "echo" if asked.prompt_logprobs is None else "prompt_logprobs"
+        what = "echo with logprobs is" if name == "echo" else "prompt_logprobs are"
+        raise FieldError(f"{what} for answers that are no streams; set stream to false", name)
 
 
 def _logprobs(count: int, name: str) -> int:

@@ -8,8 +8,10 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from penstock.server.wire.conversation import Message
+from penstock.server.wire.decoding import FieldError, converted
 from penstock.server.wire.items import led
-from penstock.server.wire.requests import ChatRequest, FieldError, Message, TokenRequest, converted
+from penstock.server.wire.requests import ChatRequest, TokenRequest
 
 MOST_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
@@ -24,7 +26,7 @@ _INCLUDABLE = {
     "code_interpreter_call.outputs",
     "reasoning.encrypted_content",
 }
-_RENAMED = {
+RENAMED = {
     "messages": "input",
     "response_format": "text",
     "max_completion_tokens": "max_output_tokens",
@@ -38,6 +40,10 @@ _SAME = (
     "model", "parallel_tool_calls", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed",
     "priority", "timeout",
     "chat_template_kwargs",
+)  # fmt: skip
+_NO_EFFECT = (
+    "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "max_tool_calls",
 )  # fmt: skip
 
 
@@ -89,6 +95,11 @@ class ResponsesRequest(TokenRequest, forbid_unknown_fields=True, kw_only=True):
     def outputs(self) -> int:
         """Count the outputs."""
         return 1
+
+    @property
+    def ignored(self) -> list[str]:
+        """Name the fields that were sent and have no effect, though some of them are told again."""
+        return [name for name in _NO_EFFECT if getattr(self, name) is not None]
 
     @property
     def stores(self) -> bool:
@@ -173,11 +184,12 @@ def _format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 @contextmanager
-def named_here() -> Generator[None]:
-    """Have errors about a field of the chat's request name the field that it comes from."""
+def named_here(renamed: Mapping[str, str]) -> Generator[None]:
+    """Have errors about a field of the chat's request name the field that it comes from. renamed: by the
+    chat's name."""
     try:
         yield
     except FieldError as error:
-        if (name := _RENAMED.get(error.param or "")) is None:
+        if (name := renamed.get(error.param or "")) is None:
             raise
         raise FieldError(re.sub(rf"\b{error.param}\b", name, str(error)), name) from error

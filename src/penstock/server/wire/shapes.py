@@ -113,16 +113,32 @@ class ChatMessage(AnswerObject):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
+class PromptTokenLogprob(AnswerObject):
+    """Gives the log-probability of a token in a prompt, and its place among all."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptTokenLogprob] | None]
+"""Log-probabilities of a prompt's tokens by their ids, each beside the likeliest in its place. The first has
+none."""
+
+
 class ChatChoice(_OutputChoice[ChatLogprobs, FinishReason]):
     """Holds one of the answers to a conversation."""
 
     message: ChatMessage
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(_Outputs[Literal["chat.completion"], ChatChoice]):
     """Holds the answers to a conversation."""
 
     usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class FunctionDelta(AnswerObject):
@@ -154,20 +170,23 @@ class ChatChunkChoice(_OutputChoice[ChatLogprobs, FinishReason | None]):
     """Adds to one of the answers to a conversation."""
 
     delta: ChatDelta
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(_Outputs[Literal["chat.completion.chunk"], ChatChunkChoice]):
     """Holds the data of an event of a chat that is streamed."""
 
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionLogprobs(AnswerObject):
-    """Gives the log-probabilities of a continuation's tokens."""
+    """Gives the log-probabilities of a continuation's tokens, and with `echo` of the prompt's, of which the
+    first has none."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -175,6 +194,9 @@ class CompletionChoice(_OutputChoice[CompletionLogprobs, FinishReason]):
     """Holds one of the continuations of texts."""
 
     text: str
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CompletionResponse(_Outputs[Literal["text_completion"], CompletionChoice]):
@@ -187,6 +209,8 @@ class CompletionChunkChoice(_OutputChoice[CompletionLogprobs, FinishReason | Non
     """Adds to one of the continuations of texts."""
 
     text: str
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionChunk(_Outputs[Literal["text_completion"], CompletionChunkChoice]):
@@ -225,6 +249,12 @@ class Text(AnswerObject):
     """Gives the text of tokens."""
 
     prompt: str
+
+
+class ClearedCache(AnswerObject):
+    """Counts the blocks of the prefix cache that were given up."""
+
+    cleared_blocks: int
 
 
 class Status(AnswerObject):

@@ -1,6 +1,7 @@
 """Defines what clients may send for an answer of a given form: OpenAI's field, and the newer one of other
 servers."""
 
+import json
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -45,12 +46,14 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    whitespace_pattern: str | None = None
+    """The space between parts of JSON, as a regular expression; there is none if it is not given."""
 
     def structure(self) -> Structure:
         """Return the structure that it asks for. Raise StructureError."""
         match (self.json, self.regex, self.choice, self.grammar):
             case (schema, None, None, None) if schema is not None:
-                return Structure.json_schema(schema)
+                return spaced(schema, self.whitespace_pattern)
             case (None, str(pattern), None, None):
                 return Structure.regex(pattern)
             case (None, None, list(texts), None):
@@ -61,3 +64,12 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
             "structured_outputs must have exactly one of json, regex, choice and grammar; leave the others "
             "out"
         )
+
+
+def spaced(schema: dict[str, Any] | str, pattern: str | None) -> Structure:
+    """Return the structure of a schema, with space between parts as the pattern says. Raise
+    StructureError."""
+    if pattern is None:
+        return Structure.json_schema(schema)
+    loaded = json.loads(Structure.json_schema(schema).text)
+    return Structure.json_schema({**loaded, "x-guidance": {"whitespace_pattern": pattern}})

@@ -17,7 +17,7 @@ def read_config(path: Path) -> Mapping[str, object]:
     """Return config.json of a model's directory, with what a quantiser has written beside it, or what stands
     for it in a GGUF file. Raises CheckpointError, and UnsupportedModelError for a GGUF file."""
     if is_gguf(path):
-        with GGUFFiles(path) as files:
+        with GGUFFiles(path, whole=False) as files:
             return read_gguf_config(files)
     if not os.path.lexists(path / "config.json") and (loose := sorted(path.glob("*.gguf"))):
         raise CheckpointError(f"{path} has no config.json; to load a GGUF file, give it by name: {loose[0]}")

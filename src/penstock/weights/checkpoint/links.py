@@ -11,6 +11,7 @@ from penstock.base.errors import CheckpointError
 _READ = ("*.json", "*.safetensors", "*.jinja", "*.bin", "additional_chat_templates")
 """Names of what is read of a model."""
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
+_SHARED = ".huggingface-shared-blobs"
 
 
 def expect_inside(path: Path) -> None:
@@ -25,6 +26,9 @@ def expect_inside(path: Path) -> None:
         home.parent.name == _SNAPSHOTS
     ):  # <repository>/snapshots/<commit>/<file> is a link to <repository>/blobs/<digest>.
         allowed.append(home.parent.parent / _BLOBS)
+        # What several repositories have in common is once in <cache>/blobs/<xx>/<digest>.
+        if (shared := home.parent.parent.parent / _BLOBS).joinpath(_SHARED).is_file():
+            allowed.append(shared)
     for file in _links(home):
         target = Path(os.path.realpath(file))
         if not any(target.is_relative_to(one) for one in allowed):

@@ -28,7 +28,7 @@ from penstock.weights.checkpoint.generation import GenerationDefaults, open_gene
 from penstock.weights.checkpoint.gguf import GGUFWeights
 from penstock.weights.checkpoint.identity import Digests, Hashing, Memory, same_bytes_remembered
 from penstock.weights.checkpoint.links import expect_inside
-from penstock.weights.checkpoint.shards import MAX_TENSORS, Shards, ShardTensor, WeightFiles
+from penstock.weights.checkpoint.shards import EMBEDDING, HEAD, MAX_TENSORS, Shards, ShardTensor, WeightFiles
 from penstock.weights.checkpoint.tensors import (
     EXACT,
     ROUNDED,
@@ -48,7 +48,6 @@ _FINGERPRINT = "penstock checkpoint", 3
 spec of version 2 did not name the types of mixers and formats."""
 _REPACKED = 8
 """Repacked tensors that are kept: as many as threads ask for at once, each for one piece after the other."""
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Checkpoint:
@@ -110,6 +109,8 @@ class Checkpoint:
         shards = Shards(path)
         try:
             _check_count(path, spec, family_of(config).names, shards.tensors)
+            if shards.headless:  # What comes of the head means nothing then, and takes no weights of its own.
+                config = {**config, "tie_word_embeddings": True}
             found = {name: _found(one) for name, one in shards.tensors.items()}
             config = with_stored(config, where, found, spec.dtype)
             spec = read_spec(config, where)
@@ -156,7 +157,7 @@ class Checkpoint:
         ]
         if missing:
             tied = ", or set tie_word_embeddings to true if its embedding is its head"
-            hint = f"; fetch the file that has it{tied if missing == [_HEAD] else ''}"
+            hint = f"; fetch the file that has it{tied if missing == [HEAD] else ''}"
             raise CheckpointError(
                 f"{self.path} lacks tensor {self._shards.spelled(missing[0])}{_and_more(missing)} that "
                 f"{self._shards.described} calls for{hint}"
@@ -375,20 +376,20 @@ class Checkpoint:
     def _ignorable(self, name: str) -> bool:
         """Tell whether no pass needs the tensor, as many checkpoints hold some: rotary frequencies, those of
         `left_for_drafts`, a head that is the embedding."""
-        if name != _HEAD:  # Which is expected, and does not come here, where nothing is tied.
+        if name != HEAD:  # Which is expected, and does not come here, where nothing is tied.
             return (
                 name.endswith(".rotary_emb.inv_freq")
                 or belongs_to_drafts(name, self.spec.layers)
                 or self.spec.format.ignores(name)
             )
-        head, embedding = self._shards.tensors[_HEAD], self._shards.tensors.get(_EMBEDDING)
+        head, embedding = self._shards.tensors[HEAD], self._shards.tensors.get(EMBEDDING)
         alike = embedding is not None and (
             (head.entry.dtype, head.entry.shape) == (embedding.entry.dtype, embedding.entry.shape)
             and self._same(head, embedding)
         )
         if not alike:
             raise CheckpointError(
-                f"{head.file.path} holds a {_HEAD} that is not {_EMBEDDING}, while config.json ties them; "
+                f"{head.file.path} holds a {HEAD} that is not {EMBEDDING}, while config.json ties them; "
                 "if it is the right head, set tie_word_embeddings to false"
             )
         return True
@@ -432,7 +433,7 @@ def _check_count(path: Path, spec: ModelSpec, names: TensorNames, tensors: Mappi
 
 def _with_dtype(spec: ModelSpec, config: Mapping[str, object], shards: Shards) -> ModelSpec:
     """Return the spec with the dtype of the embedding where config.json does not name one."""
-    embedding = shards.tensors.get(_EMBEDDING)
+    embedding = shards.tensors.get(EMBEDDING)
     if embedding is None or config.get("dtype") is not None or config.get("torch_dtype") is not None:
         return spec
     return dataclasses.replace(spec, dtype=ROUNDED.get(embedding.entry.dtype, spec.dtype))

@@ -17,6 +17,8 @@ from penstock.weights.pieces import MANIFEST, STORE
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 100_000_000
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_MODEL = "model."
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _PLAIN_NAME = re.compile(r"[^/\\\0\ud800-\udfff]+\.safetensors")
 """Names of a shard, beside its index: nothing that could lead out of the directory or that is no file name at
@@ -79,6 +81,8 @@ class Shards:
         """Open the files. Raises CheckpointError, naming the file, when weights are missing, damaged,
         ambiguous or in a format that is not read."""
         self.tensors: dict[str, ShardTensor] = {}
+        self._alone = False
+        """Whether the decoder was saved alone, so that names lack their first word."""
         weight_map = _weight_map(path)
         with ExitStack() as opened:
             self.files = [
@@ -93,7 +97,20 @@ class Shards:
                         f"{path / INDEX} says that tensor {shown(tensor)} is in {name}, which does not hold "
                         "it; fetch both files again"
                     )
+            self._name_as_whole()
             self._opened = opened.pop_all()
+
+    def _name_as_whole(self) -> None:
+        """Give the tensors of a decoder that was saved alone the names that they have in a whole model.
+
+        Checkpoints that make embeddings are saved so.
+        """
+        if EMBEDDING in self.tensors or EMBEDDING.removeprefix(_MODEL) not in self.tensors:
+            return
+        self._alone = True
+        self.tensors = {
+            name if name == HEAD else _MODEL + name: tensor for name, tensor in self.tensors.items()
+        }
 
     def _add(self, file: DiskFile) -> None:
         found = read_header(file)
@@ -110,9 +127,14 @@ class Shards:
                 )
             self.tensors[name] = ShardTensor(name, file, entry)
 
+    @property
+    def headless(self) -> bool:
+        """Tell whether a decoder was saved alone, without its head."""
+        return self._alone and HEAD not in self.tensors
+
     def spelled(self, tensor: str) -> str:
-        """Return the same name: config.json leads to those of the files."""
-        return tensor
+        """Return the same name, to which config.json leads; that of a decoder alone, where it is one."""
+        return tensor.removeprefix(_MODEL) if self._alone else tensor
 
     def close(self) -> None:
         """Close the files."""

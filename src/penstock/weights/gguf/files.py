@@ -14,6 +14,7 @@ from penstock.memory.disk import DiskFile
 from penstock.weights.gguf.container import MAGIC, MAX_TENSORS, TensorInfo, Value, read_header
 from penstock.weights.jsonfile import readable, shown
 
+_SHARED = ".huggingface-shared-blobs"
 _SPLIT = re.compile(r"(.*-)([0-9]{5})(-of-[0-9]{5}\.gguf)")
 
 
@@ -82,12 +83,12 @@ class GGUFFiles:
             raise CheckpointError(
                 f"{self.path} is file {number + 1} of {count}; give the first, {name[1]}00001{name[3]}"
             )
-        home = os.path.dirname(os.path.realpath(self.path))
+        home = _home(self.path)
         for other in range(1, count):
             path = self.path.with_name(f"{name[1]}{other + 1:05}{name[3]}")
             if not os.path.lexists(path):
                 raise CheckpointError(f"{path} does not exist; fetch all {count} files of the model")
-            if os.path.dirname(os.path.realpath(path)) != home:
+            if _home(path) != home:
                 raise CheckpointError(
                     f"{path} is a link to {os.path.realpath(path)}, outside of the model's directory; "
                     "put the file itself there"
@@ -131,6 +132,13 @@ class GGUFFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _home(path: Path) -> Path:
+    """Return the directory that a file really lies in. The store that the repositories of a Hugging Face
+    cache have in common is one, though it has a directory for each two digits."""
+    real = Path(os.path.realpath(path))
+    return real.parent.parent if (real.parent.parent / _SHARED).is_file() else real.parent
 
 
 def _whole(metadata: Mapping[str, Value], key: str, path: Path) -> int:

@@ -67,6 +67,8 @@ _SIDE = (
     "chat_template.jinja",
     "chat_template.json",
     "additional_chat_templates/*.jinja",
+    "modules.json",
+    "*_Pooling/config.json",
 )
 """Files that make the pack a model directory of its own."""
 _TAKEN = (*_SIDE, "additional_chat_templates", MANIFEST, JOURNAL, SINGLE, INDEX)

@@ -20,8 +20,9 @@ from torch import Tensor
 from penstock.arch.layout import GroupId
 from penstock.arch.spec import SWIGLU
 from penstock.memory.streams import Stream
-from penstock.ops.handover import MOST_TOKENS, StepRows
+from penstock.ops.handover import StepRows
 from penstock.ops.matrix import GroupViews
+from penstock.ops.row_classes import MOST_TOKENS
 from penstock.ops.slots import ExpertParts
 from penstock.weights.streaming.cpu_experts import CpuService
 from penstock.weights.streaming.residency import CpuPass, CpuWork
@@ -68,7 +69,8 @@ class CpuFeedForwards(CpuService):
         """Whether something may have been asked for that has not been waited for."""
 
     def views(self) -> dict[GroupId, GroupViews]:
-        """Return what is lent of each group, after loading: norms on the device, and what computes it."""
+        """Return what is lent of each group, after loading: norms on the device, and what computes it. An
+        order takes from it the groups that the CPU computes there."""
         return {
             id: GroupViews(
                 {},

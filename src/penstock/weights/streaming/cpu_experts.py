@@ -24,11 +24,12 @@ from penstock.base.errors import ConfigError, DeviceError
 from penstock.memory.arena import Arena
 from penstock.memory.sending import send
 from penstock.memory.streams import Stream, Ticket
-from penstock.ops.handover import CLASSES, MOST_TOKENS, Handover, HandoverBox, StepRows, class_of
+from penstock.ops.handover import Handover, HandoverBox, StepRows
 from penstock.ops.kernels import triton_kernels
 from penstock.ops.matrix import GroupViews
 from penstock.ops.native.experts import takes
 from penstock.ops.native.service import ExpertService
+from penstock.ops.row_classes import CLASSES, MOST_TOKENS, class_of
 from penstock.ops.slots import ExpertParts
 from penstock.weights.streaming.residency import CpuWork
 from penstock.weights.streaming.shares import CpuShares, Times

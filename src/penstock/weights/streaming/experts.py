@@ -25,19 +25,10 @@ slots get the mark that is left when all of the wave's arithmetic has been queue
 given back or exchanged. None of them can be the one that leaves in an exchange: that is never an expert of
 the layer at hand. An interrupt between two of them leaves the rest to be given back like experts that were
 never released.
-
-Experts are also lent where they rest, on HOST (`at_rest`), for arithmetic on the host. Why this is safe: two
-things write to a slot that is a home on HOST. An exchange copies DEVICE to it: one that was begun before is
-behind the mark in `_empty`, for which the host waits before it lends; none is begun while the slot's expert
-is lent, since an expert that is lent never stays on DEVICE (`_stay`). A read from DISK comes to it when its
-expert has given it up to a newcomer: while it is lent, it never does (`_rival`). An exchange that an
-interrupt broke off is finished before anything is lent. Copies from the slot only read it, as the host does.
-A lease that an interrupt broke off holds its experts where they are until the next lease, and no longer.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -106,8 +97,6 @@ class Experts:
         """Experts that will be used and have no slot on DEVICE yet."""
         self._expected: frozenset[GroupId] = frozenset()
         """Of the layer at hand: none of them may leave DEVICE."""
-        self._lent: frozenset[GroupId] = frozenset()
-        """Lent where they rest: none of them may leave its slot on HOST."""
         self._coming: dict[GroupId, _Arrival] = {}
         self.ahead: Sequence[GroupId] = ()
         """Expected before their wave was asked for."""
@@ -209,24 +198,6 @@ class Experts:
             while far and len(wave) < most and self._has_been_read(far[0]):
                 wave.append(far.popleft())
             yield sorted(wave, key=lambda id: id.expert)
-
-    @contextmanager
-    def at_rest(self, ids: Sequence[GroupId]) -> Iterator[Mapping[GroupId, Tensor]]:
-        """Lend the bytes of those of these experts that stay on HOST, where they are, until the context ends.
-
-        Nothing may be taken when it is entered; of the lent ones, any may be taken as well. Counts as a use.
-        """
-        self._mend()
-        homes = {id: self.homes[id].slot for id in ids if self.homes[id].tier is Tier.HOST}
-        self._lent = frozenset(homes)
-        self._used.update(self._lent)
-        for slot in homes.values():
-            if (written := self._empty[slot]) is not None:
-                written.wait()
-        try:
-            yield {id: self._host[slot] for id, slot in homes.items()}
-        finally:
-            self._lent = frozenset()
 
     def slot(self, id: GroupId) -> Tensor:
         """Return where an expert of the wave at hand is, or will be when it is taken."""
@@ -373,8 +344,6 @@ class Experts:
         """Keep an expert that came where it is if it is used clearly more often than one that stays. Tell
         whether it kept its slot on DEVICE. `host_slot` is then the slot on HOST that is free, if it
         had one."""
-        if id in self._lent:
-            return False
         other = self._rival(id, Tier.DEVICE)
         if other is not None:
             self._exchange = (id, coming.slot, other)
@@ -389,9 +358,7 @@ class Experts:
     def _rival(self, id: GroupId, tier: Tier) -> GroupId | None:
         """Return the least used expert that stays on `tier`, if `id` is used clearly more often."""
         least = self._least[tier]
-        while least and (
-            self.homes[least[-1]].tier is not tier or least[-1] in self._expected or least[-1] in self._lent
-        ):
+        while least and (self.homes[least[-1]].tier is not tier or least[-1] in self._expected):
             least.pop()
         if not least or self._used[id] < CLEARLY * self._used[least[-1]] + 2:
             return None

@@ -1,7 +1,6 @@
 """Lends experts that come and go: as views of the slots that `Experts` fills."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import TypeVar
 
@@ -67,7 +66,7 @@ class ExpertStream:
     def foretells(self, layer: int, most: int) -> int | None:
         """Return the next layer with experts, if some of those that it will ask for are on DISK, and it pays
         to read them ahead; else None. A step of many tokens asks for nearly all of them anyway."""
-        self._later = None  # Of a step that was broken off, or of a layer that was computed at rest.
+        self._later = None  # Of a step that was broken off.
         following = self._following.get(layer) if self._ahead else None
         if following is None or most > len(self._of_layer[following]) or not self._slots.foretells():
             return None
@@ -122,12 +121,6 @@ class ExpertStream:
         for expert in experts:
             yield expert, self._in_slot(expert, self._slots.take(expert))
             self._slots.release(expert)
-
-    @contextmanager
-    def at_rest(self, experts: Sequence[GroupId]) -> Iterator[Mapping[GroupId, GroupViews]]:
-        """Lend those of these experts that stay on HOST, in their slots there, until the context ends."""
-        with self._slots.at_rest(experts) as slots:
-            yield {expert: self._in_slot(expert, slot) for expert, slot in slots.items()}
 
     def counts(self, *, exact: bool) -> ExpertCounts:
         """Return what was asked for and what came, since the beginning.

@@ -1,5 +1,5 @@
-"""Turns between two orders of groups that pass through one ring: all that stream, or fewer, where the CPU
-computes some feed-forwards.
+"""Turns between orders of groups that pass through one ring: all that stream, or fewer, where the CPU
+computes some feed-forwards, the fewer the fewer rows there are.
 
 A change costs a fill of the ring, since what was there is of the other order. Nothing is waited for on the
 host: see `feeder` for why that is safe.
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupKind, GroupLayout
 from penstock.memory.streams import Stream, Ticket
-from penstock.ops.handover import MOST_TOKENS, class_of
 from penstock.ops.matrix import GroupViews
+from penstock.ops.row_classes import MOST_TOKENS, class_of
 from penstock.weights.streaming.feeder import Feeder
 from penstock.weights.streaming.residency import Placement, Use
 from penstock.weights.streaming.ring import RingLayout, StreamRates
@@ -45,8 +45,11 @@ class RingOrder:
 class PassTurns:
     """Chooses the order of each pass, and measures what passes take."""
 
-    def __init__(self, streamed: RingOrder, shared: RingOrder, turns: CpuTurns, compute: Stream) -> None:
-        """Begin with passes in which all groups stream. shared: the order of those that the CPU shares."""
+    def __init__(
+        self, streamed: RingOrder, shared: Sequence[RingOrder], turns: CpuTurns, compute: Stream
+    ) -> None:
+        """Begin with passes in which all groups stream. shared: the orders of those that the CPU shares, by
+        class of rows."""
         self.streamed, self.shared, self._turns, self._compute = streamed, shared, turns, compute
         self.lent: RingOrder | None = streamed
         """The order in which groups are lent; None while it is changed."""
@@ -63,7 +66,11 @@ class PassTurns:
         while self._measured and self._measured[0][3].done:
             kind, shared, begun, ended = self._measured.popleft()
             self._turns.note(kind, ended.when() - begun.when(), shared=shared)
-        return self.shared if self._turns.choose(_class(rows)) else self.streamed
+        return self.of_rows(rows) if self._turns.choose(_class(rows)) else self.streamed
+
+    def of_rows(self, rows: int) -> RingOrder:
+        """Return the order of passes of so many decode rows that the CPU shares."""
+        return self.shared[class_of(rows)]
 
     def change(self, order: RingOrder) -> None:
         """Fill the ring in another order from now on."""
@@ -73,7 +80,7 @@ class PassTurns:
 
     def begin(self, rows: int) -> None:
         """Note that a pass begins in the order that is lent."""
-        kind, shared = _class(rows), self.lent is self.shared
+        kind, shared = _class(rows), self.lent is not self.streamed
         self.passes, self.passes_shared = self.passes + 1, self.passes_shared + shared
         measured = kind is not None and self._last is self.lent
         self._last = self.lent
@@ -82,7 +89,8 @@ class PassTurns:
     @property
     def predicted(self) -> float:
         """Return what a pass of one decode row, of the kind of the last pass, is predicted to take."""
-        return (self._turns.shared if self._last is self.shared else self._turns.streamed).predicted[0]
+        streamed = self._last is None or self._last is self.streamed
+        return (self._turns.streamed if streamed else self._turns.shared).predicted[0]
 
     def end(self) -> None:
         """Note that all of the pass has been queued."""
@@ -95,7 +103,7 @@ def turns_of(placement: Placement, rates: StreamRates | None) -> CpuTurns:
     """Return what decides about passes, by what is predicted of both kinds."""
     of = placement.cpu
     assert of is not None, "a placement without passes that the CPU shares"
-    fills = (min(placement.device_ring.size, placement.streamed), of.ring.size)
+    fills = (min(placement.device_ring.size, placement.streamed), max(one.ring.size for one in of.orders))
     cost = sum(fills) / rates.host_to_device if rates else 0.0
     streamed = [placement.prediction.seconds] * len(of.predictions)
     shared = [one.seconds for one in of.predictions]

@@ -74,22 +74,37 @@ class WeightLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class CpuPass:
-    """CpuPass describes passes of few decode rows in which a CPU computes some feed-forwards where they rest
-    on HOST.
+class CpuOrder:
+    """CpuOrder says what a CPU computes in a pass, and what streams.
 
-    groups: these feed-forwards, in the order of a pass. ring: through which the other groups stream, in the
-    memory of the ring of other passes. predictions: of such a pass, by class of rows. always: whether all
-    steps of few decode rows are such passes; else measurements say which. hidden: numbers of a row. dtype: of
-    rows.
+    groups: the feed-forwards that the CPU computes, in the order of a pass. ring: through which the other
+    groups stream, in the memory of the ring of passes that the CPU does not share.
     """
 
     groups: tuple[GroupId, ...]
     ring: RingLayout
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPass:
+    """CpuPass describes passes of few decode rows in which a CPU computes some feed-forwards where they rest
+    on HOST.
+
+    orders: what it computes and what streams, by class of rows; classes may have the same. predictions: of
+    such a pass, by class of rows. always: whether all steps of few decode rows are such passes; else
+    measurements say which. hidden: numbers of a row. dtype: of rows.
+    """
+
+    orders: tuple[CpuOrder, ...]
     predictions: tuple[Prediction, ...]
     always: bool
     hidden: int
     dtype: str
+
+    @property
+    def groups(self) -> tuple[GroupId, ...]:
+        """Return the feed-forwards that the CPU computes in any of the orders, in the order of a pass."""
+        return tuple(sorted({id for order in self.orders for id in order.groups}, key=lambda id: id.layer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +151,10 @@ class Placement:
         busy, seconds = self.prediction.busy, self.prediction.seconds
         by_cpu = ""
         if self.cpu is not None:
-            its = self.cpu.predictions[0].seconds
+            its, groups = self.cpu.predictions[0].seconds, self.cpu.orders[0].groups
             by_cpu = (
                 f"; a pass of one decode row takes {its:.3g} s where the CPU computes "
-                f"{len(self.cpu.groups)} feed-forwards{'' if self.cpu.always else ', if it is faster'}"
+                f"{len(groups)} feed-forwards{'' if self.cpu.always else ', if it is faster'}"
             )
         return (
             f"device {device} + ring {format_size(self.device_ring.size)}, "

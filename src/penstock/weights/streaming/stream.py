@@ -23,7 +23,7 @@ from penstock.weights.streaming.feeder import Feeder, Piece, RingCopy, spans
 from penstock.weights.streaming.lending import ExpertStream
 from penstock.weights.streaming.loading import LOADERS, Loading, counted, load
 from penstock.weights.streaming.orders import PassTurns, RingOrder, ring_order, turns_of
-from penstock.weights.streaming.residency import ExpertRoom, Placement, piece_of
+from penstock.weights.streaming.residency import CpuOrder, ExpertRoom, Placement, piece_of
 from penstock.weights.streaming.ring import Link, RingLayout, RingRun, StreamRates
 from penstock.weights.streaming.slotted import SlotExperts
 from penstock.weights.streaming.snapshots import SlotSnapshots
@@ -164,8 +164,11 @@ class WeightStream:
             streamed = self._order(self.placement.device_ring, self._views, self._feed())
             self._lend(streamed)
             if self._by_cpu is not None and self.placement.cpu is not None:
-                of = self.placement.cpu
-                shared = self._order(of.ring, {**self._views, **self._by_cpu.views()}, self._feed(of.ring))
+                by_cpu, orders = self._by_cpu.views(), dict[CpuOrder, RingOrder]()
+                for one in dict.fromkeys(self.placement.cpu.orders):
+                    views = {**self._views, **{id: by_cpu[id] for id in one.groups}}
+                    orders[one] = self._order(one.ring, views, self._feed(one.ring))
+                shared = [orders[one] for one in self.placement.cpu.orders]
                 turns = turns_of(self.placement, self.rates)
                 self._turning = PassTurns(streamed, shared, turns, self._streams[1])
 
@@ -235,7 +238,7 @@ class WeightStream:
             self._lend(order)
             turning.lent = order
         turning.begin(rows)
-        return order is turning.shared
+        return order is not turning.streamed
 
     def end_pass(self) -> None:
         """Note that all of a pass has been queued."""
@@ -269,12 +272,13 @@ class WeightStream:
         """Tell whether all experts of all layers are on the device for good."""
         return not isinstance(self.experts, ExpertStream)
 
-    def standing(self, *, shared: bool = False) -> Standing:
+    def standing(self, *, shared: int = 0) -> Standing:
         """Return what lends the places where groups are lent in a pass, without their being there. All
-        experts rest, or the device decides about them. shared: whether the CPU shares the pass."""
+        experts rest, or the device decides about them. shared: decode rows of a pass that the CPU shares, 0
+        for any other."""
         experts = self.experts
         if self._turning is not None:
-            order = self._turning.shared if shared else self._turning.streamed
+            order = self._turning.of_rows(shared) if shared else self._turning.streamed
             return Standing(order.views, order.runs_of, order.in_ring, None)
         if isinstance(experts, SlotExperts):
             return Standing(self._views, self._runs_of, self._in_ring, experts.recorded())

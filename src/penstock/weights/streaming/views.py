@@ -1,7 +1,6 @@
 """Makes views of groups in memory, and lends groups that do not move."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn
 
 import numpy as np
@@ -92,10 +91,6 @@ class StillExperts:
         """Yield each expert and its views."""
         return ((expert, self._views(expert)) for expert in experts)
 
-    def at_rest(self, experts: Sequence[GroupId]) -> AbstractContextManager[Mapping[GroupId, GroupViews]]:
-        """Lend nothing: no expert stays in host memory."""
-        return nullcontext({})
-
 
 class DecidedExperts:
     """Lends experts to a step that is recorded: the device decides which come, whatever the step asks
@@ -125,7 +120,7 @@ class DecidedExperts:
         """Raise AssertionError, as the other ways do by which the host decides."""
         raise AssertionError("the host decides about experts in a recorded step")
 
-    waves_of_views = each = at_rest = waves
+    waves_of_views = each = waves
 
     def foretell_later(self, layer: int, chosen: Callable[[], Tensor]) -> NoReturn:
         """Raise AssertionError: where the device decides, `foretell` is called."""

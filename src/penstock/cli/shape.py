@@ -1,0 +1,48 @@
+"""Reads the shape of the model that `penstock plan` is asked about, which need not be here. Nothing here
+imports torch."""
+
+from pathlib import Path
+
+from penstock.arch.families import TensorNames, family_of, read_spec
+from penstock.arch.formats.recipe import config_in
+from penstock.arch.spec import ModelSpec
+from penstock.base.errors import CheckpointError
+from penstock.bench.shapes import SHAPES
+from penstock.cli.terminal import one_line
+from penstock.hub.models import local, shape_of
+from penstock.hub.names import ModelName
+from penstock.weights.checkpoint.config import read_config
+from penstock.weights.gguf.config import read_gguf_config
+from penstock.weights.gguf.files import GGUFFiles, is_gguf
+from penstock.weights.jsonfile import MAX_CONFIG_BYTES, read_object
+
+
+def open_model(model: str, weight_format: str | None = None) -> tuple[str, ModelSpec, TensorNames]:
+    """Return a name to show, and the shape. Raises CheckpointError, ConfigError, UnsupportedModelError.
+
+    weight_format: the format of weights instead of the model's; None is the model's.
+    """
+    path = Path(model)
+    if model in SHAPES and not path.exists():
+        config, where, name = SHAPES[model], model, model
+    elif (wanted := ModelName.parse(model)) and local(model) is None:
+        with shape_of(model) as found:
+            return str(wanted), *open_model(str(found.path), weight_format)[1:]
+    else:
+        file = path / "config.json" if path.is_dir() else path
+        if not file.exists():
+            shapes, loose = ", ".join(SHAPES), sorted(path.glob("*.gguf"))
+            such = f" by name: {loose[0]}" if loose else ""
+            raise CheckpointError(
+                f"{file} does not exist; give a config.json, a directory with one, or one of the shapes "
+                f"{shapes}, or owner/name on the Hugging Face Hub, or a GGUF file{such}"
+            )
+        where, named = str(file), file.resolve()
+        if is_gguf(file):
+            with GGUFFiles(file, whole=False) as files:
+                config, name = read_gguf_config(files), one_line(named.name)
+        else:
+            config = read_config(path) if path.is_dir() else read_object(file, MAX_CONFIG_BYTES)
+            name = one_line(named.parent.name)
+    config = config_in(weight_format, config, where)
+    return name, read_spec(config, where), family_of(config, where).names

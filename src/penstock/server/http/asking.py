@@ -1,0 +1,134 @@
+"""Reads requests: what a body says, whether this server takes it, and its prompts."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from time import monotonic
+from typing import Any, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+
+from penstock.api.reader import PromptReader
+from penstock.api.sequences import PreparedPrompt
+from penstock.server.answers.protocols import Protocol, protocol_of
+from penstock.server.broker.calls import overdue
+from penstock.server.http.keys import salt_of
+from penstock.server.http.origins import is_json, is_of_browser
+from penstock.server.http.sending import unless_gone
+from penstock.server.http.state import ServerState
+from penstock.server.http.uploads import SMALL
+from penstock.server.monitoring.records import record_of
+from penstock.server.parsing.dialects import Dialect
+from penstock.server.wire.decoding import FieldError, decoded, expect_few_values
+from penstock.server.wire.embeddings import InputsRequest
+from penstock.server.wire.messages import CountTokensRequest
+from penstock.server.wire.ollama import OllamaRequest
+from penstock.server.wire.requests import ChatRequest, CompletionRequest
+from penstock.server.wire.responses import ResponsesRequest
+
+T = TypeVar("T")
+U = TypeVar("U")
+G = TypeVar(
+    "G",
+    bound=ChatRequest
+    | CompletionRequest
+    | ResponsesRequest
+    | CountTokensRequest
+    | OllamaRequest
+    | InputsRequest,
+)
+"""A request for tokens, or for embeddings."""
+
+
+async def body_of(server: ServerState, request: Request, kind: type[T], check: Callable[[T], object]) -> T:
+    """Return what a body says, after `check` of that.
+
+    A large body is decoded and checked on a thread, where large ones are read. Raise FieldError,
+    HTTPException for a body that is not declared as JSON, and what `Uploads.body` and `check` do.
+    """
+    undeclared = protocol_of(request.scope["path"]) is Protocol.OLLAMA and not is_of_browser(request.scope)
+    if not (undeclared or is_json(request.scope)):
+        raise HTTPException(415, "the body must be declared as JSON; send 'Content-Type: application/json'")
+    body = await server.uploads.body(request)
+    opened = partial(_opened, body, kind, check)
+    if len(body) <= SMALL:
+        return opened()
+    return await in_time(server, request, server.uploads.opened(request, opened))
+
+
+def _opened(body: bytes, kind: type[T], check: Callable[[T], object]) -> T:
+    if len(body) > SMALL:
+        expect_few_values(body)
+    asked = decoded(body, kind)
+    check(asked)
+    return asked
+
+
+async def in_time(
+    server: ServerState, request: Request, work: Coroutine[Any, Any, T], timeout: float | None = None
+) -> T:
+    """Return the result of the work that reads a request, which ends with its time.
+
+    timeout: seconds that the request may take, which run since it has come. Raise DeadlineError when they are
+    over, and ClientDisconnect when the client of a large request goes before.
+    """
+    seconds = None if server.broker is None else server.broker.allowed_seconds(timeout)
+    late = None if seconds is None else seconds - (monotonic() - record_of(request).began)
+    try:
+        async with asyncio.timeout(late):
+            if not server.uploads.is_large(request):
+                return await work
+            if (found := await unless_gone(request.receive, work)) is None:
+                raise ClientDisconnect
+            return found
+    except TimeoutError as error:
+        assert seconds is not None
+        raise overdue(seconds) from error
+
+
+def check_model(server: ServerState, name: str, *others: str) -> None:
+    """Raise HTTPException for a model that is not here. others: names that stand for the same."""
+    if not {name, *others} & set(server.settings.names):
+        raise HTTPException(
+            404, f"the model {name[:200]!r} does not exist here; there is {', '.join(server.settings.names)}"
+        )
+
+
+async def asked_of(server: ServerState, request: Request, kind: type[G]) -> G:
+    """Return a request for tokens that its key may send, and for whose outputs there is room. Raise what
+    `body_of` and `RequestBroker.check_room` do."""
+
+    def outputs(asked: G) -> int:
+        check_model(server, *asked.names)
+        asked.check()
+        return asked.outputs
+
+    asked = await body_of(server, request, kind, outputs)
+    record, (_, broker) = record_of(request), server.model()
+    least = record.least_priority
+    if least is not None and asked.priority < least:
+        raise FieldError(
+            f"priority {asked.priority} is not allowed for this key; send {least} or more, or leave priority "
+            "out",
+            "priority",
+        )
+    broker.check_room(asked.outputs, record.owner)
+    return asked
+
+
+async def prepared_for(
+    server: ServerState,
+    request: Request,
+    asked: G,
+    read: Callable[[PromptReader, G, Dialect | None], tuple[list[PreparedPrompt], U]],
+) -> tuple[list[PreparedPrompt], U]:
+    """Return a request's prompts, and what `read` makes beside them. Raise what `in_time` and `read` do."""
+    reader, _ = server.model()
+    salt = salt_of(record_of(request).owner, asked.cache_salt, share=server.settings.share_prefixes)
+
+    def prepared() -> tuple[list[PreparedPrompt], U]:
+        ready, writer = read(reader, asked, server.dialect)
+        return [one.salted(salt) for one in ready], writer
+
+    return await in_time(server, request, server.uploads.aside(request, prepared), asked.timeout)

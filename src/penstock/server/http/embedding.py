@@ -1,0 +1,19 @@
+"""Answers requests for embeddings."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.server.answers.embeddings import read_embeddings
+from penstock.server.http.asking import asked_of, prepared_for
+from penstock.server.http.sending import embedded, told_ignored
+from penstock.server.http.state import ServerState
+from penstock.server.wire.embeddings import EmbeddingsRequest, EmbedRequest
+
+
+async def embed(
+    server: ServerState, request: Request, kind: type[EmbeddingsRequest] | type[EmbedRequest]
+) -> Response:
+    """Return the embeddings that a request asks for."""
+    asked = await asked_of(server, request, kind)
+    ready, writer = await prepared_for(server, request, asked, read_embeddings)
+    return told_ignored(await embedded(request, server.model()[1], ready, writer, asked), asked.ignored)
