@@ -987,8 +987,10 @@ def test_ctrl_c_stops_a_long_prompt_and_what_was_computed_of_it_is_free(
     terminal = Terminal(start, "chat", model, "--raw", "-v", *room, term="xterm")
     for _ in range(2):
         terminal.until(READY)
-        terminal.type("z" * 3800 + "\n")
+        terminal.type("z" * 3799 + "w")
+        terminal.until("w")
         with slowed(terminal.process):
+            terminal.type("\n")
             terminal.until(" of 3,800 tokens, ")
             terminal.process.send_signal(signal.SIGINT)
             shown = terminal.until("; no token in ")

@@ -163,8 +163,8 @@ def command(ctx: click.Context, /, **settings: object) -> None:
             usual = prompt.typed and not chat and is_terminal(sys.stdout)
             echo = prompt.text if asked["echo"] or (asked["echo"] is None and usual) else ""
             with LiveLine.of(llm, quiet=asked["quiet"]) as live:
-                live.compute(length)
                 show, end = _screen(live, reader, asked, params.n, echo, drawn=chat)
+                live.compute(length)  # Behind what the screen begins with, which would end it.
                 answer = follow(llm, request, params, show)
                 end()
         if asked["verbose"] or (is_terminal(sys.stderr) and not asked["quiet"] and not asked["json"]):
