@@ -50,7 +50,8 @@ SCHEMA = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = checkpoint(tmp_path_factory.mktemp("models") / "speaker")
-    more = ("--port", "0", "--max-length", str(LENGTH), "--max-body", "100000", "--allow-origin", SITE)
+    site = "HTTPS://Chat.Example.org:443"  # A browser would write SITE.
+    more = ("--port", "0", "--max-length", str(LENGTH), "--max-body", "100000", "--allow-origin", site)
     with serving(tmp_path_factory.mktemp("server"), str(model), *FLAGS, *more) as server:
         yield server.wait()
         server.signal(signal.SIGTERM)
@@ -524,7 +525,7 @@ def test_the_model_is_listed_and_described(server: Server, llama: Any) -> None:
         ("/api/generate", {"prompt": "a", "raw": True, "system": "b"}, 400, "raw"),
         ("/api/show", {"model": "other"}, 404, "'other'"),
         ("/api/pull", {}, 501, "penstock serve MODEL"),
-        ("/api/embed", {"input": "a"}, 501, "no embeddings"),
+        ("/api/embed", {"input": "a"}, 400, "no embeddings"),
         ("/api/nothing", {}, 404, "nothing at /api/nothing"),
     ],
 )

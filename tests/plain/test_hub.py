@@ -661,3 +661,5 @@ def test_the_licence_is_that_of_the_card(hub: Hub) -> None:
     shutil.copytree(found.path, "plain")
     Path("plain/README.md").write_bytes(FILES["README.md"])
     assert (details("plain").licence, details("plain").name) == ("mit", "plain")
+    shutil.copytree("plain", "hf.co/plain")  # Not owner and name behind the address: a directory.
+    assert details("hf.co/plain").path == Path("hf.co/plain")

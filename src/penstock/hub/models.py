@@ -51,7 +51,9 @@ _FIRST_HEADER = 1 << 20
 
 def local(text: str) -> Found | None:
     """Return the directory or file of this machine that a text names, if there is one."""
-    if must_be_hub(text) or not os.path.exists(text):  # False also for a name that no file can have.
+    if must_be_hub(text) and ModelName.parse(text):
+        return None
+    if not os.path.exists(text):  # False also for a name that no file can have.
         return None
     return Found(Path(text), Path(text).resolve().name)
 

@@ -32,6 +32,7 @@ FORMATS, LEVELS = ("text", "json"), ("debug", "info", "warning", "error")
 KEYS = "PENSTOCK_API_KEYS"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _DECLARED = {one.name: one for kind in (Listening, AnswerSettings, Scale) for one in settings_of(kind)}
+_USUAL_PORTS = {"http": ":80", "https": ":443"}
 _LOG = logging.getLogger("penstock")
 EXAMPLES = """
   penstock serve                                         the model that comes with penstock, at http://127.0.0.1:8000
@@ -51,15 +52,20 @@ def _replicas(ctx: click.Context, parameter: click.Parameter, value: str | None)
 
 
 def _origins(ctx: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    """Return origins as browsers write them: in small letters, without the port that is usual."""
+    found = []
     for one in value:
-        if one != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", one):
+        parts = re.fullmatch(r"([a-z][a-z0-9+.-]*)://([^/\s]+?)(:\d+)?/?", one.lower())
+        if one != "*" and parts is None:
             raise click.BadParameter(
                 f"{one[:80]!r} is no origin; write a scheme, a name and perhaps a port, such as "
                 "https://chat.example.org, or * for any",
                 ctx,
                 parameter,
             )
-    return value
+        usual = parts is not None and parts[3] == _USUAL_PORTS.get(parts[1], "")
+        found.append("*" if parts is None else f"{parts[1]}://{parts[2]}{'' if usual else parts[3] or ''}")
+    return tuple(found)
 
 
 def _flags(section: str, *names: str) -> Decorator:
