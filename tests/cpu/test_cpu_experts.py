@@ -532,10 +532,8 @@ def checkpoint(name: str) -> Path:
     ("name", "part", "share"),
     [
         ("qwen3_moe", 0.2, "none"),
-        ("qwen3_moe", 0.2, "some"),
         ("qwen3_moe", 0.2, "all"),
         ("qwen3_moe", 0.8, "some"),
-        ("qwen3_moe", 0.8, "all"),
         ("glm4_moe", 0.2, "all"),
         ("glm4_moe", 0.8, "some"),
         ("gpt_oss", 0.2, "some"),

@@ -77,7 +77,7 @@ def test_memory_is_bounded() -> None:
 
 def test_other_requests_and_threads_go_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """With nobody's turn held up, and no lock of the interpreter held."""
-    monkeypatch.setattr(rendering, "SECONDS", 2.0)
+    monkeypatch.setattr(rendering, "SECONDS", 1.0)
     ended = threading.Event()
 
     def burn() -> None:
