@@ -123,6 +123,7 @@ def test_what_is_not_exact_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         "max_length": 640,
         "block_size": 16,
         "kv_blocks": 24,
+        "threads": 1,
     }
     inexact = {
         "host_kv_dtype": "fp8",
@@ -158,7 +159,7 @@ def test_lengths_beyond_what_the_model_was_trained_for_must_be_allowed(
     ]
     assert main(asked) == 2
     assert (
-        "max_length 512 is more than the 500 positions the model was trained for" in capsys.readouterr().err
+        "--max-length 512 is more than the 500 positions the model was trained for" in capsys.readouterr().err
     )
     assert main([*asked, "--beyond-trained"]) == 0
     assert [cell["length"] for cell in json.loads(capsys.readouterr().out)["cells"]] == [512]
@@ -239,7 +240,7 @@ def test_who_knows_the_answer_is_right_and_who_does_not_is_wrong(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lengths", "100000"], r"max_length 100000 is more than the 32768 positions"),
+        (["--lengths", "100000"], r"--max-length 100000 is more than the 32768 positions"),
         (
             ["--lengths", "32"],
             r"a length of 32 tokens has no room for the question, which takes \d+, and 64 for the answer",

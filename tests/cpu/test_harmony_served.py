@@ -239,7 +239,7 @@ def test_a_chat_goes_on_from_answers_and_says_where_one_was_cut_short(
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=[b"a\n"], isatty=lambda: False))
     assert main([*usual, "--max-tokens", "8"]) == 0
     said = capsys.readouterr()
-    assert said.out == "\n"
+    assert said.out == ""
     assert "cut short in its reasoning" in said.err
 
 
