@@ -14,6 +14,6 @@ async def embed(
     server: ServerState, request: Request, kind: type[EmbeddingsRequest] | type[EmbedRequest]
 ) -> Response:
     """Return the embeddings that a request asks for."""
-    asked = await asked_of(server, request, kind)
+    server, asked = await asked_of(server, request, kind)
     ready, writer = await prepared_for(server, request, asked, read_embeddings)
     return told_ignored(await embedded(request, server.model()[1], ready, writer, asked), asked.ignored)
