@@ -34,12 +34,6 @@ class InputsRequest(Struct, kw_only=True, dict=True):
         return False
 
     @property
-    def kept(self) -> float | None:
-        """Return the seconds for which the model is to stay without requests; None is the server's. Raise
-        FieldError."""
-        return seconds_kept(self.keep_alive)
-
-    @property
     def shortens(self) -> bool:
         """Tell whether inputs are cut to what the model has room for."""
         return False
