@@ -102,10 +102,7 @@ def _encoded(reader: PromptReader, text: str, most: int | None, *, special: bool
     """Return the token ids of a text: the last ones, if there may be no more than `most`."""
     if most is None:
         return reader.encode(text, special=special)
-    tokens = reader.tokenizer.encode(text[-most * _LONGEST_TOKEN :], special=special)
-    if len(tokens) <= most and len(text) > most * _LONGEST_TOKEN:  # Some of them are longer.
-        tokens = reader.tokenizer.encode(text, special=special)
-    return tokens[-most:]
+    return reader.tokenizer.encode(text[-most * _LONGEST_TOKEN :], special=special)[-most:]
 
 
 def read_chat(
