@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Callable, Iterator
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -364,7 +365,10 @@ def test_what_was_typed_comes_back_unless_that_is_not_wanted(
     terminal.until(READY)
     terminal.type("/set nohistory\rsecret\r")
     terminal.until("secret")
-    terminal.until("\x1b[?2004l")  # It answers now, and what is typed meanwhile is no part of the text.
+    terminal.until("\x1b[?2004l")
+    while not termios.tcgetattr(terminal.descriptor)[3] & termios.ISIG:  # The editor still has it.
+        time.sleep(0.001)
+    # It answers now, and what is typed meanwhile is no part of the text.
     terminal.type("/clear\r\x04")
     assert "/clear" not in terminal.until("first token after")
     terminal.until("a new conversation begins")

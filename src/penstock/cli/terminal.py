@@ -111,8 +111,8 @@ def draw(pieces: Iterable[Piece]) -> None:
 
 @contextmanager
 def without_echo() -> Iterator[None]:
-    """Keep what is typed during this `with` block out of the text on the terminal, if there is any. It is
-    read afterwards."""
+    """Keep what is typed during this `with` block out of the text on the terminal, if there is any. An editor
+    reads it afterwards, Ctrl-D and Backspace too: the terminal would have taken them for itself."""
     shown = is_terminal(sys.stdout) or is_terminal(sys.stderr)
     if not is_terminal(sys.stdin) or not shown or terminal_kind() == "dumb":
         yield
@@ -120,7 +120,7 @@ def without_echo() -> Iterator[None]:
     number = sys.stdin.fileno()
     before = termios.tcgetattr(number)
     silent = [*before]
-    silent[3] &= ~termios.ECHO
+    silent[3] &= ~(termios.ECHO | termios.ICANON)
     try:
         termios.tcsetattr(number, termios.TCSANOW, silent)
         yield
