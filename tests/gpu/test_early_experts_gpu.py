@@ -79,9 +79,10 @@ class Chain:
         )
 
     def begin(self) -> None:
-        """Begin anew, with empty slots."""
+        """Begin anew, with empty slots and always the same first step: what is in slots depends on it."""
         if self.slots:
             self.decides = SlotTable(LAYERS, EXPERTS, EXPERTS // 2, DEVICE, SlotRule())
+        self.start.copy_(random(*self.start.shape))
         self()
         torch.cuda.synchronize()
 
