@@ -348,6 +348,15 @@ SCHEMES: dict[str, Scheme] = {
 }  # fmt: skip
 
 
+ALIKE = (
+    "auto_round", "gptq_whole_rows", "gptq_v2", "packed_bfloat16", "packed_channel", "packed_asymmetric",
+    "packed_8", "signed_asymmetric", "fp8_bfloat16", "fp8_exponents_typed", "fp8_channel", "fp8_blocks",
+    "modelopt_fp8", "modelopt_nvfp4",
+)  # fmt: skip
+"""At rest these have the codes, scales and zero points of others: a test of what computes with them needs
+these others alone, where another reads them all."""
+
+
 def is_quantised(name: str, value: Tensor, also: tuple[str, ...] = ()) -> bool:
     """Whether quantisers touch a tensor: linear modules inside layers, but routers, and what is in `also`."""
     return name in also or (".layers." in name and value.dim() == 2 and not name.endswith(ROUTERS))

@@ -31,7 +31,7 @@ from penstock.ops.triton import routing as triton_routing
 from penstock.ops.triton.experts import ExpertTuning
 from penstock.weights.streaming.lending import ExpertStream
 from penstock.weights.streaming.views import StillExperts
-from quantised import SCHEMES, checkpoints, matrix_of
+from quantised import ALIKE, SCHEMES, checkpoints, matrix_of
 from stacks import in_mxfp4
 
 TUNINGS = (
@@ -158,16 +158,9 @@ def test_biases_and_a_clamped_activation(scheme: str, biases: int) -> None:
             close(made.total(), want)
 
 
-ALIKE = (
-    "auto_round", "gptq_whole_rows", "packed_bfloat16", "packed_channel", "signed_asymmetric", "fp8_bfloat16",
-    "fp8_exponents_typed", "fp8_channel", "fp8_blocks", "modelopt_nvfp4",
-)  # fmt: skip
-"""At rest these have the codes, scales and zero points of others; `test_products` reads them all."""
-
-
 @pytest.mark.parametrize("scheme", [name for name in READ if name not in ALIKE])
 def test_few_tokens_by_warps(scheme: str) -> None:
-    """With activations in bfloat16, which are read four at a time."""
+    """With activations in bfloat16, which are read four at a time. `test_products` reads all schemes."""
     its, more = weights(scheme, 192, 64), scheme in ("mxfp4", "awq")
     activation, biases = Activation(alpha=1.702, shift=1.0, limit=0.7), 2 if more else 0
     for tokens in (1, 8) if more else (8,):
