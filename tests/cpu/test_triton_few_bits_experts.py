@@ -180,10 +180,9 @@ def test_inner_numbers_that_are_no_whole_runs_are_computed_by_no_warps() -> None
     torch.testing.assert_close(made.total().float(), want, rtol=0, atol=2.5e-2 * float(want.abs().amax()))
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4", "packed_bfloat16"])
-def test_few_tokens_with_some_experts_at_a_time(scheme: str) -> None:
+def test_few_tokens_with_some_experts_at_a_time() -> None:
     """As many as have an address; nine tokens are more than few."""
-    its = weights(scheme, 192, 64)
+    its = weights("packed_bfloat16", 192, 64)
     made, table, _ = mixed(its, 8, BY_WARPS, dtype=torch.bfloat16)
     made.compute(table)
     some, table, _ = mixed(its, 8, BY_WARPS, dtype=torch.bfloat16)
@@ -252,7 +251,7 @@ def not_one_by_one(self: object, experts: object) -> None:
     raise AssertionError("an expert was taken by itself")
 
 
-@pytest.mark.parametrize("scheme", ["gptq", "nvfp4", "fp8", "stacks"])
+@pytest.mark.parametrize("scheme", ["gptq", "nvfp4", "stacks"])
 def test_streamed(scheme: str, tmp_path: Path) -> None:
     """Also the stacks of gpt-oss, with biases."""
     if scheme == "stacks":
