@@ -51,7 +51,7 @@ from penstock.weights.pieces import STORE
 from penstock.weights.streaming.source import RandomSource
 from penstock.weights.streaming.stream import group_views
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12)
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
 NATIVE = [kind for kind in QUANTISED if FORMATS[kind].native == "blocks"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 EDGES = np.array([0, 65504, -65504, 6e-8, -6e-8, 1, -1, 0.1], "<f2")

@@ -42,7 +42,7 @@ from quantised import (
     with_ends,
 )
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12)
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
 MIXTURES = ("qwen2_moe", "glm4_moe", "minimax_m2")
 """Those with shared experts, gates, corrections of routers, and heads of which a part is rotated."""
 UNLIKE = [name for name in SCHEMES if name not in ALIKE]

@@ -44,7 +44,7 @@ from penstock.weights.streaming.source import PackSource
 from penstock.weights.streaming.stream import group_views
 
 CPU = torch.device("cpu")
-GREEDY = SamplingParams(temperature=0, max_tokens=12)
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
 FORMATS: dict[str, WeightFormat] = {
     "int4": Integers(checkpoint_group=32, zeros=True, packing=DensePacking()),
     "int4_symmetric": Integers(checkpoint_group=32, packing=DensePacking()),
