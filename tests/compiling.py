@@ -425,7 +425,12 @@ CASES: dict[str, Callable[[], None]] = {
         blocks("Q5_K", products=[MORE]),
     ),
     "blocks of GGUF, six bits and levels": lambda: blocks("Q6_K", "IQ4_XS"),
+    "blocks of GGUF, six bits and levels in turn": lambda: (
+        blocks("Q6_K", products=[MORE]),
+        blocks("IQ4_XS", products=[FEW]),
+    ),
     "routers": routers,
+    "routers, unlike": lambda: routers(ROUTERS[1:4:2]),
     "routers, few": lambda: routers(ROUTERS[-1:]),
     "experts, few": lambda: (experts(1), experts(4)),
     "experts, some": lambda: experts(100),

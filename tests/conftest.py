@@ -27,6 +27,9 @@ HARDWARE = re.compile(r"\bGPU\b|\bCUDA\b|loop device|file system|O_TMPFILE|/dev/
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# What is made while tests are looked for stays: going through it again and again would find nothing.
+gc.disable()
+
 # No test asks the Hub but those that serve one themselves.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -37,6 +40,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # the same every time.
 settings.register_profile("penstock", deadline=None, derandomize="PENSTOCK_THOROUGH" not in os.environ)
 settings.load_profile("penstock")
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -191,12 +191,9 @@ def _scales(weight: Tensor, block: tuple[int, int]) -> Tensor:
     """Scales of blocks, float32, by the largest number of each."""
     height, width = weight.shape
     down, across = block[0] or height, block[1] or width
-    scales = torch.empty(-(-height // down), -(-width // across))
-    for row in range(scales.shape[0]):
-        for column in range(scales.shape[1]):
-            part = weight[row * down :, column * across :][:down, :across]
-            scales[row, column] = part.abs().max().clamp(min=1e-3) / 448
-    return scales
+    rows, columns = -(-height // down), -(-width // across)
+    edge = torch.nn.functional.pad(weight.abs(), (0, columns * across - width, 0, rows * down - height))
+    return edge.view(rows, down, columns, across).amax((1, 3)).clamp(min=1e-3) / 448
 
 
 def fp8(
@@ -346,6 +343,15 @@ SCHEMES: dict[str, Scheme] = {
     "nvfp4": nvfp4(),
     "modelopt_nvfp4": nvfp4(modelopt=True),
 }  # fmt: skip
+
+
+ALIKE = (
+    "auto_round", "gptq_whole_rows", "gptq_v2", "packed_bfloat16", "packed_channel", "packed_asymmetric",
+    "packed_8", "signed_asymmetric", "fp8_bfloat16", "fp8_exponents_typed", "fp8_channel", "fp8_blocks",
+    "modelopt_fp8", "modelopt_nvfp4",
+)  # fmt: skip
+"""At rest these have the codes, scales and zero points of others: a test of what computes with them needs
+these others alone, where another reads them all."""
 
 
 def is_quantised(name: str, value: Tensor, also: tuple[str, ...] = ()) -> bool:

@@ -38,24 +38,33 @@ class Message:
 
 def messages(project: Path = PROJECT) -> Iterator[Message]:
     """Yield every message of the program, by file and line."""
-    trees = {
-        path.relative_to(project / SOURCE).as_posix(): ast.parse(path.read_text())
+    yield from messages_of(nodes_of(project))
+
+
+def nodes_of(project: Path = PROJECT) -> dict[str, list[ast.AST]]:
+    """Return all nodes of each file of the program."""
+    return {
+        path.relative_to(project / SOURCE).as_posix(): list(ast.walk(ast.parse(path.read_text())))
         for path in sorted((project / SOURCE).rglob("*.py"))
     }
-    errors = error_classes(trees)
-    for file, tree in trees.items():
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def messages_of(files: Mapping[str, Sequence[ast.AST]]) -> Iterator[Message]:
+    """Yield every message in the nodes of some files."""
+    errors = error_classes(files)
+    for file, nodes in files.items():
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
         for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
             if (sent := sender(call, errors)) and (text := text_of(call)):
                 yield Message(file, call.lineno, sent, text)
 
 
-def error_classes(trees: Mapping[str, ast.Module]) -> frozenset[str]:
+def error_classes(files: Mapping[str, Sequence[ast.AST]]) -> frozenset[str]:
     """Return the names of all classes that derive from ROOTS, themselves included."""
     bases = {
         node.name: {_last(base) for base in node.bases}
-        for tree in trees.values()
-        for node in ast.walk(tree)
+        for nodes in files.values()
+        for node in nodes
         if isinstance(node, ast.ClassDef)
     }
     found = set(ROOTS)

@@ -59,9 +59,13 @@ that it names: `penstock plan MODEL --machine laptop --disk-rate 6GB/s`.
 
 def page() -> str:
     """The whole document."""
-    files = sorted(SHAPES.glob("*/config.json"), key=lambda file: _weights(file))
+    sizes = {file: _sizes(file) for file in SHAPES.glob("*/config.json")}
+    files = sorted(sizes, key=lambda file: sizes[file][1])
     reasons: list[str] = []
-    rows = [[_name(file), *(_cell(file, machine, reasons) for machine in MACHINES)] for file in files]
+    rows = [
+        [_name(file, *sizes[file]), *(_cell(file, machine, reasons) for machine in MACHINES)]
+        for file in files
+    ]
     figures = [
         [
             f"`{name}`",
@@ -125,15 +129,15 @@ def _forecast(file: Path, machine: str) -> Forecast:
     )
 
 
-def _name(file: Path) -> str:
-    name, spec, names = open_model(str(file))
-    numbers = bounds.parameters(group_layouts(spec, names, "bfloat16"))
-    return f"{name} ({format_count(numbers)}, {format_size(_weights(file))})"
+def _name(file: Path, numbers: int, bytes: int) -> str:
+    return f"{open_model(str(file))[0]} ({format_count(numbers)}, {format_size(bytes)})"
 
 
-def _weights(file: Path) -> int:
+def _sizes(file: Path) -> tuple[int, int]:
+    """Numbers of a model's weights, and their bytes."""
     _, spec, names = open_model(str(file))
-    return bounds.weight_bytes(group_layouts(spec, names, "bfloat16"))
+    layouts = group_layouts(spec, names, "bfloat16")
+    return bounds.parameters(layouts), bounds.weight_bytes(layouts)
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

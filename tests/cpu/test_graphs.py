@@ -136,10 +136,12 @@ def opened(name: str | Path, **more: object) -> LLM:
     return llm
 
 
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
-    "name",
-    ["llama", "llama_tied", "qwen3", "qwen2_windows", "qwen3_moe", "qwen2_moe", "glm4_moe", "minimax_m2"],
+    ("name", "ahead"),
+    [
+        *((name, False) for name in ("llama", "qwen3", "qwen3_moe", "glm4_moe")),
+        *((name, True) for name in ("llama", "llama_tied", "qwen2_windows", "qwen2_moe", "minimax_m2")),
+    ],
 )
 def test_greedy_tokens_are_the_same(name: str, ahead: bool) -> None:
     references = tiny.references(name)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import tiny
+from native_ways import WAYS
 from penstock.base.config import Config
 from penstock.bench.doctor.checkup import checkup
 from penstock.engine.boot import boot
@@ -33,8 +34,6 @@ from penstock.ops.native.few_bits import (
 from penstock.weights.checkpoint.reader import Checkpoint
 from quantised import SCHEMES, checkpoints, matrix_of
 
-WAYS = {"best": (), "no_avx512": ("-mno-avx512f",), "portable": ("-mno-avx512f", "-mno-avx2")}
-"""Flags that leave out instructions which this processor may have. Another compiler may not know them."""
 LANES = {"no_avx512": 8, "portable": 8}
 ROWS = (*range(1, 18), 37)
 

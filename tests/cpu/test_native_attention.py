@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from native_ways import WAYS
 from penstock.ops.attention.attend import attend
 from penstock.ops.attention.inputs import AttentionInputs, LayerAttention, QueryRun, Rows
 from penstock.ops.kernels import plain_torch
@@ -15,7 +16,6 @@ from penstock.ops.native import attention, few_bits
 from penstock.ops.native.compiler import NativeError, load
 from penstock.ops.native.few_bits import FewBitsLibrary
 
-WAYS = {"best": (), "no_avx512": ("-mno-avx512f",), "portable": ("-mno-avx512f", "-mno-avx2")}
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 SHAPES = [(2, 2, 16), (4, 2, 64), (8, 1, 128), (6, 3, 48), (16, 1, 256)]
 """Heads, heads of keys, and numbers of a head."""

@@ -44,7 +44,7 @@ from penstock.weights.streaming.source import PackSource
 from penstock.weights.streaming.stream import group_views
 
 CPU = torch.device("cpu")
-GREEDY = SamplingParams(temperature=0, max_tokens=12)
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
 FORMATS: dict[str, WeightFormat] = {
     "int4": Integers(checkpoint_group=32, zeros=True, packing=DensePacking()),
     "int4_symmetric": Integers(checkpoint_group=32, packing=DensePacking()),
@@ -184,12 +184,15 @@ def test_modules_of_eight_bits_have_the_groups_of_the_others() -> None:
         assert (one.bits, one.checkpoint_group) == (bits, 16)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
-    "name",
-    ["llama_biases", "qwen3_moe", "mixtral", "llama_tied", "qwen2_moe", "glm4_moe", "minimax_m2", "gpt_oss"],
+    ("name", "recipe"),
+    [
+        *((name, recipe) for name in ("llama_biases", "qwen3_moe", "gpt_oss") for recipe in RECIPES),
+        *((name, "mixed") for name in ("mixtral", "llama_tied", "qwen2_moe", "glm4_moe", "minimax_m2")),
+        *(("mixtral", "fp8"), ("minimax_m2", "int8")),
+    ],
 )
-def test_a_pack_is_the_model_that_its_numbers_stand_for(recipe: str, name: str, tmp_path: Path) -> None:
+def test_a_pack_is_the_model_that_its_numbers_stand_for(name: str, recipe: str, tmp_path: Path) -> None:
     model, pack = tiny.checkpoint(name), tmp_path / "pack"
     found = quantised_pack(model, pack, RECIPES[recipe])
     twin = dense_twin(model, pack, tmp_path / "twin")
@@ -228,10 +231,7 @@ def test_a_pack_of_few_bits_streams(recipe: str, tmp_path: Path) -> None:
 
 def test_the_same_rows_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row by row, and some at a time, as all at once."""
-    for model, name, numbers in (
-        ("llama", "int4", 100), ("qwen3_moe", "int4", 400), ("qwen3_moe", "fp8", 400),
-        ("qwen3_moe", "mixed", 400),
-    ):  # fmt: skip
+    for model, name, numbers in (("llama", "int4", 100), ("llama", "fp8", 400), ("qwen3_moe", "mixed", 400)):
         whole, parts = tmp_path / f"{model} {name}", tmp_path / f"{model} {name} again"
         quantised_pack(tiny.checkpoint(model), whole, RECIPES[name])
         monkeypatch.setattr(quantising, "_CPU_NUMBERS", numbers)
@@ -456,10 +456,9 @@ def test_a_mix_loses_at_most_so_much(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert str(recipe) not in told[0]
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_an_interrupted_choice_goes_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_choice_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mix, "MOST", -1.0)
-    model, told, again = tiny.checkpoint(name), list[str](), list[str]()
+    model, told, again = tiny.checkpoint("llama"), list[str](), list[str]()
     whole = mixed(model, tmp_path / "whole", list[str]())
     assert whole == list(mix.mixes(Checkpoint.open(model), 8))[-1]
 
@@ -529,8 +528,9 @@ def test_modules_that_are_named_are_not_chosen(
         assert config_of(out) == Recipe("int4", 8, kept).config()
 
 
-def test_the_model_writes_its_own_text() -> None:
+def test_the_model_writes_its_own_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same each time, of its likely tokens, behind random ones."""
+    monkeypatch.setattr(mix, "SEQUENCES", 24)
     with LLM(SHIPPED_MODEL, device="cpu", max_length=64, max_sequences=64, graphs=False) as llm:
         texts = mix.own_text(llm)
         assert texts == mix.own_text(llm)

@@ -67,8 +67,9 @@ def stores(folder: Path) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
-@pytest.mark.parametrize("ask", [SHORT, LONG], ids=["short", "long"])
+@pytest.mark.parametrize(
+    ("ask", "ahead"), [(SHORT, False), (LONG, True)], ids=["short, in turn", "long, ahead"]
+)
 def test_another_process_of_two_ranks_finds_what_one_has_kept(
     ask: Ask, ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,9 +87,7 @@ def test_three_ranks_whose_parts_are_uneven_and_requests_that_push_each_other_ou
 @pytest.mark.parametrize(
     ("name", "ranks", "disk"),
     [
-        ("llama", 2, False),
         ("llama", 2, True),
-        ("mixtral", 2, True),
         ("qwen2_windows", 2, True),
         ("qwen3", 3, False),  # Whose parts are uneven.
     ],

@@ -35,15 +35,14 @@ def resting(kind: str, height: int, width: int, cut: range | None = None) -> Mat
 @pytest.mark.parametrize("cut", [None, range(300, 900)])
 def test_dequantised(kind: str, cut: range | None) -> None:
     weight = resting(kind, 40, 1280, cut)
-    for rows in (slice(0, 40), slice(7, 30)):
-        for dtype in (torch.float32, torch.float16):
-            out = torch.full((rows.stop - rows.start, weight.shape[1]), torch.nan, dtype=dtype)
-            dequantise(weight, rows, out)
-            assert torch.equal(out, weight.format.dequantise(weight.parts, rows).to(dtype))
+    for rows, dtype in ((slice(0, 40), torch.float32), (slice(7, 30), torch.float16)):
+        out = torch.full((rows.stop - rows.start, weight.shape[1]), torch.nan, dtype=dtype)
+        dequantise(weight, rows, out)
+        assert torch.equal(out, weight.format.dequantise(weight.parts, rows).to(dtype))
 
 
 @pytest.mark.parametrize("kind", READ)
-@pytest.mark.parametrize(("cut", "gated"), [(None, False), (None, True), (range(300, 900), False)])
+@pytest.mark.parametrize(("cut", "gated"), [(None, False), (range(300, 900), True)])
 def test_product(kind: str, cut: range | None, gated: bool) -> None:
     weight, rng = resting(kind, 40, 1024, cut), torch.Generator().manual_seed(len(kind))
     plain = weight.dequantised(torch.empty(0))

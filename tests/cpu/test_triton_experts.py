@@ -482,7 +482,7 @@ def test_experts_that_the_device_decides_about_compute_the_same(
     the host decides about steps of many tokens, in turns."""
     monkeypatch.setattr(slotted, "_MANY", many or 1 << 20)
     first, second, third = steps()
-    path, plans = tiny.checkpoint(name), [first, second, third, first, third]
+    path, plans = tiny.checkpoint(name), [first, second, third, third]
     whole = pass_of(path, 0, plans=plans)
     some = set[bool]()
     for part in (0.2, most):
