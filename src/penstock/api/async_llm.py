@@ -11,8 +11,9 @@ from typing import Self
 from penstock.api.arguments import LLMArguments
 from penstock.api.limits import ServingLimits
 from penstock.api.llm import LLM
-from penstock.api.outputs import Completion, Delta, Embedding
+from penstock.api.outputs import Completion, Delta, Embedding, Score
 from penstock.api.reader import Message, Prompt, paired
+from penstock.api.scoring import Pairs
 from penstock.api.sequences import PreparedPrompt
 from penstock.api.stepping import AsyncRequest, StepThread
 from penstock.base.errors import EngineClosedError
@@ -71,6 +72,19 @@ class AsyncLLM:
 
         found = await self._complete(await asyncio.to_thread(read), steps)
         return [llm.reader.embedder.embedding(completion, dimensions) for completion in found]
+
+    async def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+    ) -> list[Score]:
+        """Return how well each document answers the query, as `LLM.score` does."""
+        pairs = Pairs.of(query, documents, instruction)
+        llm, steps = await self._opened()
+        found = await self._complete(await asyncio.to_thread(llm.reader.read_pairs, pairs), steps)
+        return llm.reader.scorer.scores(pairs, found)
 
     async def _complete(self, prompts: Sequence[PreparedPrompt], steps: StepThread) -> list[Completion]:
         requests = [AsyncRequest(one) for one in prompts]

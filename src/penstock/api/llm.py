@@ -14,8 +14,9 @@ from penstock.api.arguments import LLMArguments
 from penstock.api.driver import EngineDriver
 from penstock.api.embeddings import Embedder
 from penstock.api.limits import ServingLimits
-from penstock.api.outputs import Completion, Embedding
+from penstock.api.outputs import Completion, Embedding, Score
 from penstock.api.reader import Message, Prompt, PromptReader, paired
+from penstock.api.scoring import Pairs
 from penstock.api.sequences import PreparedPrompt, SequenceGroup
 from penstock.api.snapshots import MemoryUse
 from penstock.api.stream import CompletionStream
@@ -217,6 +218,25 @@ class LLM:
         embedder.check(dimensions)
         found = self._complete(self.reader.read_embedding(prompt) for prompt, _ in paired(prompts, None))
         return [embedder.embedding(completion, dimensions) for completion in found]
+
+    def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+    ) -> list[Score]:
+        """Return how well each document answers the query, or each its own of as many queries, in the order
+        of the documents.
+
+        For rerankers: Qwen3-Reranker and its like, classifiers of one label. With a model for embeddings a
+        score is the cosine of both.
+        instruction: the task, for models that read one.
+        Raises UnsupportedModelError for a model that is no reranker, and RequestError, before anything runs,
+        if one of the pairs cannot be served.
+        """
+        pairs = Pairs.of(query, documents, instruction)
+        return self.reader.scorer.scores(pairs, self._complete(self.reader.read_pairs(pairs)))
 
     def _complete(self, prompts: Iterable[PreparedPrompt]) -> list[Completion]:
         """Run prompts together, none of them before all have been read."""

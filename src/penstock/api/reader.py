@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from penstock.api.embeddings import Embedder
 from penstock.api.limits import ServingLimits
+from penstock.api.scoring import Pairs, Scorer
 from penstock.api.sequences import PreparedPrompt
 from penstock.api.structures import Structures
 from penstock.api.text.detokenize import Detokenizer, Headers
@@ -62,6 +63,7 @@ class PromptReader:
         """
         self._tokenizer, self._structures, self._admit = tokenizer, structures, admit
         self.vocab_size, self.limits, self.embedder = vocab_size, limits, embedder
+        self.scorer = Scorer(embedder)
         self.defaults = replace(defaults, eos_tokens=self._ends(defaults.eos_tokens))
 
     @property
@@ -131,6 +133,48 @@ class PromptReader:
         served."""
         ready = self.read(prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
         return replace(ready, samplings=tuple(replace(one, pooled=True) for one in ready.samplings))
+
+    def read_pairs(self, pairs: Pairs) -> list[PreparedPrompt]:
+        """Return the prompts that `Scorer.scores` makes scores of: one for each pair, or where those are
+        cosines one for each query and then for each document. Raise RequestError for one that could never be
+        served, and UnsupportedModelError for a model that is no reranker."""
+        if self.scorer.head is not None:
+            return [self._read_pair(query, document, pairs) for query, document in pairs]
+        if pairs.instruction is not None:
+            raise RequestError("this model takes no instruction; leave it out, or put it into the query")
+        most = pairs.prompt_tokens
+        documents = min((one for one in (pairs.document_tokens, most) if one is not None), default=None)
+        return [
+            self.read_embedding(self._cut(text, limit))
+            for texts, limit in ((pairs.queries, most), (pairs.documents, documents))
+            for text in texts
+        ]
+
+    def _read_pair(self, query: str, document: str, pairs: Pairs) -> PreparedPrompt:
+        document, most = self._cut(document, pairs.document_tokens), pairs.prompt_tokens
+        text, tokens = self._pair((query, document), pairs.instruction)
+        while most is not None and len(tokens) > most:
+            left = len(self.tokenizer.encode(document, special=False)) - (len(tokens) - most)
+            if left <= 0:
+                raise RequestError(
+                    f"the prompt has {len(tokens)} tokens, and without its document still more than {most}; "
+                    "send a shorter query, or allow more tokens"
+                )
+            document = self._cut(document, left)
+            text, tokens = self._pair((query, document), pairs.instruction)
+        return replace(self.read_embedding(self._known(tokens)), prompt=text)
+
+    def _pair(self, pair: tuple[str, str], instruction: str | None) -> tuple[str | None, list[int]]:
+        text = self.scorer.text(self.tokenizer, pair, instruction)
+        if text is not None:
+            return text, self.tokenizer.encode(text, special=False)
+        return None, self.tokenizer.encode_pair(*pair)
+
+    def _cut(self, text: str, most: int | None) -> str:
+        """Return a text, cut at its end to so many tokens; None is all of them."""
+        if most is None or len(tokens := self.tokenizer.encode(text, special=False)) <= most:
+            return text
+        return self.tokenizer.decode(tokens[:most], skip_special=False)
 
     def read_chat(
         self,
