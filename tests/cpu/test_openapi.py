@@ -197,6 +197,8 @@ ASKED: list[tuple[str, str, str, Any, int]] = [
     ("POST", "/api/show", "/api/show", {"model": "shipped:latest"}, 200),
     ("POST", "/api/show", "/api/show", {}, 404),
     ("GET", "/version", "/version", None, 200),
+    ("POST", "/score", "/score", {"model": "shipped", "text_1": "A", "text_2": "B"}, 400),
+    ("POST", "/v1/rerank", "/v1/rerank", {"model": "shipped", "query": "A", "documents": []}, 400),
     ("POST", "/reset_prefix_cache", "/reset_prefix_cache", None, 200),
     ("POST", "/tokenize", "/tokenize", {"prompt": STORY, "return_token_strs": True}, 200),
     ("POST", "/tokenize", "/tokenize", {"messages": TALK}, 200),

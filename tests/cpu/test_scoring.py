@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from penstock import LLM, AsyncLLM, PenstockError, SamplingParams
@@ -140,7 +141,7 @@ def test_the_activation_that_config_names(classifier: Path, tmp_path: Path, key:
     plain = copied(classifier, tmp_path / "plain", **{key: named("linear.Identity")})
     assert near(scores(plain, QUERY, DOCUMENTS), classified(classifier, [(QUERY, one) for one in DOCUMENTS]))
     other = copied(classifier, tmp_path / "other", **{key: named("activation.Tanh")})
-    with pytest.raises(UnsupportedModelError, match="Tanh.*supported: Sigmoid, Identity"):
+    with pytest.raises(UnsupportedModelError, match=r"Tanh.*supported: Sigmoid, Identity"):
         ScoreHead.of(other)
 
 
@@ -194,7 +195,10 @@ def test_embeddings_score_by_their_cosine(qwen: Path, tmp_path: Path) -> None:
         assert near([one.score for one in found], expected)
         assert len(found[0].prompt_tokens) == len(llm.encode(QUERY)) + len(llm.encode(DOCUMENTS[0]))
         each = llm.score(DOCUMENTS, DOCUMENTS[::-1])
-        mirrored = [float(torch.cosine_similarity(*two, dim=0)) for two in zip(documents, documents[::-1])]
+        mirrored = [
+            float(torch.cosine_similarity(*two, dim=0))
+            for two in zip(documents, documents[::-1], strict=True)
+        ]
         assert near([one.score for one in each], mirrored)
         with pytest.raises(RequestError, match="takes no instruction"):
             llm.score("A", "B", instruction="C")
@@ -210,7 +214,8 @@ def test_documents_are_cut_where_that_is_asked_for(qwen: Path) -> None:
         assert by_document.prompt == put(QUERY, "water")
         by_prompt = read(Pairs((QUERY,), (long,), prompt_tokens=500))[0]
         assert len(by_prompt.tokens) == 500
-        assert by_prompt.prompt is not None and by_prompt.prompt.endswith("</think>\n\n")
+        assert by_prompt.prompt is not None
+        assert by_prompt.prompt.endswith("</think>\n\n")
         with pytest.raises(RequestError, match="without its document still more than 20"):
             read(Pairs((QUERY,), (long,), prompt_tokens=20))
 
@@ -233,7 +238,7 @@ def test_pairs_that_are_none(queries: object, documents: object, said: str) -> N
 
 def test_what_is_no_reranker_says_so(folder: Path, qwen: Path, classifier: Path, tmp_path: Path) -> None:
     with LLM(device="cpu", device_memory="300MiB", max_length=256) as llm:
-        with pytest.raises(UnsupportedModelError, match="is no reranker: it has no head.*Qwen3-Reranker"):
+        with pytest.raises(UnsupportedModelError, match=r"is no reranker: it has no head.*Qwen3-Reranker"):
             llm.score("A", "B")
         assert not llm.stats().steps
     plain = copied(qwen, tmp_path / "plain")
@@ -258,7 +263,10 @@ def test_a_head_without_a_place_for_its_row(qwen: Path, tmp_path: Path) -> None:
     kinds = [{"path": "1_LogitScore", "type": "x.LogitScore"}]
     (model / "modules.json").write_text(json.dumps(kinds))
     (model / "1_LogitScore").mkdir()
-    for told, said in (({"true_token_id": 999}, "no row 999"), ({"true_token_id": "yes"}, "names the tokens")):
+    for told, said in (
+        ({"true_token_id": 999}, "no row 999"),
+        ({"true_token_id": "yes"}, "names the tokens"),
+    ):
         (model / "1_LogitScore" / "config.json").write_text(json.dumps(told))
         with pytest.raises(CheckpointError, match=said):
             ScoreHead.of(model)
@@ -276,3 +284,18 @@ def test_async_scores_are_the_same(qwen: Path) -> None:
             return [one.score for one in await llm.score(QUERY, DOCUMENTS, instruction=INSTRUCTION)]
 
     assert near(asyncio.run(main()), answered(qwen, [put(QUERY, one) for one in DOCUMENTS]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_heads_of_other_dtypes_are_read_exactly(classifier: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    model = copied(classifier, tmp_path / "model")
+    tensors = safetensors.torch.load_file(model / "model.safetensors")
+    tensors["score.weight"] = tensors["score.weight"].to(dtype)
+    safetensors.torch.save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    head = ScoreHead.of(model)
+    assert head is not None
+    assert list(head.weights) == tensors["score.weight"][0].double().tolist()
+    tensors["score.weight"] = tensors["score.weight"].to(torch.float8_e4m3fn)
+    safetensors.torch.save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match="dtype F8_E4M3, and scores are read of F32"):
+        ScoreHead.of(model)

@@ -17,11 +17,11 @@ from penstock.weights.checkpoint.scoring import ScoreHead
 
 _TASK = "Given a web search query, retrieve relevant passages that answer the query"
 _JUDGE = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
-    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+    'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 _ANSWER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-"""Of Qwen3-Reranker's model card, as is the task."""
+"""These and the task are of Qwen3-Reranker's model card."""
 _TURN = "<|im_start|>"
 _ROLES = re.compile(r"""['"]query['"].*['"]document['"]""", re.DOTALL)
 

@@ -100,6 +100,11 @@ class RequestBroker:
                     min(max(1.0, wait), _LONGEST_WAIT),
                 )
 
+    @property
+    def at_once(self) -> int:
+        """Return the outputs that are computed for one key at a time."""
+        return self._quotas.running_per_key
+
     def allowed_seconds(self, wanted: float | None) -> float | None:
         """Return the seconds that a request may take which wants so many; None is any."""
         given = [one for one in (wanted, self.max_seconds) if one is not None]

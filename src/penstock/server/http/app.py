@@ -23,7 +23,7 @@ from penstock.server.answers.responses import read_response
 from penstock.server.broker.metrics import CONTENT_TYPE
 from penstock.server.http import ollama
 from penstock.server.http.asking import asked_of, body_of, check_model, in_time, prepared_for
-from penstock.server.http.embedding import embed
+from penstock.server.http.embedding import embed, score
 from penstock.server.http.errors import error_response, no_route
 from penstock.server.http.keys import NO_OWNER, owner_of
 from penstock.server.http.openapi import described
@@ -38,6 +38,7 @@ from penstock.server.wire.embeddings import EmbeddingsRequest
 from penstock.server.wire.messages import CountTokensRequest, MessagesRequest
 from penstock.server.wire.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from penstock.server.wire.responses import ResponsesRequest
+from penstock.server.wire.scores import RERANK_PATHS, SCORE_PATHS, RerankRequest, ScoreRequest
 
 
 def application(server: ServerState) -> ASGIApp:
@@ -56,6 +57,8 @@ def application(server: ServerState) -> ASGIApp:
         ("POST", "/v1/chat/completions", partial(_generate, kind=ChatRequest)),
         ("POST", "/v1/completions", partial(_generate, kind=CompletionRequest)),
         ("POST", "/v1/embeddings", partial(embed, kind=EmbeddingsRequest)),
+        *[("POST", path, partial(score, kind=ScoreRequest)) for path in SCORE_PATHS],
+        *[("POST", path, partial(score, kind=RerankRequest)) for path in RERANK_PATHS],
         ("POST", "/v1/responses", _respond),
         ("GET", "/v1/responses/{name}", _response),
         ("DELETE", "/v1/responses/{name}", _drop),

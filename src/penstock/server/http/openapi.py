@@ -16,7 +16,14 @@ from penstock.server.answers.ollama import LINES
 from penstock.server.answers.protocols import MESSAGES
 from penstock.server.http.page import FILES
 from penstock.server.monitoring.state import ExpertsState, State
-from penstock.server.wire import embeddings, message_shapes, ollama_shapes, response_shapes, shapes
+from penstock.server.wire import (
+    embeddings,
+    message_shapes,
+    ollama_shapes,
+    response_shapes,
+    scores,
+    shapes,
+)
 from penstock.server.wire.messages import CountTokensRequest, MessagesRequest
 from penstock.server.wire.ollama import OllamaChatRequest, OllamaGenerateRequest, ShowRequest
 from penstock.server.wire.requests import (
@@ -94,6 +101,28 @@ OPERATIONS = (
         embeddings.EmbeddingsRequest,
         refused=_GENERATES,
     ),
+    *[
+        RouteSpec(
+            "post",
+            path,
+            "How well texts answer others",
+            scores.ScoreList,
+            scores.ScoreRequest,
+            refused=_GENERATES,
+        )
+        for path in scores.SCORE_PATHS
+    ],
+    *[
+        RouteSpec(
+            "post",
+            path,
+            "Rank documents for a query",
+            scores.Ranking,
+            scores.RerankRequest,
+            refused=_GENERATES,
+        )
+        for path in scores.RERANK_PATHS
+    ],
     RouteSpec(
         "post",
         "/v1/responses",

@@ -1,9 +1,13 @@
-"""Reads how a checkpoint scores a document for a query: the head that makes a number of a hidden state."""
+"""Reads how a checkpoint scores a document for a query: the head that makes a number of a hidden state.
+
+Nothing here imports torch: whoever reads prompts does without.
+"""
 
 import json
 import math
 import os
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -11,15 +15,12 @@ from operator import mul
 from pathlib import Path
 from typing import Self
 
-import torch
-
 from penstock.base.errors import CheckpointError, UnsupportedModelError
 from penstock.weights.checkpoint.config import read_config
 from penstock.weights.checkpoint.pooling import MODULES, POOLING
 from penstock.weights.checkpoint.shards import EMBEDDING, HEAD, Shards
-from penstock.weights.checkpoint.tensors import ROUNDED, Lines, read_part
 from penstock.weights.gguf.files import is_gguf
-from penstock.weights.jsonfile import MAX_CONFIG_BYTES, is_size, read_object, read_objects, shown
+from penstock.weights.jsonfile import MAX_CONFIG_BYTES, is_size, read_object, read_objects, readable, shown
 
 SCORE = "score.weight"
 """The tensor of a head that scores."""
@@ -30,9 +31,11 @@ _MAX_TOKENIZER_BYTES = 200_000_000
 _NAME = re.compile(r"qwen3-reranker", re.IGNORECASE)
 _CARD = re.compile(r"^(?:# |base_model:).*qwen3-reranker", re.IGNORECASE | re.MULTILINE)
 _CARD_BYTES = 1 << 16
+_FORMS = {"F32": "<f", "F16": "<e", "BF16": "<h"}
+"""Dtypes of a head, and what has as many bytes."""
 
 
-class Activation(Enum):
+class ScoreActivation(Enum):
     """Names what a head makes of its number."""
 
     SIGMOID = "sigmoid"
@@ -50,13 +53,13 @@ class ScoreHead:
     """
 
     weights: tuple[float, ...]
-    activation: Activation = Activation.SIGMOID
+    activation: ScoreActivation = ScoreActivation.SIGMOID
     instructs: bool = False
 
     def score(self, hidden: Sequence[float], *, activated: bool = True) -> float:
         """Return the score. activated: else it is the sum alone."""
         total = math.fsum(map(mul, self.weights, hidden))
-        if not activated or self.activation is Activation.IDENTITY:
+        if not activated or self.activation is ScoreActivation.IDENTITY:
             return total
         small = math.exp(-abs(total))
         return (1.0 if total >= 0 else small) / (1.0 + small)
@@ -112,7 +115,7 @@ class ScoreHead:
         weights = found.get("weights")
         try:
             numbers = tuple(map(float, weights if isinstance(weights, list) else "none"))
-            return cls(numbers, Activation(found.get("activation")), found.get("instructs") is True)
+            return cls(numbers, ScoreActivation(found.get("activation")), found.get("instructs") is True)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{where} is not a head that scores; pack the model again") from error
 
@@ -140,15 +143,15 @@ def _no_reranker(path: Path, why: str) -> UnsupportedModelError:
     )
 
 
-def _activation(path: Path, config: Mapping[str, object]) -> Activation:
+def _activation(path: Path, config: Mapping[str, object]) -> ScoreActivation:
     """Return what config.json says that is made of the number, as sentence-transformers writes it."""
     own = config.get("sentence_transformers")
     named = own.get("activation_fn") if isinstance(own, dict) else None
     named = config.get("sbert_ce_default_activation_function") if named is None else named
     if named is None:
-        return Activation.SIGMOID
+        return ScoreActivation.SIGMOID
     try:
-        return Activation(str(named).rsplit(".", 1)[-1].lower())
+        return ScoreActivation(str(named).rsplit(".", 1)[-1].lower())
     except ValueError as error:
         raise UnsupportedModelError(
             f"{path / 'config.json'} asks for the activation {shown(named)}; supported: Sigmoid, Identity"
@@ -209,16 +212,19 @@ def _row(shards: Shards, name: str, row: int) -> list[float]:
             f"{shards.files[0].path.parent} has no row {row} of tensor {name}, by which it is to score; "
             "fetch the checkpoint again"
         )
-    if stored.entry.dtype not in ROUNDED:
+    dtype, width = stored.entry.dtype, stored.entry.shape[1]
+    if dtype not in _FORMS:
         raise UnsupportedModelError(
-            f"{stored.file.path}: tensor {name} has dtype {stored.entry.dtype}, and scores are read of "
-            f"{', '.join(ROUNDED)}; use a checkpoint that leaves it as it was trained"
+            f"{stored.file.path}: tensor {name} has dtype {dtype}, and scores are read of "
+            f"{', '.join(_FORMS)}; use a checkpoint that leaves it as it was trained"
         )
-    width = stored.entry.shape[1]
-    numbers = torch.empty(width, dtype=torch.float32)
-    read_part(stored, Lines(row * width, width, width), "float32", 0, numbers.view(torch.uint8))
-    found: list[float] = numbers.tolist()
-    return found
+    size = struct.calcsize(_FORMS[dtype])
+    data = bytearray(width * size)
+    with readable():
+        stored.file.read_into(memoryview(data), stored.entry.offset + row * len(data))
+    if dtype == "BF16":  # The upper half of a float32.
+        data = bytearray(b"".join(b"\0\0" + data[at : at + 2] for at in range(0, len(data), 2)))
+    return list(struct.unpack(f"<{width}{'e' if dtype == 'F16' else 'f'}", data))
 
 
 def _scored_tokens(path: Path, module: Mapping[str, object]) -> tuple[int, int | None]:
