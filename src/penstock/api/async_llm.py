@@ -109,11 +109,12 @@ class AsyncLLM:
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         *,
+        tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> Completion:
         """Return the model's answer to a conversation, as `LLM.chat` does."""
         llm, steps = await self._opened()
-        ready = await asyncio.to_thread(llm.reader.read_chat, messages, params, chat_template_kwargs)
+        ready = await asyncio.to_thread(llm.reader.read_chat, messages, params, chat_template_kwargs, tools)
         return (await self._complete([ready], steps))[0]
 
     # -- what there is

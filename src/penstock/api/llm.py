@@ -271,14 +271,17 @@ class LLM:
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         *,
+        tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> Completion:
         """Return the model's answer to a conversation: messages with a "role" and a "content".
 
+        tools: functions that the model may call, in OpenAI's form: {"type": "function", "function": {"name",
+            "description", "parameters"}}. A call is in the text, as the model writes it.
         chat_template_kwargs: more that the model's chat template reads, such as enable_thinking.
         Raises RequestError.
         """
-        return self._complete([self.reader.read_chat(messages, params, chat_template_kwargs)])[0]
+        return self._complete([self.reader.read_chat(messages, params, chat_template_kwargs, tools)])[0]
 
     def clear_prefix_cache(self) -> int:
         """Forget the KV of everything that is not running. Return the number of blocks that were given up."""

@@ -14,7 +14,7 @@ from penstock.api.sequences import PreparedPrompt
 from penstock.api.structures import Structures
 from penstock.api.text.detokenize import Detokenizer, Headers
 from penstock.api.text.tokenizer import Tokenizer
-from penstock.api.variables import check_variables
+from penstock.api.variables import check_tools, check_variables
 from penstock.base.errors import CheckpointError, RequestError
 from penstock.step.params import Sampling, SamplingParams, shown
 from penstock.weights.checkpoint.generation import GenerationDefaults
@@ -181,16 +181,23 @@ class PromptReader:
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
     ) -> PreparedPrompt:
         """Return the prompt of a conversation, as `read` does.
 
-        chat_template_kwargs: more that the model's template reads.
+        chat_template_kwargs: more that the model's template reads. tools: as of `LLM.chat`.
         """
         if not isinstance(messages, Sequence) or not all(isinstance(one, Mapping) for one in messages):
             raise _not_messages(messages)
         variables: Any = {} if chat_template_kwargs is None else chat_template_kwargs
         check_variables(variables)
-        text = self.tokenizer.render_chat(messages, **variables)
+        if tools is not None:
+            tools = check_tools(tools)
+            if "tools" not in self.tokenizer.template_variables(tools=True):
+                raise RequestError(
+                    "the model's chat template takes no tools; leave them out, or use a model that does"
+                )
+        text = self.tokenizer.render_chat(messages, tools=tools or None, **variables)
         return replace(self.read(self._known(self.encode(text, special=False)), params), prompt=text)
 
     def close(self) -> None:
