@@ -15,6 +15,7 @@ from penstock.api.outputs import Completion, Delta, Embedding, Score
 from penstock.api.reader import Message, Prompt, paired
 from penstock.api.scoring import Pairs
 from penstock.api.sequences import PreparedPrompt
+from penstock.api.sleeping import Sleep
 from penstock.api.stepping import AsyncRequest, StepThread
 from penstock.base.errors import EngineClosedError
 from penstock.base.setting import keywords_of
@@ -127,6 +128,20 @@ class AsyncLLM:
         """Return the engine at this moment, and its counts since it started."""
         llm, _ = await self._opened()
         return await asyncio.to_thread(llm.stats)
+
+    async def sleep(self, level: int = 1) -> Sleep:
+        """Free memory until `wake_up`, as `LLM.sleep` does."""
+        llm, _ = await self._opened()
+        return await asyncio.to_thread(llm.sleep, level)
+
+    async def wake_up(self) -> None:
+        """End a sleep, as `LLM.wake_up` does."""
+        llm, _ = await self._opened()
+        await asyncio.to_thread(llm.wake_up)
+
+    async def is_sleeping(self) -> bool:
+        """Tell whether the model is asleep."""
+        return (await self._opened())[0].is_sleeping
 
     async def clear_prefix_cache(self) -> int:
         """Forget the KV of everything that is not running. Return the number of blocks that were given up."""

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 
 from penstock.api.outputs import Delta
 from penstock.api.sequences import OutputSequence, PreparedPrompt, SequenceGroup
-from penstock.base.errors import EngineClosedError
+from penstock.base.errors import EngineClosedError, RequestError
 from penstock.engine.engine import Engine, Stats
 from penstock.sched.scheduler import Event
 from penstock.step.plan import RequestId
 from penstock.step.request import FinishReason
+
+ASLEEP = "the model is asleep; wake it up (LLM.wake_up, POST /wake_up) and send the request again"
 
 
 class EngineDriver:
@@ -32,7 +34,7 @@ class EngineDriver:
         self._live: dict[RequestId, OutputSequence] = {}
         self._dropped: deque[SequenceGroup] = deque()
         """Groups abandoned during a step, to be ended after it."""
-        self._stepping = False
+        self._stepping = self._asleep = False
         self._events: deque[Event] = deque()
         """Events of the last step that are not handed out: there are none but for an interrupt within it."""
 
@@ -56,7 +58,8 @@ class EngineDriver:
     def check(self) -> None:
         """Raise what has ended the engine while it had nothing to do, such as a rank that was lost."""
         with self._lock:
-            self._engine.check()
+            if not self._asleep:
+                self._engine.check()
 
     def begin(self, ready: PreparedPrompt, *, followed: bool = True) -> SequenceGroup:
         """Queue all outputs of a prompt. They are computed as `advance` is called, and end as `abandon` is.
@@ -68,6 +71,8 @@ class EngineDriver:
         sequences: list[OutputSequence] = []
         group = SequenceGroup(ready.prompt, ready.tokens, sequences)
         with self._lock:
+            if self._asleep:
+                raise EngineClosedError(ASLEEP)
             try:
                 for index, own in enumerate(ready.samplings):
                     detokenizer = ready.detokenizer()
@@ -149,6 +154,38 @@ class EngineDriver:
             dropped = self._engine.scheduler.forget()
             self._engine.tend()
             return dropped
+
+    @property
+    def idle(self) -> bool:
+        """Tell whether nothing is being computed, and nothing waits to be."""
+        with self._lock:
+            self._sweep()
+            return not self._live
+
+    def sleep(self, *, closes: bool) -> None:
+        """Begin no prompt from now on, and free the KV. closes: and all else that the engine has.
+
+        Raise RequestError while something is being computed.
+        """
+        self.check_process()
+        with self._lock:
+            if not self.idle:
+                raise RequestError(
+                    f"the model cannot sleep, since {len(self._live)} outputs are being made; let them end, "
+                    "or close their streams"
+                )
+            if closes:
+                self._engine.finish()
+            else:
+                self._engine.free_kv()
+            self._asleep = True
+
+    def wake(self, engine: Engine | None = None) -> None:
+        """Begin prompts again. engine: takes the place of the one that `sleep` has closed."""
+        with self._lock:
+            if engine is not None:
+                self._engine, self.is_waiting = engine, engine.scheduler.is_waiting
+            self._asleep = False
 
     def drop(self, group: SequenceGroup) -> None:
         """Note that a group is wanted no more; it is ended with the next step. Takes no lock."""

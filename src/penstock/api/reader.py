@@ -200,6 +200,10 @@ class PromptReader:
         text = self.tokenizer.render_chat(messages, tools=tools or None, **variables)
         return replace(self.read(self._known(self.encode(text, special=False)), params), prompt=text)
 
+    def follow(self, limits: ServingLimits, admit: Admit) -> None:
+        """Take these limits from now on, of an engine that was started anew."""
+        self.limits, self._admit = limits, admit
+
     def close(self) -> None:
         """Free what was compiled for structured outputs."""
         self._structures.close()
