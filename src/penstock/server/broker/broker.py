@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from time import monotonic
 
+from penstock.api.driver import ASLEEP
 from penstock.api.sequences import PreparedPrompt
 from penstock.base.errors import EngineClosedError, PenstockError
 from penstock.server.broker.backend import Backend, Quotas
@@ -49,7 +50,7 @@ class RequestBroker:
         """The moving average of seconds per completed call; sets Retry-After."""
         self.max_seconds: float | None = None
         """The seconds that a request may take, whatever it asks for."""
-        self._closing = False
+        self._closing = self._paused = False
         self._fault: BaseException | None = None
         self._over = asyncio.Event()
         self._mailbox = Mailbox(asyncio.get_running_loop(), self._deliver)
@@ -81,6 +82,8 @@ class RequestBroker:
                 f"the server takes no more requests, since {why}; send the request to another server, or "
                 "again later"
             )
+        if self._paused:
+            raise EngineClosedError(ASLEEP)
         quotas, largest = self._quotas, self._quotas.largest_request
         if asked > largest:
             raise BusyError(
@@ -99,6 +102,19 @@ class RequestBroker:
                     "request again later",
                     min(max(1.0, wait), _LONGEST_WAIT),
                 )
+
+    def pause(self) -> None:
+        """Take no calls until `go_on`: the model goes to sleep."""
+        self._paused = True
+
+    def go_on(self) -> None:
+        """Take calls again."""
+        self._paused = False
+
+    def abort(self) -> None:
+        """End all calls, since the model goes to sleep."""
+        for call in list(self._calls):
+            self._break_off(call, EngineClosedError(f"the request has ended, since {ASLEEP}"))
 
     @property
     def at_once(self) -> int:

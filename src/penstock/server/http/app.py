@@ -30,6 +30,7 @@ from penstock.server.http.openapi import described
 from penstock.server.http.origins import OriginGuard, shared_with
 from penstock.server.http.page import FILES, page_file
 from penstock.server.http.sending import GONE, completed, json_response, responded, told_ignored
+from penstock.server.http.sleeping import is_sleeping, sleep, wake_up
 from penstock.server.http.state import ServerSettings, ServerState
 from penstock.server.monitoring.logs import note_request
 from penstock.server.monitoring.records import RecordMiddleware, RequestRecord, record_of
@@ -49,6 +50,9 @@ def application(server: ServerState) -> ASGIApp:
         ("GET", "/openapi.json", _openapi),
         ("GET", "/version", _version),
         ("POST", "/reset_prefix_cache", _reset_prefix_cache),
+        ("POST", "/sleep", sleep),
+        ("POST", "/wake_up", wake_up),
+        ("GET", "/is_sleeping", is_sleeping),
         ("GET", "/metrics", _metrics),
         ("GET", "/state", _state),
         ("GET", "/experts", _experts),
@@ -167,6 +171,8 @@ async def _ready(server: ServerState, request: Request) -> Response:
         status = "loading"
     elif server.fleet is not None and not server.fleet.replicas:
         status = "waiting for a replica"
+    elif server.bed is not None and server.bed.asleep:
+        status = "asleep"
     else:
         status = "ready" if server.broker.open else "closing"
     return json_response({"status": status}, 200 if status == "ready" else 503)

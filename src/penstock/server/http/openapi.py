@@ -5,7 +5,7 @@ Nothing of it depends on the model, so every client that reaches the server may 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
@@ -68,6 +68,8 @@ class RouteSpec:
     """The media type of events; others than this have a line of JSON for each."""
     leads: tuple[str, ...] = ()
     """To operations that take the answer's id as their name."""
+    query: Mapping[str, Json] = field(default_factory=dict)
+    """Schemas of what may be in the query."""
 
 
 _READS, _GENERATES = (400, 404, 413, 429, 503), (400, 404, 413, 429, 503, 504)
@@ -235,6 +237,16 @@ OPERATIONS = (
         shapes.ClearedCache,
         refused=(403, 501, 503),
     ),
+    RouteSpec(
+        "post",
+        "/sleep",
+        "Free the model's memory",
+        shapes.SleepAnswer,
+        refused=(400, 403, 501, 503),
+        query={"level": {"enum": [1, 2], "default": 1}, "mode": {"enum": ["wait", "abort"]}},
+    ),
+    RouteSpec("post", "/wake_up", "End a sleep", shapes.SleepAnswer, refused=(403, 501, 503)),
+    RouteSpec("get", "/is_sleeping", "Whether the model is asleep", shapes.SleepAnswer, refused=(503,)),
     RouteSpec("get", "/metrics", "Counts and times, for Prometheus", "text/plain"),
     RouteSpec("get", "/state", "The machine at this moment", State, refused=(503,)),
     RouteSpec("get", "/experts", "How each expert is used, and where it is", ExpertsState, refused=(503,)),
@@ -353,10 +365,11 @@ def described(*, keys: bool) -> bytes:
 def _operation(one: RouteSpec, known: Mapping[type, Json], *, keys: bool) -> Json:
     entry: Json = {"summary": one.what, "operationId": _name(one)}
     names = [part[1:-1] for part in one.path.split("/") if part.startswith("{")]
-    if names:
-        entry["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+    ] + [{"name": name, "in": "query", "schema": schema} for name, schema in one.query.items()]
+    if parameters:
+        entry["parameters"] = parameters
     if one.asked is not None:
         entry["requestBody"] = {
             "required": True,
