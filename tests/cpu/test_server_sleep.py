@@ -3,7 +3,6 @@ afterwards."""
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,12 +84,3 @@ def test_other_levels_and_modes_are_refused(server: Server, query: str) -> None:
     status, _, answer = server.ask("POST", f"/sleep{query}")
     assert (status, answer["error"]["param"]) == (400, query[1:].partition("=")[0])
     assert awake(server)
-
-
-def test_none_of_several_keys_puts_it_to_sleep(tmp_path: Path) -> None:
-    (tmp_path / "keys.txt").write_text("number-one\nnumber-two\n")
-    with serving(tmp_path, *FLAGS, "--port", "0", "--api-keys", str(tmp_path / "keys.txt")) as server:
-        server.wait()
-        for path in ("/sleep", "/wake_up"):
-            assert server.ask("POST", path)[0] == 401
-            assert server.ask("POST", path, None, {"Authorization": "Bearer number-one"})[0] == 403

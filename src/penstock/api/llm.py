@@ -47,7 +47,7 @@ _PLACES = {
     "page cache": "the system's page cache",
     "disk": "their files",
 }
-"""Where the weights of a model that is asleep are, in words."""
+"""Says in words where the weights of a model that is asleep are."""
 
 log = logging.getLogger("penstock")
 

@@ -333,11 +333,11 @@ def described(*, keys: bool) -> bytes:
     }
     ordered = sorted(kinds, key=lambda kind: kind.__name__)
     references, schemas = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
-    for (name, field), exact in _EXACT.items():
-        schemas[name]["properties"][field] = exact
+    for (name, one_field), exact in _EXACT.items():
+        schemas[name]["properties"][one_field] = exact
     for asked in {one.asked.__name__ for one in OPERATIONS if one.asked is not None}:
-        for field, within in RANGES.items():
-            entry = schemas[asked]["properties"].get(field, {})
+        for name, within in RANGES.items():
+            entry = schemas[asked]["properties"].get(name, {})
             for kind in entry.get("anyOf", [entry]):
                 kind.update(within if kind.get("type") in ("integer", "number") else {})
     known = dict(zip(ordered, references, strict=True))
