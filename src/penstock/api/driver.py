@@ -22,7 +22,8 @@ class EngineDriver:
     Why this is safe. One lock guards the engine and the table of outputs; whichever thread holds it runs the
     step for all. The garbage collector may end a stream in any thread, also within a step: such a group is
     only noted, and ended between steps. An interrupt within a step leaves events that are handed out by the
-    next one.
+    next one. A group knows its own outputs by identity: an engine that has taken another's place counts its
+    requests from 0 again.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -34,7 +35,7 @@ class EngineDriver:
         self._live: dict[RequestId, OutputSequence] = {}
         self._dropped: deque[SequenceGroup] = deque()
         """Groups abandoned during a step, to be ended after it."""
-        self._stepping = self._asleep = False
+        self._stepping = self._asleep = self._closed = False
         self._events: deque[Event] = deque()
         """Events of the last step that are not handed out: there are none but for an interrupt within it."""
 
@@ -162,13 +163,20 @@ class EngineDriver:
             self._sweep()
             return not self._live
 
+    def check_open(self) -> None:
+        """Raise EngineClosedError if the model was closed, or if this process has none."""
+        self.check_process()
+        if self._closed:
+            raise EngineClosedError("the model was closed; create a new LLM")
+
     def sleep(self, *, closes: bool) -> None:
         """Begin no prompt from now on, and free the KV. closes: and all else that the engine has.
 
-        Raise RequestError while something is being computed.
+        Raise RequestError while something is being computed, and EngineClosedError for a model that was
+        closed.
         """
-        self.check_process()
         with self._lock:
+            self.check_open()
             if not self.idle:
                 raise RequestError(
                     f"the model cannot sleep, since {len(self._live)} outputs are being made; let them end, "
@@ -178,11 +186,16 @@ class EngineDriver:
                 self._engine.finish()
             else:
                 self._engine.free_kv()
+            self._events.clear()  # An interrupt may have left some, of requests that nobody waits for.
             self._asleep = True
 
     def wake(self, engine: Engine | None = None) -> None:
-        """Begin prompts again. engine: takes the place of the one that `sleep` has closed."""
+        """Begin prompts again. engine: takes the place of the one that `sleep` has closed. Raise
+        EngineClosedError, and close it, if the model was closed meanwhile."""
         with self._lock:
+            if self._closed and engine is not None:
+                engine.close()
+            self.check_open()
             if engine is not None:
                 self._engine, self.is_waiting = engine, engine.scheduler.is_waiting
             self._asleep = False
@@ -198,7 +211,8 @@ class EngineDriver:
                 self._dropped.extend(groups)
                 return
             for sequence in (sequence for group in groups for sequence in group.sequences):
-                if self._live.pop(sequence.request, None) is not None:
+                if self._live.get(sequence.request) is sequence:
+                    del self._live[sequence.request]
                     self._engine.stop(sequence.request)
                     sequence.finish = FinishReason.ABORT
             self._engine.tend()
@@ -211,6 +225,7 @@ class EngineDriver:
                 sequence.finish = FinishReason.ABORT
                 sequence.deltas.append(Delta("", (), sequence.finish, sequence.index))
             self._live.clear()
+            self._closed, self._asleep = True, False
             self._engine.finish()
 
     def _sweep(self) -> None:

@@ -16,7 +16,7 @@ class Embedder:
 
     def __init__(self, model: Path, hidden: int) -> None:
         """model: the checkpoint's directory. hidden: numbers of a hidden state."""
-        self.model, self._hidden = model, hidden
+        self.model, self.hidden = model, hidden
 
     @cached_property
     def pooling(self) -> Pooling:
@@ -28,9 +28,9 @@ class Embedder:
         and UnsupportedModelError for a model that makes none."""
         _ = self.pooling
         whole = isinstance(dimensions, int) and not isinstance(dimensions, bool)
-        if dimensions is not None and not (whole and 1 <= dimensions <= self._hidden):
+        if dimensions is not None and not (whole and 1 <= dimensions <= self.hidden):
             raise RequestError(
-                f"dimensions {dimensions!r} must be a whole number from 1 to {self._hidden}, the model's "
+                f"dimensions {dimensions!r} must be a whole number from 1 to {self.hidden}, the model's "
                 "hidden size"
             )
 

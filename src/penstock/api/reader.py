@@ -153,11 +153,12 @@ class PromptReader:
     def _read_pair(self, query: str, document: str, pairs: Pairs) -> PreparedPrompt:
         document, most = self._cut(document, pairs.document_tokens), pairs.prompt_tokens
         text, tokens = self._pair((query, document), pairs.instruction)
+        left = len(self.tokenizer.encode(document, special=False))
         while most is not None and len(tokens) > most:
-            left = len(self.tokenizer.encode(document, special=False)) - (len(tokens) - most)
+            left -= len(tokens) - most
             if left <= 0:
                 raise RequestError(
-                    f"the prompt has {len(tokens)} tokens, and without its document still more than {most}; "
+                    f"the prompt has {len(tokens)} tokens, and {most} have no room for any of its document; "
                     "send a shorter query, or allow more tokens"
                 )
             document = self._cut(document, left)
@@ -172,9 +173,13 @@ class PromptReader:
 
     def _cut(self, text: str, most: int | None) -> str:
         """Return a text, cut at its end to so many tokens; None is all of them."""
-        if most is None or len(tokens := self.tokenizer.encode(text, special=False)) <= most:
+        if most is None:
             return text
-        return self.tokenizer.decode(tokens[:most], skip_special=False)
+        left = most
+        while len(self.tokenizer.encode(text, special=False)) > most:
+            text = self.tokenizer.beginning(text, left)
+            left = max(left - 1, 0)  # What was cut may be read as other tokens, and as more.
+        return text
 
     def read_chat(
         self,

@@ -11,7 +11,7 @@ from typing import Self
 from penstock.api.embeddings import Embedder, hidden_state
 from penstock.api.outputs import Completion, Score
 from penstock.api.text.tokenizer import Tokenizer
-from penstock.base.errors import RequestError
+from penstock.base.errors import CheckpointError, RequestError
 from penstock.step.params import shown
 from penstock.weights.checkpoint.scoring import ScoreHead
 
@@ -84,10 +84,15 @@ class Scorer:
     @cached_property
     def head(self) -> ScoreHead | None:
         """Return what makes scores; None where they are cosines of embeddings. Raise UnsupportedModelError
-        for a model that is no reranker."""
+        for a model that is no reranker, CheckpointError for files that are damaged."""
         head = ScoreHead.of(self._embedder.model)
         if head is None:
             self._embedder.check(None)
+        elif len(head.weights) != (hidden := self._embedder.hidden):
+            raise CheckpointError(
+                f"{self._embedder.model} scores with {len(head.weights)} numbers, but its hidden states have "
+                f"{hidden}; fetch it again"
+            )
         return head
 
     def text(self, tokenizer: Tokenizer, pair: tuple[str, str], instruction: str | None) -> str | None:

@@ -35,7 +35,8 @@ class Sleeper:
     Why this is safe. One lock lets `sleep` and `wake` follow each other. The driver refuses prompts from the
     moment at which it has seen that there are none, under its own lock, and takes them again when an engine
     that can compute is in place: so no prompt ever meets an engine that sleeps. An engine that cannot be
-    started leaves everything asleep, and `wake` may be tried again.
+    started leaves everything asleep, and `wake` may be tried again. One that has started when the model was
+    closed meanwhile is closed too.
     """
 
     def __init__(self, driver: EngineDriver, model: Path) -> None:
@@ -70,6 +71,7 @@ class Sleeper:
         with self._lock:
             if self.state is None:
                 return None
+            self._driver.check_open()
             booted = None if self.state.weights == "host memory" else start()
             self._driver.wake(None if booted is None else booted.engine)
             self.state = None

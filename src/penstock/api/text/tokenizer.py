@@ -212,12 +212,18 @@ class Tokenizer:
             _check_unicode(text)
         return self._encoded([(first, second)], special=True)[0]
 
+    def beginning(self, text: str, most: int) -> str:
+        """Return a text as far as its first tokens reach, so many of them: no character of which one is only
+        a part. Raise RequestError as `encode_batch` does."""
+        _check_unicode(text)
+        with failures_as(_no_tokens):
+            spans = self._tokenizer.encode_batch([text], add_special_tokens=False)[0].offsets
+        if len(spans) <= most:
+            return text
+        return text[: min(max((stop for _, stop in spans[:most]), default=0), spans[most][0])]
+
     def _encoded(self, texts: list[str] | list[tuple[str, str]], *, special: bool) -> list[list[int]]:
-        with failures_as(
-            lambda why: RequestError(
-                f"the model's tokenizer has no tokens for this text: {why}; try another, or send token ids"
-            )
-        ):
+        with failures_as(_no_tokens):
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=special)
         return [encoding.ids for encoding in encodings]
 
@@ -355,6 +361,12 @@ def cut(directory: str, digest: str) -> None:
             return _REFUSED + str(fault).encode()
 
     serve(answer)
+
+
+def _no_tokens(why: str) -> RequestError:
+    return RequestError(
+        f"the model's tokenizer has no tokens for this text: {why}; try another, or send token ids"
+    )
 
 
 def _check_unicode(text: str) -> None:

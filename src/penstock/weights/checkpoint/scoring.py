@@ -29,7 +29,8 @@ SCORE_FILE = "score.json"
 _CLASSIFIES = "ForSequenceClassification"
 _MAX_TOKENIZER_BYTES = 200_000_000
 _NAME = re.compile(r"qwen3-reranker", re.IGNORECASE)
-_CARD = re.compile(r"^(?:# |base_model:).*qwen3-reranker", re.IGNORECASE | re.MULTILINE)
+_CARD = re.compile(r"^(?:# .*|base_model:\s*(?:-\s*)?\S*)qwen3-reranker", re.IGNORECASE | re.MULTILINE)
+"""A model card's title, or what it says that a model was made of."""
 _CARD_BYTES = 1 << 16
 _FORMS = {"F32": "<f", "F16": "<e", "BF16": "<h"}
 """Dtypes of a head, and what has as many bytes."""
