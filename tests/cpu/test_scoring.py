@@ -151,7 +151,7 @@ def test_a_classifier_made_of_qwen3_reranker_is_asked_like_it(classifier: Path, 
     assert near(scores(model, QUERY, DOCUMENTS), sigmoid(expected))
 
 
-@pytest.mark.parametrize("place", ["hub", "_name_or_path", "card", "key"])
+@pytest.mark.parametrize("place", ["hub", "_name_or_path", "card", "list", "key"])
 def test_a_qwen3_reranker_is_known_by_its_name(qwen: Path, tmp_path: Path, place: str) -> None:
     hub = tmp_path / "models--Qwen--Qwen3-Reranker-0.6B" / "snapshots" / "0123"
     changed = {
@@ -159,8 +159,9 @@ def test_a_qwen3_reranker_is_known_by_its_name(qwen: Path, tmp_path: Path, place
         "key": {"is_original_qwen3_reranker": True},
     }.get(place, {})
     model = copied(qwen, hub if place == "hub" else tmp_path / "model", **changed)
-    if place == "card":
-        (model / "README.md").write_text("---\nbase_model: Qwen/Qwen3-Reranker-0.6B\n---\n")
+    made_of = {"card": " Qwen/Qwen3-Reranker-0.6B", "list": "\n- Qwen/Qwen3-Reranker-0.6B"}.get(place)
+    if made_of is not None:
+        (model / "README.md").write_text(f"---\nbase_model:{made_of}\n---\n")
     head = ScoreHead.of(model)
     assert head is not None
     assert head.instructs
@@ -180,6 +181,9 @@ def test_packs_keep_the_head(qwen: Path, classifier: Path, tmp_path: Path) -> No
     (tmp_path / "pack" / "score.json").write_text('{"weights": 3}')
     with pytest.raises(CheckpointError, match="not a head that scores; pack the model again"):
         ScoreHead.of(tmp_path / "pack")
+    (tmp_path / "pack" / "score.json").write_bytes(ScoreHead((1.0, 2.0)).written())
+    with pytest.raises(CheckpointError, match="scores with 2 numbers, but its hidden states have"):
+        scores(tmp_path / "pack", QUERY, DOCUMENTS)
 
 
 def test_embeddings_score_by_their_cosine(qwen: Path, tmp_path: Path) -> None:
@@ -216,8 +220,18 @@ def test_documents_are_cut_where_that_is_asked_for(qwen: Path) -> None:
         assert len(by_prompt.tokens) == 500
         assert by_prompt.prompt is not None
         assert by_prompt.prompt.endswith("</think>\n\n")
-        with pytest.raises(RequestError, match="without its document still more than 20"):
+        with pytest.raises(RequestError, match="20 have no room for any of its document"):
             read(Pairs((QUERY,), (long,), prompt_tokens=20))
+        for long in ("\u6c34" * 90, "a\u0301" * 90, "\U0001f600" * 60):  # Of which a token is but a part.
+            for most in range(480, 489):
+                cut = read(Pairs((QUERY,), (long,), prompt_tokens=most))[0]
+                assert most - 4 < len(cut.tokens) <= most
+                assert cut.prompt is not None
+                kept = cut.prompt.partition("<Document>: ")[2].partition("<|im_end|>")[0]
+                assert kept
+                assert long.startswith(kept)
+            cut = read(Pairs((QUERY,), (long,), document_tokens=5))[0]
+            assert cut.prompt == put(QUERY, long[: {3: 1, 4: 1}.get(len(long[0].encode()), 3)])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Scores and rankings from a server, as clients of vLLM, Jina and Cohere ask for them."""
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from penstock.server.answers.scores import read_scores
 from penstock.server.wire.decoding import FieldError
 from penstock.server.wire.scores import RERANK_PATHS, SCORE_PATHS, ScoreRequest
 from rerankers import DOCUMENTS, QUERY, answered, answering, near, put
-from servers import FLAGS, SETTINGS, Server, serving
+from servers import FLAGS, SETTINGS, Server, serving, until
 
 MANY = [*DOCUMENTS, *(f"{one} {number}" for number, one in enumerate(DOCUMENTS * 2))]
 """More than the server computes at once, or has room for."""
@@ -103,6 +104,23 @@ def test_what_cannot_be_is_refused(
     assert found == status
     assert said in answer["error"]["message"]
     assert param in (None, answer["error"]["param"])
+
+
+def test_a_request_in_turns_ends_before_the_model_sleeps(server: Server, expected: list[float]) -> None:
+    def computed() -> int:
+        return int(server.ask("GET", "/state")[2]["output_tokens"])
+
+    many = {"model": "mine", "query": QUERY, "documents": (MANY * 9)[:100], "top_n": 1}
+    with ThreadPoolExecutor(1) as beside:
+        for query, status in (("", 200), ("?mode=abort", 503)):
+            before = computed()
+            asked = beside.submit(server.ask, "POST", "/rerank", many)
+            until(lambda before=before: computed() > before)
+            assert server.ask("POST", f"/sleep{query}")[0] == 200
+            answer = asked.result()
+            assert answer[0] == status
+            assert server.ask("POST", "/wake_up")[0] == 200
+    assert "has ended, since the model is asleep" in answer[2]["error"]["message"]
 
 
 def test_a_model_that_is_none_says_so_without_paths() -> None:

@@ -3,6 +3,7 @@ afterwards."""
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -77,6 +78,31 @@ def test_what_runs_is_ended_where_that_is_asked_for(server: Server) -> None:
     assert "has ended, since the model is asleep" in last["error"]["message"]
     server.ask("POST", "/wake_up")
     assert server.complete()[0] == 200
+
+
+def test_a_sleep_that_waits_is_called_off_or_made_to_abort(server: Server) -> None:
+    with Stream(server) as stream, ThreadPoolExecutor(1) as beside:
+        for path, query, status in (("/wake_up", "", 400), ("/sleep", "?mode=abort", 200)):
+            assert stream.event()
+            waiting = beside.submit(server.ask, "POST", "/sleep")
+            until(lambda: server.ask("GET", "/ready")[0] == 503)
+            assert server.ask("GET", "/state")[2]["open"] is False
+            assert server.ask("POST", path + query)[0] == 200
+            assert waiting.result()[0] == status
+        assert "has ended, since the model is asleep" in stream.events()[-1]["error"]["message"]
+    assert not awake(server)
+    server.ask("POST", "/wake_up")
+    assert server.complete()[0] == 200
+
+
+def test_rates_are_of_one_engine(server: Server) -> None:
+    server.complete(max_tokens=MORE, ignore_eos=True)
+    assert server.ask("GET", "/state")[2]["output_rate"] >= 0
+    slept(server, "?level=2")
+    server.ask("POST", "/wake_up")
+    server.complete()
+    state = server.ask("GET", "/state")[2]
+    assert (state["output_rate"] >= 0, state["computed_rate"] >= 0) == (True, True)
 
 
 @pytest.mark.parametrize("query", ["?level=0", "?level=x", "?mode=keep"])

@@ -4,12 +4,15 @@ requests that come then what to do."""
 import asyncio
 import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 import tiny
 from penstock import LLM, AsyncLLM, SamplingParams
 from penstock.base.errors import CheckpointError, EngineClosedError, RequestError
+from penstock.engine.boot import Booted
+from penstock.sched.rates import TransferRates
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "device_memory": "300MiB", "max_length": 512}
 PROMPTS = [[5], list(range(3, 90)), [*range(3, 90), 1, 2], list(range(60, 2, -1))]
@@ -76,6 +79,54 @@ def test_prefixes_on_lower_tiers_are_found_again(tmp_path: Path) -> None:
         llm.sleep(2)
         llm.wake_up()
         assert llm.generate(prompt, PARAMS)[0].cached_tokens == 0
+
+
+@patch.object(TransferRates, "loading_pays", lambda *_: True)
+@patch.object(TransferRates, "computed_first", lambda *_: 0)
+def test_prefixes_on_disk_are_found_by_the_next_engine(tmp_path: Path) -> None:
+    disk = {"disk_kv_memory": "8MiB", "host_kv_memory": "8MiB", "kv_directory": tmp_path}
+    with LLM(tiny.checkpoint("qwen3"), **SETTINGS, **disk, kv_store="eager", block_size=16) as llm:  # type: ignore[arg-type]
+        before = llm.generate(PROMPTS[1], PARAMS)[0].tokens
+        llm.sleep(2)
+        llm.wake_up()
+        again = llm.generate(PROMPTS[1], PARAMS)[0]
+        assert (again.tokens, again.cached_disk) == (before, 80)
+
+
+def test_a_stream_of_an_engine_that_is_gone_ends_no_other() -> None:
+    with LLM(tiny.checkpoint("llama"), **SETTINGS) as llm:  # type: ignore[arg-type]
+        old = llm.stream([5], PARAMS)
+        before = [delta.tokens for delta in old]
+        llm.sleep(2)
+        llm.wake_up()
+        new = llm.stream([5], PARAMS)
+        old.close()
+        assert llm.driver._live
+        assert [delta.tokens for delta in new] == before
+
+
+def test_what_is_closed_does_not_wake_up() -> None:
+    llm = LLM(tiny.checkpoint("llama"), **SETTINGS)  # type: ignore[arg-type]
+    llm.sleep(2)
+    started = list[Booted]()
+
+    def closed_meanwhile() -> Booted:
+        started.append(llm._start_again())
+        llm.close()
+        return started[0]
+
+    with pytest.raises(EngineClosedError, match="was closed; create a new LLM"):
+        llm._sleeper.wake(closed_meanwhile)
+    with pytest.raises(EngineClosedError, match="is closed"):
+        started[0].engine.check()
+    for later in (llm.wake_up, lambda: llm.generate([5], PARAMS)):
+        with pytest.raises(EngineClosedError, match=r"closed.*create a new LLM"):
+            later()
+    other = LLM(tiny.checkpoint("llama"), **SETTINGS)  # type: ignore[arg-type]
+    other.close()
+    with pytest.raises(EngineClosedError, match="was closed"):
+        other.sleep(2)
+    assert not other.is_sleeping
 
 
 def test_only_an_idle_model_sleeps_and_only_by_known_levels(tmp_path: Path) -> None:

@@ -79,8 +79,8 @@ class Sleeper:
 
 
 def _fetch(model: Path) -> bool:
-    """Ask the system to read the weights of a checkpoint into its page cache. Return whether there are any that
-    are read from there: a pack's are not."""
+    """Ask the system to read the weights of a checkpoint into its page cache. Return whether there are any
+    that are read from there: a pack's are not."""
     files = sorted(model.glob("*.safetensors")) if model.is_dir() else [model]
     with suppress(OSError):
         for path in files:

@@ -124,17 +124,18 @@ async def scored(
     writer: ScoreWriter,
     asked: PairsRequest,
 ) -> Response:
-    """Return the scores of what all prompts say, as many at a time as are computed together. A client that
-    goes takes its calls with it."""
-    calls, most = list[Call](), broker.at_once
+    """Return the scores of what all prompts say, as many at a time as there is room for. A client that goes
+    takes its calls with it."""
+    calls, record = list[Call](), record_of(request)
 
     async def whole() -> object:
         completions = list[Completion]()
-        for first in range(0, len(ready), most):
-            begun = _submitted(request, broker, ready[first : first + most], asked)
-            calls.extend(begun)
-            record_of(request).calls = calls
-            completions += [await call.completion() for call in begun]
+        with broker.room(len(ready), record.owner) as most:
+            for first in range(0, len(ready), most):
+                begun = _submitted(request, broker, ready[first : first + most], asked, kept=True)
+                calls.extend(begun)
+                record.calls = calls
+                completions += [await call.completion() for call in begun]
         # There may be many, and those beside wait for the loop.
         return await asyncio.to_thread(writer.whole, completions)
 
@@ -168,9 +169,11 @@ def _submitted(
     broker: RequestBroker,
     ready: Sequence[PreparedPrompt],
     asked: TokenRequest | PooledRequest,
+    *,
+    kept: bool = False,
 ) -> Sequence[Call]:
     record = record_of(request)
-    record.calls = broker.submit(ready, asked.timeout, record.began, record.owner)
+    record.calls = broker.submit(ready, asked.timeout, record.began, record.owner, kept=kept)
     record.model, record.streams = asked.model, asked.streams
     return record.calls
 

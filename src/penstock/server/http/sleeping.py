@@ -4,6 +4,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.base.errors import EngineClosedError, PenstockError
 from penstock.server.broker.bed import Bed
 from penstock.server.http.sending import json_response
 from penstock.server.http.state import ServerState
@@ -33,7 +34,12 @@ async def sleep(server: ServerState, request: Request) -> Response:
 async def wake_up(server: ServerState, request: Request) -> Response:
     """Wake the model up."""
     bed = _bed_of(server)
-    await bed.wake_up()
+    try:
+        await bed.wake_up()
+    except EngineClosedError:
+        raise
+    except PenstockError as fault:  # Whatever it is, it is not the request's.
+        raise PenstockError(f"the model sleeps on, since it cannot be started again: {fault}") from fault
     return json_response({"is_sleeping": bed.is_sleeping})
 
 
