@@ -123,6 +123,18 @@ def test_a_request_in_turns_ends_before_the_model_sleeps(server: Server, expecte
     assert "has ended, since the model is asleep" in answer[2]["error"]["message"]
 
 
+def test_a_model_whose_files_are_gone_sleeps_on(server: Server, model: Path, expected: list[float]) -> None:
+    assert server.ask("POST", "/sleep?level=2")[0] == 200
+    elsewhere = model.rename(model.with_name("elsewhere"))
+    status, _, answer = server.ask("POST", "/wake_up")
+    assert (status, server.ask("GET", "/is_sleeping")[2]) == (500, {"is_sleeping": True})
+    assert "sleeps on, since it cannot be started again" in answer["error"]["message"]
+    elsewhere.rename(model)
+    assert server.ask("POST", "/wake_up")[0] == 200
+    ask = {"model": "mine", "text_1": QUERY, "text_2": DOCUMENTS}
+    assert near([one["score"] for one in server.ask("POST", "/score", ask)[2]["data"]], expected[:4])
+
+
 def test_a_model_that_is_none_says_so_without_paths() -> None:
     asked = ScoreRequest(model="shipped", text_1="A", text_2="B")
     with LLM(**SETTINGS, max_length=128) as llm:  # type: ignore[arg-type]
