@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from penstock.api.outputs import Delta as Delta
     from penstock.api.outputs import Embedding as Embedding
     from penstock.api.outputs import Output as Output
+    from penstock.api.outputs import Score as Score
     from penstock.base.errors import PenstockError as PenstockError
     from penstock.step.params import SamplingParams as SamplingParams
     from penstock.step.structure import Structure as Structure
@@ -24,6 +25,7 @@ __all__ = [
     "Output",
     "PenstockError",
     "SamplingParams",
+    "Score",
     "Structure",
     "__version__",
 ]
@@ -35,6 +37,7 @@ _HOMES = {
     "Delta": "penstock.api.outputs",
     "Embedding": "penstock.api.outputs",
     "Output": "penstock.api.outputs",
+    "Score": "penstock.api.outputs",
     "PenstockError": "penstock.base.errors",
     "SamplingParams": "penstock.step.params",
     "Structure": "penstock.step.structure",

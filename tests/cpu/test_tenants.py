@@ -77,6 +77,13 @@ def cached(server: Server, key: str, prompt: str, **more: object) -> int:
     return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
+def test_no_key_of_several_clears_the_cache_or_puts_the_model_to_sleep(server: Server) -> None:
+    for path in ("/reset_prefix_cache", "/sleep", "/wake_up"):
+        status, found = asked(server, ONE, path)
+        assert (status, "none of several may" in found["error"]["message"]) == (403, True)
+    assert asked(server, ONE, "/is_sleeping", "GET") == (200, {"is_sleeping": False})
+
+
 def test_a_key_finds_its_own_prefixes_and_no_others(server: Server) -> None:
     prompt = "Mine. " + PROMPT
     assert cached(server, ONE, prompt) == 0

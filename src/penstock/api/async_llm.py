@@ -11,9 +11,11 @@ from typing import Self
 from penstock.api.arguments import LLMArguments
 from penstock.api.limits import ServingLimits
 from penstock.api.llm import LLM
-from penstock.api.outputs import Completion, Delta, Embedding
+from penstock.api.outputs import Completion, Delta, Embedding, Score
 from penstock.api.reader import Message, Prompt, paired
+from penstock.api.scoring import Pairs
 from penstock.api.sequences import PreparedPrompt
+from penstock.api.sleeping import Sleep
 from penstock.api.stepping import AsyncRequest, StepThread
 from penstock.base.errors import EngineClosedError
 from penstock.base.setting import keywords_of
@@ -72,6 +74,19 @@ class AsyncLLM:
         found = await self._complete(await asyncio.to_thread(read), steps)
         return [llm.reader.embedder.embedding(completion, dimensions) for completion in found]
 
+    async def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+    ) -> list[Score]:
+        """Return how well each document answers the query, as `LLM.score` does."""
+        pairs = Pairs.of(query, documents, instruction)
+        llm, steps = await self._opened()
+        found = await self._complete(await asyncio.to_thread(llm.reader.read_pairs, pairs), steps)
+        return llm.reader.scorer.scores(pairs, found)
+
     async def _complete(self, prompts: Sequence[PreparedPrompt], steps: StepThread) -> list[Completion]:
         requests = [AsyncRequest(one) for one in prompts]
         try:
@@ -95,11 +110,12 @@ class AsyncLLM:
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         *,
+        tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> Completion:
         """Return the model's answer to a conversation, as `LLM.chat` does."""
         llm, steps = await self._opened()
-        ready = await asyncio.to_thread(llm.reader.read_chat, messages, params, chat_template_kwargs)
+        ready = await asyncio.to_thread(llm.reader.read_chat, messages, params, chat_template_kwargs, tools)
         return (await self._complete([ready], steps))[0]
 
     # -- what there is
@@ -112,6 +128,20 @@ class AsyncLLM:
         """Return the engine at this moment, and its counts since it started."""
         llm, _ = await self._opened()
         return await asyncio.to_thread(llm.stats)
+
+    async def sleep(self, level: int = 1) -> Sleep:
+        """Free memory until `wake_up`, as `LLM.sleep` does."""
+        llm, _ = await self._opened()
+        return await asyncio.to_thread(llm.sleep, level)
+
+    async def wake_up(self) -> None:
+        """End a sleep, as `LLM.wake_up` does."""
+        llm, _ = await self._opened()
+        await asyncio.to_thread(llm.wake_up)
+
+    async def is_sleeping(self) -> bool:
+        """Tell whether the model is asleep."""
+        return (await self._opened())[0].is_sleeping
 
     async def clear_prefix_cache(self) -> int:
         """Forget the KV of everything that is not running. Return the number of blocks that were given up."""

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 
 from penstock.api.outputs import Delta
 from penstock.api.sequences import OutputSequence, PreparedPrompt, SequenceGroup
-from penstock.base.errors import EngineClosedError
+from penstock.base.errors import EngineClosedError, RequestError
 from penstock.engine.engine import Engine, Stats
 from penstock.sched.scheduler import Event
 from penstock.step.plan import RequestId
 from penstock.step.request import FinishReason
+
+ASLEEP = "the model is asleep; wake it up (LLM.wake_up, POST /wake_up) and send the request again"
 
 
 class EngineDriver:
@@ -20,7 +22,8 @@ class EngineDriver:
     Why this is safe. One lock guards the engine and the table of outputs; whichever thread holds it runs the
     step for all. The garbage collector may end a stream in any thread, also within a step: such a group is
     only noted, and ended between steps. An interrupt within a step leaves events that are handed out by the
-    next one.
+    next one. A group knows its own outputs by identity: an engine that has taken another's place counts its
+    requests from 0 again.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -32,7 +35,7 @@ class EngineDriver:
         self._live: dict[RequestId, OutputSequence] = {}
         self._dropped: deque[SequenceGroup] = deque()
         """Groups abandoned during a step, to be ended after it."""
-        self._stepping = False
+        self._stepping = self._asleep = self._closed = False
         self._events: deque[Event] = deque()
         """Events of the last step that are not handed out: there are none but for an interrupt within it."""
 
@@ -56,7 +59,8 @@ class EngineDriver:
     def check(self) -> None:
         """Raise what has ended the engine while it had nothing to do, such as a rank that was lost."""
         with self._lock:
-            self._engine.check()
+            if not self._asleep:
+                self._engine.check()
 
     def begin(self, ready: PreparedPrompt, *, followed: bool = True) -> SequenceGroup:
         """Queue all outputs of a prompt. They are computed as `advance` is called, and end as `abandon` is.
@@ -68,6 +72,8 @@ class EngineDriver:
         sequences: list[OutputSequence] = []
         group = SequenceGroup(ready.prompt, ready.tokens, sequences)
         with self._lock:
+            if self._asleep:
+                raise EngineClosedError(ASLEEP)
             try:
                 for index, own in enumerate(ready.samplings):
                     detokenizer = ready.detokenizer()
@@ -150,6 +156,50 @@ class EngineDriver:
             self._engine.tend()
             return dropped
 
+    @property
+    def idle(self) -> bool:
+        """Tell whether nothing is being computed, and nothing waits to be."""
+        with self._lock:
+            self._sweep()
+            return not self._live
+
+    def check_open(self) -> None:
+        """Raise EngineClosedError if the model was closed, or if this process has none."""
+        self.check_process()
+        if self._closed:
+            raise EngineClosedError("the model was closed; create a new LLM")
+
+    def sleep(self, *, closes: bool) -> None:
+        """Begin no prompt from now on, and free the KV. closes: and all else that the engine has.
+
+        Raise RequestError while something is being computed, and EngineClosedError for a model that was
+        closed.
+        """
+        with self._lock:
+            self.check_open()
+            if not self.idle:
+                raise RequestError(
+                    f"the model cannot sleep, since {len(self._live)} outputs are being made; let them end, "
+                    "or close their streams"
+                )
+            if closes:
+                self._engine.finish()
+            else:
+                self._engine.free_kv()
+            self._events.clear()  # An interrupt may have left some, of requests that nobody waits for.
+            self._asleep = True
+
+    def wake(self, engine: Engine | None = None) -> None:
+        """Begin prompts again. engine: takes the place of the one that `sleep` has closed. Raise
+        EngineClosedError, and close it, if the model was closed meanwhile."""
+        with self._lock:
+            if self._closed and engine is not None:
+                engine.close()
+            self.check_open()
+            if engine is not None:
+                self._engine, self.is_waiting = engine, engine.scheduler.is_waiting
+            self._asleep = False
+
     def drop(self, group: SequenceGroup) -> None:
         """Note that a group is wanted no more; it is ended with the next step. Takes no lock."""
         self._dropped.append(group)
@@ -161,7 +211,8 @@ class EngineDriver:
                 self._dropped.extend(groups)
                 return
             for sequence in (sequence for group in groups for sequence in group.sequences):
-                if self._live.pop(sequence.request, None) is not None:
+                if self._live.get(sequence.request) is sequence:
+                    del self._live[sequence.request]
                     self._engine.stop(sequence.request)
                     sequence.finish = FinishReason.ABORT
             self._engine.tend()
@@ -174,6 +225,7 @@ class EngineDriver:
                 sequence.finish = FinishReason.ABORT
                 sequence.deltas.append(Delta("", (), sequence.finish, sequence.index))
             self._live.clear()
+            self._closed, self._asleep = True, False
             self._engine.finish()
 
     def _sweep(self) -> None:

@@ -14,9 +14,11 @@ from penstock.api.arguments import LLMArguments
 from penstock.api.driver import EngineDriver
 from penstock.api.embeddings import Embedder
 from penstock.api.limits import ServingLimits
-from penstock.api.outputs import Completion, Embedding
+from penstock.api.outputs import Completion, Embedding, Score
 from penstock.api.reader import Message, Prompt, PromptReader, paired
+from penstock.api.scoring import Pairs
 from penstock.api.sequences import PreparedPrompt, SequenceGroup
+from penstock.api.sleeping import Sleep, Sleeper
 from penstock.api.snapshots import MemoryUse
 from penstock.api.stream import CompletionStream
 from penstock.api.structures import Structures
@@ -39,6 +41,13 @@ from penstock.weights.streaming.loading import Loading
 
 _BAR_FROM = 2
 """Prompts from which `generate` shows a progress bar on a terminal."""
+
+_PLACES = {
+    "host memory": "host memory, where they are computed with",
+    "page cache": "the system's page cache",
+    "disk": "their files",
+}
+"""Says in words where the weights of a model that is asleep are."""
 
 log = logging.getLogger("penstock")
 
@@ -90,19 +99,16 @@ class LLM:
             config = replace(config, model=found.path)
         self._progress = progress
         with ExitStack() as opened, ThreadPoolExecutor(1, "penstock-tokenizer") as beside:
-            cache = config.cache.expanduser()
-            weights: Checkpoint | Pack = (
-                Pack.open(config.model) if is_pack(config.model) else Checkpoint.open(config.model, cache)
-            )
+            weights = _opened(config)
             opened.callback(weights.close)
             # A large vocabulary takes most of a second to load: that happens beside the weights.
             tokenizer = beside.submit(Tokenizer.from_model, config.model)
             defaults = weights.generation
             structures = Structures(tokenizer.result, weights.spec.vocab_size, defaults.eos_tokens)
             booted = boot if routing is None else partial(boot, override=Override(routing=routing))
-            self._booted = booted(
-                config, weights, say=log.info, trace=trace, loading=loading, guide=structures
-            )
+            self._boot = partial(booted, config, say=log.info, trace=trace, guide=structures)
+            self._config = config
+            self._booted = self._boot(weights, loading=loading)
             engine = self._booted.engine
             opened.callback(engine.close)
             self.limits = ServingLimits.of(self._booted.limits, engine.scheduler, self._booted.budget.blocks)
@@ -116,6 +122,7 @@ class LLM:
                 Embedder(config.model, self.spec.hidden_size),
             )
             self.driver = EngineDriver(engine)
+            self._sleeper = Sleeper(self.driver, config.model)
             # What stays on disk is read for as long as the engine lives, which then closes it. A checkpoint
             # has been read.
             opened.pop_all()
@@ -218,6 +225,25 @@ class LLM:
         found = self._complete(self.reader.read_embedding(prompt) for prompt, _ in paired(prompts, None))
         return [embedder.embedding(completion, dimensions) for completion in found]
 
+    def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+    ) -> list[Score]:
+        """Return how well each document answers the query, or each its own of as many queries, in the order
+        of the documents.
+
+        For rerankers: Qwen3-Reranker and its like, classifiers of one label. With a model for embeddings a
+        score is the cosine of both.
+        instruction: the task, for models that read one.
+        Raises UnsupportedModelError for a model that is no reranker, and RequestError, before anything runs,
+        if one of the pairs cannot be served.
+        """
+        pairs = Pairs.of(query, documents, instruction)
+        return self.reader.scorer.scores(pairs, self._complete(self.reader.read_pairs(pairs)))
+
     def _complete(self, prompts: Iterable[PreparedPrompt]) -> list[Completion]:
         """Run prompts together, none of them before all have been read."""
         groups: list[SequenceGroup] = []
@@ -251,14 +277,17 @@ class LLM:
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         *,
+        tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> Completion:
         """Return the model's answer to a conversation: messages with a "role" and a "content".
 
+        tools: functions that the model may call, in OpenAI's form: {"type": "function", "function": {"name",
+            "description", "parameters"}}. A call is in the text, as the model writes it.
         chat_template_kwargs: more that the model's chat template reads, such as enable_thinking.
         Raises RequestError.
         """
-        return self._complete([self.reader.read_chat(messages, params, chat_template_kwargs)])[0]
+        return self._complete([self.reader.read_chat(messages, params, chat_template_kwargs, tools)])[0]
 
     def clear_prefix_cache(self) -> int:
         """Forget the KV of everything that is not running. Return the number of blocks that were given up."""
@@ -292,6 +321,47 @@ class LLM:
 
             yield advance
 
+    # -- asleep and awake
+
+    def sleep(self, level: int = 1) -> Sleep:
+        """Free memory until `wake_up` (vLLM: sleep). Return where the weights are meanwhile.
+
+        Nothing may be running, and prompts are refused then. What follows `wake_up` is computed as before.
+        The KV on the device is forgotten.
+        level: 1 keeps weights in host memory. An engine on a CPU stays as it is, without its KV; prefixes on
+            lower tiers are found again. Another one is closed, and its checkpoint kept in the system's page
+            cache. 2 closes the engine, and weights are read from disk again. A closed engine's prefixes are
+            found again on disk alone, if they are kept there.
+        Raises RequestError for another level, or if prompts are being computed.
+        """
+        slept = self._sleeper.sleep(level, self._booted.device.type)
+        log.info("asleep: KV is freed, weights are in %s; wake_up ends it", _PLACES[slept.weights])
+        return slept
+
+    def wake_up(self) -> None:
+        """End a sleep; do nothing without one. If the engine has to be started again, raises what `LLM` does,
+        sleeps on, and may be tried again."""
+        self._sleeper.wake(self._start_again)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Tell whether the model is asleep."""
+        return self._sleeper.state is not None
+
+    def _start_again(self) -> Booted:
+        with ExitStack() as opened:
+            weights = _opened(self._config)
+            opened.callback(weights.close)
+            booted = self._boot(weights)
+            opened.pop_all()
+        if isinstance(weights, Checkpoint):
+            weights.close()
+        scheduler = booted.engine.scheduler
+        self._booted = booted
+        self.limits = ServingLimits.of(booted.limits, scheduler, booted.budget.blocks)
+        self.reader.follow(self.limits, scheduler.admissible)
+        return booted
+
     # -- the end
 
     def close(self) -> None:
@@ -308,3 +378,10 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _opened(config: Config) -> Checkpoint | Pack:
+    """Open the weights of a model."""
+    if is_pack(config.model):
+        return Pack.open(config.model)
+    return Checkpoint.open(config.model, config.cache.expanduser())

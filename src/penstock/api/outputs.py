@@ -80,6 +80,22 @@ class Embedding:
     """Prompt tokens whose KV was found instead of computed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Holds how well a document answers a query (vLLM: ScoringRequestOutput).
+
+    score: from 0 to 1 where the checkpoint's head ends in a sigmoid, the cosine where it makes embeddings.
+    prompt_tokens: of both.
+    """
+
+    query: str
+    document: str
+    score: float
+    prompt_tokens: tuple[int, ...]
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was found instead of computed."""
+
+
 @record(frozen=True, slots=True)
 class Delta:
     """Holds a piece that a step has added to output `index`: tokens, the text that became certain, and in the

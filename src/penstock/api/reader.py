@@ -9,11 +9,12 @@ from typing import Any, Protocol
 
 from penstock.api.embeddings import Embedder
 from penstock.api.limits import ServingLimits
+from penstock.api.scoring import Pairs, Scorer
 from penstock.api.sequences import PreparedPrompt
 from penstock.api.structures import Structures
 from penstock.api.text.detokenize import Detokenizer, Headers
 from penstock.api.text.tokenizer import Tokenizer
-from penstock.api.variables import check_variables
+from penstock.api.variables import check_tools, check_variables
 from penstock.base.errors import CheckpointError, RequestError
 from penstock.step.params import Sampling, SamplingParams, shown
 from penstock.weights.checkpoint.generation import GenerationDefaults
@@ -62,6 +63,7 @@ class PromptReader:
         """
         self._tokenizer, self._structures, self._admit = tokenizer, structures, admit
         self.vocab_size, self.limits, self.embedder = vocab_size, limits, embedder
+        self.scorer = Scorer(embedder)
         self.defaults = replace(defaults, eos_tokens=self._ends(defaults.eos_tokens))
 
     @property
@@ -132,22 +134,80 @@ class PromptReader:
         ready = self.read(prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
         return replace(ready, samplings=tuple(replace(one, pooled=True) for one in ready.samplings))
 
+    def read_pairs(self, pairs: Pairs) -> list[PreparedPrompt]:
+        """Return the prompts that `Scorer.scores` makes scores of: one for each pair, or where those are
+        cosines one for each query and then for each document. Raise RequestError for one that could never be
+        served, and UnsupportedModelError for a model that is no reranker."""
+        if self.scorer.head is not None:
+            return [self._read_pair(query, document, pairs) for query, document in pairs]
+        if pairs.instruction is not None:
+            raise RequestError("this model takes no instruction; leave it out, or put it into the query")
+        most = pairs.prompt_tokens
+        documents = min((one for one in (pairs.document_tokens, most) if one is not None), default=None)
+        return [
+            self.read_embedding(self._cut(text, limit))
+            for texts, limit in ((pairs.queries, most), (pairs.documents, documents))
+            for text in texts
+        ]
+
+    def _read_pair(self, query: str, document: str, pairs: Pairs) -> PreparedPrompt:
+        document, most = self._cut(document, pairs.document_tokens), pairs.prompt_tokens
+        text, tokens = self._pair((query, document), pairs.instruction)
+        left = len(self.tokenizer.encode(document, special=False))
+        while most is not None and len(tokens) > most:
+            left -= len(tokens) - most
+            if left <= 0:
+                raise RequestError(
+                    f"the prompt has {len(tokens)} tokens, and {most} have no room for any of its document; "
+                    "send a shorter query, or allow more tokens"
+                )
+            document = self._cut(document, left)
+            text, tokens = self._pair((query, document), pairs.instruction)
+        return replace(self.read_embedding(self._known(tokens)), prompt=text)
+
+    def _pair(self, pair: tuple[str, str], instruction: str | None) -> tuple[str | None, list[int]]:
+        text = self.scorer.text(self.tokenizer, pair, instruction)
+        if text is not None:
+            return text, self.tokenizer.encode(text, special=False)
+        return None, self.tokenizer.encode_pair(*pair)
+
+    def _cut(self, text: str, most: int | None) -> str:
+        """Return a text, cut at its end to so many tokens; None is all of them."""
+        if most is None:
+            return text
+        left = most
+        while len(self.tokenizer.encode(text, special=False)) > most:
+            text = self.tokenizer.beginning(text, left)
+            left = max(left - 1, 0)  # What was cut may be read as other tokens, and as more.
+        return text
+
     def read_chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
     ) -> PreparedPrompt:
         """Return the prompt of a conversation, as `read` does.
 
-        chat_template_kwargs: more that the model's template reads.
+        chat_template_kwargs: more that the model's template reads. tools: as of `LLM.chat`.
         """
         if not isinstance(messages, Sequence) or not all(isinstance(one, Mapping) for one in messages):
             raise _not_messages(messages)
         variables: Any = {} if chat_template_kwargs is None else chat_template_kwargs
         check_variables(variables)
-        text = self.tokenizer.render_chat(messages, **variables)
+        if tools is not None:
+            tools = check_tools(tools)
+            if "tools" not in self.tokenizer.template_variables(tools=True):
+                raise RequestError(
+                    "the model's chat template takes no tools; leave them out, or use a model that does"
+                )
+        text = self.tokenizer.render_chat(messages, tools=tools or None, **variables)
         return replace(self.read(self._known(self.encode(text, special=False)), params), prompt=text)
+
+    def follow(self, limits: ServingLimits, admit: Admit) -> None:
+        """Take these limits from now on, of an engine that was started anew."""
+        self.limits, self._admit = limits, admit
 
     def close(self) -> None:
         """Free what was compiled for structured outputs."""

@@ -50,6 +50,10 @@ class Ranks(Protocol):
         """
         ...
 
+    def free_kv(self) -> None:
+        """Give back the memory of KV blocks, where it can be had again."""
+        ...
+
     def check(self) -> None:
         """Raise the failure of a rank, if it has not been raised before."""
         ...
@@ -281,6 +285,13 @@ class Engine:
         ):
             self.step()
             steps -= bool(steps)
+
+    def free_kv(self) -> None:
+        """Forget the device's KV and give back its memory, without requests. Lower tiers keep theirs."""
+        ranks = self._open()
+        self.tend(_LAST)
+        self._recover(ranks)
+        ranks.free_kv()
 
     def finish(self) -> None:
         """Wait some seconds for blocks on their way to the host and the disk, and close."""

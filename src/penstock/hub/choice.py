@@ -25,6 +25,7 @@ SIDE = (
     "additional_chat_templates/*.jinja",
     "modules.json",
     "?_Pooling/config.json",
+    "?_LogitScore/config.json",
 )
 """Files that the engine reads beside the weights."""
 USUAL_QUANT = "Q4_K_M"

@@ -1,5 +1,6 @@
 """An arena is one allocation on a tier, made at start and cut up by its owner."""
 
+import ctypes
 import logging
 import mmap
 import os
@@ -124,6 +125,18 @@ def pinned_if_possible(size: int, device: torch.device) -> Arena:
     except PinningError as error:
         _LOG.warning("%s; copies will be several times slower until then", error)
         return Arena(size, torch.device("cpu"))
+
+
+def drop_pages(data: Tensor) -> None:
+    """Give the whole pages of a tensor in host memory back. They take none until they are written again, and
+    read as zeros."""
+    start = -(-data.data_ptr() // PAGE) * PAGE
+    size = (data.data_ptr() + data.nbytes) // PAGE * PAGE - start
+    if size > 0 and hasattr(mmap, "MADV_DONTNEED"):
+        with suppress(OSError, AttributeError):  # Without such a call the memory stays, which is no fault.
+            ctypes.CDLL(None).madvise(
+                ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(mmap.MADV_DONTNEED)
+            )
 
 
 def _keep_from_forks(mapping: mmap.mmap) -> None:

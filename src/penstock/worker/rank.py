@@ -65,6 +65,9 @@ class RankPart(Protocol):
     def settle(self) -> tuple[Landed, ...]:
         """Wait for all that is under way, after an interrupted step."""
 
+    def free_kv(self) -> None:
+        """Give back the memory of KV blocks."""
+
     def close(self) -> None:
         """Release weights and KV."""
 
@@ -73,6 +76,7 @@ class _Kind(Enum):
     BEGIN = "begin"
     END = "end"
     SETTLE = "settle"
+    FREE_KV = "free KV"
     CLOSE = "close"
 
 
@@ -125,6 +129,8 @@ def serve(receive: Callable[[], bytes], part: RankPart, group: Group) -> None:
             case _Kind.SETTLE:
                 under_way.clear()
                 landed += part.settle()
+            case _Kind.FREE_KV:
+                part.free_kv()
         group.check()
         if message.collect:
             group.exchange(_REPORTS.encode(_Report(landed)))
@@ -205,6 +211,11 @@ class Leader:
         """
         return self._do(self._settle)
 
+    def free_kv(self) -> None:
+        """Give back the memory of KV blocks on all ranks, while nothing is under way. Raises DeviceError if a
+        rank has failed."""
+        self._do(self._free_kv)
+
     def check(self) -> None:
         """Raise DeviceError if a rank has failed, also between steps."""
         self._check()
@@ -275,6 +286,11 @@ class Leader:
             self._told += self._landed(self._part.settle())
             assert not self._going, "a transfer that a rank does not know of"
             return tuple(self._told)
+
+    def _free_kv(self) -> None:
+        with self._unbroken():
+            self._send(_Kind.FREE_KV)
+            self._part.free_kv()
 
     def _end(self) -> None:
         if self._ended:

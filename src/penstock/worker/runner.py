@@ -237,6 +237,13 @@ class Runner:
             return ()
         return carrier.transfers.settle()
 
+    def free_kv(self) -> None:
+        """Give back the memory of KV blocks, which hold nothing that is needed, and of the heap."""
+        for model in self.models.values():
+            if model.pool is not None:
+                model.pool.free()
+        give_back(self._device)
+
     def check(self) -> None:
         """Do nothing: a single runner does not fail between steps."""
 

@@ -203,12 +203,28 @@ class Tokenizer:
             _check_unicode(text)
         # Without offsets it takes half the time, and unlike `encode` it lets other Python threads run
         # meanwhile.
-        with failures_as(
-            lambda why: RequestError(
-                f"the model's tokenizer has no tokens for this text: {why}; try another, or send token ids"
-            )
-        ):
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+        return self._encoded(list(texts), special=special)
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Return the token ids of two texts that are read together, with the special tokens that
+        tokenizer.json puts around a pair. Raise RequestError as `encode_batch` does."""
+        for text in (first, second):
+            _check_unicode(text)
+        return self._encoded([(first, second)], special=True)[0]
+
+    def beginning(self, text: str, most: int) -> str:
+        """Return a text as far as its first tokens reach, so many of them: no character of which one is only
+        a part. Raise RequestError as `encode_batch` does."""
+        _check_unicode(text)
+        with failures_as(_no_tokens):
+            spans = self._tokenizer.encode_batch([text], add_special_tokens=False)[0].offsets
+        if len(spans) <= most:
+            return text
+        return text[: min(max((stop for _, stop in spans[:most]), default=0), spans[most][0])]
+
+    def _encoded(self, texts: list[str] | list[tuple[str, str]], *, special: bool) -> list[list[int]]:
+        with failures_as(_no_tokens):
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=special)
         return [encoding.ids for encoding in encodings]
 
     def _done_aside(self, what: bytes, text: str) -> bytes | None:
@@ -271,6 +287,12 @@ class Tokenizer:
         whether of the template for conversations with tools. Raise RequestError as `render_chat` does."""
         return self._template(tools).variables
 
+    def render_pair(self, name: str, messages: Sequence[Mapping[str, object]]) -> str:
+        """Return the prompt for a query and a document, of the chat template of a name. Raises RequestError
+        as `render_chat` does."""
+        given = {"messages": conversation(messages), "tools": None, "add_generation_prompt": True}
+        return self._template_of(name).render({**self._names, "documents": None, **given})
+
     def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True,
                     tools: Sequence[Mapping[str, object]] | None = None,
                     **variables: object) -> str:  # fmt: skip
@@ -300,6 +322,9 @@ class Tokenizer:
             raise RequestError(
                 f"this model has {what}; use plain generation: a prompt to continue instead of messages"
             )
+        return self._template_of(name)
+
+    def _template_of(self, name: str) -> Template:
         if name not in self._compiled:
             self._compiled[name] = Template(self._templates[name])
         return self._compiled[name]
@@ -336,6 +361,12 @@ def cut(directory: str, digest: str) -> None:
             return _REFUSED + str(fault).encode()
 
     serve(answer)
+
+
+def _no_tokens(why: str) -> RequestError:
+    return RequestError(
+        f"the model's tokenizer has no tokens for this text: {why}; try another, or send token ids"
+    )
 
 
 def _check_unicode(text: str) -> None:

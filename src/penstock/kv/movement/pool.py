@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.arch.layout import KVLayout, PlaneLayout, StateLayout
+from penstock.memory.arena import drop_pages
 from penstock.step.plan import BlockId
 
 
@@ -37,6 +38,11 @@ class KVPool:
         state, strided views `[rows, *shape]`."""
         if state is not None:
             self.layers = [planes + arrays for planes, arrays in zip(self.layers, state.layers, strict=True)]
+
+    def free(self) -> None:
+        """Forget what all blocks hold. In host memory they take none from now on, until they are used."""
+        if self.bytes.device.type == "cpu":
+            drop_pages(self.bytes)
 
     def block(self, id: BlockId) -> Tensor:
         """Return all layers of a block, uint8 `[block_bytes]`."""

@@ -13,9 +13,11 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import monotonic
 
+from penstock.api.driver import ASLEEP
 from penstock.api.sequences import PreparedPrompt
 from penstock.base.errors import EngineClosedError, PenstockError
 from penstock.server.broker.backend import Backend, Quotas
@@ -42,14 +44,14 @@ class RequestBroker:
         self._calls: set[Call] = set()
         """Calls that were taken and have not ended."""
         self.outputs = 0
-        """Outputs of all calls, that are computed or wait."""
+        """Outputs of all calls, that are computed or wait, and for which room is kept."""
         self._of_key: Counter[bytes] = Counter()
-        """Outputs of each key's calls."""
+        """Those of each key."""
         self._output_seconds_ema = _FIRST_GUESS
         """The moving average of seconds per completed call; sets Retry-After."""
         self.max_seconds: float | None = None
         """The seconds that a request may take, whatever it asks for."""
-        self._closing = False
+        self._closing = self._paused = self._aborting = False
         self._fault: BaseException | None = None
         self._over = asyncio.Event()
         self._mailbox = Mailbox(asyncio.get_running_loop(), self._deliver)
@@ -76,11 +78,9 @@ class RequestBroker:
         """Raise BusyError if there is no room for so many outputs of a key, and EngineClosedError if there
         never will be."""
         if not self.open:
-            why = f"it has failed: {self._fault}" if self._fault else "the server is shutting down"
-            raise EngineClosedError(
-                f"the server takes no more requests, since {why}; send the request to another server, or "
-                "again later"
-            )
+            raise self._closed()
+        if self._paused:
+            raise EngineClosedError(ASLEEP)
         quotas, largest = self._quotas, self._quotas.largest_request
         if asked > largest:
             raise BusyError(
@@ -100,6 +100,52 @@ class RequestBroker:
                     min(max(1.0, wait), _LONGEST_WAIT),
                 )
 
+    def _closed(self) -> EngineClosedError:
+        why = f"it has failed: {self._fault}" if self._fault else "the server is shutting down"
+        return EngineClosedError(
+            f"the server takes no more requests, since {why}; send the request to another server, or again "
+            "later"
+        )
+
+    @property
+    def paused(self) -> bool:
+        """Tell whether no calls are taken, since the model sleeps or is about to."""
+        return self._paused
+
+    def pause(self) -> None:
+        """Take no calls until `go_on`: the model goes to sleep."""
+        self._paused = True
+
+    def go_on(self) -> None:
+        """Take calls again."""
+        self._paused = self._aborting = False
+
+    def abort(self) -> None:
+        """End all calls, since the model goes to sleep."""
+        self._aborting = True
+        for call in list(self._calls):
+            self._break_off(call, _ended())
+
+    @contextmanager
+    def room(self, wanted: int, owner: bytes = b"") -> Iterator[int]:
+        """Keep room for a request that submits its prompts in turns, for as many outputs as are computed at a
+        time for one key: no more than so many, and where there is less room for as many as there is. Yield
+        how many these are. Raise what `check_room` does.
+
+        Like a call, such a request is under way until its end: whoever waits for calls waits for it, also
+        between two turns.
+        """
+        self.check_room(1, owner)
+        quotas = self._quotas
+        free = min(quotas.total - self.outputs, quotas.per_key - self._of_key[owner])
+        kept = min(wanted, free, quotas.running_per_key)
+        self._count(owner, kept)
+        try:
+            yield kept
+        finally:
+            if not self._over.is_set():  # All was forgotten then.
+                self._count(owner, -kept)
+
     def allowed_seconds(self, wanted: float | None) -> float | None:
         """Return the seconds that a request may take which wants so many; None is any."""
         given = [one for one in (wanted, self.max_seconds) if one is not None]
@@ -111,6 +157,8 @@ class RequestBroker:
         wanted: float | None = None,
         since: float | None = None,
         owner: bytes = b"",
+        *,
+        kept: bool = False,
     ) -> list[Call]:
         """Return a call for each prompt of a request; none is begun unless all are. Raise what `check_room`
         does.
@@ -118,13 +166,19 @@ class RequestBroker:
         wanted: seconds after which they end with DeadlineError.
         since: when the request came, in seconds of monotonic(), from which these run; None is now.
         owner: stands for the key that has sent it.
+        kept: whether room for them is kept; such a request is under way.
         """
-        asked = sum(len(one.samplings) for one in prompts)
-        self.check_room(asked, owner)
-        calls = [Call(self.leave, one, owner) for one in prompts]
+        if kept:
+            if self._over.is_set():
+                raise self._closed()
+            if self._aborting:
+                raise _ended()
+        else:
+            self.check_room(sum(len(one.samplings) for one in prompts), owner)
+        calls = [Call(self.leave, one, owner, room=0 if kept else len(one.samplings)) for one in prompts]
         self._calls.update(calls)
-        self.outputs += asked
-        self._of_key[owner] += asked
+        for call in calls:
+            self._count(owner, call.room)
         seconds, gone = self.allowed_seconds(wanted), 0.0 if since is None else monotonic() - since
         for call in calls:
             if seconds is not None:
@@ -138,7 +192,7 @@ class RequestBroker:
         end them."""
         self._closing = True
         late = monotonic() + patience
-        while self._calls and monotonic() < late and not (hurry() or self._over.is_set()):
+        while self.outputs and monotonic() < late and not (hurry() or self._over.is_set()):
             await asyncio.sleep(0.01)
         self._mailbox.send(None)
         await self._over.wait()
@@ -168,10 +222,13 @@ class RequestBroker:
     def _forget(self, call: Call) -> None:
         """Count a call no more, which has ended."""
         self._calls.discard(call)
-        self.outputs -= len(call.prompt.samplings)
-        self._of_key[call.owner] -= len(call.prompt.samplings)
-        if not self._of_key[call.owner]:
-            del self._of_key[call.owner]
+        self._count(call.owner, -call.room)
+
+    def _count(self, owner: bytes, more: int) -> None:
+        self.outputs += more
+        self._of_key[owner] += more
+        if not self._of_key[owner]:
+            del self._of_key[owner]
 
     def _deliver(self) -> None:
         """Give calls what the backend has reported of them."""
@@ -227,3 +284,7 @@ class RequestBroker:
         self._of_key.clear()
         self.outputs = 0
         self._over.set()
+
+
+def _ended() -> EngineClosedError:
+    return EngineClosedError(f"the request has ended, since {ASLEEP}")

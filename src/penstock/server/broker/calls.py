@@ -41,9 +41,12 @@ class Call:
         its first output left the engine's queue, and its first and its latest piece came; 0 until then.
     """
 
-    def __init__(self, leave: Callable[["Call"], None], prompt: PreparedPrompt, owner: bytes = b"") -> None:
-        """leave: ends a call that its client wants no more. owner: stands for the key of its client."""
-        self.prompt, self.owner = prompt, owner
+    def __init__(
+        self, leave: Callable[["Call"], None], prompt: PreparedPrompt, owner: bytes = b"", *, room: int = 0
+    ) -> None:
+        """leave: ends a call that its client wants no more. owner: stands for the key of its client. room:
+        outputs that it counts for; 0 in room that is kept for its request."""
+        self.prompt, self.owner, self.room = prompt, owner, room
         self.arrival_time = monotonic()
         self.scheduled_time = self.first_token_time = self.last_token_time = 0.0
         self.group: SequenceGroup | None = None

@@ -210,13 +210,11 @@ class _LinkRates:
 
     def of(self, counted: Mapping[str, int], now: float) -> Mapping[str, float]:
         """Return how much each has grown a second since the last look; of a look that comes too soon, the
-        rates of the one before."""
+        rates of the one before. What is less than it was is of another engine, and counts from 0."""
         seconds = now - self._when
         if seconds >= _LOOKS or not self._counted:
-            self._rates = {
-                name: (count - self._counted.get(name, count)) / seconds for name, count in counted.items()
-            }
-            self._when, self._counted = now, dict(counted)
+            before, self._when, self._counted = self._counted, now, dict(counted)
+            self._rates = {name: max(n - before.get(name, n), 0) / seconds for name, n in counted.items()}
         return self._rates
 
 

@@ -23,13 +23,14 @@ from penstock.server.answers.responses import read_response
 from penstock.server.broker.metrics import CONTENT_TYPE
 from penstock.server.http import ollama
 from penstock.server.http.asking import asked_of, body_of, check_model, in_time, prepared_for
-from penstock.server.http.embedding import embed
+from penstock.server.http.embedding import embed, score
 from penstock.server.http.errors import error_response, no_route
 from penstock.server.http.keys import NO_OWNER, owner_of
 from penstock.server.http.openapi import described
 from penstock.server.http.origins import OriginGuard, shared_with
 from penstock.server.http.page import FILES, page_file
 from penstock.server.http.sending import GONE, completed, json_response, responded, told_ignored
+from penstock.server.http.sleeping import is_sleeping, sleep, wake_up
 from penstock.server.http.state import ServerSettings, ServerState
 from penstock.server.monitoring.logs import note_request
 from penstock.server.monitoring.records import RecordMiddleware, RequestRecord, record_of
@@ -38,6 +39,7 @@ from penstock.server.wire.embeddings import EmbeddingsRequest
 from penstock.server.wire.messages import CountTokensRequest, MessagesRequest
 from penstock.server.wire.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from penstock.server.wire.responses import ResponsesRequest
+from penstock.server.wire.scores import RERANK_PATHS, SCORE_PATHS, RerankRequest, ScoreRequest
 
 
 def application(server: ServerState) -> ASGIApp:
@@ -48,6 +50,9 @@ def application(server: ServerState) -> ASGIApp:
         ("GET", "/openapi.json", _openapi),
         ("GET", "/version", _version),
         ("POST", "/reset_prefix_cache", _reset_prefix_cache),
+        ("POST", "/sleep", sleep),
+        ("POST", "/wake_up", wake_up),
+        ("GET", "/is_sleeping", is_sleeping),
         ("GET", "/metrics", _metrics),
         ("GET", "/state", _state),
         ("GET", "/experts", _experts),
@@ -56,6 +61,8 @@ def application(server: ServerState) -> ASGIApp:
         ("POST", "/v1/chat/completions", partial(_generate, kind=ChatRequest)),
         ("POST", "/v1/completions", partial(_generate, kind=CompletionRequest)),
         ("POST", "/v1/embeddings", partial(embed, kind=EmbeddingsRequest)),
+        *[("POST", path, partial(score, kind=ScoreRequest)) for path in SCORE_PATHS],
+        *[("POST", path, partial(score, kind=RerankRequest)) for path in RERANK_PATHS],
         ("POST", "/v1/responses", _respond),
         ("GET", "/v1/responses/{name}", _response),
         ("DELETE", "/v1/responses/{name}", _drop),
@@ -164,6 +171,8 @@ async def _ready(server: ServerState, request: Request) -> Response:
         status = "loading"
     elif server.fleet is not None and not server.fleet.replicas:
         status = "waiting for a replica"
+    elif server.bed is not None and server.bed.asleep:
+        status = "asleep"
     else:
         status = "ready" if server.broker.open else "closing"
     return json_response({"status": status}, 200 if status == "ready" else 503)

@@ -21,7 +21,7 @@ from penstock.server.http.uploads import SMALL
 from penstock.server.monitoring.records import record_of
 from penstock.server.parsing.dialects import Dialect
 from penstock.server.wire.decoding import FieldError, decoded, expect_few_values
-from penstock.server.wire.embeddings import InputsRequest
+from penstock.server.wire.embeddings import PooledRequest
 from penstock.server.wire.messages import CountTokensRequest
 from penstock.server.wire.ollama import OllamaRequest
 from penstock.server.wire.requests import ChatRequest, CompletionRequest
@@ -36,9 +36,9 @@ G = TypeVar(
     | ResponsesRequest
     | CountTokensRequest
     | OllamaRequest
-    | InputsRequest,
+    | PooledRequest,
 )
-"""A request for tokens, or for embeddings."""
+"""A request for tokens, for embeddings or for scores."""
 
 
 async def body_of(server: ServerState, request: Request, kind: type[T], check: Callable[[T], object]) -> T:

@@ -5,7 +5,7 @@ Nothing of it depends on the model, so every client that reaches the server may 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
@@ -16,7 +16,14 @@ from penstock.server.answers.ollama import LINES
 from penstock.server.answers.protocols import MESSAGES
 from penstock.server.http.page import FILES
 from penstock.server.monitoring.state import ExpertsState, State
-from penstock.server.wire import embeddings, message_shapes, ollama_shapes, response_shapes, shapes
+from penstock.server.wire import (
+    embeddings,
+    message_shapes,
+    ollama_shapes,
+    response_shapes,
+    scores,
+    shapes,
+)
 from penstock.server.wire.messages import CountTokensRequest, MessagesRequest
 from penstock.server.wire.ollama import OllamaChatRequest, OllamaGenerateRequest, ShowRequest
 from penstock.server.wire.requests import (
@@ -61,6 +68,8 @@ class RouteSpec:
     """The media type of events; others than this have a line of JSON for each."""
     leads: tuple[str, ...] = ()
     """To operations that take the answer's id as their name."""
+    query: Mapping[str, Json] = field(default_factory=dict)
+    """Schemas of what may be in the query."""
 
 
 _READS, _GENERATES = (400, 404, 413, 429, 503), (400, 404, 413, 429, 503, 504)
@@ -94,6 +103,28 @@ OPERATIONS = (
         embeddings.EmbeddingsRequest,
         refused=_GENERATES,
     ),
+    *[
+        RouteSpec(
+            "post",
+            path,
+            "How well texts answer others",
+            scores.ScoreList,
+            scores.ScoreRequest,
+            refused=_GENERATES,
+        )
+        for path in scores.SCORE_PATHS
+    ],
+    *[
+        RouteSpec(
+            "post",
+            path,
+            "Rank documents for a query",
+            scores.Ranking,
+            scores.RerankRequest,
+            refused=_GENERATES,
+        )
+        for path in scores.RERANK_PATHS
+    ],
     RouteSpec(
         "post",
         "/v1/responses",
@@ -206,6 +237,16 @@ OPERATIONS = (
         shapes.ClearedCache,
         refused=(403, 501, 503),
     ),
+    RouteSpec(
+        "post",
+        "/sleep",
+        "Free the model's memory",
+        shapes.SleepAnswer,
+        refused=(400, 403, 501, 503),
+        query={"level": {"enum": [1, 2], "default": 1}, "mode": {"enum": ["wait", "abort"]}},
+    ),
+    RouteSpec("post", "/wake_up", "End a sleep", shapes.SleepAnswer, refused=(403, 501, 503)),
+    RouteSpec("get", "/is_sleeping", "Whether the model is asleep", shapes.SleepAnswer, refused=(503,)),
     RouteSpec("get", "/metrics", "Counts and times, for Prometheus", "text/plain"),
     RouteSpec("get", "/state", "The machine at this moment", State, refused=(503,)),
     RouteSpec("get", "/experts", "How each expert is used, and where it is", ExpertsState, refused=(503,)),
@@ -292,11 +333,11 @@ def described(*, keys: bool) -> bytes:
     }
     ordered = sorted(kinds, key=lambda kind: kind.__name__)
     references, schemas = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
-    for (name, field), exact in _EXACT.items():
-        schemas[name]["properties"][field] = exact
+    for (name, one_field), exact in _EXACT.items():
+        schemas[name]["properties"][one_field] = exact
     for asked in {one.asked.__name__ for one in OPERATIONS if one.asked is not None}:
-        for field, within in RANGES.items():
-            entry = schemas[asked]["properties"].get(field, {})
+        for name, within in RANGES.items():
+            entry = schemas[asked]["properties"].get(name, {})
             for kind in entry.get("anyOf", [entry]):
                 kind.update(within if kind.get("type") in ("integer", "number") else {})
     known = dict(zip(ordered, references, strict=True))
@@ -324,10 +365,11 @@ def described(*, keys: bool) -> bytes:
 def _operation(one: RouteSpec, known: Mapping[type, Json], *, keys: bool) -> Json:
     entry: Json = {"summary": one.what, "operationId": _name(one)}
     names = [part[1:-1] for part in one.path.split("/") if part.startswith("{")]
-    if names:
-        entry["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+    ] + [{"name": name, "in": "query", "schema": schema} for name, schema in one.query.items()]
+    if parameters:
+        entry["parameters"] = parameters
     if one.asked is not None:
         entry["requestBody"] = {
             "required": True,

@@ -12,17 +12,19 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message as Event
 from starlette.types import Receive, Scope, Send
 
-from penstock.api.outputs import Delta
+from penstock.api.outputs import Completion, Delta
 from penstock.api.sequences import PreparedPrompt
 from penstock.base.errors import PenstockError
 from penstock.server.answers.completions import AnswerWriter, error
 from penstock.server.answers.embeddings import EmbeddingWriter
+from penstock.server.answers.scores import ScoreWriter
 from penstock.server.broker.broker import RequestBroker
 from penstock.server.broker.calls import Call
 from penstock.server.http.connection import Connection, connection_of
 from penstock.server.monitoring.records import record_of
-from penstock.server.wire.embeddings import InputsRequest
+from penstock.server.wire.embeddings import InputsRequest, PooledRequest
 from penstock.server.wire.requests import ChatRequest, CompletionRequest, TokenRequest
+from penstock.server.wire.scores import PairsRequest
 
 T = TypeVar("T")
 _LOG = logging.getLogger("penstock")
@@ -115,6 +117,31 @@ async def embedded(
     return await _whole(request, calls, whole())
 
 
+async def scored(
+    request: Request,
+    broker: RequestBroker,
+    ready: Sequence[PreparedPrompt],
+    writer: ScoreWriter,
+    asked: PairsRequest,
+) -> Response:
+    """Return the scores of what all prompts say, as many at a time as there is room for. A client that goes
+    takes its calls with it."""
+    calls, record = list[Call](), record_of(request)
+
+    async def whole() -> object:
+        completions = list[Completion]()
+        with broker.room(len(ready), record.owner) as most:
+            for first in range(0, len(ready), most):
+                begun = _submitted(request, broker, ready[first : first + most], asked, kept=True)
+                calls.extend(begun)
+                record.calls = calls
+                completions += [await call.completion() for call in begun]
+        # There may be many, and those beside wait for the loop.
+        return await asyncio.to_thread(writer.whole, completions)
+
+    return await _whole(request, calls, whole())
+
+
 async def responded(
     request: Request,
     broker: RequestBroker,
@@ -141,10 +168,12 @@ def _submitted(
     request: Request,
     broker: RequestBroker,
     ready: Sequence[PreparedPrompt],
-    asked: TokenRequest | InputsRequest,
+    asked: TokenRequest | PooledRequest,
+    *,
+    kept: bool = False,
 ) -> Sequence[Call]:
     record = record_of(request)
-    record.calls = broker.submit(ready, asked.timeout, record.began, record.owner)
+    record.calls = broker.submit(ready, asked.timeout, record.began, record.owner, kept=kept)
     record.model, record.streams = asked.model, asked.streams
     return record.calls
 

@@ -9,6 +9,7 @@ from penstock.api.reader import PromptReader
 from penstock.base.errors import EngineClosedError
 from penstock.server.answers.store import ResponseStore
 from penstock.server.broker.backend import Backend, LocalBackend
+from penstock.server.broker.bed import Bed
 from penstock.server.broker.broker import RequestBroker
 from penstock.server.broker.metrics import Metrics
 from penstock.server.fleet.backend import RemoteBackend
@@ -50,6 +51,7 @@ class ServerState:
     dialect: how the model writes reasoning and calls of tools.
     facts: of the model that is loaded.
     clear_prefixes: forgets all prefixes that are kept, and returns how many blocks they had; on any thread.
+    bed: puts the model to sleep, if it is in this process.
     """
 
     settings: ServerSettings
@@ -63,6 +65,7 @@ class ServerState:
     dialect: Dialect | None = None
     facts: ModelFacts = field(default_factory=ModelFacts)
     clear_prefixes: Callable[[], int] | None = None
+    bed: Bed | None = None
     refusals: RefusalThrottle = field(default_factory=RefusalThrottle)
     responses: ResponseStore = field(init=False)
     uploads: Uploads = field(init=False)
@@ -91,6 +94,7 @@ class ServerState:
         if isinstance(backend, RemoteBackend):
             self.fleet = backend
         elif isinstance(backend, LocalBackend):
+            self.bed = Bed(backend.llm, broker)
             self.facts = ModelFacts.of(backend.llm)
             self.clear_prefixes = backend.llm.clear_prefix_cache
             self.monitor = StateMonitor(backend, broker, self.settings.names[0])

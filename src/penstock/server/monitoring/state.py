@@ -215,6 +215,11 @@ class _Look:
     counts: MeterSample
     stats: Stats
 
+    def is_of_another(self, before: "_Look") -> bool:
+        """Tell whether it is of another engine than one before, which counts from 0: the model has slept."""
+        ours, theirs = self.counts.weights.passes, before.counts.weights.passes
+        return self.stats.steps < before.stats.steps or ours < theirs
+
 
 class StateMonitor:
     """Looks at a model again and again. Runs on the broker's loop: it reads what steps change as they leave
@@ -248,7 +253,7 @@ class StateMonitor:
             format=name_of(spec.format),
             device=device_name(self._on, self._llm.threads),
             longest=self._llm.limits.max_model_len,
-            open=self._broker.open,
+            open=self._broker.open and not self._broker.paused,
             running=stats.running,
             waiting=max(self._broker.outputs - stats.running, stats.waiting),
             output_tokens=stats.output_tokens,
@@ -286,7 +291,7 @@ class StateMonitor:
         """Return the look from which on rates are taken."""
         seen, when = self._seen, now.counts.when
         window = max(_WINDOW, 2 * now.counts.weights.predicted) if now.counts.weights.streams else _WINDOW
-        if seen and when - seen[-1].counts.when > max(_STALE, window):
+        if seen and (when - seen[-1].counts.when > max(_STALE, window) or now.is_of_another(seen[-1])):
             seen.clear()
         if not seen or when - seen[-1].counts.when >= _CLOSE:
             seen.append(now)

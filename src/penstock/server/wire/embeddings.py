@@ -11,13 +11,10 @@ from penstock.server.wire.requests import MOST_PROMPTS, Priority, Salt, Timeout
 from penstock.server.wire.shapes import AnswerObject
 
 
-class InputsRequest(Struct, kw_only=True, dict=True):
-    """Declares what all requests for embeddings have."""
+class PooledRequest(Struct, kw_only=True, dict=True):
+    """Declares what all requests for hidden states have: for embeddings, and for scores."""
 
     model: str
-    input: str | list[Any]
-    """Text or token ids, or a list of these."""
-    dimensions: int | None = None
     # Beside those of others:
     priority: Priority = 0
     timeout: Timeout | None = None
@@ -30,8 +27,24 @@ class InputsRequest(Struct, kw_only=True, dict=True):
 
     @property
     def streams(self) -> bool:
-        """Tell whether the answer is a stream, which embeddings are not."""
+        """Tell whether the answer is a stream, which these are not."""
         return False
+
+    @property
+    def outputs(self) -> int:
+        """Count the outputs for which there must be room."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise FieldError for what the fields do not allow together."""
+
+
+class InputsRequest(PooledRequest, kw_only=True):
+    """Declares what all requests for embeddings have."""
+
+    input: str | list[Any]
+    """Text or token ids, or a list of these."""
+    dimensions: int | None = None
 
     @property
     def shortens(self) -> bool:

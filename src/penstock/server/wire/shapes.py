@@ -257,7 +257,15 @@ class ClearedCache(AnswerObject):
     cleared_blocks: int
 
 
+class SleepAnswer(AnswerObject):
+    """Tells whether the model is asleep, and of one that was just put to sleep where its weights are."""
+
+    is_sleeping: bool
+    level: Literal[1, 2] | UnsetType = UNSET
+    weights: Literal["host memory", "page cache", "disk"] | UnsetType = UNSET
+
+
 class Status(AnswerObject):
     """Gives the status of a server."""
 
-    status: Literal["alive", "ready", "loading", "closing", "waiting for a replica"]
+    status: Literal["alive", "ready", "loading", "closing", "asleep", "waiting for a replica"]

@@ -28,6 +28,7 @@ from penstock.weights.checkpoint.generation import GenerationDefaults, open_gene
 from penstock.weights.checkpoint.gguf import GGUFWeights
 from penstock.weights.checkpoint.identity import Digests, Hashing, Memory, same_bytes_remembered
 from penstock.weights.checkpoint.links import expect_inside
+from penstock.weights.checkpoint.scoring import SCORE, classifies, made_head
 from penstock.weights.checkpoint.shards import EMBEDDING, HEAD, MAX_TENSORS, Shards, ShardTensor, WeightFiles
 from penstock.weights.checkpoint.tensors import (
     EXACT,
@@ -109,7 +110,8 @@ class Checkpoint:
         shards = Shards(path)
         try:
             _check_count(path, spec, family_of(config).names, shards.tensors)
-            if shards.headless:  # What comes of the head means nothing then, and takes no weights of its own.
+            if shards.headless or (classifies(config) and HEAD not in shards.tensors):
+                # What comes of the head means nothing then, and takes no weights of its own.
                 config = {**config, "tie_word_embeddings": True}
             found = {name: _found(one) for name, one in shards.tensors.items()}
             config = with_stored(config, where, found, spec.dtype)
@@ -293,10 +295,10 @@ class Checkpoint:
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).digest()[:FINGERPRINT_BYTES]
 
     def made_files(self) -> Mapping[str, bytes]:
-        """Return the files that a directory has beside its weights, by name, where they are made of a GGUF
-        file's header; nothing for a directory. Raises CheckpointError, UnsupportedModelError."""
+        """Return the files that a pack has beside its weights, by name, where they are made: of a GGUF file's
+        header, or of a reranker's head. Raises CheckpointError, UnsupportedModelError."""
         if not is_gguf(self.path):
-            return {}
+            return made_head(self.path)
         with GGUFFiles(self.path) as files:
             made: dict[str, object] = {"generation_config.json": read_gguf_generation(files)}
         made["config.json"], tokenizer = self.config, read_gguf_tokenizer(self.path)
@@ -379,6 +381,7 @@ class Checkpoint:
         if name != HEAD:  # Which is expected, and does not come here, where nothing is tied.
             return (
                 name.endswith(".rotary_emb.inv_freq")
+                or (name == SCORE and classifies(self.config))
                 or belongs_to_drafts(name, self.spec.layers)
                 or self.spec.format.ignores(name)
             )
