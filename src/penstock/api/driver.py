@@ -9,6 +9,7 @@ from penstock.api.outputs import Delta
 from penstock.api.sequences import OutputSequence, PreparedPrompt, SequenceGroup
 from penstock.base.errors import EngineClosedError
 from penstock.engine.engine import Engine, Stats
+from penstock.sched.outlook import Outlook
 from penstock.sched.scheduler import Event
 from penstock.step.plan import RequestId
 from penstock.step.request import FinishReason
@@ -29,6 +30,8 @@ class EngineDriver:
         self._lock = threading.RLock()
         self.is_waiting = engine.scheduler.is_waiting
         """Tells whether a request still waits in the engine's queue."""
+        self.found_now = engine.scheduler.foresight.found
+        """Counts the tokens of a prompt, with its salt, whose KV is there now. For any thread."""
         self._live: dict[RequestId, OutputSequence] = {}
         self._dropped: deque[SequenceGroup] = deque()
         """Groups abandoned during a step, to be ended after it."""
@@ -53,6 +56,11 @@ class EngineDriver:
             self._sweep()
             return self._engine.stats()
 
+    def outlook(self) -> Outlook:
+        """Return what is before a new request now, for any thread."""
+        with self._lock:
+            return self._engine.outlook()
+
     def check(self) -> None:
         """Raise what has ended the engine while it had nothing to do, such as a rank that was lost."""
         with self._lock:
@@ -72,7 +80,8 @@ class EngineDriver:
                 for index, own in enumerate(ready.samplings):
                     detokenizer = ready.detokenizer()
                     request = self._engine.submit(
-                        ready.tokens, own, ready.max_tokens, ready.priority, ready.salt
+                        ready.tokens, own, ready.max_tokens, ready.priority, ready.salt,
+                        len(ready.tokens) - 1 if index else ready.found,
                     )
                     deltas = deque[Delta](maxlen=None if followed else 0)
                     sequences.append(OutputSequence(index, request, own, detokenizer, deltas))

@@ -25,6 +25,7 @@ class PreparedPrompt:
     detokenizer: makes a new detokenizer, one for each output.
     priority: the waiting prompt of the lowest number is served first.
     salt: prefixes are shared with prompts of the same salt alone.
+    found: tokens whose KV is thought to be there when its turn comes, for forecasts alone.
     """
 
     prompt: str | None
@@ -34,6 +35,7 @@ class PreparedPrompt:
     detokenizer: Callable[[], Detokenizer | None]
     priority: int = 0
     salt: bytes = b""
+    found: int = 0
 
     def salted(self, salt: bytes) -> Self:
         """Return the same prompt, which shares prefixes with prompts of this salt."""

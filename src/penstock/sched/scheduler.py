@@ -19,6 +19,7 @@ from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.ledger.host import HostLedger
 from penstock.sched.arrivals import Arrivals
+from penstock.sched.foresight import Foresight
 from penstock.sched.growth import Growth
 from penstock.sched.proofs import prove_kv, prove_plan, prove_rows
 from penstock.sched.queue import RequestQueues
@@ -158,12 +159,12 @@ class Scheduler:
         self._room = RequestRoom(limits, ledger.blocks, self.host.blocks, self._pools.long_pages)
         self.longest, self.admissible = self._room.longest, self._room.admissible
         """The most tokens of a request, and how many of output a prompt may have: see RequestRoom."""
+        self.foresight = Foresight(self._pools, self._queues, self._width, prefixes, clock)
         self._requests: dict[RequestId, Request] = {}
-        self._next_id = 0
+        self._next_id = self.wrong = 0
+        """The next request's id, and answers that ended because logits were not numbers."""
         self._flights: deque[tuple[Plan, list[Request]]] = deque()
         """Plans with shares that are not committed yet, and the requests of these shares."""
-        self.wrong = 0
-        """Answers that ended because logits were not numbers."""
 
     @property
     def busy(self) -> bool:

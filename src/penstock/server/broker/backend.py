@@ -14,10 +14,13 @@ from penstock.api.sequences import SequenceGroup
 from penstock.base.errors import PenstockError
 from penstock.engine.engine import Stats
 from penstock.server.broker.calls import Call, Update
+from penstock.server.broker.forecasts import Sight, WaitForecaster, queued_outputs
 from penstock.server.broker.mailbox import Mailbox
 
 _NAP = 0.02
 """Seconds between two looks at blocks that move between tiers while there are no calls."""
+_LOOKS = 0.02
+"""Seconds between two looks at the queues, at least, while there is something to do."""
 _GLANCE = 1.0
 """Seconds between two looks at whether the engine is still alive, then."""
 
@@ -59,6 +62,10 @@ class Backend(Protocol):
     def reader(self) -> PromptReader:
         """Reads prompts for its model, and knows the limits of what it computes."""
 
+    @property
+    def forecaster(self) -> WaitForecaster | None:
+        """Forecasts on the loop when calls have their first tokens; None if that is told by others, later."""
+
     def drive(self, mailbox: Mailbox, quotas: Quotas) -> None:
         """Carry out the calls that come through a mailbox, until it gives None. Runs on a thread of its own.
         Calls that have not ended by then are ended by the broker. Raises what keeps it from going on."""
@@ -71,13 +78,21 @@ class LocalBackend:
     """Runs calls on the engine in this process.
 
     Why this is safe. Its thread alone touches the engine's driver. `group` and `scheduled_time` of a call are
-    written before anything of it is reported, and `stats` is a frozen value that is put in place of another.
+    written before anything of it is reported, and `stats` and `sight` are frozen values that are put in place
+    of others.
     """
 
     def __init__(self, llm: LLM) -> None:
         self.llm, self.reader, self._driver = llm, llm.reader, llm.driver
         self.stats: Stats = llm.stats()
         """The engine's counts after its last step."""
+        self.sight = Sight(llm.driver.outlook())
+        """The engine's queues after its last step, or lately."""
+        self.forecaster = WaitForecaster(
+            lambda: self.sight, llm.driver.found_now, llm.limits.max_model_len
+        )
+        self._met = 0
+        """Calls that were met."""
         self._long = llm.limits.max_step_tokens // 2
         """Tokens from which a prompt is long: it may take more than what a step leaves to those behind
         another long one."""
@@ -95,6 +110,7 @@ class LocalBackend:
             began = monotonic()
             self._driver.advance()
             self.stats = self._driver.stats()
+            self._look(began)
             if self._queued:
                 self._note_scheduled(began)
             mailbox.report(self._updates())
@@ -124,6 +140,8 @@ class LocalBackend:
             if call is None:
                 self._driver.abandon(list(self._active.values()))
                 return False
+            self._met += not call.met
+            call.met = True
             if (group := self._active.pop(call, None)) is not None:
                 with suppress(ValueError):
                     self._queued.remove(call)
@@ -178,6 +196,16 @@ class LocalBackend:
             self._running[call.owner] += len(call.prompt.samplings)
         except PenstockError as fault:
             refused.append((call, (), True, fault))
+
+    def _look(self, now: float) -> None:
+        """See what is before a new call, for the loop: not after every step where these are short."""
+        if now - self.sight.outlook.when < _LOOKS and (self._active or self._waiting):
+            return
+        outlook = self._driver.outlook()
+        held = [
+            queued_outputs(call.prompt, outlook, self.llm.limits.max_model_len)[0] for call in self._waiting
+        ]
+        self.sight = Sight(outlook, self._met, tuple(held))
 
     def _note_scheduled(self, when: float) -> None:
         """Note the calls whose first output was taken from the engine's queue by the step that began then."""

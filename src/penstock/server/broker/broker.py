@@ -93,12 +93,17 @@ class RequestBroker:
             (" of this key", self._of_key[owner], quotas.per_key),
         ):
             if there + asked > most:
-                wait = self._output_seconds_ema * (there + asked - most) / quotas.running
                 raise BusyError(
                     f"{there} outputs{whose} are running or waiting, and at most {most} may be; send the "
                     "request again later",
-                    min(max(1.0, wait), _LONGEST_WAIT),
+                    min(max(1.0, self._until_ended(there + asked - most)), _LONGEST_WAIT),
                 )
+
+    def _until_ended(self, outputs: int) -> float:
+        """Return the seconds until so many outputs have ended: by forecast, or by what outputs have taken."""
+        forecaster = self._backend.forecaster
+        seconds = None if forecaster is None else forecaster.first_end(outputs)
+        return self._output_seconds_ema * outputs / self._quotas.running if seconds is None else seconds
 
     def allowed_seconds(self, wanted: float | None) -> float | None:
         """Return the seconds that a request may take which wants so many; None is any."""
@@ -127,6 +132,8 @@ class RequestBroker:
         self._of_key[owner] += asked
         seconds, gone = self.allowed_seconds(wanted), 0.0 if since is None else monotonic() - since
         for call in calls:
+            if (forecaster := self._backend.forecaster) is not None:
+                call.forecast = forecaster.forecast(call)
             if seconds is not None:
                 later = asyncio.get_running_loop().call_later
                 call.timer = later(max(seconds - gone, 0.0), self._expire, call, seconds)
@@ -182,7 +189,8 @@ class RequestBroker:
             if deltas:
                 if not call.first_token_time:
                     call.first_token_time = now
-                    self._metrics.began(now - call.arrival_time)
+                    expected = None if call.forecast is None else call.forecast.seconds
+                    self._metrics.began(now - call.arrival_time, expected)
                 else:
                     gaps.append(now - call.last_token_time)
                 call.last_token_time = now

@@ -7,6 +7,7 @@ from time import monotonic
 from penstock.api.outputs import Completion, Delta
 from penstock.api.sequences import PreparedPrompt, SequenceGroup
 from penstock.base.errors import PenstockError
+from penstock.sched.outlook import Forecast
 
 
 class BusyError(PenstockError):
@@ -46,6 +47,10 @@ class Call:
         self.prompt, self.owner = prompt, owner
         self.arrival_time = monotonic()
         self.scheduled_time = self.first_token_time = self.last_token_time = 0.0
+        self.forecast: Forecast | None = None
+        """What it had before it when it came; None where nobody has said."""
+        self.met = False
+        """Whether the backend has met it. The backend's thread writes it."""
         self.group: SequenceGroup | None = None
         """Its outputs. The backend's thread writes it."""
         self.left = False

@@ -27,6 +27,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 """Up to an hour: a first token after a long prompt may take that."""
 _SECONDS_EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_OF_EXPECTED = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 _TOKENS = tuple(4**power for power in range(11))
 """Up to a million."""
 _PREFIX = "penstock:"
@@ -63,6 +64,11 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._first = self._histogram(
             "time_to_first_token_seconds", "From a request to the first token of it.", _SECONDS
+        )
+        self._off = self._histogram(
+            "time_to_first_token_of_expected",
+            "The same, in units of what was forecast when the request came.",
+            _OF_EXPECTED,
         )
         self._gap = _Gaps(
             "inter_token_latency_seconds",
@@ -121,9 +127,11 @@ class Metrics:
         """Count an answer, by its route and status."""
         self._answers.labels(route, str(status)).inc()
 
-    def began(self, seconds: float) -> None:
-        """Observe a request's first token, so many seconds after it came."""
+    def began(self, seconds: float, expected: float | None) -> None:
+        """Observe a request's first token, so many seconds after it came. expected: what was forecast."""
         self._first.observe(seconds)
+        if expected:
+            self._off.observe(seconds / expected)
 
     def went_on(self, gaps: Iterable[float]) -> None:
         """Observe more tokens of requests, each so many seconds after its last."""

@@ -1,0 +1,283 @@
+"""Forecasts when the first token of a prompt comes: it follows the queue, request by request, through steps
+that take what steps have taken.
+
+A step decodes a token of each row, and what is left of its tokens is for prompts, in the order of their
+turns. A prompt waits until there are a row and KV blocks for it, so until outputs before it have ended. How
+long these become nobody knows: an output ends by itself with the chance that was measured, or at its limit.
+The chances are spread evenly over the outputs, so that as many are short and long as is likely. Long prompts
+are computed one after the other beside the short ones, as the scheduler does it.
+
+Nothing here changes what the scheduler decides. Values are frozen, so any thread may follow them.
+"""
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from math import ceil, log, log1p
+
+from penstock.sched.pace import StepSeconds
+
+_SPREAD = 64
+_GOLDEN = (5**0.5 - 1) / 2
+_LIVES = [-log(1 - (0.5 + number * _GOLDEN) % 1) for number in range(_SPREAD)]
+"""Lives of outputs in units of their mean, evenly spread."""
+MOST_FOLLOWED = 256
+"""Requests of the queue that are followed one by one. More are assumed to be as these."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRequest:
+    """Describes a request that has a row.
+
+    tokens: tokens that it has still to compute before its next token, but for the newest; 0 if it decodes.
+    output: most tokens of output that may still come. pages: KV blocks that are free when it ends. length: of
+    prompt and output.
+    """
+
+    tokens: int
+    output: int
+    pages: int
+    length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRequest:
+    """Describes a request that waits.
+
+    tokens: tokens that it has to compute before its first token, without those whose KV is found.
+    output: most tokens of output. priority: the smallest number is served first. length: of its prompt.
+    """
+
+    tokens: int
+    output: int
+    priority: int = 0
+    length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Says what a request has before it.
+
+    place: requests that wait before it. seconds: until its first token; None if that is not known, since
+        nothing of the kind has been measured yet.
+    """
+
+    place: int
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Shows what is before a new request, at a moment between two steps.
+
+    when: the moment, in seconds of monotonic().
+    running: requests that have a row. waiting: those in the queue, in order; of many the first.
+    more: how many wait behind these.
+    pages: KV blocks that could be given to requests. rows, tokens: most of a step. size: tokens of a block.
+    doubles_at: position at which a token takes twice as long to compute as the first.
+    under_way: whether a step has been begun that takes in no other requests.
+    shares: whether the KV of equal prefixes is found.
+    """
+
+    when: float
+    running: tuple[RunningRequest, ...]
+    waiting: tuple[QueuedRequest, ...]
+    more: int
+    pages: int
+    rows: int
+    tokens: int
+    size: int
+    doubles_at: float
+    under_way: bool
+    shares: bool
+    steps: StepSeconds
+
+
+class Course:
+    """Follows an outlook. Times are in seconds since its moment, steps are counted from there."""
+
+    def __init__(self, outlook: Outlook) -> None:
+        self._outlook, self._steps, self._size = outlook, outlook.steps, outlook.size
+        self._free = float(outlook.pages)
+        self._now, self._step = 0.0, 0
+        self._filled, self._work = 0, 0.0
+        """Tokens of prompts in the step, and the same with later positions counted as more."""
+        self._long, self._long_work = 0, 0.0
+        """Tokens that long prompts lack, likewise."""
+        self._joining = self._decoding = self._held = 0
+        """Requests that decode from the next step on, rows that the step decodes, and rows that are taken."""
+        self._mean = -1 / log1p(-min(outlook.steps.ends, 0.99)) if outlook.steps.ends else 0.0
+        """Mean tokens of an output that ends by itself; 0 if none does."""
+        self._met = 0
+        self._ends: list[tuple[int, int]] = []
+        """The step before which each output has ended, and the blocks that it gives back: a heap."""
+        self.relied = False
+        """Whether it had to wait for outputs to end."""
+        self.times: list[float] = []
+        """When each request of the queue has its first token; of none where nothing was measured."""
+        if not outlook.steps.known:
+            return
+        self._run(outlook.running)
+        if outlook.under_way and self._held:
+            self._close()
+        for queued in outlook.waiting:
+            self.times.append(self.add(queued))
+        if outlook.more and self.times:
+            self._now += outlook.more * (self._now + self._last()) / len(self.times)
+
+    def _run(self, running: Sequence[RunningRequest]) -> None:
+        self._held, self._decoding = len(running), sum(not one.tokens for one in running)
+        self._ends = [(self._life(one.output), one.pages) for one in running if not one.tokens]
+        heapify(self._ends)
+        for one in running:
+            if one.tokens:
+                self._admit(QueuedRequest(one.tokens, one.output, 0, one.length), one.pages)
+
+    def copy(self) -> "Course":
+        """Return the same course, to be followed another way."""
+        other = copy(self)
+        other._ends = self._ends[:]
+        return other
+
+    # ---- one request after the other
+
+    def add(self, queued: QueuedRequest, since: float = 0.0) -> float:
+        """Take in the next request of the queue. Return when its first token comes.
+
+        since: when it has come; steps that were begun before are without it.
+        """
+        pages = -(-queued.tokens // self._size)
+        while self._ends and (self._held >= self._outlook.rows or self._free - self._held < pages):
+            self.relied = True
+            self._pass(self._ends[0][0])
+        if self._now < since:
+            self._wait(since)
+        self._held += 1
+        self._free -= pages
+        return self._admit(queued, pages)
+
+    def _admit(self, queued: QueuedRequest, pages: int) -> float:
+        tokens = queued.tokens
+        work = 1 + (queued.length - tokens / 2) / self._outlook.doubles_at
+        if tokens > self._outlook.tokens // 2:
+            # It is computed behind other long ones and beside short ones.
+            self._long += tokens
+            self._long_work += tokens * work
+            room = max(self._outlook.tokens - self._decoding, 1)
+            whole, rest = divmod(self._long, room)
+            each = self._long_work / self._long
+            self._end_with(self._step + whole + 1, queued.output, pages)
+            return (
+                self._now
+                + whole * self._steps.chunk(room * each + self._decoding)
+                + (self._steps.chunk(rest * each + self._decoding) if rest else 0.0)
+            )
+        self._compute(tokens, work)
+        self._joining += 1
+        self._end_with(self._step + 1, queued.output, pages)
+        return self._now + self._last()
+
+    def _end_with(self, begin: int, output: int, pages: int) -> None:
+        life = self._life(output)
+        heappush(self._ends, (begin + life - 1, pages + life // self._size))
+
+    def _life(self, output: int) -> int:
+        """Return how many tokens an output has: the most that it may have, or fewer."""
+        self._met += 1
+        if not self._mean:
+            return output
+        return min(output, ceil(self._mean * _LIVES[self._met % _SPREAD]))
+
+    def _compute(self, tokens: int, work: float) -> None:
+        """Compute tokens of a prompt: in this step, and in as many more as it takes. work: of each."""
+        whole = max(self._outlook.tokens - self._decoding, 1)
+        if self._long:  # A prompt that is not finished leaves half of a step to those that are.
+            whole -= whole // 2
+        if tokens > (room := max(whole - self._filled, 0)):
+            self._filled += room
+            self._work += room * work
+            count, tokens = divmod(tokens - room - 1, whole)
+            tokens += 1
+            self._close()
+            if count:
+                self._now += count * self._steps.chunk(whole * work + self._decoding)
+                self._step += count
+                self._give_back()
+        self._filled += tokens
+        self._work += tokens * work
+
+    # ---- steps
+
+    def _last(self) -> float:
+        """Return the seconds of the step as it is filled now."""
+        rows, work = self._decoding, self._work
+        if self._long:
+            part = min(max(self._outlook.tokens - rows - self._filled, 0), self._long)
+            work += part * self._long_work / self._long
+        return self._steps.chunk(rows + work) if work else self._steps.decode(rows) if rows else 0.0
+
+    def _close(self) -> None:
+        """End the step. Its outputs have one more token."""
+        self._now += self._last()
+        self._step += 1
+        self._free -= self._decoding / self._size
+        if self._long:
+            part = min(max(self._outlook.tokens - self._decoding - self._filled, 0), self._long)
+            self._long_work -= part * self._long_work / self._long
+            self._long -= part
+            # It decodes from now on, as far as that matters.
+            self._decoding += not self._long
+        self._decoding += self._joining
+        self._filled = self._joining = 0
+        self._work = 0.0
+        self._give_back()
+
+    def _give_back(self) -> None:
+        ends = self._ends
+        while ends and ends[0][0] <= self._step:
+            self._free += heappop(ends)[1]
+            self._held -= 1
+            self._decoding = max(self._decoding - 1, 0)
+
+    def _pass(self, step: int) -> None:
+        """End all steps before this one. Between two ends of outputs all steps are alike."""
+        if self._filled or self._joining:
+            self._close()
+        while self._long and self._step < step:
+            self._close()
+        count = step - self._step
+        if count > 0:
+            self._now += count * self._last()
+            self._free -= count * self._decoding / self._size
+            self._step = step
+        self._give_back()
+
+    def _wait(self, since: float) -> None:
+        """End all steps that were begun before this moment."""
+        if self._held:
+            self._close()
+        while self._now < since and self._ends and (each := self._last()) > 0:
+            step = self._step + ceil((since - self._now) / each)
+            self._pass(min(step, max(self._ends[0][0], self._step + 1)))
+        self._now = max(self._now, since)
+
+    # ---- what is asked
+
+    def forecast(self, queued: QueuedRequest, now: float) -> float | None:
+        """Take in one more request, which comes now, in seconds of monotonic(). Return the seconds until its
+        first token; None if that is not known."""
+        if not self._steps.known:
+            return None
+        since = now - self._outlook.when
+        seconds = max(self.add(queued, since) - since, 0.0)
+        return None if self.relied and self._steps.ends is None else seconds
+
+    def first_end(self, count: int) -> float | None:
+        """Return when so many outputs have ended; None if that is not known."""
+        if self._steps.ends is None or not self._steps.known:
+            return None
+        for _ in range(count):
+            if self._ends:
+                self._pass(self._ends[0][0])
+        return self._now
