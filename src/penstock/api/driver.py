@@ -4,12 +4,13 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from penstock.api.outputs import Delta
 from penstock.api.sequences import OutputSequence, PreparedPrompt, SequenceGroup
 from penstock.base.errors import EngineClosedError
 from penstock.engine.engine import Engine, Stats
-from penstock.sched.outlook import Outlook
+from penstock.sched.outlook import Course, Forecast, Outlook
 from penstock.sched.scheduler import Event
 from penstock.step.plan import RequestId
 from penstock.step.request import FinishReason
@@ -61,6 +62,15 @@ class EngineDriver:
         with self._lock:
             return self._engine.outlook()
 
+    def forecast(self, ready: PreparedPrompt) -> Forecast:
+        """Return what a prompt would have before it, and when its first token would come."""
+        with self._lock:
+            outlook = self._engine.outlook().before(ready.priority)
+            ready = replace(ready, found=self.found_now(ready.tokens, ready.salt))
+            first, *_ = ready.queued(outlook, self._engine.scheduler.longest)
+            seconds = Course(outlook).forecast(first, outlook.when)
+        return Forecast(len(outlook.waiting) + outlook.more, seconds)
+
     def check(self) -> None:
         """Raise what has ended the engine while it had nothing to do, such as a rank that was lost."""
         with self._lock:
@@ -80,7 +90,11 @@ class EngineDriver:
                 for index, own in enumerate(ready.samplings):
                     detokenizer = ready.detokenizer()
                     request = self._engine.submit(
-                        ready.tokens, own, ready.max_tokens, ready.priority, ready.salt,
+                        ready.tokens,
+                        own,
+                        ready.max_tokens,
+                        ready.priority,
+                        ready.salt,
                         len(ready.tokens) - 1 if index else ready.found,
                     )
                     deltas = deque[Delta](maxlen=None if followed else 0)

@@ -12,7 +12,7 @@ Nothing here changes what the scheduler decides. Values are frozen, so any threa
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from math import ceil, log, log1p
 
@@ -92,6 +92,12 @@ class Outlook:
     under_way: bool
     shares: bool
     steps: StepSeconds
+
+    def before(self, priority: int) -> "Outlook":
+        """Return what is before a request of a priority: those that are less urgent wait behind it."""
+        waiting = tuple(one for one in self.waiting if one.priority <= priority)
+        more = self.more if len(waiting) == len(self.waiting) else 0
+        return replace(self, waiting=waiting, more=more)
 
 
 class Course:
@@ -271,7 +277,12 @@ class Course:
             return None
         since = now - self._outlook.when
         seconds = max(self.add(queued, since) - since, 0.0)
-        return None if self.relied and self._steps.ends is None else seconds
+        return seconds if self.reliable else None
+
+    @property
+    def reliable(self) -> bool:
+        """Tell whether all was measured that the times up to now depend on."""
+        return self._steps.known and not (self.relied and self._steps.ends is None)
 
     def first_end(self, count: int) -> float | None:
         """Return when so many outputs have ended; None if that is not known."""

@@ -14,7 +14,7 @@ from penstock.api.sequences import SequenceGroup
 from penstock.base.errors import PenstockError
 from penstock.engine.engine import Stats
 from penstock.server.broker.calls import Call, Update
-from penstock.server.broker.forecasts import Sight, WaitForecaster, queued_outputs
+from penstock.server.broker.forecasts import Sight, WaitForecaster
 from penstock.server.broker.mailbox import Mailbox
 
 _NAP = 0.02
@@ -88,9 +88,7 @@ class LocalBackend:
         """The engine's counts after its last step."""
         self.sight = Sight(llm.driver.outlook())
         """The engine's queues after its last step, or lately."""
-        self.forecaster = WaitForecaster(
-            lambda: self.sight, llm.driver.found_now, llm.limits.max_model_len
-        )
+        self.forecaster = WaitForecaster(lambda: self.sight, llm.driver.found_now, llm.limits.max_model_len)
         self._met = 0
         """Calls that were met."""
         self._long = llm.limits.max_step_tokens // 2
@@ -202,9 +200,8 @@ class LocalBackend:
         if now - self.sight.outlook.when < _LOOKS and (self._active or self._waiting):
             return
         outlook = self._driver.outlook()
-        held = [
-            queued_outputs(call.prompt, outlook, self.llm.limits.max_model_len)[0] for call in self._waiting
-        ]
+        longest = self.llm.limits.max_model_len
+        held = [call.prompt.queued(outlook, longest)[0] for call in self._waiting]
         self.sight = Sight(outlook, self._met, tuple(held))
 
     def _note_scheduled(self, when: float) -> None:

@@ -105,6 +105,11 @@ class RequestBroker:
         seconds = None if forecaster is None else forecaster.first_end(outputs)
         return self._output_seconds_ema * outputs / self._quotas.running if seconds is None else seconds
 
+    def queue(self, most: int) -> list[tuple[int, float | None]]:
+        """Return the outputs that wait, at most so many: see WaitForecaster.waiting."""
+        forecaster = self._backend.forecaster
+        return [] if forecaster is None else forecaster.waiting(most)
+
     def allowed_seconds(self, wanted: float | None) -> float | None:
         """Return the seconds that a request may take which wants so many; None is any."""
         given = [one for one in (wanted, self.max_seconds) if one is not None]
@@ -133,7 +138,7 @@ class RequestBroker:
         seconds, gone = self.allowed_seconds(wanted), 0.0 if since is None else monotonic() - since
         for call in calls:
             if (forecaster := self._backend.forecaster) is not None:
-                call.forecast = forecaster.forecast(call)
+                call.foretell(forecaster.forecast(call))
             if seconds is not None:
                 later = asyncio.get_running_loop().call_later
                 call.timer = later(max(seconds - gone, 0.0), self._expire, call, seconds)

@@ -11,9 +11,9 @@ short ones do not wait for those that are held back, and these wait for all shor
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from time import monotonic
 
-from penstock.api.sequences import PreparedPrompt
 from penstock.sched.outlook import Course, Forecast, Outlook, QueuedRequest
 from penstock.server.broker.calls import Call
 
@@ -39,13 +39,9 @@ class _Queue:
     """Follows a sight, and the calls that have come since, up to a priority."""
 
     def __init__(self, sight: Sight, upto: int | None) -> None:
-        outlook, self.upto = sight.outlook, upto
-        if upto is not None:
-            waiting = tuple(one for one in outlook.waiting if one.priority <= upto)
-            more = outlook.more if len(waiting) == len(outlook.waiting) else 0
-            outlook = replace(outlook, waiting=waiting, more=more)
+        outlook = sight.outlook if upto is None else sight.outlook.before(upto)
+        self._upto, self._when = upto, outlook.when
         self._most, self.course = outlook.tokens // 2, Course(outlook)
-        self._when = outlook.when
         self.place = len(outlook.waiting) + outlook.more
         """Requests that wait before the next one."""
         self._reads = any(one.length > self._most for one in outlook.waiting) or any(
@@ -59,7 +55,7 @@ class _Queue:
 
     def add(self, queued: QueuedRequest, came: float) -> float | None:
         """Take in the next request. Return the seconds from when it came to its first token, or None."""
-        if self.upto is not None and queued.priority > self.upto:
+        if self._upto is not None and queued.priority > self._upto:
             return None
         self.place += 1
         if queued.length <= self._most or not self._reads:
@@ -97,7 +93,7 @@ class WaitForecaster:
         now, sight = monotonic(), self._sight()
         found = self._found_of(call, sight.outlook) if sight.outlook.shares else 0
         prompt = call.prompt = replace(call.prompt, found=found)
-        outputs = queued_outputs(prompt, sight.outlook, self._longest)
+        outputs = prompt.queued(sight.outlook, self._longest)
         queue = self._queue
         if sight is not self._seen or queue is None:
             queue = self._queue = self._begun(sight, None)
@@ -110,6 +106,23 @@ class WaitForecaster:
         self._fresh.append((self._sent, now, outputs))
         self._sent += 1
         return Forecast(place, seconds)
+
+    def waiting(self, most: int) -> list[tuple[int, float | None]]:
+        """Return the first that wait, at most so many: the tokens of each prompt, and the seconds until its
+        first token, or None."""
+        sight, now = self._sight(), monotonic()
+        queue, passed = _Queue(sight, None), now - sight.outlook.when
+        times: list[float | None] = [max(one - passed, 0.0) for one in queue.course.times]
+        known = queue.course.reliable
+        found = [
+            (queued.length, time if known else None)
+            for queued, time in zip_longest(sight.outlook.waiting, times)
+        ]
+        for number, came, outputs in self._fresh:
+            for one in outputs if number >= sight.met else ():
+                seconds = queue.add(one, came)
+                found.append((one.length, None if seconds is None else max(seconds - (now - came), 0.0)))
+        return found[:most]
 
     def first_end(self, count: int) -> float | None:
         """Return the seconds until so many outputs have ended; None if that is not known."""
@@ -147,17 +160,6 @@ class WaitForecaster:
             last = (len(prompt.tokens) - 1) // size
             found = min(_common(prompt.tokens, before.prompt.tokens) // size, last) * size
         return max(found, self._found(prompt.tokens, prompt.salt))
-
-
-def queued_outputs(prompt: PreparedPrompt, outlook: Outlook, longest: int) -> list[QueuedRequest]:
-    """Return the outputs of a prompt, as they will wait. Those behind the first find what that computes.
-    longest: tokens of a request."""
-    length = len(prompt.tokens)
-    most = prompt.max_tokens or longest - length
-    first = QueuedRequest(max(length - prompt.found, 1), most, prompt.priority, length)
-    left = length - (length - 1) // outlook.size * outlook.size if outlook.shares else length
-    other = QueuedRequest(left, most, prompt.priority, length)
-    return [first, *[other] * (len(prompt.samplings) - 1)]
 
 
 def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
