@@ -10,7 +10,7 @@ from penstock.api.outputs import Delta
 from penstock.api.sequences import OutputSequence, PreparedPrompt, SequenceGroup
 from penstock.base.errors import EngineClosedError
 from penstock.engine.engine import Engine, Stats
-from penstock.sched.outlook import Course, Forecast, Outlook
+from penstock.sched.outlook import Course, Outlook, WaitForecast
 from penstock.sched.scheduler import Event
 from penstock.step.plan import RequestId
 from penstock.step.request import FinishReason
@@ -62,14 +62,14 @@ class EngineDriver:
         with self._lock:
             return self._engine.outlook()
 
-    def forecast(self, ready: PreparedPrompt) -> Forecast:
+    def forecast(self, ready: PreparedPrompt) -> WaitForecast:
         """Return what a prompt would have before it, and when its first token would come."""
         with self._lock:
             outlook = self._engine.outlook().before(ready.priority)
             ready = replace(ready, found=self.found_now(ready.tokens, ready.salt))
             first, *_ = ready.queued(outlook, self._engine.scheduler.longest)
             seconds = Course(outlook).forecast(first, outlook.when)
-        return Forecast(len(outlook.waiting) + outlook.more, seconds)
+        return WaitForecast(len(outlook.waiting) + outlook.more, seconds)
 
     def check(self) -> None:
         """Raise what has ended the engine while it had nothing to do, such as a rank that was lost."""

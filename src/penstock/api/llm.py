@@ -31,7 +31,7 @@ from penstock.engine.boot import Booted, boot
 from penstock.engine.engine import Progress, Stats
 from penstock.engine.placing import Override, RoutingSource
 from penstock.hub.models import locate
-from penstock.sched.outlook import Forecast
+from penstock.sched.outlook import WaitForecast
 from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.cache import is_pack
@@ -249,7 +249,7 @@ class LLM:
         forecast = self.driver.forecast(ready)
         return CompletionStream(self.driver, self.driver.begin(ready), until, forecast)
 
-    def forecast(self, prompt: Prompt, params: SamplingParams | None = None) -> Forecast:
+    def forecast(self, prompt: Prompt, params: SamplingParams | None = None) -> WaitForecast:
         """Return what a prompt would have before it if it were asked for now, and the seconds until its first
         token; None where nothing of the kind has been measured yet. Raises RequestError."""
         return self.driver.forecast(self.reader.read(prompt, params))

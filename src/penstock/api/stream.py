@@ -8,7 +8,7 @@ from typing import Self
 from penstock.api.driver import EngineDriver
 from penstock.api.outputs import Completion, Delta
 from penstock.api.sequences import SequenceGroup
-from penstock.sched.outlook import Forecast
+from penstock.sched.outlook import WaitForecast
 
 
 class CompletionStream:
@@ -19,7 +19,7 @@ class CompletionStream:
     """
 
     def __init__(
-        self, driver: EngineDriver, group: SequenceGroup, until: Callable[[], bool], forecast: Forecast
+        self, driver: EngineDriver, group: SequenceGroup, until: Callable[[], bool], forecast: WaitForecast
     ) -> None:
         """until: asked before every step; once it is true, the stream is closed."""
         self._driver, self._group, self._until = driver, group, until

@@ -56,7 +56,7 @@ class QueuedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class WaitForecast:
     """Says what a request has before it.
 
     place: requests that wait before it. seconds: until its first token; None if that is not known, since

@@ -8,7 +8,7 @@ from time import monotonic
 from penstock.api.outputs import Completion, Delta
 from penstock.api.sequences import PreparedPrompt, SequenceGroup
 from penstock.base.errors import PenstockError
-from penstock.sched.outlook import Forecast
+from penstock.sched.outlook import WaitForecast
 
 
 class BusyError(PenstockError):
@@ -48,7 +48,7 @@ class Call:
         self.prompt, self.owner = prompt, owner
         self.arrival_time = monotonic()
         self.scheduled_time = self.first_token_time = self.last_token_time = 0.0
-        self.forecast: Forecast | None = None
+        self.forecast: WaitForecast | None = None
         """What it had before it when it came; None where nobody has said."""
         self.met = False
         """Whether the backend has met it. The backend's thread writes it."""
@@ -75,14 +75,14 @@ class Call:
         self._whole = False
         """Whether its client waits for all of it, so that pieces that were taken were not given out."""
 
-    async def foretold(self, patience: float) -> Forecast | None:
+    async def foretold(self, patience: float) -> WaitForecast | None:
         """Return what it had before it when it came. Wait so many seconds for it if others tell it."""
         if self.forecast is None and not self.over:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._told.wait(), patience)
         return self.forecast
 
-    def foretell(self, forecast: Forecast) -> None:
+    def foretell(self, forecast: WaitForecast) -> None:
         """Note what it had before it when it came."""
         if self.forecast is None:
             self.forecast = forecast

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from time import monotonic
 
-from penstock.sched.outlook import Course, Forecast, Outlook, QueuedRequest
+from penstock.sched.outlook import Course, Outlook, QueuedRequest, WaitForecast
 from penstock.server.broker.calls import Call
 
 _MOST_ALIKE = 1024
@@ -87,7 +87,7 @@ class WaitForecaster:
         self._alike: dict[tuple[bytes, tuple[int, ...]], Call] = {}
         """The newest call whose prompt begins with a block, while it is under way."""
 
-    def forecast(self, call: Call) -> Forecast:
+    def forecast(self, call: Call) -> WaitForecast:
         """Return what a call has before it that is about to be sent, and note how much of its prompt will be
         found."""
         now, sight = monotonic(), self._sight()
@@ -105,7 +105,7 @@ class WaitForecaster:
             queue.add(one, now)
         self._fresh.append((self._sent, now, outputs))
         self._sent += 1
-        return Forecast(place, seconds)
+        return WaitForecast(place, seconds)
 
     def waiting(self, most: int) -> list[tuple[int, float | None]]:
         """Return the first that wait, at most so many: the tokens of each prompt, and the seconds until its

@@ -17,7 +17,7 @@ from penstock.api.structures import Structures
 from penstock.api.text.tokenizer import Tokenizer
 from penstock.base.errors import EngineClosedError, PenstockError
 from penstock.kv.ledger.keys import block_keys, root_key
-from penstock.sched.outlook import Forecast
+from penstock.sched.outlook import WaitForecast
 from penstock.sched.rules import admit
 from penstock.server.broker.broker import RequestBroker
 from penstock.server.broker.calls import Call
@@ -49,7 +49,7 @@ class Accepted:
     """Says that a replica has taken the request. forecast: what it has before it there."""
 
     replica: str
-    forecast: Forecast | None = None
+    forecast: WaitForecast | None = None
 
 
 @dataclass(frozen=True, slots=True)
