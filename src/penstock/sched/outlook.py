@@ -118,6 +118,8 @@ class Course:
         self._met = 0
         self._ends: list[tuple[int, int]] = []
         """The step before which each output has ended, and the blocks that it gives back: a heap."""
+        self._ended: list[float] = []
+        """When outputs have ended, one after the other."""
         self.relied = False
         """Whether it had to wait for outputs to end."""
         self.times: list[float] = []
@@ -129,8 +131,13 @@ class Course:
             self._close()
         for queued in outlook.waiting:
             self.times.append(self.add(queued))
-        if outlook.more and self.times:
-            self._now += outlook.more * (self._now + self._last()) / len(self.times)
+        if (
+            outlook.more and self.times
+        ):  # They are assumed to be as the later half of those that were followed.
+            half = len(self.times) // 2
+            self._now += (
+                outlook.more * (self.times[-1] - self.times[half]) / max(len(self.times) - 1 - half, 1)
+            )
 
     def _run(self, running: Sequence[RunningRequest]) -> None:
         self._held, self._decoding = len(running), sum(not one.tokens for one in running)
@@ -143,7 +150,7 @@ class Course:
     def copy(self) -> "Course":
         """Return the same course, to be followed another way."""
         other = copy(self)
-        other._ends = self._ends[:]
+        other._ends, other._ended = self._ends[:], []
         return other
 
     # ---- one request after the other
@@ -243,6 +250,7 @@ class Course:
         ends = self._ends
         while ends and ends[0][0] <= self._step:
             self._free += heappop(ends)[1]
+            self._ended.append(self._now)
             self._held -= 1
             self._decoding = max(self._decoding - 1, 0)
 
@@ -288,7 +296,6 @@ class Course:
         """Return when so many outputs have ended; None if that is not known."""
         if self._steps.ends is None or not self._steps.known:
             return None
-        for _ in range(count):
-            if self._ends:
-                self._pass(self._ends[0][0])
-        return self._now
+        while len(self._ended) < count and self._ends:
+            self._pass(self._ends[0][0])
+        return self._ended[min(count, len(self._ended)) - 1] if self._ended else self._now

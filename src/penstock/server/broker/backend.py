@@ -13,6 +13,7 @@ from penstock.api.reader import PromptReader
 from penstock.api.sequences import SequenceGroup
 from penstock.base.errors import PenstockError
 from penstock.engine.engine import Stats
+from penstock.sched.outlook import Course
 from penstock.server.broker.calls import Call, Update
 from penstock.server.broker.forecasts import Sight, WaitForecaster
 from penstock.server.broker.mailbox import Mailbox
@@ -20,7 +21,9 @@ from penstock.server.broker.mailbox import Mailbox
 _NAP = 0.02
 """Seconds between two looks at blocks that move between tiers while there are no calls."""
 _LOOKS = 0.02
-"""Seconds between two looks at the queues, at least, while there is something to do."""
+_LOOKING = 0.01
+"""Seconds between two looks at the queues while there is something to do, and the part of the time that they
+may take."""
 _GLANCE = 1.0
 """Seconds between two looks at whether the engine is still alive, then."""
 
@@ -86,11 +89,14 @@ class LocalBackend:
         self.llm, self.reader, self._driver = llm, llm.reader, llm.driver
         self.stats: Stats = llm.stats()
         """The engine's counts after its last step."""
-        self.sight = Sight(llm.driver.outlook())
+        outlook = llm.driver.outlook()
+        self.sight = Sight(outlook, Course(outlook))
         """The engine's queues after its last step, or lately."""
         self.forecaster = WaitForecaster(lambda: self.sight, llm.driver.found_now, llm.limits.max_model_len)
         self._met = 0
         """Calls that were met."""
+        self._looks_again = 0.0
+        """When it is time for another look at the queues, in seconds of monotonic()."""
         self._long = llm.limits.max_step_tokens // 2
         """Tokens from which a prompt is long: it may take more than what a step leaves to those behind
         another long one."""
@@ -196,13 +202,15 @@ class LocalBackend:
             refused.append((call, (), True, fault))
 
     def _look(self, now: float) -> None:
-        """See what is before a new call, for the loop: not after every step where these are short."""
-        if now - self.sight.outlook.when < _LOOKS and (self._active or self._waiting):
+        """See what is before a new call, for the loop: not after every step, where these are short or the queue
+        is long."""
+        if now < self._looks_again and (self._active or self._waiting):
             return
         outlook = self._driver.outlook()
         longest = self.llm.limits.max_model_len
         held = [call.prompt.queued(outlook, longest)[0] for call in self._waiting]
-        self.sight = Sight(outlook, self._met, tuple(held))
+        self.sight = Sight(outlook, Course(outlook), self._met, tuple(held))
+        self._looks_again = now + max(_LOOKS, (monotonic() - outlook.when) / _LOOKING)
 
     def _note_scheduled(self, when: float) -> None:
         """Note the calls whose first output was taken from the engine's queue by the step that began then."""

@@ -19,7 +19,7 @@ from penstock.server.broker.calls import Call
 
 _MOST_ALIKE = 1024
 """Prompts under way that new ones are compared with."""
-_MOST_LONG = 16
+_MOST_LONG = 8
 """Long prompts that are followed one by one."""
 
 
@@ -27,10 +27,12 @@ _MOST_LONG = 16
 class Sight:
     """Holds what a backend saw after a step.
 
-    met: calls that it had met since it began. held: prompts that wait with it, before the engine's queue.
+    course: of the outlook's queue. met: calls that it had met since it began. held: prompts that wait with it,
+    before the engine's queue.
     """
 
     outlook: Outlook
+    course: Course
     met: int = 0
     held: tuple[QueuedRequest, ...] = ()
 
@@ -40,8 +42,8 @@ class _Queue:
 
     def __init__(self, sight: Sight, upto: int | None) -> None:
         outlook = sight.outlook if upto is None else sight.outlook.before(upto)
-        self._upto, self._when = upto, outlook.when
-        self._most, self.course = outlook.tokens // 2, Course(outlook)
+        self._upto, self._most = upto, outlook.tokens // 2
+        self.course = sight.course.copy() if upto is None else Course(outlook)
         self.place = len(outlook.waiting) + outlook.more
         """Requests that wait before the next one."""
         self._reads = any(one.length > self._most for one in outlook.waiting) or any(
@@ -50,8 +52,10 @@ class _Queue:
         """Whether the engine has a long prompt."""
         self._held: list[QueuedRequest] = []
         """Long prompts that wait until it has not."""
+        self._behind: tuple[int, Course] | None = None
+        """The course that takes these in too, up to a number of them, as long as no other request comes."""
         for queued in sight.held:
-            self.add(queued, self._when)
+            self.add(queued, outlook.when)
 
     def add(self, queued: QueuedRequest, came: float) -> float | None:
         """Take in the next request. Return the seconds from when it came to its first token, or None."""
@@ -60,12 +64,18 @@ class _Queue:
         self.place += 1
         if queued.length <= self._most or not self._reads:
             self._reads |= queued.length > self._most
+            self._behind = None
             return self.course.forecast(queued, came)
         self._held.append(queued)
-        beside, seconds = self.course.copy(), None
-        for one in self._held[:_MOST_LONG]:
-            seconds = beside.forecast(one, came)
-        return seconds if seconds is None else seconds * max(len(self._held) / _MOST_LONG, 1.0)
+        count, course = self._behind or (0, self.course.copy())
+        more, seconds = self._held[count:], None
+        for one in more[-_MOST_LONG:]:
+            seconds = course.forecast(one, came)
+        if len(more) <= _MOST_LONG:
+            self._behind = len(self._held), course
+        elif seconds is not None:  # Those before are as these.
+            seconds *= len(more) / _MOST_LONG
+        return seconds
 
 
 class WaitForecaster:
@@ -112,8 +122,8 @@ class WaitForecaster:
         first token, or None."""
         sight, now = self._sight(), monotonic()
         queue, passed = _Queue(sight, None), now - sight.outlook.when
-        times: list[float | None] = [max(one - passed, 0.0) for one in queue.course.times]
-        known = queue.course.reliable
+        times: list[float | None] = [max(one - passed, 0.0) for one in sight.course.times]
+        known = sight.course.reliable
         found = [
             (queued.length, time if known else None)
             for queued, time in zip_longest(sight.outlook.waiting, times)
