@@ -1,21 +1,25 @@
 """First tokens come when it was forecast, against a device that takes the same time for the same step, in
 counted time: none passes."""
 
+import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import NamedTuple
 
 import pytest
 
+from penstock.api.sequences import PreparedPrompt
 from penstock.kv.ledger.blocks import BlockLedger
 from penstock.sched.outlook import Course, Outlook, QueuedRequest, RunningRequest
 from penstock.sched.pace import StepSeconds, StepTimes
 from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.scheduler import Scheduler
-from penstock.step.plan import Outcome, Result
+from penstock.server.broker.calls import Call
+from penstock.server.broker.forecasts import Sight, WaitForecaster
+from penstock.step.plan import Outcome, Plan, Result
 from penstock.step.request import FinishReason
 from worlds import ROOT, sampling
 
@@ -184,6 +188,33 @@ def test_a_long_prompt_is_waited_for_by_long_ones_alone() -> None:
     assert come[short].actual < come[long].actual / 8
 
 
+def test_who_asks_for_forecasts_changes_nothing() -> None:
+    def plans(*, asks: bool) -> list[Plan]:
+        room, made = Room(4, 60), list[Plan]()
+        dice = random.Random(7)
+        plan = room.scheduler.plan
+
+        def kept() -> Plan:
+            made.append(plan())
+            return made[-1]
+
+        room.scheduler.plan = kept  # type: ignore[method-assign]
+        for number in range(40):
+            prompt = words(dice, dice.choice((*SHORT, 400)))
+            if asks:
+                room.ask(prompt, 20, number % 2)
+            else:
+                room.scheduler.submit(prompt, sampling(end=[END]), 20, number % 2)
+            room.step()
+        room.run()
+        return made
+
+    assert plans(asks=True) == plans(asks=False)
+
+
+# ---- by hand
+
+
 STEPS = StepSeconds(((1.0, 8.0), (0.01, 0.017)), ((16.0, 256.0), (0.02, 0.1)), 0.0)
 IDLE = Outlook(0.0, (), (), 0, 1000, 4, BUDGET, SIZE, 1e9, False, True, STEPS)
 NEW = QueuedRequest(16, 10, 0, 16)
@@ -252,3 +283,102 @@ def test_a_forecast_is_cheap_and_a_long_queue_is_not_followed_to_its_end() -> No
     more = Course(replace(full, more=768)).forecast(NEW, 0.0)
     all_of_them = Course(replace(full, waiting=(NEW,) * 1024)).forecast(NEW, 0.0)
     assert more == pytest.approx(all_of_them, rel=0.15)
+
+
+# ---- on the loop
+
+
+ONE = sampling()
+
+
+def call_of(tokens: Sequence[int], most: int = 10, priority: int = 0, outputs: int = 1) -> Call:
+    return Call(
+        lambda _: None, PreparedPrompt(None, tuple(tokens), (ONE,) * outputs, most, lambda: None, priority)
+    )
+
+
+def forecaster(outlook: Outlook, found: int = 0, met: int = 0) -> tuple[WaitForecaster, list[Sight]]:
+    """What it sees may be put in place of another."""
+    outlook = replace(outlook, when=monotonic())
+    sights = [Sight(outlook, Course(outlook), met)]
+    return WaitForecaster(lambda: sights[-1], lambda tokens, salt: found, 8192), sights
+
+
+def soon(run: Callable[[], None]) -> None:
+    async def on_a_loop() -> None:
+        run()
+
+    asyncio.run(on_a_loop())
+
+
+BUSY = replace(IDLE, running=tuple(RunningRequest(0, left, 30) for left in (50, 60, 70, 80)))
+
+
+def test_calls_that_the_engine_has_not_seen_are_counted_once() -> None:
+    def run() -> None:
+        waits, sights = forecaster(BUSY)
+        first = [waits.forecast(call_of([number] * 40)) for number in range(6)]
+        assert [one.place for one in first] == list(range(6))
+        # Now the engine has met four of them, and two wait there; the other two are still on their way.
+        waiting = (NEW, NEW)
+        seen = replace(BUSY, waiting=waiting, when=monotonic())
+        sights.append(Sight(seen, Course(seen), met=4))
+        assert waits.forecast(call_of([7] * 40)).place == 2 + 2
+        assert [length for length, _ in waits.waiting(9)] == [16, 16, 40, 40, 40]
+
+    soon(run)
+
+
+def test_on_the_loop_too_who_is_less_urgent_is_left_out_and_outputs_are_counted() -> None:
+    def run() -> None:
+        waits, _ = forecaster(
+            replace(BUSY, waiting=(NEW, replace(NEW, priority=1), replace(NEW, priority=2)))
+        )
+        patient = waits.forecast(call_of([1] * 40, priority=2, outputs=3))
+        urgent = waits.forecast(call_of([2] * 40, priority=1))
+        last = waits.forecast(call_of([3] * 40, priority=2))
+        assert (patient.place, urgent.place, last.place) == (3, 2, 3 + 3 + 1)
+        assert urgent.seconds is not None
+        assert last.seconds is not None
+        assert urgent.seconds < last.seconds
+
+    soon(run)
+
+
+def test_a_prompt_finds_what_is_there_and_what_a_call_before_it_computes() -> None:
+    def run() -> None:
+        waits, _ = forecaster(IDLE, found=32)
+        calls = [call_of(prompt) for prompt in ([5] * 100, [5] * 40 + [6] * 60, [5] * 100, [6] * 100)]
+        for call in calls:
+            waits.forecast(call)
+        # Whole blocks count, and never the last token. The third has only the beginning of the one before it.
+        assert [call.prompt.found for call in calls] == [32, 32, 32, 32]
+        waits, _ = forecaster(IDLE)
+        for call in calls:
+            waits.forecast(call)
+        assert [call.prompt.found for call in calls] == [0, 32, 32, 0]
+        again = call_of([6] * 100)
+        waits.forecast(again)
+        assert again.prompt.found == 96
+        again.over = True
+        last = call_of([6] * 100)
+        waits.forecast(last)
+        assert last.prompt.found == 0, "the one before it has gone"
+
+    soon(run)
+
+
+def test_short_ones_do_not_wait_for_long_ones_that_are_held_back() -> None:
+    def run() -> None:
+        waits, _ = forecaster(replace(IDLE, rows=16))
+        long = [waits.forecast(call_of([number] * 1000)).seconds for number in range(4)]
+        short = waits.forecast(call_of([9] * 16)).seconds
+        assert None not in long
+        assert short is not None
+        assert long == sorted(long, key=float)  # type: ignore[arg-type]
+        assert long[3] == pytest.approx(4 * (long[0] or 0), rel=0.1)
+        assert short == pytest.approx(2 * STEPS.chunk(BUDGET), rel=0.1), (
+            "the step that was begun, and the next"
+        )
+
+    soon(run)

@@ -202,8 +202,7 @@ class LocalBackend:
             refused.append((call, (), True, fault))
 
     def _look(self, now: float) -> None:
-        """See what is before a new call, for the loop: not after every step, where these are short or the queue
-        is long."""
+        """See what is before a new call, for the loop; not after every step where these are short."""
         if now < self._looks_again and (self._active or self._waiting):
             return
         outlook = self._driver.outlook()

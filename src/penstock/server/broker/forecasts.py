@@ -27,8 +27,9 @@ _MOST_LONG = 8
 class Sight:
     """Holds what a backend saw after a step.
 
-    course: of the outlook's queue. met: calls that it had met since it began. held: prompts that wait with it,
-    before the engine's queue.
+    course: of the outlook's queue.
+    met: calls that it had met since it began.
+    held: prompts that wait with it, before the engine's queue.
     """
 
     outlook: Outlook
