@@ -447,6 +447,7 @@ def test_fields_without_effect_are_named_in_a_header(server: Server) -> None:
 def test_headers_say_what_was_before_a_request_and_when_its_first_token_comes(server: Server) -> None:
     """Those of a stream come before the token; until outputs have ended nobody knows who waits how long."""
     message = {"model": "shipped", "messages": TALK, "max_tokens": COUNT}
+    server.complete()
     for path, body in (
         ("/v1/completions", {"model": "shipped", "prompt": STORY, "max_tokens": COUNT}),
         ("/v1/chat/completions", message),

@@ -66,7 +66,8 @@ class EngineDriver:
         """Return what a prompt would have before it, and when its first token would come."""
         with self._lock:
             outlook = self._engine.outlook().before(ready.priority)
-            ready = replace(ready, found=self.found_now(ready.tokens, ready.salt))
+            scored = ready.samplings[0].prompt_logprobs is not None
+            ready = replace(ready, found=0 if scored else self.found_now(ready.tokens, ready.salt))
             first, *_ = ready.queued(outlook, self._engine.scheduler.longest)
             seconds = Course(outlook).forecast(first, outlook.when)
         return WaitForecast(len(outlook.waiting) + outlook.more, seconds)

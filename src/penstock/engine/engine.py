@@ -333,8 +333,8 @@ class Engine:
         return [Event(request, finish=FinishReason.ERROR, fault=fault)]
 
     def _recover(self, ranks: Ranks) -> None:
-        self._flight = None
         self.scheduler.foresight.interrupted()
+        self._flight = None
         self.scheduler.recover(ranks.settle())
         self._torn = False
 

@@ -114,10 +114,11 @@ class LocalBackend:
             began = monotonic()
             self._driver.advance()
             self.stats = self._driver.stats()
-            self._look(began)
             if self._queued:
                 self._note_scheduled(began)
-            mailbox.report(self._updates())
+            updates = self._updates()
+            self._look(began)  # Before calls are told that they are over, and others come.
+            mailbox.report(updates)
 
     def close(self) -> None:
         """Close the model."""
@@ -151,6 +152,7 @@ class LocalBackend:
                     self._queued.remove(call)
                 self._driver.abandon([group])
                 self._running[call.owner] -= len(group.sequences)
+                self._look(monotonic())
             elif not call.over:
                 if quotas.shared or self._is_long(call):
                     self._waiting.append(call)
