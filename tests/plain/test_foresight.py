@@ -226,7 +226,7 @@ def test_rows_that_decode_and_blocks_that_are_held_are_waited_for() -> None:
     alone = Course(IDLE).forecast(NEW, 0.0)
     waits = Course(full).forecast(NEW, 0.0)
     assert alone == pytest.approx(0.02)
-    assert waits == pytest.approx(5 * STEPS.decode(4) + STEPS.chunk(19))
+    assert waits == pytest.approx(5 * STEPS.decode(4) + STEPS.chunk(16, 3))
     few = replace(full, rows=16, pages=40)
     big = QueuedRequest(1000, 10, 0, 1000)
     room, tight = Course(replace(few, pages=999)).add(big), Course(few).add(big)
@@ -265,8 +265,9 @@ def test_steps_are_averaged_by_their_size_and_one_that_was_held_up_hardly_counts
     found = times.measured()
     assert 0.02 < found.decode(8) < 0.03
     assert found.decode(1) == pytest.approx(0.01)
-    assert found.chunk(108) == pytest.approx(0.1)
-    assert found.chunk(216) == pytest.approx(0.2), "beyond what was measured each token counts"
+    assert found.chunk(100, 8) == pytest.approx(0.1, rel=0.1), "what was measured, beside as many rows"
+    assert found.chunk(100) < found.chunk(100, 8)
+    assert found.chunk(200) == pytest.approx(2 * found.chunk(100)), "beyond what was measured each counts"
     assert found.ends is None
     for _ in range(500):
         times.yielded(20, 1, 1)

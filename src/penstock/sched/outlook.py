@@ -183,8 +183,8 @@ class Course:
             self._end_with(self._step + whole + 1, queued.output, pages)
             return (
                 self._now
-                + whole * self._steps.chunk(room * each + self._decoding)
-                + (self._steps.chunk(rest * each + self._decoding) if rest else 0.0)
+                + whole * self._steps.chunk(room * each, self._decoding)
+                + (self._steps.chunk(rest * each, self._decoding) if rest else 0.0)
             )
         self._compute(tokens, work)
         self._joining += 1
@@ -214,7 +214,7 @@ class Course:
             tokens += 1
             self._close()
             if count:
-                self._now += count * self._steps.chunk(whole * work + self._decoding)
+                self._now += count * self._steps.chunk(whole * work, self._decoding)
                 self._step += count
                 self._give_back()
         self._filled += tokens
@@ -228,7 +228,7 @@ class Course:
         if self._long:
             part = min(max(self._outlook.tokens - rows - self._filled, 0), self._long)
             work += part * self._long_work / self._long
-        return self._steps.chunk(rows + work) if work else self._steps.decode(rows) if rows else 0.0
+        return self._steps.chunk(work, rows) if work else self._steps.decode(rows) if rows else 0.0
 
     def _close(self) -> None:
         """End the step. Its outputs have one more token."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 _NEW = 1 / 8
 """Weight of a new measurement in a moving average."""
-_OUTLIER = 4.0
-"""A step counts as at most so many times the average before it."""
+_OUTLIER = 3.0
+"""A step counts as at most so many times the average before it, and that as at most so many times it."""
 _ENDS = 64
 """Outputs that ended by themselves from which half of what was counted is forgotten."""
 _TOKENS = 1 << 16
@@ -20,23 +20,27 @@ class _Curve:
     """Averages the seconds of steps by their size, of which there are two for each power of two."""
 
     def __init__(self) -> None:
-        self._means: dict[int, tuple[float, float]] = {}
+        self._means: dict[int, tuple[float, float, int]] = {}
+        """The mean size, its seconds, and how many steps these are of."""
         self._points: Points | None = None
 
     def add(self, size: float, seconds: float) -> None:
         key = math.frexp(size * size)[1]
         mean = self._means.get(key)
+        count = 1
         if mean is not None:
-            seconds = min(seconds, _OUTLIER * mean[1])
-            size, seconds = mean[0] + _NEW * (size - mean[0]), mean[1] + _NEW * (seconds - mean[1])
-        self._means[key] = size, seconds
+            count = mean[2] + 1
+            new, before = max(_NEW, 1 / count), min(mean[1], _OUTLIER * seconds)
+            seconds = before + new * (min(seconds, _OUTLIER * before) - before)
+            size = mean[0] + new * (size - mean[0])
+        self._means[key] = size, seconds, count
         self._points = None
 
     @property
     def points(self) -> Points:
         if self._points is None:
             found = [self._means[key] for key in sorted(self._means)]
-            self._points = tuple(size for size, _ in found), tuple(seconds for _, seconds in found)
+            self._points = tuple(one[0] for one in found), tuple(one[1] for one in found)
         return self._points
 
 
@@ -44,8 +48,8 @@ class _Curve:
 class StepSeconds:
     """Says what steps take, by what was measured up to now.
 
-    decodes: by their rows. chunks: of steps with some of a prompt, by all of their tokens, later positions
-        counted as more.
+    decodes: by their rows. chunks: of steps with some of a prompt, by the tokens of that, later positions
+        counted as more, without what rows that are decoded beside take.
     ends: the chance that an output ends by itself with its next token; None before any output has ended.
     """
 
@@ -63,20 +67,31 @@ class StepSeconds:
         sizes, seconds = self.decodes
         if not sizes:
             return self.chunk(rows)
-        if rows >= sizes[-1] and len(sizes) > 1:
-            slope = (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0])
-            return seconds[-1] + max(slope, 0.0) * (rows - sizes[-1])
+        if rows >= sizes[-1]:
+            return seconds[-1] + _each(self.decodes) * (rows - sizes[-1])
         return _between(sizes, seconds, rows)
 
-    def chunk(self, tokens: float) -> float:
-        """Return the seconds of a step of so many tokens, some of which are of a prompt."""
+    def chunk(self, tokens: float, rows: int = 0) -> float:
+        """Return the seconds of a step with so many tokens of prompts, which decodes so many rows too."""
         sizes, seconds = self.chunks
+        beside = rows * _each(self.decodes) if rows else 0.0
         if tokens > sizes[-1]:
-            return seconds[-1] * tokens / sizes[-1]
+            return beside + seconds[-1] * tokens / sizes[-1]
         if tokens < sizes[0]:
             least = self.decodes[1][0] if self.decodes[0] else 0.0
-            return max(seconds[0] * tokens / sizes[0], min(least, seconds[0]))
-        return _between(sizes, seconds, tokens)
+            return beside + max(seconds[0] * tokens / sizes[0], min(least, seconds[0]))
+        return beside + _between(sizes, seconds, tokens)
+
+
+def _each(decodes: Points) -> float:
+    """Return the seconds that one more row takes: half of its part of a step, where steps of one size are all
+    that is known."""
+    sizes, seconds = decodes
+    if not sizes or sizes[-1] == 1:
+        return 0.0
+    if len(sizes) == 1:
+        return seconds[0] / sizes[0] / 2
+    return max((seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0]), 0.0)
 
 
 def _between(sizes: tuple[float, ...], seconds: tuple[float, ...], size: float) -> float:
@@ -98,7 +113,8 @@ class StepTimes:
         """Note that a step took so many seconds. prompt: its tokens of prompts, later positions counted as
         more. rows: those that it decoded."""
         if prompt:
-            self._chunks.add(prompt + rows, seconds)
+            beside = rows * _each(self._decodes.points) if rows else 0.0
+            self._chunks.add(prompt, max(seconds - beside, seconds / 2))
         elif rows:
             self._decodes.add(rows, seconds)
 
