@@ -381,5 +381,9 @@ def test_short_ones_do_not_wait_for_long_ones_that_are_held_back() -> None:
         assert short == pytest.approx(2 * STEPS.chunk(BUDGET), rel=0.1), (
             "the step that was begun, and the next"
         )
+        waits, _ = forecaster(replace(IDLE, rows=2))
+        for number in range(4):
+            waits.forecast(call_of([number] * 1000))
+        assert waits.forecast(call_of([9] * 16)).seconds == pytest.approx(short, rel=0.1), "a row is left"
 
     soon(run)
