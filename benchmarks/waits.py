@@ -6,12 +6,14 @@ requests that come at random, against `penstock serve` on a CPU.
 The shipped model is served with few rows, so that most of a burst waits for outputs to end, and with as many
 as there are requests. Each request is a stream. What is forecast is its header X-Expected-First-Token; what
 was is the time from when it was sent to the first event. `off` is the difference as a part of what was. A
-first burst teaches the server and is told by itself: then nothing of the kind has been measured.
+first burst teaches the server and is told by itself: then nothing of the kind has been measured. The load
+average of each part says what else the machine had to do: what steps take is then not what they took.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import random
 import sys
 import tempfile
@@ -141,6 +143,7 @@ def main() -> None:
                         "flags": list(flags),
                         "prompt_tokens": list(lengths),
                         "output_tokens": list(OUTPUTS),
+                        "load_average": os.getloadavg()[0],
                         **found,
                     },
                 )
