@@ -27,6 +27,7 @@ from penstock.server.fleet import backend as remote
 from penstock.server.fleet.backend import RemoteBackend
 from penstock.server.fleet.merge import summed
 from penstock.server.fleet.requests import (
+    Accepted,
     LostError,
     OutputChunk,
     RemoteReader,
@@ -227,6 +228,23 @@ def test_a_replica_says_what_a_call_has_before_it_there(llm: LLM) -> None:
         assert await gone.foretold(LONG) is None, "it is not waited for in vain"
 
     llm.generate(STORY, GREEDY)
+    with_a_fleet(llm, work)
+
+
+def test_a_replica_says_at_once_that_it_has_a_request(llm: LLM) -> None:
+    """Before it reads the prompt, which may take long: else nobody would know with whom it was lost."""
+
+    async def work(reader: RemoteReader, broker: RequestBroker, crew: Crew) -> None:
+        own = RequestBroker(LocalBackend(llm), Metrics(), queue=1)
+        messages = computed(llm.reader, own, "one", reader.read(STORY, GREEDY).request())
+        assert await anext(messages) == Accepted("one")
+        assert own.outputs == 0
+        told = await anext(messages)
+        assert isinstance(told, Accepted)
+        assert told.forecast is not None
+        await messages.aclose()
+        await own.close(LONG)
+
     with_a_fleet(llm, work)
 
 

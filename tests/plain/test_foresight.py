@@ -1,29 +1,24 @@
 """First tokens come when it was forecast, against a device that takes the same time for the same step, in
 counted time: none passes."""
 
-import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import NamedTuple
 
 import pytest
 
-from penstock.api.sequences import PreparedPrompt
+from outlooks import BUDGET, IDLE, NEW, SIZE, STEPS
 from penstock.kv.ledger.blocks import BlockLedger
-from penstock.sched.outlook import Course, Outlook, QueuedRequest, RunningRequest
-from penstock.sched.pace import StepSeconds, StepTimes
+from penstock.sched.outlook import MOST_FOLLOWED, Course, QueuedRequest, RunningRequest
+from penstock.sched.pace import StepTimes
 from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.scheduler import Scheduler
-from penstock.server.broker.calls import Call
-from penstock.server.broker.forecasts import Sight, WaitForecaster
 from penstock.step.plan import Outcome, Plan, Result
-from penstock.step.request import FinishReason
 from worlds import ROOT, sampling
 
-SIZE, BUDGET = 16, 256
 FIXED, TOKEN, ROW = 2e-3, 2e-4, 3e-4
 """Seconds of a step, of each token of a prompt in it, and of each row that it decodes."""
 END, OTHER = 1, 2
@@ -51,8 +46,8 @@ class Room:
         found = self.foresight.found(prompt, b"")
         queued = QueuedRequest(len(prompt) - found, most, priority, len(prompt))
         expected = Course(self.foresight.look().before(priority)).forecast(queued, self.now)
-        request = self.scheduler.submit(prompt, sampling(end=[END]), most, priority)
-        self.foresight.submitted(request, found)
+        request = self.scheduler.submit(prompt, sampling(end=[END]), most, priority, foreseen=found)
+        self.foresight.submitted()
         self._asked[request] = self.now, expected
         return request, expected
 
@@ -68,7 +63,7 @@ class Room:
         ]
         events = self.scheduler.commit(plan, Outcome(tuple(results)))
         reasons = [event.finish for event in events if event.finish is not None]
-        self.foresight.stepped(plan, len(events), len(reasons), reasons.count(FinishReason.STOP))
+        self.foresight.stepped(plan, len(events), reasons)
         come = {}
         for event in events:
             if event.request in self._asked:
@@ -174,6 +169,24 @@ def test_who_is_less_urgent_is_not_waited_for() -> None:
     assert off(come[patient]) < 0.1
 
 
+def test_who_is_less_urgent_and_far_behind_is_not_counted() -> None:
+    room = Room(1)
+    for number in range(MOST_FOLLOWED + 90):
+        room.ask(words(room.dice, 8), 4, priority=number % 3)
+    each = MOST_FOLLOWED // 3 + 30
+    seen = room.foresight.look()
+    assert sum(count for _, count in seen.more) == 90
+    assert [seen.before(priority).place for priority in (-1, 0, 1, 2, 9)] == [
+        0, each + 1, 2 * each + 1, 3 * each + 1, 3 * each + 1
+    ]  # fmt: skip
+    assert seen.before(2) is seen
+    for number in range(90):
+        room.ask(words(room.dice, 8), 4, priority=3 + number)
+    more = room.foresight.look().more
+    assert len(more) < 12, "no more priorities are counted apart"
+    assert sum(count for _, count in more) == 180
+
+
 def test_a_long_prompt_is_waited_for_by_long_ones_alone() -> None:
     room = Room(16)
     room.learn()
@@ -215,11 +228,6 @@ def test_who_asks_for_forecasts_changes_nothing() -> None:
 # ---- by hand
 
 
-STEPS = StepSeconds(((1.0, 8.0), (0.01, 0.017)), ((16.0, 256.0), (0.02, 0.1)), 0.0)
-IDLE = Outlook(0.0, (), (), 0, 1000, 4, BUDGET, SIZE, 1e9, False, True, STEPS)
-NEW = QueuedRequest(16, 10, 0, 16)
-
-
 def test_rows_that_decode_and_blocks_that_are_held_are_waited_for() -> None:
     running = tuple(RunningRequest(0, left, 30) for left in (5, 9, 20, 30))
     full = replace(IDLE, running=running)
@@ -254,6 +262,39 @@ def test_room_for_another_is_when_outputs_have_ended() -> None:
     assert Course(unknown).first_end(1) is None
 
 
+def test_whatever_is_before_a_request_there_is_a_forecast() -> None:
+    dice = random.Random(11)
+
+    def some(most: int) -> int:
+        return dice.choice((0, 1, dice.randrange(most)))
+
+    for _ in range(200):
+        running = [RunningRequest(some(900), some(90), some(40), some(900)) for _ in range(some(9))]
+        waiting = [
+            QueuedRequest(1 + some(2000), some(90), 0, 1 + some(2000)) for _ in range(dice.randrange(40))
+        ]
+        seen = replace(
+            IDLE,
+            running=tuple(running),
+            waiting=tuple(waiting),
+            more=((0, 1 + some(99)),),
+            pages=some(200),
+            rows=1 + some(9),
+            tokens=1 + some(300),
+            doubles_at=dice.choice([1e9, 100.0]),
+            under_way=dice.random() < 0.5,
+            steps=replace(STEPS, ends=dice.choice([0.0, 0.04, 1.0])),
+        )
+        course = Course(seen)
+        for since in sorted(dice.random() for _ in range(4)):
+            seconds = course.forecast(QueuedRequest(1 + some(900), some(90), 0, 900), since)
+            assert seconds is not None
+            assert 0 < seconds < 1e4
+        end = course.first_end(3)
+        assert end is not None
+        assert end >= 0
+
+
 def test_steps_are_averaged_by_their_size_and_one_that_was_held_up_hardly_counts() -> None:
     times = StepTimes()
     assert not times.measured().known
@@ -281,109 +322,6 @@ def test_a_forecast_is_cheap_and_a_long_queue_is_not_followed_to_its_end() -> No
     for _ in range(1000):
         course.forecast(NEW, 0.0)
     assert (perf_counter() - begin) / 1000 < 500e-6, "some microseconds, on a machine with other things to do"
-    more = Course(replace(full, more=768)).forecast(NEW, 0.0)
+    more = Course(replace(full, more=((0, 768),))).forecast(NEW, 0.0)
     all_of_them = Course(replace(full, waiting=(NEW,) * 1024)).forecast(NEW, 0.0)
     assert more == pytest.approx(all_of_them, rel=0.15)
-
-
-# ---- on the loop
-
-
-ONE = sampling()
-
-
-def call_of(tokens: Sequence[int], most: int = 10, priority: int = 0, outputs: int = 1) -> Call:
-    return Call(
-        lambda _: None, PreparedPrompt(None, tuple(tokens), (ONE,) * outputs, most, lambda: None, priority)
-    )
-
-
-def forecaster(outlook: Outlook, found: int = 0, met: int = 0) -> tuple[WaitForecaster, list[Sight]]:
-    """What it sees may be put in place of another."""
-    outlook = replace(outlook, when=monotonic())
-    sights = [Sight(outlook, Course(outlook), met)]
-    return WaitForecaster(lambda: sights[-1], lambda tokens, salt: found, 8192), sights
-
-
-def soon(run: Callable[[], None]) -> None:
-    async def on_a_loop() -> None:
-        run()
-
-    asyncio.run(on_a_loop())
-
-
-BUSY = replace(IDLE, running=tuple(RunningRequest(0, left, 30) for left in (50, 60, 70, 80)))
-
-
-def test_calls_that_the_engine_has_not_seen_are_counted_once() -> None:
-    def run() -> None:
-        waits, sights = forecaster(BUSY)
-        first = [waits.forecast(call_of([number] * 40)) for number in range(6)]
-        assert [one.place for one in first] == list(range(6))
-        # Now the engine has met four of them, and two wait there; the other two are still on their way.
-        waiting = (NEW, NEW)
-        seen = replace(BUSY, waiting=waiting, when=monotonic())
-        sights.append(Sight(seen, Course(seen), met=4))
-        assert waits.forecast(call_of([7] * 40)).place == 2 + 2
-        assert [length for length, _ in waits.waiting(9)] == [16, 16, 40, 40, 40]
-
-    soon(run)
-
-
-def test_on_the_loop_too_who_is_less_urgent_is_left_out_and_outputs_are_counted() -> None:
-    def run() -> None:
-        waits, _ = forecaster(
-            replace(BUSY, waiting=(NEW, replace(NEW, priority=1), replace(NEW, priority=2)))
-        )
-        patient = waits.forecast(call_of([1] * 40, priority=2, outputs=3))
-        urgent = waits.forecast(call_of([2] * 40, priority=1))
-        last = waits.forecast(call_of([3] * 40, priority=2))
-        assert (patient.place, urgent.place, last.place) == (3, 2, 3 + 3 + 1)
-        assert urgent.seconds is not None
-        assert last.seconds is not None
-        assert urgent.seconds < last.seconds
-
-    soon(run)
-
-
-def test_a_prompt_finds_what_is_there_and_what_a_call_before_it_computes() -> None:
-    def run() -> None:
-        waits, _ = forecaster(IDLE, found=32)
-        calls = [call_of(prompt) for prompt in ([5] * 100, [5] * 40 + [6] * 60, [5] * 100, [6] * 100)]
-        for call in calls:
-            waits.forecast(call)
-        # Whole blocks count, and never the last token. The third has only the beginning of the one before it.
-        assert [call.prompt.found for call in calls] == [32, 32, 32, 32]
-        waits, _ = forecaster(IDLE)
-        for call in calls:
-            waits.forecast(call)
-        assert [call.prompt.found for call in calls] == [0, 32, 32, 0]
-        again = call_of([6] * 100)
-        waits.forecast(again)
-        assert again.prompt.found == 96
-        again.over = True
-        last = call_of([6] * 100)
-        waits.forecast(last)
-        assert last.prompt.found == 0, "the one before it has gone"
-
-    soon(run)
-
-
-def test_short_ones_do_not_wait_for_long_ones_that_are_held_back() -> None:
-    def run() -> None:
-        waits, _ = forecaster(replace(IDLE, rows=16))
-        long = [waits.forecast(call_of([number] * 1000)).seconds for number in range(4)]
-        short = waits.forecast(call_of([9] * 16)).seconds
-        assert None not in long
-        assert short is not None
-        assert long == sorted(long, key=float)  # type: ignore[arg-type]
-        assert long[3] == pytest.approx(4 * (long[0] or 0), rel=0.1)
-        assert short == pytest.approx(2 * STEPS.chunk(BUDGET), rel=0.1), (
-            "the step that was begun, and the next"
-        )
-        waits, _ = forecaster(replace(IDLE, rows=2))
-        for number in range(4):
-            waits.forecast(call_of([number] * 1000))
-        assert waits.forecast(call_of([9] * 16)).seconds == pytest.approx(short, rel=0.1), "a row is left"
-
-    soon(run)

@@ -70,7 +70,7 @@ class EngineDriver:
             ready = replace(ready, found=0 if scored else self.found_now(ready.tokens, ready.salt))
             first, *_ = ready.queued(outlook, self._engine.scheduler.longest)
             seconds = Course(outlook).forecast(first, outlook.when)
-        return WaitForecast(len(outlook.waiting) + outlook.more, seconds)
+        return WaitForecast(outlook.place, seconds)
 
     def check(self) -> None:
         """Raise what has ended the engine while it had nothing to do, such as a rank that was lost."""

@@ -165,14 +165,15 @@ class Engine:
         """Queue a request; see Scheduler.submit. found: tokens of the prompt whose KV is thought to be there,
         for forecasts alone. Raises EngineClosedError."""
         self._open()
-        request = self.scheduler.submit(prompt, sampling, max_tokens, priority, salt)
-        self.scheduler.foresight.submitted(request, found)
+        request = self.scheduler.submit(prompt, sampling, max_tokens, priority, salt, found)
+        self.scheduler.foresight.submitted()
         return request
 
     def stop(self, request: RequestId, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request and free its blocks. Return False if it has already ended."""
+        begun = not self.scheduler.is_waiting(request)
         if stopped := self.scheduler.stop(request, reason):
-            self.scheduler.foresight.stopped()
+            self.scheduler.foresight.stopped(begun)
         return stopped
 
     def outlook(self) -> Outlook:
@@ -256,9 +257,7 @@ class Engine:
             )
         reasons = [event.finish for event in events if event.finish is not None]
         tokens = sum([event.token is not None for event in events])
-        self.scheduler.foresight.stepped(
-            plan, tokens, len(reasons), len(reasons) - reasons.count(FinishReason.LENGTH)
-        )
+        self.scheduler.foresight.stepped(plan, tokens, reasons)
         if not plan.shares:
             return events
         self._steps += 1

@@ -4,6 +4,7 @@ them.
 It changes nothing, and what it finds decides nothing: it only reads what the scheduler holds.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import islice
 from time import monotonic
@@ -16,8 +17,11 @@ from penstock.sched.request import Request
 from penstock.sched.rules import PrefixRule
 from penstock.sched.span import Pools
 from penstock.sched.width import StepWidth
-from penstock.step.plan import Plan, RequestId
+from penstock.step.plan import Plan
+from penstock.step.request import FinishReason
 
+_PRIORITIES = 8
+"""Priorities that are counted apart behind the first of the queue; what is less urgent is counted as one."""
 _AT_ONCE = 32
 """Most keys that are made at once: those behind the first that is missing are made in vain."""
 
@@ -40,34 +44,34 @@ class Foresight:
         self._pools, self._queues, self._width = pools, queues, width
         self._prefixes, self._clock = prefixes, clock
         self._times = StepTimes()
-        self._found: dict[RequestId, int] = {}
-        """Tokens of prompts in the queue whose KV is thought to be there when their turn comes."""
         self._since: float | None = None
         """When the last step ended or, if there was nothing to do then, when there was again."""
 
     # ---- what has been
 
-    def submitted(self, request: RequestId, found: int) -> None:
-        """Note a new request. found: tokens of its prompt whose KV is thought to be there when it begins."""
-        self._found[request] = found if self._pools.share else 0
+    def submitted(self) -> None:
+        """Note that there is a new request."""
         if self._since is None:
             self._since = self._clock()
 
-    def stepped(self, plan: Plan, tokens: int, ended: int, by_themselves: int) -> None:
-        """Note that a step has ended. tokens: of outputs that it yielded. ended, by_themselves: outputs that
-        have ended with it, and those of them that did so before their limit."""
+    def stepped(self, plan: Plan, tokens: int, reasons: Sequence[FinishReason]) -> None:
+        """Note that a step has ended. tokens: of outputs that it yielded. reasons: for which outputs have
+        ended with it."""
         now, rates = self._clock(), self._pools.tiers.rates
         since, self._since = self._since, now if self._queues.running or self._queues.waiting else None
         if plan.shares and since is not None:
             runs = plan.runs
             prompt = sum([rates.work(share.start, len(share.tokens)) for share in runs])
             self._times.stepped(prompt, len(plan.shares) - len(runs), now - since)
-        if tokens or ended:
-            self._times.yielded(tokens, ended, by_themselves)
+        if tokens or reasons:
+            by_themselves = len(reasons) - reasons.count(FinishReason.LENGTH)
+            self._times.yielded(tokens, len(reasons), by_themselves)
 
-    def stopped(self) -> None:
-        """Note that an output was ended by a stop string, or by who had asked for it."""
-        self._times.yielded(0, 1, 1)
+    def stopped(self, begun: bool) -> None:
+        """Note that a request was ended by a stop string, or by who had asked for it. begun: whether it had a
+        row: those that leave the queue say nothing of how long outputs become."""
+        if begun:
+            self._times.yielded(0, 1, 1)
         if not (self._queues.running or self._queues.waiting):
             self._since = None
 
@@ -79,14 +83,12 @@ class Foresight:
 
     def look(self, under_way: bool = False) -> Outlook:
         """Return what is before a new request now. under_way: whether a step has been begun."""
-        queues, pools, found = self._queues, self._pools, self._found
-        waiting = len(queues.waiting)
-        self._found = {request.id: found.get(request.id, 0) for request in queues.waiting}
+        queues, pools = self._queues, self._pools
         return Outlook(
             self._clock(),
             tuple([self._runs(request) for request in queues.running]),
             tuple([self._waits(request) for request in islice(queues.waiting, MOST_FOLLOWED)]),
-            max(waiting - MOST_FOLLOWED, 0),
+            self._behind(),
             pools.pages.available,
             self._width.rows,
             self._width.tokens,
@@ -115,6 +117,17 @@ class Foresight:
             parent, more = keys[-1], min(2 * more, _AT_ONCE)
         return count * size
 
+    def _behind(self) -> tuple[tuple[int, int], ...]:
+        """Count those behind the first of the queue, by their priorities: it is in order of these."""
+        waiting, at, counts = self._queues.waiting, MOST_FOLLOWED, list[tuple[int, int]]()
+        while at < (end := len(waiting)):
+            priority = waiting[at].priority
+            if len(counts) < _PRIORITIES:
+                end = bisect_right(waiting, priority, at, key=lambda request: request.priority)
+            counts.append((priority, end - at))
+            at = end
+        return tuple(counts)
+
     def _runs(self, request: Request) -> RunningRequest:
         kv, length = request.kv, len(request.tokens)
         lacking = length - kv.computed
@@ -122,6 +135,7 @@ class Foresight:
         return RunningRequest(lacking if lacking > 1 else 0, request.most - length, max(own, 0), length)
 
     def _waits(self, request: Request) -> QueuedRequest:
-        length = len(request.tokens)
-        lacking = max(length - (self._found[request.id]), 1)
+        length, size = len(request.tokens), self._pools.size
+        found = min(request.foreseen, length - 1) // size * size if request.share_prefix else 0
+        lacking = length - found
         return QueuedRequest(lacking, request.most - length, request.priority, length)

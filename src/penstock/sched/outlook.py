@@ -10,6 +10,7 @@ are computed one after the other beside the short ones, as the scheduler does it
 Nothing here changes what the scheduler decides. Values are frozen, so any thread may follow them.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -73,7 +74,7 @@ class Outlook:
 
     when: the moment, in seconds of monotonic().
     running: requests that have a row. waiting: those in the queue, in order; of many the first.
-    more: how many wait behind these.
+    more: how many wait behind these: priorities, in order, and how many have each.
     pages: KV blocks that could be given to requests. rows, tokens: most of a step. size: tokens of a block.
     doubles_at: position at which a token takes twice as long to compute as the first.
     under_way: whether a step has been begun that takes in no other requests.
@@ -83,7 +84,7 @@ class Outlook:
     when: float
     running: tuple[RunningRequest, ...]
     waiting: tuple[QueuedRequest, ...]
-    more: int
+    more: tuple[tuple[int, int], ...]
     pages: int
     rows: int
     tokens: int
@@ -93,10 +94,18 @@ class Outlook:
     shares: bool
     steps: StepSeconds
 
-    def before(self, priority: int) -> "Outlook":
-        """Return what is before a request of a priority: those that are less urgent wait behind it."""
-        waiting = tuple(one for one in self.waiting if one.priority <= priority)
-        more = self.more if len(waiting) == len(self.waiting) else 0
+    @property
+    def place(self) -> int:
+        """Return how many wait."""
+        return len(self.waiting) + sum([count for _, count in self.more])
+
+    def before(self, priority: float) -> "Outlook":
+        """Return what is before a request of a priority: those that are less urgent wait behind it. It is the
+        same outlook if nobody is."""
+        waiting = tuple([one for one in self.waiting if one.priority <= priority])
+        more = tuple([one for one in self.more if one[0] <= priority])
+        if len(waiting) == len(self.waiting) and len(more) == len(self.more):
+            return self
         return replace(self, waiting=waiting, more=more)
 
 
@@ -120,6 +129,8 @@ class Course:
         """The step before which each output has ended, and the blocks that it gives back: a heap."""
         self._ended: list[float] = []
         """When outputs have ended, one after the other."""
+        self._taken = deque[float](maxlen=MOST_FOLLOWED // 2)
+        """When the last requests were taken in."""
         self.relied = False
         """Whether it had to wait for outputs to end."""
         self.times: list[float] = []
@@ -129,15 +140,8 @@ class Course:
         self._run(outlook.running)
         if outlook.under_way and self._held:
             self._close()
-        for queued in outlook.waiting:
-            self.times.append(self.add(queued))
-        if (
-            outlook.more and self.times
-        ):  # They are assumed to be as the later half of those that were followed.
-            half = len(self.times) // 2
-            self._now += (
-                outlook.more * (self.times[-1] - self.times[half]) / max(len(self.times) - 1 - half, 1)
-            )
+        self.times = [self.add(queued) for queued in outlook.waiting]
+        self.skip(outlook.place - len(outlook.waiting))
 
     def _run(self, running: Sequence[RunningRequest]) -> None:
         self._held, self._decoding = len(running), sum(not one.tokens for one in running)
@@ -150,10 +154,15 @@ class Course:
     def copy(self) -> "Course":
         """Return the same course, to be followed another way."""
         other = copy(self)
-        other._ends, other._ended = self._ends[:], []
+        other._ends, other._ended, other._taken = self._ends[:], self._ended[:], self._taken.copy()
         return other
 
     # ---- one request after the other
+
+    def skip(self, count: int) -> None:
+        """Take in so many more without following them: they are assumed to be as the last that were."""
+        if len(self._taken) > 1:
+            self._now += count * (self._taken[-1] - self._taken[0]) / (len(self._taken) - 1)
 
     def add(self, queued: QueuedRequest, since: float = 0.0) -> float:
         """Take in the next request of the queue. Return when its first token comes.
@@ -168,7 +177,9 @@ class Course:
             self._wait(since)
         self._held += 1
         self._free -= pages
-        return self._admit(queued, pages)
+        seconds = self._admit(queued, pages)
+        self._taken.append(self._now)
+        return seconds
 
     def _admit(self, queued: QueuedRequest, pages: int) -> float:
         tokens = queued.tokens
@@ -246,6 +257,15 @@ class Course:
         self._work = 0.0
         self._give_back()
 
+    def _fill(self, count: int, room: int) -> None:
+        """End so many steps that a long prompt fills, but for the rows that they decode."""
+        work = self._long_work * room / self._long
+        self._now += count * self._steps.chunk(work, self._decoding)
+        self._free -= count * self._decoding / self._size
+        self._step += count
+        self._long -= count * room
+        self._long_work -= count * work
+
     def _give_back(self) -> None:
         ends = self._ends
         while ends and ends[0][0] <= self._step:
@@ -258,7 +278,9 @@ class Course:
         """End all steps before this one. Between two ends of outputs all steps are alike."""
         if self._filled or self._joining:
             self._close()
-        while self._long and self._step < step:
+        while self._long and self._step < step and (room := self._outlook.tokens - self._decoding) > 0:
+            if (count := min(self._long // room, step - self._step) - 1) > 0:
+                self._fill(count, room)
             self._close()
         count = step - self._step
         if count > 0:

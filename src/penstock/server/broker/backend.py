@@ -208,8 +208,7 @@ class LocalBackend:
         if now < self._looks_again and (self._active or self._waiting):
             return
         outlook = self._driver.outlook()
-        longest = self.llm.limits.max_model_len
-        held = [call.prompt.queued(outlook, longest)[0] for call in self._waiting]
+        held = [one for call in self._waiting if not call.over for one in call.queued]
         self.sight = Sight(outlook, Course(outlook), self._met, tuple(held))
         self._looks_again = now + max(_LOOKS, (monotonic() - outlook.when) / _LOOKING)
 

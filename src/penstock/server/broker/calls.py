@@ -8,7 +8,7 @@ from time import monotonic
 from penstock.api.outputs import Completion, Delta
 from penstock.api.sequences import PreparedPrompt, SequenceGroup
 from penstock.base.errors import PenstockError
-from penstock.sched.outlook import WaitForecast
+from penstock.sched.outlook import QueuedRequest, WaitForecast
 
 
 class BusyError(PenstockError):
@@ -50,6 +50,8 @@ class Call:
         self.scheduled_time = self.first_token_time = self.last_token_time = 0.0
         self.forecast: WaitForecast | None = None
         """What it had before it when it came; None where nobody has said."""
+        self.queued: Sequence[QueuedRequest] = ()
+        """Its outputs, as they wait by forecast. Written before it is sent."""
         self.met = False
         """Whether the backend has met it. The backend's thread writes it."""
         self.group: SequenceGroup | None = None

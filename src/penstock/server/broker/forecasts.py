@@ -9,18 +9,19 @@ short ones do not wait for those that are held back, and these wait for all shor
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from math import inf
 from time import monotonic
+from weakref import WeakValueDictionary
 
-from penstock.sched.outlook import Course, Outlook, QueuedRequest, WaitForecast
+from penstock.sched.outlook import MOST_FOLLOWED, Course, Outlook, QueuedRequest, WaitForecast
 from penstock.server.broker.calls import Call
 
-_MOST_ALIKE = 1024
-"""Prompts under way that new ones are compared with."""
-_MOST_LONG = 8
-"""Long prompts that are followed one by one."""
+_MOST_LONG = 16
+"""Long prompts that are followed one by one, when another request has come before them."""
+_MOST_QUEUES = 4
+"""Priorities whose queues are followed. Another one is told what the next less urgent one is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Sight:
 
     course: of the outlook's queue.
     met: calls that it had met since it began.
-    held: prompts that wait with it, before the engine's queue.
+    held: outputs that wait with it, before the engine's queue.
     """
 
     outlook: Outlook
@@ -41,46 +42,65 @@ class Sight:
 class _Queue:
     """Follows a sight, and the calls that have come since, up to a priority."""
 
-    def __init__(self, sight: Sight, upto: int | None) -> None:
-        outlook = sight.outlook if upto is None else sight.outlook.before(upto)
-        self._upto, self._most = upto, outlook.tokens // 2
-        self.course = sight.course.copy() if upto is None else Course(outlook)
-        self.place = len(outlook.waiting) + outlook.more
-        """Requests that wait before the next one."""
+    def __init__(self, sight: Sight, upto: float, fresh: Iterable[tuple[QueuedRequest, float]]) -> None:
+        """fresh: outputs that the sight is without, and when they came."""
+        outlook = sight.outlook.before(upto)
+        self._most, self._when = outlook.tokens // 2, outlook.when
+        self.course = sight.course.copy() if outlook is sight.outlook else Course(outlook)
+        self.place = outlook.place
+        """Outputs that wait before the next one."""
         self._reads = any(one.length > self._most for one in outlook.waiting) or any(
             one.tokens and one.length > self._most for one in outlook.running
         )
         """Whether the engine has a long prompt."""
         self._held: list[QueuedRequest] = []
         """Long prompts that wait until it has not."""
-        self._behind: tuple[int, Course] | None = None
-        """The course that takes these in too, up to a number of them, as long as no other request comes."""
-        for queued in sight.held:
-            self.add(queued, outlook.when)
+        self._behind: tuple[int, Course, float] | None = None
+        """The course that takes these in too, up to a number of them, and the seconds that those take which
+        it leaves out. It holds as long as no other request comes."""
+        entered = [(one, outlook.when) for one in sight.held if one.priority <= upto]
+        entered += [(one, came) for one, came in fresh if one.priority <= upto]
+        for queued, came in entered[:MOST_FOLLOWED]:
+            if not self._holds(queued):
+                self._enter(queued, came)
+        rest = entered[MOST_FOLLOWED:]
+        self.course.skip(sum([not self._holds(queued) for queued, _ in rest]))
+        self.place += len(entered)
 
     def add(self, queued: QueuedRequest, came: float) -> float | None:
         """Take in the next request. Return the seconds from when it came to its first token, or None."""
-        if self._upto is not None and queued.priority > self._upto:
-            return None
         self.place += 1
-        if queued.length <= self._most or not self._reads:
-            self._reads |= queued.length > self._most
-            self._behind = None
-            return self.course.forecast(queued, came)
-        self._held.append(queued)
-        count, course = self._behind or (0, self.course.copy())
-        more, seconds = self._held[count:], None
-        for one in more[-_MOST_LONG:]:
-            seconds = course.forecast(one, came)
-        if len(more) <= _MOST_LONG:
-            self._behind = len(self._held), course
-        elif seconds is not None:  # Those before are as these.
-            seconds *= len(more) / _MOST_LONG
-        return seconds
+        if not self._holds(queued):
+            return self._enter(queued, came)
+        count, course, more = self._behind or (0, self.course.copy(), 0.0)
+        before = self._held[count:-1]
+        times = [course.add(one) for one in before[:_MOST_LONG]]
+        if (rest := len(before) - len(times)) > 0:  # They are assumed to be as these.
+            more += rest * max(times[-1] - times[0], 0.0) / (len(times) - 1)
+        seconds = course.forecast(queued, came)
+        self._behind = len(self._held), course, more
+        return None if seconds is None else seconds + more
+
+    def _holds(self, queued: QueuedRequest) -> bool:
+        """Hold a long prompt back, if the engine has one. Return whether that is so."""
+        if holds := self._reads and queued.length > self._most:
+            self._held.append(queued)
+        return holds
+
+    def _enter(self, queued: QueuedRequest, came: float) -> float | None:
+        """Take in a request that goes to the engine's queue at once."""
+        self._reads |= queued.length > self._most
+        self._behind = None
+        return self.course.forecast(queued, came)
 
 
 class WaitForecaster:
-    """Forecasts calls in the order in which they are sent. Runs on the loop."""
+    """Forecasts calls in the order in which they are sent. Runs on the loop.
+
+    A sight is followed once for each priority, and each call that comes is added to that: what one call costs
+    does not grow with the queue. Calls that were not met yet are followed again with the next sight, those
+    behind the first of them as a number.
+    """
 
     def __init__(
         self, sight: Callable[[], Sight], found: Callable[[Sequence[int], bytes], int], longest: int
@@ -89,71 +109,83 @@ class WaitForecaster:
         now. longest: tokens of a request."""
         self._sight, self._found, self._longest = sight, found, longest
         self._sent = 0
-        self._fresh: deque[tuple[int, float, list[QueuedRequest]]] = deque()
-        """Calls that the newest sight is without: their numbers, when they came, and their outputs."""
+        self._fresh: deque[tuple[int, float, Call]] = deque()
+        """Calls that the newest sight is without: their numbers, and when they came."""
         self._seen: Sight | None = None
-        self._queue: _Queue | None = None
-        self._last = 0
-        """The least urgent priority that the queue has taken in."""
-        self._alike: dict[tuple[bytes, tuple[int, ...]], Call] = {}
-        """The newest call whose prompt begins with a block, while it is under way."""
+        self._queues: dict[int, _Queue] = {}
+        """Of priorities, for that sight."""
+        self._ends: Course | None = None
+        """The course by which outputs end, for that sight."""
+        self._alike: WeakValueDictionary[tuple[bytes, tuple[int, ...]], Call] = WeakValueDictionary()
+        """The newest call whose prompt begins with a block, while it is there."""
 
     def forecast(self, call: Call) -> WaitForecast:
         """Return what a call has before it that is about to be sent, and note how much of its prompt will be
         found."""
-        now, sight = monotonic(), self._sight()
+        now, sight = monotonic(), self._look()
         found = self._found_of(call, sight.outlook) if sight.outlook.shares else 0
         prompt = call.prompt = replace(call.prompt, found=found)
-        outputs = prompt.queued(sight.outlook, self._longest)
-        queue = self._queue
-        if sight is not self._seen or queue is None:
-            queue = self._queue = self._begun(sight, None)
-        if prompt.priority < self._last:  # Those behind it are left out, and the next one begins anew.
-            queue, self._queue = self._begun(sight, prompt.priority), None
-        self._last = max(self._last, prompt.priority)
-        place, seconds = queue.place, queue.add(outputs[0], now)
-        for one in outputs[1:]:
+        call.queued = prompt.queued(sight.outlook, self._longest)
+        own = self._of(sight, prompt.priority)
+        queue = self._queues[own]
+        place, seconds = queue.place, queue.add(call.queued[0], now)
+        for one in call.queued[1:]:
             queue.add(one, now)
-        self._fresh.append((self._sent, now, outputs))
+        for upto, other in self._queues.items():
+            if upto > own:
+                for one in call.queued:
+                    other.add(one, now)
+        self._fresh.append((self._sent, now, call))
         self._sent += 1
         return WaitForecast(place, seconds)
 
     def waiting(self, most: int) -> list[tuple[int, float | None]]:
         """Return the first that wait, at most so many: the tokens of each prompt, and the seconds until its
         first token, or None."""
-        sight, now = self._sight(), monotonic()
-        queue, passed = _Queue(sight, None), now - sight.outlook.when
-        times: list[float | None] = [max(one - passed, 0.0) for one in sight.course.times]
-        known = sight.course.reliable
-        found = [
-            (queued.length, time if known else None)
-            for queued, time in zip_longest(sight.outlook.waiting, times)
+        sight, now = self._look(), monotonic()
+        passed, known = now - sight.outlook.when, sight.course.reliable
+        times = sight.course.times or [0.0] * len(sight.outlook.waiting)
+        found: list[tuple[int, float | None]] = [
+            (queued.length, max(time - passed, 0.0) if known else None)
+            for queued, time in zip(sight.outlook.waiting[:most], times, strict=False)
         ]
-        for number, came, outputs in self._fresh:
-            for one in outputs if number >= sight.met else ():
+        if len(found) < most:
+            queue = _Queue(replace(sight, held=()), inf, ())
+            held = [(one, sight.outlook.when) for one in sight.held]
+            for one, came in [*held, *self._unmet()][: most - len(found)]:
                 seconds = queue.add(one, came)
                 found.append((one.length, None if seconds is None else max(seconds - (now - came), 0.0)))
-        return found[:most]
+        return found
 
     def first_end(self, count: int) -> float | None:
         """Return the seconds until so many outputs have ended; None if that is not known."""
-        sight = self._sight()
-        end = self._begun(sight, None).course.first_end(count)
+        sight = self._look()
+        if self._ends is None:
+            self._ends = _Queue(sight, inf, self._unmet()).course
+        end = self._ends.first_end(count)
         return None if end is None else max(end - (monotonic() - sight.outlook.when), 0.0)
 
-    def _begun(self, sight: Sight, upto: int | None) -> _Queue:
-        """Return the queue as it is now, without what is behind a priority."""
-        fresh = self._fresh
-        while fresh and fresh[0][0] < sight.met:
-            fresh.popleft()
-        queue, self._seen = _Queue(sight, upto), sight
-        for _, came, outputs in fresh:
-            for one in outputs:
-                queue.add(one, came)
-        if upto is None:
-            there = [*sight.outlook.waiting, *sight.held, *(outputs[0] for _, _, outputs in fresh)]
-            self._last = max([one.priority for one in there], default=0)
-        return queue
+    def _look(self) -> Sight:
+        """Return the newest sight, and forget what was said of the one before."""
+        sight = self._sight()
+        if sight is not self._seen:
+            self._seen, self._ends = sight, None
+            self._queues.clear()
+            while self._fresh and self._fresh[0][0] < sight.met:
+                self._fresh.popleft()
+        return sight
+
+    def _unmet(self) -> list[tuple[QueuedRequest, float]]:
+        return [(one, came) for _, came, call in self._fresh if not call.over for one in call.queued]
+
+    def _of(self, sight: Sight, priority: int) -> int:
+        """Return the priority whose queue tells what is before one of this priority."""
+        if priority in self._queues:
+            return priority
+        if len(self._queues) < _MOST_QUEUES:
+            self._queues[priority] = _Queue(sight, priority, self._unmet())
+            return priority
+        return min((one for one in self._queues if one > priority), default=max(self._queues))
 
     def _found_of(self, call: Call, outlook: Outlook) -> int:
         """Return how many tokens of the prompt will be found: those that are there, or that a call before it
@@ -162,10 +194,8 @@ class WaitForecaster:
         if prompt.samplings[0].prompt_logprobs is not None:
             return 0
         begin = prompt.salt, prompt.tokens[:size]
-        before = self._alike.pop(begin, None)
+        before = self._alike.get(begin)
         self._alike[begin] = call
-        if len(self._alike) > _MOST_ALIKE:
-            del self._alike[next(iter(self._alike))]
         found = 0
         if before is not None and not (before.over or before.first_token_time):
             last = (len(prompt.tokens) - 1) // size

@@ -177,6 +177,7 @@ async def computed(
 ) -> AsyncGenerator[ReplicaMessage]:
     """Give out what a replica's own engine computes for a request. Ends early if the engine ends."""
     calls, sent = list[Call](), False
+    yield Accepted(replica)  # At once, so that it is known where the request is.
     try:
         prepared = await asyncio.to_thread(_decided, reader, request)
         calls += broker.submit([prepared])
