@@ -62,7 +62,9 @@ class Foresight:
         if plan.shares and since is not None:
             runs = plan.runs
             prompt = sum([rates.work(share.start, len(share.tokens)) for share in runs])
-            self._times.stepped(prompt, len(plan.shares) - len(runs), now - since)
+            rows = len(plan.shares) - len(runs)
+            context = sum([share.start for share in plan.shares[:rows]])
+            self._times.stepped(prompt, rows, now - since, len(runs), context)
         if tokens or reasons:
             by_themselves = len(reasons) - reasons.count(FinishReason.LENGTH)
             self._times.yielded(tokens, len(reasons), by_themselves)

@@ -120,13 +120,18 @@ class Course:
         """Tokens of prompts in the step, and the same with later positions counted as more."""
         self._long, self._long_work = 0, 0.0
         """Tokens that long prompts lack, likewise."""
-        self._joining = self._decoding = self._held = 0
-        """Requests that decode from the next step on, rows that the step decodes, and rows that are taken."""
+        self._runs = self._joining = self._decoding = self._held = 0
+        """Short prompts in the step, requests that decode from the next step on, rows that decode now, and
+        rows that are taken."""
+        self._context, self._joining_context = 0, 0
+        """Tokens that these rows attend to, and those of requests that decode from the next step on."""
         self._mean = -1 / log1p(-min(outlook.steps.ends, 0.99)) if outlook.steps.ends else 0.0
         """Mean tokens of an output that ends by itself; 0 if none does."""
         self._met = 0
-        self._ends: list[tuple[int, int]] = []
-        """The step before which each output has ended, and the blocks that it gives back: a heap."""
+        self._begins: list[tuple[int, int]] = []
+        """The step from which each long prompt decodes, and its length: a heap."""
+        self._ends: list[tuple[int, int, int]] = []
+        """The step before which each output has ended, the blocks that it gives back, and its length."""
         self._ended: list[float] = []
         """When outputs have ended, one after the other."""
         self._taken = deque[float](maxlen=MOST_FOLLOWED // 2)
@@ -145,7 +150,11 @@ class Course:
 
     def _run(self, running: Sequence[RunningRequest]) -> None:
         self._held, self._decoding = len(running), sum(not one.tokens for one in running)
-        self._ends = [(self._life(one.output), one.pages) for one in running if not one.tokens]
+        self._context = sum(one.length for one in running if not one.tokens)
+        for one in running:
+            if not one.tokens:
+                life = self._life(one.output)
+                self._ends.append((life, one.pages, one.length + life))
         heapify(self._ends)
         for one in running:
             if one.tokens:
@@ -154,7 +163,8 @@ class Course:
     def copy(self) -> "Course":
         """Return the same course, to be followed another way."""
         other = copy(self)
-        other._ends, other._ended, other._taken = self._ends[:], self._ended[:], self._taken.copy()
+        other._begins, other._ends = self._begins[:], self._ends[:]
+        other._ended, other._taken = self._ended[:], self._taken.copy()
         return other
 
     # ---- one request after the other
@@ -191,20 +201,19 @@ class Course:
             room = max(self._outlook.tokens - self._decoding, 1)
             whole, rest = divmod(self._long, room)
             each = self._long_work / self._long
-            self._end_with(self._step + whole + 1, queued.output, pages)
-            return (
-                self._now
-                + whole * self._steps.chunk(room * each, self._decoding)
-                + (self._steps.chunk(rest * each, self._decoding) if rest else 0.0)
-            )
+            heappush(self._begins, (self._step + whole + bool(rest), queued.length))
+            self._end_with(self._step + whole + 1, queued, pages)
+            last = self._steps.chunk(rest * each, self._decoding, 1, self._context) if rest else 0.0
+            return self._now + whole * self._steps.chunk(room * each, self._decoding, 1, self._context) + last
         self._compute(tokens, work)
         self._joining += 1
-        self._end_with(self._step + 1, queued.output, pages)
+        self._joining_context += queued.length
+        self._end_with(self._step + 1, queued, pages)
         return self._now + self._last()
 
-    def _end_with(self, begin: int, output: int, pages: int) -> None:
-        life = self._life(output)
-        heappush(self._ends, (begin + life - 1, pages + life // self._size))
+    def _end_with(self, begin: int, queued: QueuedRequest, pages: int) -> None:
+        life = self._life(queued.output)
+        heappush(self._ends, (begin + life - 1, pages + life // self._size, queued.length + life))
 
     def _life(self, output: int) -> int:
         """Return how many tokens an output has: the most that it may have, or fewer."""
@@ -221,58 +230,69 @@ class Course:
         if tokens > (room := max(whole - self._filled, 0)):
             self._filled += room
             self._work += room * work
+            self._runs += room > 0
             count, tokens = divmod(tokens - room - 1, whole)
             tokens += 1
             self._close()
             if count:
-                self._now += count * self._steps.chunk(whole * work, self._decoding)
-                self._step += count
+                self._end(count, self._steps.chunk(whole * work, self._decoding, 1, self._context))
                 self._give_back()
         self._filled += tokens
         self._work += tokens * work
+        self._runs += tokens > 1  # A single one is computed as a row.
 
     # ---- steps
 
     def _last(self) -> float:
         """Return the seconds of the step as it is filled now."""
-        rows, work = self._decoding, self._work
-        if self._long:
-            part = min(max(self._outlook.tokens - rows - self._filled, 0), self._long)
+        rows, work, runs = self._decoding, self._work, self._runs
+        if self._long and (part := min(self._outlook.tokens - rows - self._filled, self._long)) > 0:
             work += part * self._long_work / self._long
-        return self._steps.chunk(work, rows) if work else self._steps.decode(rows) if rows else 0.0
+            runs += 1
+        if work:
+            return self._steps.chunk(work, rows, runs, self._context)
+        return self._steps.decode(rows, self._context) if rows else 0.0
+
+    def _end(self, count: int, seconds: float) -> None:
+        """End so many steps, each of which takes so long. Their outputs have one more token of each."""
+        self._now += count * seconds
+        self._step += count
+        self._free -= count * self._decoding / self._size
+        self._context += count * self._decoding
 
     def _close(self) -> None:
-        """End the step. Its outputs have one more token."""
-        self._now += self._last()
-        self._step += 1
-        self._free -= self._decoding / self._size
+        """End the step."""
+        self._end(1, self._last())
         if self._long:
             part = min(max(self._outlook.tokens - self._decoding - self._filled, 0), self._long)
             self._long_work -= part * self._long_work / self._long
             self._long -= part
-            # It decodes from now on, as far as that matters.
-            self._decoding += not self._long
         self._decoding += self._joining
-        self._filled = self._joining = 0
+        self._context += self._joining_context
+        self._filled = self._runs = self._joining = self._joining_context = 0
         self._work = 0.0
         self._give_back()
 
     def _fill(self, count: int, room: int) -> None:
         """End so many steps that a long prompt fills, but for the rows that they decode."""
         work = self._long_work * room / self._long
-        self._now += count * self._steps.chunk(work, self._decoding)
-        self._free -= count * self._decoding / self._size
-        self._step += count
+        self._end(count, self._steps.chunk(work, self._decoding, 1, self._context))
         self._long -= count * room
         self._long_work -= count * work
 
     def _give_back(self) -> None:
-        ends = self._ends
-        while ends and ends[0][0] <= self._step:
-            self._free += heappop(ends)[1]
+        """Let long prompts decode that have been computed, and outputs go that have ended."""
+        begins, ends, step = self._begins, self._ends, self._step
+        while begins and begins[0][0] <= step:
+            self._decoding += 1
+            self._context += heappop(begins)[1]
+        while ends and ends[0][0] <= step:
+            _, pages, length = heappop(ends)
+            self._free += pages
             self._ended.append(self._now)
             self._held -= 1
             self._decoding = max(self._decoding - 1, 0)
+            self._context = max(self._context - length, 0)
 
     def _pass(self, step: int) -> None:
         """End all steps before this one. Between two ends of outputs all steps are alike."""
@@ -284,9 +304,7 @@ class Course:
             self._close()
         count = step - self._step
         if count > 0:
-            self._now += count * self._last()
-            self._free -= count * self._decoding / self._size
-            self._step = step
+            self._end(count, self._last())
         self._give_back()
 
     def _wait(self, since: float) -> None:
