@@ -10,7 +10,8 @@ import pytest
 
 from outlooks import BUDGET, BUSY, IDLE, NEW, STEPS
 from penstock.api.sequences import PreparedPrompt
-from penstock.sched.outlook import MOST_FOLLOWED, Course, Outlook, QueuedRequest
+from penstock.sched.outlook import MOST_FOLLOWED, Course, Outlook, QueuedRequest, WaitForecast
+from penstock.sched.pace import StepSeconds
 from penstock.server.broker.calls import Call
 from penstock.server.broker.forecasts import Sight, WaitForecaster
 from worlds import sampling
@@ -180,6 +181,14 @@ def test_long_prompts_that_are_held_back_are_waited_for_one_after_the_other() ->
         assert [length for length, _ in told] == [1000] * (1 + others) + [1000]
         seconds = [left or 0.0 for _, left in told]
         assert seconds == sorted(seconds)
+
+
+def test_before_anything_was_measured_all_are_counted_and_nothing_is_said() -> None:
+    waits, _ = forecaster(replace(BUSY, steps=StepSeconds(), waiting=(NEW,)))
+    told = [waits.forecast(call_of([number] * length)) for number, length in enumerate([1000, 40] * 20)]
+    assert told == [WaitForecast(1 + number, None) for number in range(40)]
+    assert waits.first_end(3) is None
+    assert waits.waiting(50) == [(length, None) for length in (16, *[1000, 40] * 20)]
 
 
 def test_calls_that_are_over_are_not_kept() -> None:

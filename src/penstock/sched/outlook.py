@@ -175,10 +175,12 @@ class Course:
             self._now += count * (self._taken[-1] - self._taken[0]) / (len(self._taken) - 1)
 
     def add(self, queued: QueuedRequest, since: float = 0.0) -> float:
-        """Take in the next request of the queue. Return when its first token comes.
+        """Take in the next request of the queue. Return when its first token comes; 0 if nothing was measured.
 
         since: when it has come; steps that were begun before are without it.
         """
+        if not self._steps.known:
+            return 0.0
         pages = -(-queued.tokens // self._size)
         while self._ends and (self._held >= self._outlook.rows or self._free - self._held < pages):
             self.relied = True

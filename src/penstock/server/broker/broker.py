@@ -132,13 +132,14 @@ class RequestBroker:
         asked = sum(len(one.samplings) for one in prompts)
         self.check_room(asked, owner)
         calls = [Call(self.leave, one, owner) for one in prompts]
+        if (forecaster := self._backend.forecaster) is not None:
+            for call in calls:
+                call.foretell(forecaster.forecast(call))
         self._calls.update(calls)
         self.outputs += asked
         self._of_key[owner] += asked
         seconds, gone = self.allowed_seconds(wanted), 0.0 if since is None else monotonic() - since
         for call in calls:
-            if (forecaster := self._backend.forecaster) is not None:
-                call.foretell(forecaster.forecast(call))
             if seconds is not None:
                 later = asyncio.get_running_loop().call_later
                 call.timer = later(max(seconds - gone, 0.0), self._expire, call, seconds)
