@@ -33,8 +33,12 @@ class Foretold(NamedTuple):
 class Room:
     """A scheduler, and a device that counts its time. Outputs end by themselves with a chance."""
 
-    def __init__(self, rows: int, blocks: int = 4096, chance: float = 0.0) -> None:
+    def __init__(
+        self, rows: int, blocks: int = 4096, chance: float = 0.0, attended: float = 0.0, prompt: float = 0.0
+    ) -> None:
+        """attended, prompt: seconds of a token that a row attends to, and of each prompt of a step."""
         self.now, self.chance, self.dice = 0.0, chance, random.Random(5)
+        self.speed, self._attended, self._prompt = 1.0, attended, prompt
         limits = SchedulerLimits(SIZE, BUDGET, rows, 8192)
         rule = PrefixRule(ROOT)
         self.scheduler = Scheduler(BlockLedger(blocks), limits, rule, clock=lambda: self.now)
@@ -55,7 +59,9 @@ class Room:
         """Those whose first token has come."""
         plan = self.scheduler.plan()
         tokens, runs = sum(len(one.tokens) for one in plan.runs), len(plan.runs)
-        self.now += FIXED + TOKEN * tokens + ROW * (len(plan.shares) - runs)
+        rows = plan.shares[: len(plan.shares) - runs]
+        seconds = FIXED + TOKEN * tokens + ROW * len(rows) + self._prompt * runs
+        self.now += self.speed * (seconds + self._attended * sum(share.start for share in rows))
         drawn = [END if self.dice.random() < self.chance else OTHER for _ in plan.shares]
         results = [
             Result((token,)) if one.sample else Result()
@@ -116,6 +122,35 @@ def test_a_burst_comes_when_it_was_forecast(rows: int, blocks: int, chance: floa
     errors = burst(room)
     assert median(errors) < 0.1
     assert errors[int(0.75 * len(errors))] < 0.2, "but of those that others join in their step"
+
+
+def test_what_rows_attend_to_and_each_prompt_is_waited_for() -> None:
+    """Rows of long contexts take longer, and so do more prompts of as many tokens in all."""
+    room = Room(8, attended=5e-6, prompt=4e-3)
+    room.learn()
+    for length in (900, 40, 900, 120):
+        for _ in range(8):
+            room.ask(words(room.dice, length), 16)
+        room.run()
+    for length, most in ((900, 0.15), (40, 0.2), (100, 0.2)):
+        for _ in range(8):
+            room.ask(words(room.dice, length), 32)
+        while room.scheduler.waiting:
+            room.step()
+        for _ in range(4):
+            room.step()
+        last, _ = room.ask(words(room.dice, 40), 4)
+        assert off(room.run()[last]) < most
+
+
+def test_a_machine_that_becomes_slower_is_followed() -> None:
+    room = Room(8)
+    room.learn()
+    burst(room)
+    for speed in (2.5, 1.0):
+        room.speed = speed
+        burst(room, 24)
+        assert median(burst(room)) < 0.1
 
 
 def test_nothing_is_said_before_anything_was_measured() -> None:

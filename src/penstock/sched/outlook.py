@@ -175,7 +175,7 @@ class Course:
             self._now += count * (self._taken[-1] - self._taken[0]) / (len(self._taken) - 1)
 
     def add(self, queued: QueuedRequest, since: float = 0.0) -> float:
-        """Take in the next request of the queue. Return when its first token comes; 0 if nothing was measured.
+        """Take in the next request of the queue. Return when its first token comes; 0 if that is not known.
 
         since: when it has come; steps that were begun before are without it.
         """

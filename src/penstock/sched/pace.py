@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 _NEW = 1 / 8
 """Weight of a new measurement in a moving average."""
+_STEPS = 64
+"""Steps of any size after which most of a measurement is forgotten when there is a new one."""
 _OUTLIER = 3.0
-"""A step counts as at most so many times the average before it, and that as at most so many times it."""
+"""A step counts as at most so many times what was expected, and that as at most so many times it."""
 _FORGET = 1 - 1 / 512
 """Weight of what was learned from differences between steps after one more."""
 _DOUBT = (1.0, 1.0, 8.0, 0.01)
@@ -35,10 +37,10 @@ Points = tuple[tuple[float, ...], tuple[float, ...]]
 class _Mean:
     """Averages the steps of about one size."""
 
-    __slots__ = ("beside", "count", "seconds", "size")
+    __slots__ = ("beside", "count", "last", "seconds", "size")
 
-    def __init__(self, size: float, seconds: float, beside: Beside) -> None:
-        self.size, self.seconds, self.beside, self.count = size, seconds, beside, 1
+    def __init__(self, size: float, seconds: float, beside: Beside, last: int) -> None:
+        self.size, self.seconds, self.beside, self.count, self.last = size, seconds, beside, 1, last
 
 
 class _Steps:
@@ -47,19 +49,28 @@ class _Steps:
     def __init__(self) -> None:
         self._means: dict[int, _Mean] = {}
 
-    def add(self, size: float, seconds: float, beside: Beside) -> tuple[float, float, Beside] | None:
+    def add(
+        self, number: int, size: float, seconds: float, beside: Beside, each: Beside
+    ) -> tuple[float, float, Beside] | None:
         """Note a step. Return how long one of its size took up to now, how much longer it took, and what more
-        was in it; None if it was the first."""
+        was in it; None if it was the first.
+
+        number: of the step. What was measured many steps before counts little.
+        each: what each of what is beside takes, by what is known up to now.
+        """
         key = math.frexp(size * size)[1]
         mean = self._means.get(key)
         if mean is None:
-            self._means[key] = _Mean(size, seconds, beside)
+            self._means[key] = _Mean(size, seconds, beside, number)
             return None
-        mean.count += 1
-        new, before = max(_NEW, 1 / mean.count), min(mean.seconds, _OUTLIER * seconds)
-        longer = min(seconds, _OUTLIER * before) - before
         rows, prompts, attended, tokens = mean.beside
         more = (beside[0] - rows, beside[1] - prompts, beside[2] - attended, beside[3] - tokens)
+        expected = max(mean.seconds + _product(each, more), _LEAST * mean.seconds)
+        before = mean.seconds * min(_OUTLIER * seconds / expected, 1.0)
+        longer = min(seconds, _OUTLIER * expected) - before
+        mean.count += 1
+        new = max(_NEW, 1 / mean.count, 1 - math.exp((mean.last - number) / _STEPS))
+        mean.last = number
         mean.seconds = before + new * longer
         mean.size += new * (size - mean.size)
         mean.beside = (
@@ -188,6 +199,10 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._decodes, self._chunks, self._differences = _Steps(), _Steps(), _Differences()
+        self._number = 0
+        """Steps that were measured."""
+        self._each = (0.0, 0.0, 0.0, 0.0)
+        """What each of what is beside takes, when that was asked for last."""
         self._ends, self._tokens, self._ended = 0.0, 0.0, False
 
     def stepped(self, prompt: float, rows: int, seconds: float, prompts: int = 1, context: int = 0) -> None:
@@ -195,10 +210,13 @@ class StepTimes:
         more. rows: those that it decoded. prompts: of how many the tokens are. context: tokens that the rows
         attend to."""
         attended = context * _CONTEXT
+        self._number += 1
         if prompt:
-            found = self._chunks.add(prompt, seconds, (rows, prompts - 1, attended, prompt * _CONTEXT))
+            beside = (rows, prompts - 1, attended, prompt * _CONTEXT)
+            found = self._chunks.add(self._number, prompt, seconds, beside, self._each)
         elif rows:
-            found = self._decodes.add(rows, seconds, (0.0, 0.0, attended, 0.0))
+            beside = (0.0, 0.0, attended, 0.0)
+            found = self._decodes.add(self._number, rows, seconds, beside, self._each)
         else:
             return
         if found is not None:
@@ -218,7 +236,9 @@ class StepTimes:
         ends = min(self._ends / max(self._tokens, 1.0), 1.0) if self._ended else None
         row = _slope(self._decodes.points((0.0, 0.0, 0.0, 0.0)))
         all_of_them = [*self._decodes.seconds, *self._chunks.seconds]
-        each = self._differences.each((row, 0.0, 0.0, 0.0), sum(all_of_them) / max(len(all_of_them), 1))
+        each = self._each = self._differences.each(
+            (row, 0.0, 0.0, 0.0), sum(all_of_them) / max(len(all_of_them), 1)
+        )
         return StepSeconds(
             self._decodes.points((0.0, 0.0, each[2], 0.0)), self._chunks.points(each), ends, each
         )
