@@ -27,7 +27,7 @@ _ENDS = 64
 _TOKENS = 1 << 16
 """The same in tokens, where none ends by itself."""
 _LEAST = 1 / 4
-"""What is beside takes at most the rest of a step."""
+"""A step takes at least this part of its seconds without what is beside."""
 Beside = tuple[float, float, float, float]
 """Rows, prompts but one, tokens that are attended to, and tokens of prompts; or the seconds of each."""
 Points = tuple[tuple[float, ...], tuple[float, ...]]
