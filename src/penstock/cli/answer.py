@@ -118,14 +118,9 @@ def follow(
 
 
 def expect(llm: "LLM", prompt: "Prompt", params: SamplingParams) -> None:
-    """Print on stderr when the first token of an answer is expected."""
-    seconds = llm.forecast(prompt, params).seconds
-    say(
-        "no forecast of the first token: nothing has been measured yet"
-        if seconds is None
-        else f"first token expected after {seconds:.2f} s",
-        faint=True,
-    )
+    """Print on stderr when the first token of an answer is expected, if steps like its own were measured."""
+    if (seconds := llm.forecast(prompt, params).seconds) is not None:
+        say(f"first token expected after {seconds:.2f} s", faint=True)
 
 
 def remark(answer: TimedAnswer) -> None:

@@ -211,6 +211,7 @@ class StepTimes:
         attend to."""
         attended = context * _CONTEXT
         self._number += 1
+        beside: Beside
         if prompt:
             beside = (rows, prompts - 1, attended, prompt * _CONTEXT)
             found = self._chunks.add(self._number, prompt, seconds, beside, self._each)

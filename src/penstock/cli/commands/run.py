@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.base.errors import RequestError
-from penstock.cli.answer import expect, follow, json_line, logprob_entries, record, remark
+from penstock.cli.answer import follow, json_line, logprob_entries, record, remark
 from penstock.cli.answer_view import AnswerView, can_draw
 from penstock.cli.chat_options import chat_options, template_settings
 from penstock.cli.command import Command, files, option
@@ -153,8 +153,6 @@ def command(ctx: click.Context, /, **settings: object) -> None:
             say(f"penstock: note: {said}")
         request, length = conversation.request(prompt.text)
         params, reader = conversation.marked(_limited(llm, params, length)), conversation.reader
-        if asked["verbose"]:
-            expect(llm, request, params)
         if asked["json"]:
             answer = follow(llm, request, params, lambda _: None)
             entries = record(llm, config, prompt.text, params, answer, reader.split)

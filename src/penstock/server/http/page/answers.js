@@ -139,6 +139,6 @@ function doing({ first, thinking, prompt, alone, state, since, begin, due }) {
     return `Reading ${alone ? "the" : "a"} prompt: ${number(prompt.reached)} of ${number(prompt.length)} tokens${left}`;
   }
   const others = state && state.waiting ? ` · ${counted(state.running, "request")} running, ${number(state.waiting)} waiting` : "";
-  const left = due === null ? "" : ` · first token expected in ${duration(Math.max(due - performance.now(), 0) / 1000)}`;
+  const rest = due === null ? 0 : due - performance.now(), left = rest > 0 ? ` · first token expected in ${duration(rest / 1000)}` : "";
   return `Waiting for ${since(begin)}${others}${left}`;
 }
