@@ -181,7 +181,7 @@ def test_who_leaves_the_queue_says_nothing_of_how_long_outputs_become(llm: LLM) 
             call.leave()
 
     llm.generate(SHORT_ONE, PARAMS)
-    at_the_desk(llm, work, queue=64)
+    at_the_desk(llm, work, queue=64, patience=1.0)
 
 
 def test_when_patience_is_over_everybody_is_told(llm: LLM) -> None:

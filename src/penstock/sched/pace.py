@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass
 
-_NEW = 1 / 8
+_NEW = 1 / 12
 """Weight of a new measurement in a moving average."""
 _STEPS = 64
 """Steps of any size after which most of a measurement is forgotten when there is a new one."""
@@ -17,7 +17,7 @@ _OUTLIER = 3.0
 """A step counts as at most so many times what was expected, and that as at most so many times it."""
 _FORGET = 1 - 1 / 512
 """Weight of what was learned from differences between steps after one more."""
-_DOUBT = (1.0, 1.0, 8.0, 0.01)
+_DOUBT = (8.0, 8.0, 30.0, 0.1)
 """Squares of differences, summed, that have to be seen before they count more than what was assumed."""
 _CONTEXT = 1 / 1024
 """Tokens are counted in so many."""
