@@ -130,6 +130,60 @@ def test_there_is_room_for_so_many_and_no_more(llm: LLM) -> None:
     at_the_desk(llm, work, queue=3)
 
 
+def test_who_has_ended_or_gone_is_before_nobody(llm: LLM) -> None:
+    """Also where no step follows that would look again."""
+
+    async def work(broker: RequestBroker) -> None:
+        def ahead() -> int:
+            assert isinstance(broker._backend, LocalBackend)
+            return len(broker._backend.sight.outlook.running)
+
+        ready = llm.reader.read(SHORT_ONE, PARAMS)
+        for _ in range(3):
+            [call] = broker.submit([ready])
+            await call.completion()
+            assert call.forecast is not None
+            assert call.forecast.place == ahead() == 0
+        assert call.forecast.seconds is not None
+        [endless] = broker.submit([replace(ready, max_tokens=4000)])
+        async for _ in endless.pieces():
+            if ahead():
+                break
+        endless.leave()
+        late = time.monotonic() + 0.5  # Sooner than a look at whether the engine is still alive.
+        while ahead():
+            assert time.monotonic() < late
+            await asyncio.sleep(0.01)
+
+    at_the_desk(llm, work)
+
+
+def test_who_leaves_the_queue_says_nothing_of_how_long_outputs_become(llm: LLM) -> None:
+    async def work(broker: RequestBroker) -> None:
+        backend = broker._backend
+        assert isinstance(backend, LocalBackend)
+        ready = replace(llm.reader.read(SHORT_ONE, PARAMS), max_tokens=4000)
+        running = [broker.submit([ready])[0] for _ in range(6)]
+        await asyncio.gather(*(anext(call.pieces()) for call in running))
+        before = llm.driver.outlook().steps.ends
+        waiting = [broker.submit([ready])[0] for _ in range(40)]
+        while not backend.sight.outlook.waiting:
+            await asyncio.sleep(0.01)
+        for call in waiting:
+            call.leave()
+        while backend.sight.outlook.waiting:
+            await asyncio.sleep(0.01)
+        after = llm.driver.outlook().steps.ends
+        assert before is not None
+        assert after is not None
+        assert after <= before, "no output has ended"
+        for call in running:
+            call.leave()
+
+    llm.generate(SHORT_ONE, PARAMS)
+    at_the_desk(llm, work, queue=64, patience=1.0)
+
+
 def test_when_patience_is_over_everybody_is_told(llm: LLM) -> None:
     told: list[str] = []
 

@@ -27,6 +27,7 @@ from penstock.server.fleet import backend as remote
 from penstock.server.fleet.backend import RemoteBackend
 from penstock.server.fleet.merge import summed
 from penstock.server.fleet.requests import (
+    Accepted,
     LostError,
     OutputChunk,
     RemoteReader,
@@ -38,6 +39,7 @@ from penstock.server.fleet.requests import (
 from penstock.server.fleet.routing import Affinity
 from penstock.server.fleet.scale import bounds
 from penstock.step.structure import Structure
+from streams import LONG
 
 SIZE, ROWS = 16, 4
 STORY = (
@@ -205,6 +207,45 @@ def test_wherever_replicas_are_lost_a_stream_goes_on_with_what_is_next(
 
         crew = with_a_fleet(llm, work, *(Loss(after, silent=after % 2 == 0) for after in losses))
         assert len(crew.sent) == len(losses) + 1, "it was lost"
+
+
+def test_a_replica_says_what_a_call_has_before_it_there(llm: LLM) -> None:
+    async def work(reader: RemoteReader, broker: RequestBroker, crew: Crew) -> None:
+        endless = reader.read(STORY, SamplingParams(max_tokens=5000, ignore_eos=True, n=ROWS))
+        last = reader.read("The sea", GREEDY)
+        calls = [*broker.submit([endless]), *broker.submit([endless])]
+        for call in calls:
+            assert await call.foretold(LONG) is not None
+        [call] = broker.submit([last])
+        assert call.forecast is None, "nobody has said anything yet"
+        forecast = await call.foretold(LONG)
+        assert forecast is not None
+        assert forecast.place >= ROWS
+        for one in (*calls, call):
+            one.leave()
+        gone = broker.submit([last])[0]
+        gone.leave()
+        assert await gone.foretold(LONG) is None, "it is not waited for in vain"
+
+    llm.generate(STORY, GREEDY)
+    with_a_fleet(llm, work)
+
+
+def test_a_replica_says_at_once_that_it_has_a_request(llm: LLM) -> None:
+    """Before it reads the prompt, which may take long: else nobody would know with whom it was lost."""
+
+    async def work(reader: RemoteReader, broker: RequestBroker, crew: Crew) -> None:
+        own = RequestBroker(LocalBackend(llm), Metrics(), queue=1)
+        messages = computed(llm.reader, own, "one", reader.read(STORY, GREEDY).request())
+        assert await anext(messages) == Accepted("one")
+        assert own.outputs == 0
+        told = await anext(messages)
+        assert isinstance(told, Accepted)
+        assert told.forecast is not None
+        await messages.aclose()
+        await own.close(LONG)
+
+    with_a_fleet(llm, work)
 
 
 def test_embeddings_come_from_replicas_too(llm: LLM) -> None:

@@ -519,11 +519,12 @@ def test_rates_are_those_between_two_looks() -> None:
 
 def test_gaps_that_are_told_together_are_counted_as_one_by_one() -> None:
     """By the library's own histogram, which differs in that it also says when it was made."""
-    from penstock.server.broker.metrics import _SECONDS_EACH, _Gaps
+    from penstock.server.broker.gaps import Gaps
+    from penstock.server.broker.metrics import _SECONDS_EACH
 
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     gaps, each = (
-        _Gaps("gap", "What lies between.", _SECONDS_EACH),
+        Gaps("penstock:gap", "What lies between.", _SECONDS_EACH),
         Histogram("penstock:gap", "", buckets=_SECONDS_EACH, registry=theirs),
     )
     ours.register(gaps)

@@ -444,6 +444,32 @@ def test_fields_without_effect_are_named_in_a_header(server: Server) -> None:
     assert "x-ignored-fields" not in server.ask("POST", CHAT, body)[1]
 
 
+def test_headers_say_what_was_before_a_request_and_when_its_first_token_comes(server: Server) -> None:
+    """Those of a stream come before the token; until outputs have ended nobody knows who waits how long."""
+    message = {"model": "shipped", "messages": TALK, "max_tokens": COUNT}
+    server.complete()
+    for path, body in (
+        ("/v1/completions", {"model": "shipped", "prompt": STORY, "max_tokens": COUNT}),
+        ("/v1/chat/completions", message),
+        ("/v1/messages", message),
+        ("/api/chat", {"model": "shipped", "messages": TALK, "stream": False}),
+    ):
+        status, headers, _ = server.ask("POST", path, body)
+        assert status == 200
+        assert headers["x-queue-position"] == "0", path
+        assert 0 < float(headers["x-expected-first-token"]) < LONG, path
+    before = counted(server)["time_to_first_token_of_expected_count",]
+    with full(server) as streams:
+        until(lambda: server.ask("GET", "/state")[2]["waiting"] == len(streams) - 4)
+        queue = server.ask("GET", "/state")[2]["queue"]
+        assert [one["place"] for one in queue] == list(range(len(streams) - 4))
+        assert all(one["length"] > 0 for one in queue)
+        lefts = [one["left"] for one in queue]
+        assert lefts == sorted(lefts)
+    assert counted(server)["time_to_first_token_of_expected_count",] >= before + 4
+    assert "x-queue-position" not in server.complete(max_tokens=-1)[1]
+
+
 def test_the_version_is_told_and_prefixes_are_forgotten(server: Server) -> None:
     assert server.ask("GET", "/version")[2] == {"version": __version__}
     prompt = [9 + n % 60 for n in range(200)]

@@ -4,11 +4,13 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from penstock.api.outputs import Delta
 from penstock.api.sequences import OutputSequence, PreparedPrompt, SequenceGroup
 from penstock.base.errors import EngineClosedError, RequestError
 from penstock.engine.engine import Engine, Stats
+from penstock.sched.outlook import Course, Outlook, WaitForecast
 from penstock.sched.scheduler import Event
 from penstock.step.plan import RequestId
 from penstock.step.request import FinishReason
@@ -32,6 +34,8 @@ class EngineDriver:
         self._lock = threading.RLock()
         self.is_waiting = engine.scheduler.is_waiting
         """Tells whether a request still waits in the engine's queue."""
+        self.found_now = engine.scheduler.foresight.found
+        """Counts the tokens of a prompt, with its salt, whose KV is there now. For any thread."""
         self._live: dict[RequestId, OutputSequence] = {}
         self._dropped: deque[SequenceGroup] = deque()
         """Groups abandoned during a step, to be ended after it."""
@@ -56,6 +60,21 @@ class EngineDriver:
             self._sweep()
             return self._engine.stats()
 
+    def outlook(self) -> Outlook:
+        """Return what is before a new request now, for any thread."""
+        with self._lock:
+            return self._engine.outlook()
+
+    def forecast(self, ready: PreparedPrompt) -> WaitForecast:
+        """Return what a prompt would have before it, and when its first token would come."""
+        with self._lock:
+            outlook = self._engine.outlook().before(ready.priority)
+            scored = ready.samplings[0].prompt_logprobs is not None
+            ready = replace(ready, found=0 if scored else self.found_now(ready.tokens, ready.salt))
+            first, *_ = ready.queued(outlook, self._engine.scheduler.longest)
+            seconds = Course(outlook).forecast(first, outlook.when)
+        return WaitForecast(outlook.place, seconds)
+
     def check(self) -> None:
         """Raise what has ended the engine while it had nothing to do, such as a rank that was lost."""
         with self._lock:
@@ -78,7 +97,12 @@ class EngineDriver:
                 for index, own in enumerate(ready.samplings):
                     detokenizer = ready.detokenizer()
                     request = self._engine.submit(
-                        ready.tokens, own, ready.max_tokens, ready.priority, ready.salt
+                        ready.tokens,
+                        own,
+                        ready.max_tokens,
+                        ready.priority,
+                        ready.salt,
+                        len(ready.tokens) - 1 if index else ready.found,
                     )
                     deltas = deque[Delta](maxlen=None if followed else 0)
                     sequences.append(OutputSequence(index, request, own, detokenizer, deltas))

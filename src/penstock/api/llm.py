@@ -33,6 +33,7 @@ from penstock.engine.boot import Booted, boot
 from penstock.engine.engine import Progress, Stats
 from penstock.engine.placing import Override, RoutingSource
 from penstock.hub.models import locate
+from penstock.sched.outlook import WaitForecast
 from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.cache import is_pack
@@ -270,7 +271,14 @@ class LLM:
 
         Raises RequestError at once, not at the first piece.
         """
-        return CompletionStream(self.driver, self.driver.begin(self.reader.read(prompt, params)), until)
+        ready = self.reader.read(prompt, params)
+        forecast = self.driver.forecast(ready)
+        return CompletionStream(self.driver, self.driver.begin(ready), until, forecast)
+
+    def forecast(self, prompt: Prompt, params: SamplingParams | None = None) -> WaitForecast:
+        """Return what a prompt would have before it if it were asked for now, and the seconds until its first
+        token; None where nothing of the kind has been measured yet. Raises RequestError."""
+        return self.driver.forecast(self.reader.read(prompt, params))
 
     def chat(
         self,

@@ -8,6 +8,7 @@ from typing import Self
 
 from penstock.api.outputs import Completion, Delta, Output
 from penstock.api.text.detokenize import Detokenizer
+from penstock.sched.outlook import Outlook, QueuedRequest
 from penstock.sched.scheduler import Event
 from penstock.step.params import Sampling
 from penstock.step.plan import RequestId, TokenLogprob
@@ -25,6 +26,7 @@ class PreparedPrompt:
     detokenizer: makes a new detokenizer, one for each output.
     priority: the waiting prompt of the lowest number is served first.
     salt: prefixes are shared with prompts of the same salt alone.
+    found: tokens whose KV is thought to be there when its turn comes, for forecasts alone.
     """
 
     prompt: str | None
@@ -34,10 +36,22 @@ class PreparedPrompt:
     detokenizer: Callable[[], Detokenizer | None]
     priority: int = 0
     salt: bytes = b""
+    found: int = 0
 
     def salted(self, salt: bytes) -> Self:
         """Return the same prompt, which shares prefixes with prompts of this salt."""
         return replace(self, salt=salt)
+
+    def queued(self, outlook: Outlook, longest: int) -> list[QueuedRequest]:
+        """Return its outputs, as they will wait. Those behind the first find what that computes.
+
+        longest: most tokens of a request.
+        """
+        length, size = len(self.tokens), outlook.size
+        most = self.max_tokens or max(longest - length, 1)
+        first = QueuedRequest(max(length - self.found, 1), most, self.priority, length)
+        rest = length - (length - 1) // size * size if outlook.shares else length
+        return [first, *[replace(first, tokens=rest)] * (len(self.samplings) - 1)]
 
 
 @dataclass(slots=True)

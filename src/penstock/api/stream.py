@@ -8,6 +8,7 @@ from typing import Self
 from penstock.api.driver import EngineDriver
 from penstock.api.outputs import Completion, Delta
 from penstock.api.sequences import SequenceGroup
+from penstock.sched.outlook import WaitForecast
 
 
 class CompletionStream:
@@ -17,9 +18,13 @@ class CompletionStream:
     simply dropped is closed at the engine's next step.
     """
 
-    def __init__(self, driver: EngineDriver, group: SequenceGroup, until: Callable[[], bool]) -> None:
+    def __init__(
+        self, driver: EngineDriver, group: SequenceGroup, until: Callable[[], bool], forecast: WaitForecast
+    ) -> None:
         """until: asked before every step; once it is true, the stream is closed."""
         self._driver, self._group, self._until = driver, group, until
+        self.forecast = forecast
+        """What it had before it when it began, and when its first token was to come."""
         weakref.finalize(self, driver.drop, group).atexit = False
 
     def __iter__(self) -> Self:

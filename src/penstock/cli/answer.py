@@ -27,6 +27,7 @@ class TimedAnswer:
     """Holds all continuations of a prompt, and when they came, in seconds after the request.
 
     first, end: when the first token came, and the last.
+    expected: when the first was to come, by forecast; None where nothing had been measured.
     weights: where they rest, and what was streamed of them for the answer.
     kv: the same of the KV of long contexts; None where there is no room for any.
     tiers: the tiers of prefixes, since the engine started.
@@ -40,6 +41,7 @@ class TimedAnswer:
     kv: KVStats | None
     tiers: TierStats | None
     missed: MissedStats
+    expected: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -71,6 +73,7 @@ class TimedAnswer:
             f", {rate:,.0f} tokens/s" if rate else "" for rate in (self.prefill_rate, self.decode_rate)
         )
         first = f"first token after {self.first:.3f} s" if self.tokens else f"no token in {self.end:.3f} s"
+        first += f" ({self.expected:.3f} expected)" if self.tokens and self.expected is not None else ""
         made, prompt = self.completion, f"prompt {counted(len(self.completion.prompt_tokens), 'token')}"
         ways = ((made.cached_host, "host memory"), (made.cached_disk, "disk"))
         came = "".join(f", {tokens:,} from {tier}" for tokens, tier in ways if tokens)
@@ -110,7 +113,14 @@ def follow(
         memory.kv.since(before.kv) if memory.kv and before.kv else None,
         stats.tiers,
         stats.missed.since(missed_before),
+        stream.forecast.seconds,
     )
+
+
+def expect(llm: "LLM", prompt: "Prompt", params: SamplingParams) -> None:
+    """Print on stderr when the first token of an answer is expected, if steps like its own were measured."""
+    if (seconds := llm.forecast(prompt, params).seconds) is not None:
+        say(f"first token expected after {seconds:.2f} s", faint=True)
 
 
 def remark(answer: TimedAnswer) -> None:
@@ -155,6 +165,7 @@ def record(
         "timings": {
             "boot_s": llm.boot_seconds,
             "first_token_s": answer.first or None,
+            "first_token_expected_s": answer.expected,
             "total_s": answer.end,
             "prefill_tokens_per_s": answer.prefill_rate,
             "decode_tokens_per_s": answer.decode_rate,

@@ -11,6 +11,7 @@ from penstock.base.errors import DeviceError, EngineClosedError, StepMemoryError
 from penstock.base.garbage import no_collection
 from penstock.base.meter import Direction, KVStats, MissedStats, Passes, TierStats
 from penstock.kv.store.diskpool import LostKV
+from penstock.sched.outlook import Outlook
 from penstock.sched.scheduler import Event, Scheduler
 from penstock.step.params import Sampling
 from penstock.step.plan import Landed, Outcome, Plan, RequestId, Route, Step
@@ -163,14 +164,25 @@ class Engine:
         max_tokens: int | None = None,
         priority: int = 0,
         salt: bytes = b"",
+        found: int = 0,
     ) -> RequestId:
-        """Queue a request; see Scheduler.submit. Raises EngineClosedError."""
+        """Queue a request; see Scheduler.submit. found: tokens of the prompt whose KV is thought to be there,
+        for forecasts alone. Raises EngineClosedError."""
         self._open()
-        return self.scheduler.submit(prompt, sampling, max_tokens, priority, salt)
+        request = self.scheduler.submit(prompt, sampling, max_tokens, priority, salt, found)
+        self.scheduler.foresight.submitted()
+        return request
 
     def stop(self, request: RequestId, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request and free its blocks. Return False if it has already ended."""
-        return self.scheduler.stop(request, reason)
+        begun = not self.scheduler.is_waiting(request)
+        if stopped := self.scheduler.stop(request, reason):
+            self.scheduler.foresight.stopped(begun)
+        return stopped
+
+    def outlook(self) -> Outlook:
+        """Return what is before a new request now. It is for any thread."""
+        return self.scheduler.foresight.look(self._flight is not None)
 
     def step(self) -> list[Event]:
         """Do one step for all requests, and return its events.
@@ -247,6 +259,9 @@ class Engine:
                 self.scheduler.wrong - wrong,
                 len(plan.shares),
             )
+        reasons = [event.finish for event in events if event.finish is not None]
+        tokens = sum([event.token is not None for event in events])
+        self.scheduler.foresight.stepped(plan, tokens, reasons)
         if not plan.shares:
             return events
         self._steps += 1
@@ -257,7 +272,7 @@ class Engine:
         self.progress = Progress(
             max([share.stop for share in plan.shares if not share.sample], default=0), self._computed
         )
-        self._output += sum([event.token is not None for event in events])
+        self._output += tokens
         return events
 
     def check(self) -> None:
@@ -328,6 +343,7 @@ class Engine:
         return [Event(request, finish=FinishReason.ERROR, fault=fault)]
 
     def _recover(self, ranks: Ranks) -> None:
+        self.scheduler.foresight.interrupted()
         self._flight = None
         self.scheduler.recover(ranks.settle())
         self._torn = False

@@ -35,6 +35,8 @@ class Request:
     """False if every prompt position must be computed, because its log-probabilities were asked for."""
     priority: int = 0
     """The queue's first criterion: the smallest number is served first."""
+    foreseen: int = 0
+    """Tokens of its prompt whose KV is thought to be there when it begins, for forecasts alone."""
     phase: Phase = Phase.WAITING
     row: Row | None = None
     unknown: int = 0

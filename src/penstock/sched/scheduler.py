@@ -19,6 +19,7 @@ from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.ledger.host import HostLedger
 from penstock.sched.arrivals import Arrivals
+from penstock.sched.foresight import Foresight
 from penstock.sched.growth import Growth
 from penstock.sched.proofs import prove_kv, prove_plan, prove_rows
 from penstock.sched.queue import RequestQueues
@@ -158,12 +159,12 @@ class Scheduler:
         self._room = RequestRoom(limits, ledger.blocks, self.host.blocks, self._pools.long_pages)
         self.longest, self.admissible = self._room.longest, self._room.admissible
         """The most tokens of a request, and how many of output a prompt may have: see RequestRoom."""
+        self.foresight = Foresight(self._pools, self._queues, self._width, prefixes, clock)
         self._requests: dict[RequestId, Request] = {}
-        self._next_id = 0
+        self._next_id = self.wrong = 0
+        """The next request's id, and answers that ended because logits were not numbers."""
         self._flights: deque[tuple[Plan, list[Request]]] = deque()
         """Plans with shares that are not committed yet, and the requests of these shares."""
-        self.wrong = 0
-        """Answers that ended because logits were not numbers."""
 
     @property
     def busy(self) -> bool:
@@ -202,11 +203,12 @@ class Scheduler:
         max_tokens: int | None = None,
         priority: int = 0,
         salt: bytes = b"",
+        foreseen: int = 0,
     ) -> RequestId:
         """Queue a request, before those with a higher priority number.
 
         Without `max_tokens` it may use all the room there is. It becomes long at once, or when its output has
-        grown. Prefixes are shared only with requests of the same salt.
+        grown. Prefixes are shared only with requests of the same salt. foreseen: see Request.
 
         Raises RequestError, before anything is changed, if it could never be served.
         """
@@ -220,6 +222,7 @@ class Scheduler:
             kv=KVSpan(self._pools, tokens, self.prefixes.root_of(len(prompt), salt)),
             share_prefix=self.prefixes.share and sampling.prompt_logprobs is None,
             priority=priority,
+            foreseen=foreseen,
         )
         # When its first token is known, a step that runs ahead has the second.
         if self._room.is_long(len(prompt) + (max_tokens or _EARLY + 1), request.most):
@@ -231,8 +234,7 @@ class Scheduler:
 
     def stop(self, id: RequestId, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request now, wherever it is, and free its blocks. Return False if it has already ended."""
-        request = self._requests.pop(id, None)
-        if request is None:
+        if (request := self._requests.pop(id, None)) is None:
             return False
         begun = request.phase is Phase.RUNNING and request.kv.computed
         if begun and len(request.tokens) == len(request.prompt):
@@ -259,8 +261,7 @@ class Scheduler:
             tuple(admissions), tuple(shares), tuple(pools.orders), *self.tiers.plan(self._reserves.host())
         )
         if shares:
-            by_row = self._queues.by_row
-            self._flights.append((plan, [by_row[share.row] for share in shares]))
+            self._flights.append((plan, [self._queues.by_row[share.row] for share in shares]))
         if self._check:
             self.check()
             prove_plan(plan, self._queues.by_row, self._written_ahead(), self.host, self.limits.block_size)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import click
 
 from penstock.base.errors import ConfigError, RequestError
-from penstock.cli.answer import TimedAnswer, follow, json_line, record, remark
+from penstock.cli.answer import TimedAnswer, expect, follow, json_line, record, remark
 from penstock.cli.answer_view import AnswerView
 from penstock.cli.chat_commands import NAMES, TAKE_FILES, Asked, Chat, Leave, obey
 from penstock.cli.chat_options import chat_options, template_settings
@@ -184,6 +184,8 @@ class ChatSession:
         )
         params = conversation.marked(params)
         reader = conversation.reader
+        if chat.verbose:
+            expect(chat.llm, request, params)
         live_line = LiveLine.of(chat.llm, quiet=chat.quiet or self.json)
         with Interrupt() as interrupt, live_line as live:
             view = self._view(live, reader)

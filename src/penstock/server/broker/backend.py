@@ -13,11 +13,17 @@ from penstock.api.reader import PromptReader
 from penstock.api.sequences import SequenceGroup
 from penstock.base.errors import PenstockError
 from penstock.engine.engine import Stats
+from penstock.sched.outlook import Course
 from penstock.server.broker.calls import Call, Update
+from penstock.server.broker.forecasts import Sight, WaitForecaster
 from penstock.server.broker.mailbox import Mailbox
 
 _NAP = 0.02
 """Seconds between two looks at blocks that move between tiers while there are no calls."""
+_LOOKS = 0.02
+_LOOKING = 0.01
+"""Seconds between two looks at the queues while there is something to do, and the part of the time that they
+may take."""
 _GLANCE = 1.0
 """Seconds between two looks at whether the engine is still alive, then."""
 
@@ -59,6 +65,10 @@ class Backend(Protocol):
     def reader(self) -> PromptReader:
         """Reads prompts for its model, and knows the limits of what it computes."""
 
+    @property
+    def forecaster(self) -> WaitForecaster | None:
+        """Forecasts on the loop when calls have their first tokens; None if that is told by others, later."""
+
     def drive(self, mailbox: Mailbox, quotas: Quotas) -> None:
         """Carry out the calls that come through a mailbox, until it gives None. Runs on a thread of its own.
         Calls that have not ended by then are ended by the broker. Raises what keeps it from going on."""
@@ -71,13 +81,22 @@ class LocalBackend:
     """Runs calls on the engine in this process.
 
     Why this is safe. Its thread alone touches the engine's driver. `group` and `scheduled_time` of a call are
-    written before anything of it is reported, and `stats` is a frozen value that is put in place of another.
+    written before anything of it is reported, and `stats` and `sight` are frozen values that are put in place
+    of others.
     """
 
     def __init__(self, llm: LLM) -> None:
         self.llm, self.reader, self._driver = llm, llm.reader, llm.driver
         self.stats: Stats = llm.stats()
         """The engine's counts after its last step."""
+        outlook = llm.driver.outlook()
+        self.sight = Sight(outlook, Course(outlook))
+        """The engine's queues after its last step, or lately."""
+        self.forecaster = WaitForecaster(lambda: self.sight, llm.driver.found_now, llm.limits.max_model_len)
+        self._met = 0
+        """Calls that were met."""
+        self._looks_again = 0.0
+        """When it is time for another look at the queues, in seconds of monotonic()."""
         self._long = llm.limits.max_step_tokens // 2
         """Tokens from which a prompt is long: it may take more than what a step leaves to those behind
         another long one."""
@@ -97,7 +116,9 @@ class LocalBackend:
             self.stats = self._driver.stats()
             if self._queued:
                 self._note_scheduled(began)
-            mailbox.report(self._updates())
+            updates = self._updates()
+            self._look(began)  # Before calls are told that they are over, and others come.
+            mailbox.report(updates)
 
     def close(self) -> None:
         """Close the model."""
@@ -124,11 +145,14 @@ class LocalBackend:
             if call is None:
                 self._driver.abandon(list(self._active.values()))
                 return False
+            self._met += not call.met
+            call.met = True
             if (group := self._active.pop(call, None)) is not None:
                 with suppress(ValueError):
                     self._queued.remove(call)
                 self._driver.abandon([group])
                 self._running[call.owner] -= len(group.sequences)
+                self._look(monotonic())
             elif not call.over:
                 if quotas.shared or self._is_long(call):
                     self._waiting.append(call)
@@ -178,6 +202,15 @@ class LocalBackend:
             self._running[call.owner] += len(call.prompt.samplings)
         except PenstockError as fault:
             refused.append((call, (), True, fault))
+
+    def _look(self, now: float) -> None:
+        """See what is before a new call, for the loop; not after every step where these are short."""
+        if now < self._looks_again and (self._active or self._waiting):
+            return
+        outlook = self._driver.outlook()
+        held = [one for call in self._waiting if not call.over for one in call.queued]
+        self.sight = Sight(outlook, Course(outlook), self._met, tuple(held))
+        self._looks_again = now + max(_LOOKS, (monotonic() - outlook.when) / _LOOKING)
 
     def _note_scheduled(self, when: float) -> None:
         """Note the calls whose first output was taken from the engine's queue by the step that began then."""

@@ -93,11 +93,10 @@ class RequestBroker:
             (" of this key", self._of_key[owner], quotas.per_key),
         ):
             if there + asked > most:
-                wait = self._output_seconds_ema * (there + asked - most) / quotas.running
                 raise BusyError(
                     f"{there} outputs{whose} are running or waiting, and at most {most} may be; send the "
                     "request again later",
-                    min(max(1.0, wait), _LONGEST_WAIT),
+                    min(max(1.0, self._until_ended(there + asked - most)), _LONGEST_WAIT),
                 )
 
     def _closed(self) -> EngineClosedError:
@@ -146,6 +145,17 @@ class RequestBroker:
             if not self._over.is_set():  # All was forgotten then.
                 self._count(owner, -kept)
 
+    def _until_ended(self, outputs: int) -> float:
+        """Return the seconds until so many outputs have ended: by forecast, or by what outputs have taken."""
+        forecaster = self._backend.forecaster
+        seconds = None if forecaster is None else forecaster.first_end(outputs)
+        return self._output_seconds_ema * outputs / self._quotas.running if seconds is None else seconds
+
+    def queue(self, most: int) -> list[tuple[int, float | None]]:
+        """Return the outputs that wait, at most so many: see WaitForecaster.waiting."""
+        forecaster = self._backend.forecaster
+        return [] if forecaster is None else forecaster.waiting(most)
+
     def allowed_seconds(self, wanted: float | None) -> float | None:
         """Return the seconds that a request may take which wants so many; None is any."""
         given = [one for one in (wanted, self.max_seconds) if one is not None]
@@ -176,6 +186,9 @@ class RequestBroker:
         else:
             self.check_room(sum(len(one.samplings) for one in prompts), owner)
         calls = [Call(self.leave, one, owner, room=0 if kept else len(one.samplings)) for one in prompts]
+        if (forecaster := self._backend.forecaster) is not None:
+            for call in calls:
+                call.foretell(forecaster.forecast(call))
         self._calls.update(calls)
         for call in calls:
             self._count(owner, call.room)
@@ -239,7 +252,8 @@ class RequestBroker:
             if deltas:
                 if not call.first_token_time:
                     call.first_token_time = now
-                    self._metrics.began(now - call.arrival_time)
+                    expected = None if call.forecast is None else call.forecast.seconds
+                    self._metrics.began(now - call.arrival_time, expected)
                 else:
                     gaps.append(now - call.last_token_time)
                 call.last_token_time = now

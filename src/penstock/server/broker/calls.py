@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from time import monotonic
 
 from penstock.api.outputs import Completion, Delta
 from penstock.api.sequences import PreparedPrompt, SequenceGroup
 from penstock.base.errors import PenstockError
+from penstock.sched.outlook import QueuedRequest, WaitForecast
 
 
 class BusyError(PenstockError):
@@ -49,6 +51,12 @@ class Call:
         self.prompt, self.owner, self.room = prompt, owner, room
         self.arrival_time = monotonic()
         self.scheduled_time = self.first_token_time = self.last_token_time = 0.0
+        self.forecast: WaitForecast | None = None
+        """What it had before it when it came; None where nobody has said."""
+        self.queued: Sequence[QueuedRequest] = ()
+        """Its outputs, as they wait by forecast. Written before it is sent."""
+        self.met = False
+        """Whether the backend has met it. The backend's thread writes it."""
         self.group: SequenceGroup | None = None
         """Its outputs. The backend's thread writes it."""
         self.left = False
@@ -60,7 +68,7 @@ class Call:
         self._leave = leave
         self._pieces: list[Delta] = []
         """Pieces that have come and were not taken."""
-        self._wakes = asyncio.Event()
+        self._wakes, self._told = asyncio.Event(), asyncio.Event()
         self._at_once: AtOnce | None = None
         """Takes what comes, while it is waited for."""
         self._raised: Exception | None = None
@@ -71,6 +79,19 @@ class Call:
         """Whether its client has taken pieces."""
         self._whole = False
         """Whether its client waits for all of it, so that pieces that were taken were not given out."""
+
+    async def foretold(self, patience: float) -> WaitForecast | None:
+        """Return what it had before it when it came. Wait so many seconds for it if others tell it."""
+        if self.forecast is None and not self.over:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._told.wait(), patience)
+        return self.forecast
+
+    def foretell(self, forecast: WaitForecast) -> None:
+        """Note what it had before it when it came."""
+        if self.forecast is None:
+            self.forecast = forecast
+            self._told.set()
 
     async def pieces(self, at_once: AtOnce | None = None) -> AsyncIterator[Sequence[Delta]]:
         """Give out what has come since the last time, until the outputs are complete. Raise what has kept
@@ -147,8 +168,10 @@ class Call:
 
     def deliver(self, deltas: Sequence[Delta], over: bool, fault: BaseException | None) -> None:
         """Add what has come. over: whether that was the last. fault: what has kept it from being complete."""
-        if over and self.timer is not None:
-            self.timer.cancel()
+        if over:
+            self._told.set()
+            if self.timer is not None:
+                self.timer.cancel()
         if deltas and not (
             self._at_once is not None and not self._pieces and self._taken(self._at_once, deltas)
         ):

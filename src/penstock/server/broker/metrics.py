@@ -4,7 +4,6 @@ Names end as those of other engines do, so that their dashboards need another pr
 them are there as soon as the model is, also those of tiers that are not in use.
 """
 
-from bisect import bisect_left
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +21,13 @@ from penstock.api.snapshots import MemoryUse, PrefixCounts
 from penstock.base.meter import SHARES, Direction, KVStats, MissedStats, Passes, TierStats, WeightStats
 from penstock.engine.engine import Stats
 from penstock.server.broker.backend import LocalBackend
+from penstock.server.broker.gaps import Gaps
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 """Up to an hour: a first token after a long prompt may take that."""
 _SECONDS_EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_OF_EXPECTED = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 _TOKENS = tuple(4**power for power in range(11))
 """Up to a million."""
 _PREFIX = "penstock:"
@@ -64,8 +65,13 @@ class Metrics:
         self._first = self._histogram(
             "time_to_first_token_seconds", "From a request to the first token of it.", _SECONDS
         )
-        self._gap = _Gaps(
-            "inter_token_latency_seconds",
+        self._off = self._histogram(
+            "time_to_first_token_of_expected",
+            "The same, in units of what was forecast when the request came.",
+            _OF_EXPECTED,
+        )
+        self._gap = Gaps(
+            _PREFIX + "inter_token_latency_seconds",
             "Between two steps that brought tokens of a request.",
             _SECONDS_EACH,
         )
@@ -121,9 +127,11 @@ class Metrics:
         """Count an answer, by its route and status."""
         self._answers.labels(route, str(status)).inc()
 
-    def began(self, seconds: float) -> None:
-        """Observe a request's first token, so many seconds after it came."""
+    def began(self, seconds: float, expected: float | None) -> None:
+        """Observe a request's first token, so many seconds after it came. expected: what was forecast."""
         self._first.observe(seconds)
+        if expected:
+            self._off.observe(seconds / expected)
 
     def went_on(self, gaps: Iterable[float]) -> None:
         """Observe more tokens of requests, each so many seconds after its last."""
@@ -161,25 +169,6 @@ class Metrics:
     def text(self) -> bytes:
         """Return all metrics, as Prometheus reads them."""
         return generate_latest(self._registry)
-
-
-class _Gaps(Collector):
-    """Counts, as a histogram, many values at once: after a step there is one for each request, and for nearly
-    all of them the same."""
-
-    def __init__(self, name: str, what: str, bounds: tuple[float, ...]) -> None:
-        self._name, self._what, self._bounds = name, what, bounds
-        self._counts, self._sum = [0] * (len(bounds) + 1), 0.0
-        """Of what is not above a bound and above the one before, and above them all."""
-
-    def observe(self, value: float, times: int) -> None:
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
-
-    def collect(self) -> Iterator[Metric]:
-        names = [*map(floatToGoString, self._bounds), "+Inf"]
-        buckets = list(zip(names, accumulate(self._counts), strict=True))
-        yield HistogramMetricFamily(_PREFIX + self._name, self._what, buckets=buckets, sum_value=self._sum)
 
 
 class _EngineCollector(Collector):

@@ -67,6 +67,9 @@ class ReplicaPool(Protocol):
 class RemoteBackend:
     """Has replicas carry out calls; see Backend."""
 
+    forecaster = None
+    """Replicas tell what calls have before them there."""
+
     def __init__(
         self, reader: RemoteReader, pool: ReplicaPool, affinity: Affinity, *, patience: float
     ) -> None:
@@ -203,7 +206,9 @@ class RemoteBackend:
         async with aclosing(self._pool.answer(prompt.keys, prompt.request())) as messages:
             async for message in messages:
                 match message:
-                    case Accepted(replica):
+                    case Accepted(replica, forecast):
+                        if forecast is not None:
+                            mailbox.run_on_loop(call.foretell, forecast)
                         name, task = replica, asyncio.current_task()
                         assert task is not None
                         self._at[call] = name, task

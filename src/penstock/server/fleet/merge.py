@@ -80,6 +80,7 @@ _OWN_WAY: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "decode_seconds": max,
     "prefill_seconds": max,
     "experts": lambda found: _merged([one for one in found if one is not None]) or None,
+    "queue": lambda queues: [one for queue in queues for one in queue],
     "prompt": lambda prompts: next((prompt for prompt in prompts if prompt is not None), None),
 }
 """Fields that do not add up."""

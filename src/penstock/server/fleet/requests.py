@@ -17,6 +17,7 @@ from penstock.api.structures import Structures
 from penstock.api.text.tokenizer import Tokenizer
 from penstock.base.errors import EngineClosedError, PenstockError
 from penstock.kv.ledger.keys import block_keys, root_key
+from penstock.sched.outlook import WaitForecast
 from penstock.sched.rules import admit
 from penstock.server.broker.broker import RequestBroker
 from penstock.server.broker.calls import Call
@@ -45,9 +46,10 @@ class RemoteRequest:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Says that a replica has taken the request."""
+    """Says that a replica has taken the request. forecast: what it has before it there."""
 
     replica: str
+    forecast: WaitForecast | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ class RoutedPrompt(PreparedPrompt):
         own = {
             field.name: getattr(self, field.name)
             for field in fields(PreparedPrompt)
-            if field.name not in ("prompt", "tokens", "detokenizer")
+            if field.name not in ("prompt", "tokens", "detokenizer", "found")
         }
         return RemoteRequest(self.given, self.params, own)
 
@@ -174,11 +176,12 @@ async def computed(
     reader: PromptReader, broker: RequestBroker, replica: str, request: RemoteRequest
 ) -> AsyncGenerator[ReplicaMessage]:
     """Give out what a replica's own engine computes for a request. Ends early if the engine ends."""
-    yield Accepted(replica)
     calls, sent = list[Call](), False
+    yield Accepted(replica)  # At once, so that it is known where the request is.
     try:
         prepared = await asyncio.to_thread(_decided, reader, request)
         calls += broker.submit([prepared])
+        yield Accepted(replica, calls[0].forecast)
         async for deltas in calls[0].pieces():
             assert calls[0].group is not None
             first = calls[0].group.sequences[0]

@@ -29,7 +29,14 @@ from penstock.server.http.keys import NO_OWNER, owner_of
 from penstock.server.http.openapi import described
 from penstock.server.http.origins import OriginGuard, shared_with
 from penstock.server.http.page import FILES, page_file
-from penstock.server.http.sending import GONE, completed, json_response, responded, told_ignored
+from penstock.server.http.sending import (
+    GONE,
+    completed,
+    json_response,
+    responded,
+    told_forecast,
+    told_ignored,
+)
 from penstock.server.http.sleeping import is_sleeping, sleep, wake_up
 from penstock.server.http.state import ServerSettings, ServerState
 from penstock.server.monitoring.logs import note_request
@@ -104,7 +111,7 @@ def _route(
     async def route(request: Request) -> Response:
         record = record_of(request)
         record.route = path
-        response = await answered(request, record)
+        response = await told_forecast(await answered(request, record), record.calls)
         if len(server.settings.keys) > 1 and 400 <= response.status_code < 500:
             with suppress(asyncio.CancelledError):  # The server ends: then it is answered at once.
                 await server.refusals.turn(record.owner)

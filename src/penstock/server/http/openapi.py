@@ -278,6 +278,16 @@ _SECONDS = {
     "schema": {"type": "integer", "minimum": 1},
 }
 _HEADERS = {429: {"Retry-After": _SECONDS}, 503: {"Retry-After": _SECONDS}}
+_FORECAST = {
+    "X-Queue-Position": {
+        "description": "Outputs that waited before the request when it came",
+        "schema": {"type": "integer", "minimum": 0},
+    },
+    "X-Expected-First-Token": {
+        "description": "Seconds from then to its first token, by forecast; unknown until steps were measured",
+        "schema": {"type": "string", "pattern": r"^(\d+\.\d+|unknown)$"},
+    },
+}
 _PROMPT = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
 _EXACT: Mapping[tuple[str, str], Json] = {
     ("CompletionRequest", "prompt"): {
@@ -394,6 +404,8 @@ def _answer(one: RouteSpec, status: int, known: Mapping[type, Json]) -> Json:
     if status == 200 or (status == 503 and one.answer is shapes.Status):
         assert isinstance(one.answer, type)
         entry["content"] = {"application/json": {"schema": known[one.answer]}}
+        if status == 200 and 504 in one.refused and one.asked is not CountTokensRequest:
+            entry["headers"] = _FORECAST
         if one.events:
             data = [known[kind] for kind in dict.fromkeys((*one.events, one.refusal))]
             entry["content"][one.streams] = {

@@ -116,7 +116,13 @@ def shared_with(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
-        expose_headers=("X-Request-Id", "X-Ignored-Fields", "Retry-After"),
+        expose_headers=(
+            "X-Request-Id",
+            "X-Ignored-Fields",
+            "X-Queue-Position",
+            "X-Expected-First-Token",
+            "Retry-After",
+        ),
     )
 
 

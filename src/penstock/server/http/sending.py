@@ -29,6 +29,12 @@ from penstock.server.wire.scores import PairsRequest
 T = TypeVar("T")
 _LOG = logging.getLogger("penstock")
 EVENTS = "text/event-stream"
+PLACE, EXPECTED = "X-Queue-Position", "X-Expected-First-Token"
+"""Tell how many outputs wait before a request, and the seconds until its first token."""
+UNKNOWN = "unknown"
+"""Stands for these seconds where nothing of the kind has been measured yet."""
+_TOLD = 0.25
+"""Seconds for which the headers of a stream wait for what a replica forecasts."""
 IGNORED = "X-Ignored-Fields"
 """Names fields of a request that were taken and had no effect."""
 GONE = 499
@@ -62,6 +68,17 @@ def told_ignored(response: Response, names: Sequence[str]) -> Response:
     """Return a response whose headers name the fields of the request that had no effect."""
     if names:
         response.headers[IGNORED] = ", ".join(names)
+    return response
+
+
+async def told_forecast(response: Response, calls: Sequence[Call]) -> Response:
+    """Return a response whose headers say what the first of its calls had before it when it came."""
+    found = None
+    with suppress(asyncio.CancelledError):  # The server ends: then it is answered without.
+        found = await calls[0].foretold(_TOLD) if calls else None
+    if found is not None:
+        response.headers[PLACE] = str(found.place)
+        response.headers[EXPECTED] = UNKNOWN if found.seconds is None else f"{found.seconds:.3f}"
     return response
 
 

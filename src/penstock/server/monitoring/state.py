@@ -25,6 +25,8 @@ _STALE = 10.0
 _CLOSE = 0.1
 """Seconds between two looks that are both kept, at least: several pages may ask."""
 _LETTERS = {Tier.DEVICE: "D", Tier.HOST: "H", Tier.DISK: "S"}
+_MOST_WAITING = 32
+"""Outputs that wait which are described one by one."""
 _PATIENCE = 0.5
 """Seconds after which a prompt is shown: what is computed sooner comes and goes too fast to be read."""
 
@@ -79,6 +81,19 @@ class PromptState:
     reached: int
     length: int
     rate: float | None
+    left: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitState:
+    """Describes an output that waits.
+
+    place: outputs that wait before it. length: tokens of its prompt. left: seconds until its first token, by
+    forecast; None if not known yet.
+    """
+
+    place: int
+    length: int
     left: float | None
 
 
@@ -199,6 +214,8 @@ class State:
     computed_rate: float
     """Tokens a second: of outputs, and all that were computed."""
     prompt: PromptState | None
+    queue: tuple[WaitState, ...]
+    """The first outputs that wait, in the order in which they are likely to come."""
     tiers: tuple[TierState, ...]
     links: tuple[LinkState, ...]
     cache: CacheState
@@ -260,6 +277,10 @@ class StateMonitor:
             output_rate=rate(stats.output_tokens - first.stats.output_tokens),
             computed_rate=rate(stats.computed_tokens - first.stats.computed_tokens),
             prompt=self._prompt_at(now.counts.when),
+            queue=tuple(
+                WaitState(place, length, left)
+                for place, (length, left) in enumerate(self._broker.queue(_MOST_WAITING))
+            ),
             tiers=(
                 _on_device(stats, memory),
                 _on_host(stats.tiers, memory),

@@ -32,7 +32,7 @@ export async function answer() {
   }
   const { system, ...sampling } = settings(), { chat } = now, messages = messagesOf(path(chat), system);
   const turn = add(chat, { role: "assistant", content: "", reasoning: "", model: model(), open: true });
-  const own = now.live = { chat, turn, ended: new AbortController(), begin: performance.now(), thinking: 0, first: 0, state: null };
+  const own = now.live = { chat, turn, ended: new AbortController(), begin: performance.now(), thinking: 0, first: 0, state: null, due: null };
   if (!now.chats.includes(chat)) now.chats = [chat, ...now.chats];
   tell("");
   keepOrTell(chat);
@@ -66,7 +66,9 @@ export async function answer() {
 /** Add to a turn what comes; return its usage and the reason why it ended, null where none came. */
 async function read(own, body) {
   const { turn } = own, end = { usage: null, reason: null };
-  for await (const event of eventsOf(await post("/v1/chat/completions", body, own.ended.signal))) {
+  const answer = await post("/v1/chat/completions", body, own.ended.signal), expected = answer.headers.get("X-Expected-First-Token");
+  if (expected !== null && expected !== "unknown") own.due = performance.now() + 1000 * Number(expected);
+  for await (const event of eventsOf(answer)) {
     if (event.error) throw new Refused(200, event.error.message);
     end.usage = event.usage ?? end.usage;
     const choice = event.choices[0];
@@ -117,7 +119,7 @@ export function note(state) {
 /** Say what the server does for the answer under way, as far as it tells. */
 function showProgress() {
   if (!now.live) return;
-  const { begin, thinking, first, state } = now.live, since = (from) => duration((performance.now() - from) / 1000);
+  const { begin, thinking, first, state, due } = now.live, since = (from) => duration((performance.now() - from) / 1000);
   const alone = state ? state.running + state.waiting <= 1 : true;
   const prompt = !first && !thinking ? state?.prompt : null, bar = $("reading");
   bar.hidden = !prompt;
@@ -125,10 +127,10 @@ function showProgress() {
     bar.max = prompt.length;
     bar.value = prompt.reached;
   }
-  write($("doing"), doing({ first, thinking, prompt, alone, state, since, begin }));
+  write($("doing"), doing({ first, thinking, prompt, alone, state, since, begin, due }));
 }
 
-function doing({ first, thinking, prompt, alone, state, since, begin }) {
+function doing({ first, thinking, prompt, alone, state, since, begin, due }) {
   const rate = state?.output_rate ? ` · ${number(state.output_rate)} tokens/s${alone ? "" : ` in all, of ${state.running} running`}` : "";
   if (first) return `Writing for ${since(first)}${rate}`;
   if (thinking) return `Thinking for ${since(thinking)}${rate}`;
@@ -137,5 +139,6 @@ function doing({ first, thinking, prompt, alone, state, since, begin }) {
     return `Reading ${alone ? "the" : "a"} prompt: ${number(prompt.reached)} of ${number(prompt.length)} tokens${left}`;
   }
   const others = state && state.waiting ? ` · ${counted(state.running, "request")} running, ${number(state.waiting)} waiting` : "";
-  return `Waiting for ${since(begin)}${others}`;
+  const rest = due === null ? 0 : due - performance.now(), left = rest > 0 ? ` · first token expected in ${duration(rest / 1000)}` : "";
+  return `Waiting for ${since(begin)}${others}${left}`;
 }
