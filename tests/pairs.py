@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 import tiny
 from penstock.base.config import Config
 from penstock.engine.boot import Booted, boot
-from penstock.engine.engine import Ranks
 from penstock.engine.placing import Override, Say
+from penstock.engine.ranks import Ranks
 from penstock.sched.span import KVSpan
 from penstock.step.params import Sampling
 from penstock.step.plan import UNKNOWN, Admission, ModelRole, Plan, Row, Share, ShareKind

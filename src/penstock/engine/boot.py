@@ -22,7 +22,7 @@ from penstock.base.trace import Trace
 from penstock.base.units import format_size
 from penstock.engine.budget import Budget, memory_of
 from penstock.engine.contexts import LongRoom
-from penstock.engine.engine import Engine, Ranks
+from penstock.engine.engine import Engine
 from penstock.engine.measuring import activation_peak
 from penstock.engine.parts import (
     blank_runner,
@@ -34,6 +34,7 @@ from penstock.engine.parts import (
 )
 from penstock.engine.placing import BootContext, Model, Override, PlacedWeights, Say, place, source_of
 from penstock.engine.plan import BootPlan, Rest
+from penstock.engine.ranks import Ranks
 from penstock.engine.settling import Settled, settle
 from penstock.engine.store import carry_rates, ledger_of, open_store, outlives, root_of
 from penstock.engine.team import (

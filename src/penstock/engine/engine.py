@@ -2,77 +2,26 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
 
 from penstock.base.errors import DeviceError, EngineClosedError, StepMemoryError
 from penstock.base.garbage import no_collection
 from penstock.base.meter import Direction, KVStats, MissedStats, Passes, TierStats
+from penstock.engine.ranks import Ranks, Threads
 from penstock.kv.store.diskpool import LostKV
 from penstock.sched.outlook import Outlook
 from penstock.sched.scheduler import Event, Scheduler
 from penstock.step.params import Sampling
-from penstock.step.plan import Landed, Outcome, Plan, RequestId, Route, Step
+from penstock.step.plan import Outcome, Plan, RequestId, Route, Step
 from penstock.step.request import FinishReason
-
-if TYPE_CHECKING:
-    from penstock.kv.movement.carrier import Carrier
 
 _LOG = logging.getLogger("penstock")
 _LAST = 5.0
 """Seconds that `finish` waits for blocks on their way."""
 _MOST_LOST = 8
 """Times that KV may be lost. A disk that loses more will go on losing it."""
-
-
-class Ranks(Protocol):
-    """Carries out plans on one or several workers."""
-
-    @property
-    def carrier(self) -> "Carrier | None":
-        """Return the carrier of KV beyond the device, if there is any."""
-        ...
-
-    @property
-    def ahead(self) -> bool:
-        """Tell whether plans should be begun ahead, since `begin` returns before its arithmetic has ended."""
-        ...
-
-    def begin(self, plan: Plan) -> Step:
-        """Begin a plan, or have it begun on all ranks."""
-        ...
-
-    def settle(self) -> tuple[Landed, ...]:
-        """Wait for all that is under way, after an interrupted step.
-
-        Return the transfers that have landed.
-        """
-        ...
-
-    def free_kv(self) -> None:
-        """Give back the memory of KV blocks, where it can be had again."""
-        ...
-
-    def check(self) -> None:
-        """Raise the failure of a rank, if it has not been raised before."""
-        ...
-
-    def close(self) -> None:
-        """Free the devices."""
-        ...
-
-
-class Threads(Protocol):
-    """Gives each step its threads of the CPU."""
-
-    now: int
-    """Those of the last step."""
-
-    def of(self, rows: int) -> AbstractContextManager[None]:
-        """Compute a step of so many rows."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
