@@ -1,0 +1,436 @@
+"""Lends models to requests: loads one at its first use, and unloads one that is idle or whose room another
+needs.
+
+Requests for a model that is not loaded wait for it. Models are loaded one by one, in the order in which they
+were first waited for. Where there is no room, those are unloaded that cost least to do without (`costs`). A
+model that requests use is never unloaded: where room can only come from such a one, requests that come for it
+wait as well, until those that use it have ended. It has been there for as long as a load takes before that
+happens, so that no more than half of the time is spent with loading.
+
+Why this is safe. All of it runs on one event loop, and nothing is awaited between a look at a model's state
+and the change that follows from it. There are three waits. A load waits until the models that it takes the
+room of are gone: they are marked as going, all in one go, while nobody uses them, and are counted in the
+room until they have closed. A model that goes waits for its uses: it is lent no more, and goes with the last
+of them. And a request waits for its load: when that has ended, each request that waits is lent the model
+before anything else runs, so that nothing finds it idle in between; one that was given up meanwhile gives it
+back at once. One task alone loads and unloads, so that no two loads count the same room. A load that fails
+leaves the model as it was before, and all who waited for it are told why. An engine that fails is unloaded
+like one that is idle; what used it was told by its broker.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import inf
+from time import monotonic
+from typing import Generic, Protocol, TypeVar
+
+from penstock.base.errors import EngineClosedError, PenstockError
+from penstock.base.units import format_size
+from penstock.server.broker.calls import BusyError
+from penstock.server.on_demand.costs import LoadForecast, Share, cheapest, expected_cost
+
+_LOG = logging.getLogger("penstock")
+_AGAIN = 5.0
+"""Seconds after a load that has failed in which it is not tried again."""
+_FIRST_USE = 1.0
+"""Seconds that a use of a model takes, before any has ended."""
+
+
+class LoadError(PenstockError):
+    """Says why a model that a request needs is not there. `seconds`: after which it is tried again."""
+
+    def __init__(self, message: str, seconds: float = _AGAIN) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
+class ModelPhase(StrEnum):
+    """Tells whether a model is there."""
+
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    LOADED = "loaded"
+    UNLOADING = "unloading"
+
+
+class Closable(Protocol):
+    """Is what a load returns."""
+
+    async def close(self) -> None:
+        """End it, and give its memory back."""
+
+
+T = TypeVar("T", bound=Closable)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter(Generic[T]):
+    future: "asyncio.Future[Lease[T]]"
+    outputs: int
+    came: float
+    forecast: float
+
+
+class Lease(Generic[T]):
+    """Lends a model to a request until it is closed. It has waited for so many seconds, and was told to
+    expect `forecast`; both are 0 where the model was there."""
+
+    def __init__(self, model: "OnDemandModel[T]", there: T, waited: float, forecast: float) -> None:
+        self.there, self.waited, self.forecast = there, waited, forecast
+        self._model: OnDemandModel[T] | None = model
+
+    def close(self) -> None:
+        """Give the model back. A second call does nothing."""
+        model, self._model = self._model, None
+        if model is not None:
+            model.returned(self)
+
+
+@dataclass(slots=True, eq=False)
+class OnDemandModel(Generic[T]):
+    """Knows the state of one model. Its OnDemandModels alone writes it.
+
+    name: by which the server knows it. size: bytes of its weights. share: memory that it may take.
+    keep: seconds without requests after which it is unloaded.
+    asked_at, gap: when it was last asked for, and the usual seconds between two requests; 0 before any.
+    phase_since: when its phase began. used_at: when its last use ended.
+    leaving: whether it is lent no more, until it was unloaded.
+    fault: why its last load has failed, or its engine. failed_at: when.
+    """
+
+    name: str
+    size: int
+    share: Share
+    keep: float = inf
+    phase: ModelPhase = ModelPhase.UNLOADED
+    there: T | None = None
+    leaving: bool = False
+    fault: str = ""
+    failed_at: float = -inf
+    loads: int = 0
+    load_seconds: float = 0.0
+    asked_at: float = 0.0
+    gap: float = 0.0
+    phase_since: float = 0.0
+    used_at: float = 0.0
+    use_seconds: float = _FIRST_USE
+    uses: dict[Lease[T], float] = field(default_factory=dict)
+    waiters: list[_Waiter[T]] = field(default_factory=list)
+    changed: Callable[[], object] = lambda: None
+    clock: Callable[[], float] = monotonic
+
+    def begin(self, waited: float = 0.0, forecast: float = 0.0) -> Lease[T]:
+        """Lend it."""
+        assert self.phase is ModelPhase.LOADED and self.there is not None
+        lease = Lease(self, self.there, waited, forecast)
+        self.uses[lease] = self.clock()
+        return lease
+
+    def returned(self, lease: Lease[T]) -> None:
+        """Note the end of a use."""
+        if (began := self.uses.pop(lease, None)) is not None:
+            self.used_at = self.clock()
+            self.use_seconds += (self.used_at - began - self.use_seconds) / 4
+            self.changed()
+
+    def enter(self, phase: ModelPhase) -> None:
+        """Begin a phase."""
+        self.phase, self.phase_since = phase, self.clock()
+
+    @property
+    def drain(self) -> float:
+        """Return the seconds until its uses have likely ended."""
+        now = self.clock()
+        return max((max(self.use_seconds - (now - began), 0.0) for began in self.uses.values()), default=0.0)
+
+
+class OnDemandModels(Generic[T]):
+    """Lends models to requests, on one event loop."""
+
+    def __init__(
+        self,
+        models: Sequence[OnDemandModel[T]],
+        room: Share,
+        load: Callable[[OnDemandModel[T]], Awaitable[T]],
+        costs: LoadForecast,
+        *,
+        idle: float = inf,
+        queue: int = 256,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """Begin without any model loaded.
+
+        room: memory for all that are loaded at a time. load: loads one. idle: seconds without requests after
+        which a model is unloaded, where a request does not say. queue: outputs that may wait for loads.
+        """
+        self.models = {one.name: one for one in models}
+        self._room, self._load, self._costs, self._idle = room, load, costs, idle
+        self._queue, self._clock = queue, clock
+        self._wanted: list[OnDemandModel[T]] = []
+        """Models that requests wait for; the first is the next to be loaded."""
+        self._changed = asyncio.Event()
+        self.closing = False
+        """Nothing is lent any more."""
+        for one in models:
+            one.keep, one.changed, one.clock = idle, self._changed.set, clock
+        self.keeper = asyncio.ensure_future(self._keep())
+        """Ends with the server, or with a bug."""
+
+    # ---- for requests
+
+    async def lend(self, model: OnDemandModel[T], outputs: int = 1, keep: float | None = None) -> Lease[T]:
+        """Lend a model, which is loaded if need be. The lease must be closed.
+
+        outputs: that the request asks for. keep: seconds for which the model stays without requests; None is
+        the usual. Raises LoadError if it cannot be loaded, BusyError if too many wait, and EngineClosedError
+        when the server ends.
+        """
+        now = self._clock()
+        if model.asked_at:
+            gap = now - model.asked_at
+            model.gap = (model.gap + gap) / 2 if model.gap else gap
+        model.asked_at = now
+        model.keep = self._idle if keep is None else keep
+        if self.closing:
+            raise EngineClosedError("the server is shutting down; send the request to another server")
+        if model.phase is ModelPhase.LOADED and not model.leaving:
+            return model.begin()
+        if (left := model.failed_at + _AGAIN - now) > 0:
+            raise LoadError(model.fault, left)
+        forecast = self.expected_wait(model)
+        there = sum(waiter.outputs for one in self._wanted for waiter in one.waiters)
+        if there + outputs > self._queue:
+            raise BusyError(
+                f"{there} outputs wait for models that are being loaded, and at most {self._queue} may; "
+                f"{model.name} will be there in about {forecast:.1f} s, so send the request again then",
+                max(forecast, 1.0),
+            )
+        waiter = _Waiter[T](asyncio.get_running_loop().create_future(), outputs, now, forecast)
+        model.waiters.append(waiter)
+        if model not in self._wanted:
+            self._wanted.append(model)
+        self._changed.set()
+        try:
+            return await waiter.future
+        except asyncio.CancelledError:
+            given = waiter.future
+            if given.done() and not given.cancelled() and given.exception() is None:
+                given.result().close()
+            raise
+        finally:
+            if waiter in model.waiters:
+                model.waiters.remove(waiter)
+            self._changed.set()
+
+    def unload_soon(self, model: OnDemandModel[T]) -> None:
+        """Unload a model as soon as nobody uses it and nobody waits for it."""
+        model.keep = 0.0
+        self._changed.set()
+
+    def failed(self, model: OnDemandModel[T], why: str) -> None:
+        """Note that the engine of a loaded model has failed: it is lent no more."""
+        if model.phase is ModelPhase.LOADED:
+            model.fault = f"the engine of {model.name} has failed: {why}"
+            model.uses.clear()  # They were told.
+            model.leaving, model.keep = True, 0.0
+            self._changed.set()
+
+    # ---- what is known
+
+    @property
+    def used(self) -> bool:
+        """Tell whether any request uses a model."""
+        return any(one.uses for one in self.models.values())
+
+    def expected_wait(self, model: OnDemandModel[T]) -> float:
+        """Return the seconds until a model is likely there; 0 if it is."""
+        if model.phase is ModelPhase.LOADED and not model.leaving:
+            return 0.0
+        wait = 0.0
+        for one in self.models.values():  # What is under way.
+            gone = self._clock() - one.phase_since
+            if one.phase is ModelPhase.LOADING:
+                wait = max(self.load_time(one) - gone, 0.0)
+                if one is model:
+                    return wait
+            elif one.phase is ModelPhase.UNLOADING:
+                wait = max(self._costs.unload - gone, wait)
+        ahead = [one for one in self._wanted if one.phase is not ModelPhase.LOADING]
+        for one in [*ahead[: ahead.index(model)], model] if model in ahead else [*ahead, model]:
+            wait += self._room_seconds(one) + self.load_time(one)
+        return wait
+
+    def load_time(self, model: OnDemandModel[T]) -> float:
+        """Return the seconds that loading a model will take."""
+        return self._costs.seconds(model.name, model.size)
+
+    def expires_in(self, model: OnDemandModel[T]) -> float | None:
+        """Return the seconds until a loaded model is unloaded unless it is used before; None if it is not
+        loaded, or stays."""
+        if model.phase is not ModelPhase.LOADED or model.keep == inf:
+            return None
+        idle = 0.0 if model.uses else self._clock() - model.used_at
+        return max(model.keep - idle, 0.0)
+
+    def _free(self) -> Share:
+        taken = (one.share for one in self.models.values() if one.phase is not ModelPhase.UNLOADED)
+        return self._room - sum(taken, Share(0))
+
+    def _room_seconds(self, model: OnDemandModel[T]) -> float:
+        """Return the seconds until there is room for a model."""
+        loaded = self._of(ModelPhase.LOADED)
+        out = cheapest(self._priced(loaded), model.share - self._free())
+        if not out:
+            return 0.0
+        busy = [one for one in out if one.uses]
+        return self._costs.unload + max((max(one.drain, self._held(one, model)) for one in busy), default=0.0)
+
+    def _held(self, one: OnDemandModel[T], by: OnDemandModel[T]) -> float:
+        """Return the seconds for which a model that is used is not made to go for another."""
+        most = max(self.load_time(one), self.load_time(by))
+        return max(one.phase_since + most - self._clock(), 0.0)
+
+    def _of(self, phase: ModelPhase) -> list[OnDemandModel[T]]:
+        return [one for one in self.models.values() if one.phase is phase]
+
+    def _priced(self, some: Sequence[OnDemandModel[T]]) -> list[tuple[float, OnDemandModel[T]]]:
+        now = self._clock()
+        return [(expected_cost(self.load_time(one), one.gap, now - one.asked_at), one) for one in some]
+
+    # ---- the task that loads and unloads
+
+    async def _keep(self) -> None:
+        while True:
+            self._changed.clear()
+            model = self._next()
+            if out := self._out(model):
+                for one in out:
+                    one.enter(ModelPhase.UNLOADING)
+                await asyncio.gather(*map(self._unload, out))
+            elif model is not None and model.share.within(self._free()):
+                await self._load_one(model)
+            else:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._sleep(model)):
+                        await self._changed.wait()
+
+    def _next(self) -> OnDemandModel[T] | None:
+        """Return the next model to be loaded. Those that are waited for and there are lent."""
+        self._wanted = [one for one in self._wanted if one.waiters]
+        first = next((one for one in self._wanted if one.phase is ModelPhase.UNLOADED), None)
+        if first is None:
+            for one in self._of(ModelPhase.LOADED):
+                one.leaving = one.leaving and bool(one.fault)
+        for one in [one for one in self._wanted if one.phase is ModelPhase.LOADED and not one.leaving]:
+            self._lend_all(one)
+        return first
+
+    def _out(self, model: OnDemandModel[T] | None) -> list[OnDemandModel[T]]:
+        """Return the models to be unloaded now: those that have been idle for too long, and those that make
+        room for another. If these are used still, they are lent no more from now on."""
+        loaded, now = self._of(ModelPhase.LOADED), self._clock()
+        idle = [one for one in loaded if not one.uses]
+        out = [one for one in idle if one.fault or (not one.waiters and now - one.used_at >= one.keep)]
+        if out or model is None:
+            return out
+        need = model.share - self._free()
+        if (out := cheapest(self._priced(idle), need) or []) or need.within(Share(0)):
+            return out
+        may = [one for one in loaded if not one.uses or one.leaving or not self._held(one, model)]
+        for one in loaded:
+            one.leaving = False
+        for one in cheapest(self._priced(may), need) or ():
+            one.leaving = True
+        for one in [one for one in loaded if one.waiters and not one.leaving]:
+            self._lend_all(one)
+        return []
+
+    def _sleep(self, model: OnDemandModel[T] | None) -> float | None:
+        """Return the seconds until there is something to do if nothing changes; None if there never is."""
+        now, loaded = self._clock(), self._of(ModelPhase.LOADED)
+        due = [one.used_at + one.keep - now for one in loaded if not one.uses]
+        if model is not None:
+            due += [held for one in loaded if one.uses and (held := self._held(one, model)) > 0]
+        soonest = min(due, default=inf)
+        return None if soonest == inf else max(soonest, 0.001)
+
+    async def _load_one(self, model: OnDemandModel[T]) -> None:
+        model.enter(ModelPhase.LOADING)
+        model.fault, began = "", self._clock()
+        try:
+            model.there = await self._load(model)
+        except Exception as fault:
+            if not isinstance(fault, PenstockError):
+                _LOG.error("loading %s has failed", model.name, exc_info=fault)
+            why = str(fault) if isinstance(fault, PenstockError) else f"{type(fault).__name__}: {fault}"
+            model.fault = f"the model {model.name} cannot be loaded: {why}"
+            model.enter(ModelPhase.UNLOADED)
+            model.failed_at = self._clock()
+            _LOG.warning("%s", model.fault)
+            for waiter in model.waiters:
+                if not waiter.future.done():
+                    waiter.future.set_exception(LoadError(model.fault))
+            model.waiters.clear()
+            return
+        seconds = self._clock() - began
+        expected = self.load_time(model)
+        self._costs.loaded(model.name, model.size, seconds)
+        model.loads, model.load_seconds = model.loads + 1, model.load_seconds + seconds
+        model.enter(ModelPhase.LOADED)
+        model.used_at = model.phase_since
+        _LOG.info("%s: loaded in %.2f s, %.2f s were expected", model.name, seconds, expected)
+        self._lend_all(model)
+
+    def _lend_all(self, model: OnDemandModel[T]) -> None:
+        """Lend a model to all who wait for it."""
+        now = self._clock()
+        for waiter in model.waiters:
+            if not waiter.future.done():
+                waiter.future.set_result(model.begin(now - waiter.came, waiter.forecast))
+        model.waiters.clear()
+
+    async def _unload(self, model: OnDemandModel[T]) -> None:
+        there, model.there = model.there, None
+        assert there is not None
+        began, why = self._clock(), "it was idle"
+        if model.fault:
+            why = model.fault
+        elif self._wanted:
+            why = f"{self._wanted[0].name} needs its room, {format_size(model.share.device)}"
+        try:
+            await there.close()
+        except Exception:
+            _LOG.exception("unloading %s has failed; the traceback shows a bug of penstock", model.name)
+        model.leaving = False
+        model.enter(ModelPhase.UNLOADED)
+        self._costs.unloaded(self._clock() - began)
+        _LOG.info("%s: unloaded in %.2f s, since %s", model.name, self._clock() - began, why)
+
+    # ---- the end
+
+    def stop_lending(self) -> None:
+        """Lend nothing from now on. Who waits is told."""
+        self.closing = True
+        for model in self.models.values():
+            for waiter in model.waiters:
+                if not waiter.future.done():
+                    waiter.future.set_exception(
+                        EngineClosedError(
+                            f"the server was shut down before {model.name} was loaded; send the request again"
+                        )
+                    )
+            model.waiters.clear()
+
+    async def close(self) -> None:
+        """Unload all. A load under way must have been broken off, or is waited for."""
+        self.stop_lending()
+        moving = (ModelPhase.LOADING, ModelPhase.UNLOADING)
+        while not self.keeper.done() and any(one.phase in moving for one in self.models.values()):
+            await asyncio.sleep(0.01)
+        self.keeper.cancel()
+        await asyncio.wait((self.keeper,))
+        await asyncio.gather(*(self._unload(one) for one in self._of(ModelPhase.LOADED)))
