@@ -23,10 +23,10 @@ from penstock.server.fleet.requests import RemoteReader
 from penstock.server.fleet.routing import Affinity
 from penstock.server.http.state import HostedModel, ListedModel, ServerState
 from penstock.server.monitoring.facts import ModelFacts
-from penstock.server.on_demand.costs import LoadForecast, Share, reading_rate
+from penstock.server.on_demand.costs import LoadForecast, MemoryShare, reading_rate
 from penstock.server.on_demand.models import OnDemandModel, OnDemandModels
-from penstock.server.on_demand.shares import OnDemandSettings, given_share, room_of, usual_share
-from penstock.server.settings import Listening
+from penstock.server.on_demand.shares import given_share, room_of, usual_share
+from penstock.server.settings import Listening, OnDemandSettings
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.cache import is_pack
 from penstock.weights.pack.reader import Pack
@@ -40,7 +40,7 @@ class _Prepared:
     """Holds what is known when the server begins. cuda: whether a GPU computes."""
 
     cuda: bool
-    room: Share
+    room: MemoryShare
     models: list[Loadable]
     listed: Mapping[str, ListedModel]
     costs: LoadForecast
@@ -85,14 +85,15 @@ class Hosting:
             )  # fmt: skip
         self._prepared = _Prepared(hardware.cuda, room, models, listed, LoadForecast(rates))
 
-    def _share(self, name: str, spec: ModelSpec, hardware: Hardware, room: Share) -> Share:
+    def _share(self, name: str, spec: ModelSpec, hardware: Hardware, room: MemoryShare) -> MemoryShare:
         usual = usual_share(spec, self._configs[name], hardware, room)
         given = self._given.get(name)
         return usual if given is None else given_share(given, usual, hardware, room, name)
 
     def open(self, state: ServerState, listening: Listening) -> OnDemandModels[HostedModel]:
         """Take requests from now on, on the running loop."""
-        assert (prepared := self._prepared) is not None
+        prepared = self._prepared
+        assert prepared is not None
         state.listed, state.max_seconds, state.loaded = (
             prepared.listed,
             listening.request_timeout,
@@ -142,9 +143,7 @@ class Hosting:
             backend = await asyncio.to_thread(_opened, process, config, model.name, listening.patience)
         finally:
             self._starting = None
-        broker = RequestBroker(
-            backend, state.metrics, queue=listening.queue, keys=len(state.settings.keys)
-        )
+        broker = RequestBroker(backend, state.metrics, queue=listening.queue, keys=len(state.settings.keys))
         broker.max_seconds = listening.request_timeout
         own.open(backend, broker)
         # On a CPU, and where all fits on the device, all weights are there.
@@ -154,7 +153,8 @@ class Hosting:
     def _engine_config(self, model: Loadable) -> Config:
         """Return the settings of a model's engine, with its own part of the memory."""
         config, share = self._configs[model.name], model.share
-        assert (prepared := self._prepared) is not None
+        prepared = self._prepared
+        assert prepared is not None
         # On a CPU both are one memory, and host_memory is all of it.
         host = share.host if prepared.cuda else share.host and share.host + share.device
         return replace(

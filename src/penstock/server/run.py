@@ -175,7 +175,9 @@ class _Life:
 
     def _enough_of_it(self) -> None:
         self._signals += 1
-        note("stopping", signals=self._signals, outputs=self._state.outputs, patience=self._listening.patience)
+        note(
+            "stopping", signals=self._signals, outputs=self._state.outputs, patience=self._listening.patience
+        )
         self._enough.set()
         self._cancel_load()
         self._server.force_exit = self._signals > 1

@@ -22,8 +22,7 @@ from penstock.cli.options import engine_config, engine_options, flag, settings_f
 from penstock.cli.terminal import say
 from penstock.server.fleet.scale import Scale, bounds
 from penstock.server.http.keys import ApiKey
-from penstock.server.on_demand.shares import OnDemandSettings, named_shares
-from penstock.server.settings import AnswerSettings, Listening
+from penstock.server.settings import AnswerSettings, Listening, OnDemandSettings, named_shares
 
 if TYPE_CHECKING:
     from penstock.server.fleet.replicas import Replicas
@@ -130,8 +129,8 @@ def _flags(section: str, *names: str) -> Decorator:
     MODELS,
     "--on-demand",
     is_flag=True,
-    help="Serve one or several MODELs, each loaded at its first use, and unloaded when it is idle or another needs its "
-    "room.",
+    help="Serve one or several MODELs, each loaded at its first use, and unloaded when it is idle or "
+    "another needs its room.",
 )
 @_flags(MODELS, "idle_timeout")
 @option(
@@ -266,8 +265,8 @@ def _wanted(asked: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not asked["on_demand"]:
         if len(asked["model"]) > 1:
             raise ConfigError(
-                f"{len(asked['model'])} models were named, but a server holds one; add --on-demand, so that each is "
-                "loaded at its first use"
+                f"{len(asked['model'])} models were named, but a server holds one; add --on-demand, so that "
+                "each is loaded at its first use"
             )
         if asked["model_memory"]:
             raise ConfigError("--model-memory is only for several models; add --on-demand, or leave it out")

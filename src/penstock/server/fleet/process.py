@@ -89,8 +89,11 @@ class EngineProcess:
     """Reaches an engine in a process of its own; see ReplicaPool."""
 
     def __init__(self, name: str, config: Config, ended: Callable[[str], object] = lambda _: None) -> None:
-        """name: of the model, and of the replica. ended: is called on any thread when the process has ended
-        without having been asked to, with the reason."""
+        """Begin without a process.
+
+        name: of the model, and of the replica. ended: is called on any thread when the process has ended
+        without having been asked to, with the reason.
+        """
         self._name, self._config, self._ended = name, config, ended
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._asked: dict[int, Asked] = {}
@@ -162,9 +165,7 @@ class EngineProcess:
 
     # ---- what is asked, on any loop
 
-    async def answer(
-        self, keys: Sequence[bytes], request: RemoteRequest
-    ) -> AsyncGenerator[ReplicaMessage]:
+    async def answer(self, keys: Sequence[bytes], request: RemoteRequest) -> AsyncGenerator[ReplicaMessage]:
         """Give out what is computed for a request. Raises EngineClosedError when the process ends before."""
         async with aclosing(self._messages(ANSWER, request)) as messages:
             async for message in messages:

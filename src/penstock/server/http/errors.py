@@ -51,9 +51,11 @@ def _told(fault: Exception) -> tuple[int, Answer, Mapping[str, str] | None]:
             later = {"Retry-After": str(ceil(fault.seconds))} if fault.seconds else None
             return 504, error(str(fault), "timeout_error", "timeout", "deadline_exceeded"), later
         case LoadError():
-            return 503, error(str(fault), failed, "model", "model_not_loaded"), {
-                "Retry-After": str(ceil(fault.seconds))
-            }
+            return (
+                503,
+                error(str(fault), failed, "model", "model_not_loaded"),
+                {"Retry-After": str(ceil(fault.seconds))},
+            )
         case EngineClosedError():
             return 503, error(str(fault), failed, code="unavailable"), {"Retry-After": "5"}
         case HTTPException():

@@ -1,4 +1,4 @@
-"""Tells of several models that are loaded at their first use: their state, and the metrics of their engines."""
+"""Tells of several models that are loaded at their first use: their state, and their engines' metrics."""
 
 import asyncio
 from typing import Any
@@ -11,7 +11,8 @@ from prometheus_client.registry import Collector
 from penstock.base.errors import EngineClosedError
 from penstock.server.fleet.merge import side_by_side
 from penstock.server.http.state import ServerState
-from penstock.server.monitoring.state import ServedModel, State
+from penstock.server.monitoring.served import ServedModel
+from penstock.server.monitoring.state import CacheState, MissedState, PlanState, State
 from penstock.server.on_demand.models import ModelPhase
 
 _LABEL = "model"
@@ -19,7 +20,8 @@ _LABEL = "model"
 
 def served_models(server: ServerState) -> list[ServedModel]:
     """Return the state of each of several models."""
-    assert (models := server.models) is not None
+    models = server.models
+    assert models is not None
     return [
         ServedModel(
             name=one.name,
@@ -39,17 +41,27 @@ def served_models(server: ServerState) -> list[ServedModel]:
     ]
 
 
+def _nothing_loaded(waiting: int) -> State:
+    """Return the state where no model is loaded, with so many requests that wait."""
+    return State(
+        model="", family="", layers=0, dtype="", format="", device="", longest=0, open=True, running=0,
+        waiting=waiting, output_tokens=0, output_rate=0.0, computed_rate=0.0, prompt=None, tiers=(),
+        links=(), cache=CacheState(0, 0, 0, 0), plan=PlanState(0, 0, 0, 0, 0, 0.0, 0.0, 0.0, ""),
+        missed=MissedState(0, 0, 0.0, 0.0, 0.0, 0.0), experts=None,
+    )  # fmt: skip
+
+
 async def state_of_all(server: ServerState) -> dict[str, Any]:
     """Return the state of the machine as the model that was used last has it, and that of each model."""
     assert server.models is not None
     served = served_models(server)
     waiting = sum(one.waiting for one in served)
-    found: dict[str, Any] = msgspec.to_builtins(State.unloaded(waiting))
+    found: dict[str, Any] = msgspec.to_builtins(_nothing_loaded(waiting))
     for one in server.hosted:
         if one.fleet is None or one.broker is None:
             continue
         try:
-            found = await one.fleet.state(one.broker)
+            found = dict(await one.fleet.state(one.broker))
         except EngineClosedError:  # It is being unloaded.
             continue
         found.pop("replicas")

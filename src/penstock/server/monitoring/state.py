@@ -4,7 +4,6 @@ paths, and nothing of any prompt but how long it is."""
 from collections import deque
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Self
 
 import torch
 
@@ -18,6 +17,7 @@ from penstock.server.broker.backend import LocalBackend
 from penstock.server.broker.broker import RequestBroker
 from penstock.server.broker.calls import Call
 from penstock.server.broker.metrics import NO_KV, NO_TIERS
+from penstock.server.monitoring.served import ServedModel
 
 _WINDOW = 2.0
 """Seconds over which rates are taken; two passes of weights that stream, where these are longer."""
@@ -195,33 +195,6 @@ class ExpertsState:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
-    """Describes one of several models that are loaded at their first use.
-
-    state: unloaded, loading, loaded or unloading.
-    bytes: of its weights. device_memory, host_memory: what it may take when it is loaded.
-    running, waiting: requests that use it, and that wait for it.
-    load_seconds: what loading it takes, as expected. ready_in: seconds until it would be there; 0 if it is.
-    expires_in: seconds until it is unloaded unless it is used; None if it never is, or is not loaded.
-    loads: how often it was loaded.
-    fault: why its last load, or its engine, has failed; empty if it has not.
-    """
-
-    name: str
-    state: str
-    bytes: int
-    device_memory: int
-    host_memory: int
-    running: int
-    waiting: int
-    load_seconds: float
-    ready_in: float
-    expires_in: float | None
-    loads: int
-    fault: str
-
-
-@dataclass(frozen=True, slots=True)
 class State:
     """Describes the machine at this moment. Of several models that are loaded at their first use it is that
     of the one that was used last."""
@@ -254,16 +227,6 @@ class State:
     """Counts of experts. None where all of them rest on the device, and before any was asked for."""
     models: tuple[ServedModel, ...] = ()
     """The models of a server that loads them at their first use."""
-
-    @classmethod
-    def unloaded(cls, waiting: int) -> Self:
-        """Return the state where no model is loaded, with so many requests that wait."""
-        return cls(
-            model="", family="", layers=0, dtype="", format="", device="", longest=0, open=True, running=0,
-            waiting=waiting, output_tokens=0, output_rate=0.0, computed_rate=0.0, prompt=None, tiers=(),
-            links=(), cache=CacheState(0, 0, 0, 0), plan=PlanState(0, 0, 0, 0, 0, 0.0, 0.0, 0.0, ""),
-            missed=MissedState(0, 0, 0.0, 0.0, 0.0, 0.0), experts=None,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ _SOON = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class MemoryShare:
     """Holds bytes of memory: of the device, and of the host beside it."""
 
     device: int
@@ -87,7 +87,7 @@ class Dispensable(Protocol):
     """Is a loaded model, as whoever chooses among them sees it."""
 
     @property
-    def share(self) -> Share:
+    def share(self) -> MemoryShare:
         """Return the memory that it gives back."""
 
 
@@ -103,14 +103,14 @@ def expected_cost(reload: float, gap: float, idle: float) -> float:
     return reload / max(gap, idle, _SOON)
 
 
-def cheapest(costs: Sequence[tuple[float, D]], need: Share) -> list[D] | None:
+def cheapest(costs: Sequence[tuple[float, D]], need: MemoryShare) -> list[D] | None:
     """Return the models that cost least to do without and give back what is needed; None if all of them do
     not give that back.
 
     The cheapest are taken until it is enough. Then those that are not needed after all are left, the dearest
     first.
     """
-    nothing = Share(0)
+    nothing = MemoryShare(0)
     if need.within(nothing):
         return []
     taken: list[D] = []

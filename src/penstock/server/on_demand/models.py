@@ -31,7 +31,7 @@ from typing import Generic, Protocol, TypeVar
 from penstock.base.errors import EngineClosedError, PenstockError
 from penstock.base.units import format_size
 from penstock.server.broker.calls import BusyError
-from penstock.server.on_demand.costs import LoadForecast, Share, cheapest, expected_cost
+from penstock.server.on_demand.costs import LoadForecast, MemoryShare, cheapest, expected_cost
 
 _LOG = logging.getLogger("penstock")
 _AGAIN = 5.0
@@ -104,7 +104,7 @@ class OnDemandModel(Generic[T]):
 
     name: str
     size: int
-    share: Share
+    share: MemoryShare
     keep: float = inf
     phase: ModelPhase = ModelPhase.UNLOADED
     there: T | None = None
@@ -125,7 +125,8 @@ class OnDemandModel(Generic[T]):
 
     def begin(self, waited: float = 0.0, forecast: float = 0.0) -> Lease[T]:
         """Lend it."""
-        assert self.phase is ModelPhase.LOADED and self.there is not None
+        assert self.phase is ModelPhase.LOADED
+        assert self.there is not None
         lease = Lease(self, self.there, waited, forecast)
         self.uses[lease] = self.clock()
         return lease
@@ -154,7 +155,7 @@ class OnDemandModels(Generic[T]):
     def __init__(
         self,
         models: Sequence[OnDemandModel[T]],
-        room: Share,
+        room: MemoryShare,
         load: Callable[[OnDemandModel[T]], Awaitable[T]],
         costs: LoadForecast,
         *,
@@ -276,9 +277,9 @@ class OnDemandModels(Generic[T]):
         idle = 0.0 if model.uses else self._clock() - model.used_at
         return max(model.keep - idle, 0.0)
 
-    def _free(self) -> Share:
+    def _free(self) -> MemoryShare:
         taken = (one.share for one in self.models.values() if one.phase is not ModelPhase.UNLOADED)
-        return self._room - sum(taken, Share(0))
+        return self._room - sum(taken, MemoryShare(0))
 
     def _room_seconds(self, model: OnDemandModel[T]) -> float:
         """Return the seconds until there is room for a model."""
@@ -338,7 +339,7 @@ class OnDemandModels(Generic[T]):
         if out or model is None:
             return out
         need = model.share - self._free()
-        if (out := cheapest(self._priced(idle), need) or []) or need.within(Share(0)):
+        if (out := cheapest(self._priced(idle), need) or []) or need.within(MemoryShare(0)):
             return out
         may = [one for one in loaded if not one.uses or one.leaving or not self._held(one, model)]
         for one in loaded:

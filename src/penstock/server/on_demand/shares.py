@@ -1,21 +1,16 @@
 """Says what each of several models may take of the memory that there is for all of them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from math import inf
-
 from penstock.arch.bounds import kv_token_bytes
 from penstock.arch.families import FAMILIES
 from penstock.arch.layout import group_layouts
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError
-from penstock.base.setting import Declared, setting
 from penstock.base.units import format_size, parse_size
 from penstock.engine.budget import GROWTH, LEAST_TOKENS, on_heap, usual_activations
 from penstock.engine.plan import dtype_of, limits_of
 from penstock.engine.rooms import Hardware, device_room, host_room
-from penstock.server.on_demand.costs import Share
+from penstock.server.on_demand.costs import MemoryShare
 from penstock.weights.streaming.residency import padded
 
 _CONTEXTS = 8
@@ -26,31 +21,16 @@ _BUFFERS = 16 << 20
 """Bytes of a CPU's libraries."""
 
 
-@dataclass(frozen=True, slots=True)
-class OnDemandSettings(Declared):
-    """Sets how a server holds several models. Raises ConfigError."""
-
-    idle_timeout: float = setting(
-        300.0,
-        help="Seconds without requests after which a model is unloaded; inf for never.",
-        details="It holds with on_demand. keep_alive of a request to ollama's paths goes first.",
-        limits=(0, inf),
-        unit="seconds",
-    )
-
-
-def room_of(config: Config, hardware: Hardware) -> Share:
+def room_of(config: Config, hardware: Hardware) -> MemoryShare:
     """Return the memory for all models. Raises BudgetError."""
     if not hardware.cuda:
-        return Share(device_room(config, hardware), host_room(config, hardware))
+        return MemoryShare(device_room(config, hardware), host_room(config, hardware))
     asked = config.host_memory
-    host = (
-        host_room(config, hardware) if asked is None else parse_size(asked, whole=hardware.host_whole)
-    )
-    return Share(device_room(config, hardware), host)
+    host = host_room(config, hardware) if asked is None else parse_size(asked, whole=hardware.host_whole)
+    return MemoryShare(device_room(config, hardware), host)
 
 
-def usual_share(spec: ModelSpec, config: Config, hardware: Hardware, room: Share) -> Share:
+def usual_share(spec: ModelSpec, config: Config, hardware: Hardware, room: MemoryShare) -> MemoryShare:
     """Return what a model may take where nobody says: all of its weights, the largest step, and KV for one
     sequence of max_length or several of a usual length. It is no more than the room. Raises ConfigError."""
     dtype = dtype_of(config, spec.dtype, None, hardware)
@@ -66,16 +46,18 @@ def usual_share(spec: ModelSpec, config: Config, hardware: Hardware, room: Share
     wanted = weights + step + kv
     beyond = max(wanted - room.device, 0)
     if not hardware.cuda:
-        return Share(min(wanted, room.device), min(beyond, room.host))
+        return MemoryShare(min(wanted, room.device), min(beyond, room.host))
     far = 0 if config.host_kv_memory is None else parse_size(config.host_kv_memory, whole=hardware.host_whole)
-    return Share(min(wanted, room.device), min(_PROCESS + GROWTH + beyond + far, room.host))
+    return MemoryShare(min(wanted, room.device), min(_PROCESS + GROWTH + beyond + far, room.host))
 
 
-def given_share(text: str, usual: Share, hardware: Hardware, room: Share, name: str) -> Share:
+def given_share(
+    text: str, usual: MemoryShare, hardware: Hardware, room: MemoryShare, name: str
+) -> MemoryShare:
     """Return what a model may take by DEVICE or DEVICE,HOST. Raises ConfigError if that is more than there is
     for all."""
     device, comma, host = text.partition(",")
-    share = Share(
+    share = MemoryShare(
         parse_size(device, whole=hardware.whole),
         parse_size(host, whole=hardware.host_whole) if comma else usual.host,
     )
@@ -86,18 +68,3 @@ def given_share(text: str, usual: Share, hardware: Hardware, room: Share, name: 
                 f"{format_size(most)}; give it less, or raise {what}_memory"
             )
     return share
-
-
-def named_shares(texts: tuple[str, ...], names: Mapping[str, object]) -> dict[str, str]:
-    """Return what is written behind the name of each model, in NAME=DEVICE[,HOST]. Raises ConfigError."""
-    found = {}
-    for text in texts:
-        name, sign, share = text.rpartition("=")
-        if not sign or name not in names:
-            raise ConfigError(
-                f"{text[:80]!r} gives no model memory; write NAME=SIZE with one of {', '.join(names)}"
-            )
-        for part in share.split(",", 1):
-            parse_size(part, whole=1 << 50)
-        found[name] = share
-    return found

@@ -326,7 +326,9 @@ def seconds_kept(keep_alive: float | str | None) -> float | None:
                 "1h30m; -1 keeps the model",
                 "keep_alive",
             )
-        seconds = sign * sum(float(number) * _UNITS_OF_TIME[unit] for number, unit in _DURATION.findall(digits))
+        seconds = sign * sum(
+            float(number) * _UNITS_OF_TIME[unit] for number, unit in _DURATION.findall(digits)
+        )
     else:
         seconds = keep_alive
     return inf if seconds < 0 else float(seconds)
