@@ -173,6 +173,8 @@ class OnDemandModels(Generic[T]):
         self._queue, self._clock = queue, clock
         self._wanted: list[OnDemandModel[T]] = []
         """Models that requests wait for; the first is the next to be loaded."""
+        self._head: OnDemandModel[T] | None = None
+        """The model for which others are leaving."""
         self._changed = asyncio.Event()
         self.closing = False
         """Nothing is lent any more."""
@@ -251,18 +253,26 @@ class OnDemandModels(Generic[T]):
         """Return the seconds until a model is likely there; 0 if it is."""
         if model.phase is ModelPhase.LOADED and not model.leaving:
             return 0.0
-        wait = 0.0
+        wait, loaded = 0.0, self._of(ModelPhase.LOADED)
         for one in self.models.values():  # What is under way.
             gone = self._clock() - one.phase_since
             if one.phase is ModelPhase.LOADING:
                 wait = max(self.load_time(one) - gone, 0.0)
                 if one is model:
                     return wait
+                loaded.append(one)
             elif one.phase is ModelPhase.UNLOADING:
                 wait = max(self._costs.unload - gone, wait)
-        ahead = [one for one in self._wanted if one.phase is not ModelPhase.LOADING]
+        ahead = [one for one in self._wanted if one not in loaded or one.leaving]
         for one in [*ahead[: ahead.index(model)], model] if model in ahead else [*ahead, model]:
-            wait += self._room_seconds(one) + self.load_time(one)
+            loaded = [other for other in loaded if other is not one]
+            free = self._room - sum((other.share for other in loaded), MemoryShare(0))
+            if out := cheapest(self._priced(loaded), one.share - free):
+                busy = [max(other.drain, self._held(other, one)) for other in out if other.uses]
+                wait = max([wait, *busy]) + self._costs.unload
+                loaded = [other for other in loaded if other not in out]
+            wait += self.load_time(one)
+            loaded.append(one)
         return wait
 
     def load_time(self, model: OnDemandModel[T]) -> float:
@@ -280,15 +290,6 @@ class OnDemandModels(Generic[T]):
     def _free(self) -> MemoryShare:
         taken = (one.share for one in self.models.values() if one.phase is not ModelPhase.UNLOADED)
         return self._room - sum(taken, MemoryShare(0))
-
-    def _room_seconds(self, model: OnDemandModel[T]) -> float:
-        """Return the seconds until there is room for a model."""
-        loaded = self._of(ModelPhase.LOADED)
-        out = cheapest(self._priced(loaded), model.share - self._free())
-        if not out:
-            return 0.0
-        busy = [one for one in out if one.uses]
-        return self._costs.unload + max((max(one.drain, self._held(one, model)) for one in busy), default=0.0)
 
     def _held(self, one: OnDemandModel[T], by: OnDemandModel[T]) -> float:
         """Return the seconds for which a model that is used is not made to go for another."""
@@ -323,9 +324,10 @@ class OnDemandModels(Generic[T]):
         """Return the next model to be loaded. Those that are waited for and there are lent."""
         self._wanted = [one for one in self._wanted if one.waiters]
         first = next((one for one in self._wanted if one.phase is ModelPhase.UNLOADED), None)
-        if first is None:
+        if first is not self._head:
+            self._head = first
             for one in self._of(ModelPhase.LOADED):
-                one.leaving = one.leaving and bool(one.fault)
+                one.leaving = bool(one.fault)
         for one in [one for one in self._wanted if one.phase is ModelPhase.LOADED and not one.leaving]:
             self._lend_all(one)
         return first
@@ -341,13 +343,10 @@ class OnDemandModels(Generic[T]):
         need = model.share - self._free()
         if (out := cheapest(self._priced(idle), need) or []) or need.within(MemoryShare(0)):
             return out
-        may = [one for one in loaded if not one.uses or one.leaving or not self._held(one, model)]
-        for one in loaded:
-            one.leaving = False
-        for one in cheapest(self._priced(may), need) or ():
-            one.leaving = True
-        for one in [one for one in loaded if one.waiters and not one.leaving]:
-            self._lend_all(one)
+        if not any(one.leaving for one in loaded):
+            may = [one for one in loaded if not one.uses or not self._held(one, model)]
+            for one in cheapest(self._priced(may), need) or ():
+                one.leaving = True
         return []
 
     def _sleep(self, model: OnDemandModel[T] | None) -> float | None:
