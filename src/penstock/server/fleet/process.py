@@ -26,6 +26,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -269,6 +270,7 @@ def _started(work: Callable[..., None], *given: object) -> tuple[BaseProcess, Co
     """Start a process that does this work with the other end of a pipe."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
+    resource_tracker.ensure_running()  # It unblocks signals when it starts its process.
     near, far = context.Pipe()
     with far:
         process = context.Process(target=work, args=(far, *given), name="penstock engine", daemon=True)
