@@ -20,7 +20,7 @@ from servers import STORY, Server, Stream, counted, serving, until
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from random_checkpoint import write_checkpoint  # noqa: E402
+from random_checkpoint import write_checkpoint
 
 NAMES = ("shipped", "small", "other")
 COUNT = 8
@@ -34,7 +34,7 @@ LONG_STORY = {"prompt": STORY, "max_tokens": 200, "ignore_eos": True, "stream": 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     config = json.loads((SHIPPED_MODEL / "config.json").read_text())
-    config |= {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "tie_word_embeddings": False}
+    config |= {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "tie_word_embeddings": False}
     paths = {"shipped": SHIPPED_MODEL}
     for name, layers in (("small", 2), ("other", 3)):
         paths[name] = tmp_path_factory.mktemp("models") / name
@@ -174,7 +174,8 @@ def test_an_engine_that_is_killed_ends_its_requests_alone(server: Server, right:
             assert stream.event() is not None
             left.kill()
             last = [event for event in stream.events() if "error" in event]
-        assert "the engine of shipped has ended: its process was killed by signal 9" in last[0]["error"]["message"]
+        why = "the engine of shipped has ended: its process was killed by signal 9"
+        assert why in last[0]["error"]["message"]
         assert len(goes_on.events()) > 10
     assert ask(server, "shipped")[2]["choices"][0]["text"] == right["shipped"]
 

@@ -81,8 +81,8 @@ class OnDemandSettings(Declared):
 
     idle_timeout: float = setting(
         300.0,
-        help="Seconds without requests after which a model is unloaded; inf for never.",
-        details="It holds with on_demand. keep_alive of a request to ollama's paths goes first.",
+        help="Seconds without requests after which a model that is loaded on demand goes; inf for never.",
+        details="keep_alive of a request to ollama's paths goes first.",
         limits=(0, inf),
         unit="seconds",
     )
