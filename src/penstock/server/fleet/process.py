@@ -59,7 +59,7 @@ _ASIDE = (CLEAR, EXPERTS)
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
+class _Loaded:
     info: ReplicaInfo
 
 
@@ -116,7 +116,7 @@ class EngineProcess:
         try:
             while True:
                 match self._line.recv():
-                    case _Ready(info):
+                    case _Loaded(info):
                         break
                     case _Failed(fault):
                         raise fault
@@ -360,7 +360,7 @@ class _Served:
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(orders.put_nowait, None)
 
-        self._send(_Ready(ReplicaInfo.of(self._llm)))
+        self._send(_Loaded(ReplicaInfo.of(self._llm)))
         threading.Thread(target=read, name="penstock orders", daemon=True).start()
         failing = asyncio.ensure_future(broker.failure())
         failing.add_done_callback(lambda _: orders.put_nowait(None))

@@ -73,8 +73,7 @@ async def in_time(
     timeout: seconds that the request may take, which run since it has come. Raise DeadlineError when they are
     over, and ClientDisconnect when the client of a large request goes before.
     """
-    seconds = server.allowed_seconds(timeout)
-    late = None if seconds is None else seconds - (monotonic() - record_of(request).began)
+    seconds, late = _seconds_left(server, request, timeout)
     try:
         async with asyncio.timeout(late):
             if not server.uploads.is_large(request):
@@ -85,6 +84,15 @@ async def in_time(
     except TimeoutError as error:
         assert seconds is not None
         raise overdue(seconds) from error
+
+
+def _seconds_left(
+    server: ServerState, request: Request, timeout: float | None
+) -> tuple[float | None, float | None]:
+    """Return the seconds that a request may take, which wants so many, and those that are left of them; None
+    is any."""
+    seconds = server.allowed_seconds(timeout)
+    return seconds, None if seconds is None else seconds - (monotonic() - record_of(request).began)
 
 
 def check_model(server: ServerState, name: str, *others: str) -> None:
@@ -114,8 +122,7 @@ async def lent(
     if (models := server.models) is None:
         return server
     model, record = next(models.models[name] for name in names if name in models.models), record_of(request)
-    seconds = server.allowed_seconds(timeout)
-    late = None if seconds is None else seconds - (monotonic() - record.began)
+    seconds, left = _seconds_left(server, request, timeout)
 
     async def borrow() -> ServerState:
         lease = await models.lend(model, outputs, keep)
@@ -123,7 +130,7 @@ async def lent(
         return lease.there.state
 
     try:
-        async with asyncio.timeout(late):
+        async with asyncio.timeout(left):
             if (found := await unless_gone(request.receive, borrow())) is None:
                 raise ClientDisconnect
             return found

@@ -21,7 +21,7 @@ _HEADER = b"x-request-id"
 _SANE = re.compile(rb"[!-~]{1,128}")
 """Printable ASCII without spaces."""
 _KEY = "penstock.record"
-_WAITED, _FORECAST = b"x-model-wait", b"x-model-wait-forecast"
+_WAITED, _FORECAST = "X-Model-Wait", "X-Model-Wait-Forecast"
 """Headers: seconds for which a request has waited for its model, and that it was expected to."""
 
 
@@ -146,7 +146,9 @@ class RecordMiddleware:
                 event["headers"] = [*event.get("headers", ()), (_HEADER, record.id.encode())]
                 if (wait := record.wait) is not None:
                     names = zip((_WAITED, _FORECAST), wait, strict=True)
-                    event["headers"] += [(name, b"%.3f" % seconds) for name, seconds in names]
+                    event["headers"] += [
+                        (name.lower().encode(), b"%.3f" % seconds) for name, seconds in names
+                    ]
             await send(event)
 
         try:
