@@ -12,7 +12,7 @@ from time import time
 from penstock.api.text.tokenizer import Tokenizer
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
-from penstock.base.errors import CheckpointError
+from penstock.base.errors import CheckpointError, EngineClosedError
 from penstock.base.units import format_rate, format_size
 from penstock.engine.plan import dtype_of
 from penstock.engine.rooms import Hardware
@@ -133,7 +133,10 @@ class Hosting:
         def ended(why: str) -> None:
             loop.call_soon_threadsafe(gone, why)
 
+        died = list[str]()
+
         def gone(why: str) -> None:
+            died.append(why)
             if model.there is not None and model.there.state is own:
                 models.failed(model, why)
 
@@ -143,6 +146,9 @@ class Hosting:
             backend = await asyncio.to_thread(_opened, process, config, model.name, listening.patience)
         finally:
             self._starting = None
+        if died:  # Else it is known by the time at which it could.
+            await asyncio.to_thread(backend.close)
+            raise EngineClosedError(f"its engine has ended at once: {died[0]}")
         broker = RequestBroker(backend, state.metrics, queue=listening.queue, keys=len(state.settings.keys))
         broker.max_seconds = listening.request_timeout
         own.open(backend, broker)
