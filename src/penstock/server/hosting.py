@@ -2,6 +2,7 @@
 for."""
 
 import asyncio
+import gc
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -113,6 +114,9 @@ class Hosting:
             queue=listening.queue,
         )
         state.models = models
+        # What is there for good is not looked at again when a model has gone.
+        gc.collect()
+        gc.freeze()
         return models
 
     def cancel_load(self) -> None:

@@ -123,9 +123,10 @@ class EngineProcess:
                     case _Remark(level, text):
                         self._note(level, text)
         except (EOFError, OSError) as lost:
+            how = self._how()
             self.stop()
             raise EngineClosedError(
-                f"the process that loaded {self._name} {self._how()}; see the log above for what it said"
+                f"the process that loaded {self._name} {how}; see the log above for what it said"
             ) from lost
         except BaseException:
             self.stop()
@@ -154,6 +155,8 @@ class EngineProcess:
             process.join()
         if self._reader is not None:
             self._reader.join()
+        self._process = None
+        process.close()
         line.close()
 
     def _how(self) -> str:

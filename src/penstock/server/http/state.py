@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import time
 
+import torch
+
 from penstock.api.reader import PromptReader
 from penstock.base.errors import EngineClosedError
+from penstock.memory.device import give_back
 from penstock.server.answers.store import ResponseStore
 from penstock.server.broker.backend import Backend, LocalBackend
 from penstock.server.broker.bed import Bed
@@ -68,6 +71,8 @@ class HostedModel:
         assert self.state.broker is not None
         await self.state.broker.close(0)
         await asyncio.to_thread(self.backend.close)
+        # What is left of it here lies in circles.
+        await asyncio.to_thread(give_back, torch.device("cpu"))
 
 
 @dataclass(slots=True)

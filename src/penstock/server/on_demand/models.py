@@ -268,7 +268,7 @@ class OnDemandModels(Generic[T]):
             loaded = [other for other in loaded if other is not one]
             free = self._room - sum((other.share for other in loaded), MemoryShare(0))
             if out := cheapest(self._priced(loaded), one.share - free):
-                busy = [max(other.drain, self._held(other, one)) for other in out if other.uses]
+                busy = [self._idle_in(other, one) for other in out if other.uses]
                 wait = max([wait, *busy]) + self._costs.unload
                 loaded = [other for other in loaded if other not in out]
             wait += self.load_time(one)
@@ -295,6 +295,13 @@ class OnDemandModels(Generic[T]):
         """Return the seconds for which a model that is used is not made to go for another."""
         most = max(self.load_time(one), self.load_time(by))
         return max(one.phase_since + most - self._clock(), 0.0)
+
+    def _idle_in(self, one: OnDemandModel[T], by: OnDemandModel[T]) -> float:
+        """Return the seconds until a model that is used has likely no uses, or is lent no more for another.
+
+        One whose uses are shorter than the time between them is idle in between.
+        """
+        return one.drain if one.use_seconds < one.gap else max(one.drain, self._held(one, by))
 
     def _of(self, phase: ModelPhase) -> list[OnDemandModel[T]]:
         return [one for one in self.models.values() if one.phase is phase]
