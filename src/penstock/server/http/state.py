@@ -27,6 +27,8 @@ from penstock.server.parsing.dialects import AUTO, Dialect, dialect_of
 from penstock.server.settings import AnswerSettings
 
 _LOG = logging.getLogger("penstock")
+_TOLD = 1.0
+"""Seconds in which an engine that has failed has told its calls why. One that goes otherwise has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class HostedModel:
     async def close(self) -> None:
         """End the engine, and wait until its process is gone."""
         assert self.state.broker is not None
-        await self.state.broker.close(0)
+        await self.state.broker.close(_TOLD)
         await asyncio.to_thread(self.backend.close)
         # What is left of it here lies in circles.
         await asyncio.to_thread(give_back, torch.device("cpu"))
