@@ -1,26 +1,28 @@
 """Several models of one server, each loaded at its first use: the protocol in a world of three models whose
-loads a test ends, and the real command with the shipped model and two small ones.
+loads a test ends. The real command is in test_on_demand_served.py.
 
 In that world memory is a number: a load that begins before others have given theirs back is found at once.
 """
 
 import asyncio
+import multiprocessing
 import random
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from math import inf
+from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 
+from penstock.base.config import Config
 from penstock.base.errors import BudgetError, EngineClosedError
 from penstock.server.broker.calls import BusyError
+from penstock.server.fleet import process
 from penstock.server.on_demand.costs import LoadForecast, MemoryShare, cheapest, expected_cost
-from penstock.server.on_demand.models import (
-    LoadError,
-    ModelPhase,
-    OnDemandModel,
-    OnDemandModels,
-)
+from penstock.server.on_demand.model import LoadError, ModelPhase, OnDemandModel
+from penstock.server.on_demand.models import OnDemandModels
 
 ROOM = 10
 SIZES = {"a": 4, "b": 5, "c": 6}
@@ -44,9 +46,10 @@ class Engine:
 class World:
     """Three models, of which the room holds two."""
 
-    def __init__(self, *, idle: float = inf, queue: int = 100, steps: int = 3) -> None:
+    def __init__(self, *, idle: float = inf, queue: int = 100, keys: int = 0, steps: int = 3) -> None:
         self.taken, self.steps = 0, steps
-        self.now = 0.0
+        self.now, self.takes = 0.0, 1.0
+        """Seconds that a load takes, beside those that pass meanwhile."""
         self.using = dict.fromkeys(SIZES, 0)
         self.begun, self.closed = list[str](), list[str]()
         self.fault: Exception | None = None
@@ -58,7 +61,7 @@ class World:
         costs = LoadForecast(dict.fromkeys(SIZES, inf))
         self.models = OnDemandModels(
             list(self.named.values()), MemoryShare(ROOM), self.load, costs, idle=idle, queue=queue,
-            clock=lambda: self.now,
+            keys=keys, clock=lambda: self.now,
         )  # fmt: skip
 
     async def pause(self) -> None:
@@ -75,13 +78,13 @@ class World:
                 await self.gate.wait()
             if self.fault is not None:
                 raise self.fault
-            self.now += 1.0
+            self.now += self.takes
         except BaseException:
             self.taken -= SIZES[model.name]
             raise
         return Engine(self, model.name)
 
-    async def use(self, name: str, hold: Callable[[], Awaitable[object]], **how: float) -> None:
+    async def use(self, name: str, hold: Callable[[], Awaitable[object]], **how: object) -> None:
         lease = await self.models.lend(self.named[name], **how)  # type: ignore[arg-type]
         self.using[name] += 1
         try:
@@ -323,6 +326,116 @@ def test_waiting_is_bounded_and_told() -> None:
         assert world.taken == 0
 
     run(work)
+
+
+def test_one_request_may_always_wait_and_a_key_has_half_of_the_room() -> None:
+    async def work() -> None:
+        world = World(queue=0)
+        await world.use("a", world.pause, outputs=3)  # Else nothing would ever be loaded.
+        await world.models.close()
+        world = World(queue=4, keys=2)
+        world.gate = asyncio.Event()
+        first = asyncio.ensure_future(world.use("a", world.pause, outputs=2, owner=b"one"))
+        await world.settled()
+        with pytest.raises(BusyError, match="2 outputs of this key wait .* at most 2 may"):
+            await world.use("b", world.pause, owner=b"one")
+        other = asyncio.ensure_future(world.use("b", world.pause, outputs=2, owner=b"two"))
+        await world.settled()
+        world.gate.set()
+        await asyncio.gather(first, other)
+        await world.models.close()
+
+    run(work)
+
+
+def test_clients_of_two_models_take_turns_and_not_each_request_a_load() -> None:
+    """Each asks again 0.1 s after its answer, which takes 0.1 s; a load takes 1 s, and an unload. In each of
+    the short pauses the other's model could be loaded, and no answer would come without a load."""
+
+    async def work() -> None:
+        world, count = World(steps=100), 30
+        world.takes = 0.0
+        over = list[str]()
+
+        async def passed(seconds: float) -> None:
+            late = world.now + seconds
+            while world.now < late:
+                await asyncio.sleep(0)
+
+        async def client(name: str) -> None:
+            for _ in range(count):
+                await world.use(name, lambda: passed(0.1))
+                over.append(name)
+                await passed(0.1)
+
+        async def done(*tasks: asyncio.Future[None]) -> float:
+            began = world.now
+            while not all(one.done() for one in tasks):
+                world.now += 0.01
+                world.named["a"].changed()
+                await asyncio.sleep(0)
+            for one in tasks:
+                one.result()
+            return world.now - began
+
+        await done(*(asyncio.ensure_future(client(name)) for name in "bc"))
+        assert len(world.begun) < count
+        assert min(over[:count].count(name) for name in "bc") > count // 4, "one keeps the other out"
+        # Who asks no more is waited for no longer than it usually pauses.
+        for name in "bc":
+            waited = await done(asyncio.ensure_future(world.use(name, lambda: passed(0.0))))
+        assert waited < 2.5, "two pauses, an unload and a load at most"
+        await world.models.close()
+
+    run(work)
+
+
+# ---- an engine that is not well
+
+
+@pytest.mark.parametrize(
+    ("last", "why"),
+    [
+        (process._Failed(EngineClosedError("the device is lost")), "the device is lost"),
+        ((1, BusyError("cannot be read again: it has two arguments", 1.0)), "what it says cannot be read"),
+    ],
+)
+def test_what_waits_for_an_engine_is_told_also_if_its_process_does_not_end(
+    last: object, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = multiprocessing.get_context("fork")
+    near, far = context.Pipe()
+
+    def stubborn(line: Connection) -> None:
+        line.send(process._Loaded(None))  # type: ignore[arg-type]
+        line.recv()
+        line.send(last)
+        time.sleep(60)
+
+    def started(*_: object) -> tuple[Any, Connection]:
+        child = context.Process(target=stubborn, args=(far,), daemon=True)
+        child.start()
+        far.close()
+        return child, near
+
+    monkeypatch.setattr(process, "_started", started)
+    ended = list[str]()
+    engine = process.EngineProcess("a", Config(), ended.append)
+    engine.start()
+
+    async def work() -> None:
+        request: Any = "a request"
+        for _ in range(2):
+            with pytest.raises(EngineClosedError, match=f"the engine of a has ended: {why}"):
+                async for _ in engine.answer((), request):
+                    raise AssertionError("nothing is answered")
+
+    try:
+        run(work)
+    finally:
+        engine.kill()
+        engine.stop()
+    assert [one.startswith(why) for one in ended] == [True]
 
 
 # ---- what it costs

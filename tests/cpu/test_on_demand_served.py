@@ -1,13 +1,15 @@
 """`penstock serve --on-demand` as it runs: the shipped model and two small random ones, of which memory holds
-two. Each engine has a process of its own, so what is told of models is held against the processes there
+two, and one that cannot be read. Each engine has a process of its own, so what is told of models is held against the processes there
 are."""
 
 import json
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
+def broken(models: dict[str, Path]) -> Path:
+    path = models["other"].with_name("broken")
+    shutil.copytree(models["other"], path)
+    (path / "config.json").write_text("{")
+    return path
+
+
+@pytest.fixture(scope="module")
 def right(models: dict[str, Path]) -> dict[str, str]:
     """What each model says by itself."""
     said = {}
@@ -54,11 +64,13 @@ def right(models: dict[str, Path]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def server(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    models: dict[str, Path], broken: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     flags = ["--device", "cpu", "--dtype", "float32", "--device-memory", "240MiB", "--max-sequences", "4"]
     for name in NAMES:
         flags += ["--model-memory", f"{name}={MEMORY}"]
-    wanted = [str(models["shipped"]), *(f"{name}={models[name]}" for name in NAMES[1:])]
+    wanted = [f"broken={broken}", str(models["shipped"]), *(f"{name}={models[name]}" for name in NAMES[1:])]
     with serving(tmp_path_factory.mktemp("server"), *wanted, "--on-demand", "--port", "0", *flags) as server:
         yield server.wait()
 
@@ -77,6 +89,13 @@ def phases(server: Server) -> dict[str, str]:
     return {one["id"]: one["state"] for one in server.ask("GET", "/v1/models")[2]["data"]}
 
 
+def only(server: Server, *names: str) -> None:
+    """Have these models loaded, and no other."""
+    for name in NAMES:
+        keep(server, name, 300 if name in names else 0)
+    until(lambda: loaded(server) == set(names))
+
+
 def loaded(server: Server) -> set[str]:
     return {one["name"] for one in server.ask("GET", "/api/ps")[2]["models"]}
 
@@ -90,10 +109,10 @@ def engines(server: Server) -> list[psutil.Process]:
 def test_each_is_loaded_as_it_is_asked_for_and_says_what_it_says_alone(
     server: Server, right: dict[str, str]
 ) -> None:
-    assert (phases(server), loaded(server)) == (dict.fromkeys(NAMES, "unloaded"), set())
+    assert (phases(server), loaded(server)) == (dict.fromkeys(("broken", *NAMES), "unloaded"), set())
     assert server.ask("GET", "/ready")[2] == {"status": "ready"}
     state = server.ask("GET", "/state")[2]
-    assert [one["state"] for one in state["models"]] == ["unloaded"] * 3
+    assert [one["state"] for one in state["models"]] == ["unloaded"] * 4
     shown = server.ask("POST", "/api/show", {"model": "small"})[2]
     assert shown["model_info"]["llama.block_count"] == 2
     assert not engines(server), "nothing of that loads a model"
@@ -141,8 +160,7 @@ def test_a_request_is_not_cut_when_another_model_needs_room(server: Server, righ
 def test_a_load_that_fails_tells_why_and_leaves_the_others(
     server: Server, models: dict[str, Path], right: dict[str, str]
 ) -> None:
-    ask(server, "small")
-    ask(server, "shipped")
+    only(server, "small", "shipped")
     weights = sorted(models["other"].glob("*.safetensors"))[1]
     hidden = weights.with_suffix(".hidden")
     weights.rename(hidden)
@@ -159,9 +177,18 @@ def test_a_load_that_fails_tells_why_and_leaves_the_others(
     assert [ask(server, name)[2]["choices"][0]["text"] for name in ("small",)] == [right["small"]]
 
 
+def test_a_model_that_cannot_be_read_takes_no_other_down(server: Server, broken: Path) -> None:
+    assert f"broken is not served, others are: {broken}/config.json is not JSON" in server.said()
+    for told in (ask(server, "broken"), server.ask("POST", "/api/show", {"model": "broken"})):
+        status, headers, body = told
+        assert (status, "retry-after" in headers) == (503, True)
+        assert f"the model broken cannot be loaded: {broken}/config.json is not JSON" in str(body)
+        assert "then restart the server" in str(body)
+    assert server.ask("GET", "/v1/models/broken")[2]["state"] == "unloaded"
+
+
 def test_an_engine_that_is_killed_ends_its_requests_alone(server: Server, right: dict[str, str]) -> None:
-    for name in ("small", "shipped"):
-        ask(server, name)
+    only(server, "small", "shipped")
     before = {one.pid for one in engines(server)}
     assert keep(server, "small", 0)[2]["done_reason"] == "unload"
     until(lambda: len(engines(server)) == 1)
@@ -194,15 +221,30 @@ def test_a_time_that_is_over_before_the_model_is_there_says_when_it_will_be(serv
         assert there["expires_in"] == (seconds if seconds is None else pytest.approx(seconds, abs=5))
     assert keep(server, "shipped", "soon")[0] == 400
     assert ask(server, "none")[0] == 404
+    with closing(server.connection()) as gone:
+        body = json.dumps({"model": "small", "prompt": STORY})
+        gone.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        until(lambda: of_small(server)["waiting"] == 1)
+    until(lambda: of_small(server)["state"] == "loaded")
+    assert (of_small(server)["waiting"], of_small(server)["running"]) == (0, 0), "its client has gone"
+
+
+def of_small(server: Server) -> Any:
+    return next(one for one in server.ask("GET", "/state")[2]["models"] if one["name"] == "small")
 
 
 def test_the_end_lets_requests_end_and_leaves_no_process(server: Server) -> None:
-    with Stream(server, {"model": "shipped", **LONG_STORY}) as stream:
+    only(server, "shipped")
+    with Stream(server, {"model": "shipped", **LONG_STORY}) as stream, ThreadPoolExecutor(1) as client:
         assert stream.event() is not None
+        waits = client.submit(ask, server, "small")
+        until(lambda: of_small(server)["waiting"] == 1)
         all_of_them = psutil.Process(server.process.pid).children(recursive=True)
         for one in (server.process.pid, *(one.pid for one in all_of_them)):
             psutil.Process(one).send_signal(signal.SIGTERM)  # As a service manager sends it.
         events = stream.events()
+        status, _, body = waits.result()
+    assert (status, "shut down before small was loaded" in body["error"]["message"]) == (503, True)
     assert events[-1]["choices"][0]["finish_reason"] == "length"
     assert server.ended() == 0, server.said()
     late = time.monotonic() + 10

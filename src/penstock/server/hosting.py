@@ -7,13 +7,14 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from time import time
 
 from penstock.api.text.tokenizer import Tokenizer
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
-from penstock.base.errors import CheckpointError, EngineClosedError
+from penstock.base.errors import CheckpointError, EngineClosedError, UnsupportedModelError
 from penstock.base.units import format_rate, format_size
 from penstock.engine.plan import dtype_of
 from penstock.engine.rooms import Hardware
@@ -25,7 +26,8 @@ from penstock.server.fleet.routing import Affinity
 from penstock.server.http.state import HostedModel, ListedModel, ServerState
 from penstock.server.monitoring.facts import ModelFacts
 from penstock.server.on_demand.costs import LoadForecast, MemoryShare, reading_rate
-from penstock.server.on_demand.models import OnDemandModel, OnDemandModels
+from penstock.server.on_demand.model import LoadError, OnDemandModel
+from penstock.server.on_demand.models import OnDemandModels
 from penstock.server.on_demand.shares import given_share, room_of, usual_share
 from penstock.server.settings import Listening, OnDemandSettings
 from penstock.weights.checkpoint.reader import Checkpoint
@@ -38,13 +40,17 @@ Loadable = OnDemandModel[HostedModel]
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """Holds what is known when the server begins. cuda: whether a GPU computes."""
+    """Holds what is known when the server begins.
+
+    cuda: whether a GPU computes. broken: why a model cannot be read, by its name.
+    """
 
     cuda: bool
     room: MemoryShare
     models: list[Loadable]
     listed: Mapping[str, ListedModel]
     costs: LoadForecast
+    broken: Mapping[str, str]
 
 
 class Hosting:
@@ -65,14 +71,28 @@ class Hosting:
         return tuple(self._configs)
 
     def prepare(self) -> None:
-        """Look at the machine and at each model's files. Raises PenstockErrors."""
+        """Look at the machine and at each model's files. Raises PenstockErrors.
+
+        One that cannot be read takes no other down, unless it is the only one.
+        """
         first = next(iter(self._configs.values()))
         hardware = hardware_of(first.device)
         room = room_of(first, hardware)
         models, listed, rates = list[Loadable](), dict[str, ListedModel](), dict[str, float]()
+        broken = dict[str, str]()
         for name, config in self._configs.items():
-            spec, pack = _spec_of(config)
-            dtype = dtype_of(config, spec.dtype, pack, hardware)
+            try:
+                spec, pack = _spec_of(config)
+                dtype = dtype_of(config, spec.dtype, pack, hardware)
+            except (CheckpointError, UnsupportedModelError) as fault:
+                broken[name] = f"{fault}; then restart the server"
+                if len(broken) == len(self._configs):
+                    raise
+                _LOG.error("%s is not served, others are: %s", name, broken[name])
+                models.append(Loadable(name, 0, MemoryShare(0)))
+                listed[name] = ListedModel(ModelFacts(), 0, partial(_refused, name, broken[name]))
+                rates[name] = inf
+                continue
             facts = ModelFacts.of_spec(spec, dtype)
             share = self._share(name, spec, hardware, room)
             rates[name] = reading_rate(config.model)
@@ -84,7 +104,7 @@ class Hosting:
                 name, format_size(facts.bytes), format_size(share.device), format_size(room.device),
                 format_rate(rates[name]),
             )  # fmt: skip
-        self._prepared = _Prepared(hardware.cuda, room, models, listed, LoadForecast(rates))
+        self._prepared = _Prepared(hardware.cuda, room, models, listed, LoadForecast(rates), broken)
 
     def _share(self, name: str, spec: ModelSpec, hardware: Hardware, room: MemoryShare) -> MemoryShare:
         usual = usual_share(spec, self._configs[name], hardware, room)
@@ -112,6 +132,7 @@ class Hosting:
             prepared.costs,
             idle=self._settings.idle_timeout,
             queue=listening.queue,
+            keys=len(state.settings.keys),
         )
         state.models = models
         # What is there for good is not looked at again when a model has gone.
@@ -132,6 +153,9 @@ class Hosting:
         models: OnDemandModels[HostedModel],
     ) -> HostedModel:
         """Load a model. Raises what keeps it from that, with nothing left."""
+        assert self._prepared is not None
+        if (why := self._prepared.broken.get(model.name)) is not None:
+            raise CheckpointError(why)
         loop, own = asyncio.get_running_loop(), state.of_model(model.name)
 
         def ended(why: str) -> None:
@@ -195,6 +219,10 @@ def _spec_of(config: Config) -> tuple[ModelSpec, Path | None]:
             return pack.spec, path
     with Checkpoint.open(path, config.cache.expanduser()) as checkpoint:
         return checkpoint.spec, None
+
+
+def _refused(name: str, why: str) -> Mapping[str, str]:
+    raise LoadError(f"the model {name} cannot be loaded: {why}")
 
 
 def _templates(model: Path) -> Mapping[str, str]:

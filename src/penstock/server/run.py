@@ -94,7 +94,7 @@ class _Life:
         try:
             load = self._load
             async with self._hosted(load) if isinstance(load, Hosting) else self._opened(load) as failed:
-                if self._state.is_open:
+                if self._state.is_open and not self._enough.is_set():
                     host, port = bound.getsockname()[:2]
                     self._ready(f"http://{'[' + host + ']' if ':' in host else host}:{port}")
                 enough = asyncio.ensure_future(self._enough.wait())
@@ -125,10 +125,10 @@ class _Life:
             yield failed
         finally:
             models.stop_lending()
+            hosting.cancel_load()  # Nobody waits for it any more.
             late = monotonic() + listening.patience
             while models.used and monotonic() < late and self._signals < 2:
                 await asyncio.sleep(0.01)
-            hosting.cancel_load()
             await models.close()
             await failed
 

@@ -220,21 +220,31 @@ class EngineProcess:
 
     def _read(self) -> None:
         assert self._line is not None
-        why = ""
-        with suppress(EOFError, OSError):
+        assert self._process is not None
+        try:
             while True:
                 match self._line.recv():
                     case _Remark(level, text):
                         self._note(level, text)
-                    case _Failed(fault):
-                        why = str(fault)
+                    case _Failed(fault):  # Whether it can end by itself is not waited for.
+                        self._over(str(fault))
                     case number, message:
                         with self._lock:
                             asked = self._asked.get(number)
                         if asked is not None:
                             _hand(asked, message)
-        why = why or f"its process {self._how()}"
+        except (EOFError, OSError):
+            self._over(f"its process {self._how()}")
+        except Exception as fault:
+            _LOG.error("what an engine says cannot be read, a bug of penstock; report it", exc_info=fault)
+            self._process.kill()
+            self._over(f"what it says cannot be read: {fault}")
+
+    def _over(self, why: str) -> None:
+        """Tell all that wait that there is no engine any more."""
         with self._lock:
+            if self._gone:
+                return
             self._gone = f"the engine of {self._name} has ended: {why}; send the request again"
             left = list(self._asked.values())
         for asked in left:

@@ -125,7 +125,7 @@ async def lent(
     seconds, left = _seconds_left(server, request, timeout)
 
     async def borrow() -> ServerState:
-        lease = await models.lend(model, outputs, keep)
+        lease = await models.lend(model, outputs, keep, record.owner)
         record.leases.append(lease)  # Before anything can break this off: its end gives it back.
         return lease.there.state
 

@@ -14,7 +14,7 @@ from penstock.server.answers.protocols import ABSENT, refusal, told
 from penstock.server.answers.store import NotKeptError
 from penstock.server.broker.calls import BusyError, DeadlineError
 from penstock.server.http.sending import json_response, said
-from penstock.server.on_demand.models import LoadError
+from penstock.server.on_demand.model import LoadError
 from penstock.server.wire.decoding import FieldError
 from penstock.server.wire.requests import blamed
 

@@ -18,7 +18,7 @@ from penstock.server.http.sending import json_response, responded, told_ignored
 from penstock.server.http.state import HostedModel, ServerState
 from penstock.server.monitoring.facts import ModelFacts
 from penstock.server.monitoring.records import record_of
-from penstock.server.on_demand.models import OnDemandModel
+from penstock.server.on_demand.model import OnDemandModel
 from penstock.server.parsing.dialects import Dialect, dialect_of
 from penstock.server.wire.embeddings import EmbedRequest
 from penstock.server.wire.ollama import OllamaChatRequest, OllamaGenerateRequest, ShowRequest

@@ -13,7 +13,7 @@ from penstock.server.fleet.merge import side_by_side
 from penstock.server.http.state import ServerState
 from penstock.server.monitoring.served import ServedModel
 from penstock.server.monitoring.state import CacheState, MissedState, PlanState, State
-from penstock.server.on_demand.models import ModelPhase
+from penstock.server.on_demand.model import ModelPhase
 
 _LABEL = "model"
 

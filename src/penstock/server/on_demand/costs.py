@@ -6,6 +6,7 @@ expected to take what it took then.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -77,7 +78,7 @@ def reading_rate(model: Path) -> float:
     files = [model] if model.is_file() else [one for one in model.iterdir() if one.is_file()]
     part, done, began = bytearray(_PART), 0, perf_counter()
     for one in sorted(files, key=lambda one: -one.stat().st_size):
-        with one.open("rb", buffering=0) as file:
+        with suppress(OSError), one.open("rb", buffering=0) as file:  # Whether it is needed shows when it is.
             while done < _READ and (count := file.readinto(part)):
                 done += count
     return done / max(perf_counter() - began, 1e-9) if done else inf

@@ -5,7 +5,8 @@ Requests for a model that is not loaded wait for it. Models are loaded one by on
 were first waited for. Where there is no room, those are unloaded that cost least to do without (`costs`). A
 model that requests use is never unloaded: where room can only come from such a one, requests that come for it
 wait as well, until those that use it have ended. It has been there for as long as a load takes before that
-happens, so that no more than half of the time is spent with loading.
+happens, and so has one that is idle between two requests that follow each other closely: no more than half of
+the time is spent with loading, also where clients of two models ask by turns.
 
 Why this is safe. All of it runs on one event loop, and nothing is awaited between a look at a model's state
 and the change that follows from it. There are three waits. A load waits until the models that it takes the
@@ -22,131 +23,19 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from enum import StrEnum
 from math import inf
 from time import monotonic
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
 from penstock.base.errors import EngineClosedError, PenstockError
 from penstock.base.units import format_size
 from penstock.server.broker.calls import BusyError
 from penstock.server.on_demand.costs import LoadForecast, MemoryShare, cheapest, expected_cost
+from penstock.server.on_demand.model import AGAIN, Lease, LoadError, ModelPhase, OnDemandModel, T, Waiter
 
 _LOG = logging.getLogger("penstock")
-_AGAIN = 5.0
-"""Seconds after a load that has failed in which it is not tried again."""
-_FIRST_USE = 1.0
-"""Seconds that a use of a model takes, before any has ended."""
-
-
-class LoadError(PenstockError):
-    """Says why a model that a request needs is not there. `seconds`: after which it is tried again."""
-
-    def __init__(self, message: str, seconds: float = _AGAIN) -> None:
-        super().__init__(message)
-        self.seconds = seconds
-
-
-class ModelPhase(StrEnum):
-    """Tells whether a model is there."""
-
-    UNLOADED = "unloaded"
-    LOADING = "loading"
-    LOADED = "loaded"
-    UNLOADING = "unloading"
-
-
-class Closable(Protocol):
-    """Is what a load returns."""
-
-    async def close(self) -> None:
-        """End it, and give its memory back."""
-
-
-T = TypeVar("T", bound=Closable)
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter(Generic[T]):
-    future: "asyncio.Future[Lease[T]]"
-    outputs: int
-    came: float
-    forecast: float
-
-
-class Lease(Generic[T]):
-    """Lends a model to a request until it is closed. It has waited for so many seconds, and was told to
-    expect `forecast`; both are 0 where the model was there."""
-
-    def __init__(self, model: "OnDemandModel[T]", there: T, waited: float, forecast: float) -> None:
-        self.there, self.waited, self.forecast = there, waited, forecast
-        self._model: OnDemandModel[T] | None = model
-
-    def close(self) -> None:
-        """Give the model back. A second call does nothing."""
-        model, self._model = self._model, None
-        if model is not None:
-            model.returned(self)
-
-
-@dataclass(slots=True, eq=False)
-class OnDemandModel(Generic[T]):
-    """Knows the state of one model. Its OnDemandModels alone writes it.
-
-    name: by which the server knows it. size: bytes of its weights. share: memory that it may take.
-    keep: seconds without requests after which it is unloaded.
-    asked_at, gap: when it was last asked for, and the usual seconds between two requests; 0 before any.
-    phase_since: when its phase began. used_at: when its last use ended.
-    leaving: whether it is lent no more, until it was unloaded.
-    fault: why its last load has failed, or its engine. failed_at: when.
-    """
-
-    name: str
-    size: int
-    share: MemoryShare
-    keep: float = inf
-    phase: ModelPhase = ModelPhase.UNLOADED
-    there: T | None = None
-    leaving: bool = False
-    fault: str = ""
-    failed_at: float = -inf
-    loads: int = 0
-    load_seconds: float = 0.0
-    asked_at: float = 0.0
-    gap: float = 0.0
-    phase_since: float = 0.0
-    used_at: float = 0.0
-    use_seconds: float = _FIRST_USE
-    uses: dict[Lease[T], float] = field(default_factory=dict)
-    waiters: list[_Waiter[T]] = field(default_factory=list)
-    changed: Callable[[], object] = lambda: None
-    clock: Callable[[], float] = monotonic
-
-    def begin(self, waited: float = 0.0, forecast: float = 0.0) -> Lease[T]:
-        """Lend it."""
-        assert self.phase is ModelPhase.LOADED
-        assert self.there is not None
-        lease = Lease(self, self.there, waited, forecast)
-        self.uses[lease] = self.clock()
-        return lease
-
-    def returned(self, lease: Lease[T]) -> None:
-        """Note the end of a use."""
-        if (began := self.uses.pop(lease, None)) is not None:
-            self.used_at = self.clock()
-            self.use_seconds += (self.used_at - began - self.use_seconds) / 4
-            self.changed()
-
-    def enter(self, phase: ModelPhase) -> None:
-        """Begin a phase."""
-        self.phase, self.phase_since = phase, self.clock()
-
-    @property
-    def drain(self) -> float:
-        """Return the seconds until its uses have likely ended."""
-        now = self.clock()
-        return max((max(self.use_seconds - (now - began), 0.0) for began in self.uses.values()), default=0.0)
+_PAUSES = 2.0
+"""A model is asked for again within so many of its usual pauses, or it likely will not be soon."""
 
 
 class OnDemandModels(Generic[T]):
@@ -161,16 +50,18 @@ class OnDemandModels(Generic[T]):
         *,
         idle: float = inf,
         queue: int = 256,
+        keys: int = 0,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """Begin without any model loaded.
 
         room: memory for all that are loaded at a time. load: loads one. idle: seconds without requests after
-        which a model is unloaded, where a request does not say. queue: outputs that may wait for loads.
+        which a model is unloaded, where a request does not say. queue: outputs that may wait for loads. keys:
+        of the server; if there are several, half of the outputs that wait may be one's.
         """
         self.models = {one.name: one for one in models}
         self._room, self._load, self._costs, self._idle = room, load, costs, idle
-        self._queue, self._clock = queue, clock
+        self._queue, self._per_key, self._clock = queue, queue // 2 if keys > 1 else queue, clock
         self._wanted: list[OnDemandModel[T]] = []
         """Models that requests wait for; the first is the next to be loaded."""
         self._head: OnDemandModel[T] | None = None
@@ -185,11 +76,13 @@ class OnDemandModels(Generic[T]):
 
     # ---- for requests
 
-    async def lend(self, model: OnDemandModel[T], outputs: int = 1, keep: float | None = None) -> Lease[T]:
+    async def lend(
+        self, model: OnDemandModel[T], outputs: int = 1, keep: float | None = None, owner: bytes = b""
+    ) -> Lease[T]:
         """Lend a model, which is loaded if need be. The lease must be closed.
 
         outputs: that the request asks for. keep: seconds for which the model stays without requests; None is
-        the usual. Raises LoadError if it cannot be loaded, BusyError if too many wait, and EngineClosedError
+        the usual. owner: stands for the key that has sent the request. Raises LoadError if it cannot be loaded, BusyError if too many wait, and EngineClosedError
         when the server ends.
         """
         now = self._clock()
@@ -197,22 +90,19 @@ class OnDemandModels(Generic[T]):
             gap = now - model.asked_at
             model.gap = (model.gap + gap) / 2 if model.gap else gap
         model.asked_at = now
+        if model.loads and not (model.uses or model.waiters):
+            pause = now - model.used_at
+            model.pause = (model.pause + pause) / 2 if model.pause else pause
         model.keep = self._idle if keep is None else keep
         if self.closing:
             raise EngineClosedError("the server is shutting down; send the request to another server")
         if model.phase is ModelPhase.LOADED and not model.leaving:
             return model.begin()
-        if (left := model.failed_at + _AGAIN - now) > 0:
+        if (left := model.failed_at + AGAIN - now) > 0:
             raise LoadError(model.fault, left)
         forecast = self.expected_wait(model)
-        there = sum(waiter.outputs for one in self._wanted for waiter in one.waiters)
-        if there + outputs > self._queue:
-            raise BusyError(
-                f"{there} outputs wait for models that are being loaded, and at most {self._queue} may; "
-                f"{model.name} will be there in about {forecast:.1f} s, so send the request again then",
-                max(forecast, 1.0),
-            )
-        waiter = _Waiter[T](asyncio.get_running_loop().create_future(), outputs, now, forecast)
+        self._check_room(model, outputs, owner, forecast)
+        waiter = Waiter[T](asyncio.get_running_loop().create_future(), outputs, owner, now, forecast)
         model.waiters.append(waiter)
         if model not in self._wanted:
             self._wanted.append(model)
@@ -229,6 +119,20 @@ class OnDemandModels(Generic[T]):
                 model.waiters.remove(waiter)
             self._changed.set()
 
+    def _check_room(self, model: OnDemandModel[T], outputs: int, owner: bytes, forecast: float) -> None:
+        """Raise BusyError if too many wait. A single request may, whatever it asks for: else there would be
+        no load that others wait for."""
+        waiting = [waiter for one in self.models.values() for waiter in one.waiters]
+        own = [waiter for waiter in waiting if waiter.owner == owner]
+        for whose, some, most in (("", waiting, self._queue), (" of this key", own, self._per_key)):
+            there = sum(waiter.outputs for waiter in some)
+            if some and there + outputs > most:
+                raise BusyError(
+                    f"{there} outputs{whose} wait for models that are being loaded, and at most {most} may; "
+                    f"{model.name} will be there in about {forecast:.1f} s, so send the request again then",
+                    max(forecast, 1.0),
+                )
+
     def unload_soon(self, model: OnDemandModel[T]) -> None:
         """Unload a model as soon as nobody uses it and nobody waits for it."""
         model.keep = 0.0
@@ -239,7 +143,7 @@ class OnDemandModels(Generic[T]):
         if model.phase is ModelPhase.LOADED:
             model.fault = f"the engine of {model.name} has failed: {why}"
             model.uses.clear()  # They were told.
-            model.leaving, model.keep = True, 0.0
+            model.leaving = True
             self._changed.set()
 
     # ---- what is known
@@ -268,7 +172,7 @@ class OnDemandModels(Generic[T]):
             loaded = [other for other in loaded if other is not one]
             free = self._room - sum((other.share for other in loaded), MemoryShare(0))
             if out := cheapest(self._priced(loaded), one.share - free):
-                busy = [self._idle_in(other, one) for other in out if other.uses]
+                busy = [self._idle_in(other, one) for other in out]
                 wait = max([wait, *busy]) + self._costs.unload
                 loaded = [other for other in loaded if other not in out]
             wait += self.load_time(one)
@@ -291,17 +195,29 @@ class OnDemandModels(Generic[T]):
         taken = (one.share for one in self.models.values() if one.phase is not ModelPhase.UNLOADED)
         return self._room - sum(taken, MemoryShare(0))
 
-    def _held(self, one: OnDemandModel[T], by: OnDemandModel[T]) -> float:
-        """Return the seconds for which a model that is used is not made to go for another."""
+    def _turn(self, one: OnDemandModel[T], by: OnDemandModel[T]) -> float:
+        """Return the seconds that are left of those for which a model may stay while another waits."""
         most = max(self.load_time(one), self.load_time(by))
         return max(one.phase_since + most - self._clock(), 0.0)
 
+    def _asked_in(self, one: OnDemandModel[T], by: OnDemandModel[T]) -> float:
+        """Return the seconds in which a model is likely asked for after its uses, if that is while it may
+        stay; 0 if not."""
+        left = _PAUSES * one.pause - (0.0 if one.uses else self._clock() - one.used_at)
+        return left if 0 < left < self._turn(one, by) else 0.0
+
+    def _held(self, one: OnDemandModel[T], by: OnDemandModel[T]) -> float:
+        """Return the seconds for which a model is not made to go for another: one that is used, or that is
+        asked for again soon."""
+        return self._turn(one, by) if one.uses else self._asked_in(one, by)
+
     def _idle_in(self, one: OnDemandModel[T], by: OnDemandModel[T]) -> float:
-        """Return the seconds until a model that is used has likely no uses, or is lent no more for another.
+        """Return the seconds until a model has likely no uses and is made to go for another.
 
         One whose uses are shorter than the time between them is idle in between.
         """
-        return one.drain if one.use_seconds < one.gap else max(one.drain, self._held(one, by))
+        stays = self._asked_in(one, by) or (one.uses and one.use_seconds >= one.gap)
+        return max(one.drain, self._turn(one, by)) if stays else one.drain
 
     def _of(self, phase: ModelPhase) -> list[OnDemandModel[T]]:
         return [one for one in self.models.values() if one.phase is phase]
@@ -348,10 +264,11 @@ class OnDemandModels(Generic[T]):
         if out or model is None:
             return out
         need = model.share - self._free()
-        if (out := cheapest(self._priced(idle), need) or []) or need.within(MemoryShare(0)):
+        may = [one for one in loaded if not self._held(one, model)]
+        free = [one for one in may if not one.uses]
+        if (out := cheapest(self._priced(free), need) or []) or need.within(MemoryShare(0)):
             return out
         if not any(one.leaving for one in loaded):
-            may = [one for one in loaded if not one.uses or not self._held(one, model)]
             for one in cheapest(self._priced(may), need) or ():
                 one.leaving = True
         return []
@@ -361,7 +278,7 @@ class OnDemandModels(Generic[T]):
         now, loaded = self._clock(), self._of(ModelPhase.LOADED)
         due = [one.used_at + one.keep - now for one in loaded if not one.uses]
         if model is not None:
-            due += [held for one in loaded if one.uses and (held := self._held(one, model)) > 0]
+            due += [held for one in loaded if (held := self._held(one, model)) > 0]
         soonest = min(due, default=inf)
         return None if soonest == inf else max(soonest, 0.001)
 
@@ -377,7 +294,8 @@ class OnDemandModels(Generic[T]):
             model.fault = f"the model {model.name} cannot be loaded: {why}"
             model.enter(ModelPhase.UNLOADED)
             model.failed_at = self._clock()
-            _LOG.warning("%s", model.fault)
+            if not self.closing:  # Else it was broken off.
+                _LOG.warning("%s", model.fault)
             for waiter in model.waiters:
                 if not waiter.future.done():
                     waiter.future.set_exception(LoadError(model.fault))
