@@ -1,6 +1,6 @@
 """`penstock serve --on-demand` as it runs: the shipped model and two small random ones, of which memory holds
-two, and one that cannot be read. Each engine has a process of its own, so what is told of models is held against the processes there
-are."""
+two, and one that cannot be read. Each engine has a process of its own, so what is told of models is held
+against the processes there are."""
 
 import json
 import shutil

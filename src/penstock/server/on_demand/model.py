@@ -1,4 +1,4 @@
-"""Defines a model that is loaded on demand: its state, what a request is lent of it, and why it is not there."""
+"""Defines a model that is loaded on demand: its state, and what a request is lent of it."""
 
 import asyncio
 from collections.abc import Callable
@@ -45,7 +45,7 @@ T = TypeVar("T", bound=Closable)
 
 
 @dataclass(slots=True, eq=False)
-class Waiter(Generic[T]):
+class ModelWaiter(Generic[T]):
     """Waits for a model with so many outputs of a key, since `came`, and was told to expect `forecast`."""
 
     future: "asyncio.Future[Lease[T]]"
@@ -101,7 +101,7 @@ class OnDemandModel(Generic[T]):
     used_at: float = 0.0
     use_seconds: float = _FIRST_USE
     uses: dict[Lease[T], float] = field(default_factory=dict)
-    waiters: list[Waiter[T]] = field(default_factory=list)
+    waiters: list[ModelWaiter[T]] = field(default_factory=list)
     changed: Callable[[], object] = lambda: None
     clock: Callable[[], float] = monotonic
 

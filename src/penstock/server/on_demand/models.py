@@ -31,7 +31,7 @@ from penstock.base.errors import EngineClosedError, PenstockError
 from penstock.base.units import format_size
 from penstock.server.broker.calls import BusyError
 from penstock.server.on_demand.costs import LoadForecast, MemoryShare, cheapest, expected_cost
-from penstock.server.on_demand.model import AGAIN, Lease, LoadError, ModelPhase, OnDemandModel, T, Waiter
+from penstock.server.on_demand.model import AGAIN, Lease, LoadError, ModelPhase, ModelWaiter, OnDemandModel, T
 
 _LOG = logging.getLogger("penstock")
 _PAUSES = 2.0
@@ -82,8 +82,10 @@ class OnDemandModels(Generic[T]):
         """Lend a model, which is loaded if need be. The lease must be closed.
 
         outputs: that the request asks for. keep: seconds for which the model stays without requests; None is
-        the usual. owner: stands for the key that has sent the request. Raises LoadError if it cannot be loaded, BusyError if too many wait, and EngineClosedError
-        when the server ends.
+        the usual. owner: stands for the key that has sent the request.
+
+        Raises LoadError if it cannot be loaded, BusyError if too many wait, and EngineClosedError when the
+        server ends.
         """
         now = self._clock()
         if model.asked_at:
@@ -102,7 +104,7 @@ class OnDemandModels(Generic[T]):
             raise LoadError(model.fault, left)
         forecast = self.expected_wait(model)
         self._check_room(model, outputs, owner, forecast)
-        waiter = Waiter[T](asyncio.get_running_loop().create_future(), outputs, owner, now, forecast)
+        waiter = ModelWaiter[T](asyncio.get_running_loop().create_future(), outputs, owner, now, forecast)
         model.waiters.append(waiter)
         if model not in self._wanted:
             self._wanted.append(model)
