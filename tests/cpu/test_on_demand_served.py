@@ -185,6 +185,7 @@ def test_a_model_that_cannot_be_read_takes_no_other_down(server: Server, broken:
         assert f"the model broken cannot be loaded: {broken}/config.json is not JSON" in str(body)
         assert "then restart the server" in str(body)
     assert server.ask("GET", "/v1/models/broken")[2]["state"] == "unloaded"
+    assert "is not JSON" in server.ask("GET", "/state")[2]["models"][0]["fault"]
 
 
 def test_an_engine_that_is_killed_ends_its_requests_alone(server: Server, right: dict[str, str]) -> None:

@@ -89,8 +89,9 @@ class Hosting:
                 if len(broken) == len(self._configs):
                     raise
                 _LOG.error("%s is not served, others are: %s", name, broken[name])
-                models.append(Loadable(name, 0, MemoryShare(0)))
-                listed[name] = ListedModel(ModelFacts(), 0, partial(_refused, name, broken[name]))
+                told = f"the model {name} cannot be loaded: {broken[name]}"
+                models.append(Loadable(name, 0, MemoryShare(0), fault=told))
+                listed[name] = ListedModel(ModelFacts(), 0, partial(_refused, told))
                 rates[name] = inf
                 continue
             facts = ModelFacts.of_spec(spec, dtype)
@@ -221,8 +222,8 @@ def _spec_of(config: Config) -> tuple[ModelSpec, Path | None]:
         return checkpoint.spec, None
 
 
-def _refused(name: str, why: str) -> Mapping[str, str]:
-    raise LoadError(f"the model {name} cannot be loaded: {why}")
+def _refused(why: str) -> Mapping[str, str]:
+    raise LoadError(why)
 
 
 def _templates(model: Path) -> Mapping[str, str]:
