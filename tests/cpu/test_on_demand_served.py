@@ -91,9 +91,12 @@ def phases(server: Server) -> dict[str, str]:
 
 def only(server: Server, *names: str) -> None:
     """Have these models loaded, and no other."""
-    for name in NAMES:
-        keep(server, name, 300 if name in names else 0)
-    until(lambda: loaded(server) == set(names))
+    for name in set(NAMES) - set(names):
+        keep(server, name, 0)
+    until(lambda: loaded(server) <= set(names))  # Else one of these may go for another of them.
+    for name in names:
+        keep(server, name, 300)
+    assert loaded(server) == set(names)
 
 
 def loaded(server: Server) -> set[str]:
