@@ -428,6 +428,8 @@ def test_what_waits_for_an_engine_is_told_also_if_its_process_does_not_end(
         for _ in range(2):
             with pytest.raises(EngineClosedError, match=f"the engine of a has ended: {why}"):
                 await anext(engine.answer((), request))
+        while not ended:  # It is told last.
+            await asyncio.sleep(0.001)
 
     try:
         run(work)
