@@ -118,6 +118,8 @@ def test_each_is_loaded_as_it_is_asked_for_and_says_what_it_says_alone(
     assert [one["state"] for one in state["models"]] == ["unloaded"] * 4
     shown = server.ask("POST", "/api/show", {"model": "small"})[2]
     assert shown["model_info"]["llama.block_count"] == 2
+    assert server.ask("GET", "/is_sleeping")[2] == {"is_sleeping": False}
+    assert server.ask("POST", "/sleep")[0] == 501
     assert not engines(server), "nothing of that loads a model"
     with ThreadPoolExecutor(6) as clients:
         asked = [name for name in NAMES for _ in range(2)]
