@@ -45,7 +45,7 @@ def _nothing_loaded(waiting: int) -> State:
     """Return the state where no model is loaded, with so many requests that wait."""
     return State(
         model="", family="", layers=0, dtype="", format="", device="", longest=0, open=True, running=0,
-        waiting=waiting, output_tokens=0, output_rate=0.0, computed_rate=0.0, prompt=None, tiers=(),
+        waiting=waiting, output_tokens=0, output_rate=0.0, computed_rate=0.0, prompt=None, queue=(), tiers=(),
         links=(), cache=CacheState(0, 0, 0, 0), plan=PlanState(0, 0, 0, 0, 0, 0.0, 0.0, 0.0, ""),
         missed=MissedState(0, 0, 0.0, 0.0, 0.0, 0.0), experts=None,
     )  # fmt: skip

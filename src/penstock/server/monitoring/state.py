@@ -196,8 +196,7 @@ class ExpertsState:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Describes the machine at this moment. Of several models that are loaded at their first use it is that
-    of the one that was used last."""
+    """Describes the machine at this moment: of several models, as that has it which was used last."""
 
     model: str
     family: str
