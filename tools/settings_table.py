@@ -11,7 +11,7 @@ from penstock.base.config import Config
 from penstock.base.setting import MOST, WORDS, SettingField, settings_of
 from penstock.cli.options import as_flags
 from penstock.server.fleet.scale import Scale
-from penstock.server.settings import AnswerSettings, Listening
+from penstock.server.settings import AnswerSettings, Listening, OnDemandSettings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 HEAD = """# Settings
@@ -41,7 +41,8 @@ ROWS = "| setting | value | default | meaning |\n|---|---|---|---|\n"
 
 def page() -> str:
     """Return the text of docs/settings.md."""
-    server = [one for kind in (Listening, AnswerSettings, Scale) for one in settings_of(kind)]
+    kinds = (Listening, AnswerSettings, OnDemandSettings, Scale)
+    server = [one for kind in kinds for one in settings_of(kind)]
     tables = [ROWS + "".join(map(row, settings)) for settings in (settings_of(Config), server)]
     return HEAD + ENGINE + tables[0] + SERVER + tables[1]
 

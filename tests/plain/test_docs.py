@@ -19,7 +19,7 @@ from penstock.base.setting import settings_of
 from penstock.base.units import parse_size
 from penstock.cli.main import COMMANDS
 from penstock.server.fleet.scale import Scale
-from penstock.server.settings import AnswerSettings, Listening
+from penstock.server.settings import AnswerSettings, Listening, OnDemandSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "penstock"
@@ -119,7 +119,7 @@ def known(token: str, document: Path) -> bool:
     if token.startswith("penstock "):
         return token.split()[1] in COMMANDS
     if token.startswith("--"):
-        kinds = (Config, Listening, AnswerSettings, Scale)
+        kinds = (Config, Listening, AnswerSettings, OnDemandSettings, Scale)
         declared = (f"--{one.name.replace('_', '-')}" for kind in kinds for one in settings_of(kind))
         return token in declared or any(token in string.split("/") for string in names().strings)
     if token[0].isdigit():

@@ -18,7 +18,7 @@ from penstock.base.setting import AnyPath, Declared, described, keywords_of, set
 from penstock.cli.main import root
 from penstock.cli.options import as_flags, engine_config, settings_from
 from penstock.server.fleet.scale import Scale
-from penstock.server.settings import AnswerSettings, Listening
+from penstock.server.settings import AnswerSettings, Listening, OnDemandSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = (
@@ -107,7 +107,8 @@ def test_every_flag_says_what_it_does_and_its_default() -> None:
     command = root.get_command(context, "serve")
     assert command is not None
     flags = {one.name: one for one in command.params}
-    server = [one for kind in (Listening, AnswerSettings, Scale) for one in settings_of(kind)]
+    kinds = (Listening, AnswerSettings, OnDemandSettings, Scale)
+    server = [one for kind in kinds for one in settings_of(kind)]
     for one in (*settings_of(Config), *server):
         assert re.fullmatch(r"[A-Z].*\.", one.help)
         assert re.fullmatch(r"([A-Za-z0-9].*\.)?", one.details)

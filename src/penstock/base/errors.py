@@ -28,6 +28,7 @@ to try.
         DeadlineError                 server/broker/calls.py
         FieldError                    server/wire/decoding.py
         NotKeptError                  server/answers/store.py
+        LoadError                     server/on_demand/model.py
         LostError                     server/fleet/requests.py
 
 Those without a file are here; the others stand where they are raised. Most of the others are turned into one

@@ -191,7 +191,7 @@ def _typed(parameter: click.Parameter, value: object) -> object:
         if not isinstance(value, bool):
             raise click.BadParameter("write true or false, without quotes")
         return value
-    if getattr(parameter, "multiple", False):
+    if getattr(parameter, "multiple", False) or parameter.nargs == -1:
         return [_text(parameter, one) for one in (value if isinstance(value, list) else [value])]
     return _text(parameter, value)
 

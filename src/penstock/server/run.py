@@ -9,12 +9,15 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from time import monotonic
+from typing import TypeVar
 
 import uvicorn
 
 from penstock.base.errors import ConfigError
 from penstock.server.broker.backend import Backend
 from penstock.server.broker.broker import RequestBroker
+from penstock.server.hosting import Hosting
 from penstock.server.http.app import application
 from penstock.server.http.connection import Connection, room
 from penstock.server.http.origins import CLOSED
@@ -23,13 +26,14 @@ from penstock.server.monitoring.logs import note
 from penstock.server.monitoring.records import RecordSink
 from penstock.server.settings import Listening
 
+T = TypeVar("T")
 _LOG = logging.getLogger("penstock")
 _LAST = 5
 """Seconds in which the last answers must have been read, at the end."""
 
 
 def serve(
-    load: Callable[[], Backend],
+    load: Callable[[], Backend] | Hosting,
     settings: ServerSettings,
     listening: Listening,
     *,
@@ -40,7 +44,7 @@ def serve(
     """Serve until a signal says that it is enough: one lets requests end, a second one does not, a third one
     waits for nothing.
 
-    load: loads what computes.
+    load: loads what computes; or several models, each at its first use.
     ready: is called with the address when the model is there.
     sinks: are given the record of each request that is over.
     cancel_load: is called at the first signal, to break off loading that can be.
@@ -58,7 +62,7 @@ def serve(
 class _Life:
     def __init__(
         self,
-        load: Callable[[], Backend],
+        load: Callable[[], Backend] | Hosting,
         state: ServerState,
         listening: Listening,
         ready: Callable[[str], object],
@@ -88,8 +92,9 @@ class _Life:
         self._listen()
         serving = asyncio.ensure_future(server.serve([bound]))
         try:
-            async with self._opened() as failed:
-                if self._state.broker is not None:
+            load = self._load
+            async with self._hosted(load) if isinstance(load, Hosting) else self._opened(load) as failed:
+                if self._state.is_open and not self._enough.is_set():
                     host, port = bound.getsockname()[:2]
                     self._ready(f"http://{'[' + host + ']' if ':' in host else host}:{port}")
                 enough = asyncio.ensure_future(self._enough.wait())
@@ -104,15 +109,45 @@ class _Life:
             raise fault
 
     @asynccontextmanager
-    async def _opened(self) -> AsyncIterator["asyncio.Future[BaseException | None]"]:
-        """Load the model, and take requests for it. Gives a task that ends when the broker has failed."""
-        loading = asyncio.ensure_future(asyncio.to_thread(self._load))
+    async def _hosted(self, hosting: Hosting) -> AsyncIterator["asyncio.Future[BaseException | None]"]:
+        """Take requests for several models, each of which is loaded at its first use. Gives a task that ends
+        when nothing can be loaded any more."""
+        state, listening = self._state, self._listening
+        await self._done(hosting.prepare)
+        models = hosting.open(state, listening)
+
+        async def failure() -> BaseException | None:
+            await asyncio.wait((models.keeper,))
+            return None if models.keeper.cancelled() else models.keeper.exception()
+
+        failed = asyncio.ensure_future(failure())
+        try:
+            yield failed
+        finally:
+            models.stop_lending()
+            hosting.cancel_load()  # Nobody waits for it any more.
+            late = monotonic() + listening.patience
+            while models.used and monotonic() < late and self._signals < 2:
+                await asyncio.sleep(0.01)
+            await models.close()
+            await failed
+
+    async def _done(self, load: Callable[[], T]) -> T:
+        """Load on a thread, and return what that returns."""
+        loading = asyncio.ensure_future(asyncio.to_thread(load))
         enough = asyncio.ensure_future(self._enough.wait())
         while not (loading.done() or enough.done()):
             await asyncio.wait((loading, enough), timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
             self._listen()  # What is being loaded may take the signals for itself, as Ray does.
         enough.cancel()
-        backend = await loading
+        return await loading
+
+    @asynccontextmanager
+    async def _opened(
+        self, load: Callable[[], Backend]
+    ) -> AsyncIterator["asyncio.Future[BaseException | None]"]:
+        """Load the model, and take requests for it. Gives a task that ends when the broker has failed."""
+        backend = await self._done(load)
         try:
             # What is there for good is not looked at again and again by the garbage collector, which holds
             # everybody up.
@@ -140,12 +175,13 @@ class _Life:
 
     def _enough_of_it(self) -> None:
         self._signals += 1
-        outputs = self._state.broker.outputs if self._state.broker is not None else 0
-        note("stopping", signals=self._signals, outputs=outputs, patience=self._listening.patience)
+        note(
+            "stopping", signals=self._signals, outputs=self._state.outputs, patience=self._listening.patience
+        )
         self._enough.set()
         self._cancel_load()
         self._server.force_exit = self._signals > 1
-        if self._signals > 1 and self._state.broker is None:
+        if self._signals > 1 and not self._state.is_open:
             _LOG.warning("stopped by a signal while the model was loading")
             os._exit(1)  # Weights that are being loaded cannot be broken off, and there is nothing to save.
         if self._signals > 2:

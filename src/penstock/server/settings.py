@@ -1,9 +1,12 @@
 """Declares the settings of `penstock serve` once: checks, flags and docs/settings.md come from here."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 
-from penstock.base.setting import MOST, Declared, setting
+from penstock.base.errors import ConfigError
+from penstock.base.setting import MOST, UNKNOWN_WHOLE, Declared, setting
+from penstock.base.units import parse_size
 from penstock.server.parsing.dialects import AUTO, REASONING_PARSERS, TOOL_PARSERS
 
 LEAST_SECONDS = 0.001
@@ -70,3 +73,31 @@ class AnswerSettings(Declared):
         False,
         help="Share cached prefixes between keys; how fast an answer comes then shows what others sent.",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class OnDemandSettings(Declared):
+    """Sets how a server holds several models. Raises ConfigError."""
+
+    idle_timeout: float = setting(
+        300.0,
+        help="Seconds without requests after which a model that is loaded on demand goes; inf for never.",
+        details="keep_alive of a request to ollama's paths goes first.",
+        limits=(0, inf),
+        unit="seconds",
+    )
+
+
+def named_shares(texts: tuple[str, ...], names: Mapping[str, object]) -> dict[str, str]:
+    """Return what is written behind the name of each model, in NAME=DEVICE[,HOST]. Raises ConfigError."""
+    found = {}
+    for text in texts:
+        name, sign, share = text.rpartition("=")
+        if not sign or name not in names:
+            raise ConfigError(
+                f"{text[:80]!r} gives no model memory; write NAME=SIZE with one of {', '.join(names)}"
+            )
+        for part in share.split(",", 1):
+            parse_size(part, whole=UNKNOWN_WHOLE)
+        found[name] = share
+    return found

@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,16 +22,19 @@ from penstock.cli.options import engine_config, engine_options, flag, settings_f
 from penstock.cli.terminal import say
 from penstock.server.fleet.scale import Scale, bounds
 from penstock.server.http.keys import ApiKey
-from penstock.server.settings import AnswerSettings, Listening
+from penstock.server.settings import AnswerSettings, Listening, OnDemandSettings, named_shares
 
 if TYPE_CHECKING:
     from penstock.server.fleet.replicas import Replicas
+    from penstock.server.hosting import Hosting
 
 SERVER, REPLICAS, LIMITS, LOG = "Server options", "Replicas", "Limits", "Log"
+MODELS = "Several models"
 FORMATS, LEVELS = ("text", "json"), ("debug", "info", "warning", "error")
 KEYS = "PENSTOCK_API_KEYS"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_DECLARED = {one.name: one for kind in (Listening, AnswerSettings, Scale) for one in settings_of(kind)}
+_SETTINGS = (Listening, AnswerSettings, Scale, OnDemandSettings)
+_DECLARED = {one.name: one for kind in _SETTINGS for one in settings_of(kind)}
 _USUAL_PORTS = {"http": ":80", "https": ":443"}
 _LOG = logging.getLogger("penstock")
 EXAMPLES = """
@@ -39,6 +42,7 @@ EXAMPLES = """
   penstock serve Qwen/Qwen3-8B                           one of the Hugging Face Hub
   penstock serve ./my-model --name my-model --port 9000
   penstock serve ./my-model --host 0.0.0.0 --api-keys keys.txt
+  penstock serve ./small big=./my-large-model --on-demand --device-memory 20GiB
   curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\
     -d '{"model": "shipped", "messages": [{"role": "user", "content": "Hello"}]}'
 """
@@ -75,7 +79,7 @@ def _flags(section: str, *names: str) -> Decorator:
 
 
 @click.command(cls=Command, examples=EXAMPLES)
-@click.argument("model", required=False, type=click.Path(path_type=Path))
+@click.argument("model", nargs=-1, metavar="[MODEL]...")
 @_flags(SERVER, "host", "port")
 @option(
     SERVER,
@@ -122,6 +126,22 @@ def _flags(section: str, *names: str) -> Decorator:
 @_flags(LIMITS, "queue", "max_body", "request_timeout", "patience", "max_kept")
 @_flags(SERVER, "tool_parser", "reasoning_parser")
 @option(
+    MODELS,
+    "--on-demand",
+    is_flag=True,
+    help="Serve one or several MODELs, each loaded at its first use, and unloaded when it is idle or "
+    "another needs its room.",
+)
+@_flags(MODELS, "idle_timeout")
+@option(
+    MODELS,
+    "--model-memory",
+    multiple=True,
+    metavar="NAME=SIZE",
+    help="Memory that a model may take of --device-memory; NAME=SIZE,SIZE also of --host-memory. May be "
+    "repeated. [weights, the largest step and some KV]",
+)
+@option(
     REPLICAS,
     "--replicas",
     callback=_replicas,
@@ -155,7 +175,8 @@ def _flags(section: str, *names: str) -> Decorator:
 @click.pass_context
 def command(ctx: click.Context, /, **settings: object) -> None:
     """Serve MODEL: a checkpoint directory, a GGUF file, or a model of the Hugging Face Hub, as owner/name.
-    Without it the small model that comes with penstock is served.
+    Without it the small model that comes with penstock is served. With --on-demand there may be several;
+    NAME=MODEL gives one a name.
 
     /v1/chat/completions, /v1/responses, /v1/completions, /v1/models, /tokenize and /detokenize; /v1/messages
     as Anthropic has it; /api/chat and others as ollama has them. /health says that the server is alive,
@@ -172,7 +193,8 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         raise ConfigError(
             f"serving needs {missing.name}, which is not installed; pip install 'penstock[serve]'"
         ) from missing
-    config = engine_config(ctx, asked["model"], None)
+    wanted = _wanted(asked)
+    config = engine_config(ctx, Path(wanted[0][1]) if wanted else None, None)
     names = asked["names"] or (str(config.model),)
     allowed = {name: asked[name] for name in ("allow_hosts", "allow_origins")}
     there = settings_from(ServerSettings, asked, names=tuple(names), keys=api_keys(ctx), **allowed)
@@ -188,10 +210,11 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         session.report = lambda text, trace: say(last_line(text, trace))
 
     def tell_ready(address: str) -> None:
+        served = ",".join(there.names) if asked["on_demand"] else there.names[0]
         if as_json:
-            note("serving", model=there.names[0], address=address)
+            note("serving", model=served, address=address)
         else:
-            say(f"serving {there.names[0]} at {address}")
+            say(f"serving {served} at {address}")
 
     level = asked["log_level"] or ("warning" if quiet else "info")
     with logged(partial(say, faint=not as_json), asked["log_format"], level), traced(os.environ) as sinks:
@@ -208,6 +231,11 @@ def command(ctx: click.Context, /, **settings: object) -> None:
             raise ConfigError(
                 "--ray-address and --replica-cpus are only for replicas; add --replicas N, or leave them out"
             )
+        if asked["on_demand"]:
+            hosting = _hosting(asked, config, wanted, as_json)
+            there = replace(there, names=hosting.names)
+            serve(hosting, there, listening, ready=tell_ready, sinks=sinks)
+            return
         config, name = located(config, log=as_json, **taken(asked))
         if not asked["names"]:
             there = replace(there, names=(name,))
@@ -227,6 +255,56 @@ def command(ctx: click.Context, /, **settings: object) -> None:
             load_model().close()  # It follows rank 0, which listens, and does not return.
             return
         serve(lambda: LocalBackend(load_model()), there, listening, ready=tell_ready, sinks=sinks)
+
+
+def _wanted(asked: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the models that were asked for: the name of each, empty if none was given, and what it is.
+
+    Raises ConfigError.
+    """
+    if not asked["on_demand"]:
+        if len(asked["model"]) > 1:
+            raise ConfigError(
+                f"{len(asked['model'])} models were named, but a server holds one; add --on-demand, so that "
+                "each is loaded at its first use"
+            )
+        if asked["model_memory"]:
+            raise ConfigError("--model-memory is only for several models; add --on-demand, or leave it out")
+        return [("", text) for text in asked["model"]]
+    if asked["replicas"] is not None:
+        raise ConfigError("--on-demand does not work with --replicas; leave one of them out")
+    if launched() is not None:
+        raise ConfigError(
+            "--on-demand does not work under torchrun, since each model has a process of its own; start "
+            "penstock serve without torchrun"
+        )
+    found = []
+    for text in asked["model"]:
+        name, sign, model = text.partition("=")
+        whole = not sign or "/" in name or Path(text).exists()
+        found.append(("", text) if whole else (name, model))
+    if asked["names"] and len(found) > 1:
+        raise ConfigError("--name is for one model; write NAME=MODEL for each of several")
+    if asked["names"][1:]:
+        raise ConfigError("a model that is loaded on demand has one name; leave out all --name but one")
+    return found
+
+
+def _hosting(
+    asked: Mapping[str, Any], config: Config, wanted: Sequence[tuple[str, str]], as_json: bool
+) -> "Hosting":
+    """Return what loads models at their first use. Raises PenstockErrors."""
+    from penstock.server.hosting import Hosting
+
+    configs: dict[str, Config] = {}
+    for given, text in wanted or [("", str(config.model))]:
+        own, name = located(replace(config, model=Path(text)), log=as_json, **taken(asked))
+        name = given or (asked["names"] or (name,))[0]
+        if name in configs:
+            raise ConfigError(f"two models are called {name}; give one another name, as NAME={text}")
+        configs[name] = own
+    shares = named_shares(asked["model_memory"], configs)
+    return Hosting(configs, shares, settings_from(OnDemandSettings, asked))
 
 
 def _crew(asked: Mapping[str, Any], config: Config, name: str) -> "Replicas":

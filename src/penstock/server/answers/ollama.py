@@ -91,6 +91,8 @@ class OllamaStream:
         """Calls that are whole."""
         self._finish: FinishReason | None = None
         self.response: Line = {}
+        self.load_seconds = 0.0
+        """Seconds for which the request has waited for its model, before it was submitted."""
 
     async def events(self, call: Call) -> AsyncGenerator[bytes]:
         """Yield all lines; none if no stream was asked for. Raises what keeps it from being complete."""
@@ -170,8 +172,8 @@ class OllamaStream:
         return {
             "done": True,
             "done_reason": "length" if self._finish is FinishReason.LENGTH else "stop",
-            "total_duration": _nanoseconds(now - call.arrival_time),
-            "load_duration": 0,
+            "total_duration": _nanoseconds(now - call.arrival_time + self.load_seconds),
+            "load_duration": _nanoseconds(self.load_seconds),
             "prompt_eval_count": len(completion.prompt_tokens),
             "prompt_eval_duration": _nanoseconds(first - began),
             "eval_count": len(completion.tokens),
@@ -179,15 +181,15 @@ class OllamaStream:
         }
 
 
-def loaded(asked: OllamaChatRequest | OllamaGenerateRequest) -> Line:
-    """Return the answer to a request without a prompt: the model is there."""
+def loaded(asked: OllamaChatRequest | OllamaGenerateRequest, *, unloads: bool = False) -> Line:
+    """Return the answer to a request without a prompt: the model is there. unloads: or will not be."""
     said: Line = (
         {"message": {"role": "assistant", "content": ""}}
         if isinstance(asked, OllamaChatRequest)
         else {"response": ""}
     )
     head = {"model": asked.model, "created_at": stamp(datetime.now(UTC))}
-    return head | said | {"done": True, "done_reason": "load"}
+    return head | said | {"done": True, "done_reason": "unload" if unloads else "load"}
 
 
 def stamp(when: datetime) -> str:

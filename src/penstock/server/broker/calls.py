@@ -20,7 +20,12 @@ class BusyError(PenstockError):
 
 
 class DeadlineError(PenstockError):
-    """Says that a request has taken longer than it may."""
+    """Says that a request has taken longer than it may. `seconds`: after which its model is there, if it has
+    waited for that; 0 if not."""
+
+    def __init__(self, message: str, seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.seconds = seconds
 
 
 def overdue(seconds: float) -> DeadlineError:

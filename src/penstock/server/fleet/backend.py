@@ -115,6 +115,14 @@ class RemoteBackend:
             raise EngineClosedError("no replica is ready; wait until GET /ready answers 200")
         return found[min(found)]
 
+    async def told_metrics(self) -> Mapping[str, str]:
+        """Return the metrics of each replica, by its name."""
+        return await self._pool.broadcast("metrics")
+
+    async def clear(self) -> int:
+        """Forget all prefixes that are kept, and return how many blocks they had. For replicas that can."""
+        return sum((await self._pool.broadcast("clear")).values())
+
     def drive(self, mailbox: Mailbox, quotas: Quotas) -> None:
         """Carry out calls; see Backend."""
         asyncio.run(self._meet_all(mailbox))

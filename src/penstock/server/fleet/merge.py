@@ -38,7 +38,7 @@ def counted(loads: Mapping[str, int], again: int) -> str:
     return _text([there, at, sent])
 
 
-def side_by_side(texts: Mapping[str, str], known: str) -> str:
+def side_by_side(texts: Mapping[str, str], known: str, label: str = _LABEL) -> str:
     """Return the metrics of each replica with a label that says which, but for those that `known`, the
     server's own, has."""
     own = {family.name for family in text_string_to_metric_families(known)}
@@ -49,7 +49,7 @@ def side_by_side(texts: Mapping[str, str], known: str) -> str:
                 continue
             merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             merged.samples += [
-                sample._replace(labels={**sample.labels, _LABEL: replica}) for sample in family.samples
+                sample._replace(labels={**sample.labels, label: replica}) for sample in family.samples
             ]
     return _text(families.values())
 

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock import __version__
+from penstock.api.reader import PromptReader
 from penstock.base.errors import EngineClosedError
 from penstock.server.answers.completions import Answer
 from penstock.server.answers.messages import count_message, read_message
@@ -22,10 +23,11 @@ from penstock.server.answers.protocols import MESSAGES, Protocol, protocol_of
 from penstock.server.answers.responses import read_response
 from penstock.server.broker.metrics import CONTENT_TYPE
 from penstock.server.http import ollama
-from penstock.server.http.asking import asked_of, body_of, check_model, in_time, prepared_for
+from penstock.server.http.asking import asked_of, body_of, check_model, in_time, lent, prepared_for
 from penstock.server.http.embedding import embed, score
 from penstock.server.http.errors import error_response, no_route
 from penstock.server.http.keys import NO_OWNER, owner_of
+from penstock.server.http.on_demand import metrics_of_all, state_of_all
 from penstock.server.http.openapi import described
 from penstock.server.http.origins import OriginGuard, shared_with
 from penstock.server.http.page import FILES, page_file
@@ -174,7 +176,9 @@ async def _health(server: ServerState, request: Request) -> Response:
 
 
 async def _ready(server: ServerState, request: Request) -> Response:
-    if server.broker is None:
+    if server.models is not None:
+        status = "closing" if server.models.closing else "ready"
+    elif server.broker is None:
         status = "loading"
     elif server.fleet is not None and not server.fleet.replicas:
         status = "waiting for a replica"
@@ -190,13 +194,17 @@ async def _version(server: ServerState, request: Request) -> Response:
 
 
 async def _reset_prefix_cache(server: ServerState, request: Request) -> Response:
-    server.model()
+    if server.models is None:
+        server.model()
     if len(server.settings.keys) > 1:
         raise HTTPException(
             403,
             "the prefix cache holds what all keys have sent, so none of several may clear it; restart the "
             "server",
         )
+    if server.models is not None:
+        cleared = [await one.fleet.clear() for one in server.hosted if one.fleet is not None]
+        return json_response({"cleared_blocks": sum(cleared)})
     if server.clear_prefixes is None:
         raise HTTPException(501, "replicas clear no caches; restart the server to begin with empty ones")
     return json_response({"cleared_blocks": await asyncio.to_thread(server.clear_prefixes)})
@@ -215,26 +223,34 @@ async def _model(server: ServerState, request: Request) -> Response:
 
 
 def _described(server: ServerState, name: str) -> Answer:
-    reader, _ = server.model()
+    more: Answer = {}
+    if server.models is not None:
+        model = server.models.models[name]
+        there = model.there.state.reader if model.there is not None else None
+        longest = server.listed[name].max_model_len if there is None else there.limits.max_model_len
+        more = {"state": str(model.phase)}
+    else:
+        longest = server.model()[0].limits.max_model_len
     return {
         "id": name,
         "object": "model",
         "created": server.loaded,
         "owned_by": "penstock",
-        "max_model_len": reader.limits.max_model_len,
+        "max_model_len": longest,
+        **more,
     }
 
 
 async def _generate(
     server: ServerState, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
 ) -> Response:
-    asked = await asked_of(server, request, kind)
+    server, asked = await asked_of(server, request, kind)
     ready, writer = await prepared_for(server, request, asked, read)
     return told_ignored(await completed(request, server.model()[1], ready, writer, asked), asked.ignored)
 
 
 async def _respond(server: ServerState, request: Request) -> Response:
-    asked = await asked_of(server, request, ResponsesRequest)
+    server, asked = await asked_of(server, request, ResponsesRequest)
     name, owner = asked.previous_response_id, record_of(request).owner
     before = b"" if name is None else server.responses.conversation(name, owner, "previous_response_id")
     ready, response = await prepared_for(server, request, asked, partial(read_response, before=before))
@@ -244,7 +260,7 @@ async def _respond(server: ServerState, request: Request) -> Response:
 
 
 async def _message(server: ServerState, request: Request) -> Response:
-    asked = await asked_of(server, request, MessagesRequest)
+    server, asked = await asked_of(server, request, MessagesRequest)
     ready, message = await prepared_for(server, request, asked, read_message)
     return told_ignored(await responded(request, server.model()[1], ready, message, asked), asked.ignored)
 
@@ -255,6 +271,7 @@ async def _count_tokens(server: ServerState, request: Request) -> Response:
         asked.check()
 
     asked = await body_of(server, request, CountTokensRequest, checked)
+    server = await lent(server, request, asked.names)
     reader, _ = server.model()
     count = server.uploads.aside(request, lambda: count_message(reader, asked, server.dialect))
     return json_response({"input_tokens": await in_time(server, request, count)})
@@ -281,13 +298,18 @@ async def _openapi(server: ServerState, request: Request) -> Response:
 
 async def _metrics(server: ServerState, request: Request) -> Response:
     own = server.metrics.text()
+    if server.models is not None:
+        return Response(await metrics_of_all(server, own), media_type=CONTENT_TYPE)
     return Response(own if server.fleet is None else await server.fleet.metrics(own), media_type=CONTENT_TYPE)
 
 
 async def _state(server: ServerState, request: Request) -> Response:
+    if server.models is not None:
+        found: object = await state_of_all(server)
+        return json_response(found, headers={"Cache-Control": "no-store"})
     _, broker = server.model()
     if server.fleet is not None:
-        found: object = await server.fleet.state(broker)
+        found = await server.fleet.state(broker)
     else:
         assert server.monitor is not None
         found = server.monitor.look()
@@ -295,6 +317,10 @@ async def _state(server: ServerState, request: Request) -> Response:
 
 
 async def _experts(server: ServerState, request: Request) -> Response:
+    if server.models is not None:
+        if not server.hosted:
+            raise EngineClosedError("no model is loaded; a request for one loads it")
+        server = server.hosted[0]
     server.model()
     if server.fleet is not None:
         found: object = await server.fleet.experts()
@@ -304,10 +330,21 @@ async def _experts(server: ServerState, request: Request) -> Response:
     return json_response(found, headers={"Cache-Control": "no-store"})
 
 
+async def _reader_of(
+    server: ServerState, request: Request, name: str | None
+) -> tuple[ServerState, PromptReader]:
+    """Return the state of a model, the first if none is named, and what reads its prompts."""
+    if server.models is None:
+        server.model()
+    name = name or server.settings.names[0]
+    check_model(server, name)
+    server = await lent(server, request, (name,))
+    return server, server.model()[0]
+
+
 async def _tokenize(server: ServerState, request: Request) -> Response:
     asked = await body_of(server, request, TokenizeRequest, TokenizeRequest.check)
-    reader, _ = server.model()
-    check_model(server, asked.model or server.settings.names[0])
+    server, reader = await _reader_of(server, request, asked.model)
 
     def tokenized() -> Answer:
         tokens = (
@@ -329,7 +366,6 @@ async def _tokenize(server: ServerState, request: Request) -> Response:
 
 async def _detokenize(server: ServerState, request: Request) -> Response:
     asked = await body_of(server, request, DetokenizeRequest, lambda _: None)
-    reader, _ = server.model()
-    check_model(server, asked.model or server.settings.names[0])
+    server, reader = await _reader_of(server, request, asked.model)
     text = server.uploads.aside(request, lambda: reader.decode(asked.tokens))
     return json_response({"prompt": await in_time(server, request, text)})

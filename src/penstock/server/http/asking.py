@@ -1,7 +1,7 @@
 """Reads requests: what a body says, whether this server takes it, and its prompts."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from penstock.api.reader import PromptReader
 from penstock.api.sequences import PreparedPrompt
 from penstock.server.answers.protocols import Protocol, protocol_of
-from penstock.server.broker.calls import overdue
+from penstock.server.broker.calls import DeadlineError, overdue
 from penstock.server.http.keys import salt_of
 from penstock.server.http.origins import is_json, is_of_browser
 from penstock.server.http.sending import unless_gone
@@ -21,7 +21,7 @@ from penstock.server.http.uploads import SMALL
 from penstock.server.monitoring.records import record_of
 from penstock.server.parsing.dialects import Dialect
 from penstock.server.wire.decoding import FieldError, decoded, expect_few_values
-from penstock.server.wire.embeddings import PooledRequest
+from penstock.server.wire.embeddings import EmbedRequest, PooledRequest
 from penstock.server.wire.messages import CountTokensRequest
 from penstock.server.wire.ollama import OllamaRequest
 from penstock.server.wire.requests import ChatRequest, CompletionRequest
@@ -73,8 +73,7 @@ async def in_time(
     timeout: seconds that the request may take, which run since it has come. Raise DeadlineError when they are
     over, and ClientDisconnect when the client of a large request goes before.
     """
-    seconds = None if server.broker is None else server.broker.allowed_seconds(timeout)
-    late = None if seconds is None else seconds - (monotonic() - record_of(request).began)
+    seconds, late = _seconds_left(server, request, timeout)
     try:
         async with asyncio.timeout(late):
             if not server.uploads.is_large(request):
@@ -87,6 +86,15 @@ async def in_time(
         raise overdue(seconds) from error
 
 
+def _seconds_left(
+    server: ServerState, request: Request, timeout: float | None
+) -> tuple[float | None, float | None]:
+    """Return the seconds that a request may take, which wants so many, and those that are left of them; None
+    is any."""
+    seconds = server.allowed_seconds(timeout)
+    return seconds, None if seconds is None else seconds - (monotonic() - record_of(request).began)
+
+
 def check_model(server: ServerState, name: str, *others: str) -> None:
     """Raise HTTPException for a model that is not here. others: names that stand for the same."""
     if not {name, *others} & set(server.settings.names):
@@ -95,9 +103,50 @@ def check_model(server: ServerState, name: str, *others: str) -> None:
         )
 
 
-async def asked_of(server: ServerState, request: Request, kind: type[G]) -> G:
-    """Return a request for tokens that its key may send, and for whose outputs there is room. Raise what
-    `body_of` and `RequestBroker.check_room` do."""
+async def lent(
+    server: ServerState,
+    request: Request,
+    names: Sequence[str],
+    *,
+    outputs: int = 1,
+    timeout: float | None = None,
+    keep: float | None = None,
+) -> ServerState:
+    """Return the state of the model of one of these names, which is loaded first if need be and stays until
+    the request is over. Where there is one model it is the server's.
+
+    timeout: seconds that the request may take, which run since it has come. outputs, keep: see
+    OnDemandModels.lend. Raise what that does, DeadlineError when the time is over before the model is there,
+    and ClientDisconnect when the client goes before.
+    """
+    if (models := server.models) is None:
+        return server
+    model, record = next(models.models[name] for name in names if name in models.models), record_of(request)
+    seconds, left = _seconds_left(server, request, timeout)
+
+    async def borrow() -> ServerState:
+        lease = await models.lend(model, outputs, keep, record.owner)
+        record.leases.append(lease)  # Before anything can break this off: its end gives it back.
+        return lease.there.state
+
+    try:
+        async with asyncio.timeout(left):
+            if (found := await unless_gone(request.receive, borrow())) is None:
+                raise ClientDisconnect
+            return found
+    except TimeoutError as error:
+        wait = models.expected_wait(model)
+        raise DeadlineError(
+            f"the request has taken {seconds:g} seconds, the most that it may (timeout), and {model.name} is "
+            f"still being loaded; it will be there in about {wait:.1f} s, so send the request again then",
+            max(wait, 1.0),
+        ) from error
+
+
+async def asked_of(server: ServerState, request: Request, kind: type[G]) -> tuple[ServerState, G]:
+    """Return a request for tokens that its key may send, and the state of its model, which has room for its
+    outputs; of one that only has its model unloaded the server's. Raise what `body_of`, `lent` and
+    `RequestBroker.check_room` do."""
 
     def outputs(asked: G) -> int:
         check_model(server, *asked.names)
@@ -105,7 +154,7 @@ async def asked_of(server: ServerState, request: Request, kind: type[G]) -> G:
         return asked.outputs
 
     asked = await body_of(server, request, kind, outputs)
-    record, (_, broker) = record_of(request), server.model()
+    record = record_of(request)
     least = record.least_priority
     if least is not None and asked.priority < least:
         raise FieldError(
@@ -113,8 +162,15 @@ async def asked_of(server: ServerState, request: Request, kind: type[G]) -> G:
             "out",
             "priority",
         )
-    broker.check_room(asked.outputs, record.owner)
-    return asked
+    if server.models is not None:
+        if isinstance(asked, OllamaRequest) and asked.unloads:
+            return server, asked
+        keep = asked.kept if isinstance(asked, OllamaRequest | EmbedRequest) else None
+        server = await lent(
+            server, request, asked.names, outputs=asked.outputs, timeout=asked.timeout, keep=keep
+        )
+    server.model()[1].check_room(asked.outputs, record.owner)
+    return server, asked
 
 
 async def prepared_for(

@@ -16,15 +16,17 @@ async def embed(
     server: ServerState, request: Request, kind: type[EmbeddingsRequest] | type[EmbedRequest]
 ) -> Response:
     """Return the embeddings that a request asks for."""
-    asked = await asked_of(server, request, kind)
+    whole = server
+    server, asked = await asked_of(server, request, kind)
     ready, writer = await prepared_for(server, request, asked, read_embeddings)
-    return told_ignored(await embedded(request, server.model()[1], ready, writer, asked), asked.ignored)
+    ignored = [name for name in asked.ignored if whole.models is None or name != "keep_alive"]
+    return told_ignored(await embedded(request, server.model()[1], ready, writer, asked), ignored)
 
 
 async def score(
     server: ServerState, request: Request, kind: type[ScoreRequest] | type[RerankRequest]
 ) -> Response:
     """Return the scores that a request asks for."""
-    asked = await asked_of(server, request, kind)
+    server, asked = await asked_of(server, request, kind)
     ready, writer = await prepared_for(server, request, asked, read_scores)
     return told_ignored(await scored(request, server.model()[1], ready, writer, asked), asked.ignored)

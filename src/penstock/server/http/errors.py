@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from math import ceil
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -13,6 +14,7 @@ from penstock.server.answers.protocols import ABSENT, refusal, told
 from penstock.server.answers.store import NotKeptError
 from penstock.server.broker.calls import BusyError, DeadlineError
 from penstock.server.http.sending import json_response, said
+from penstock.server.on_demand.model import LoadError
 from penstock.server.wire.decoding import FieldError
 from penstock.server.wire.requests import blamed
 
@@ -46,7 +48,14 @@ def _told(fault: Exception) -> tuple[int, Answer, Mapping[str, str] | None]:
             seconds = {"Retry-After": str(round(fault.seconds))}
             return 429, error(str(fault), "rate_limit_error", code="queue_full"), seconds
         case DeadlineError():
-            return 504, error(str(fault), "timeout_error", "timeout", "deadline_exceeded"), None
+            later = {"Retry-After": str(ceil(fault.seconds))} if fault.seconds else None
+            return 504, error(str(fault), "timeout_error", "timeout", "deadline_exceeded"), later
+        case LoadError():
+            return (
+                503,
+                error(str(fault), failed, "model", "model_not_loaded"),
+                {"Retry-After": str(ceil(fault.seconds))},
+            )
         case EngineClosedError():
             return 503, error(str(fault), failed, code="unavailable"), {"Retry-After": "5"}
         case HTTPException():

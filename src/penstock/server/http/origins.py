@@ -121,6 +121,8 @@ def shared_with(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
             "X-Ignored-Fields",
             "X-Queue-Position",
             "X-Expected-First-Token",
+            "X-Model-Wait",
+            "X-Model-Wait-Forecast",
             "Retry-After",
         ),
     )

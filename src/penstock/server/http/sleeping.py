@@ -45,12 +45,19 @@ async def wake_up(server: ServerState, request: Request) -> Response:
 
 async def is_sleeping(server: ServerState, request: Request) -> Response:
     """Tell whether the model sleeps."""
-    server.model()
+    if server.models is None:
+        server.model()
     return json_response({"is_sleeping": server.bed is not None and server.bed.is_sleeping})
 
 
 def _bed_of(server: ServerState) -> Bed:
     """Return what puts the model to sleep. Raise HTTPException where nobody may do so."""
+    if server.models is not None:
+        raise HTTPException(
+            501,
+            "models that are loaded on demand do not sleep; one is unloaded by POST /api/generate with "
+            "keep_alive 0 and no prompt",
+        )
     server.model()
     if len(server.settings.keys) > 1:
         raise HTTPException(

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from penstock.api.llm import LLM
-from penstock.arch.bounds import parameters
+from penstock.arch.bounds import parameters, weight_bytes
 from penstock.arch.families import FAMILIES
 from penstock.arch.formats.recipe import name_of
 from penstock.arch.layout import group_layouts
+from penstock.arch.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,19 @@ class ModelFacts:
             hidden_size=spec.hidden_size,
             bytes=weights.device + weights.host + weights.disk,
             device_bytes=weights.device,
+        )
+
+    @classmethod
+    def of_spec(cls, spec: ModelSpec, dtype: str) -> Self:
+        """Return the facts of a model that is not loaded. dtype: of its weights."""
+        layouts = group_layouts(spec, FAMILIES[spec.family].names, dtype)
+        return cls(
+            family=spec.family,
+            format=name_of(spec.format) or dtype,
+            parameters=parameters(layouts),
+            layers=spec.layers,
+            hidden_size=spec.hidden_size,
+            bytes=weight_bytes(layouts),
         )
 
     @property

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic, time_ns
+from typing import Protocol
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +21,18 @@ _HEADER = b"x-request-id"
 _SANE = re.compile(rb"[!-~]{1,128}")
 """Printable ASCII without spaces."""
 _KEY = "penstock.record"
+_WAITED, _FORECAST = "X-Model-Wait", "X-Model-Wait-Forecast"
+"""Headers: seconds for which a request has waited for its model, and that it was expected to."""
+
+
+class ModelLease(Protocol):
+    """Lends a model to a request, which has waited for it."""
+
+    waited: float
+    forecast: float
+
+    def close(self) -> None:
+        """Give the model back."""
 
 
 @dataclass(slots=True)
@@ -52,6 +65,15 @@ class RequestRecord:
     """The kind of what the request was refused with, or what has kept it from being complete."""
     trace: str | None = None
     """The id of the trace that it is a part of, where there are any."""
+    leases: list[ModelLease] = field(default_factory=list)
+    """Models that it was lent. They are given back when it is over."""
+
+    @property
+    def wait(self) -> tuple[float, float] | None:
+        """Return the seconds for which it has waited for a model, and that it was expected to; None if the
+        model was there."""
+        waits = [(one.waited, one.forecast) for one in self.leases if one.waited or one.forecast]
+        return waits[0] if waits else None
 
     @property
     def prompt_tokens(self) -> int:
@@ -122,6 +144,11 @@ class RecordMiddleware:
             if event["type"] == "http.response.start":
                 record.status = event["status"]
                 event["headers"] = [*event.get("headers", ()), (_HEADER, record.id.encode())]
+                if (wait := record.wait) is not None:
+                    names = zip((_WAITED, _FORECAST), wait, strict=True)
+                    event["headers"] += [
+                        (name.lower().encode(), b"%.3f" % seconds) for name, seconds in names
+                    ]
             await send(event)
 
         try:
@@ -131,6 +158,8 @@ class RecordMiddleware:
             self._settle(record)
 
     def _settle(self, record: RequestRecord) -> None:
+        for lease in record.leases:
+            lease.close()
         fault = next((call.fault for call in record.calls if call.fault is not None), None)
         if fault is not None:
             record.fault = type(fault).__name__

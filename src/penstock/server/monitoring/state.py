@@ -17,6 +17,7 @@ from penstock.server.broker.backend import LocalBackend
 from penstock.server.broker.broker import RequestBroker
 from penstock.server.broker.calls import Call
 from penstock.server.broker.metrics import NO_KV, NO_TIERS
+from penstock.server.monitoring.served import ServedModel
 
 _WINDOW = 2.0
 """Seconds over which rates are taken; two passes of weights that stream, where these are longer."""
@@ -195,7 +196,7 @@ class ExpertsState:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Describes the machine at this moment."""
+    """Describes the machine at this moment: of several models, as that has it which was used last."""
 
     model: str
     family: str
@@ -223,6 +224,8 @@ class State:
     missed: MissedState
     experts: ExpertState | None
     """Counts of experts. None where all of them rest on the device, and before any was asked for."""
+    models: tuple[ServedModel, ...] = ()
+    """The models of a server that loads them at their first use."""
 
 
 @dataclass(frozen=True, slots=True)

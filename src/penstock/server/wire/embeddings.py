@@ -6,7 +6,7 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from penstock.server.wire.decoding import FieldError
-from penstock.server.wire.ollama import LATEST
+from penstock.server.wire.ollama import LATEST, seconds_kept
 from penstock.server.wire.requests import MOST_PROMPTS, Priority, Salt, Timeout
 from penstock.server.wire.shapes import AnswerObject
 
@@ -102,6 +102,12 @@ class EmbedRequest(InputsRequest, forbid_unknown_fields=False, kw_only=True):
     def names(self) -> tuple[str, ...]:
         """Return the names of the model that is asked for."""
         return (self.model, self.model.removesuffix(LATEST))
+
+    @property
+    def kept(self) -> float | None:
+        """Return the seconds for which the model is to stay without requests; None is the server's. Raise
+        FieldError."""
+        return seconds_kept(self.keep_alive)
 
     @property
     def shortens(self) -> bool:

@@ -1,8 +1,10 @@
 """Defines what clients may send to /api/chat and /api/generate, in ollama's words: a request for a chat or
 for the continuation of a text, and it is read as one."""
 
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 from msgspec import Struct
@@ -38,6 +40,9 @@ _OPTIONS = {
 _READ = {*_OPTIONS, "num_predict", "num_ctx"}
 _NEUTRAL: Mapping[str, tuple[float, ...]] = {"mirostat": (0,), "typical_p": (1, 0), "tfs_z": (1, 0)}
 """Options that would change the answer, and the values with which they do not."""
+
+_UNITS_OF_TIME = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|\u00b5s|ms|s|m|h)")
 
 
 class OllamaMessage(Struct, kw_only=True):
@@ -82,6 +87,17 @@ class OllamaRequest(TokenRequest, forbid_unknown_fields=False, kw_only=True):
     def loads(self) -> bool:
         """Tell whether nothing is asked but that the model be there."""
         raise NotImplementedError
+
+    @property
+    def unloads(self) -> bool:
+        """Tell whether nothing is asked but that the model go."""
+        return self.loads and self.kept == 0
+
+    @property
+    def kept(self) -> float | None:
+        """Return the seconds for which the model is to stay without requests; None is the server's. Raise
+        FieldError."""
+        return seconds_kept(self.keep_alive)
 
     @property
     def tells_reasoning(self) -> bool:
@@ -292,3 +308,27 @@ class ShowRequest(Struct, kw_only=True):
         """Return the names of the model that is asked for."""
         name = self.model or self.name or ""
         return (name, name.removesuffix(LATEST))
+
+
+def seconds_kept(keep_alive: float | str | None) -> float | None:
+    """Return the seconds that ollama's keep_alive means: a number of them, or a duration such as 5m or 1h30m.
+    Below zero it is for ever. None if it is not set. Raise FieldError."""
+    if keep_alive is None:
+        return None
+    if isinstance(keep_alive, str):
+        text = keep_alive.strip()[:40]
+        sign, digits = (-1, text[1:]) if text[:1] == "-" else (1, text.removeprefix("+"))
+        if digits == "0":
+            return 0.0
+        if not digits or _DURATION.sub("", digits):
+            raise FieldError(
+                f"keep_alive {text!r} is no duration; send seconds, such as 300, or a text such as 5m or "
+                "1h30m; -1 keeps the model",
+                "keep_alive",
+            )
+        seconds = sign * sum(
+            float(number) * _UNITS_OF_TIME[unit] for number, unit in _DURATION.findall(digits)
+        )
+    else:
+        seconds = keep_alive
+    return inf if seconds < 0 else float(seconds)

@@ -227,6 +227,8 @@ class ModelCard(AnswerObject):
     created: int
     owned_by: str
     max_model_len: int
+    state: Literal["unloaded", "loading", "loaded", "unloading"] | UnsetType = UNSET
+    """Told where models are loaded at their first use."""
 
 
 class ModelList(AnswerObject):

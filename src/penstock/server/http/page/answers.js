@@ -119,7 +119,7 @@ export function note(state) {
 /** Say what the server does for the answer under way, as far as it tells. */
 function showProgress() {
   if (!now.live) return;
-  const { begin, thinking, first, state, due } = now.live, since = (from) => duration((performance.now() - from) / 1000);
+  const { begin, thinking, first, state, turn, due } = now.live, since = (from) => duration((performance.now() - from) / 1000);
   const alone = state ? state.running + state.waiting <= 1 : true;
   const prompt = !first && !thinking ? state?.prompt : null, bar = $("reading");
   bar.hidden = !prompt;
@@ -127,10 +127,11 @@ function showProgress() {
     bar.max = prompt.length;
     bar.value = prompt.reached;
   }
-  write($("doing"), doing({ first, thinking, prompt, alone, state, since, begin, due }));
+  const coming = state?.models.find((one) => one.name === turn.model && one.state !== "loaded");
+  write($("doing"), doing({ first, thinking, prompt, alone, state, since, begin, due, coming }));
 }
 
-function doing({ first, thinking, prompt, alone, state, since, begin, due }) {
+function doing({ first, thinking, prompt, alone, state, since, begin, due, coming }) {
   const rate = state?.output_rate ? ` · ${number(state.output_rate)} tokens/s${alone ? "" : ` in all, of ${state.running} running`}` : "";
   if (first) return `Writing for ${since(first)}${rate}`;
   if (thinking) return `Thinking for ${since(thinking)}${rate}`;
@@ -138,6 +139,7 @@ function doing({ first, thinking, prompt, alone, state, since, begin, due }) {
     const left = prompt.left === null ? "" : ` · ${duration(prompt.left)} left`;
     return `Reading ${alone ? "the" : "a"} prompt: ${number(prompt.reached)} of ${number(prompt.length)} tokens${left}`;
   }
+  if (coming) return `Loading ${coming.name}, ready in ${duration(coming.ready_in)}`;
   const others = state && state.waiting ? ` · ${counted(state.running, "request")} running, ${number(state.waiting)} waiting` : "";
   const rest = due === null ? 0 : due - performance.now(), left = rest > 0 ? ` · first token expected in ${duration(rest / 1000)}` : "";
   return `Waiting for ${since(begin)}${others}${left}`;

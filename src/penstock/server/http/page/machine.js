@@ -59,8 +59,9 @@ const cache = new Bars();
 $("cache").append(cache.node);
 
 function showState(state) {
+  const none = !state.tiers.length;
   $("state").className = state.open ? "state good" : "state bad";
-  write($("state"), state.open ? `${state.family}, ${state.layers} layers, ${state.format ? `${state.format} weights, ` : ""}${state.dtype} on ${state.device}; up to ${number(state.longest)} tokens` : "Takes no more requests.");
+  write($("state"), state.open && none ? "No model is loaded; a request for one loads it." : state.open ? `${state.family}, ${state.layers} layers, ${state.format ? `${state.format} weights, ` : ""}${state.dtype} on ${state.device}; up to ${number(state.longest)} tokens` : "Takes no more requests.");
   write($("running"), number(state.running));
   write($("waiting"), number(state.waiting));
   write($("rate"), number(state.output_rate));
@@ -74,7 +75,24 @@ function showState(state) {
   showCache(state.cache);
   showPlan(state.plan, state.missed);
   showExperts(state.experts, state.computed_rate);
-  $("gauges").hidden = false;
+  showServed(state.models, state.model);
+  $("gauges").hidden = none;
+}
+
+/** Models that are loaded as they are asked for; the gauges are those of one of them. */
+function showServed(models, shown) {
+  $("served").hidden = !models.length;
+  if (!models.length) return;
+  const rows = models.map((one) => [one.name === shown ? `${one.name} (below)` : one.name, servedText(one)]);
+  showRows($("served-rows"), rows, "loaded", `${models.filter((one) => one.state === "loaded").length} of ${models.length} are loaded.`);
+}
+
+function servedText(one) {
+  if (one.state === "loading") return `loading, ready in ${duration(one.ready_in)}`;
+  if (one.waiting) return `waits for room, ready in ${duration(one.ready_in)}`;
+  if (one.state !== "loaded") return one.fault || `${one.state}; ${size(one.bytes)}, loads in ${duration(one.load_seconds)}`;
+  const until = one.expires_in === null || one.running ? "" : `, goes in ${duration(one.expires_in)}`;
+  return `${size(one.device_memory)}, ${one.running ? `${number(one.running)} running` : "idle"}${until}`;
 }
 
 function showPrompt(prompt) {
