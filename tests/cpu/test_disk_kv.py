@@ -1280,7 +1280,7 @@ def test_metrics_count_what_was_read_and_written(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(DirectFile, "read_direct", read_direct)
     monkeypatch.setattr(os, "pwrite", pwrite)
     with engine("llama", tmp_path) as llm:
-        broker = SimpleNamespace(outputs=0, reading=None, open=True)
+        broker = SimpleNamespace(outputs=0, reading=None, open=True, paused=False, queue=lambda most: [])
         backend = LocalBackend(llm)
         metrics, watch = Metrics(), StateMonitor(backend, cast("Any", broker), "llama")
         metrics.watch(backend, lambda: 0)

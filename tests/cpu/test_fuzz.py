@@ -29,7 +29,7 @@ from penstock.sched.rules import PrefixRule
 from penstock.sched.span import KVSpan
 from penstock.worker.inputs import InputBuilder
 
-CASES = 100 if tiny.THOROUGH else 6
+CASES = 100 if tiny.THOROUGH else 9
 """Of each family: a few seconds, and what faults are known to be found by. `make fuzz` goes on for an
 hour."""
 
