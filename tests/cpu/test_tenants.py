@@ -235,7 +235,8 @@ def test_keys_come_in_turns() -> None:
         asyncio.run(ask(llm))
     assert most == 3
     assert len(order) == 28
-    assert max(at for at, owner in enumerate(order) if owner != b"much") < 18
+    # Some of the first begin while the others are sent. First come, first served would be 27.
+    assert max(at for at, owner in enumerate(order) if owner != b"much") < 22
 
 
 def test_a_timeout_runs_from_arrival(tmp_path: Path) -> None:
