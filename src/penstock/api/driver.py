@@ -3,15 +3,17 @@
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from penstock.api.outputs import Delta
 from penstock.api.sequences import OutputSequence, PreparedPrompt, SequenceGroup
 from penstock.base.errors import EngineClosedError
 from penstock.engine.engine import Engine, Stats
 from penstock.sched.scheduler import Event
+from penstock.step.adapter import LoadedAdapter
 from penstock.step.plan import RequestId
 from penstock.step.request import FinishReason
+from penstock.weights.checkpoint.lora import Adapter
 
 
 class EngineDriver:
@@ -72,7 +74,7 @@ class EngineDriver:
                 for index, own in enumerate(ready.samplings):
                     detokenizer = ready.detokenizer()
                     request = self._engine.submit(
-                        ready.tokens, own, ready.max_tokens, ready.priority, ready.salt
+                        ready.tokens, own, ready.max_tokens, ready.priority, ready.salt, ready.lora
                     )
                     deltas = deque[Delta](maxlen=None if followed else 0)
                     sequences.append(OutputSequence(index, request, own, detokenizer, deltas))
@@ -142,6 +144,23 @@ class EngineDriver:
             for sequence in group.sequences:
                 sequence.deltas.clear()
             return pieces, group.done
+
+    @property
+    def adapters(self) -> Mapping[str, LoadedAdapter]:
+        """Return the LoRA adapters that are loaded, by their names. May be read from any thread."""
+        return self._engine.adapters.loaded
+
+    def load_adapter(self, name: str, adapter: Adapter, *, replaces: bool = False) -> LoadedAdapter:
+        """Load a LoRA adapter that has been read, between two steps; see LoadedAdapters.add."""
+        self.check_process()
+        with self._lock:
+            return self._engine.adapters.add(name, adapter, replaces=replaces)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter. Prompts that were begun go on with it. Raises RequestError if it is not
+        loaded."""
+        with self._lock:
+            self._engine.adapters.remove(name)
 
     def clear_prefix_cache(self) -> int:
         """Forget the KV of everything that is not running. Return the number of blocks that were given up."""

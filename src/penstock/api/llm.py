@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -15,7 +16,7 @@ from penstock.api.driver import EngineDriver
 from penstock.api.embeddings import Embedder
 from penstock.api.limits import ServingLimits
 from penstock.api.outputs import Completion, Embedding
-from penstock.api.reader import Message, Prompt, PromptReader, paired
+from penstock.api.reader import Message, Prompt, PromptReader, each_of, paired
 from penstock.api.sequences import PreparedPrompt, SequenceGroup
 from penstock.api.snapshots import MemoryUse
 from penstock.api.stream import CompletionStream
@@ -27,11 +28,14 @@ from penstock.base.config import Config
 from penstock.base.meter import ExpertMap
 from penstock.base.setting import keywords_of
 from penstock.base.trace import Trace
+from penstock.engine.adapters import module_paths
 from penstock.engine.boot import Booted, boot
 from penstock.engine.engine import Progress, Stats
 from penstock.engine.placing import Override, RoutingSource
 from penstock.hub.models import locate
+from penstock.step.adapter import LoadedAdapter
 from penstock.step.params import SamplingParams
+from penstock.weights.checkpoint.lora import Adapter
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.cache import is_pack
 from penstock.weights.pack.reader import Pack
@@ -116,6 +120,8 @@ class LLM:
                 Embedder(config.model, self.spec.hidden_size),
             )
             self.driver = EngineDriver(engine)
+            for name, path in module_paths(config).items():
+                self.load_lora_adapter(name, path)
             # What stays on disk is read for as long as the engine lives, which then closes it. A checkpoint
             # has been read.
             opened.pop_all()
@@ -196,14 +202,21 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """Complete one prompt or many, all at once; the results stand in the order of the prompts.
 
         prompts: text, a list of token ids, a conversation, or a list of any of these.
         params: settings for all, or one for each.
+        lora: name of the LoRA adapter for all, or one for each; None for none.
         Raises RequestError, before anything runs, if one of them cannot be served.
         """
-        return self._complete(self.reader.read(prompt, one) for prompt, one in paired(prompts, params))
+        pairs = paired(prompts, params)
+        names = each_of(lora, len(pairs))
+        return self._complete(
+            self.reader.read(*pair).adapted(name) for pair, name in zip(pairs, names, strict=True)
+        )
 
     def embed(self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None) -> list[Embedding]:
         """Return the embedding of one prompt or many, in their order, for a checkpoint that is made for that.
@@ -237,28 +250,57 @@ class LLM:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        lora: str | None = None,
         until: Callable[[], bool] = lambda: False,
     ) -> "CompletionStream":
         """Complete one prompt and give out each piece as it becomes certain. `until` is asked before every
-        step, also while the prompt is computed: once it is true, the stream is closed.
+        step, also while the prompt is computed: once it is true, the stream is closed. `lora` is the name of
+        a LoRA adapter.
 
         Raises RequestError at once, not at the first piece.
         """
-        return CompletionStream(self.driver, self.driver.begin(self.reader.read(prompt, params)), until)
+        ready = self.reader.read(prompt, params).adapted(lora)
+        return CompletionStream(self.driver, self.driver.begin(ready), until)
 
     def chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         *,
+        lora: str | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> Completion:
         """Return the model's answer to a conversation: messages with a "role" and a "content".
 
+        lora: name of the LoRA adapter that answers; None for none.
         chat_template_kwargs: more that the model's chat template reads, such as enable_thinking.
         Raises RequestError.
         """
-        return self._complete([self.reader.read_chat(messages, params, chat_template_kwargs)])[0]
+        ready = self.reader.read_chat(messages, params, chat_template_kwargs)
+        return self._complete([ready.adapted(lora)])[0]
+
+    # -- LoRA adapters
+
+    @property
+    def lora_adapters(self) -> Mapping[str, LoadedAdapter]:
+        """Return the LoRA adapters that are loaded, by their names."""
+        return self.driver.adapters
+
+    def load_lora_adapter(self, name: str, path: str | Path, *, load_inplace: bool = False) -> None:
+        """Load the LoRA adapter in a directory that PEFT has written. Requests may ask for it by name.
+
+        load_inplace: whether it takes the place of one of this name. Requests that run go on with the old
+        one. Raises RequestError where there is no room for it, CheckpointError for files that are damaged or
+        another model's, and UnsupportedModelError for a kind that is not run.
+        """
+        adapter = Adapter.read(Path(path).expanduser(), self.spec, self.dtype)
+        self.driver.load_adapter(name, adapter, replaces=load_inplace)
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter. Requests that run go on with it. Raises RequestError if it is not loaded."""
+        self.driver.unload_adapter(name)
+
+    # -- prefixes
 
     def clear_prefix_cache(self) -> int:
         """Forget the KV of everything that is not running. Return the number of blocks that were given up."""

@@ -25,6 +25,7 @@ class PreparedPrompt:
     detokenizer: makes a new detokenizer, one for each output.
     priority: the waiting prompt of the lowest number is served first.
     salt: prefixes are shared with prompts of the same salt alone.
+    lora: name of the LoRA adapter that it is answered with; empty for none.
     """
 
     prompt: str | None
@@ -34,6 +35,11 @@ class PreparedPrompt:
     detokenizer: Callable[[], Detokenizer | None]
     priority: int = 0
     salt: bytes = b""
+    lora: str = ""
+
+    def adapted(self, lora: str | None) -> Self:
+        """Return the same prompt, which is answered with the LoRA adapter of this name, or with none."""
+        return replace(self, lora=lora or "")
 
     def salted(self, salt: bytes) -> Self:
         """Return the same prompt, which shares prefixes with prompts of this salt."""

@@ -86,6 +86,7 @@ def flag(one: SettingField, section: str = ENGINE, **instead: object) -> Decorat
         "default": one.default,
         "type": _click_type(one),
         "is_flag": switch,
+        "multiple": one.kind is tuple,
         "callback": partial(_checked, one.checked),
         "metavar": _METAVARS.get(one.kind, one.name.rpartition("_")[2].upper()),
         "help": as_flags(f"{said}" if silent else f"{said} [{usual}]"),
@@ -128,7 +129,7 @@ def weight_format(section: str) -> Decorator:
     )
 
 
-_METAVARS = {bool: None, Size: "SIZE", Path: "DIR", int: "N", float: "X"}
+_METAVARS = {bool: None, Size: "SIZE", Path: "DIR", int: "N", float: "X", tuple: "NAME=PATH"}
 COMMON = frozenset(
     (
         "device",
@@ -139,6 +140,7 @@ COMMON = frozenset(
         "max_length",
         "beyond_trained",
         "max_sequences",
+        "lora_modules",
         "tensor_parallel",
         "cpu_compute",
     )

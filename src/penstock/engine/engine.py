@@ -7,17 +7,21 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.arch.lora import LoraRoom
 from penstock.base.errors import DeviceError, EngineClosedError, StepMemoryError
 from penstock.base.garbage import no_collection
 from penstock.base.meter import Direction, KVStats, MissedStats, Passes, TierStats
+from penstock.engine.adapters import LoadedAdapters
 from penstock.kv.store.diskpool import LostKV
 from penstock.sched.scheduler import Event, Scheduler
+from penstock.step.adapter import LoadedAdapter
 from penstock.step.params import Sampling
 from penstock.step.plan import Landed, Outcome, Plan, RequestId, Route, Step
 from penstock.step.request import FinishReason
 
 if TYPE_CHECKING:
     from penstock.kv.movement.carrier import Carrier
+    from penstock.weights.checkpoint.lora import Adapter
 
 _LOG = logging.getLogger("penstock")
 _LAST = 5.0
@@ -41,6 +45,10 @@ class Ranks(Protocol):
 
     def begin(self, plan: Plan) -> Step:
         """Begin a plan, or have it begun on all ranks."""
+        ...
+
+    def load_adapter(self, loaded: LoadedAdapter, adapter: "Adapter | None" = None) -> None:
+        """Put a LoRA adapter into its slot, behind all plans that were begun. adapter: what was read."""
         ...
 
     def settle(self) -> tuple[Landed, ...]:
@@ -118,11 +126,14 @@ class Engine:
         ranks: Ranks,
         note: Callable[[], None] | None = None,
         threads: Threads | None = None,
+        room: LoraRoom | None = None,
     ) -> None:
         """Drive this scheduler and these ranks.
 
-        note: called before the engine closes. threads: those of the CPU that steps compute with.
+        note: called before the engine closes. threads: those of the CPU that steps compute with. room: for
+        LoRA adapters.
         """
+        self.adapters = LoadedAdapters(room, self._load_adapter, lambda: scheduler.adapters)
         self.scheduler, self._note, self._threads = scheduler, note, threads
         self._ranks: Ranks | None = ranks
         self._failure = ""
@@ -159,10 +170,15 @@ class Engine:
         max_tokens: int | None = None,
         priority: int = 0,
         salt: bytes = b"",
+        lora: str = "",
     ) -> RequestId:
-        """Queue a request; see Scheduler.submit. Raises EngineClosedError."""
+        """Queue a request; see Scheduler.submit. lora: name of its LoRA adapter. Raises EngineClosedError,
+        and RequestError for an adapter that is not loaded."""
         self._open()
-        return self.scheduler.submit(prompt, sampling, max_tokens, priority, salt)
+        return self.scheduler.submit(prompt, sampling, max_tokens, priority, salt, self.adapters.of(lora))
+
+    def _load_adapter(self, loaded: LoadedAdapter, adapter: "Adapter") -> None:
+        self._open().load_adapter(loaded, adapter)
 
     def stop(self, request: RequestId, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request and free its blocks. Return False if it has already ended."""

@@ -5,12 +5,14 @@ from dataclasses import replace
 import torch
 
 from penstock.arch.layout import group_layouts, kv_layout, state_layout
+from penstock.arch.lora import LoraRoom
 from penstock.arch.parts import local_spec
 from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
-from penstock.base.errors import BudgetError
+from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.units import counted, format_size
+from penstock.engine.adapters import module_paths
 from penstock.engine.budget import on_heap, usual_activations
 from penstock.engine.contexts import LongRoom, long_room, usual_chunk
 from penstock.engine.draft import DraftModel, beyond_trained, check_draft
@@ -26,11 +28,14 @@ from penstock.memory.device import (
 )
 from penstock.memory.probe import copy_rate, matmul_rate
 from penstock.sched.rules import SchedulerLimits
+from penstock.weights.checkpoint.lora import config_rank
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.reader import Pack
 from penstock.weights.streaming.residency import padded
 
 Settled = Outline[LongRoom]
+_LEAST_RANK = 16
+"""Rank of adapters that there is room for where none was asked for."""
 _MEASURE = 0.2
 """Seconds for which the link is measured."""
 
@@ -77,6 +82,8 @@ def settle(
     activations = usual_activations(spec, dtype, limits.max_step_tokens, limits.max_sequences)
     resident = sum(map(padded, layouts)) + state_layout(spec, dtype, shard).bytes(limits.max_sequences)
     resident += activations if hardware.cuda else on_heap(activations, library_buffers(device))
+    lora = lora_room(config)
+    resident += lora.bytes(spec, shard, dtype) if lora else 0
     if draft:
         resident += draft.weights + -(-limits.max_length // limits.block_size) * draft.kv.block_bytes
     mine = local_spec(spec, shard)
@@ -93,7 +100,9 @@ def settle(
     one_memory = not hardware.cuda and host_room(config, hardware) == 0
     if far and one_memory:
         total -= far.host_bytes
-    return Outline(config, hardware, spec, shard, dtype, limits, one_memory, total, layouts, kv, far, draft)
+    return Outline(
+        config, hardware, spec, shard, dtype, limits, one_memory, total, layouts, kv, far, draft, lora
+    )
 
 
 def _draft(config: Config, target: Model, model: Model, device: torch.device, shard: Shard) -> DraftModel:
@@ -135,3 +144,23 @@ def capped(device: torch.device, size: int, pinned: int) -> int:
             f"{format_size(size - left)}, with what the CUDA driver takes; raise device_memory"
         )
     return left
+
+
+def lora_room(config: Config) -> LoraRoom | None:
+    """Return the room for adapters that the settings ask for, or None for none.
+
+    Raises ConfigError where that is too little for those that are loaded at the start, and what reading an
+    adapter's config raises.
+    """
+    paths = module_paths(config)
+    slots = len(paths) if config.max_loras is None else config.max_loras
+    if len(paths) > slots:
+        raise ConfigError(
+            f"lora_modules names {len(paths)} adapters, but max_loras is {slots}; raise max_loras, or leave "
+            "some out"
+        )
+    if not slots:
+        return None
+    if config.max_lora_rank is not None:
+        return LoraRoom(slots, config.max_lora_rank)
+    return LoraRoom(slots, max([_LEAST_RANK, *map(config_rank, paths.values())]))

@@ -36,7 +36,9 @@ from penstock.memory.tasks import Task, Workers
 from penstock.parallel.codec import Codec
 from penstock.parallel.group import Group
 from penstock.parallel.launch import Crew
+from penstock.step.adapter import LoadedAdapter
 from penstock.step.plan import Landed, Outcome, Plan, Step, TransferId
+from penstock.weights.checkpoint.lora import Adapter
 
 T = TypeVar("T")
 
@@ -62,6 +64,9 @@ class RankPart(Protocol):
     def begin(self, plan: Plan) -> Step:
         """Begin a plan."""
 
+    def load_adapter(self, loaded: LoadedAdapter, adapter: Adapter | None = None) -> None:
+        """Put a LoRA adapter into its slot. adapter: what was read; None to read it."""
+
     def settle(self) -> tuple[Landed, ...]:
         """Wait for all that is under way, after an interrupted step."""
 
@@ -71,6 +76,7 @@ class RankPart(Protocol):
 
 class _Kind(Enum):
     BEGIN = "begin"
+    ADAPTER = "adapter"
     END = "end"
     SETTLE = "settle"
     CLOSE = "close"
@@ -87,6 +93,7 @@ class _Message:
     kind: _Kind
     plan: Plan | None
     collect: bool
+    adapter: LoadedAdapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +127,9 @@ def serve(receive: Callable[[], bytes], part: RankPart, group: Group) -> None:
             case _Kind.BEGIN:
                 assert message.plan is not None, "a begin without a plan"
                 under_way.append(part.begin(message.plan))
+            case _Kind.ADAPTER:
+                assert message.adapter is not None, "an adapter without a name"
+                part.load_adapter(message.adapter)
             case _Kind.END:
                 landed += under_way.popleft().outcome().landed
             case _Kind.SETTLE:
@@ -197,6 +207,13 @@ class Leader:
         """
         return self._do(self._finish)
 
+    def load_adapter(self, loaded: LoadedAdapter, adapter: Adapter | None = None) -> None:
+        """Put a LoRA adapter into its slot on all ranks. The others read it anew, and end if it has changed.
+
+        Raises DeviceError if a rank has failed.
+        """
+        self._do(partial(self._load_adapter, loaded, adapter))
+
     def settle(self) -> tuple[Landed, ...]:
         """Wait for all that is under way after an interrupted call: all ranks have run its plan, or none.
 
@@ -255,6 +272,12 @@ class Leader:
             self._under_way.append(self._part.begin(plan))
             self._group.check()
 
+    def _load_adapter(self, loaded: LoadedAdapter, adapter: Adapter | None) -> None:
+        with self._unbroken():
+            self._send(_Kind.ADAPTER, adapter=loaded)
+            self._part.load_adapter(loaded, adapter)
+            self._group.check()
+
     def _finish(self) -> Outcome:
         with self._unbroken():
             collect = bool(self._going)
@@ -291,8 +314,14 @@ class Leader:
         finally:
             self._crew.close(grace)
 
-    def _send(self, kind: _Kind, plan: Plan | None = None, collect: bool = False) -> None:
-        self._crew.send(_MESSAGES.encode(_Message(self._number, kind, plan, collect)))
+    def _send(
+        self,
+        kind: _Kind,
+        plan: Plan | None = None,
+        collect: bool = False,
+        adapter: LoadedAdapter | None = None,
+    ) -> None:
+        self._crew.send(_MESSAGES.encode(_Message(self._number, kind, plan, collect, adapter)))
         self._number += 1
 
     def _landed(self, own: tuple[Landed, ...]) -> list[Landed]:

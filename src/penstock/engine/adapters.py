@@ -1,0 +1,88 @@
+"""Loads LoRA adapters into slots, and knows them by their names."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.arch.lora import LoraRoom
+from penstock.base.config import Config
+from penstock.base.errors import RequestError
+from penstock.step.adapter import LoadedAdapter
+
+if TYPE_CHECKING:
+    from penstock.weights.checkpoint.lora import Adapter
+
+
+def module_paths(config: Config) -> dict[str, Path]:
+    """Return the directories of the adapters that are loaded at the start, by their names."""
+    named = (text.partition("=") for text in config.lora_modules)
+    return {name: Path(path).expanduser() for name, _, path in named}
+
+
+class LoadedAdapters:
+    """Holds the adapters that requests may ask for. One thread at a time."""
+
+    def __init__(
+        self,
+        room: LoraRoom | None,
+        load: "Callable[[LoadedAdapter, Adapter], object]",
+        needed: Callable[[], set[int]],
+    ) -> None:
+        """Begin without any. room: None for no adapters at all.
+
+        load: puts an adapter into its slot, on all ranks. needed: returns the slots of requests that have not
+        ended.
+        """
+        self._room, self._load, self._needed = room, load, needed
+        self._loaded: dict[str, LoadedAdapter] = {}
+
+    @property
+    def loaded(self) -> Mapping[str, LoadedAdapter]:
+        """Return the adapters by their names. May be read from any thread; it is never changed."""
+        return self._loaded
+
+    def of(self, name: str) -> LoadedAdapter | None:
+        """Return the adapter of a name, or None for no name. Raises RequestError for a name of none."""
+        if not name:
+            return None
+        if (found := self._loaded.get(name)) is None:
+            there = ", ".join(self._loaded) or "none"
+            raise RequestError(f"the LoRA adapter {name[:200]!r} is not loaded; there is {there}")
+        return found
+
+    def add(self, name: str, adapter: "Adapter", *, replaces: bool = False) -> LoadedAdapter:
+        """Load an adapter that has been read, and return it.
+
+        replaces: whether another one of this name may be there: requests that run go on with that.
+        Raises RequestError where there is no room, and what loading raises. Nothing has changed then.
+        """
+        room, others = self._room, {key: one for key, one in self._loaded.items() if key != name}
+        if not name or not name.isprintable() or len(name) > 200:
+            raise RequestError(f"{name[:200]!r} is no name for an adapter; give a short text")
+        if name in self._loaded and not replaces:
+            raise RequestError(
+                f"the LoRA adapter {name!r} is loaded already; unload it first, or give another name"
+            )
+        if room is None:
+            raise RequestError("there is no room for LoRA adapters; start the engine with max_loras")
+        if adapter.rank > room.rank:
+            raise RequestError(
+                f"the LoRA adapter {name!r} has rank {adapter.rank}, and there is room for {room.rank}; "
+                "start the engine with a higher max_lora_rank"
+            )
+        taken = self._needed() | {one.slot for one in others.values()}
+        free = next((slot for slot in range(1, room.slots + 1) if slot not in taken), None)
+        if free is None:
+            raise RequestError(
+                f"all {room.slots} places for LoRA adapters are taken; unload one, and let its requests "
+                "end, or start the engine with a higher max_loras"
+            )
+        found = LoadedAdapter(name, str(adapter.path.absolute()), adapter.digest, free)
+        self._load(found, adapter)
+        self._loaded = others | {name: found}
+        return found
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter. Requests that run go on with it. Raises RequestError for a name of none."""
+        self.of(name)
+        self._loaded = {key: one for key, one in self._loaded.items() if key != name}
