@@ -188,6 +188,9 @@ MOST_TEMPERATURE = 2.0
 _FEW = 64
 """Sequences up to which KV is allocated for just so many; for more the engine's own measure holds."""
 
+_LORA = option(
+    PROMPT, "--lora", metavar="NAME", help="LoRA adapter to answer with, one of --lora-modules. [none]"
+)
 _SAMPLING = (
     option(
         SAMPLING,
@@ -360,7 +363,7 @@ def with_options(*options: Decorator) -> Decorator:
 
 engine_options = with_options(*_ENGINE, download_option, debug_option)
 """Adds the flags of a command that keeps a model for a while, and has no sampling of its own."""
-common_options = with_options(*_SAMPLING, *_REPORT, *_ENGINE, download_option, debug_option)
+common_options = with_options(_LORA, *_SAMPLING, *_REPORT, *_ENGINE, download_option, debug_option)
 """Adds everything that `run` and `chat` take alike; it stands below their own options."""
 
 

@@ -20,6 +20,7 @@ from penstock.cli.load import load
 from penstock.cli.models import located, taken
 from penstock.cli.options import engine_config, engine_options, flag, settings_from, with_options
 from penstock.cli.terminal import say
+from penstock.engine.adapters import module_paths
 from penstock.server.fleet.scale import Scale, bounds
 from penstock.server.http.keys import ApiKey
 from penstock.server.settings import AnswerSettings, Listening
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 SERVER, REPLICAS, LIMITS, LOG = "Server options", "Replicas", "Limits", "Log"
 FORMATS, LEVELS = ("text", "json"), ("debug", "info", "warning", "error")
 KEYS = "PENSTOCK_API_KEYS"
+ROOM_FOR_LORAS = 8
+"""Adapters that there is room for where clients may load some."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _DECLARED = {one.name: one for kind in (Listening, AnswerSettings, Scale) for one in settings_of(kind)}
 _USUAL_PORTS = {"http": ":80", "https": ":443"}
@@ -118,7 +121,7 @@ def _flags(section: str, *names: str) -> Decorator:
     is_flag=True,
     help="Let anybody who can reach --host use the server, without keys.",
 )
-@_flags(SERVER, "share_prefixes")
+@_flags(SERVER, "allow_runtime_lora_updating", "share_prefixes")
 @_flags(LIMITS, "queue", "max_body", "request_timeout", "patience", "max_kept")
 @_flags(SERVER, "tool_parser", "reasoning_parser")
 @option(
@@ -173,9 +176,14 @@ def command(ctx: click.Context, /, **settings: object) -> None:
             f"serving needs {missing.name}, which is not installed; pip install 'penstock[serve]'"
         ) from missing
     config = engine_config(ctx, asked["model"], None)
+    modules = tuple(module_paths(config))
+    if asked["allow_runtime_lora_updating"] and config.max_loras is None:
+        config = replace(config, max_loras=max(ROOM_FOR_LORAS, len(modules)))
     names = asked["names"] or (str(config.model),)
     allowed = {name: asked[name] for name in ("allow_hosts", "allow_origins")}
-    there = settings_from(ServerSettings, asked, names=tuple(names), keys=api_keys(ctx), **allowed)
+    there = settings_from(
+        ServerSettings, asked, names=tuple(names), lora_names=modules, keys=api_keys(ctx), **allowed
+    )
     if not (there.keys or asked["without_keys"] or asked["host"] in LOOPBACK):
         raise ConfigError(
             f"{asked['host']} can be reached from other machines, and no API keys are set; name a file of "
@@ -211,6 +219,11 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         config, name = located(config, log=as_json, **taken(asked))
         if not asked["names"]:
             there = replace(there, names=(name,))
+        if same := set(there.names) & set(modules):
+            raise ConfigError(
+                f"{min(same)!r} names the model and a LoRA adapter; give one of them another name, by "
+                "--name or --lora-modules"
+            )
         if asked["replicas"] is not None:
             crew = _crew(asked, config, there.names[0])
             serve(

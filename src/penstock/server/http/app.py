@@ -22,7 +22,8 @@ from penstock.server.answers.protocols import MESSAGES, Protocol, protocol_of
 from penstock.server.answers.responses import read_response
 from penstock.server.broker.metrics import CONTENT_TYPE
 from penstock.server.http import ollama
-from penstock.server.http.asking import asked_of, body_of, check_model, in_time, prepared_for
+from penstock.server.http.adapters import load_adapter, unload_adapter
+from penstock.server.http.asking import adapter_of, asked_of, body_of, in_time, prepared_for
 from penstock.server.http.embedding import embed
 from penstock.server.http.errors import error_response, no_route
 from penstock.server.http.keys import NO_OWNER, owner_of
@@ -53,6 +54,8 @@ def application(server: ServerState) -> ASGIApp:
         ("GET", "/experts", _experts),
         ("GET", "/v1/models", _models),
         ("GET", "/v1/models/{name:path}", _model),
+        ("POST", "/v1/load_lora_adapter", load_adapter),
+        ("POST", "/v1/unload_lora_adapter", unload_adapter),
         ("POST", "/v1/chat/completions", partial(_generate, kind=ChatRequest)),
         ("POST", "/v1/completions", partial(_generate, kind=CompletionRequest)),
         ("POST", "/v1/embeddings", partial(embed, kind=EmbeddingsRequest)),
@@ -187,25 +190,26 @@ async def _reset_prefix_cache(server: ServerState, request: Request) -> Response
 
 
 async def _models(server: ServerState, request: Request) -> Response:
-    return json_response(
-        {"object": "list", "data": [_described(server, name) for name in server.settings.names]}
-    )
+    names = [*server.settings.names, *server.adapters]
+    return json_response({"object": "list", "data": [_described(server, name) for name in names]})
 
 
 async def _model(server: ServerState, request: Request) -> Response:
     name = request.path_params["name"]
-    check_model(server, name)
+    adapter_of(server, name)
     return json_response(_described(server, name))
 
 
 def _described(server: ServerState, name: str) -> Answer:
-    reader, _ = server.model()
+    (reader, _), models = server.model(), server.settings.names
+    parent: Answer = {} if name in models else {"parent": models[0]}
     return {
         "id": name,
         "object": "model",
         "created": server.loaded,
         "owned_by": "penstock",
         "max_model_len": reader.limits.max_model_len,
+        **parent,
     }
 
 
@@ -235,7 +239,7 @@ async def _message(server: ServerState, request: Request) -> Response:
 
 async def _count_tokens(server: ServerState, request: Request) -> Response:
     def checked(asked: CountTokensRequest) -> None:
-        check_model(server, *asked.names)
+        adapter_of(server, *asked.names)
         asked.check()
 
     asked = await body_of(server, request, CountTokensRequest, checked)
@@ -291,7 +295,7 @@ async def _experts(server: ServerState, request: Request) -> Response:
 async def _tokenize(server: ServerState, request: Request) -> Response:
     asked = await body_of(server, request, TokenizeRequest, TokenizeRequest.check)
     reader, _ = server.model()
-    check_model(server, asked.model or server.settings.names[0])
+    adapter_of(server, asked.model or server.settings.names[0])
 
     def tokenized() -> Answer:
         tokens = (
@@ -314,6 +318,6 @@ async def _tokenize(server: ServerState, request: Request) -> Response:
 async def _detokenize(server: ServerState, request: Request) -> Response:
     asked = await body_of(server, request, DetokenizeRequest, lambda _: None)
     reader, _ = server.model()
-    check_model(server, asked.model or server.settings.names[0])
+    adapter_of(server, asked.model or server.settings.names[0])
     text = server.uploads.aside(request, lambda: reader.decode(asked.tokens))
     return json_response({"prompt": await in_time(server, request, text)})

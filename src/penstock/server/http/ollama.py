@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from penstock.server.answers.completions import Answer
 from penstock.server.answers.ollama import LINES, loaded, read_ollama, stamp
-from penstock.server.http.asking import asked_of, body_of, check_model, prepared_for
+from penstock.server.http.asking import adapter_of, asked_of, body_of, prepared_for
 from penstock.server.http.embedding import embed
 from penstock.server.http.sending import json_response, responded, told_ignored
 from penstock.server.http.state import ServerState
@@ -38,7 +38,7 @@ async def _generate(
 
 async def _tags(server: ServerState, request: Request) -> Response:
     server.model()
-    return json_response({"models": [_listed(server, name) for name in server.settings.names]})
+    return json_response({"models": [_listed(server, name) for name in _names(server)]})
 
 
 async def _running(server: ServerState, request: Request) -> Response:
@@ -48,7 +48,7 @@ async def _running(server: ServerState, request: Request) -> Response:
         "size_vram": server.facts.device_bytes,
         "context_length": reader.limits.max_model_len,
     }
-    return json_response({"models": [_listed(server, name) | more for name in server.settings.names]})
+    return json_response({"models": [_listed(server, name) | more for name in _names(server)]})
 
 
 async def _version(server: ServerState, request: Request) -> Response:
@@ -56,7 +56,7 @@ async def _version(server: ServerState, request: Request) -> Response:
 
 
 async def _show(server: ServerState, request: Request) -> Response:
-    asked = await body_of(server, request, ShowRequest, lambda asked: check_model(server, *asked.names))
+    asked = await body_of(server, request, ShowRequest, lambda asked: adapter_of(server, *asked.names))
     reader, _ = server.model()
     facts, template, capabilities = server.facts, "", ["completion"]
     if reader.has_tokenizer and (templates := reader.tokenizer.templates):
@@ -83,6 +83,10 @@ async def _show(server: ServerState, request: Request) -> Response:
             "modified_at": _since(server),
         }
     )
+
+
+def _names(server: ServerState) -> list[str]:
+    return [*server.settings.names, *server.adapters]
 
 
 def _listed(server: ServerState, name: str) -> Answer:

@@ -17,6 +17,7 @@ from penstock.server.answers.protocols import MESSAGES
 from penstock.server.http.page import FILES
 from penstock.server.monitoring.state import ExpertsState, State
 from penstock.server.wire import embeddings, message_shapes, ollama_shapes, response_shapes, shapes
+from penstock.server.wire.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from penstock.server.wire.messages import CountTokensRequest, MessagesRequest
 from penstock.server.wire.ollama import OllamaChatRequest, OllamaGenerateRequest, ShowRequest
 from penstock.server.wire.requests import (
@@ -116,6 +117,22 @@ OPERATIONS = (
     ),
     RouteSpec("get", "/v1/models", "The models by their names", shapes.ModelList, refused=(503,)),
     RouteSpec("get", "/v1/models/{name}", "A model", shapes.ModelCard, refused=(404, 503)),
+    RouteSpec(
+        "post",
+        "/v1/load_lora_adapter",
+        "Load a LoRA adapter",
+        "text/plain",
+        LoadAdapterRequest,
+        refused=(400, 403, 413, 501, 503),
+    ),
+    RouteSpec(
+        "post",
+        "/v1/unload_lora_adapter",
+        "Unload a LoRA adapter",
+        "text/plain",
+        UnloadAdapterRequest,
+        refused=(400, 403, 404, 413, 501, 503),
+    ),
     RouteSpec(
         "post",
         "/tokenize",
@@ -222,7 +239,7 @@ _STATUSES = {
     304: "Nothing has changed since the ETag that was sent",
     400: "The request is not valid; `param` is the field at fault",
     401: "The API key is missing, or not one of this server's",
-    403: "A server with several keys lets none of them do this",
+    403: "This server lets no client do this, or none of several keys",
     404: "The model, or the response, does not exist here",
     413: "The request is larger than this server reads",
     429: "There is no room for another request now",
