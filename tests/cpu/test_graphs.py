@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import adapters
 import pairs
 import tiny
 import toys
@@ -95,29 +96,35 @@ class Played:
 
     seen: ClassVar[list[int]] = []
     runs: ClassVar[list[int]] = []
+    adapted: ClassVar[list[int]] = []
+    """Those of either kind in which rows have adapters."""
 
-    def __init__(self, graphs: DecodeGraphs, count: int) -> None:
-        self._graphs, self._count = graphs, count
+    def __init__(self, graphs: DecodeGraphs, count: int, *, adapted: bool = False) -> None:
+        self._graphs, self._count, self._adapted = graphs, count, adapted
 
     def replay(self) -> None:
         self.seen.append(self._count)
+        self.adapted += [self._count] * self._adapted
         with patch.object(attend, "_kernels", lambda x: KERNELS):
-            self._graphs._step.compute(self._count, self._graphs._weights)
+            self._graphs._step.compute(self._count, self._graphs._weights, adapted=self._adapted)
 
     def run(self) -> None:
         self.runs.append(self._count)
+        self.adapted += [self._count] * self._adapted
         with patch.object(attend, "_kernels", lambda x: KERNELS):
-            self._graphs._step.compute_run(self._count, self._graphs._weights)
+            self._graphs._step.compute_run(self._count, self._graphs._weights, adapted=self._adapted)
 
 
 def played(self: DecodeGraphs, **_: bool) -> None:
     self._programs = {count: Played(self, count) for count in self.counts}  # type: ignore[misc]
     self._run_programs = {count: Played(self, count).run for count in self.runs}
+    self._adapted = {count: Played(self, count, adapted=True) for count in self.counts}  # type: ignore[misc]
+    self._adapted_runs = {count: Played(self, count, adapted=True).run for count in self.runs}
 
 
 @pytest.fixture(autouse=True)
 def _unrecorded() -> Iterator[None]:
-    Played.seen, Played.runs = [], []
+    Played.seen, Played.runs, Played.adapted = [], [], []
     with patch.object(DecodeGraphs, "record", played):
         yield
 
@@ -163,6 +170,35 @@ def test_prompts_one_by_one(name: str, ahead: bool) -> None:
             assert list(llm.generate([one.prompt], FEW)[0].tokens) == one.tokens[:4]
     assert len(Played.runs) > len(references) // 2
     assert set(Played.runs) == {16, 32}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rows_of_several_adapters_and_of_none(ahead: bool, tmp_path: Path) -> None:
+    """Rows that others had before, prompts one by one, and steps without any adapter, which take none
+    along."""
+    base, names = tiny.checkpoint("llama"), ["a", None, "b", "a", None, "b"]
+    modules = {
+        "a": adapters.write(tmp_path / "a", base, 8, seed=1),
+        "b": adapters.write(tmp_path / "b", base, 3, ["q_proj", "up_proj"], seed=2),
+    }
+    more = {"max_step_tokens": 40, "lora_modules": modules}
+    with LLM(base, **(SETTINGS | more)) as llm:
+        right = llm.generate(tiny.prompts(), SOME, lora=names)
+    with patch.object(Runner, "ahead", ahead), opened("llama", **more) as llm:
+        for order in (slice(None), slice(None, None, -1)):
+            found = llm.generate(tiny.prompts()[order], SOME, lora=names[order])
+            assert [one.tokens for one in found] == [one.tokens for one in right[order]]
+        assert Played.adapted
+        llm.clear_prefix_cache()
+        before = len(Played.adapted)
+        assert llm.generate(tiny.prompts()[1], SOME)[0].tokens == right[1].tokens
+        assert len(Played.adapted) == before
+        runs = len(Played.runs)
+        for prompt, name, one in zip(tiny.prompts()[2:], names[2:], right[2:], strict=True):
+            llm.clear_prefix_cache()
+            assert llm.generate([prompt], FEW, lora=name)[0].tokens == one.tokens[:4]
+        assert len(Played.runs) > runs
+        assert set(Played.runs) & set(Played.adapted[before:])
 
 
 def test_what_recorded_runs_do_not_do() -> None:
