@@ -295,6 +295,7 @@ class LLM:
         """
         adapter = Adapter.read(Path(path).expanduser(), self.spec, self.dtype)
         self.driver.load_adapter(name, adapter, replaces=load_inplace)
+        log.info("LoRA adapter %s: rank %d, %d modules", name, adapter.rank, len(adapter.modules))
 
     def unload_lora_adapter(self, name: str) -> None:
         """Forget a LoRA adapter. Requests that run go on with it. Raises RequestError if it is not loaded."""

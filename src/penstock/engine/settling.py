@@ -83,7 +83,10 @@ def settle(
     resident = sum(map(padded, layouts)) + state_layout(spec, dtype, shard).bytes(limits.max_sequences)
     resident += activations if hardware.cuda else on_heap(activations, library_buffers(device))
     lora = lora_room(config)
-    resident += lora.bytes(spec, shard, dtype) if lora else 0
+    if lora:
+        bank = lora.bytes(spec, shard, dtype)
+        resident += bank
+        say(f"LoRA adapters: room for {lora.slots} of up to rank {lora.rank}, {format_size(bank)}")
     if draft:
         resident += draft.weights + -(-limits.max_length // limits.block_size) * draft.kv.block_bytes
     mine = local_spec(spec, shard)

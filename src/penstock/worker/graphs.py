@@ -340,12 +340,13 @@ class DecodeGraphs:
         reports = share.next_prompt_tokens or share.pooled
         return not beyond_pages and not reports and self._step.suits(share)
 
-    def run(self, plan: Plan, *, adapted: bool = False) -> tuple[Tensor, Tensor]:
-        """Compute a plan. adapted: whether rows of it have adapters.
+    def run(self, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Compute a plan.
 
         Return logits `[shares, vocab]` and likeliest tokens `[shares]`, until the next step.
         """
-        used = len(plan.shares)
+        used, adapters = len(plan.shares), self._step.adapters
+        adapted = adapters is not None and adapters.needs(plan)
         self._weights.begin_pass()
         if plan.runs:
             count = min(count for count in self._runs if count >= plan.tokens)

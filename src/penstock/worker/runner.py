@@ -286,9 +286,7 @@ class Runner:
             if plan.runs:
                 inputs.tables.note_on_device(plan)
             self._transfer(plan)
-            adapted = model.adapters is not None and model.adapters.needs(plan)
-            replayed = graphs.run(plan, adapted=adapted)
-            return model.sampler.choose(*replayed, plan.shares), ((),) * len(plan.shares), None
+            return model.sampler.choose(*graphs.run(plan), plan.shares), ((),) * len(plan.shares), None
         step = inputs.build(plan, model.sampler.newest)
         lora = None if model.adapters is None else model.adapters.of(plan)
         if lora is not None:

@@ -44,7 +44,6 @@ async def unload_adapter(server: ServerState, request: Request) -> Response:
 
 def _changeable(server: ServerState) -> LLM:
     """Return the model whose adapters a client may change. Raise HTTPException where none may."""
-    server.model()
     if not server.settings.allow_runtime_lora_updating:
         raise HTTPException(
             403,
@@ -57,6 +56,7 @@ def _changeable(server: ServerState) -> LLM:
             "all keys ask for the same LoRA adapters, so none of several may change them; restart the "
             "server with --lora-modules",
         )
+    server.model()
     if server.llm is None:
         raise HTTPException(
             501, "replicas load no adapters while they run; restart the server with --lora-modules"

@@ -60,9 +60,8 @@ class Adapter:
         config_bytes, data = _bytes_of(path, CONFIG), _bytes_of(path, TENSORS)
         where = str(path / CONFIG)
         config = read_lora_config(parse_object(config_bytes, where), where)
-        digest = hashlib.sha256(
-            hashlib.sha256(config_bytes).digest() + hashlib.sha256(data).digest()
-        ).digest()
+        parts = [hashlib.sha256(one).digest() for one in (config_bytes, data)]
+        digest = hashlib.sha256(b"".join(parts)).digest()
         entries, places = _entries(data, path / TENSORS), lora_places(spec, WHOLE)
         names = sorted({_module(name, places, path / TENSORS) for name in entries})
         if not names:

@@ -1,0 +1,141 @@
+"""LoRA adapters of a server: asked for as models, loaded and unloaded while others are answered."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+pytest.importorskip("transformers")
+
+import adapters
+from penstock import LLM, SamplingParams
+from penstock.api.llm import SHIPPED_MODEL
+from penstock.cli.main import main
+from servers import COUNT, FLAGS, SETTINGS, STORY, TALK, Server, Stream, serving
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+GREEDY = SamplingParams(temperature=0, max_tokens=COUNT)
+
+
+@pytest.fixture(scope="module")
+def some(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        name: adapters.write(folder / name, SHIPPED_MODEL, 4, ["q_proj", "down_proj"], seed=seed)
+        for seed, name in enumerate(("red", "blue"))
+    }
+
+
+@pytest.fixture(scope="module")
+def right(some: dict[str, Path]) -> dict[str, str]:
+    """What the model and each adapter say."""
+    with LLM(**SETTINGS, lora_modules=some) as llm:
+        said = llm.generate([STORY] * 3, GREEDY, lora=["red", "blue", None])
+        talk = llm.chat(TALK, GREEDY, lora="red")
+    texts = dict(zip(("red", "blue", "shipped"), (one.text for one in said), strict=True))
+    assert len(set(texts.values())) == 3
+    return texts | {"talk": talk.text}
+
+
+@pytest.fixture(scope="module")
+def server(some: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    loads = ("--lora-modules", f"red={some['red']}", "--allow-runtime-lora-updating", "--max-loras", "2")
+    with serving(tmp_path_factory.mktemp("server"), *FLAGS, "--port", "0", *loads) as server:
+        yield server.wait()
+
+
+def text(server: Server, model: str, **fields: Any) -> Any:
+    status, _, said = server.complete(model=model, **fields)
+    return said["choices"][0]["text"] if status == 200 else (status, said["error"]["message"])
+
+
+def test_an_adapter_is_a_model(server: Server, right: dict[str, str]) -> None:
+    assert text(server, "shipped") == right["shipped"]
+    assert text(server, "red") == text(server, "shipped:red") == right["red"]
+    for absent in ("blue", "shipped:blue", "red:shipped", ":red"):
+        assert text(server, absent) == (
+            404,
+            f"the model {absent!r} does not exist here; there is shipped, red",
+        )
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        chat = client.chat.completions.create(model="red", messages=TALK, temperature=0, max_tokens=COUNT)  # type: ignore[call-overload]
+        assert (chat.model, chat.choices[0].message.content) == ("red", right["talk"])
+        assert [one.id for one in client.models.list().data] == ["shipped", "red"]
+        model = client.models.retrieve("red")
+        assert (model.id, model.parent) == ("red", "shipped")  # type: ignore[attr-defined]
+    ollama = {"model": "red:latest", "prompt": STORY, "raw": True, "stream": False}
+    options = {"temperature": 0, "num_predict": COUNT}
+    assert server.ask("POST", "/api/generate", ollama | {"options": options})[2]["response"] == right["red"]
+    assert [one["name"] for one in server.ask("GET", "/api/tags")[2]["models"]] == ["shipped", "red"]
+
+
+def test_it_is_loaded_and_unloaded_while_others_are_answered(
+    server: Server, some: dict[str, Path], right: dict[str, str]
+) -> None:
+    def ask(path: str, **body: Any) -> tuple[int, Any]:
+        status, _, said = server.ask("POST", path, body)
+        return status, said.decode() if isinstance(said, bytes) else said["error"]["message"]
+
+    with Stream(server) as stream:
+        assert stream.event()
+        blue = {"lora_name": "blue", "lora_path": str(some["blue"])}
+        assert ask(LOAD, **blue) == (200, "Success: LoRA adapter 'blue' added successfully.")
+        assert text(server, "blue") == right["blue"]
+        status, message = ask(LOAD, **blue)
+        assert (status, message) == (
+            400,
+            "the LoRA adapter 'blue' is loaded already; unload it first, or give another name",
+        )
+        assert ask(LOAD, **blue | {"lora_name": "shipped"})[0] == 400
+        status, message = ask(LOAD, lora_name="x", lora_path=str(some["blue"].parent))
+        assert status == 400
+        assert message.startswith(f"{some['blue'].parent} is no LoRA adapter: it has no adapter_config.json")
+        assert ask(UNLOAD, lora_name="blue") == (200, "Success: LoRA adapter 'blue' removed successfully.")
+        assert text(server, "blue")[0] == 404
+        assert ask(UNLOAD, lora_name="blue") == (404, "the LoRA adapter 'blue' is not loaded; there is red")
+        assert stream.event()
+
+
+def test_no_client_changes_adapters_unless_it_may(
+    tmp_path: Path, some: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    red = f"red={some['red']}"
+    with serving(tmp_path, *FLAGS, "--port", "0", "--lora-modules", red, f"other={some['blue']}") as server:
+        server.wait()
+        body = {"lora_name": "blue", "lora_path": str(some["blue"])}
+        for path, sent in ((LOAD, body), (UNLOAD, {"lora_name": "red"})):
+            status, _, said = server.ask("POST", path, sent)
+            assert status == 403
+            assert "start it with --allow-runtime-lora-updating" in said["error"]["message"]
+        assert [one["id"] for one in server.ask("GET", "/v1/models")[2]["data"]] == [
+            "shipped",
+            "red",
+            "other",
+        ]
+
+
+def test_the_command_line(
+    some: dict[str, Path], right: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [
+        "run",
+        STORY,
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--device-memory",
+        "600MiB",
+        "-q",
+        "--no-echo",
+    ]
+    flags += ["--temperature", "0", "--max-tokens", str(COUNT)]
+    modules = ["--lora-modules", *(f"{name}={path}" for name, path in some.items())]
+    assert main([*flags, *modules, "--lora", "blue"]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == right["blue"].rstrip("\n")
+    assert main([*flags, *modules, "--lora", "green"]) == 2
+    assert "the LoRA adapter 'green' is not loaded; there is red, blue" in capsys.readouterr().err
+    assert main([*flags, "--lora-modules", "red"]) == 2
+    assert "lora_modules 'red' must be name=path" in capsys.readouterr().err
