@@ -497,12 +497,12 @@ def recorded(name: str | Path, **more: object) -> Iterator[LLM]:
     are stand-ins."""
 
     def with_kernels(name: str) -> Callable[..., None]:
-        def compute(*args: object) -> None:
+        def compute(*args: object, **more: bool) -> None:
             with (
                 patch.object(attend, "_kernels", lambda x: LAUNCHED),
                 patch.object(dense, "suits_row", lambda x, weight: False),  # No tape sees a C function.
             ):
-                STEPS[name](*args)
+                STEPS[name](*args, **more)
 
         return compute
 
@@ -539,6 +539,26 @@ def watched(llm: LLM) -> Iterator[list[tuple[int, int]]]:
 
     with patch.object(DecodeGraphs, "run", noted):
         yield found
+
+
+def test_an_adapter_is_replayed_that_was_loaded_after_the_recording(tmp_path: Path) -> None:
+    """In a place that was empty then, and in that of another one."""
+    base = tiny.checkpoint("llama")
+    some = [adapters.write(tmp_path / f"{at}", base, 8, seed=at) for at in range(3)]
+    with LLM(base, **SETTINGS, lora_modules={f"{at}": path for at, path in enumerate(some)}) as llm:
+        right = {at: llm.generate(tiny.prompts(), FEW, lora=at) for at in ("0", "1", "2")}
+        plain = llm.generate(tiny.prompts(), FEW)
+    with patch.object(Runner, "ahead", True), recorded("llama", max_loras=2, max_lora_rank=8) as llm:
+        for name, path in (("0", some[0]), ("1", some[1])):
+            llm.load_lora_adapter(name, path)
+        names = ["0", None, "1", "0", "1", None]
+        found = llm.generate(tiny.prompts(), FEW, lora=names)
+        for at, (name, one) in enumerate(zip(names, found, strict=True)):
+            assert one.tokens == (plain if name is None else right[name])[at].tokens
+        llm.unload_lora_adapter("0")
+        llm.load_lora_adapter("2", some[2])
+        for prompt, one in zip(tiny.prompts(), right["2"], strict=True):
+            assert llm.generate([prompt], FEW, lora="2")[0].tokens == one.tokens
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_windows"])

@@ -85,10 +85,12 @@ def test_every_request_is_answered_as_by_its_own_merged_model(
 def test_prompts_of_all_lengths_in_one_batch_say_what_each_says_alone(llm: LLM) -> None:
     scored = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     names = ["one", "eight", None, "large", "values", "eight"]
+    llm.clear_prefix_cache()
+    few = llm.generate(PROMPTS, GREEDY, lora=names)  # Of each prompt, the last layer computes one position.
     together = llm.generate(PROMPTS, scored, lora=names)
-    for prompt, name, mixed in zip(PROMPTS, names, together, strict=True):
+    for prompt, name, mixed, one in zip(PROMPTS, names, together, few, strict=True):
         [alone] = llm.generate(prompt, scored, lora=name)
-        assert alone.tokens == mixed.tokens
+        assert alone.tokens == mixed.tokens == one.tokens
         pairs = zip(alone.prompt_logprobs[1:], mixed.prompt_logprobs[1:], strict=True)  # type: ignore[index]
         assert all(abs(one.logprob - other.logprob) < 1e-3 for one, other in pairs)  # type: ignore[union-attr]
 
@@ -413,7 +415,7 @@ def test_all_slots_at_once_are_each_adapter_with_its_own_rows() -> None:
     StackedRows(slots, 3).add(x, found, matrix)
     for row, slot in enumerate(slots.tolist()):
         for part, columns in enumerate((slice(6), slice(6, 9)) if slot else ()):
-            right[row, columns] += x[row] @ matrix.a[slot - 1, part].T @ matrix.b[part][slot - 1]
+            right[row, columns] += x[row] @ matrix.a[part, slot - 1].T @ matrix.b[part][slot - 1]
     torch.testing.assert_close(found, right)
     grouped = before.clone()
     rows = GroupedRows(slots.numpy(), torch.from_numpy)

@@ -23,6 +23,7 @@ from servers import FLAGS, ROOM, STORY, TALK, Server, Stream, serving, until
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 Json = Mapping[str, Any]
 SHORT = {"model": "shipped", "max_tokens": 3}
 PLACE = {
@@ -198,6 +199,9 @@ ASKED: list[tuple[str, str, str, Any, int]] = [
     ("POST", "/api/show", "/api/show", {}, 404),
     ("GET", "/version", "/version", None, 200),
     ("POST", "/reset_prefix_cache", "/reset_prefix_cache", None, 200),
+    ("POST", LOAD, LOAD, {"lora_name": "a", "lora_path": "/nowhere"}, 403),
+    ("POST", LOAD, LOAD, {"lora_name": "a"}, 400),
+    ("POST", UNLOAD, UNLOAD, {"lora_name": "a"}, 403),
     ("POST", "/tokenize", "/tokenize", {"prompt": STORY, "return_token_strs": True}, 200),
     ("POST", "/tokenize", "/tokenize", {"messages": TALK}, 200),
     ("POST", "/tokenize", "/tokenize", {}, 400),

@@ -29,13 +29,13 @@ Ints = NDArray[np.int64]
 class LoraMatrix:
     """Holds the adapters' pairs of matrices for one of the model's, which may be several that are fused.
 
-    a: `[slots, parts, rank, in]`. b: of each part `[slots, rank, out]`. What is beyond an adapter's own rank
+    a: `[parts, slots, rank, in]`. b: of each part `[slots, rank, out]`. What is beyond an adapter's own rank
     is zero.
     """
 
     def __init__(self, heights: Sequence[int], width: int, *, slots: int, rank: int, like: Tensor) -> None:
         """Begin with empty slots. heights: rows of each part. like: has the device and the dtype."""
-        self.a = like.new_zeros(slots, len(heights), rank, width)
+        self.a = like.new_zeros(len(heights), slots, rank, width)
         self.b = tuple(like.new_zeros(slots, rank, height) for height in heights)
         self._ranks = np.zeros((slots, len(heights)), dtype=np.int64)
         ends = np.cumsum(heights).tolist()
@@ -43,7 +43,7 @@ class LoraMatrix:
 
     def clear(self, slot: int) -> None:
         """Empty a slot, behind all steps that were begun."""
-        self.a[slot - 1].zero_()
+        self.a[:, slot - 1].zero_()
         for b in self.b:
             b[slot - 1].zero_()
         self._ranks[slot - 1] = 0
@@ -51,7 +51,7 @@ class LoraMatrix:
     def put(self, slot: int, part: int, a: Tensor, b: Tensor) -> None:
         """Put an adapter's pair into an empty slot, behind all steps that were begun. b: `[rank, out]`."""
         rank = len(a)
-        self.a[slot - 1, part, :rank].copy_(a)
+        self.a[part, slot - 1, :rank].copy_(a)
         self.b[part][slot - 1, :rank].copy_(b)
         self._ranks[slot - 1, part] = rank
 
@@ -59,20 +59,19 @@ class LoraMatrix:
         """Add the products of one adapter to y `[rows, out]`, for x `[rows, in]`."""
         for part, rank in enumerate(self._ranks[slot - 1].tolist()):
             if rank:
-                a, b = self.a[slot - 1, part, :rank], self.b[part][slot - 1, :rank]
+                a, b = self.a[part, slot - 1, :rank], self.b[part][slot - 1, :rank]
                 low = F.linear(x, a) if x.is_cuda else dense_linear(x, a)
                 add_dense(low, b.t(), y[:, self._columns[part]])
 
     def add_all(self, x: Tensor, y: Tensor, others: Tensor) -> None:
         """Add to each row of y the products of its adapter. others: bool `[rows, slots]`, the slots that are
         not the row's."""
-        slots, parts, rank, width = self.a.shape
-        low = F.linear(x, self.a.view(-1, width)).view(len(x), slots, parts, rank)
+        parts, slots, rank, width = self.a.shape
+        low = F.linear(x, self.a.view(-1, width)).view(len(x), parts, slots, rank)
         # Cleared and not multiplied with zero: what is too large in another slot would become a NaN.
-        low.masked_fill_(others[:, :, None, None], 0)
-        for part, columns in enumerate(self._columns):
-            of_part = low[:, :, part].reshape(len(x), slots * rank)
-            y[:, columns].addmm_(of_part, self.b[part].view(slots * rank, -1))
+        low.masked_fill_(others[:, None, :, None], 0)
+        for of_part, b, columns in zip(low.flatten(2).unbind(1), self.b, self._columns, strict=True):
+            y[:, columns].addmm_(of_part, b.view(slots * rank, -1))
 
 
 class LoraRows(Protocol):

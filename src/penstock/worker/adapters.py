@@ -88,14 +88,11 @@ class RowAdapters:
             GroupedRows(np.concatenate([slots[samples], reported]), self._send),
         )
 
-    def of_rows(self, rows: Tensor, wanted: Tensor | None = None) -> LoraInputs:
-        """Return the adapters of rows that the device alone knows, int64 or int32 `[rows]`.
-
-        wanted: positions among them, int64, if not all are.
-        """
-        slots, count = self.on_device[rows.long()], self.room.slots
-        every = StackedRows(slots, count)
-        return LoraInputs(self.bank, every, every if wanted is None else StackedRows(slots[wanted], count))
+    def of_rows(self, rows: Tensor) -> LoraInputs:
+        """Return the adapters of rows that the device alone knows, `[rows]`, of which the first may be all
+        that passes the end of the last layer."""
+        every = StackedRows(self.on_device[rows.long()], self.room.slots)
+        return LoraInputs(self.bank, every, every)
 
     def _send(self, values: Ints) -> Tensor:
         return send(values, self._like.device)
