@@ -30,6 +30,7 @@ from penstock.engine import cpu, placing
 from penstock.engine.boot import boot
 from penstock.engine.placing import Override
 from penstock.models.decoder import EMBEDDING
+from penstock.ops import linear
 from penstock.ops.attention import attend
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows
 from penstock.ops.native import dense
@@ -506,7 +507,8 @@ def recorded(name: str | Path, **more: object) -> Iterator[LLM]:
 
         return compute
 
-    with patch.multiple(DecodeStep, **{name: with_kernels(name) for name in STEPS}):
+    steps = patch.multiple(DecodeStep, **{name: with_kernels(name) for name in STEPS})
+    with steps, patch.object(linear, "native_kernels", lambda _: None):  # Whose launches a tape does not see.
         with taped(), patch.object(DecodeGraphs, "record", RECORD):
             llm = opened(name, **more)
         with llm:
