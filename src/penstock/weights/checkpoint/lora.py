@@ -148,8 +148,7 @@ def _low_rank(
                 f"model and the rank {rank} of {CONFIG} need {list(shape)} of {', '.join(_DTYPES)}; give an "
                 "adapter of this base model"
             )
-        dtype = _DTYPES[entry.dtype]
-        numbers = torch.frombuffer(data, dtype=dtype, count=shape[0] * shape[1], offset=entry.offset)
-        found.append(numbers.view(shape))
+        own = data[entry.offset : entry.offset + entry.size]  # A copy, which is aligned.
+        found.append(torch.frombuffer(own, dtype=_DTYPES[entry.dtype]).view(shape))
     a, b = found
     return a, b
