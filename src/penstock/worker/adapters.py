@@ -18,9 +18,12 @@ from penstock.arch.shards import Shard
 from penstock.arch.spec import ModelSpec
 from penstock.memory.sending import send
 from penstock.models.inputs import LoraInputs
-from penstock.ops.lora import GroupedRows, Ints, LoraMatrix, StackedRows
+from penstock.ops.lora import GroupedRows, Ints, LoraMatrix, LoraRows, StackedRows
 from penstock.step.plan import Admission, Plan
 from penstock.weights.checkpoint.lora import Adapter
+
+_FEW_ROWS = 64
+"""Rows up to which a GPU takes longer to be told of products than to compute those of all slots."""
 
 
 class RowAdapters:
@@ -84,8 +87,8 @@ class RowAdapters:
         reported = np.repeat(slots, [len(share.next_prompt_tokens) for share in shares])
         return LoraInputs(
             self.bank,
-            GroupedRows(np.repeat(slots, [len(share.tokens) for share in shares]), self._send),
-            GroupedRows(np.concatenate([slots[samples], reported]), self._send),
+            self._rows(np.repeat(slots, [len(share.tokens) for share in shares])),
+            self._rows(np.concatenate([slots[samples], reported])),
         )
 
     def of_rows(self, rows: Tensor) -> LoraInputs:
@@ -94,5 +97,8 @@ class RowAdapters:
         every = StackedRows(self.on_device[rows.long()], self.room.slots)
         return LoraInputs(self.bank, every, every)
 
-    def _send(self, values: Ints) -> Tensor:
-        return send(values, self._like.device)
+    def _rows(self, slots: Ints) -> LoraRows:
+        """Return rows of these slots. On a GPU few rows are computed in few launches, as in recorded steps."""
+        if self._like.is_cuda and len(slots) <= _FEW_ROWS:
+            return StackedRows(send(slots, self._like.device), self.room.slots)
+        return GroupedRows(slots, lambda rows: send(rows, self._like.device))
