@@ -98,7 +98,7 @@ class RowAdapters:
         return LoraInputs(self.bank, every, every)
 
     def _rows(self, slots: Ints) -> LoraRows:
-        """Return rows of these slots. On a GPU few rows are computed in few launches, as in recorded steps."""
+        """Return rows of these slots. On a GPU few rows take few launches, as in recorded steps."""
         if self._like.is_cuda and len(slots) <= _FEW_ROWS:
             return StackedRows(send(slots, self._like.device), self.room.slots)
         return GroupedRows(slots, lambda rows: send(rows, self._like.device))
