@@ -387,6 +387,9 @@ def test_what_does_not_suit_the_model_is_refused(
 def test_files_that_are_missing_or_damaged(llm: LLM, some: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is no LoRA adapter: it has no adapter_config\.json; give a"):
         llm.load_lora_adapter("a", tmp_path)
+    for nowhere in ("~nobody-is-here/a", "a\0b"):
+        with pytest.raises(CheckpointError, match="is no LoRA adapter"):
+            llm.load_lora_adapter("a", nowhere)
     path = shutil.copytree(some["one"], tmp_path / "a")
     whole = (path / adapters.TENSORS).read_bytes()
     for damaged in (whole[:7], whole[:100], whole[:-1], whole + b"a"):

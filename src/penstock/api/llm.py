@@ -1,6 +1,7 @@
 """Load a model, and complete prompts with it: the Python interface."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -293,7 +294,7 @@ class LLM:
         one. Raises RequestError where there is no room for it, CheckpointError for files that are damaged or
         another model's, and UnsupportedModelError for a kind that is not run.
         """
-        adapter = Adapter.read(Path(path).expanduser(), self.spec, self.dtype)
+        adapter = Adapter.read(Path(os.path.expanduser(path)), self.spec, self.dtype)
         self.driver.load_adapter(name, adapter, replaces=load_inplace)
         log.info("LoRA adapter %s: rank %d, %d modules", name, adapter.rank, len(adapter.modules))
 

@@ -1,5 +1,6 @@
 """Loads LoRA adapters into slots, and knows them by their names."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 def module_paths(config: Config) -> dict[str, Path]:
     """Return the directories of the adapters that are loaded at the start, by their names."""
     named = (text.partition("=") for text in config.lora_modules)
-    return {name: Path(path).expanduser() for name, _, path in named}
+    return {name: Path(os.path.expanduser(path)) for name, _, path in named}
 
 
 class LoadedAdapters:
