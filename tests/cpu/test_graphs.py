@@ -667,6 +667,15 @@ def test_recorded_steps_have_the_cpu_compute_feed_forwards(
                 assert int(by_cpu.handover.computed) - before == steps * len(of.groups)
                 assert by_cpu.service.took[:, :, 0].sum() == int(by_cpu.handover.computed)
     assert found[0] == found[1]
+    modules = {"a": adapters.write(tmp_path / "a", path, 4, ["down_proj"])}
+    with recorded(path, dtype="bfloat16", cpu_compute="on", lora_modules=modules) as llm:
+        turning = llm.booted.weights._turning
+        assert turning is not None
+        mixed = llm.generate(prompts, params, lora=["a", None, None])
+        assert turning.passes_shared == 0, "a step with an adapter, which the CPU does not know"
+        assert [one.tokens for one in llm.generate(prompts, params)] == found[0][:3]
+        assert turning.passes_shared > 0
+    assert mixed[0].tokens != found[0][0]
 
 
 ROW = Share(Row(0), 9, (1,), 0, (), sample=True, prompt_length=5)

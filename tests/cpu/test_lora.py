@@ -1,6 +1,7 @@
 """LoRA adapters: what they compute is what PEFT and merged weights compute, in any mixture of requests,
 wherever the base model's weights rest; and KV is of one adapter alone, by its bytes."""
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ pytest.importorskip("transformers")
 
 import adapters
 import tiny
-from penstock import LLM, Completion, SamplingParams
+from penstock import LLM, AsyncLLM, Completion, SamplingParams
 from penstock.base.errors import CheckpointError, ConfigError, RequestError, UnsupportedModelError
 from penstock.engine import measuring
 from penstock.kv.store.blocks import BlockStore
@@ -284,6 +285,23 @@ def test_a_request_goes_on_with_the_adapter_that_it_began_with(
             two.generate(PROMPT, long, lora="b")[0].tokens
             == llm.generate(PROMPT, long, lora="large")[0].tokens
         )
+
+
+def test_tasks_of_an_event_loop(base: Path, some: dict[str, Path], llm: LLM) -> None:
+    async def work() -> list[tuple[int, ...]]:
+        room = {"lora_modules": {"one": some["one"]}, "max_loras": 2, "max_lora_rank": 8}
+        async with AsyncLLM(base, **SETTINGS, **room) as tasks:
+            await tasks.load_lora_adapter("eight", some["eight"])
+            found = await tasks.generate([PROMPT] * 3, GREEDY, lora=["one", None, "eight"])
+            async with tasks.stream(PROMPT, GREEDY, lora="eight") as stream:
+                streamed = tuple([token async for delta in stream for token in delta.tokens])
+            await tasks.unload_lora_adapter("one")
+            assert [*await tasks.lora_adapters()] == ["eight"]
+            return [*(one.tokens for one in found), streamed]
+
+    found = asyncio.run(work())
+    right = [one.tokens for one in llm.generate([PROMPT] * 3, GREEDY, lora=["one", None, "eight"])]
+    assert found == [*right, right[2]]
 
 
 def test_a_slot_keeps_nothing_of_the_adapter_before(base: Path, some: dict[str, Path], llm: LLM) -> None:
