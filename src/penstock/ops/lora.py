@@ -5,9 +5,10 @@ The model's matrices stay as they are, in whatever format and wherever they rest
 one bank, whose addresses never change. Slot 0 is no adapter.
 
 There are two ways to compute a step. `GroupedRows` computes each adapter with its own rows and its own rank:
-for a CPU, and for long steps. `StackedRows` computes all slots for all rows in one product, clears what is of
-other slots, and needs nothing from the host: for recorded steps. Of few rows that reads each matrix of the
-bank once, where gathering matrices for each row would read and write them for every row.
+for long steps, and for a few adapters. `StackedRows` computes all slots for all rows in one product, clears
+what is of other slots, and needs nothing from the host: for few rows of many adapters, and for recorded
+steps. That reads each matrix of the bank once, where gathering matrices for each row would read and write
+them for every row.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -60,18 +61,22 @@ class LoraMatrix:
         for part, rank in enumerate(self._ranks[slot - 1].tolist()):
             if rank:
                 a, b = self.a[part, slot - 1, :rank], self.b[part][slot - 1, :rank]
-                low = F.linear(x, a) if x.is_cuda else dense_linear(x, a)
-                add_dense(low, b.t(), y[:, self._columns[part]])
+                add_dense(_low(x, a), b.t(), y[:, self._columns[part]])
 
     def add_all(self, x: Tensor, y: Tensor, others: Tensor) -> None:
         """Add to each row of y the products of its adapter. others: bool `[rows, slots]`, the slots that are
         not the row's."""
         parts, slots, rank, width = self.a.shape
-        low = F.linear(x, self.a.view(-1, width)).view(len(x), parts, slots, rank)
+        low = _low(x, self.a.view(-1, width)).view(len(x), parts, slots, rank)
         # Cleared and not multiplied with zero: what is too large in another slot would become a NaN.
         low.masked_fill_(others[:, None, :, None], 0)
         for of_part, b, columns in zip(low.flatten(2).unbind(1), self.b, self._columns, strict=True):
-            y[:, columns].addmm_(of_part, b.view(slots * rank, -1))
+            add_dense(of_part, b.view(slots * rank, -1).t(), y[:, columns])
+
+
+def _low(x: Tensor, a: Tensor) -> Tensor:
+    """Return `x @ a.T`, `[rows, rank]`."""
+    return F.linear(x, a) if x.is_cuda else dense_linear(x, a)
 
 
 class LoraRows(Protocol):
