@@ -98,24 +98,6 @@ def test_it_is_loaded_and_unloaded_while_others_are_answered(
         assert stream.event()
 
 
-def test_no_client_changes_adapters_unless_it_may(
-    tmp_path: Path, some: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    red = f"red={some['red']}"
-    with serving(tmp_path, *FLAGS, "--port", "0", "--lora-modules", red, f"other={some['blue']}") as server:
-        server.wait()
-        body = {"lora_name": "blue", "lora_path": str(some["blue"])}
-        for path, sent in ((LOAD, body), (UNLOAD, {"lora_name": "red"})):
-            status, _, said = server.ask("POST", path, sent)
-            assert status == 403
-            assert "start it with --allow-runtime-lora-updating" in said["error"]["message"]
-        assert [one["id"] for one in server.ask("GET", "/v1/models")[2]["data"]] == [
-            "shipped",
-            "red",
-            "other",
-        ]
-
-
 def test_the_command_line(
     some: dict[str, Path], right: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
