@@ -30,7 +30,6 @@ from penstock.engine import cpu, placing
 from penstock.engine.boot import boot
 from penstock.engine.placing import Override
 from penstock.models.decoder import EMBEDDING
-from penstock.ops import linear
 from penstock.ops.attention import attend
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows
 from penstock.ops.native import dense
@@ -507,8 +506,7 @@ def recorded(name: str | Path, **more: object) -> Iterator[LLM]:
 
         return compute
 
-    steps = patch.multiple(DecodeStep, **{name: with_kernels(name) for name in STEPS})
-    with steps, patch.object(linear, "native_kernels", lambda _: None):  # Whose launches a tape does not see.
+    with patch.multiple(DecodeStep, **{name: with_kernels(name) for name in STEPS}):
         with taped(), patch.object(DecodeGraphs, "record", RECORD):
             llm = opened(name, **more)
         with llm:
