@@ -3,6 +3,7 @@ loaded later is replayed in its place."""
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch
 import adapters
 import tiny
 from penstock import LLM, SamplingParams
+from penstock.step.plan import Plan
+from penstock.worker.graphs import DecodeGraphs
 
 SETTINGS: dict[str, Any] = {
     "device": "cuda",
@@ -37,11 +40,21 @@ def test_each_request_is_answered_as_by_its_own_merged_model(
         "late": adapters.write(tmp_path / "late", base, 16, seed=3, use_rslora=True),
     }
     prompts, names = tiny.prompts(), ["a", None, "b", "late", "a", None]
-    loaded = {one: some[one] for one in ("a", "b")}
+    loaded, replayed, run = {one: some[one] for one in ("a", "b")}, [], DecodeGraphs.run
+
+    def noted(self: DecodeGraphs, plan: Plan) -> Any:
+        replayed.append(len(plan.shares))
+        return run(self, plan)
+
     with LLM(base, **SETTINGS | more, lora_modules=loaded, max_loras=3) as llm:
         llm.generate(prompts, ALL, lora=["a", "b"] * 3)
         llm.load_lora_adapter("late", some["late"])
-        found = llm.generate(prompts, ALL, lora=names)
+        with patch.object(DecodeGraphs, "run", noted):
+            found = llm.generate(prompts, ALL, lora=names)
+    if not more:
+        assert replayed.count(len(prompts)) > 3
+    if "graphs" in more:
+        assert not replayed
     for completion, one in zip(found, names, strict=True):
         model = tiny.load(base) if one is None else adapters.merged(base, some[one])
         expected = adapters.logprobs(model, completion.prompt_tokens, completion.tokens)
