@@ -17,6 +17,8 @@ from penstock.base.errors import CheckpointError, UnsupportedModelError
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The modules of a layer that an adapter may change."""
+LEAST_RANK = 16
+"""Rank of adapters that there is room for where none was asked for."""
 MOST_RANK = 1 << 16
 _NEEDS_NOTHING = ("modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication")
 _PLAIN = ("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens")

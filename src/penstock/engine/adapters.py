@@ -55,7 +55,9 @@ class LoadedAdapters:
         """Load an adapter that has been read, and return it.
 
         replaces: whether another one of this name may be there: requests that run go on with that.
-        Raises RequestError where there is no room, and what loading raises. Nothing has changed then.
+        Raises RequestError where there is no room: nothing has changed then. What loading raises, or an
+        interrupt, leaves the adapter that was replaced, unless the new one needed its very slot: then none
+        of this name is left, since nobody knows what is in the slot.
         """
         room, others = self._room, {key: one for key, one in self._loaded.items() if key != name}
         if not name or not name.isprintable() or len(name) > 200:
@@ -72,13 +74,17 @@ class LoadedAdapters:
                 "start the engine with a higher max_lora_rank"
             )
         taken = self._needed() | {one.slot for one in others.values()}
-        free = next((slot for slot in range(1, room.slots + 1) if slot not in taken), None)
-        if free is None:
+        free = [slot for slot in range(1, room.slots + 1) if slot not in taken]
+        if not free:
             raise RequestError(
                 f"all {room.slots} places for LoRA adapters are taken; unload one, and let its requests "
                 "end, or start the engine with a higher max_loras"
             )
-        found = LoadedAdapter(name, str(adapter.path.absolute()), adapter.digest, free)
+        old = self._loaded[name].slot if name in self._loaded else 0
+        slot = next((one for one in free if one != old), old)
+        if slot == old:
+            self._loaded = others
+        found = LoadedAdapter(name, str(adapter.path.absolute()), adapter.digest, slot)
         self._load(found, adapter)
         self._loaded = others | {name: found}
         return found

@@ -155,7 +155,8 @@ class Outline(Generic[Far]):
         limits, tokens = self.limits, self.limits.max_step_tokens if self.may_rest else 0
         graphs, rows = 0, limits.max_sequences
         if self.recorded:
-            graphs = graph_bytes(self.spec, self.dtype, rows, tokens, shared=may_share(self))
+            shared = may_share(self)
+            graphs = graph_bytes(self.spec, self.dtype, rows, tokens, shared=shared, lora=self.lora)
         of_draft = self.of_draft
         adapters = self.lora.bytes(self.spec, self.shard, self.dtype) if self.lora else 0
         far = self.far.device_bytes if self.far else 0

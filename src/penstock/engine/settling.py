@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from penstock.arch.layout import group_layouts, kv_layout, state_layout
-from penstock.arch.lora import LoraRoom
+from penstock.arch.lora import LEAST_RANK, LoraRoom
 from penstock.arch.parts import local_spec
 from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec
@@ -34,8 +34,6 @@ from penstock.weights.pack.reader import Pack
 from penstock.weights.streaming.residency import padded
 
 Settled = Outline[LongRoom]
-_LEAST_RANK = 16
-"""Rank of adapters that there is room for where none was asked for."""
 _MEASURE = 0.2
 """Seconds for which the link is measured."""
 
@@ -162,8 +160,7 @@ def lora_room(config: Config) -> LoraRoom | None:
             f"lora_modules names {len(paths)} adapters, but max_loras is {slots}; raise max_loras, or leave "
             "some out"
         )
+    ranks = [config_rank(path) for path in paths.values()]  # What is none is said before weights are loaded.
     if not slots:
         return None
-    if config.max_lora_rank is not None:
-        return LoraRoom(slots, config.max_lora_rank)
-    return LoraRoom(slots, max([_LEAST_RANK, *map(config_rank, paths.values())]))
+    return LoraRoom(slots, config.max_lora_rank or max(LEAST_RANK, *ranks, 0))
