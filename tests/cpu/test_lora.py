@@ -433,7 +433,7 @@ def test_all_slots_at_once_are_each_adapter_with_its_own_rows() -> None:
     slots = torch.tensor([0, 2, 1, 1, 2, 0, 1])
     x, before = torch.randn(7, 5), torch.randn(7, 9)
     found, right = before.clone(), before.clone()
-    StackedRows(slots, 3).add(x, found, matrix)
+    StackedRows(slots).add(x, found, matrix)
     for row, slot in enumerate(slots.tolist()):
         for part, columns in enumerate((slice(6), slice(6, 9)) if slot else ()):
             right[row, columns] += x[row] @ matrix.a[part, slot - 1].T @ matrix.b[part][slot - 1]

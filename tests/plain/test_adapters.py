@@ -1,4 +1,4 @@
-"""The slots of LoRA adapters, whatever goes wrong while one is loaded: a name never stands for a slot of which
+"""The slots of LoRA adapters, whatever goes wrong while one is loaded: no name stands for a slot of which
 nobody knows what is in it."""
 
 from collections.abc import Callable

@@ -5,10 +5,10 @@ The model's matrices stay as they are, in whatever format and wherever they rest
 one bank, whose addresses never change. Slot 0 is no adapter.
 
 There are two ways to compute a step. `GroupedRows` computes each adapter with its own rows and its own rank:
-for long steps, and for a few adapters. `StackedRows` computes all slots for all rows in one product, clears
-what is of other slots, and needs nothing from the host: for few rows of many adapters, and for recorded
-steps. That reads each matrix of the bank once, where gathering matrices for each row would read and write
-them for every row.
+for long steps, and for a few adapters. `StackedRows` needs nothing from the host: for few rows of many
+adapters, and for recorded steps. It has kernels on a GPU, which read what rows need. Elsewhere it computes
+all slots for all rows in one product, and clears what is of other slots. That reads each matrix of the bank
+once, where gathering matrices for each row would read and write them for every row.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.ops.kernels import triton_kernels
 from penstock.ops.linear import add_dense, dense_linear
 
 _RUN = 32
@@ -36,10 +37,13 @@ class LoraMatrix:
 
     def __init__(self, heights: Sequence[int], width: int, *, slots: int, rank: int, like: Tensor) -> None:
         """Begin with empty slots. heights: rows of each part. like: has the device and the dtype."""
-        self.a = like.new_zeros(len(heights), slots, rank, width)
-        self.b = tuple(like.new_zeros(slots, rank, height) for height in heights)
+        self.a, ends = like.new_zeros(len(heights), slots, rank, width), np.cumsum(heights).tolist()
+        self._every = like.new_zeros(slots * rank * ends[-1])
+        """All of b, part by part."""
+        each = self._every.split([slots * rank * height for height in heights])
+        self.b = tuple(one.view(slots, rank, -1) for one in each)
         self._ranks = np.zeros((slots, len(heights)), dtype=np.int64)
-        ends = np.cumsum(heights).tolist()
+        self._heights = tuple(heights)
         self._columns = [slice(end - height, end) for end, height in zip(ends, heights, strict=True)]
 
     def clear(self, slot: int) -> None:
@@ -63,10 +67,14 @@ class LoraMatrix:
                 a, b = self.a[part, slot - 1, :rank], self.b[part][slot - 1, :rank]
                 add_dense(_low(x, a), b.t(), y[:, self._columns[part]])
 
-    def add_all(self, x: Tensor, y: Tensor, others: Tensor) -> None:
-        """Add to each row of y the products of its adapter. others: bool `[rows, slots]`, the slots that are
-        not the row's."""
+    def add_all(self, x: Tensor, y: Tensor, slot_of: Tensor) -> None:
+        """Add to each row of y the products of its adapter. slot_of: int64 `[rows]`, the slot of each."""
+        kernels = triton_kernels("lora") if x.is_cuda else None
+        if kernels is not None and kernels.suits(x, self.a):
+            kernels.add(x, y, self.a, self._every, self._heights, slot_of)
+            return
         parts, slots, rank, width = self.a.shape
+        others = slot_of[:, None] != torch.arange(1, slots + 1, device=x.device)
         low = _low(x, self.a.view(-1, width)).view(len(x), parts, slots, rank)
         # Cleared and not multiplied with zero: what is too large in another slot would become a NaN.
         low.masked_fill_(others[:, None, :, None], 0)
@@ -121,10 +129,10 @@ class GroupedRows:
 class StackedRows:
     """Computes all slots for all rows, which the device alone knows."""
 
-    def __init__(self, slots: Tensor, count: int) -> None:
-        """Know the slot of each row, int64 `[rows]`. count: how many slots there are."""
-        self._others = slots[:, None] != torch.arange(1, count + 1, device=slots.device)
+    def __init__(self, slots: Tensor) -> None:
+        """Know the slot of each row, int64 `[rows]`."""
+        self._slots = slots
 
     def add(self, x: Tensor, y: Tensor, matrix: LoraMatrix, first: int = 0) -> None:
         """Add to y the products of x with the adapters of rows from `first` on."""
-        matrix.add_all(x, y, self._others[first : first + len(x)])
+        matrix.add_all(x, y, self._slots[first : first + len(x)])

@@ -97,7 +97,7 @@ class RowAdapters:
     def of_rows(self, rows: Tensor) -> LoraInputs:
         """Return the adapters of rows that the device alone knows, `[rows]`, of which the first may be all
         that passes the end of the last layer."""
-        every = StackedRows(self.on_device[rows.long()], self.room.slots)
+        every = StackedRows(self.on_device[rows.long()])
         return LoraInputs(self.bank, every, every)
 
     def _rows(self, slots: Ints) -> LoraRows:
@@ -105,5 +105,5 @@ class RowAdapters:
         computed for nothing."""
         several = len(np.unique(slots[slots > 0]))
         if len(slots) <= _FEW_ROWS and _SLOTS_FOR_ONE * several >= self.room.slots and several > 1:
-            return StackedRows(send(slots, self._like.device), self.room.slots)
+            return StackedRows(send(slots, self._like.device))
         return GroupedRows(slots, lambda rows: send(rows, self._like.device))

@@ -1,0 +1,189 @@
+"""Adds the products of LoRA adapters for a few rows, each of its own adapter, in two launches.
+
+The first computes `x @ A.T` of each row's own adapter, the second adds `(x @ A.T) @ B` to what the model's
+matrix says. Both know the rows' slots from the device alone. Of slots that no row has, nothing is read.
+
+Each waits before it reads anything, where launches may begin early (`kernels.pdl_launches`). Sums of the
+first launch are cut into parts that the second one adds in their order, so results do not depend on which
+program is faster, nor on the adapters of other rows.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.ops.kernels import pdl_launch_options, uses_pdl
+from penstock.ops.triton.pointwise import in_turn
+from penstock.ops.triton.tuning import multiprocessors
+
+MOST_ROWS = 256
+"""Largest number of rows of `add`."""
+MOST_PARTS = 3
+_STEP, _COLS, _RANKS, _MOST_SPLITS = 128, 64, 64, 16
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "slots", "rank", "inner"])  # type: ignore[untyped-decorator]
+def _shrink(  # type: ignore[no-untyped-def]
+    x,
+    a,
+    slot_of,
+    low,
+    rows,
+    tiles,
+    slots,
+    rank,
+    inner,
+    s_x,
+    ROWS: tl.constexpr,
+    RANKS: tl.constexpr,
+    STEP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WIDEN: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Compute a part of the sums of RANKS rows of A of one slot, for those of ROWS rows that have it."""
+    in_turn(EARLY)
+    tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    block, pair = tile % tiles, tile // tiles  # A pair is a slot of a part.
+    row, number = tl.program_id(1) * ROWS + tl.arange(0, ROWS), block * RANKS + tl.arange(0, RANKS)
+    slot = tl.load(slot_of + row, mask=row < rows, other=0)
+    mine = slot == pair % slots + 1
+    if tl.max(mine.to(tl.int32), 0) > 0:
+        step = tl.arange(0, STEP)
+        each = tl.cdiv(tl.cdiv(inner, STEP), SPLITS) * STEP
+        begin = split * each
+        end = tl.minimum(begin + each, inner)
+        x_at = x + row.to(tl.int64)[:, None] * s_x + step[None, :]
+        a_at = a + (pair.to(tl.int64) * rank + number)[:, None] * inner + step[None, :]
+        acc = tl.zeros([ROWS, RANKS], tl.float32)
+        for k in tl.range(begin, end, STEP, num_stages=2):
+            inside = (k + step < end)[None, :]
+            some = tl.load(x_at + k, mask=mine[:, None] & inside, other=0.0)
+            w = tl.load(a_at + k, mask=(number < rank)[:, None] & inside, other=0.0)
+            if WIDEN:  # the interpreter cannot multiply bf16; the products are the same
+                some, w = some.to(tl.float32), w.to(tl.float32)
+            acc = tl.dot(some, tl.trans(w), acc, input_precision="ieee")
+        parts = tl.num_programs(0) // (SPLITS * tiles * slots)
+        at = ((split * rows + row).to(tl.int64) * parts + pair // slots) * rank
+        tl.store(low + at[:, None] + number[None, :], acc, mask=mine[:, None] & (number < rank)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "slots", "rank", "first", "second", "third"])  # type: ignore[untyped-decorator]
+def _expand(  # type: ignore[no-untyped-def]
+    low,
+    b,
+    slot_of,
+    y,
+    rows,
+    slots,
+    rank,
+    first,
+    second,
+    third,
+    s_y,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANKS: tl.constexpr,
+    COLS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WIDEN: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Add to COLS numbers of ROWS rows of y what their adapters add.
+
+    first, second, third: heights of the parts, of which there are PARTS.
+    """
+    in_turn(EARLY)
+    block, height = tl.program_id(0), first
+    part, start = block * 0, first * 0
+    if PARTS > 1:
+        blocks = tl.cdiv(first, COLS)
+        if block >= blocks:
+            block, part, start, height = block - blocks, 1, first, second
+            if PARTS > 2:
+                others = tl.cdiv(second, COLS)
+                if block >= others:
+                    block, part, start, height = block - others, 2, first + second, third
+    row, col = tl.program_id(1) * ROWS + tl.arange(0, ROWS), block * COLS + tl.arange(0, COLS)
+    slot, there = tl.load(slot_of + row, mask=row < rows, other=0), col < height
+    if tl.max(slot, 0) > 0:
+        kind = y.dtype.element_ty
+        acc = tl.zeros([ROWS, COLS], tl.float32)
+        behind = b + start.to(tl.int64) * slots * rank  # The part's own matrices.
+        for begin in tl.range(0, rank, RANKS):
+            number = begin + tl.arange(0, RANKS)
+            known = (slot > 0)[:, None] & (number < rank)[None, :]
+            total = tl.zeros([ROWS, RANKS], tl.float32)
+            for split in tl.static_range(SPLITS):
+                at = ((split * rows + row).to(tl.int64) * PARTS + part) * rank
+                total += tl.load(low + at[:, None] + number[None, :], mask=known, other=0.0)
+            own = total.to(kind)
+            for one in tl.range(slots):
+                mine = slot == one + 1
+                if tl.max(mine.to(tl.int32), 0) > 0:
+                    lines = (one * rank + number).to(tl.int64)[:, None] * height
+                    w = tl.load(
+                        behind + lines + col[None, :],
+                        mask=(number < rank)[:, None] & there[None, :],
+                        other=0.0,
+                    )
+                    # Cleared and not multiplied with zero: what is too large elsewhere would become a NaN.
+                    some = tl.where(mine[:, None], own, tl.zeros_like(own))
+                    if WIDEN:
+                        some, w = some.to(tl.float32), w.to(tl.float32)
+                    acc = tl.dot(some, w, acc, input_precision="ieee")
+        to = y + row.to(tl.int64)[:, None] * s_y + (start + col)[None, :]
+        inside = (slot > 0)[:, None] & there[None, :]
+        acc += tl.load(to, mask=inside, other=0.0).to(tl.float32)
+        tl.debug_barrier()  # Threads may share what is read, and one of them writes.
+        tl.store(to, acc.to(kind), mask=inside)
+
+
+def add(x: Tensor, y: Tensor, a: Tensor, b: Tensor, heights: Sequence[int], slot_of: Tensor) -> None:
+    """Add to each row of y the products of its adapter; the sums are rounded once, and those of A before.
+
+    x: `[rows, in]`, y: `[rows, out]` (rows of both strided).
+    a: `[parts, slots, rank, in]`. b: of each part `[slots, rank, height]`, one after the other.
+    heights: of each part.
+    slot_of: int64 `[rows]`, from 1 on; 0 is no adapter.
+    """
+    (rows, inner), (parts, slots, rank, width) = x.shape, a.shape
+    assert 0 < rows <= MOST_ROWS, x.shape
+    assert width == inner, (a.shape, x.shape)
+    assert len(heights) == parts <= MOST_PARTS, (a.shape, heights)
+    assert y.shape == (rows, sum(heights)), (y.shape, heights)
+    assert b.numel() == slots * rank * sum(heights), (b.shape, a.shape, heights)
+    assert x.stride(1) == y.stride(1) == slot_of.stride(0) == 1, (x.stride(), y.stride())
+    assert a.is_contiguous() and b.is_contiguous()  # noqa: PT018
+    assert x.dtype == y.dtype == a.dtype == b.dtype
+    padded = min(64, max(16, triton.next_power_of_2(rows)))
+    ranks = min(_RANKS, max(16, triton.next_power_of_2(rank)))
+    tiles, above = triton.cdiv(rank, ranks), triton.cdiv(rows, padded)
+    splits = splits_of(parts * slots * tiles * above, inner, multiprocessors(x.device))
+    low = torch.empty(splits * rows * parts * rank, dtype=torch.float32, device=x.device)
+    early = uses_pdl()
+    more = {"SPLITS": splits, "ROWS": padded, "RANKS": ranks, "WIDEN": x.device.type == "cpu", "EARLY": early}
+    _shrink[(parts * slots * tiles * splits, above)](
+        x, a, slot_of, low, rows, tiles, slots, rank, inner, x.stride(0),
+        STEP=_STEP, num_warps=4, **more, **pdl_launch_options(early),
+    )  # fmt: skip
+    several = [*heights, 0, 0][:MOST_PARTS]
+    _expand[(sum(triton.cdiv(height, _COLS) for height in heights), above)](
+        low, b, slot_of, y, rows, slots, rank, *several, y.stride(0),
+        PARTS=parts, COLS=_COLS, num_warps=4, **more, **pdl_launch_options(early),
+    )  # fmt: skip
+
+
+def suits(x: Tensor, a: Tensor) -> bool:
+    """Tell whether `add` computes so many rows, and such parts."""
+    return len(x) <= MOST_ROWS and len(a) <= MOST_PARTS and x.stride(1) == 1
+
+
+def splits_of(tiles: int, inner: int, many: int) -> int:
+    """Return into how many parts sums are cut: a power of two, for about two programs on each of `many`
+    multiprocessors, with two steps for each at least."""
+    most = min(_MOST_SPLITS, 2 * many // tiles, inner // (2 * _STEP))
+    return 1 << max(most, 1).bit_length() - 1
