@@ -391,7 +391,7 @@ CASES: dict[str, Callable[[], None]] = {
     "linear, few rows": lambda: few_rows(16, 32),
     "linear, more rows": lambda: few_rows(64),
     "adapters": lambda: lora(16),
-    "adapters, large": lambda: lora(256, INNER, INNER, rank=256),
+    "adapters, large": lambda: lora(64, INNER, INNER, rank=256),
     "adapters, float32": lambda: lora(16, HIDDEN, inner=INNER, dtype=torch.float32),
     "draw": draw,
     "steps": steps,

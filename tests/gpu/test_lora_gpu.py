@@ -11,6 +11,7 @@ import torch
 import adapters
 import tiny
 from penstock import LLM, SamplingParams
+from penstock.ops.lora import LoraMatrix, StackedRows
 from penstock.step.plan import Plan
 from penstock.worker.graphs import DecodeGraphs
 
@@ -62,3 +63,38 @@ def test_each_request_is_answered_as_by_its_own_merged_model(
         for entry, row in zip(completion.logprobs, expected, strict=True):
             mine = torch.tensor([logprob for _, logprob in sorted(entry.top)], dtype=torch.float64)
             assert (mine - row).abs().max() < 1e-3 * row.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("heights", "width", "rank"), [([4096, 1024, 1024], 4096, 16), ([14336] * 2, 4096, 64), ([900], 14336, 5)]
+)
+def test_kernels_add_to_each_row_what_its_own_adapter_adds(
+    heights: list[int], width: int, rank: int, dtype: torch.dtype
+) -> None:
+    """In the sizes of real models; and no more than that: rows beside it stay as they are."""
+    rng, slots = torch.Generator("cuda").manual_seed(rank), 8
+    like = torch.empty(0, dtype=dtype, device="cuda")
+    matrix = LoraMatrix(heights, width, slots=slots, rank=rank, like=like)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=rng, device="cuda")
+
+    for slot in range(1, slots + 1):
+        for part, height in enumerate(heights):
+            matrix.put(
+                slot, part, (random(rank, width) / width**0.5).to(dtype), random(rank, height).to(dtype)
+            )
+    for rows in (1, 16, 33, 64, 65):
+        x, wide = random(rows, width).to(dtype), random(rows + 1, sum(heights)).to(dtype)
+        before, slot_of = wide.clone(), torch.arange(rows, device="cuda") % (slots + 1)
+        StackedRows(slot_of).add(x, wide[:rows], matrix)
+        right = before.double()
+        for slot in range(1, slots + 1):
+            mine = torch.nonzero(slot_of == slot)[:, 0]
+            for part, (a, b) in enumerate(zip(matrix.a.double(), matrix.b, strict=True)):
+                right[mine, matrix._columns[part]] += x[mine].double() @ a[slot - 1].T @ b[slot - 1].double()
+        limit = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+        assert (wide.double() - right).abs().max() < limit * right.abs().max()
+        assert torch.equal(wide[:rows][slot_of == 0], before[:rows][slot_of == 0])
+        assert torch.equal(wide[rows], before[rows])

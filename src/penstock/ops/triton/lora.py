@@ -4,8 +4,9 @@ The first computes `x @ A.T` of each row's own adapter, the second adds `(x @ A.
 matrix says. Both know the rows' slots from the device alone. Of slots that no row has, nothing is read.
 
 Each waits before it reads anything, where launches may begin early (`kernels.pdl_launches`). Sums of the
-first launch are cut into parts that the second one adds in their order, so results do not depend on which
-program is faster, nor on the adapters of other rows.
+first launch are cut into parts that the second one adds, so results do not depend on which program is
+faster, nor on the adapters of other rows. The second launch has programs for each row, which wait for memory
+once: rows of many adapters would wait for one after the other in a program of theirs.
 """
 
 from collections.abc import Sequence
@@ -19,10 +20,10 @@ from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.triton.pointwise import in_turn
 from penstock.ops.triton.tuning import multiprocessors
 
-MOST_ROWS = 256
+MOST_ROWS = 64
 """Largest number of rows of `add`."""
 MOST_PARTS = 3
-_STEP, _COLS, _RANKS, _MOST_SPLITS = 128, 64, 64, 16
+_STEP, _COLS, _RANKS, _MOST_SPLITS = 128, 256, 64, 16
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "slots", "rank", "inner"])  # type: ignore[untyped-decorator]
@@ -44,11 +45,11 @@ def _shrink(  # type: ignore[no-untyped-def]
     WIDEN: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Compute a part of the sums of RANKS rows of A of one slot, for those of ROWS rows that have it."""
+    """Compute a part of the sums of RANKS rows of A of one slot, for the rows that have it."""
     in_turn(EARLY)
     tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     block, pair = tile % tiles, tile // tiles  # A pair is a slot of a part.
-    row, number = tl.program_id(1) * ROWS + tl.arange(0, ROWS), block * RANKS + tl.arange(0, RANKS)
+    row, number = tl.arange(0, ROWS), block * RANKS + tl.arange(0, RANKS)
     slot = tl.load(slot_of + row, mask=row < rows, other=0)
     mine = slot == pair % slots + 1
     if tl.max(mine.to(tl.int32), 0) > 0:
@@ -85,14 +86,12 @@ def _expand(  # type: ignore[no-untyped-def]
     third,
     s_y,
     PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
     RANKS: tl.constexpr,
     COLS: tl.constexpr,
     SPLITS: tl.constexpr,
-    WIDEN: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Add to COLS numbers of ROWS rows of y what their adapters add.
+    """Add to COLS numbers of a row of y what its adapter adds.
 
     first, second, third: heights of the parts, of which there are PARTS.
     """
@@ -107,43 +106,30 @@ def _expand(  # type: ignore[no-untyped-def]
                 others = tl.cdiv(second, COLS)
                 if block >= others:
                     block, part, start, height = block - others, 2, first + second, third
-    row, col = tl.program_id(1) * ROWS + tl.arange(0, ROWS), block * COLS + tl.arange(0, COLS)
-    slot, there = tl.load(slot_of + row, mask=row < rows, other=0), col < height
-    if tl.max(slot, 0) > 0:
-        kind = y.dtype.element_ty
-        acc = tl.zeros([ROWS, COLS], tl.float32)
-        behind = b + start.to(tl.int64) * slots * rank  # The part's own matrices.
+    row = tl.program_id(1)
+    slot = tl.load(slot_of + row)
+    if slot > 0:
+        col, split = block * COLS + tl.arange(0, COLS), tl.arange(0, SPLITS)
+        to, there = y + row.to(tl.int64) * s_y + start + col, col < height
+        acc = tl.load(to, mask=there, other=0.0).to(tl.float32)
+        own = b + start.to(tl.int64) * slots * rank + (slot - 1) * rank * height
+        sums = low + (split * rows + row).to(tl.int64)[:, None] * (PARTS * rank) + part * rank
         for begin in tl.range(0, rank, RANKS):
             number = begin + tl.arange(0, RANKS)
-            known = (slot > 0)[:, None] & (number < rank)[None, :]
-            total = tl.zeros([ROWS, RANKS], tl.float32)
-            for split in tl.static_range(SPLITS):
-                at = ((split * rows + row).to(tl.int64) * PARTS + part) * rank
-                total += tl.load(low + at[:, None] + number[None, :], mask=known, other=0.0)
-            own = total.to(kind)
-            for one in tl.range(slots):
-                mine = slot == one + 1
-                if tl.max(mine.to(tl.int32), 0) > 0:
-                    lines = (one * rank + number).to(tl.int64)[:, None] * height
-                    w = tl.load(
-                        behind + lines + col[None, :],
-                        mask=(number < rank)[:, None] & there[None, :],
-                        other=0.0,
-                    )
-                    # Cleared and not multiplied with zero: what is too large elsewhere would become a NaN.
-                    some = tl.where(mine[:, None], own, tl.zeros_like(own))
-                    if WIDEN:
-                        some, w = some.to(tl.float32), w.to(tl.float32)
-                    acc = tl.dot(some, w, acc, input_precision="ieee")
-        to = y + row.to(tl.int64)[:, None] * s_y + (start + col)[None, :]
-        inside = (slot > 0)[:, None] & there[None, :]
-        acc += tl.load(to, mask=inside, other=0.0).to(tl.float32)
-        tl.debug_barrier()  # Threads may share what is read, and one of them writes.
-        tl.store(to, acc.to(kind), mask=inside)
+            known = number < rank
+            total = tl.sum(tl.load(sums + number[None, :], mask=known[None, :], other=0.0), 0)
+            w = tl.load(
+                own + number[:, None] * height + col[None, :],
+                mask=known[:, None] & there[None, :],
+                other=0.0,
+            )
+            acc += tl.sum(total[:, None] * w.to(tl.float32), 0)
+        tl.debug_barrier()  # Threads share what is read, and one of them writes.
+        tl.store(to, acc.to(y.dtype.element_ty), mask=there)
 
 
 def add(x: Tensor, y: Tensor, a: Tensor, b: Tensor, heights: Sequence[int], slot_of: Tensor) -> None:
-    """Add to each row of y the products of its adapter; the sums are rounded once, and those of A before.
+    """Add to each row of y the products of its adapter, rounded once.
 
     x: `[rows, in]`, y: `[rows, out]` (rows of both strided).
     a: `[parts, slots, rank, in]`. b: of each part `[slots, rank, height]`, one after the other.
@@ -159,21 +145,21 @@ def add(x: Tensor, y: Tensor, a: Tensor, b: Tensor, heights: Sequence[int], slot
     assert x.stride(1) == y.stride(1) == slot_of.stride(0) == 1, (x.stride(), y.stride())
     assert a.is_contiguous() and b.is_contiguous()  # noqa: PT018
     assert x.dtype == y.dtype == a.dtype == b.dtype
-    padded = min(64, max(16, triton.next_power_of_2(rows)))
     ranks = min(_RANKS, max(16, triton.next_power_of_2(rank)))
-    tiles, above = triton.cdiv(rank, ranks), triton.cdiv(rows, padded)
-    splits = splits_of(parts * slots * tiles * above, inner, multiprocessors(x.device))
+    tiles = triton.cdiv(rank, ranks)
+    splits = splits_of(parts * slots * tiles, inner, multiprocessors(x.device))
     low = torch.empty(splits * rows * parts * rank, dtype=torch.float32, device=x.device)
     early = uses_pdl()
-    more = {"SPLITS": splits, "ROWS": padded, "RANKS": ranks, "WIDEN": x.device.type == "cpu", "EARLY": early}
-    _shrink[(parts * slots * tiles * splits, above)](
+    more = {"SPLITS": splits, "EARLY": early, "num_warps": 4, **pdl_launch_options(early)}
+    _shrink[(parts * slots * tiles * splits,)](
         x, a, slot_of, low, rows, tiles, slots, rank, inner, x.stride(0),
-        STEP=_STEP, num_warps=4, **more, **pdl_launch_options(early),
+        ROWS=max(16, triton.next_power_of_2(rows)), RANKS=ranks, STEP=_STEP, WIDEN=x.device.type == "cpu",
+        **more,
     )  # fmt: skip
     several = [*heights, 0, 0][:MOST_PARTS]
-    _expand[(sum(triton.cdiv(height, _COLS) for height in heights), above)](
+    _expand[(sum(triton.cdiv(height, _COLS) for height in heights), rows)](
         low, b, slot_of, y, rows, slots, rank, *several, y.stride(0),
-        PARTS=parts, COLS=_COLS, num_warps=4, **more, **pdl_launch_options(early),
+        PARTS=parts, RANKS=min(_RANKS // 2, triton.next_power_of_2(rank)), COLS=_COLS, **more,
     )  # fmt: skip
 
 
