@@ -47,8 +47,8 @@ class Ranks(Protocol):
         """Begin a plan, or have it begun on all ranks."""
         ...
 
-    def load_adapter(self, loaded: LoadedAdapter, adapter: "Adapter | None" = None) -> None:
-        """Put a LoRA adapter into its slot, behind all plans that were begun. adapter: what was read."""
+    def load_adapter(self, loaded: LoadedAdapter, adapter: "Adapter") -> None:
+        """Put a LoRA adapter that was read into its slot, behind all plans that were begun."""
         ...
 
     def settle(self) -> tuple[Landed, ...]:

@@ -30,7 +30,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Protocol, TypeVar
 
-from penstock.base.errors import DeviceError
+from penstock.base.errors import CheckpointError, DeviceError, UnsupportedModelError
 from penstock.kv.movement.carrier import Carrier
 from penstock.memory.tasks import Task, Workers
 from penstock.parallel.codec import Codec
@@ -64,8 +64,11 @@ class RankPart(Protocol):
     def begin(self, plan: Plan) -> Step:
         """Begin a plan."""
 
-    def load_adapter(self, loaded: LoadedAdapter, adapter: Adapter | None = None) -> None:
-        """Put a LoRA adapter into its slot. adapter: what was read; None to read it."""
+    def read_adapter(self, loaded: LoadedAdapter) -> Adapter:
+        """Read a LoRA adapter. Raises CheckpointError and UnsupportedModelError."""
+
+    def load_adapter(self, loaded: LoadedAdapter, adapter: Adapter) -> None:
+        """Put a LoRA adapter that was read into its slot."""
 
     def settle(self) -> tuple[Landed, ...]:
         """Wait for all that is under way, after an interrupted step."""
@@ -129,7 +132,7 @@ def serve(receive: Callable[[], bytes], part: RankPart, group: Group) -> None:
                 under_way.append(part.begin(message.plan))
             case _Kind.ADAPTER:
                 assert message.adapter is not None, "an adapter without a name"
-                part.load_adapter(message.adapter)
+                _put_adapter(part, group, message.adapter)
             case _Kind.END:
                 landed += under_way.popleft().outcome().landed
             case _Kind.SETTLE:
@@ -141,6 +144,23 @@ def serve(receive: Callable[[], bytes], part: RankPart, group: Group) -> None:
             landed = ()
     part.close()
     group.close()
+
+
+def _put_adapter(part: RankPart, group: Group, loaded: LoadedAdapter, adapter: Adapter | None = None) -> str:
+    """Put an adapter into its slot on all ranks. Return why none has, if one cannot read it; else nothing.
+
+    adapter: what was read; None to read it here.
+    """
+    refusal = b""
+    try:
+        adapter = adapter or part.read_adapter(loaded)
+    except (CheckpointError, UnsupportedModelError) as fault:
+        refusal = f"rank {group.rank}: {fault}".encode()
+    if refusals := [one for one in group.exchange(refusal) if one]:
+        return refusals[0].decode()
+    assert adapter is not None, "an adapter that was neither read nor refused"
+    part.load_adapter(loaded, adapter)
+    return ""
 
 
 class _Job(Task):
@@ -207,12 +227,14 @@ class Leader:
         """
         return self._do(self._finish)
 
-    def load_adapter(self, loaded: LoadedAdapter, adapter: Adapter | None = None) -> None:
-        """Put a LoRA adapter into its slot on all ranks. The others read it anew, and end if it has changed.
+    def load_adapter(self, loaded: LoadedAdapter, adapter: Adapter) -> None:
+        """Put a LoRA adapter into its slot on all ranks. The others read it anew.
 
-        Raises DeviceError if a rank has failed.
+        Raises CheckpointError if one of them cannot, or finds another one: then none has it. Raises
+        DeviceError if a rank has failed.
         """
-        self._do(partial(self._load_adapter, loaded, adapter))
+        if refusal := self._do(partial(self._load_adapter, loaded, adapter)):
+            raise CheckpointError(refusal)
 
     def settle(self) -> tuple[Landed, ...]:
         """Wait for all that is under way after an interrupted call: all ranks have run its plan, or none.
@@ -272,11 +294,12 @@ class Leader:
             self._under_way.append(self._part.begin(plan))
             self._group.check()
 
-    def _load_adapter(self, loaded: LoadedAdapter, adapter: Adapter | None) -> None:
+    def _load_adapter(self, loaded: LoadedAdapter, adapter: Adapter) -> str:
         with self._unbroken():
             self._send(_Kind.ADAPTER, adapter=loaded)
-            self._part.load_adapter(loaded, adapter)
+            refusal = _put_adapter(self._part, self._group, loaded, adapter)
             self._group.check()
+            return refusal
 
     def _finish(self) -> Outcome:
         with self._unbroken():

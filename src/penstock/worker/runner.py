@@ -229,18 +229,21 @@ class Runner:
         since, self._ended = max(begun.at, self._ended), perf_counter()
         return Outcome(results, landed, self._ended - since)
 
-    def load_adapter(self, loaded: LoadedAdapter, adapter: Adapter | None = None) -> None:
-        """Put an adapter into its slot, which no request needs that has not ended.
-
-        adapter: what was read; None to read it here. Raises CheckpointError where it cannot be read, or is no
-        longer what it was.
-        """
+    def read_adapter(self, loaded: LoadedAdapter) -> Adapter:
+        """Read an adapter. Raises CheckpointError where it cannot be read, or is no longer what it was, and
+        UnsupportedModelError."""
         adapters = self.target.adapters
         assert adapters is not None, "an adapter without room for any"
-        if adapter is None:
-            adapter = adapters.read(Path(loaded.path))
+        adapter = adapters.read(Path(loaded.path))
         if adapter.digest != loaded.digest:
             raise CheckpointError(f"the adapter in {loaded.path} changed while it was read; load it again")
+        return adapter
+
+    def load_adapter(self, loaded: LoadedAdapter, adapter: Adapter) -> None:
+        """Put an adapter that was read into its slot, which no request needs that has not ended."""
+        adapters = self.target.adapters
+        assert adapters is not None, "an adapter without room for any"
+        assert adapter.digest == loaded.digest, "an adapter under the digest of another"
         with self._here(), torch.inference_mode():
             adapters.put(loaded.slot, adapter)
 
