@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import openai
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("transformers")
 import adapters
 from penstock import LLM, SamplingParams
 from penstock.api.llm import SHIPPED_MODEL
+from penstock.cli.commands import run
 from penstock.cli.main import main
 from servers import COUNT, FLAGS, SETTINGS, STORY, TALK, Server, Stream, serving
 
@@ -117,7 +119,8 @@ def test_the_command_line(
     modules = ["--lora-modules", *(f"{name}={path}" for name, path in some.items())]
     assert main([*flags, *modules, "--lora", "blue"]) == 0
     assert capsys.readouterr().out.rstrip("\n") == right["blue"].rstrip("\n")
-    assert main([*flags, *modules, "--lora", "green"]) == 2
+    with patch.object(run, "loaded", side_effect=AssertionError("loaded, though it was clear before")):
+        assert main([*flags, *modules, "--lora", "green"]) == 2
     assert "the LoRA adapter 'green' is not loaded; there is red, blue" in capsys.readouterr().err
     assert main([*flags, "--lora-modules", "red"]) == 2
     assert "lora_modules 'red' must be name=path" in capsys.readouterr().err

@@ -222,8 +222,7 @@ class Config(Declared):
     max_loras: int | None = setting(
         None,
         help="Most LoRA adapters that are loaded at a time; 0 for none.",
-        details="Their memory is taken at the start. A recorded step in which any request has one reads all "
-        "of it.",
+        details="Their memory is taken at the start.",
         usual="as many as lora_modules",
         limits=(0, 1024),
         unit="adapters",

@@ -420,4 +420,11 @@ def engine_config(ctx: click.Context, model: Path | None, sequences: int | None)
     if sequences is not None and most is None:
         few = min(sequences, asked["max_step_tokens"] or sequences)
         most = few if few <= _FEW else None
-    return settings_from(Config, asked, model=model, max_sequences=most)
+    config = settings_from(Config, asked, model=model, max_sequences=most)
+    there = [text.partition("=")[0] for text in config.lora_modules]
+    if (name := asked.get("lora")) and name not in there:
+        raise ConfigError(
+            f"the LoRA adapter {name!r} is not loaded; there is {', '.join(there) or 'none'}; name it and "
+            "its directory by --lora-modules NAME=PATH"
+        )
+    return config
