@@ -20,7 +20,7 @@ from penstock.base.errors import CheckpointError, ConfigError, RequestError
 from penstock.engine import measuring
 from penstock.kv.store.blocks import BlockStore
 from penstock.memory.device import peak_of
-from penstock.ops.lora import GroupedRows, LoraMatrix, StackedRows
+from penstock.ops.lora import GroupedRows, LoraMatrix, RunRows, StackedRows
 from penstock.weights.checkpoint.lora import Adapter
 from quantised import SCHEMES, checkpoints
 
@@ -363,7 +363,7 @@ def test_all_slots_at_once_are_each_adapter_with_its_own_rows() -> None:
     slots = torch.tensor([0, 2, 1, 1, 2, 0, 1])
     x, before = torch.randn(7, 5), torch.randn(7, 9)
     found, right = before.clone(), before.clone()
-    StackedRows(slots).add(x, found, matrix)
+    StackedRows(slots, 3).add(x, found, matrix)
     for row, slot in enumerate(slots.tolist()):
         for part, columns in enumerate((slice(6), slice(6, 9)) if slot else ()):
             right[row, columns] += x[row] @ matrix.a[part, slot - 1].T @ matrix.b[part][slot - 1]
@@ -373,3 +373,8 @@ def test_all_slots_at_once_are_each_adapter_with_its_own_rows() -> None:
     rows.add(x[:3], grouped[:3], matrix)
     rows.add(x[3:], grouped[3:], matrix, first=3)
     torch.testing.assert_close(grouped, right)
+    of_run, expected = before.clone(), before.clone()
+    RunRows(torch.tensor([2, 2, 0])).add(x, of_run, matrix)
+    for part, columns in enumerate((slice(6), slice(6, 9))):
+        expected[:, columns] += x @ matrix.a[part, 1].T @ matrix.b[part][1]
+    torch.testing.assert_close(of_run, expected)

@@ -74,7 +74,7 @@ def test_each_row_gets_the_products_of_its_own_adapter(
     limit = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}[dtype]
     assert (found.double() - right).abs().max() < limit * right.abs().max()
     torch_alone = y.clone()
-    StackedRows(slot_of).add(x, torch_alone, matrix)
+    StackedRows(slot_of, slots).add(x, torch_alone, matrix)
     assert (torch_alone.double() - right).abs().max() < limit * right.abs().max()
 
 

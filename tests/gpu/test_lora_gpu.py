@@ -88,7 +88,7 @@ def test_kernels_add_to_each_row_what_its_own_adapter_adds(
     for rows in (1, 16, 33, 64, 65):
         x, wide = random(rows, width).to(dtype), random(rows + 1, sum(heights)).to(dtype)
         before, slot_of = wide.clone(), torch.arange(rows, device="cuda") % (slots + 1)
-        StackedRows(slot_of).add(x, wide[:rows], matrix)
+        StackedRows(slot_of, slots).add(x, wide[:rows], matrix)
         right = before.double()
         for slot in range(1, slots + 1):
             mine = torch.nonzero(slot_of == slot)[:, 0]

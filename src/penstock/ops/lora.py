@@ -4,11 +4,12 @@ The model's matrices stay as they are, in whatever format and wherever they rest
 `(x @ A.T) @ B` added, with A `[rank, in]`, and B `[rank, out]` already scaled. All adapters lie in slots of
 one bank, whose addresses never change. Slot 0 is no adapter.
 
-There are two ways to compute a step. `GroupedRows` computes each adapter with its own rows and its own rank:
-for long steps, and for a few adapters. `StackedRows` needs nothing from the host: for few rows of many
-adapters, and for recorded steps. It has kernels on a GPU, which read what rows need. Elsewhere it computes
-all slots for all rows in one product, and clears what is of other slots. That reads each matrix of the bank
-once, where gathering matrices for each row would read and write them for every row.
+There are three ways to compute a step. `GroupedRows` computes each adapter with its own rows and its own
+rank: for long steps, and for a few adapters. `StackedRows` needs nothing from the host: for few rows of many
+adapters, and for recorded steps. Few rows have kernels on a GPU, which read what rows need. Elsewhere it
+computes all slots for all rows in one product, and clears what is of other slots. That reads each matrix of
+the bank once, where gathering matrices for each row would read and write them for every row. `RunRows` is for
+recorded prompts, whose rows have one adapter, so that other slots cost nothing however many there are.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -67,19 +68,32 @@ class LoraMatrix:
                 a, b = self.a[part, slot - 1, :rank], self.b[part][slot - 1, :rank]
                 add_dense(_low(x, a), b.t(), y[:, self._columns[part]])
 
-    def add_all(self, x: Tensor, y: Tensor, slot_of: Tensor) -> None:
-        """Add to each row of y the products of its adapter. slot_of: int64 `[rows]`, the slot of each."""
+    def add_by_kernels(self, x: Tensor, y: Tensor, slot_of: Tensor) -> bool:
+        """Add to each row of y the products of its adapter, if there are kernels for so few rows. Tell
+        whether that is done. slot_of: int64 `[rows]`, the slot of each."""
         kernels = triton_kernels("lora") if x.is_cuda else None
-        if kernels is not None and kernels.suits(x, self.a):
-            kernels.add(x, y, self.a, self._every, self._heights, slot_of)
-            return
+        if kernels is None or not kernels.suits(x, self.a):
+            return False
+        kernels.add(x, y, self.a, self._every, self._heights, slot_of)
+        return True
+
+    def add_all(self, x: Tensor, y: Tensor, others: Tensor) -> None:
+        """Add to each row of y the products of its adapter. others: bool `[rows, slots]`, the slots that are
+        not the row's."""
         parts, slots, rank, width = self.a.shape
-        others = slot_of[:, None] != torch.arange(1, slots + 1, device=x.device)
         low = _low(x, self.a.view(-1, width)).view(len(x), parts, slots, rank)
         # Cleared and not multiplied with zero: what is too large in another slot would become a NaN.
         low.masked_fill_(others[:, None, :, None], 0)
         for of_part, b, columns in zip(low.flatten(2).unbind(1), self.b, self._columns, strict=True):
             add_dense(of_part, b.view(slots * rank, -1).t(), y[:, columns])
+
+    def add_at(self, x: Tensor, y: Tensor, slot: Tensor) -> None:
+        """Add to all rows of y the products of one adapter. slot: int64 `[1]`, its slot."""
+        parts, _, rank, width = self.a.shape
+        index = slot - 1
+        low = _low(x, self.a.index_select(1, index).view(-1, width)).view(len(x), parts, rank)
+        for of_part, b, columns in zip(low.unbind(1), self.b, self._columns, strict=True):
+            add_dense(of_part, b.index_select(0, index)[0].t(), y[:, columns])
 
 
 def _low(x: Tensor, a: Tensor) -> Tensor:
@@ -127,12 +141,33 @@ class GroupedRows:
 
 
 class StackedRows:
-    """Computes all slots for all rows, which the device alone knows."""
+    """Computes each row with its own adapter, which the device alone knows."""
 
-    def __init__(self, slots: Tensor) -> None:
-        """Know the slot of each row, int64 `[rows]`."""
-        self._slots = slots
+    def __init__(self, slots: Tensor, count: int) -> None:
+        """Know the slot of each row, int64 `[rows]`. count: how many slots there are."""
+        self._slots, self._count = slots, count
+        self._others: Tensor | None = None
 
     def add(self, x: Tensor, y: Tensor, matrix: LoraMatrix, first: int = 0) -> None:
         """Add to y the products of x with the adapters of rows from `first` on."""
-        matrix.add_all(x, y, self._slots[first : first + len(x)])
+        rows = slice(first, first + len(x))
+        if matrix.add_by_kernels(x, y, self._slots[rows]):
+            return
+        if self._others is None:
+            every = torch.arange(1, self._count + 1, device=self._slots.device)
+            self._others = self._slots[:, None] != every
+        matrix.add_all(x, y, self._others[rows])
+
+
+class RunRows:
+    """Computes all rows with one adapter, which the device alone knows: those of a prompt. What is behind
+    the prompt is nobody's, and may get whatever there is."""
+
+    def __init__(self, slots: Tensor) -> None:
+        """Know the slot of each row, int64 `[rows]`, of which the first has an adapter."""
+        self._slots, self._slot = slots, slots[:1].clamp(min=1)  # Also where a step is only recorded.
+
+    def add(self, x: Tensor, y: Tensor, matrix: LoraMatrix, first: int = 0) -> None:
+        """Add to y the products of x with the adapter of rows from `first` on."""
+        if not matrix.add_by_kernels(x, y, self._slots[first : first + len(x)]):
+            matrix.add_at(x, y, self._slot)

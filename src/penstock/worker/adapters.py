@@ -18,7 +18,7 @@ from penstock.arch.shards import Shard
 from penstock.arch.spec import ModelSpec
 from penstock.memory.sending import send
 from penstock.models.inputs import LoraInputs
-from penstock.ops.lora import GroupedRows, Ints, LoraMatrix, LoraRows, StackedRows
+from penstock.ops.lora import GroupedRows, Ints, LoraMatrix, LoraRows, RunRows, StackedRows
 from penstock.step.plan import Admission, Plan
 from penstock.weights.checkpoint.lora import Adapter
 
@@ -95,9 +95,14 @@ class RowAdapters:
         )
 
     def of_rows(self, rows: Tensor) -> LoraInputs:
-        """Return the adapters of rows that the device alone knows, `[rows]`, of which the first may be all
-        that passes the end of the last layer."""
-        every = StackedRows(self.on_device[rows.long()])
+        """Return the adapters of rows that the device alone knows, `[rows]`."""
+        every = StackedRows(self.on_device[rows.long()], self.room.slots)
+        return LoraInputs(self.bank, every, every)
+
+    def of_run(self, rows: Tensor) -> LoraInputs:
+        """Return the adapter of a run of one request's tokens, whose rows the device alone knows, `[rows]`.
+        Of these the first may be all that passes the end of the last layer."""
+        every = RunRows(self.on_device[rows.long()])
         return LoraInputs(self.bank, every, every)
 
     def _rows(self, slots: Ints) -> LoraRows:
@@ -105,5 +110,5 @@ class RowAdapters:
         computed for nothing."""
         several = len(np.unique(slots[slots > 0]))
         if len(slots) <= _FEW_ROWS and _SLOTS_FOR_ONE * several >= self.room.slots and several > 1:
-            return StackedRows(send(slots, self._like.device))
+            return StackedRows(send(slots, self._like.device), self.room.slots)
         return GroupedRows(slots, lambda rows: send(rows, self._like.device))

@@ -198,7 +198,7 @@ class DecodeStep:
             attention,
             last,
             replace(attention, rows=newest, placed=None),
-            lora=self.adapters.of_rows(given[0]) if adapted and self.adapters else None,
+            lora=self.adapters.of_run(given[0]) if adapted and self.adapters else None,
         )
         self._finish(self._decoder.forward(weights, self._pool.layers, inputs), given[0, :1], weights)
 
