@@ -41,7 +41,7 @@ class LoraMatrix:
         self.a, ends = like.new_zeros(len(heights), slots, rank, width), np.cumsum(heights).tolist()
         self._every = like.new_zeros(slots * rank * ends[-1])
         """All of b, part by part."""
-        each = self._every.split([slots * rank * height for height in heights])
+        each = torch.split(self._every, [slots * rank * height for height in heights])
         self.b = tuple(one.view(slots, rank, -1) for one in each)
         self._ranks = np.zeros((slots, len(heights)), dtype=np.int64)
         self._heights = tuple(heights)
