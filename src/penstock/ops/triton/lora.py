@@ -26,7 +26,7 @@ MOST_PARTS = 3
 _STEP, _COLS, _RANKS, _MOST_SPLITS = 128, 256, 64, 16
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "slots", "rank", "inner"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows", "tiles", "slots"])  # type: ignore[untyped-decorator]
 def _shrink(  # type: ignore[no-untyped-def]
     x,
     a,
@@ -72,7 +72,7 @@ def _shrink(  # type: ignore[no-untyped-def]
         tl.store(low + at[:, None] + number[None, :], acc, mask=mine[:, None] & (number < rank)[None, :])
 
 
-@triton.jit(do_not_specialize=["rows", "slots", "rank", "first", "second", "third"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows", "slots"])  # type: ignore[untyped-decorator]
 def _expand(  # type: ignore[no-untyped-def]
     low,
     b,
@@ -97,7 +97,7 @@ def _expand(  # type: ignore[no-untyped-def]
     """
     in_turn(EARLY)
     block, height = tl.program_id(0), first
-    part, start = block * 0, first * 0
+    part, start = block * 0, block * 0
     if PARTS > 1:
         blocks = tl.cdiv(first, COLS)
         if block >= blocks:
