@@ -270,7 +270,10 @@ def test_on_disk_too(
         with LLM(base, **kept, lora_modules=modules) as llm:
             for name in modules:
                 found[name, modules[name]] = llm.generate(prompt, GREEDY, lora=name)[0]
-            assert llm.generate(prompt, GREEDY)[0].cached_disk == (96 if len(modules) > 1 else 0)
+            if len(modules) == 1:
+                assert llm.generate(prompt, GREEDY)[0].cached_disk == 0
+    with LLM(base, **kept) as llm:  # Another engine, since how fast the disk was is not known yet.
+        assert llm.generate(prompt, GREEDY)[0].cached_disk == 96
     assert found["a", some["eight"]].cached_tokens == 0
     first, again = found["a", some["one"]], found["other", some["one"]]
     assert (first.cached_tokens, again.cached_disk) == (0, 96)
