@@ -519,7 +519,7 @@ def elsewhere(capability: int, seen: Callable[[Any], None]) -> Iterator[None]:
         patched.enter_context(patch.object(JITFunction, "run", only_compiled))
         for module in (triton_experts, triton_few_bits, triton_few_bits_experts):
             patched.enter_context(patch.object(module, "shared_memory", lambda _: SHARED[capability]))
-        counts = {triton_attention: 80, triton_tiles: 80, triton_linear: 132, triton_lora: 132}
+        counts = {triton_attention: 80, triton_tiles: 80, triton_linear: 132}
         counts |= {triton_few_bits: 132, triton_blocks: 132}
         for module, count in counts.items():
             patched.enter_context(patch.object(module, "multiprocessors", lambda _, count=count: count))

@@ -68,13 +68,16 @@ class LoraMatrix:
                 a, b = self.a[part, slot - 1, :rank], self.b[part][slot - 1, :rank]
                 add_dense(_low(x, a), b.t(), y[:, self._columns[part]])
 
-    def add_by_kernels(self, x: Tensor, y: Tensor, slot_of: Tensor) -> bool:
+    def add_by_kernels(self, x: Tensor, y: Tensor, slot_of: Tensor, *, early: bool) -> bool:
         """Add to each row of y the products of its adapter, if there are kernels for so few rows. Tell
-        whether that is done. slot_of: int64 `[rows]`, the slot of each."""
+        whether that is done.
+
+        slot_of: int64 `[rows]`, the slot of each. early: whether this was done before in the same step.
+        """
         kernels = triton_kernels("lora") if x.is_cuda else None
         if kernels is None or not kernels.suits(x, self.a):
             return False
-        kernels.add(x, y, self.a, self._every, self._heights, slot_of)
+        kernels.add(x, y, self.a, self._every, self._heights, slot_of, early=early)
         return True
 
     def add_all(self, x: Tensor, y: Tensor, others: Tensor) -> None:
@@ -145,13 +148,14 @@ class StackedRows:
 
     def __init__(self, slots: Tensor, count: int) -> None:
         """Know the slot of each row, int64 `[rows]`. count: how many slots there are."""
-        self._slots, self._count = slots, count
+        self._slots, self._count, self._early = slots, count, False
         self._others: Tensor | None = None
 
     def add(self, x: Tensor, y: Tensor, matrix: LoraMatrix, first: int = 0) -> None:
         """Add to y the products of x with the adapters of rows from `first` on."""
         rows = slice(first, first + len(x))
-        if matrix.add_by_kernels(x, y, self._slots[rows]):
+        if matrix.add_by_kernels(x, y, self._slots[rows], early=self._early):
+            self._early = True
             return
         if self._others is None:
             every = torch.arange(1, self._count + 1, device=self._slots.device)
@@ -166,8 +170,11 @@ class RunRows:
     def __init__(self, slots: Tensor) -> None:
         """Know the slot of each row, int64 `[rows]`, of which the first has an adapter."""
         self._slots, self._slot = slots, slots[:1].clamp(min=1)  # Also where a step is only recorded.
+        self._early = False
 
     def add(self, x: Tensor, y: Tensor, matrix: LoraMatrix, first: int = 0) -> None:
         """Add to y the products of x with the adapter of rows from `first` on."""
-        if not matrix.add_by_kernels(x, y, self._slots[first : first + len(x)]):
+        if matrix.add_by_kernels(x, y, self._slots[first : first + len(x)], early=self._early):
+            self._early = True
+        else:
             matrix.add_at(x, y, self._slot)

@@ -3,10 +3,14 @@
 The first computes `x @ A.T` of each row's own adapter, the second adds `(x @ A.T) @ B` to what the model's
 matrix says. Both know the rows' slots from the device alone. Of slots that no row has, nothing is read.
 
-Each waits before it reads anything, where launches may begin early (`kernels.pdl_launches`). Sums of the
-first launch are cut into parts that the second one adds, so results do not depend on which program is
-faster, nor on the adapters of other rows. The second launch has programs for each row, which wait for memory
-once: rows of many adapters would wait for one after the other in a program of theirs.
+Sums of the first launch are cut into parts that the second one adds, so results do not depend on which
+program is faster, nor on the adapters of other rows. The second launch has programs for each row, which wait
+for memory once: rows of many adapters would wait for one after the other in a program of theirs.
+
+Why this is safe. Where launches may be early (`kernels.pdl_launches`), each reads the rows' slots and the
+first of its adapter's numbers before the kernels before this one have ended. A step's first launch here is
+not early (`add`), so all that came before it had ended, and with it what writes slots and adapters: no kernel
+that comes later in a step does. All else is read, and everything written, behind `gdc_wait`.
 """
 
 from collections.abc import Sequence
@@ -15,15 +19,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
-from penstock.ops.triton.pointwise import in_turn
-from penstock.ops.triton.tuning import multiprocessors
 
 MOST_ROWS = 64
 """Largest number of rows of `add`."""
 MOST_PARTS = 3
-_STEP, _COLS, _RANKS, _MOST_SPLITS = 128, 256, 64, 16
+_NUMBERS, _COLS, _RANKS, _MOST_SPLITS = 8192, 256, 64, 32
+"""Numbers of A that a program reads at a time, columns of B, rows of A, and parts of sums."""
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "slots"])  # type: ignore[untyped-decorator]
@@ -46,7 +50,8 @@ def _shrink(  # type: ignore[no-untyped-def]
     EARLY: tl.constexpr,
 ) -> None:
     """Compute a part of the sums of RANKS rows of A of one slot, for the rows that have it."""
-    in_turn(EARLY)
+    if EARLY:
+        gdc_launch_dependents()
     tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     block, pair = tile % tiles, tile // tiles  # A pair is a slot of a part.
     row, number = tl.arange(0, ROWS), block * RANKS + tl.arange(0, RANKS)
@@ -59,17 +64,23 @@ def _shrink(  # type: ignore[no-untyped-def]
         end = tl.minimum(begin + each, inner)
         x_at = x + row.to(tl.int64)[:, None] * s_x + step[None, :]
         a_at = a + (pair.to(tl.int64) * rank + number)[:, None] * inner + step[None, :]
+        known = (number < rank)[:, None]
+        w = tl.load(a_at + begin, mask=known & (begin + step < end)[None, :], other=0.0)
+        if EARLY:
+            gdc_wait()
         acc = tl.zeros([ROWS, RANKS], tl.float32)
-        for k in tl.range(begin, end, STEP, num_stages=2):
-            inside = (k + step < end)[None, :]
-            some = tl.load(x_at + k, mask=mine[:, None] & inside, other=0.0)
-            w = tl.load(a_at + k, mask=(number < rank)[:, None] & inside, other=0.0)
+        for k in range(begin, end, STEP):
+            some = tl.load(x_at + k, mask=mine[:, None] & (k + step < end)[None, :], other=0.0)
             if WIDEN:  # the interpreter cannot multiply bf16; the products are the same
-                some, w = some.to(tl.float32), w.to(tl.float32)
-            acc = tl.dot(some, tl.trans(w), acc, input_precision="ieee")
+                acc = tl.dot(some.to(tl.float32), tl.trans(w.to(tl.float32)), acc, input_precision="ieee")
+            else:
+                acc = tl.dot(some, tl.trans(w), acc, input_precision="ieee")
+            w = tl.load(a_at + k + STEP, mask=known & (k + STEP + step < end)[None, :], other=0.0)
         parts = tl.num_programs(0) // (SPLITS * tiles * slots)
         at = ((split * rows + row).to(tl.int64) * parts + pair // slots) * rank
         tl.store(low + at[:, None] + number[None, :], acc, mask=mine[:, None] & (number < rank)[None, :])
+    elif EARLY:
+        gdc_wait()  # Whoever waits for this kernel waits for those before it.
 
 
 @triton.jit(do_not_specialize=["rows", "slots"])  # type: ignore[untyped-decorator]
@@ -95,7 +106,8 @@ def _expand(  # type: ignore[no-untyped-def]
 
     first, second, third: heights of the parts, of which there are PARTS.
     """
-    in_turn(EARLY)
+    if EARLY:
+        gdc_launch_dependents()
     block, height = tl.program_id(0), first
     part, start = block * 0, block * 0
     if PARTS > 1:
@@ -110,31 +122,44 @@ def _expand(  # type: ignore[no-untyped-def]
     slot = tl.load(slot_of + row)
     if slot > 0:
         col, split = block * COLS + tl.arange(0, COLS), tl.arange(0, SPLITS)
-        to, there = y + row.to(tl.int64) * s_y + start + col, col < height
-        acc = tl.load(to, mask=there, other=0.0).to(tl.float32)
+        to, there = y + row.to(tl.int64) * s_y + start + col, (col < height)[None, :]
         own = b + start.to(tl.int64) * slots * rank + (slot - 1) * rank * height
         sums = low + (split * rows + row).to(tl.int64)[:, None] * (PARTS * rank) + part * rank
-        for begin in tl.range(0, rank, RANKS):
-            number = begin + tl.arange(0, RANKS)
-            known = number < rank
-            total = tl.sum(tl.load(sums + number[None, :], mask=known[None, :], other=0.0), 0)
-            w = tl.load(
-                own + number[:, None] * height + col[None, :],
-                mask=known[:, None] & there[None, :],
-                other=0.0,
-            )
+        number = tl.arange(0, RANKS)
+        w_at = own + number[:, None] * height + col[None, :]
+        w = tl.load(w_at, mask=(number < rank)[:, None] & there, other=0.0)
+        if EARLY:
+            gdc_wait()
+        acc = tl.load(to, mask=col < height, other=0.0).to(tl.float32)
+        for begin in range(0, rank, RANKS):
+            known = begin + number < rank
+            total = tl.sum(tl.load(sums + begin + number[None, :], mask=known[None, :], other=0.0), 0)
             acc += tl.sum(total[:, None] * w.to(tl.float32), 0)
+            after = begin + RANKS
+            w = tl.load(w_at + after * height, mask=(after + number < rank)[:, None] & there, other=0.0)
         tl.debug_barrier()  # Threads share what is read, and one of them writes.
-        tl.store(to, acc.to(y.dtype.element_ty), mask=there)
+        tl.store(to, acc.to(y.dtype.element_ty), mask=col < height)
+    elif EARLY:
+        gdc_wait()  # Whoever waits for this kernel waits for those before it.
 
 
-def add(x: Tensor, y: Tensor, a: Tensor, b: Tensor, heights: Sequence[int], slot_of: Tensor) -> None:
+def add(  # noqa: PLR0913
+    x: Tensor,
+    y: Tensor,
+    a: Tensor,
+    b: Tensor,
+    heights: Sequence[int],
+    slot_of: Tensor,
+    *,
+    early: bool = False,
+) -> None:
     """Add to each row of y the products of its adapter, rounded once.
 
     x: `[rows, in]`, y: `[rows, out]` (rows of both strided).
     a: `[parts, slots, rank, in]`. b: of each part `[slots, rank, height]`, one after the other.
     heights: of each part.
     slot_of: int64 `[rows]`, from 1 on; 0 is no adapter.
+    early: whether another call was before this one since slots and adapters were written.
     """
     (rows, inner), (parts, slots, rank, width) = x.shape, a.shape
     assert 0 < rows <= MOST_ROWS, x.shape
@@ -147,19 +172,21 @@ def add(x: Tensor, y: Tensor, a: Tensor, b: Tensor, heights: Sequence[int], slot
     assert x.dtype == y.dtype == a.dtype == b.dtype
     ranks = min(_RANKS, max(16, triton.next_power_of_2(rank)))
     tiles = triton.cdiv(rank, ranks)
-    splits = splits_of(parts * slots * tiles, inner, multiprocessors(x.device))
+    padded = max(16, triton.next_power_of_2(rows))
+    step = _NUMBERS // max(ranks, padded)
+    splits = splits_of(inner, step)
     low = torch.empty(splits * rows * parts * rank, dtype=torch.float32, device=x.device)
-    early = uses_pdl()
-    more = {"SPLITS": splits, "EARLY": early, "num_warps": 4, **pdl_launch_options(early)}
+    first, then = (uses_pdl() and may for may in (early, True))
     _shrink[(parts * slots * tiles * splits,)](
         x, a, slot_of, low, rows, tiles, slots, rank, inner, x.stride(0),
-        ROWS=max(16, triton.next_power_of_2(rows)), RANKS=ranks, STEP=_STEP, WIDEN=x.device.type == "cpu",
-        **more,
+        ROWS=padded, RANKS=ranks, STEP=step, WIDEN=x.device.type == "cpu",
+        SPLITS=splits, EARLY=first, num_warps=4, **pdl_launch_options(first),
     )  # fmt: skip
     several = [*heights, 0, 0][:MOST_PARTS]
     _expand[(sum(triton.cdiv(height, _COLS) for height in heights), rows)](
         low, b, slot_of, y, rows, slots, rank, *several, y.stride(0),
-        PARTS=parts, RANKS=min(_RANKS // 2, triton.next_power_of_2(rank)), COLS=_COLS, **more,
+        PARTS=parts, RANKS=min(_RANKS // 2, triton.next_power_of_2(rank)), COLS=_COLS,
+        SPLITS=splits, EARLY=then, num_warps=4, **pdl_launch_options(then),
     )  # fmt: skip
 
 
@@ -168,8 +195,6 @@ def suits(x: Tensor, a: Tensor) -> bool:
     return len(x) <= MOST_ROWS and len(a) <= MOST_PARTS and x.stride(1) == 1
 
 
-def splits_of(tiles: int, inner: int, many: int) -> int:
-    """Return into how many parts sums are cut: a power of two, for about two programs on each of `many`
-    multiprocessors, with two steps for each at least."""
-    most = min(_MOST_SPLITS, 2 * many // tiles, inner // (2 * _STEP))
-    return 1 << max(most, 1).bit_length() - 1
+def splits_of(inner: int, step: int) -> int:
+    """Return into how many parts sums of so many numbers are cut: a power of two, for one step in each."""
+    return min(_MOST_SPLITS, triton.next_power_of_2(triton.cdiv(inner, step)))
