@@ -523,6 +523,14 @@ def test_a_place_for_what_comes_ahead_is_there_only_where_the_host_has_all() -> 
     assert (room.on_device, room.on_host) == (1, 13)
 
 
+@pytest.mark.parametrize(("asked", "ring"), [(0, 9), (8, 9), (36, 10), (64, 17), (128, 32)])
+def test_what_many_ask_for_comes_in_few_parts(asked: int, ring: int) -> None:
+    """Of 2,000 units 6 are for what every pass needs; of the other 997 places at most 31 are for what comes,
+    and one for what comes ahead."""
+    _, room = mixture(world(5, 1), 2, 2000, device=2000, host=4000, copies=True, asked=asked)
+    assert (room.device_ring, room.slots) == (ring, 997 - ring)
+
+
 def test_no_more_experts_stay_than_there_are() -> None:
     """What every pass needs does not fit in whole, so that it leaves a hole larger than all experts."""
     _, room = mixture(world(8, 15), 2, 1, device=23, host=40)

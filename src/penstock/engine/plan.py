@@ -133,6 +133,12 @@ class Outline(Generic[Far]):
         return len(experts) * max(experts) <= self.host_room
 
     @property
+    def asked(self) -> int:
+        """Return the most experts of a layer that a step with a token of every sequence asks for."""
+        moe = self.spec.moe
+        return min(moe.experts, self.limits.max_sequences * moe.top_k) if moe else 0
+
+    @property
     def host_room(self) -> int:
         """Return the bytes of host memory that weights may take. Raises BudgetError."""
         far = self.far.host_bytes if self.far else 0
@@ -300,7 +306,9 @@ def plan_boot(outline: Outline[Far], measured: Measured, given: WeightLimits | N
         host = max(host_room(outline.settings, measured.hardware) - far, 0)
         if not given and not outline.hardware.cuda and host == 0:
             host = beside = cpu_ring(room, layouts)
-        limits = given or WeightLimits(max(room - beside, 0), host, copies=outline.decides)
+        limits = given or WeightLimits(
+            max(room - beside, 0), host, copies=outline.decides, asked=outline.asked
+        )
         disk = measured.rates.disk_to_host > 0 if measured.rates else measured.disk
         placement, experts, needs_disk = solve_model(
             layouts, outline.spec.tied_embeddings, limits, measured.rates or USUAL, disk

@@ -236,12 +236,15 @@ class CudaStream:
     """A CudaStream is a stream of the device: a new one, or the calling thread's current one.
 
     current: whether it is the latter, for arithmetic.
-    clock: another stream's, so that times are comparable.
+    clock: another stream's, so that times are comparable. first: its kernels begin before those of other
+    streams that have not begun, recorded ones too.
     """
 
-    def __init__(self, device: torch.device, *, current: bool = False, clock: _Clock | None = None) -> None:
+    def __init__(
+        self, device: torch.device, *, current: bool = False, clock: _Clock | None = None, first: bool = False
+    ) -> None:
         self._device = device
-        self._stream = None if current else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+        self._stream = None if current else torch.cuda.Stream(device, -int(first))  # type: ignore[no-untyped-call]  # torch's
         self.clock = clock or _Clock(device)
 
     def run(self, work: Callable[[], object]) -> None:

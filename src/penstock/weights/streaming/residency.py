@@ -69,8 +69,19 @@ class WeightLimits:
     device_ring: int | None = None
     copies: bool = False
     """The device decides which experts it has copies of, where HOST has room for all of them."""
+    asked: int = 0
+    """Experts that a decode step asks a layer for, at most."""
     first: frozenset[GroupId] = frozenset()
     """Groups that stay on DEVICE before all others; none: those with which a pass is shortest."""
+
+    def rings(self, usual: tuple[int, ...], places: int) -> tuple[int, ...]:
+        """Return how many of so many places experts may come through where the device decides, best first.
+
+        The link rests 75 µs behind each part of half a ring (an H100), so all that a step asks for comes in 8
+        parts, unless the ring would then take more than one place of 32. One more is for what comes ahead.
+        """
+        wide = min(2 * self.asked // 8, places // 32)
+        return (max(wide, usual[0]) + 1, *usual)
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ def solve_mixture(
         placement = solve(uses, replace(limits, device=limits.device - experts * size), rates, seconds, piece)
         return placement, ExpertRoom(size, experts, experts, 0)
     copies = limits.copies and experts * size <= limits.host
-    rings = (EXPERT_RING[0] + 1, *EXPERT_RING) if copies else EXPERT_RING  # One comes ahead.
+    rings = limits.rings(EXPERT_RING, (limits.device - dense) // size) if copies else EXPERT_RING
     ring = next((slots for slots in rings if dense + slots * size <= limits.device), rings[-1])
     if limits.device - ring * size <= 0:
         raise BudgetError(

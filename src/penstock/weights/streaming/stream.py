@@ -400,7 +400,9 @@ class WeightStream:
 
 def _link(device: torch.device, compute: Stream) -> Stream:
     """Return a stream for kernels that fetch, with the clock of `compute`. Interpreted ones fetch at once."""
-    return CudaStream(device, clock=compute.clock) if isinstance(compute, CudaStream) else CallerStream()
+    if not isinstance(compute, CudaStream):
+        return CallerStream()
+    return CudaStream(device, clock=compute.clock, first=True)
 
 
 def _cpu(
