@@ -30,8 +30,7 @@ from penstock.sched.span import KVSpan
 from penstock.worker.inputs import InputBuilder
 
 CASES = 100 if tiny.THOROUGH else 9
-"""Of each family: a few seconds, and what faults are known to be found by. `make fuzz` goes on for an
-hour."""
+"""Of each family: a few seconds. `make fuzz` goes on for an hour."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -42,9 +41,7 @@ def _frozen() -> None:
 
 def seeds(family: str) -> list[int]:
     begin = 0 if family in fuzz.FAMILIES else fuzz.MIXED if family in fuzz.MIXTURES else 2 * fuzz.MIXED
-    its = [seed for seed in range(begin, begin + fuzz.MIXED) if fuzz.family_of(seed) == family]
-    known = {first for first, *_ in FAULTS.values()}
-    return [*its[:CASES], *(seed for seed in its[CASES:] if seed in known)]
+    return [seed for seed in range(begin, begin + fuzz.MIXED) if fuzz.family_of(seed) == family][:CASES]
 
 
 @pytest.mark.timeout(240 * (10 if tiny.THOROUGH else 1))
@@ -167,10 +164,10 @@ def test_planted_faults_are_found(name: str) -> None:
     """Within the cases that the test above runs. It begins with the one that is known to; the others are for
     when cases change."""
     first, function, there, instead = FAULTS[name]
-    every = sorted(seed for family in fuzz.FAMILIES for seed in seeds(family))
-    at = every.index(first)
+    every = range(CASES * len(fuzz.FAMILIES))
+    assert first in every
     with planted(function, there, instead):
-        for seed in (*every[at:], *every[:at]):
+        for seed in (*every[first:], *every[:first]):
             try:
                 fuzz.check(fuzz.draw(seed), fuzz.Tally())
             except (fuzz.Mismatch, AssertionError):

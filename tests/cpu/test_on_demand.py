@@ -439,6 +439,43 @@ def test_what_waits_for_an_engine_is_told_also_if_its_process_does_not_end(
     assert [one.startswith(why) for one in ended] == [True]
 
 
+def test_no_loop_waits_for_a_process_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request is larger than a pipe takes, and its engine reads once the loop has gone on."""
+    context = multiprocessing.get_context("fork")
+    near, far = context.Pipe()
+    goes_on = context.Event()
+
+    def busy(line: Connection) -> None:
+        line.send(process._Loaded(None))  # type: ignore[arg-type]
+        if goes_on.wait(10):
+            number, _, given = line.recv()
+            line.send((number, len(given)))
+            line.send((number, process._Last()))
+            line.recv()
+
+    def started(*_: object) -> tuple[Any, Connection]:
+        child = context.Process(target=busy, args=(far,), daemon=True)
+        child.start()
+        far.close()
+        return child, near
+
+    monkeypatch.setattr(process, "_started", started)
+    engine = process.EngineProcess("a", Config())
+    engine.start()
+    request: Any = "x" * (1 << 20)
+
+    async def work() -> None:
+        asking = asyncio.ensure_future(anext(engine.answer((), request)))
+        await asyncio.sleep(0.01)
+        goes_on.set()
+        assert await asking == len(request)
+
+    try:
+        run(work)
+    finally:
+        engine.stop()
+
+
 # ---- what it costs
 
 

@@ -32,10 +32,6 @@ class EngineDriver:
         self._engine = engine
         self._process = os.getpid()
         self._lock = threading.RLock()
-        self.is_waiting = engine.scheduler.is_waiting
-        """Tells whether a request still waits in the engine's queue."""
-        self.found_now = engine.scheduler.foresight.found
-        """Counts the tokens of a prompt, with its salt, whose KV is there now. For any thread."""
         self._live: dict[RequestId, OutputSequence] = {}
         self._dropped: deque[SequenceGroup] = deque()
         """Groups abandoned during a step, to be ended after it."""
@@ -59,6 +55,14 @@ class EngineDriver:
         with self._lock:
             self._sweep()
             return self._engine.stats()
+
+    def is_waiting(self, request: RequestId) -> bool:
+        """Tell whether a request still waits in the engine's queue. Takes no lock."""
+        return self._engine.scheduler.is_waiting(request)
+
+    def found_now(self, prompt: Sequence[int], salt: bytes) -> int:
+        """Return how many tokens of a prompt have KV that is there now. Takes no lock."""
+        return self._engine.scheduler.foresight.found(prompt, salt)
 
     def outlook(self) -> Outlook:
         """Return what is before a new request now, for any thread."""
@@ -221,7 +225,7 @@ class EngineDriver:
                 engine.close()
             self.check_open()
             if engine is not None:
-                self._engine, self.is_waiting = engine, engine.scheduler.is_waiting
+                self._engine = engine
             self._asleep = False
 
     def drop(self, group: SequenceGroup) -> None:

@@ -26,16 +26,14 @@ class Bed:
         self._llm, self._broker = llm, broker
         self._one = asyncio.Lock()
         self._called_off = False
-        self.asleep = False
-        """Whether no calls are taken, since the model sleeps or is about to."""
 
     async def sleep(self, level: int, *, aborts: bool) -> Sleep:
         """Put the model to sleep, and return how it sleeps. aborts: whether calls are ended; else they are
         waited for. Raise what `LLM.sleep` does, and RequestError if it was called off."""
-        if aborts and self.asleep:  # Another one may wait for them.
+        if aborts and self._broker.paused:  # Another one may wait for them.
             self._broker.abort()
         async with self._one:
-            self.asleep, self._called_off = True, False
+            self._called_off = False
             self._broker.pause()
             try:
                 if aborts:
@@ -65,6 +63,5 @@ class Bed:
         return self._llm.driver.idle
 
     def _end_unless_asleep(self) -> None:
-        self.asleep = self._llm.is_sleeping
-        if not self.asleep:
+        if not self._llm.is_sleeping:
             self._broker.go_on()

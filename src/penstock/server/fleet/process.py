@@ -4,14 +4,14 @@ ended, all of its memory is back, on the host and on the device.
 Processes are forked from one that has imported torch and has computed nothing (multiprocessing's forkserver),
 so that a load does not begin with seconds of imports.
 
-Why this is safe. A pipe joins the two processes. On this side one thread reads it, a lock orders what is
-written, and each answer has a number, by which what comes is handed to the loop that asked; on the other side
-one loop does everything. What was asked ends in one of two ways: its end comes, or the pipe does. The reader
-marks the process as gone under the lock that guards the table of what was asked, and what is asked later is
-refused under it: so nothing waits for a process that is not there. A process ends with its server, however
-that ends: the kernel kills it when the process that it was forked from is gone (PR_SET_PDEATHSIG), and that
-one ends when the server's end of a pipe is closed. Signals of a terminal or a service manager are the
-server's: here they are blocked.
+Why this is safe. A pipe joins the two processes. On this side one thread reads it and another one writes to
+it, so that no loop waits for a process that does not read; each answer has a number, by which what comes is
+handed to the loop that asked. On the other side one loop does everything. What was asked ends in one of two
+ways: its end comes, or the pipe does. The reader marks the process as gone under the lock that guards the
+table of what was asked, and what is asked later is refused under it: so nothing waits for a process that is
+not there. A process ends with its server, however that ends: the kernel kills it when the process that it
+was forked from is gone (PR_SET_PDEATHSIG), and that one ends when the server's end of a pipe is closed.
+Signals of a terminal or a service manager are the server's: here they are blocked.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ import ctypes
 import gc
 import logging
 import multiprocessing
+import pickle
 import signal
 import sys
 import threading
@@ -29,6 +30,7 @@ from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
 from typing import Any
 
 import msgspec
@@ -53,6 +55,7 @@ _STATE = 5.0
 """Seconds in which a process has told its state."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
+_STOP = pickle.dumps(None)
 ANSWER, LEAVE, CLEAR, EXPERTS = "answer", "leave", "clear", "experts"
 _ASIDE = (CLEAR, EXPERTS)
 """They may take a while, and are told from a thread."""
@@ -96,7 +99,9 @@ class EngineProcess:
         without having been asked to, with the reason.
         """
         self._name, self._config, self._ended = name, config, ended
-        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._orders = SimpleQueue[bytes]()
+        """What is to be written, in order."""
         self._asked: dict[int, Asked] = {}
         self._number = 0
         self._gone = ""
@@ -105,12 +110,14 @@ class EngineProcess:
         self._line: Connection | None = None
         self._process: BaseProcess | None = None
         self._reader: threading.Thread | None = None
+        self._writer = threading.Thread(target=self._write, name="penstock engine writer", daemon=True)
 
     # ---- its life, on any thread
 
     def start(self) -> ReplicaInfo:
         """Start the process, and wait until its model is loaded. Raises what has kept it from that."""
         self._process, self._line = _started(_run_engine, self._config, self._name)
+        self._writer.start()
         if self._stopping:
             self._process.kill()
         try:
@@ -147,14 +154,14 @@ class EngineProcess:
         process, line = self._process, self._line
         if process is None or line is None:
             return
-        with suppress(OSError, ValueError):
-            self._send(None)
+        self._send(None)
         process.join(_GRACE)
         if process.is_alive():
             process.kill()
             process.join()
         if self._reader is not None:
             self._reader.join()
+        self._writer.join()
         self._process = None
         process.close()
         line.close()
@@ -196,8 +203,7 @@ class EngineProcess:
             self._asked[number] = asyncio.get_running_loop(), queue
         over = False
         try:
-            with suppress(OSError, ValueError):  # The reader sees that it is gone, and says why.
-                self._send((number, what, given))
+            self._send((number, what, given))
             while not over:
                 if isinstance(message := await queue.get(), EngineClosedError):
                     over = True
@@ -208,15 +214,20 @@ class EngineProcess:
             with self._lock:
                 self._asked.pop(number, None)
             if not over:
-                with suppress(OSError, ValueError):
-                    self._send((number, LEAVE, None))
+                self._send((number, LEAVE, None))
 
     def _send(self, message: object) -> None:
-        assert self._line is not None
-        with self._writing:
-            self._line.send(message)
+        """Have a message written, behind those before it; None is the last."""
+        self._orders.put(pickle.dumps(message))
 
-    # ---- the thread that reads
+    # ---- the threads that write and read
+
+    def _write(self) -> None:
+        assert self._line is not None
+        with suppress(OSError):  # The reader sees that it is gone, and says why.
+            while (order := self._orders.get()) != _STOP:
+                self._line.send_bytes(order)
+            self._line.send_bytes(order)
 
     def _read(self) -> None:
         assert self._line is not None

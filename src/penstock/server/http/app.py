@@ -182,7 +182,7 @@ async def _ready(server: ServerState, request: Request) -> Response:
         status = "loading"
     elif server.fleet is not None and not server.fleet.replicas:
         status = "waiting for a replica"
-    elif server.bed is not None and server.bed.asleep:
+    elif server.broker.paused:
         status = "asleep"
     else:
         status = "ready" if server.broker.open else "closing"

@@ -77,8 +77,9 @@ class WeightLimits:
     def rings(self, usual: tuple[int, ...], places: int) -> tuple[int, ...]:
         """Return how many of so many places experts may come through where the device decides, best first.
 
-        The link rests 75 µs behind each part of half a ring (an H100), so all that a step asks for comes in 8
-        parts, unless the ring would then take more than one place of 32. One more is for what comes ahead.
+        The link rests 50 to 75 µs behind each part of half a ring (an H100), so all that a step asks for
+        comes in 8 parts, unless the ring would then take more than one place of 32. One is for what comes
+        ahead.
         """
         wide = min(2 * self.asked // 8, places // 32)
         return (max(wide, usual[0]) + 1, *usual)
