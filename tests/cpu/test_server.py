@@ -460,7 +460,7 @@ def test_headers_say_what_was_before_a_request_and_when_its_first_token_comes(se
         assert 0 < float(headers["x-expected-first-token"]) < LONG, path
     before = counted(server)["time_to_first_token_of_expected_count",]
     with full(server) as streams:
-        until(lambda: server.ask("GET", "/state")[2]["waiting"] == len(streams) - 4)
+        until(lambda: len(server.ask("GET", "/state")[2]["queue"]) == len(streams) - 4)  # It is of a step.
         queue = server.ask("GET", "/state")[2]["queue"]
         assert [one["place"] for one in queue] == list(range(len(streams) - 4))
         assert all(one["length"] > 0 for one in queue)
