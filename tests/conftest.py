@@ -30,6 +30,9 @@ if not Path("/dev/nvidiactl").exists():
 # What is made while tests are looked for stays: going through it again and again would find nothing.
 gc.disable()
 
+# As the first model sets it: processes are forked from one of the same environment (see forks).
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 # No test asks the Hub but those that serve one themselves.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
