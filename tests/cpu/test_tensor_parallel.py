@@ -25,6 +25,7 @@ from penstock.engine.boot import boot
 from penstock.engine.placing import Override
 from penstock.parallel.group import Group
 from penstock.weights.streaming.residency import WeightLimits
+from servers import until
 
 SETTINGS = {
     "device": "cpu",
@@ -169,7 +170,7 @@ def test_a_rank_that_fails_while_it_starts_says_why(tmp_path: Path, monkeypatch:
     )  # sitecustomize is for processes that start.
     with pytest.raises(DeviceError, match=r"rank 1 of 2 .*no such disk"):
         LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2)
-    assert children() <= before
+    until(lambda: children() <= before)  # A compiler that was started meanwhile comes to its end.
 
 
 FAILING = """
