@@ -38,6 +38,7 @@ from penstock.ops.triton import few_bits_experts as triton_few_bits_experts
 from penstock.ops.triton import few_bits_mma
 from penstock.ops.triton import handover as triton_handover
 from penstock.ops.triton import linear as triton_linear
+from penstock.ops.triton import lora as triton_lora
 from penstock.ops.triton import norms as triton_norms
 from penstock.ops.triton import pace as triton_pace
 from penstock.ops.triton import pointwise as triton_pointwise
@@ -175,6 +176,19 @@ def few_rows(*classes: int) -> None:
         for outer, inner in ((6144, HIDDEN), (HIDDEN, HIDDEN), (1024, 3072), (VOCAB, HIDDEN)):
             triton_linear.few_rows(empty(rows, inner), empty(outer, inner))
         triton_linear.few_rows(empty(rows, HIDDEN), empty(2 * INNER, HIDDEN), gated=True)
+
+
+def lora(
+    rows: int, *heights: int, dtype: torch.dtype = BF16, slots: int = 8, rank: int = 16, inner: int = HIDDEN
+) -> None:
+    """Of a matrix of an 8B Llama, by default that of queries, keys and values."""
+    heights = heights or (HIDDEN, KV_HEADS * DIM, KV_HEADS * DIM)
+    a, b = (
+        empty(len(heights), slots, rank, inner, dtype=dtype),
+        empty(slots * rank * sum(heights), dtype=dtype),
+    )
+    x, y = empty(rows, inner, dtype=dtype), empty(rows, sum(heights), dtype=dtype)
+    triton_lora.add(x, y, a, b, heights, empty(rows, dtype=torch.int64))
 
 
 def draw() -> None:
@@ -376,6 +390,9 @@ CASES: dict[str, Callable[[], None]] = {
     "linear": linear,
     "linear, few rows": lambda: few_rows(16, 32),
     "linear, more rows": lambda: few_rows(64),
+    "adapters": lambda: lora(16),
+    "adapters, large": lambda: lora(64, INNER, INNER, rank=256),
+    "adapters, float32": lambda: lora(16, HIDDEN, inner=INNER, dtype=torch.float32),
     "draw": draw,
     "steps": steps,
     "sums": lambda: sums(BF16),

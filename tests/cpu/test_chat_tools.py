@@ -42,6 +42,8 @@ def test_tools_are_put_to_the_template(model: Path) -> None:
         both = llm.chat(TALK, FEW, tools=(*TOOLS,), chat_template_kwargs={"mood": "Well. "})
         assert both.prompt == f"{described}\nWell. Where is the boat?"
         assert llm.chat(TALK, FEW, tools=[]).prompt == llm.chat(TALK, FEW).prompt == TALK[0]["content"]
+        with pytest.raises(RequestError, match="the LoRA adapter 'x' is not loaded; there is none"):
+            llm.chat(TALK, FEW, tools=TOOLS, lora="x")
         for tools, said in (
             ("look", "of type str; give a list of tools such as"),
             (TOOLS[0], "of type dict; give a list"),

@@ -425,6 +425,10 @@ def test_prompts_of_different_salts_share_nothing_wherever_they_go(llm: LLM) -> 
         behind = reader.read([*found[0].prompt_tokens, *found[0].tokens, 5], GREEDY)
         assert held(behind.salted(mine).keys) > len(first), "its answer is known by its salt too"
         assert held(behind.keys) == 0
+        adapted = story.salted(mine).adapted("a")
+        assert adapted.request().decided["lora"] == "a"
+        assert not {*adapted.keys} & {*story.salted(mine).keys}, "an adapter has KV of its own"
+        assert adapted.keys == story.adapted("a").salted(mine).keys != story.adapted("a").keys
 
     with_a_fleet(llm, work, affinity=affinity)
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import adapters
 import pairs
 import tiny
 import toys
@@ -95,29 +96,35 @@ class Played:
 
     seen: ClassVar[list[int]] = []
     runs: ClassVar[list[int]] = []
+    adapted: ClassVar[list[int]] = []
+    """Those of either kind in which rows have adapters."""
 
-    def __init__(self, graphs: DecodeGraphs, count: int) -> None:
-        self._graphs, self._count = graphs, count
+    def __init__(self, graphs: DecodeGraphs, count: int, *, adapted: bool = False) -> None:
+        self._graphs, self._count, self._adapted = graphs, count, adapted
 
     def replay(self) -> None:
         self.seen.append(self._count)
+        self.adapted += [self._count] * self._adapted
         with patch.object(attend, "_kernels", lambda x: KERNELS):
-            self._graphs._step.compute(self._count, self._graphs._weights)
+            self._graphs._step.compute(self._count, self._graphs._weights, adapted=self._adapted)
 
     def run(self) -> None:
         self.runs.append(self._count)
+        self.adapted += [self._count] * self._adapted
         with patch.object(attend, "_kernels", lambda x: KERNELS):
-            self._graphs._step.compute_run(self._count, self._graphs._weights)
+            self._graphs._step.compute_run(self._count, self._graphs._weights, adapted=self._adapted)
 
 
 def played(self: DecodeGraphs, **_: bool) -> None:
     self._programs = {count: Played(self, count) for count in self.counts}  # type: ignore[misc]
     self._run_programs = {count: Played(self, count).run for count in self.runs}
+    self._adapted = {count: Played(self, count, adapted=True) for count in self.counts}  # type: ignore[misc]
+    self._adapted_runs = {count: Played(self, count, adapted=True).run for count in self.runs}
 
 
 @pytest.fixture(autouse=True)
 def _unrecorded() -> Iterator[None]:
-    Played.seen, Played.runs = [], []
+    Played.seen, Played.runs, Played.adapted = [], [], []
     with patch.object(DecodeGraphs, "record", played):
         yield
 
@@ -165,6 +172,34 @@ def test_prompts_one_by_one(name: str, ahead: bool) -> None:
             assert list(llm.generate([one.prompt], FEW)[0].tokens) == one.tokens[:4]
     assert len(Played.runs) > len(references) // 2
     assert set(Played.runs) == {16, 32}
+
+
+def test_rows_of_several_adapters_and_of_none(tmp_path: Path) -> None:
+    """Rows that others had before, prompts one by one, and steps without any adapter, which take none
+    along."""
+    base, names = tiny.checkpoint("llama"), ["a", None, "b", "a", None, "b"]
+    modules = {
+        "a": adapters.write(tmp_path / "a", base, 8, seed=1),
+        "b": adapters.write(tmp_path / "b", base, 3, ["q_proj", "up_proj"], seed=2),
+    }
+    more = {"max_step_tokens": 40, "lora_modules": modules}
+    with LLM(base, **(SETTINGS | more)) as llm:
+        right = llm.generate(tiny.prompts(), SOME, lora=names)
+    with patch.object(Runner, "ahead", True), opened("llama", **more) as llm:
+        for order in (slice(None), slice(None, None, -1)):
+            found = llm.generate(tiny.prompts()[order], SOME, lora=names[order])
+            assert [one.tokens for one in found] == [one.tokens for one in right[order]]
+        assert Played.adapted
+        llm.clear_prefix_cache()
+        before = len(Played.adapted)
+        assert llm.generate(tiny.prompts()[1], SOME)[0].tokens == right[1].tokens
+        assert len(Played.adapted) == before
+        runs = len(Played.runs)
+        for prompt, name, one in zip(tiny.prompts()[2:], names[2:], right[2:], strict=True):
+            llm.clear_prefix_cache()
+            assert llm.generate([prompt], FEW, lora=name)[0].tokens == one.tokens[:4]
+        assert len(Played.runs) > runs
+        assert set(Played.runs) & set(Played.adapted[before:])
 
 
 def test_what_recorded_runs_do_not_do() -> None:
@@ -463,12 +498,12 @@ def recorded(name: str | Path, **more: object) -> Iterator[LLM]:
     are stand-ins."""
 
     def with_kernels(name: str) -> Callable[..., None]:
-        def compute(*args: object) -> None:
+        def compute(*args: object, **more: bool) -> None:
             with (
                 patch.object(attend, "_kernels", lambda x: LAUNCHED),
                 patch.object(dense, "suits_row", lambda x, weight: False),  # No tape sees a C function.
             ):
-                STEPS[name](*args)
+                STEPS[name](*args, **more)
 
         return compute
 
@@ -505,6 +540,26 @@ def watched(llm: LLM) -> Iterator[list[tuple[int, int]]]:
 
     with patch.object(DecodeGraphs, "run", noted):
         yield found
+
+
+def test_an_adapter_is_replayed_that_was_loaded_after_the_recording(tmp_path: Path) -> None:
+    """In a place that was empty then, and in that of another one."""
+    base = tiny.checkpoint("llama")
+    some = [adapters.write(tmp_path / f"{at}", base, 8, seed=at) for at in range(3)]
+    with LLM(base, **SETTINGS, lora_modules={f"{at}": path for at, path in enumerate(some)}) as llm:
+        right = {at: llm.generate(tiny.prompts(), FEW, lora=at) for at in ("0", "1", "2")}
+        plain = llm.generate(tiny.prompts(), FEW)
+    with patch.object(Runner, "ahead", True), recorded("llama", max_loras=2, max_lora_rank=8) as llm:
+        for name, path in (("0", some[0]), ("1", some[1])):
+            llm.load_lora_adapter(name, path)
+        names = ["0", None, "1", "0", "1", None]
+        found = llm.generate(tiny.prompts(), FEW, lora=names)
+        for at, (name, one) in enumerate(zip(names, found, strict=True)):
+            assert one.tokens == (plain if name is None else right[name])[at].tokens
+        llm.unload_lora_adapter("0")
+        llm.load_lora_adapter("2", some[2])
+        for prompt, one in zip(tiny.prompts(), right["2"], strict=True):
+            assert llm.generate([prompt], FEW, lora="2")[0].tokens == one.tokens
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_windows"])
@@ -611,6 +666,15 @@ def test_recorded_steps_have_the_cpu_compute_feed_forwards(
                 assert int(by_cpu.handover.computed) - before == steps * len(of.groups)
                 assert by_cpu.service.took[:, :, 0].sum() == int(by_cpu.handover.computed)
     assert found[0] == found[1]
+    modules = {"a": adapters.write(tmp_path / "a", path, 4, ["down_proj"])}
+    with recorded(path, dtype="bfloat16", cpu_compute="on", lora_modules=modules) as llm:
+        turning = llm.booted.weights._turning
+        assert turning is not None
+        mixed = llm.generate(prompts, params, lora=["a", None, None])
+        assert turning.passes_shared == 0, "a step with an adapter, which the CPU does not know"
+        assert [one.tokens for one in llm.generate(prompts, params)] == found[0][:3]
+        assert turning.passes_shared > 0
+    assert mixed[0].tokens != found[0][0]
 
 
 ROW = Share(Row(0), 9, (1,), 0, (), sample=True, prompt_length=5)

@@ -23,6 +23,7 @@ from servers import FLAGS, ROOM, STORY, TALK, Server, Stream, serving, until
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 Json = Mapping[str, Any]
 SHORT = {"model": "shipped", "max_tokens": 3}
 PLACE = {
@@ -200,6 +201,9 @@ ASKED: list[tuple[str, str, str, Any, int]] = [
     ("POST", "/score", "/score", {"model": "shipped", "text_1": "A", "text_2": "B"}, 400),
     ("POST", "/v1/rerank", "/v1/rerank", {"model": "shipped", "query": "A", "documents": []}, 400),
     ("POST", "/reset_prefix_cache", "/reset_prefix_cache", None, 200),
+    ("POST", LOAD, LOAD, {"lora_name": "a", "lora_path": "/nowhere"}, 403),
+    ("POST", LOAD, LOAD, {"lora_name": "a"}, 400),
+    ("POST", UNLOAD, UNLOAD, {"lora_name": "a"}, 403),
     ("POST", "/sleep", "/sleep?level=3", None, 400),
     ("POST", "/sleep", "/sleep", None, 200),
     ("GET", "/is_sleeping", "/is_sleeping", None, 200),

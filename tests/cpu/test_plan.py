@@ -137,6 +137,21 @@ def test_the_line_has_every_number_of_the_table(
     assert all(word in expected for word in re.findall(r"bound by the (\w+)", table))
 
 
+def test_adapters_take_room(capsys: pytest.CaptureFixture[str]) -> None:
+    """For all linear layers of an 8B Llama, in bfloat16."""
+    hidden, kv, inner, layers = 4096, 1024, 14336, 32
+    of_rank = 2 * layers * (4 * hidden + 2 * (hidden + kv) + 3 * (hidden + inner))
+
+    def activations(*flags: str) -> int:
+        tiers = json_of(capsys, "8B", "--machine", "h100", *flags)["tiers"]
+        return int(tiers[0]["activations"])
+
+    none = activations()
+    assert activations("--max-loras", "0") == none
+    assert activations("--max-loras", "8") - none == 8 * 16 * of_rank
+    assert activations("--max-loras", "3", "--max-lora-rank", "64") - none == 3 * 64 * of_rank
+
+
 def test_far_kv_is_printed_with_what_was_decided_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--host-kv-dtype", "fp8", "--attention-policy", "topk:64", "--tensor-parallel", "2"]
     arguments = ["8B", *FAR, *asked, "--host-memory", "60GiB", "--device-memory", "11GiB"]

@@ -55,13 +55,13 @@ def test_another_engine_finds_what_it_has_itself() -> None:
     """Not what the one before it had."""
     with LLM(tiny.checkpoint("qwen3"), **SETTINGS) as llm:  # type: ignore[arg-type]
         llm.generate(PROMPTS, PARAMS)
-        assert llm.driver.found_now(PROMPTS[1], b"") == 64
+        assert llm.driver.found_now(llm.reader.read(PROMPTS[1])) == 64
         for _ in range(2):
             llm.sleep(2)
             llm.wake_up()
-            assert llm.driver.found_now(PROMPTS[1], b"") == 0
+            assert llm.driver.found_now(llm.reader.read(PROMPTS[1])) == 0
             llm.generate(PROMPTS, PARAMS)
-            assert llm.driver.found_now(PROMPTS[1], b"") == 64
+            assert llm.driver.found_now(llm.reader.read(PROMPTS[1])) == 64
 
 
 def test_the_memory_of_kv_is_given_back(tmp_path: Path) -> None:

@@ -7,23 +7,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import psutil
 import pytest
 import torch
 
+import adapters
 import forks
 import tiny
 from penstock import LLM, Completion, SamplingParams
-from penstock.base.errors import BudgetError, ConfigError, DeviceError, EngineClosedError
+from penstock.base.errors import BudgetError, CheckpointError, ConfigError, DeviceError, EngineClosedError
 from penstock.cli.main import main
 from penstock.engine.boot import boot
 from penstock.engine.placing import Override
 from penstock.parallel.group import Group
+from penstock.weights.checkpoint.lora import Adapter
 from penstock.weights.streaming.residency import WeightLimits
 from servers import until
 
@@ -121,10 +124,57 @@ def test_kv_of_several_ranks_in_host_memory_and_on_disk(
     assert not [path for path in tmp_path.iterdir() if path.is_file()], "what is for long contexts is gone"
 
 
-def test_each_rank_streams_its_own_share(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def two() -> Iterator[LLM]:
+    """Ranks with room for adapters."""
+    room = {"max_loras": 3, "max_lora_rank": 16}
+    with LLM(tiny.checkpoint("llama"), **SETTINGS, **room, tensor_parallel=2) as llm:
+        yield llm
+
+
+def test_adapters_are_divided_among_ranks(two: LLM, tmp_path: Path) -> None:
+    """And none has one that another finds changed, or does not find."""
+    base, read = tiny.checkpoint("llama"), Adapter.read
+    some = {
+        "a": adapters.write(tmp_path / "a", base, 8, seed=1),
+        "b": adapters.write(tmp_path / "b", base, 3, ["q_proj", "o_proj", "down_proj"], seed=2),
+    }
+    names = ["a", None, "b", "b", "a", None]
+    with LLM(base, **SETTINGS, lora_modules=some) as one:
+        right = one.generate(tiny.prompts(), GREEDY, lora=names)
+    for name, path in some.items():
+        two.load_lora_adapter(name, path)
+    for mine, other in zip(two.generate(tiny.prompts(), GREEDY, lora=names), right, strict=True):
+        assert mine.tokens == other.tokens
+
+    def changed(path: Path, *given: Any) -> Adapter:
+        found = read(path, *given)
+        adapters.change(path, lora_alpha=17)
+        return found
+
+    def moved(path: Path, *given: Any) -> Adapter:
+        found = read(path, *given)
+        path.rename(tmp_path / "moved")
+        return found
+
+    for hostile, message in (
+        (changed, "rank 1: the adapter in .*b changed while it was read; load it again"),
+        (moved, "rank 1: .*b is no LoRA adapter"),
+    ):
+        with patch.object(Adapter, "read", hostile), pytest.raises(CheckpointError, match=message):
+            two.load_lora_adapter("late", some["b"])
+    assert [*two.lora_adapters] == ["a", "b"]
+    two.load_lora_adapter("late", some["a"])
+    for _ in range(2):
+        [late] = two.generate(tiny.prompts()[0], GREEDY, lora="late")
+        assert late.tokens == right[0].tokens
+        two.sleep()
+        two.wake_up()
+
+
+def test_each_rank_streams_its_own_share(two: LLM, tmp_path: Path) -> None:
     """From a pack of its own, which is made once."""
-    with LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2) as llm:
-        whole = llm.booted.weights.bytes
+    whole = two.booted.weights.bytes
     some = Override(limits=WeightLimits(whole // 2, whole // 2))
     with patch("penstock.api.llm.boot", partial(boot, override=some)):
         for _ in range(2):

@@ -28,6 +28,7 @@ LARGE = (
     "experts, gpt-oss",
     "decode, sinks",
     "run, sinks",
+    "adapters, large",
 )
 """Each kernel once, and where one takes most."""
 FEW_BITS = (
@@ -44,6 +45,7 @@ EARLY = (
     "pointwise",
     "linear",
     "linear, more rows",
+    "adapters",
     "steps",
     "sums",
     "few bits, zero points",
@@ -103,10 +105,10 @@ def test_what_changes_in_place_waits_until_all_threads_have_read_it(tmp_path: Pa
     pytest.importorskip("triton.backends.nvidia")
     cases = (
         "merge", "fold, one", "fold, some", "pointwise, one head", "pointwise, half of a head",
-        "sums, narrow", "slots",
+        "sums, narrow", "slots", "adapters, float32",
     )  # fmt: skip
     kernels = list(map(json.loads, _run("-m", "compiling", "89", *cases, cache=tmp_path).splitlines()))[1:]
-    changing = ("_merge", "_fold", "_rope", "_project", "_norm_together", "_expert_step")
+    changing = ("_merge", "_fold", "_rope", "_project", "_norm_together", "_expert_step", "_expand")
     assert {kernel["kernel"] for kernel in kernels} >= set(changing)
     assert not [one for one in kernels if one["kernel"] in changing and not one["meets"]]
     # One of its threads looks whether it is time to end, for all of them.

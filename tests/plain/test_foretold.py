@@ -29,7 +29,7 @@ def forecaster(outlook: Outlook, found: int = 0, met: int = 0) -> tuple[WaitFore
     """What it sees may be put in place of another."""
     outlook = replace(outlook, when=monotonic())
     sights = [Sight(outlook, Course(outlook), met)]
-    return WaitForecaster(lambda: sights[-1], lambda tokens, salt: found, 8192), sights
+    return WaitForecaster(lambda: sights[-1], lambda _: found, 8192), sights
 
 
 def soon(run: Callable[[], None]) -> None:
@@ -85,6 +85,10 @@ def test_a_prompt_finds_what_is_there_and_what_a_call_before_it_computes() -> No
         again = call_of([6] * 100)
         waits.forecast(again)
         assert again.prompt.found == 96
+        other = call_of([6] * 100)
+        other.prompt = other.prompt.adapted("another")
+        waits.forecast(other)
+        assert other.prompt.found == 0, "its KV is of another adapter"
         again.over = True
         last = call_of([6] * 100)
         waits.forecast(last)
@@ -169,7 +173,7 @@ def test_long_prompts_that_are_held_back_are_waited_for_one_after_the_other() ->
         for _ in range(others):
             exact.add(long)
         sight = Sight(outlook, Course(outlook), held=(long,) * others)
-        waits = WaitForecaster(lambda sight=sight: sight, lambda tokens, salt: 0, 8192)  # type: ignore[misc]
+        waits = WaitForecaster(lambda sight=sight: sight, lambda _: 0, 8192)  # type: ignore[misc]
         expected = exact.copy().add(long)
         for number in range(3):  # Behind a short one they are looked at again.
             found = waits.forecast(call_of([number] * 1000))

@@ -64,6 +64,12 @@ HEAVY = (
         ("device_memory", "0", "device_memory: size '0' must be above zero"),
         ("host_memory", 1.5, "host_memory: a size is text such as 16GiB or 80%"),
         ("host_kv_memory", "-1", "host_kv_memory: cannot read '-1' as a size"),
+        ("lora_modules", "a", "lora_modules 'a' must be name=path"),
+        ("lora_modules", ["a=x", "=y"], "lora_modules '=y' must be name=path"),
+        ("lora_modules", {"a": ""}, "lora_modules 'a=' must be name=path"),
+        ("lora_modules", ["a=x", "a=y"], "lora_modules has 'a' twice; give each its own name"),
+        ("lora_modules", 3, "lora_modules 3 must be texts name=path, or a mapping from names to paths"),
+        ("max_loras", -1, "max_loras -1 must be a whole number from 0 to 1,024"),
     ],
 )
 def test_what_is_not_allowed_is_refused(name: str, value: object, message: str) -> None:
@@ -84,6 +90,19 @@ def test_what_is_allowed_is_held_in_one_form() -> None:
         "device_memory": "80%",
     }
     assert Config().changed() == {}
+    for modules in ({"a": Path("x=y"), "b": "z"}, ["a=x=y", "b=z"], ("a=x=y", "b=z")):
+        assert Config(lora_modules=modules).lora_modules == ("a=x=y", "b=z")
+    assert Config(lora_modules="a=x").lora_modules == ("a=x",)
+
+
+def test_several_adapters_behind_one_flag() -> None:
+    """As vLLM has it; what is no name=path is something else again."""
+    command = root.get_command(click.Context(root), "run")
+    assert command is not None
+    given = ["--lora-modules", "a=x", "b=y=z", "--lora-modules", "-c=w", "--seed", "3", "d=text"]
+    made = command.make_context("run", given, parent=click.Context(root, info_name="penstock"))
+    assert made.params["lora_modules"] == ("a=x", "b=y=z", "-c=w")
+    assert (made.params["seed"], made.params["arguments"]) == (3, ("d=text",))
 
 
 @pytest.mark.parametrize("name", ["run", "chat", "serve", "batch"])

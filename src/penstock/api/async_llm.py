@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -12,7 +13,7 @@ from penstock.api.arguments import LLMArguments
 from penstock.api.limits import ServingLimits
 from penstock.api.llm import LLM
 from penstock.api.outputs import Completion, Delta, Embedding, Score
-from penstock.api.reader import Message, Prompt, paired
+from penstock.api.reader import Message, Prompt, each_of, paired
 from penstock.api.scoring import Pairs
 from penstock.api.sequences import PreparedPrompt
 from penstock.api.sleeping import Sleep
@@ -20,6 +21,7 @@ from penstock.api.stepping import AsyncRequest, StepThread
 from penstock.base.errors import EngineClosedError
 from penstock.base.setting import keywords_of
 from penstock.engine.engine import Stats
+from penstock.step.adapter import LoadedAdapter
 from penstock.step.params import SamplingParams
 
 
@@ -48,17 +50,22 @@ class AsyncLLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """Complete one prompt or many, all at once; the results stand in the order of the prompts.
 
         prompts: text, a list of token ids, a conversation, or a list of any of these.
         params: settings for all, or one for each.
+        lora: name of the LoRA adapter for all, or one for each; None for none.
         Raises RequestError, before anything runs, if one of them cannot be served.
         """
         pairs = paired(prompts, params)
+        names = each_of(lora, len(pairs))
         llm, steps = await self._opened()
         ready = await asyncio.to_thread(lambda: [llm.reader.read(*pair) for pair in pairs])
-        return await self._complete(ready, steps)
+        adapted = [one.adapted(name) for one, name in zip(ready, names, strict=True)]
+        return await self._complete(adapted, steps)
 
     async def embed(
         self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None
@@ -100,10 +107,13 @@ class AsyncLLM:
                 steps.leave(request)
         return [request.completion() for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> "AsyncCompletionStream":
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, lora: str | None = None
+    ) -> "AsyncCompletionStream":
         """Complete one prompt and give out each piece as it becomes certain: `async for piece in
-        llm.stream(...)`. The first piece raises RequestError for what cannot be served."""
-        return AsyncCompletionStream(self, prompt, params)
+        llm.stream(...)`. The first piece raises RequestError for what cannot be served. lora: name of a LoRA
+        adapter."""
+        return AsyncCompletionStream(self, prompt, params, lora)
 
     async def chat(
         self,
@@ -111,12 +121,13 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
+        lora: str | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> Completion:
         """Return the model's answer to a conversation, as `LLM.chat` does."""
         llm, steps = await self._opened()
         ready = await asyncio.to_thread(llm.reader.read_chat, messages, params, chat_template_kwargs, tools)
-        return (await self._complete([ready], steps))[0]
+        return (await self._complete([ready.adapted(lora)], steps))[0]
 
     # -- what there is
 
@@ -143,6 +154,20 @@ class AsyncLLM:
         """Tell whether the model is asleep."""
         return (await self._opened())[0].is_sleeping
 
+    async def lora_adapters(self) -> Mapping[str, LoadedAdapter]:
+        """Return the LoRA adapters that are loaded, by their names."""
+        return (await self._opened())[0].lora_adapters
+
+    async def load_lora_adapter(self, name: str, path: str | Path, *, load_inplace: bool = False) -> None:
+        """Load a LoRA adapter, as `LLM.load_lora_adapter` does, while others are answered."""
+        llm, _ = await self._opened()
+        await asyncio.to_thread(llm.load_lora_adapter, name, path, load_inplace=load_inplace)
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter, as `LLM.unload_lora_adapter` does."""
+        llm, _ = await self._opened()
+        await asyncio.to_thread(llm.unload_lora_adapter, name)
+
     async def clear_prefix_cache(self) -> int:
         """Forget the KV of everything that is not running. Return the number of blocks that were given up."""
         llm, _ = await self._opened()
@@ -150,9 +175,11 @@ class AsyncLLM:
 
     # -- beginning and end
 
-    async def _begin(self, prompt: Prompt, params: SamplingParams | None) -> tuple[AsyncRequest, StepThread]:
+    async def _begin(
+        self, prompt: Prompt, params: SamplingParams | None, lora: str | None
+    ) -> tuple[AsyncRequest, StepThread]:
         llm, steps = await self._opened()
-        request = AsyncRequest(await asyncio.to_thread(llm.reader.read, prompt, params))
+        request = AsyncRequest((await asyncio.to_thread(llm.reader.read, prompt, params)).adapted(lora))
         steps.follow(request)
         return request, steps
 
@@ -202,8 +229,10 @@ class AsyncCompletionStream:
     the task ends what is still running; a stream that is simply dropped is ended at the engine's next step.
     """
 
-    def __init__(self, llm: AsyncLLM, prompt: Prompt, params: SamplingParams | None) -> None:
-        self._llm, self._prompt, self._params = llm, prompt, params
+    def __init__(
+        self, llm: AsyncLLM, prompt: Prompt, params: SamplingParams | None, lora: str | None
+    ) -> None:
+        self._llm, self._asked = llm, (prompt, params, lora)
         self._request: AsyncRequest | None = None
         self._steps: StepThread | None = None
         self._over = False
@@ -224,7 +253,7 @@ class AsyncCompletionStream:
 
     async def _begun(self) -> AsyncRequest:
         if self._request is None:
-            self._request, self._steps = await self._llm._begin(self._prompt, self._params)
+            self._request, self._steps = await self._llm._begin(*self._asked)
             weakref.finalize(self, self._steps.leave, self._request).atexit = False
         return self._request
 

@@ -9,11 +9,14 @@ from dataclasses import replace
 from penstock.api.outputs import Delta
 from penstock.api.sequences import OutputSequence, PreparedPrompt, SequenceGroup
 from penstock.base.errors import EngineClosedError, RequestError
+from penstock.engine.adapters import LoadedAdapters
 from penstock.engine.engine import Engine, Stats
 from penstock.sched.outlook import Course, Outlook, WaitForecast
 from penstock.sched.scheduler import Event
+from penstock.step.adapter import LoadedAdapter
 from penstock.step.plan import RequestId
 from penstock.step.request import FinishReason
+from penstock.weights.checkpoint.lora import Adapter
 
 ASLEEP = "the model is asleep; wake it up (LLM.wake_up, POST /wake_up) and send the request again"
 
@@ -60,21 +63,28 @@ class EngineDriver:
         """Tell whether a request still waits in the engine's queue. Takes no lock."""
         return self._engine.scheduler.is_waiting(request)
 
-    def found_now(self, prompt: Sequence[int], salt: bytes) -> int:
-        """Return how many tokens of a prompt have KV that is there now. Takes no lock."""
-        return self._engine.scheduler.foresight.found(prompt, salt)
-
     def outlook(self) -> Outlook:
         """Return what is before a new request now, for any thread."""
         with self._lock:
             return self._engine.outlook()
 
+    def found_now(self, ready: PreparedPrompt) -> int:
+        """Count the tokens of a prompt whose KV is there now. Takes no lock."""
+        engine = self._engine
+        adapter = engine.adapters.loaded.get(ready.lora)
+        if ready.lora and adapter is None:
+            return 0
+        digest = b"" if adapter is None else adapter.digest
+        return engine.scheduler.foresight.found(ready.tokens, ready.salt, digest)
+
     def forecast(self, ready: PreparedPrompt) -> WaitForecast:
-        """Return what a prompt would have before it, and when its first token would come."""
+        """Return what a prompt would have before it, and when its first token would come. Raises RequestError
+        for an adapter that is not loaded."""
         with self._lock:
+            self._engine.adapters.of(ready.lora)
             outlook = self._engine.outlook().before(ready.priority)
             scored = ready.samplings[0].prompt_logprobs is not None
-            ready = replace(ready, found=0 if scored else self.found_now(ready.tokens, ready.salt))
+            ready = replace(ready, found=0 if scored else self.found_now(ready))
             first, *_ = ready.queued(outlook, self._engine.scheduler.longest)
             seconds = Course(outlook).forecast(first, outlook.when)
         return WaitForecast(outlook.place, seconds)
@@ -95,8 +105,7 @@ class EngineDriver:
         sequences: list[OutputSequence] = []
         group = SequenceGroup(ready.prompt, ready.tokens, sequences)
         with self._lock:
-            if self._asleep:
-                raise EngineClosedError(ASLEEP)
+            self._check_awake()
             try:
                 for index, own in enumerate(ready.samplings):
                     detokenizer = ready.detokenizer()
@@ -107,6 +116,7 @@ class EngineDriver:
                         ready.priority,
                         ready.salt,
                         len(ready.tokens) - 1 if index else ready.found,
+                        ready.lora,
                     )
                     deltas = deque[Delta](maxlen=None if followed else 0)
                     sequences.append(OutputSequence(index, request, own, detokenizer, deltas))
@@ -177,6 +187,28 @@ class EngineDriver:
                 sequence.deltas.clear()
             return pieces, group.done
 
+    @property
+    def adapters(self) -> LoadedAdapters:
+        """Return the LoRA adapters of the engine. Other threads may read which are loaded, and which are
+        lost."""
+        return self._engine.adapters
+
+    def load_adapter(self, name: str, adapter: Adapter, *, replaces: bool = False) -> LoadedAdapter:
+        """Load a LoRA adapter that has been read, between two steps; see LoadedAdapters.add. Raises
+        EngineClosedError while the model is asleep: an engine that takes this one's place has what this one
+        had when it was closed."""
+        self.check_process()
+        with self._lock:
+            self._check_awake()
+            return self._engine.adapters.add(name, adapter, replaces=replaces)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter. Prompts that were begun go on with it. Raises RequestError if it is not
+        loaded, and EngineClosedError while the model is asleep."""
+        with self._lock:
+            self._check_awake()
+            self._engine.adapters.remove(name)
+
     def clear_prefix_cache(self) -> int:
         """Forget the KV of everything that is not running. Return the number of blocks that were given up."""
         with self._lock:
@@ -227,6 +259,10 @@ class EngineDriver:
             if engine is not None:
                 self._engine = engine
             self._asleep = False
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise EngineClosedError(ASLEEP)
 
     def drop(self, group: SequenceGroup) -> None:
         """Note that a group is wanted no more; it is ended with the next step. Takes no lock."""

@@ -1,12 +1,14 @@
 """Load a model, and complete prompts with it: the Python interface."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -15,7 +17,7 @@ from penstock.api.driver import EngineDriver
 from penstock.api.embeddings import Embedder
 from penstock.api.limits import ServingLimits
 from penstock.api.outputs import Completion, Embedding, Score
-from penstock.api.reader import Message, Prompt, PromptReader, paired
+from penstock.api.reader import Message, Prompt, PromptReader, each_of, paired
 from penstock.api.scoring import Pairs
 from penstock.api.sequences import PreparedPrompt, SequenceGroup
 from penstock.api.sleeping import Sleep, Sleeper
@@ -29,12 +31,15 @@ from penstock.base.config import Config
 from penstock.base.meter import ExpertMap
 from penstock.base.setting import keywords_of
 from penstock.base.trace import Trace
+from penstock.engine.adapters import module_paths
 from penstock.engine.boot import Booted, boot
 from penstock.engine.engine import Progress, Stats
 from penstock.engine.placing import Override, RoutingSource
 from penstock.hub.models import locate
 from penstock.sched.outlook import WaitForecast
+from penstock.step.adapter import LoadedAdapter
 from penstock.step.params import SamplingParams
+from penstock.weights.checkpoint.lora import Adapter
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.cache import is_pack
 from penstock.weights.pack.reader import Pack
@@ -124,6 +129,11 @@ class LLM:
             )
             self.driver = EngineDriver(engine)
             self._sleeper = Sleeper(self.driver, config.model)
+            if (room := engine.adapters.room) is not None:  # Later on, other adapters may be there.
+                again = replace(config, lora_modules=(), max_loras=room.slots, max_lora_rank=room.rank)
+                self._boot = partial(booted, again, say=log.info, trace=trace, guide=structures)
+            for name, path in module_paths(config).items():
+                self.load_lora_adapter(name, path)
             # What stays on disk is read for as long as the engine lives, which then closes it. A checkpoint
             # has been read.
             opened.pop_all()
@@ -204,14 +214,21 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """Complete one prompt or many, all at once; the results stand in the order of the prompts.
 
         prompts: text, a list of token ids, a conversation, or a list of any of these.
         params: settings for all, or one for each.
+        lora: name of the LoRA adapter for all, or one for each; None for none.
         Raises RequestError, before anything runs, if one of them cannot be served.
         """
-        return self._complete(self.reader.read(prompt, one) for prompt, one in paired(prompts, params))
+        pairs = paired(prompts, params)
+        names = each_of(lora, len(pairs))
+        return self._complete(
+            self.reader.read(*pair).adapted(name) for pair, name in zip(pairs, names, strict=True)
+        )
 
     def embed(self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None) -> list[Embedding]:
         """Return the embedding of one prompt or many, in their order, for a checkpoint that is made for that.
@@ -264,21 +281,26 @@ class LLM:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        lora: str | None = None,
         until: Callable[[], bool] = lambda: False,
     ) -> "CompletionStream":
         """Complete one prompt and give out each piece as it becomes certain. `until` is asked before every
-        step, also while the prompt is computed: once it is true, the stream is closed.
+        step, also while the prompt is computed: once it is true, the stream is closed. `lora` is the name of
+        a LoRA adapter.
 
         Raises RequestError at once, not at the first piece.
         """
-        ready = self.reader.read(prompt, params)
+        ready = self.reader.read(prompt, params).adapted(lora)
         forecast = self.driver.forecast(ready)
         return CompletionStream(self.driver, self.driver.begin(ready), until, forecast)
 
-    def forecast(self, prompt: Prompt, params: SamplingParams | None = None) -> WaitForecast:
+    def forecast(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, lora: str | None = None
+    ) -> WaitForecast:
         """Return what a prompt would have before it if it were asked for now, and the seconds until its first
-        token; None where nothing of the kind has been measured yet. Raises RequestError."""
-        return self.driver.forecast(self.reader.read(prompt, params))
+        token; None where nothing of the kind has been measured yet. lora: name of a LoRA adapter. Raises
+        RequestError."""
+        return self.driver.forecast(self.reader.read(prompt, params).adapted(lora))
 
     def chat(
         self,
@@ -286,16 +308,45 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
+        lora: str | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> Completion:
         """Return the model's answer to a conversation: messages with a "role" and a "content".
 
         tools: functions that the model may call, in OpenAI's form: {"type": "function", "function": {"name",
             "description", "parameters"}}. A call is in the text, as the model writes it.
+        lora: name of the LoRA adapter that answers; None for none.
         chat_template_kwargs: more that the model's chat template reads, such as enable_thinking.
         Raises RequestError.
         """
-        return self._complete([self.reader.read_chat(messages, params, chat_template_kwargs, tools)])[0]
+        ready = self.reader.read_chat(messages, params, chat_template_kwargs, tools)
+        return self._complete([ready.adapted(lora)])[0]
+
+    # -- LoRA adapters
+
+    @property
+    def lora_adapters(self) -> Mapping[str, LoadedAdapter]:
+        """Return the LoRA adapters that are loaded, by their names."""
+        return self.driver.adapters.loaded
+
+    def load_lora_adapter(self, name: str, path: str | Path, *, load_inplace: bool = False) -> None:
+        """Load the LoRA adapter in a directory that PEFT has written. Requests may ask for it by name.
+
+        load_inplace: whether it takes the place of one of this name. Requests that run go on with the old
+        one. Raises RequestError where there is no room for it, CheckpointError for files that are damaged or
+        another model's, UnsupportedModelError for a kind that is not run, and EngineClosedError while the
+        model is asleep.
+        """
+        adapter = Adapter.read(Path(os.path.expanduser(path)), self.spec, self.dtype)
+        self.driver.load_adapter(name, adapter, replaces=load_inplace)
+        log.info("LoRA adapter %s: rank %d, %d modules", name, adapter.rank, len(adapter.modules))
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter. Requests that run go on with it. Raises RequestError if it is not loaded,
+        and EngineClosedError while the model is asleep."""
+        self.driver.unload_adapter(name)
+
+    # -- prefixes
 
     def clear_prefix_cache(self) -> int:
         """Forget the KV of everything that is not running. Return the number of blocks that were given up."""
@@ -339,7 +390,8 @@ class LLM:
         level: 1 keeps weights in host memory. An engine on a CPU stays as it is, without its KV; prefixes on
             lower tiers are found again. Another one is closed, and its checkpoint kept in the system's page
             cache. 2 closes the engine, and weights are read from disk again. A closed engine's prefixes are
-            found again on disk alone, if they are kept there.
+            found again on disk alone, if they are kept there. Its LoRA adapters are loaded again from their
+            directories; one whose files have changed is refused from then on.
         Raises RequestError for another level, or if prompts are being computed.
         """
         slept = self._sleeper.sleep(level, self._booted.device.type)
@@ -361,6 +413,9 @@ class LLM:
             weights = _opened(self._config)
             opened.callback(weights.close)
             booted = self._boot(weights)
+            opened.callback(booted.engine.close)
+            read = partial(Adapter.read, spec=booted.spec, dtype=booted.dtype)
+            booted.engine.adapters.restore(self.driver.adapters, read)
             opened.pop_all()
         if isinstance(weights, Checkpoint):
             weights.close()

@@ -342,6 +342,19 @@ def paired(
     return list(zip(several, settings, strict=True))
 
 
+def each_of(names: str | Sequence[str | None] | None, count: int) -> Sequence[str | None]:
+    """Return the name of each of so many prompts' LoRA adapters, of one for all or one for each. Raise
+    RequestError where the numbers differ, and for what is no name."""
+    each = [names] * count if names is None or isinstance(names, str) else names
+    if not isinstance(each, Sequence) or not all(one is None or isinstance(one, str) for one in each):
+        raise RequestError(f"lora {shown(names)} must be the name of an adapter, or one for each prompt")
+    if len(each) != count:
+        raise RequestError(
+            f"there are {count} prompts but {len(each)} names of adapters; give one for all, or one for each"
+        )
+    return each
+
+
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts, of what may be a single one."""
     if isinstance(prompts, str):

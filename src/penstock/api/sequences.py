@@ -27,6 +27,7 @@ class PreparedPrompt:
     priority: the waiting prompt of the lowest number is served first.
     salt: prefixes are shared with prompts of the same salt alone.
     found: tokens whose KV is thought to be there when its turn comes, for forecasts alone.
+    lora: name of the LoRA adapter that it is answered with; empty for none.
     """
 
     prompt: str | None
@@ -37,6 +38,11 @@ class PreparedPrompt:
     priority: int = 0
     salt: bytes = b""
     found: int = 0
+    lora: str = ""
+
+    def adapted(self, lora: str | None) -> Self:
+        """Return the same prompt, which is answered with the LoRA adapter of this name, or with none."""
+        return replace(self, lora=lora or "")
 
     def salted(self, salt: bytes) -> Self:
         """Return the same prompt, which shares prefixes with prompts of this salt."""

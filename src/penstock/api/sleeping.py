@@ -34,7 +34,8 @@ class Sleeper:
 
     Why this is safe. One lock lets `sleep` and `wake` follow each other. The driver refuses prompts from the
     moment at which it has seen that there are none, under its own lock, and takes them again when an engine
-    that can compute is in place: so no prompt ever meets an engine that sleeps. An engine that cannot be
+    that can compute is in place: so no prompt ever meets an engine that sleeps. LoRA adapters are neither
+    loaded nor unloaded meanwhile, so the next engine has those of the last one. An engine that cannot be
     started leaves everything asleep, and `wake` may be tried again. One that has started when the model was
     closed meanwhile is closed too.
     """

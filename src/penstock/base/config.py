@@ -6,7 +6,16 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from penstock.base.errors import ConfigError
-from penstock.base.setting import MOST, AnyPath, Declared, OptionalPath, Size, setting, settings_of
+from penstock.base.setting import (
+    MOST,
+    AnyPath,
+    Declared,
+    NamedPaths,
+    OptionalPath,
+    Size,
+    setting,
+    settings_of,
+)
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 POLICIES = {"window": range(2, 3), "topk": range(1, 3), "vertical_slash": range(1, 65)}
@@ -202,6 +211,27 @@ class Config(Declared):
         usual="by the work and the free cores",
         limits=(1, 1024),
         unit="threads",
+    )
+    lora_modules: NamedPaths = setting(
+        (),
+        help="LoRA adapters to load at the start: name=path, each a directory that PEFT has written.",
+        details="A request names the adapter that it is answered with. Requests of several adapters and of "
+        "none are computed together.",
+        usual="none",
+    )
+    max_loras: int | None = setting(
+        None,
+        help="Most LoRA adapters that are loaded at a time; 0 for none.",
+        details="Their memory is taken at the start.",
+        usual="as many as lora_modules",
+        limits=(0, 1024),
+        unit="adapters",
+    )
+    max_lora_rank: int | None = setting(
+        None,
+        help="Highest rank of LoRA adapters.",
+        usual="that of lora_modules, but at least 16",
+        limits=(1, 1 << 16),
     )
     tensor_parallel: int = setting(
         1,

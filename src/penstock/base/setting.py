@@ -8,7 +8,7 @@ docs/settings.md (tools/settings_table.py).
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from math import inf
 from pathlib import Path
@@ -41,8 +41,16 @@ if TYPE_CHECKING:
         """The type of a path for which None means the default."""
 
         def __set__(self, instance: object, value: str | Path | None) -> None: ...
+
+    class NamedPaths:
+        """The type of paths with names, read as texts `name=path`."""
+
+        def __get__(self, instance: object, owner: type | None = None) -> tuple[str, ...]: ...
+        def __set__(
+            self, instance: object, value: str | Sequence[str] | Mapping[str, str | Path]
+        ) -> None: ...
 else:
-    AnyPath, OptionalPath = str | Path, str | Path | None
+    AnyPath, OptionalPath, NamedPaths = str | Path, str | Path | None, tuple
 
 
 Size = str | int
@@ -54,6 +62,7 @@ WORDS: Mapping[object, str] = {
     float: "number",
     int: "whole number",
     str: "text",
+    tuple: "name=path",
 }
 """The kinds of settings, in words for the docs. A setting is of the first kind that its annotation names."""
 
@@ -121,6 +130,8 @@ class SettingField:
             return self.default
         if self.kind is Path and isinstance(value, str | os.PathLike):
             value = Path(value)
+        if self.kind is tuple:
+            return named_paths(self.name, value)
         if self.kind == Size:
             self._check_size(value)
             return value
@@ -142,6 +153,28 @@ class SettingField:
                 parse_size(value, whole=UNKNOWN_WHOLE)
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {error}") from error
+
+
+def named_paths(setting: str, value: object) -> tuple[str, ...]:
+    """Return paths with names as texts `name=path`, of a text, of several, or of a mapping from names to
+    paths.
+
+    Raises ConfigError for what is none of these, and for a name that comes twice.
+    """
+    if isinstance(value, Mapping):
+        value = [f"{name}={path}" for name, path in value.items()]
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"{setting} {value!r} must be texts name=path, or a mapping from names to paths")
+    names = set[str]()
+    for text in texts:
+        name, _, path = text.partition("=")
+        if not (name and path) or not name.isprintable() or "\0" in path:
+            raise ConfigError(f"{setting} {text!r} must be name=path")
+        if name in names:
+            raise ConfigError(f"{setting} has {name!r} twice; give each its own name")
+        names.add(name)
+    return tuple(texts)
 
 
 def setting(

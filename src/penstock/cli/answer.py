@@ -90,15 +90,17 @@ def follow(
     params: SamplingParams,
     show: Callable[["Delta"], None],
     interrupted: Callable[[], bool] = lambda: False,
+    *,
+    lora: str | None = None,
 ) -> TimedAnswer:
     """Return the answer to `prompt`, followed while it is made.
 
     show: is called with each piece at once. interrupted: once it is true, the answer ends with the step
-    under way.
+    under way. lora: name of the LoRA adapter that answers.
     """
     before, missed_before, begin = llm.memory, llm.stats().missed, perf_counter()
     first = end = 0.0
-    with llm.stream(prompt, params, until=interrupted) as stream:
+    with llm.stream(prompt, params, lora=lora, until=interrupted) as stream:
         for delta in stream:
             end = perf_counter() - begin
             first = first or end

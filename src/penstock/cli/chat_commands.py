@@ -47,6 +47,8 @@ class Chat:
     verbose: bool = False
     wrap: bool = True
     markdown: bool = True
+    lora: str | None = None
+    """Name of the LoRA adapter that answers."""
     files: list[str] = field(default_factory=list)
     """Texts that go with the next message."""
     last: str = ""

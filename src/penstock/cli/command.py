@@ -15,6 +15,8 @@ USUAL_CONFIG = Path("penstock.toml")
 """The file of settings that is read if it is there and no other is named."""
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 OTHER = "Other options"
+_NAMED = "NAME=PATH"
+"""The metavar of options with several values."""
 
 
 @dataclass(slots=True)
@@ -68,12 +70,28 @@ class Command(click.Command):
             self.params.append(Option(["--help-all"], callback=_help_all, **_HELP_ALL))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse arguments as click does, and name this command in errors."""
+        """Parse arguments as click does, and name this command in errors.
+
+        What is repeated may be written once with several values: `--lora-modules a=DIR b=DIR`.
+        """
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, self._repeated(args))
         except click.UsageError as error:
             error.ctx = error.ctx or ctx  # click forgets which command lacked an option's value
             raise
+
+    def _repeated(self, args: list[str]) -> list[str]:
+        """Return the arguments with the flag before each of several values NAME=PATH."""
+        found, flag = list[str](), ""
+        flags = {opt for one in self.params if one.metavar == _NAMED for opt in one.opts}
+        for argument in args:
+            if flag and "=" in argument and not argument.startswith("-") and found[-1] != flag:
+                found.append(flag)
+            elif argument not in flags and (not found or found[-1] != flag):
+                flag = ""
+            found.append(argument)
+            flag = argument if argument in flags else flag
+        return found
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command, and say on stderr which file its settings come from."""

@@ -86,6 +86,7 @@ def flag(one: SettingField, section: str = ENGINE, **instead: object) -> Decorat
         "default": one.default,
         "type": _click_type(one),
         "is_flag": switch,
+        "multiple": one.kind is tuple,
         "callback": partial(_checked, one.checked),
         "metavar": _METAVARS.get(one.kind, one.name.rpartition("_")[2].upper()),
         "help": as_flags(f"{said}" if silent else f"{said} [{usual}]"),
@@ -128,7 +129,7 @@ def weight_format(section: str) -> Decorator:
     )
 
 
-_METAVARS = {bool: None, Size: "SIZE", Path: "DIR", int: "N", float: "X"}
+_METAVARS = {bool: None, Size: "SIZE", Path: "DIR", int: "N", float: "X", tuple: "NAME=PATH"}
 COMMON = frozenset(
     (
         "device",
@@ -139,6 +140,7 @@ COMMON = frozenset(
         "max_length",
         "beyond_trained",
         "max_sequences",
+        "lora_modules",
         "tensor_parallel",
         "cpu_compute",
     )
@@ -186,6 +188,9 @@ MOST_TEMPERATURE = 2.0
 _FEW = 64
 """Sequences up to which KV is allocated for just so many; for more the engine's own measure holds."""
 
+_LORA = option(
+    PROMPT, "--lora", metavar="NAME", help="LoRA adapter to answer with, one of --lora-modules. [none]"
+)
 _SAMPLING = (
     option(
         SAMPLING,
@@ -358,7 +363,7 @@ def with_options(*options: Decorator) -> Decorator:
 
 engine_options = with_options(*_ENGINE, download_option, debug_option)
 """Adds the flags of a command that keeps a model for a while, and has no sampling of its own."""
-common_options = with_options(*_SAMPLING, *_REPORT, *_ENGINE, download_option, debug_option)
+common_options = with_options(_LORA, *_SAMPLING, *_REPORT, *_ENGINE, download_option, debug_option)
 """Adds everything that `run` and `chat` take alike; it stands below their own options."""
 
 
@@ -415,4 +420,11 @@ def engine_config(ctx: click.Context, model: Path | None, sequences: int | None)
     if sequences is not None and most is None:
         few = min(sequences, asked["max_step_tokens"] or sequences)
         most = few if few <= _FEW else None
-    return settings_from(Config, asked, model=model, max_sequences=most)
+    config = settings_from(Config, asked, model=model, max_sequences=most)
+    there = [text.partition("=")[0] for text in config.lora_modules]
+    if (name := asked.get("lora")) and name not in there:
+        raise ConfigError(
+            f"the LoRA adapter {name!r} is not loaded; there is {', '.join(there) or 'none'}; name it and "
+            "its directory by --lora-modules NAME=PATH"
+        )
+    return config

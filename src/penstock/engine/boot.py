@@ -118,7 +118,8 @@ def boot(
         weights = "all" if plan.rest is Rest.ALL else "some"
         by = f"{config.tensor_parallel} x {device_name(device)}, {weights} weights there"
         threads = threads_for(config, outline, device, since=since, say=say)
-        engine = Engine(scheduler, ranks, carry_rates(scheduler.tiers.rates, part.store, by), threads)
+        note = carry_rates(scheduler.tiers.rates, part.store, by)
+        engine = Engine(scheduler, ranks, note, threads, outline.lora)
         opened.pop_all()
     for line in memory_of(part.shares):
         say(line)

@@ -5,17 +5,24 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from time import monotonic
+from typing import TYPE_CHECKING
 
+from penstock.arch.lora import LoraRoom
 from penstock.base.errors import DeviceError, EngineClosedError, StepMemoryError
 from penstock.base.garbage import no_collection
 from penstock.base.meter import Direction, KVStats, MissedStats, Passes, TierStats
+from penstock.engine.adapters import LoadedAdapters
 from penstock.engine.ranks import Ranks, Threads
 from penstock.kv.store.diskpool import LostKV
 from penstock.sched.outlook import Outlook
 from penstock.sched.scheduler import Event, Scheduler
+from penstock.step.adapter import LoadedAdapter
 from penstock.step.params import Sampling
 from penstock.step.plan import Outcome, Plan, RequestId, Route, Step
 from penstock.step.request import FinishReason
+
+if TYPE_CHECKING:
+    from penstock.weights.checkpoint.lora import Adapter
 
 _LOG = logging.getLogger("penstock")
 _LAST = 5.0
@@ -72,11 +79,14 @@ class Engine:
         ranks: Ranks,
         note: Callable[[], None] | None = None,
         threads: Threads | None = None,
+        room: LoraRoom | None = None,
     ) -> None:
         """Drive this scheduler and these ranks.
 
-        note: called before the engine closes. threads: those of the CPU that steps compute with.
+        note: called before the engine closes. threads: those of the CPU that steps compute with. room: for
+        LoRA adapters.
         """
+        self.adapters = LoadedAdapters(room, self._load_adapter, lambda: scheduler.adapters)
         self.scheduler, self._note, self._threads = scheduler, note, threads
         self._ranks: Ranks | None = ranks
         self._failure = ""
@@ -114,13 +124,19 @@ class Engine:
         priority: int = 0,
         salt: bytes = b"",
         found: int = 0,
+        lora: str = "",
     ) -> RequestId:
         """Queue a request; see Scheduler.submit. found: tokens of the prompt whose KV is thought to be there,
-        for forecasts alone. Raises EngineClosedError."""
+        for forecasts alone. lora: name of its LoRA adapter. Raises EngineClosedError, and RequestError for an
+        adapter that is not loaded."""
         self._open()
-        request = self.scheduler.submit(prompt, sampling, max_tokens, priority, salt, found)
+        adapter = self.adapters.of(lora)
+        request = self.scheduler.submit(prompt, sampling, max_tokens, priority, salt, found, adapter)
         self.scheduler.foresight.submitted()
         return request
+
+    def _load_adapter(self, loaded: LoadedAdapter, adapter: "Adapter") -> None:
+        self._open().load_adapter(loaded, adapter)
 
     def stop(self, request: RequestId, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request and free its blocks. Return False if it has already ended."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from penstock.arch.layout import GroupLayout, KVLayout, kv_layout, state_layout
+from penstock.arch.lora import LEAST_RANK, LoraRoom
 from penstock.arch.parts import local_spec
 from penstock.arch.shards import Shard
 from penstock.arch.spec import ModelSpec
@@ -109,8 +110,8 @@ class Work:
 
     experts_fetched: how many experts a decode step brings to the device, if that was counted; experts_read:
     how many of these from disk. expert_use: how many are there, if that is known. Without these, tokens are
-    taken to choose evenly. settings: of them those for KV beyond the device and for several ranks are looked
-    at.
+    taken to choose evenly. settings: of them those for KV beyond the device, for adapters and for several
+    ranks are looked at.
     """
 
     dtype: str
@@ -163,6 +164,10 @@ def _outline_of(
     activations = usual_activations(spec, work.dtype, tokens, work.batch)
     activations = activations + FIXED if cuda else on_heap(activations, BUFFERS)
     state = state_layout(spec, work.dtype, work.shard).bytes(work.batch)
+    lora, slots = None, work.settings.max_loras
+    if slots:
+        lora = LoraRoom(slots, work.settings.max_lora_rank or LEAST_RANK)
+        activations += lora.bytes(spec, work.shard, work.dtype)
     resident, far = sum(map(padded, layouts)) + activations + state, None
     host = machine.host or 0
     hardware = Hardware(
@@ -173,8 +178,9 @@ def _outline_of(
     if cuda and goes_to_host(blocks // work.batch * kv.block_bytes, machine.usable, resident):
         far = _far(replace(settings, host_kv_memory=None), spec, limits, kv, hardware, resident, blocks)
     settings = replace(settings, kv_blocks=None if far else blocks)
+    shard, total = work.shard, machine.usable
     outline = Outline(
-        settings, hardware, spec, work.shard, work.dtype, limits, not cuda, machine.usable, layouts, kv, far
+        settings, hardware, spec, shard, work.dtype, limits, not cuda, total, layouts, kv, far, lora=lora
     )
     activations += far.device_bytes if far else 0
     if may_share(outline) and not outline.may_rest:

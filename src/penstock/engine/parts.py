@@ -26,11 +26,13 @@ from penstock.models.inputs import Collectives
 from penstock.ops.attention.gathered import PAST_TILE
 from penstock.ops.attention.inputs import Scratch
 from penstock.sched.rules import PrefixRule
-from penstock.sched.scheduler import Scheduler, Storage
+from penstock.sched.scheduler import Scheduler
+from penstock.sched.storage import Storage
 from penstock.sched.tiers import Store
 from penstock.weights.streaming.stream import WeightStream
 from penstock.weights.streaming.views import Blank
 from penstock.weights.streaming.waits import StreamWaits
+from penstock.worker.adapters import RowAdapters
 from penstock.worker.collectives import RankCollectives, Unsummed
 from penstock.worker.inputs import InputBuilder
 from penstock.worker.loaded import LoadedModel
@@ -81,7 +83,12 @@ def _make_model(
         scratch=scratch,
     )
     dtype: torch.dtype = getattr(torch, settled.dtype)
-    return LoadedModel(Decoder(settled.spec, settled.shard, collectives, dtype=dtype), inputs, sampler)
+    adapters, rows = None, settled.limits.max_sequences
+    if settled.lora is not None:
+        like = torch.empty(0, dtype=dtype, device=device)
+        adapters = RowAdapters(settled.spec, settled.shard, settled.lora, rows, like)
+    decoder = Decoder(settled.spec, settled.shard, collectives, dtype=dtype)
+    return LoadedModel(decoder, inputs, sampler, adapters)
 
 
 def blank_runner(
@@ -96,7 +103,7 @@ def blank_runner(
     layers = min(layer_kinds(spec)[-1] + 2, spec.layers)
     short = replace(spec, stack=spec.stack[:layers])
     unsummed = Unsummed(collectives) if collectives else None
-    runner = make_runner(replace(settled, spec=short, far=far, draft=None), device, unsummed)
+    runner = make_runner(replace(settled, spec=short, far=far, draft=None, lora=None), device, unsummed)
     blank, pool = Blank(settled.layouts, device), make_pool(settled, 1, device)
     runner.attach(blank, pool, make_carrier(far, device) if far else None, early=early)
     return runner

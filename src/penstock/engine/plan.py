@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from penstock.arch.layout import GroupKind, GroupLayout, KVLayout, mixture_layouts, state_layout
+from penstock.arch.lora import LoraRoom
 from penstock.arch.shards import Shard
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.config import Config
@@ -66,7 +67,7 @@ class Outline(Generic[Far]):
     spec: of the whole model. shard: this rank's part of it, of which all that follows speaks. one_memory:
     whether host memory is no more than the device: on a CPU, unless host_memory allows more. total: bytes on
     the device, without what far KV takes of them as host memory. far: None without KV beyond the device.
-    draft: a second model, None without one.
+    draft: a second model, None without one. lora: room for LoRA adapters, None without any.
     """
 
     settings: Config
@@ -81,6 +82,7 @@ class Outline(Generic[Far]):
     kv: KVLayout
     far: Far | None
     draft: DraftModel | None = None
+    lora: LoraRoom | None = None
 
     @property
     def of_draft(self) -> "Outline[Far] | None":
@@ -89,7 +91,7 @@ class Outline(Generic[Far]):
             return None
         own = replace(self, spec=draft.spec, dtype=draft.dtype, layouts=draft.layouts, kv=draft.kv)
         alone = replace(self.settings, cpu_compute="off")  # All of its weights rest.
-        return replace(own, settings=alone, far=None, draft=None)
+        return replace(own, settings=alone, far=None, draft=None, lora=None)
 
     @property
     def models(self) -> "tuple[Outline[Far], ...]":
@@ -154,14 +156,17 @@ class Outline(Generic[Far]):
 
     @property
     def beside(self) -> int:
-        """Bytes of the device that far KV and recorded steps of all models take, beside weights, KV and a
-        step."""
+        """Bytes of the device that far KV, adapters and recorded steps of all models take, beside weights, KV
+        and a step."""
         limits, tokens = self.limits, self.limits.max_step_tokens if self.may_rest else 0
         graphs, rows = 0, limits.max_sequences
         if self.recorded:
-            graphs = graph_bytes(self.spec, self.dtype, rows, tokens, shared=may_share(self))
+            shared = may_share(self)
+            graphs = graph_bytes(self.spec, self.dtype, rows, tokens, shared=shared, lora=self.lora)
         of_draft = self.of_draft
-        return graphs + (self.far.device_bytes if self.far else 0) + (of_draft.beside if of_draft else 0)
+        adapters = self.lora.bytes(self.spec, self.shard, self.dtype) if self.lora else 0
+        far = self.far.device_bytes if self.far else 0
+        return graphs + adapters + far + (of_draft.beside if of_draft else 0)
 
     def blocker(self, *, host_decides: bool) -> str | None:
         """Return why steps cannot be recorded here, or None if they can."""

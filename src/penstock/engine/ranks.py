@@ -3,10 +3,12 @@
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.step.adapter import LoadedAdapter
 from penstock.step.plan import Landed, Plan, Step
 
 if TYPE_CHECKING:
     from penstock.kv.movement.carrier import Carrier
+    from penstock.weights.checkpoint.lora import Adapter
 
 
 class Ranks(Protocol):
@@ -24,6 +26,10 @@ class Ranks(Protocol):
 
     def begin(self, plan: Plan) -> Step:
         """Begin a plan, or have it begun on all ranks."""
+        ...
+
+    def load_adapter(self, loaded: LoadedAdapter, adapter: "Adapter") -> None:
+        """Put a LoRA adapter that was read into its slot, behind all plans that were begun."""
         ...
 
     def settle(self) -> tuple[Landed, ...]:

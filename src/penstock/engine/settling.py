@@ -5,12 +5,14 @@ from dataclasses import replace
 import torch
 
 from penstock.arch.layout import group_layouts, kv_layout, state_layout
+from penstock.arch.lora import LEAST_RANK, LoraRoom
 from penstock.arch.parts import local_spec
 from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
-from penstock.base.errors import BudgetError
+from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.units import counted, format_size
+from penstock.engine.adapters import module_paths
 from penstock.engine.budget import on_heap, usual_activations
 from penstock.engine.contexts import LongRoom, long_room, usual_chunk
 from penstock.engine.draft import DraftModel, beyond_trained, check_draft
@@ -26,6 +28,7 @@ from penstock.memory.device import (
 )
 from penstock.memory.probe import copy_rate, matmul_rate
 from penstock.sched.rules import SchedulerLimits
+from penstock.weights.checkpoint.lora import config_rank
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.reader import Pack
 from penstock.weights.streaming.residency import padded
@@ -77,6 +80,11 @@ def settle(
     activations = usual_activations(spec, dtype, limits.max_step_tokens, limits.max_sequences)
     resident = sum(map(padded, layouts)) + state_layout(spec, dtype, shard).bytes(limits.max_sequences)
     resident += activations if hardware.cuda else on_heap(activations, library_buffers(device))
+    lora = lora_room(config)
+    if lora:
+        bank = lora.bytes(spec, shard, dtype)
+        resident += bank
+        say(f"LoRA adapters: room for {lora.slots} of up to rank {lora.rank}, {format_size(bank)}")
     if draft:
         resident += draft.weights + -(-limits.max_length // limits.block_size) * draft.kv.block_bytes
     mine = local_spec(spec, shard)
@@ -93,7 +101,9 @@ def settle(
     one_memory = not hardware.cuda and host_room(config, hardware) == 0
     if far and one_memory:
         total -= far.host_bytes
-    return Outline(config, hardware, spec, shard, dtype, limits, one_memory, total, layouts, kv, far, draft)
+    return Outline(
+        config, hardware, spec, shard, dtype, limits, one_memory, total, layouts, kv, far, draft, lora
+    )
 
 
 def _draft(config: Config, target: Model, model: Model, device: torch.device, shard: Shard) -> DraftModel:
@@ -135,3 +145,22 @@ def capped(device: torch.device, size: int, pinned: int) -> int:
             f"{format_size(size - left)}, with what the CUDA driver takes; raise device_memory"
         )
     return left
+
+
+def lora_room(config: Config) -> LoraRoom | None:
+    """Return the room for adapters that the settings ask for, or None for none.
+
+    Raises ConfigError where that is too little for those that are loaded at the start, and what reading an
+    adapter's config raises.
+    """
+    paths = module_paths(config)
+    slots = len(paths) if config.max_loras is None else config.max_loras
+    if len(paths) > slots:
+        raise ConfigError(
+            f"lora_modules names {len(paths)} adapters, but max_loras is {slots}; raise max_loras, or leave "
+            "some out"
+        )
+    ranks = [config_rank(path) for path in paths.values()]  # What is none is said before weights are loaded.
+    if not slots:
+        return None
+    return LoraRoom(slots, config.max_lora_rank or max(LEAST_RANK, *ranks, 0))

@@ -1,6 +1,6 @@
 """Computes the decoder: a function of borrowed weights, KV views and a step's inputs, for any `ModelSpec`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +13,19 @@ from penstock.arch.layout import GroupId, GroupKind
 from penstock.arch.parts import held, local_spec
 from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import LayerSpec, ModelSpec, MoeSpec
-from penstock.models.inputs import ColdCache, Collectives, LayerCaches, Routing, StepInputs, Weights
+from penstock.models.inputs import (
+    ColdCache,
+    Collectives,
+    LayerCaches,
+    LoraInputs,
+    Routing,
+    StepInputs,
+    Weights,
+)
 from penstock.models.mixers import FORWARD, Mixing, attention_at_once
 from penstock.models.moe import ask, choose, mixture, router_scores, shared_experts
 from penstock.models.residual import Residual
-from penstock.ops.activation import soft_cap
+from penstock.ops.activation import silu_mul, soft_cap
 from penstock.ops.embedding import look_up
 from penstock.ops.kernels import row_kernels
 from penstock.ops.linear import add_linear, gated, linear
@@ -108,6 +116,7 @@ class Decoder:
         stay: whether all weights stay where they are lent, so that a CPU may pass all layers in one call.
         """
         wanted, ends = inputs.wanted, self._ends(inputs) if layers is None else None
+        lora = inputs.lora
         embedding = weights.take(EMBEDDING)
         residual = Residual(
             self._embed(inputs.tokens, embedding.matrices["embedding"]),
@@ -119,7 +128,11 @@ class Decoder:
             residual.x.mul_(self.spec.embedding_scale)
         if layers is None:
             at_once = (
-                stay and cold is None and ends is None and self._at_once(weights, caches, inputs, residual)
+                stay
+                and cold is None
+                and ends is None
+                and inputs.lora is None
+                and self._at_once(weights, caches, inputs, residual)
             )
             layers = range(0 if at_once else self.spec.layers)
         for layer in layers:
@@ -128,10 +141,10 @@ class Decoder:
             mixing = Mixing(layer, inputs, cold, last, self.spec.norm_eps, self._collectives)
             self._mix(spec, residual, weights, caches[layer], mixing)
             if last is not None:
-                wanted = None
+                wanted, lora = None, lora and lora.of_wanted
                 if not len(last):
                     return residual.x
-            self._feed_forward(layer, spec, residual, weights, inputs.padding)
+            self._feed_forward(layer, spec, residual, weights, inputs.padding, lora)
         hidden = residual.sum()
         return hidden if wanted is None else hidden[wanted]
 
@@ -199,9 +212,9 @@ class Decoder:
         cache: tuple[Tensor, ...],
         mixing: Mixing,
     ) -> None:
-        group = GroupId(GroupKind.ATTENTION, mixing.layer)
+        group, lora = GroupId(GroupKind.ATTENTION, mixing.layer), mixing.inputs.lora
         w = weights.take(group)
-        if kernels := _of_halves(spec, residual.x, w):
+        if lora is None and (kernels := _of_halves(spec, residual.x, w)):
             half = partial(attention_at_once, kernels, spec.mixer, w, cache, mixing)
             if residual.pass_half(half):
                 weights.release(group)
@@ -210,15 +223,27 @@ class Decoder:
         seen = FORWARD[type(spec.mixer)](spec.mixer, residual.normed(w.vectors.get("norm")), w, cache, mixing)
         if mixing.wanted is not None:
             residual.keep(mixing.wanted)
+            lora = lora and lora.of_wanted
         bias, after = w.vectors.get("out_bias"), w.vectors.get("norm_after")
         if mixing.wanted is None and residual.takes_products(spec.scale, bias, after):
             add_linear(seen, w.matrices["out"], residual.x)
+            if lora is not None:
+                lora.add(group, "out", seen, residual.x)
         elif len(seen):
-            residual.add(linear(seen, w.matrices["out"], bias), after, spec.scale)
+            out = linear(seen, w.matrices["out"], bias)
+            if lora is not None:
+                lora.add(group, "out", seen, out)
+            residual.add(out, after, spec.scale)
         weights.release(group)
 
     def _feed_forward(
-        self, layer: int, spec: LayerSpec, residual: Residual, weights: Weights, padding: Tensor | None
+        self,
+        layer: int,
+        spec: LayerSpec,
+        residual: Residual,
+        weights: Weights,
+        padding: Tensor | None,
+        lora: LoraInputs | None,
     ) -> None:
         if isinstance(spec.feed_forward, MoeSpec):
             self._mixture(layer, spec, spec.feed_forward, residual, weights, padding)
@@ -226,19 +251,18 @@ class Decoder:
         group = GroupId(GroupKind.FFN, layer)
         w = weights.take(group)
         if w.elsewhere is not None:
+            assert lora is None, "adapters where a feed-forward is computed elsewhere"
             x = residual.normed(w.vectors.get("norm"))
             residual.add(w.elsewhere(x), w.vectors.get("norm_after"), spec.scale)
             weights.release(group)
             return
-        if (kernels := _of_halves(spec, residual.x, w)) and residual.pass_half(
-            partial(kernels.feed_forward, w, self.spec.norm_eps)
-        ):
+        kernels = _of_halves(spec, residual.x, w) if lora is None else None
+        if kernels and residual.pass_half(partial(kernels.feed_forward, w, self.spec.norm_eps)):
             weights.release(group)
             return
-        x, gate_up, down = residual.normed(w.vectors.get("norm")), w.matrices["gate_up"], w.matrices["down"]
-        bias, after = w.vectors.get("down_bias"), w.vectors.get("norm_after")
-        onto = residual.x if residual.takes_products(spec.scale, bias, after) else None
-        out = _mlp(x, gate_up, w.vectors.get("gate_up_bias"), down, bias, onto)
+        x, after = residual.normed(w.vectors.get("norm")), w.vectors.get("norm_after")
+        takes = residual.takes_products(spec.scale, w.vectors.get("down_bias"), after)
+        out = _mlp(x, w, residual.x if takes else None, None if lora is None else partial(lora.add, group))
         if out is not None:
             residual.add(out, after, spec.scale)
         weights.release(group)
@@ -297,20 +321,26 @@ def _of_halves(spec: LayerSpec, x: Tensor, weights: GroupViews) -> ModuleType | 
     return row_kernels("layers", x) if plain else None
 
 
-def _mlp(
-    x: Tensor,
-    gate_up: Matrix,
-    gate_up_bias: Tensor | None,
-    down: Matrix,
-    down_bias: Tensor | None,
-    onto: Tensor | None,
-) -> Tensor | None:
-    """Compute SwiGLU of x `[tokens, hidden]` in place and return it; None if it has been added to `onto`."""
-    into = x if onto is None else onto
+def _mlp(x: Tensor, w: GroupViews, onto: Tensor | None, adapt: Callable[..., None] | None) -> Tensor | None:
+    """Compute SwiGLU of x `[tokens, hidden]` in place and return it; None if it has been added to `onto`.
+
+    adapt: adds what adapters add to a product: `LoraInputs.add` of this group.
+    """
+    gate_up, down = w.matrices["gate_up"], w.matrices["down"]
+    gate_up_bias, down_bias = w.vectors.get("gate_up_bias"), w.vectors.get("down_bias")
+    into, first = x if onto is None else onto, 0
     for piece, place in zip(torch.split(x, _WIDE_ROWS), torch.split(into, _WIDE_ROWS), strict=True):
-        inner = gated(piece, gate_up, gate_up_bias)
+        if adapt is None:
+            inner = gated(piece, gate_up, gate_up_bias)
+        else:
+            both = linear(piece, gate_up, gate_up_bias)
+            adapt("gate_up", piece, both, first)
+            inner = silu_mul(both)
         if onto is not None:
             add_linear(inner, down, place)
         else:
             linear(inner, down, down_bias, out=place)
+        if adapt is not None:
+            adapt("down", inner, place, first)
+        first += len(piece)
     return None if onto is not None else x

@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.arch.layout import GroupId, MixtureLayout
 from penstock.ops.attention.inputs import AttentionInputs, Tiles
 from penstock.ops.handover import StepRows
+from penstock.ops.lora import LoraMatrix, LoraRows
 from penstock.ops.matrix import GroupViews
 
 
@@ -37,6 +38,33 @@ class StateInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraInputs:
+    """LoraInputs say which adapters a step's rows have.
+
+    bank: what adapters add to products, by group and matrix.
+    rows: of the step's tokens. wanted: of its wanted positions, which alone pass the end of the last layer if
+    they are few.
+    """
+
+    bank: Mapping[GroupId, Mapping[str, LoraMatrix]]
+    rows: LoraRows
+    wanted: LoraRows
+
+    @property
+    def of_wanted(self) -> "LoraInputs":
+        """Return those of a pass of the wanted positions alone."""
+        return LoraInputs(self.bank, self.wanted, self.wanted)
+
+    def add(self, group: GroupId, name: str, x: Tensor, y: Tensor, first: int = 0) -> None:
+        """Add to the product y of x with a matrix of a group what adapters add to it.
+
+        x: `[rows, in]`. y: `[rows, out]`. first: the first of these rows in the pass.
+        """
+        if (matrix := self.bank.get(group, {}).get(name)) is not None:
+            self.rows.add(x, y, matrix, first)
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """Holds one step on the device. tokens int64 `[tokens]`; cos, sin float32 `[tokens, dim / 2]`; wanted
     int64 `[rows]`: positions whose hidden state leaves the pass.
@@ -44,7 +72,7 @@ class StepInputs:
     last: what the wanted positions attend to, as rows, all being in pages and each the newest of its
     sequence; for the last layer, where the others are not needed. None where they are not, or are most of the
     step. state: of a model that has any. padding: bool `[tokens]`, tokens that are nobody's, behind those
-    that are somebody's; None where there are none.
+    that are somebody's; None where there are none. lora: adapters of its tokens; None where none has any.
     """
 
     tokens: Tensor
@@ -55,6 +83,7 @@ class StepInputs:
     last: AttentionInputs | None = None
     state: StateInputs | None = None
     padding: Tensor | None = None
+    lora: LoraInputs | None = None
 
 
 class Weights(Protocol):

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from penstock.arch.layout import GroupId, GroupKind
 from penstock.arch.mixers.attention import Attention
 from penstock.arch.mixers.mixer import Mixer
 from penstock.models.inputs import ColdCache, Collectives, StepInputs
@@ -57,6 +58,8 @@ def attention(
     inputs, wanted, seen_by, w = mixing.inputs, mixing.wanted, mixing.inputs.attention, weights
     k_cache, v_cache = cache
     qkv = linear(x, w.matrices["qkv"], w.vectors.get("qkv_bias"))
+    if inputs.lora is not None:
+        inputs.lora.add(GroupId(GroupKind.ATTENTION, mixing.layer), "qkv", x, qkv)
     del x  # Attention needs its memory.
     norms = None
     if mixer.normed_together is not None:

@@ -114,6 +114,7 @@ _MODULES = (
     "few_bits_experts",
     "handover",
     "linear",
+    "lora",
     "norms",
     "pace",
     "pointwise",

@@ -58,7 +58,7 @@ def add_linear(x: Tensor, weight: Matrix, onto: Tensor) -> None:
     onto: `[tokens, out]`, contiguous.
     """
     if weight.dense is not None:
-        _add_dense(x, weight.dense, onto)
+        add_dense(x, weight.dense, onto)
         return
     if not x.is_cuda and (kernels := _few_rows_of_format(x, weight)):
         kernels.few_rows(x, weight, out=onto, adds=True)
@@ -67,10 +67,11 @@ def add_linear(x: Tensor, weight: Matrix, onto: Tensor) -> None:
         add_linear(x, matrix, onto[:, rows])
     if not weight.joined:
         for rows, some in _dequantised(x, weight):
-            _add_dense(x, some, onto[:, rows])
+            add_dense(x, some, onto[:, rows])
 
 
-def _add_dense(x: Tensor, weight: Tensor, onto: Tensor) -> None:
+def add_dense(x: Tensor, weight: Tensor, onto: Tensor) -> None:
+    """Compute `add_linear` with a dense `weight`. Rows of `onto` may be strided."""
     if widens(x):
         widened_product(x, weight, onto, adds=True)
     elif not x.is_cuda and x.dtype == torch.float32 and 1 < len(x) <= SAME_ROWS:

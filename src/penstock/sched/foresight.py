@@ -101,14 +101,17 @@ class Foresight:
             self._times.measured(),
         )
 
-    def found(self, prompt: Sequence[int], salt: bytes) -> int:
+    def found(self, prompt: Sequence[int], salt: bytes, adapter: bytes = b"") -> int:
         """Return how many tokens of a prompt have KV that is found now, on the device or on the host. Any
-        thread may call it: it looks up single keys, one behind the other up to the first that is missing."""
+        thread may call it: it looks up single keys, one behind the other up to the first that is missing.
+
+        adapter: digest of its LoRA adapter.
+        """
         pools, size = self._pools, self._pools.size
         if not pools.share:
             return 0
         pages, host = pools.pages.find, pools.host.find if pools.tiers.below_device else _nowhere
-        parent, last = self._prefixes.root_of(len(prompt), salt), (len(prompt) - 1) // size
+        parent, last = self._prefixes.root_of(len(prompt), salt, adapter), (len(prompt) - 1) // size
         count, more = 0, 1
         while count < last:
             keys = block_keys(parent, prompt[count * size : min(count + more, last) * size], size)

@@ -83,7 +83,7 @@ class Growth:
                 request.kv.find_mirrors(self._pools.pages.available - reserves.pages(request))
             row = queues.run_next()
             output = tuple(request.tokens[len(request.prompt) :])
-            yield Admission(row, request.sampling, request.prompt, output)
+            yield Admission(row, request.sampling, request.prompt, output, request.adapter)
             if not comes:
                 count, whole = self.part(request, count, budget, whole)
                 budget -= count

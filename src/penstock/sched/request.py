@@ -33,6 +33,8 @@ class Request:
     """The blocks of its KV. The span shares the list of tokens."""
     share_prefix: bool = True
     """False if every prompt position must be computed, because its log-probabilities were asked for."""
+    adapter: int = 0
+    """Slot of its LoRA adapter; 0 for none."""
     priority: int = 0
     """The queue's first criterion: the smallest number is served first."""
     foreseen: int = 0

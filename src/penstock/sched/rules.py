@@ -91,9 +91,14 @@ class PrefixRule:
     share: bool = True
     length_matters_from: int | None = None
 
-    def root_of(self, prompt_length: int, salt: bytes = b"") -> bytes:
-        """Return the root of a prompt's chain of keys. Requests with different `salt` never share a block."""
-        root = root_key(self.root, "salt", salt) if salt else self.root
+    def root_of(self, prompt_length: int, salt: bytes = b"", adapter: bytes = b"") -> bytes:
+        """Return the root of a prompt's chain of keys. Requests with different `salt` never share a block,
+        nor do those with different adapters.
+
+        adapter: digest of the LoRA adapter that the prompt is computed with; empty for none.
+        """
+        root = root_key(self.root, "adapter", adapter) if adapter else self.root
+        root = root_key(root, "salt", salt) if salt else root
         if self.length_matters_from is None or prompt_length <= self.length_matters_from:
             return root
         return root_key(root, prompt_length)

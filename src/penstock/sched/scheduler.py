@@ -10,13 +10,11 @@ one more token.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from time import monotonic
 
 from penstock.kv.ledger.blocks import BlockLedger
-from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.ledger.host import HostLedger
 from penstock.sched.arrivals import Arrivals
 from penstock.sched.foresight import Foresight
@@ -28,8 +26,10 @@ from penstock.sched.reserves import Reserves
 from penstock.sched.room import RequestRoom
 from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.span import KVSpan, Pools
-from penstock.sched.tiers import Store, Tiers
+from penstock.sched.storage import Storage
+from penstock.sched.tiers import Tiers
 from penstock.sched.width import StepWidth
+from penstock.step.adapter import LoadedAdapter
 from penstock.step.params import Sampling
 from penstock.step.plan import (
     UNKNOWN,
@@ -73,22 +73,6 @@ class Event:
     cached_disk: int = 0
     fault: str = ""
     embedding: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """Says where KV rests beside the device, and when it goes there.
-
-    host: blocks of the host.
-    disk: blocks of the disk, which are reached by way of host blocks.
-    store: when full blocks of short requests go to the host.
-    alike: whether blocks on the host have the bytes of those on the device.
-    """
-
-    host: HostLedger | None = None
-    disk: DiskLedger | None = None
-    store: Store = "off"
-    alike: bool = True
 
 
 class Scheduler:
@@ -191,6 +175,11 @@ class Scheduler:
         """Return the most tokens and requests of a step if one was too large for the memory, else None."""
         return self._width.narrowed
 
+    @property
+    def adapters(self) -> set[int]:
+        """Return the slots of adapters that requests need which have not ended."""
+        return {request.adapter for request in self._requests.values()}
+
     def is_waiting(self, id: RequestId) -> bool:
         """Tell whether a request is in the queue: it is new, or was preempted."""
         request = self._requests.get(id)
@@ -204,23 +193,27 @@ class Scheduler:
         priority: int = 0,
         salt: bytes = b"",
         foreseen: int = 0,
+        adapter: LoadedAdapter | None = None,
     ) -> RequestId:
         """Queue a request, before those with a higher priority number.
 
         Without `max_tokens` it may use all the room there is. It becomes long at once, or when its output has
-        grown. Prefixes are shared only with requests of the same salt. foreseen: see Request.
+        grown. Prefixes are shared only with requests of the same salt and of the same adapter, by its digest.
+        foreseen: see Request.
 
         Raises RequestError, before anything is changed, if it could never be served.
         """
         room, tokens = self.admissible(len(prompt), max_tokens), list(prompt)
+        slot, digest = (adapter.slot, adapter.digest) if adapter else (0, b"")
         request = Request(
             id=RequestId(self._next_id),
             tokens=tokens,
             prompt=tuple(prompt),
             max_tokens=room if max_tokens is None else max_tokens,
             sampling=sampling,
-            kv=KVSpan(self._pools, tokens, self.prefixes.root_of(len(prompt), salt)),
+            kv=KVSpan(self._pools, tokens, self.prefixes.root_of(len(prompt), salt, digest)),
             share_prefix=self.prefixes.share and sampling.prompt_logprobs is None,
+            adapter=slot,
             priority=priority,
             foreseen=foreseen,
         )

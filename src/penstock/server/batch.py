@@ -183,15 +183,19 @@ class Batch:
                 "url",
             )
         request = decoded(msgspec.json.encode({"model": self._names[0], **asked.body}), kind)
-        if request.model not in self._names:
+        adapters = self._llm.lora_adapters
+        lora = request.model if request.model in adapters and request.model not in self._names else None
+        if lora is None and request.model not in self._names:
             raise FieldError(
-                f"the model {request.model[:200]!r} is not the one that runs here: {', '.join(self._names)}",
+                f"the model {request.model[:200]!r} is not the one that runs here: "
+                f"{', '.join([*self._names, *adapters])}",
                 "model",
             )
         if request.streams:
             raise FieldError("a batch has no streams; leave stream out", "stream")
         request.check()
-        return read(self._llm.reader, request)
+        ready, writer = read(self._llm.reader, request)
+        return [one.adapted(lora) for one in ready], writer
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         try:

@@ -69,6 +69,12 @@ class AnswerSettings(Declared):
         details="auto reads it from the chat template.",
         choices=REASONING_PARSERS,
     )
+    allow_runtime_lora_updating: bool = setting(
+        False,
+        help="Let clients load and unload LoRA adapters, from any directory of this machine.",
+        details="By POST /v1/load_lora_adapter and /v1/unload_lora_adapter. There is then room for 8 "
+        "adapters, unless max_loras says otherwise.",
+    )
     share_prefixes: bool = setting(
         False,
         help="Share cached prefixes between keys; how fast an answer comes then shows what others sent.",

@@ -25,12 +25,16 @@ has it. It is the newest that the plan's own model has drawn."""
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """An admission gives a request a row. `output` is not empty if it comes back after a preemption."""
+    """An admission gives a request a row. `output` is not empty if it comes back after a preemption.
+
+    adapter: slot of the LoRA adapter that the row is computed with; 0 for none.
+    """
 
     row: Row
     sampling: Sampling
     prompt: tuple[int, ...]
     output: tuple[int, ...]
+    adapter: int = 0
 
 
 @dataclass(frozen=True, slots=True)

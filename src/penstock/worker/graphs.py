@@ -48,6 +48,7 @@ from penstock.ops.runs import suits_run
 from penstock.ops.steps import FIELDS, LEAST, Placed, likeliest, place
 from penstock.step.plan import Plan, Share, ShareKind
 from penstock.weights.streaming.stream import WeightStream
+from penstock.worker.adapters import RowAdapters
 from penstock.worker.sizes import row_counts, run_counts, shared_counts
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ class DecodeStep:
         newest: int64 `[rows + 1]`, each row's newest token.
         rows, tokens: the most that a step may have.
         """
+        self.adapters: RowAdapters | None = None
+        """Of its rows, if these may have any."""
         self._decoder, self._angles, self._pool, self._table, self._newest = (
             decoder,
             angles,
@@ -161,19 +164,23 @@ class DecodeStep:
         staging = self._staging[self._turn][: _WHERE + FIELDS * count]
         return staging, staging.numpy()[_WHERE:].reshape(FIELDS, count)
 
-    def compute(self, count: int, weights: Weights) -> None:
-        """Compute the step of `count` rows: their logits and likeliest tokens, which become their newest."""
+    def compute(self, count: int, weights: Weights, *, adapted: bool = False) -> None:
+        """Compute the step of `count` rows: their logits and likeliest tokens, which become their newest.
+
+        adapted: whether rows may have adapters.
+        """
         given, placed = self._place(count)
         rows = Rows(count, placed.table, placed.lengths, self._max_length, (), self._arrivals)
         attention = AttentionInputs(placed.blocks, placed.offsets, placed.slots, rows, ())
         state = StateInputs(given[0].long(), ()) if self._pool.state is not None else None
         padding = given[0] == self._nobody if self.spec.moe is not None else None
+        lora = self.adapters.of_rows(given[0]) if adapted and self.adapters else None
         inputs = StepInputs(
-            placed.tokens, placed.cos, placed.sin, attention, None, state=state, padding=padding
+            placed.tokens, placed.cos, placed.sin, attention, None, state=state, padding=padding, lora=lora
         )
         self._finish(self._decoder.forward(weights, self._pool.layers, inputs), given[0], weights)
 
-    def compute_run(self, count: int, weights: Weights) -> None:
+    def compute_run(self, count: int, weights: Weights, *, adapted: bool = False) -> None:
         """Compute the run of `count` tokens: its last one's logits and likeliest token, in the first row."""
         given, placed = self._place(count)
         where, pages = (
@@ -191,6 +198,7 @@ class DecodeStep:
             attention,
             last,
             replace(attention, rows=newest, placed=None),
+            lora=self.adapters.of_run(given[0]) if adapted and self.adapters else None,
         )
         self._finish(self._decoder.forward(weights, self._pool.layers, inputs), given[0, :1], weights)
 
@@ -217,6 +225,9 @@ class DecodeGraphs:
         self._shared: dict[int, _Program] = {}
         """Of passes that a CPU shares."""
         self._run_programs: dict[int, Callable[[], None]] = {}
+        self._adapted: dict[int, _Program] = {}
+        self._adapted_runs: dict[int, Callable[[], None]] = {}
+        """Of steps in which rows have adapters: others do not pay for them."""
         self._every: list[_Program] = []
         self._stream: torch.cuda.Stream | None = None
         self.seconds, self.bytes = 0.0, 0
@@ -248,17 +259,23 @@ class DecodeGraphs:
                 self._step.give((), count)
                 compute = partial(self._step.compute, count)
                 self._programs[count] = self._recorded(compute, pool, stream)
+                if self._step.adapters is not None:
+                    self._adapted[count] = self._recorded(partial(compute, adapted=True), pool, stream)
                 if self._weights.shares and count in shared:
                     self._shared[count] = self._recorded(compute, pool, stream, shared=count)
             for count in self._runs:
                 self._step.give_run(None, count)
-                compute = partial(self._step.compute_run, count)
-                if record_runs:
-                    self._run_programs[count] = self._recorded(compute, pool, stream).replay
-                else:
-                    compute(self._weights.standing())
-                    stream.synchronize()
-                    self._run_programs[count] = partial(compute, self._weights)
+                plain = partial(self._step.compute_run, count)
+                kinds = [(self._run_programs, plain)]
+                if self._step.adapters is not None:
+                    kinds.append((self._adapted_runs, partial(plain, adapted=True)))
+                for programs, compute in kinds:
+                    if record_runs:
+                        programs[count] = self._recorded(compute, pool, stream).replay
+                    else:
+                        compute(self._weights.standing())
+                        stream.synchronize()
+                        programs[count] = partial(compute, self._weights)
         torch.cuda.synchronize(device)
         self._stream = stream  # Not one whose recording was broken off.
         give_back(
@@ -286,9 +303,8 @@ class DecodeGraphs:
 
     def close(self) -> None:
         """Release the recorded graphs, even if this object is still referenced: NCCL ends only after them."""
-        self._programs.clear()
-        self._shared.clear()
-        self._run_programs.clear()
+        for programs in (self._programs, self._shared, self._run_programs, self._adapted, self._adapted_runs):
+            programs.clear()
         for program in self._every:
             program.close()
         stream, self._stream = self._stream, None
@@ -329,16 +345,18 @@ class DecodeGraphs:
 
         Return logits `[shares, vocab]` and likeliest tokens `[shares]`, until the next step.
         """
-        used = len(plan.shares)
+        used, adapters = len(plan.shares), self._step.adapters
+        adapted = adapters is not None and adapters.needs(plan)
         self._weights.begin_pass()
         if plan.runs:
             count = min(count for count in self._runs if count >= plan.tokens)
             self._weights.turn(0)
             self._step.give_run(plan.shares[0], count)
-            self._run_programs[count]()
+            (self._adapted_runs if adapted else self._run_programs)[count]()
         else:
             count = min(count for count in self._counts if count >= used)
-            programs = self._shared if self._weights.turn(count) else self._programs
+            shared = self._weights.turn(0 if adapted else count)
+            programs = self._adapted if adapted else self._shared if shared else self._programs
             self._step.give(plan.shares, count)
             programs[count].replay()
         self._weights.end_pass()

@@ -7,6 +7,7 @@ from penstock.kv.movement.pool import KVPool
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import Weights
 from penstock.weights.streaming.stream import WeightStream
+from penstock.worker.adapters import RowAdapters
 from penstock.worker.graphs import DecodeGraphs, DecodeStep
 from penstock.worker.inputs import InputBuilder
 from penstock.worker.sampler import Sampler
@@ -17,7 +18,8 @@ class LoadedModel:
     """Holds all that one model of a runner has to itself.
 
     decoder: its arithmetic. inputs: makes the tensors of its steps. sampler: draws its tokens, and has the
-    newest of each row. What follows is there while the model is attached.
+    newest of each row. adapters: LoRA adapters, if there is room for any. What follows is there while the
+    model is attached.
     weights: lent group by group. pool: its KV; the blocks have the same numbers in the pools of all models.
     carrier: moves its KV beyond the device, if anything does. early: whether kernels may begin before the one
     before has ended, and read weights: all of these stay, on a device that can wait. graphs: its recorded
@@ -27,6 +29,7 @@ class LoadedModel:
     decoder: Decoder
     inputs: InputBuilder
     sampler: Sampler
+    adapters: RowAdapters | None = None
     weights: Weights | None = None
     pool: KVPool | None = None
     carrier: Carrier | None = None
@@ -39,7 +42,9 @@ class LoadedModel:
         assert self.pool is not None, "a step before attach"
         table, newest = self.inputs.tables.keep_on_device(), self.sampler.newest
         sizes = {"rows": rows, "tokens": tokens, "max_length": max_length}
-        return DecodeStep(self.decoder, self.inputs.angles, self.pool, table, newest, **sizes)
+        step = DecodeStep(self.decoder, self.inputs.angles, self.pool, table, newest, **sizes)
+        step.adapters = self.adapters
+        return step
 
     def detach(self) -> None:
         """Let go of weights and KV, and of what was recorded of them."""
@@ -51,6 +56,7 @@ class LoadedModel:
         """Let go of them for good: what moves weights or KV ends."""
         weights, carrier = self.weights, self.carrier
         self.detach()
+        self.adapters = None
         if carrier is not None:
             carrier.close()
         if isinstance(weights, WeightStream):

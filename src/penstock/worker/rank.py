@@ -30,13 +30,15 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Protocol, TypeVar
 
-from penstock.base.errors import DeviceError
+from penstock.base.errors import CheckpointError, DeviceError, UnsupportedModelError
 from penstock.kv.movement.carrier import Carrier
 from penstock.memory.tasks import Task, Workers
 from penstock.parallel.codec import Codec
 from penstock.parallel.group import Group
 from penstock.parallel.launch import Crew
+from penstock.step.adapter import LoadedAdapter
 from penstock.step.plan import Landed, Outcome, Plan, Step, TransferId
+from penstock.weights.checkpoint.lora import Adapter
 
 T = TypeVar("T")
 
@@ -62,6 +64,12 @@ class RankPart(Protocol):
     def begin(self, plan: Plan) -> Step:
         """Begin a plan."""
 
+    def read_adapter(self, loaded: LoadedAdapter) -> Adapter:
+        """Read a LoRA adapter. Raises CheckpointError and UnsupportedModelError."""
+
+    def load_adapter(self, loaded: LoadedAdapter, adapter: Adapter) -> None:
+        """Put a LoRA adapter that was read into its slot."""
+
     def settle(self) -> tuple[Landed, ...]:
         """Wait for all that is under way, after an interrupted step."""
 
@@ -74,6 +82,7 @@ class RankPart(Protocol):
 
 class _Kind(Enum):
     BEGIN = "begin"
+    ADAPTER = "adapter"
     END = "end"
     SETTLE = "settle"
     FREE_KV = "free KV"
@@ -91,6 +100,7 @@ class _Message:
     kind: _Kind
     plan: Plan | None
     collect: bool
+    adapter: LoadedAdapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +134,9 @@ def serve(receive: Callable[[], bytes], part: RankPart, group: Group) -> None:
             case _Kind.BEGIN:
                 assert message.plan is not None, "a begin without a plan"
                 under_way.append(part.begin(message.plan))
+            case _Kind.ADAPTER:
+                assert message.adapter is not None, "an adapter without a name"
+                _put_adapter(part, group, message.adapter)
             case _Kind.END:
                 landed += under_way.popleft().outcome().landed
             case _Kind.SETTLE:
@@ -137,6 +150,23 @@ def serve(receive: Callable[[], bytes], part: RankPart, group: Group) -> None:
             landed = ()
     part.close()
     group.close()
+
+
+def _put_adapter(part: RankPart, group: Group, loaded: LoadedAdapter, adapter: Adapter | None = None) -> str:
+    """Put an adapter into its slot on all ranks. Return why none has, if one cannot read it; else nothing.
+
+    adapter: what was read; None to read it here.
+    """
+    refusal = b""
+    try:
+        adapter = adapter or part.read_adapter(loaded)
+    except (CheckpointError, UnsupportedModelError) as fault:
+        refusal = f"rank {group.rank}: {fault}".encode()
+    if refusals := [one for one in group.exchange(refusal) if one]:
+        return refusals[0].decode()
+    assert adapter is not None, "an adapter that was neither read nor refused"
+    part.load_adapter(loaded, adapter)
+    return ""
 
 
 class _Job(Task):
@@ -203,6 +233,15 @@ class Leader:
         """
         return self._do(self._finish)
 
+    def load_adapter(self, loaded: LoadedAdapter, adapter: Adapter) -> None:
+        """Put a LoRA adapter into its slot on all ranks. The others read it anew.
+
+        Raises CheckpointError if one of them cannot, or finds another one: then none has it. Raises
+        DeviceError if a rank has failed.
+        """
+        if refusal := self._do(partial(self._load_adapter, loaded, adapter)):
+            raise CheckpointError(refusal)
+
     def settle(self) -> tuple[Landed, ...]:
         """Wait for all that is under way after an interrupted call: all ranks have run its plan, or none.
 
@@ -266,6 +305,13 @@ class Leader:
             self._under_way.append(self._part.begin(plan))
             self._group.check()
 
+    def _load_adapter(self, loaded: LoadedAdapter, adapter: Adapter) -> str:
+        with self._unbroken():
+            self._send(_Kind.ADAPTER, adapter=loaded)
+            refusal = _put_adapter(self._part, self._group, loaded, adapter)
+            self._group.check()
+            return refusal
+
     def _finish(self) -> Outcome:
         with self._unbroken():
             collect = bool(self._going)
@@ -307,8 +353,14 @@ class Leader:
         finally:
             self._crew.close(grace)
 
-    def _send(self, kind: _Kind, plan: Plan | None = None, collect: bool = False) -> None:
-        self._crew.send(_MESSAGES.encode(_Message(self._number, kind, plan, collect)))
+    def _send(
+        self,
+        kind: _Kind,
+        plan: Plan | None = None,
+        collect: bool = False,
+        adapter: LoadedAdapter | None = None,
+    ) -> None:
+        self._crew.send(_MESSAGES.encode(_Message(self._number, kind, plan, collect, adapter)))
         self._number += 1
 
     def _landed(self, own: tuple[Landed, ...]) -> list[Landed]:

@@ -3,8 +3,9 @@ allocates no blocks; its memory is the rows' tables."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.arch.formats.dense import DENSE
-from penstock.base.errors import StepMemoryError
+from penstock.base.errors import CheckpointError, StepMemoryError
 from penstock.kv.movement.carrier import Carrier
 from penstock.kv.movement.pool import KVPool
 from penstock.memory.device import Heap, give_back, lift_cap, shortage
@@ -20,6 +21,7 @@ from penstock.memory.sending import send
 from penstock.models.inputs import Weights
 from penstock.ops.attention.gathered import PAST_TILE
 from penstock.ops.kernels import between_products, counting, pdl_launches, plain_torch
+from penstock.step.adapter import LoadedAdapter
 from penstock.step.plan import (
     Landed,
     ModelRole,
@@ -30,6 +32,7 @@ from penstock.step.plan import (
     ShareKind,
     TokenLogprob,
 )
+from penstock.weights.checkpoint.lora import Adapter
 from penstock.weights.streaming.cpu_experts import CpuService
 from penstock.weights.streaming.snapshots import SlotSnapshots
 from penstock.weights.streaming.stream import WeightStream
@@ -199,6 +202,8 @@ class Runner:
             begun = perf_counter()
             for admission in plan.admissions:
                 self.target.sampler.admit(admission)
+            if self.target.adapters is not None:
+                self.target.adapters.admit(plan.admissions)
             if plan.shares:
                 computed = self._compute(plan, layers)
                 if self._snapshots is not None:
@@ -223,6 +228,24 @@ class Runner:
             self._heap.tidy()
         since, self._ended = max(begun.at, self._ended), perf_counter()
         return Outcome(results, landed, self._ended - since)
+
+    def read_adapter(self, loaded: LoadedAdapter) -> Adapter:
+        """Read an adapter. Raises CheckpointError where it cannot be read, or is no longer what it was, and
+        UnsupportedModelError."""
+        adapters = self.target.adapters
+        assert adapters is not None, "an adapter without room for any"
+        adapter = adapters.read(Path(loaded.path))
+        if adapter.digest != loaded.digest:
+            raise CheckpointError(f"the adapter in {loaded.path} changed while it was read; load it again")
+        return adapter
+
+    def load_adapter(self, loaded: LoadedAdapter, adapter: Adapter) -> None:
+        """Put an adapter that was read into its slot, which no request needs that has not ended."""
+        adapters = self.target.adapters
+        assert adapters is not None, "an adapter without room for any"
+        assert adapter.digest == loaded.digest, "an adapter under the digest of another"
+        with self._here(), torch.inference_mode():
+            adapters.put(loaded.slot, adapter)
 
     def settle(self) -> tuple[Landed, ...]:
         """Wait for all that is under way, after an interrupted step.
@@ -275,12 +298,15 @@ class Runner:
             self._transfer(plan)
             return model.sampler.choose(*graphs.run(plan), plan.shares), ((),) * len(plan.shares), None
         step = inputs.build(plan, model.sampler.newest)
+        lora = None if model.adapters is None else model.adapters.of(plan)
+        if lora is not None:
+            step = replace(step, inputs=replace(step.inputs, lora=lora))
         weights, pool = model.weights, model.pool
         assert weights is not None, "run before attach, or after close"
         assert pool is not None
         by_cpu = weights if isinstance(weights, WeightStream) and weights.shares else None
         if by_cpu is not None:
-            by_cpu.turn(decode_rows(plan))
+            by_cpu.turn(0 if lora is not None else decode_rows(plan))
         self._transfer(plan)
         self._tell(model, plan, step, layers)
         prompts: list[list[TokenLogprob]] = [[] for _ in plan.shares]

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.arch.layout import MixtureLayout
+from penstock.arch.lora import LoraRoom
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec, RopeKind
 from penstock.ops.row_classes import MOST_TOKENS
 
@@ -94,12 +95,21 @@ def shared_bytes(rows: int) -> int:
     return len(shared_counts(rows)) * _GRAPH_BYTES
 
 
-def graph_bytes(spec: ModelSpec, dtype: str, rows: int, tokens: int, *, shared: bool = False) -> int:
+def graph_bytes(
+    spec: ModelSpec,
+    dtype: str,
+    rows: int,
+    tokens: int,
+    *,
+    shared: bool = False,
+    lora: LoraRoom | None = None,
+) -> int:
     """Return an upper bound of the bytes of recorded steps.
 
     rows: most rows of a decode step.
     tokens: most tokens of a step with a run.
     shared: whether a CPU may share steps where weights stream; runs are recorded only where none do.
+    lora: room for adapters. Where there is any, every step is recorded with adapters too.
     """
     wide = max(
         2 * max(spec.intermediate_size, spec.shared_size) + spec.hidden_size,
@@ -114,4 +124,7 @@ def graph_bytes(spec: ModelSpec, dtype: str, rows: int, tokens: int, *, shared: 
     passing = (max(rows, *runs, 0) * 2 * wide + rows * spec.vocab_size) * DTYPE_BYTES[dtype]
     again = max(len(runs) * _GRAPH_BYTES, shared_bytes(rows) if shared else 0)
     beside = _STREAM_BYTES + len(row_counts(rows)) * _GRAPH_BYTES + again
+    if lora is not None:
+        beside += (len(row_counts(rows)) + len(runs)) * _GRAPH_BYTES
+        passing += max(rows, *runs, 0) * 3 * lora.slots * (lora.rank * DTYPE_BYTES[dtype] + 1)
     return rows * spec.vocab_size * DTYPE_BYTES[dtype] + passing + beside

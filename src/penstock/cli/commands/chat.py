@@ -87,7 +87,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         if is_terminal(sys.stdin):
             typing = editor(NAMES, TAKE_FILES, keep=asked["history"])
             say("/help lists the commands, Ctrl-D leaves", faint=True)
-        flags = {name: asked[name] for name in ("quiet", "verbose", "markdown")}
+        flags = {name: asked[name] for name in ("quiet", "verbose", "markdown", "lora")}
         chat = Chat(llm, config, params, conversation, typing, **flags)
         with without_echo():  # All the time: an editor shows what is typed by itself.
             ChatSession(chat, asked["json"]).talk()
@@ -199,6 +199,7 @@ class ChatSession:
                 params,
                 view.show if view is not None else lambda _: None,
                 lambda: interrupt.asked,
+                lora=chat.lora,
             )
             if view is not None:
                 view.end()

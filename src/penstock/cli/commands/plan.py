@@ -38,8 +38,11 @@ SETTINGS = (
     "attention_policy",
     "prefill_policy",
     "sketch_bits",
+    "max_loras",
+    "max_lora_rank",
 )
-"""Settings of an engine that a plan looks at: those for several ranks, and for KV beyond the device."""
+"""Settings of an engine that a plan looks at: those for several ranks, for KV beyond the device, and for
+adapters."""
 EXAMPLES = """
   penstock plan ./my-model                       on this machine, at usual rates
   penstock plan ./my-model --machine desktop-24 --picture plan.png

@@ -154,7 +154,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         request, length = conversation.request(prompt.text)
         params, reader = conversation.marked(_limited(llm, params, length)), conversation.reader
         if asked["json"]:
-            answer = follow(llm, request, params, lambda _: None)
+            answer = follow(llm, request, params, lambda _: None, lora=asked["lora"])
             entries = record(llm, config, prompt.text, params, answer, reader.split)
             if (reported := answer.completion.prompt_logprobs) is not None:
                 entries["prompt_logprobs"] = logprob_entries(llm, reported)
@@ -165,7 +165,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
             with LiveLine.of(llm, quiet=asked["quiet"]) as live:
                 show, end = _screen(live, reader, asked, params.n, echo, drawn=chat)
                 live.compute(length)  # Behind what the screen begins with, which would end it.
-                answer = follow(llm, request, params, show)
+                answer = follow(llm, request, params, show, lora=asked["lora"])
                 end()
         if asked["verbose"] or (is_terminal(sys.stderr) and not asked["quiet"] and not asked["json"]):
             remark(answer)

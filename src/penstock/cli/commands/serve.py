@@ -20,6 +20,7 @@ from penstock.cli.load import load
 from penstock.cli.models import located, taken
 from penstock.cli.options import engine_config, engine_options, flag, settings_from, with_options
 from penstock.cli.terminal import say
+from penstock.engine.adapters import module_paths
 from penstock.server.fleet.scale import Scale, bounds
 from penstock.server.http.keys import ApiKey
 from penstock.server.settings import AnswerSettings, Listening, OnDemandSettings, named_shares
@@ -32,6 +33,8 @@ SERVER, REPLICAS, LIMITS, LOG = "Server options", "Replicas", "Limits", "Log"
 MODELS = "Several models"
 FORMATS, LEVELS = ("text", "json"), ("debug", "info", "warning", "error")
 KEYS = "PENSTOCK_API_KEYS"
+ROOM_FOR_LORAS = 8
+"""Adapters that there is room for where clients may load some."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SETTINGS = (Listening, AnswerSettings, Scale, OnDemandSettings)
 _DECLARED = {one.name: one for kind in _SETTINGS for one in settings_of(kind)}
@@ -122,7 +125,7 @@ def _flags(section: str, *names: str) -> Decorator:
     is_flag=True,
     help="Let anybody who can reach --host use the server, without keys.",
 )
-@_flags(SERVER, "share_prefixes")
+@_flags(SERVER, "allow_runtime_lora_updating", "share_prefixes")
 @_flags(LIMITS, "queue", "max_body", "request_timeout", "patience", "max_kept")
 @_flags(SERVER, "tool_parser", "reasoning_parser")
 @option(
@@ -195,9 +198,12 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         ) from missing
     wanted = _wanted(asked)
     config = engine_config(ctx, Path(wanted[0][1]) if wanted else None, None)
+    config, modules = _with_adapters(asked, config), tuple(module_paths(config))
     names = asked["names"] or (str(config.model),)
     allowed = {name: asked[name] for name in ("allow_hosts", "allow_origins")}
-    there = settings_from(ServerSettings, asked, names=tuple(names), keys=api_keys(ctx), **allowed)
+    there = settings_from(
+        ServerSettings, asked, names=tuple(names), lora_names=modules, keys=api_keys(ctx), **allowed
+    )
     if not (there.keys or asked["without_keys"] or asked["host"] in LOOPBACK):
         raise ConfigError(
             f"{asked['host']} can be reached from other machines, and no API keys are set; name a file of "
@@ -239,6 +245,11 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         config, name = located(config, log=as_json, **taken(asked))
         if not asked["names"]:
             there = replace(there, names=(name,))
+        if same := set(there.names) & set(modules):
+            raise ConfigError(
+                f"{min(same)!r} names the model and a LoRA adapter; give one of them another name, by "
+                "--name or --lora-modules"
+            )
         if asked["replicas"] is not None:
             crew = _crew(asked, config, there.names[0])
             serve(
@@ -288,6 +299,19 @@ def _wanted(asked: Mapping[str, Any]) -> list[tuple[str, str]]:
     if asked["names"][1:]:
         raise ConfigError("a model that is loaded on demand has one name; leave out all --name but one")
     return found
+
+
+def _with_adapters(asked: Mapping[str, Any], config: Config) -> Config:
+    """Return the settings with room for LoRA adapters that clients may load. Raises ConfigError."""
+    loads = asked["allow_runtime_lora_updating"]
+    if asked["on_demand"] and (config.lora_modules or config.max_loras or loads):
+        raise ConfigError(
+            "models that are loaded on demand have no LoRA adapters; leave out --lora-modules, --max-loras "
+            "and --allow-runtime-lora-updating, or serve one model without --on-demand"
+        )
+    if not loads or config.max_loras is not None:
+        return config
+    return replace(config, max_loras=max(ROOM_FOR_LORAS, len(config.lora_modules)))
 
 
 def _hosting(

@@ -9,12 +9,13 @@ short ones do not wait for those that are held back, and these wait for all shor
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import inf
 from time import monotonic
 from weakref import WeakValueDictionary
 
+from penstock.api.sequences import PreparedPrompt
 from penstock.sched.outlook import MOST_FOLLOWED, Course, Outlook, QueuedRequest, WaitForecast
 from penstock.server.broker.calls import Call
 
@@ -103,10 +104,10 @@ class WaitForecaster:
     """
 
     def __init__(
-        self, sight: Callable[[], Sight], found: Callable[[Sequence[int], bytes], int], longest: int
+        self, sight: Callable[[], Sight], found: Callable[[PreparedPrompt], int], longest: int
     ) -> None:
-        """sight: returns the newest. found: counts the tokens of a prompt, with its salt, whose KV is there
-        now. longest: tokens of a request."""
+        """sight: returns the newest. found: counts the tokens of a prompt whose KV is there now. longest:
+        tokens of a request."""
         self._sight, self._found, self._longest = sight, found, longest
         self._sent = 0
         self._fresh: deque[tuple[int, float, Call]] = deque()
@@ -116,7 +117,7 @@ class WaitForecaster:
         """Of priorities, for that sight."""
         self._ends: Course | None = None
         """The course by which outputs end, for that sight."""
-        self._alike: WeakValueDictionary[tuple[bytes, tuple[int, ...]], Call] = WeakValueDictionary()
+        self._alike: WeakValueDictionary[tuple[bytes, str, tuple[int, ...]], Call] = WeakValueDictionary()
         """The newest call whose prompt begins with a block, while it is there."""
 
     def forecast(self, call: Call) -> WaitForecast:
@@ -193,14 +194,14 @@ class WaitForecaster:
         prompt, size = call.prompt, outlook.size
         if prompt.samplings[0].prompt_logprobs is not None:
             return 0
-        begin = prompt.salt, prompt.tokens[:size]
+        begin = prompt.salt, prompt.lora, prompt.tokens[:size]
         before = self._alike.get(begin)
         self._alike[begin] = call
         found = 0
         if before is not None and not (before.over or before.first_token_time):
             last = (len(prompt.tokens) - 1) // size
             found = min(_common(prompt.tokens, before.prompt.tokens) // size, last) * size
-        return max(found, self._found(prompt.tokens, prompt.salt))
+        return max(found, self._found(prompt))
 
 
 def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:

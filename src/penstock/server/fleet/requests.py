@@ -110,7 +110,11 @@ class RoutedPrompt(PreparedPrompt):
 
     def salted(self, salt: bytes) -> Self:
         """Return the same prompt, which shares prefixes with prompts of this salt."""
-        return replace(self, salt=salt, keys=_keys(self.tokens, self.size, salt))
+        return replace(self, salt=salt, keys=_keys(self.tokens, self.size, salt, self.lora))
+
+    def adapted(self, lora: str | None) -> Self:
+        """Return the same prompt, which is answered with the LoRA adapter of this name, or with none."""
+        return replace(self, lora=lora or "", keys=_keys(self.tokens, self.size, self.salt, lora or ""))
 
     def request(self) -> RemoteRequest:
         """Return the request that a replica is sent."""
@@ -125,16 +129,17 @@ class RoutedPrompt(PreparedPrompt):
         """Return the keys of the full blocks when an output is there too. Of its last token there is no
         KV."""
         rest = (*self.tokens[len(self.keys) * self.size :], *output[:-1])
-        return [*self.keys, *block_keys(self.keys[-1] if self.keys else _root(self.salt), rest, self.size)]
+        last = self.keys[-1] if self.keys else _root(self.salt, self.lora)
+        return [*self.keys, *block_keys(last, rest, self.size)]
 
 
-def _root(salt: bytes) -> bytes:
-    return root_key(_ROOT, salt) if salt else _ROOT
+def _root(salt: bytes, lora: str) -> bytes:
+    return root_key(_ROOT, salt, lora) if salt or lora else _ROOT
 
 
-def _keys(tokens: Sequence[int], size: int, salt: bytes = b"") -> list[bytes]:
+def _keys(tokens: Sequence[int], size: int, salt: bytes = b"", lora: str = "") -> list[bytes]:
     """Return the keys of a prompt's full blocks but for its last token, which is computed in any case."""
-    return block_keys(_root(salt), tokens[: (len(tokens) - 1) // size * size], size)
+    return block_keys(_root(salt, lora), tokens[: (len(tokens) - 1) // size * size], size)
 
 
 class RemoteReader(PromptReader):

@@ -23,7 +23,8 @@ from penstock.server.answers.protocols import MESSAGES, Protocol, protocol_of
 from penstock.server.answers.responses import read_response
 from penstock.server.broker.metrics import CONTENT_TYPE
 from penstock.server.http import ollama
-from penstock.server.http.asking import asked_of, body_of, check_model, in_time, lent, prepared_for
+from penstock.server.http.adapters import load_adapter, unload_adapter
+from penstock.server.http.asking import adapter_of, asked_of, body_of, in_time, lent, prepared_for
 from penstock.server.http.embedding import embed, score
 from penstock.server.http.errors import error_response, no_route
 from penstock.server.http.keys import NO_OWNER, owner_of
@@ -67,6 +68,8 @@ def application(server: ServerState) -> ASGIApp:
         ("GET", "/experts", _experts),
         ("GET", "/v1/models", _models),
         ("GET", "/v1/models/{name:path}", _model),
+        ("POST", "/v1/load_lora_adapter", load_adapter),
+        ("POST", "/v1/unload_lora_adapter", unload_adapter),
         ("POST", "/v1/chat/completions", partial(_generate, kind=ChatRequest)),
         ("POST", "/v1/completions", partial(_generate, kind=CompletionRequest)),
         ("POST", "/v1/embeddings", partial(embed, kind=EmbeddingsRequest)),
@@ -211,14 +214,13 @@ async def _reset_prefix_cache(server: ServerState, request: Request) -> Response
 
 
 async def _models(server: ServerState, request: Request) -> Response:
-    return json_response(
-        {"object": "list", "data": [_described(server, name) for name in server.settings.names]}
-    )
+    names = [*server.settings.names, *server.adapters]
+    return json_response({"object": "list", "data": [_described(server, name) for name in names]})
 
 
 async def _model(server: ServerState, request: Request) -> Response:
     name = request.path_params["name"]
-    check_model(server, name)
+    adapter_of(server, name)
     return json_response(_described(server, name))
 
 
@@ -231,6 +233,8 @@ def _described(server: ServerState, name: str) -> Answer:
         more = {"state": str(model.phase)}
     else:
         longest = server.model()[0].limits.max_model_len
+        if name not in (names := server.settings.names):
+            more = {"parent": names[0]}
     return {
         "id": name,
         "object": "model",
@@ -267,7 +271,7 @@ async def _message(server: ServerState, request: Request) -> Response:
 
 async def _count_tokens(server: ServerState, request: Request) -> Response:
     def checked(asked: CountTokensRequest) -> None:
-        check_model(server, *asked.names)
+        adapter_of(server, *asked.names)
         asked.check()
 
     asked = await body_of(server, request, CountTokensRequest, checked)
@@ -337,7 +341,7 @@ async def _reader_of(
     if server.models is None:
         server.model()
     name = name or server.settings.names[0]
-    check_model(server, name)
+    adapter_of(server, name)
     server = await lent(server, request, (name,))
     return server, server.model()[0]
 

@@ -95,12 +95,21 @@ def _seconds_left(
     return seconds, None if seconds is None else seconds - (monotonic() - record_of(request).began)
 
 
-def check_model(server: ServerState, name: str, *others: str) -> None:
-    """Raise HTTPException for a model that is not here. others: names that stand for the same."""
-    if not {name, *others} & set(server.settings.names):
-        raise HTTPException(
-            404, f"the model {name[:200]!r} does not exist here; there is {', '.join(server.settings.names)}"
-        )
+def adapter_of(server: ServerState, *names: str) -> str:
+    """Return the LoRA adapter that a model's name means, by its own name or as `model:adapter`: empty for the
+    model itself. Raise HTTPException for a name of neither. names: all stand for the same."""
+    models, adapters, lost = server.settings.names, server.adapters, server.lost_adapters
+    if set(names) & set(models):
+        return ""
+    meant = [
+        own
+        for name in names
+        for own in (name, *(name[len(model) + 1 :] for model in models if name.startswith(f"{model}:")))
+    ]
+    if (found := next((own for own in meant if own in adapters), None)) is not None:
+        return found
+    there = f"the model {names[0][:200]!r} does not exist here; there is {', '.join([*models, *adapters])}"
+    raise HTTPException(404, next((lost[own] for own in meant if own in lost), there))
 
 
 async def lent(
@@ -149,7 +158,7 @@ async def asked_of(server: ServerState, request: Request, kind: type[G]) -> tupl
     `RequestBroker.check_room` do."""
 
     def outputs(asked: G) -> int:
-        check_model(server, *asked.names)
+        adapter_of(server, *asked.names)
         asked.check()
         return asked.outputs
 
@@ -180,11 +189,11 @@ async def prepared_for(
     read: Callable[[PromptReader, G, Dialect | None], tuple[list[PreparedPrompt], U]],
 ) -> tuple[list[PreparedPrompt], U]:
     """Return a request's prompts, and what `read` makes beside them. Raise what `in_time` and `read` do."""
-    reader, _ = server.model()
+    (reader, _), lora = server.model(), adapter_of(server, *asked.names)
     salt = salt_of(record_of(request).owner, asked.cache_salt, share=server.settings.share_prefixes)
 
     def prepared() -> tuple[list[PreparedPrompt], U]:
         ready, writer = read(reader, asked, server.dialect)
-        return [one.salted(salt) for one in ready], writer
+        return [one.salted(salt).adapted(lora) for one in ready], writer
 
     return await in_time(server, request, server.uploads.aside(request, prepared), asked.timeout)

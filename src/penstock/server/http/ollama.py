@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from penstock.server.answers.completions import Answer
 from penstock.server.answers.ollama import LINES, loaded, read_ollama, stamp
-from penstock.server.http.asking import asked_of, body_of, check_model, prepared_for
+from penstock.server.http.asking import adapter_of, asked_of, body_of, prepared_for
 from penstock.server.http.embedding import embed
 from penstock.server.http.sending import json_response, responded, told_ignored
 from penstock.server.http.state import HostedModel, ServerState
@@ -57,7 +57,7 @@ def _model_of(server: ServerState, names: Sequence[str]) -> OnDemandModel[Hosted
 async def _tags(server: ServerState, request: Request) -> Response:
     if server.models is None:
         server.model()
-    return json_response({"models": [_listed(server, name) for name in server.settings.names]})
+    return json_response({"models": [_listed(server, name) for name in _names(server)]})
 
 
 async def _running(server: ServerState, request: Request) -> Response:
@@ -76,7 +76,7 @@ def _running_of(server: ServerState, whole: ServerState) -> list[Answer]:
         "size_vram": server.facts.device_bytes,
         "context_length": reader.limits.max_model_len,
     }
-    return [_listed(server, name) | more for name in server.settings.names]
+    return [_listed(server, name) | more for name in _names(server)]
 
 
 async def _version(server: ServerState, request: Request) -> Response:
@@ -84,7 +84,7 @@ async def _version(server: ServerState, request: Request) -> Response:
 
 
 async def _show(server: ServerState, request: Request) -> Response:
-    asked = await body_of(server, request, ShowRequest, lambda asked: check_model(server, *asked.names))
+    asked = await body_of(server, request, ShowRequest, lambda asked: adapter_of(server, *asked.names))
     facts, longest, templates, dialect = await _shown(server, asked.names)
     template, capabilities = "", ["completion"]
     if templates:
@@ -125,6 +125,10 @@ async def _shown(
     reader, _ = server.model()
     found = reader.tokenizer.templates if reader.has_tokenizer else {}
     return server.facts, reader.limits.max_model_len, found, server.dialect
+
+
+def _names(server: ServerState) -> list[str]:
+    return [*server.settings.names, *server.adapters]
 
 
 def _listed(server: ServerState, name: str) -> Answer:

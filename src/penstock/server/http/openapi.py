@@ -24,6 +24,7 @@ from penstock.server.wire import (
     scores,
     shapes,
 )
+from penstock.server.wire.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from penstock.server.wire.messages import CountTokensRequest, MessagesRequest
 from penstock.server.wire.ollama import OllamaChatRequest, OllamaGenerateRequest, ShowRequest
 from penstock.server.wire.requests import (
@@ -147,6 +148,13 @@ OPERATIONS = (
     ),
     RouteSpec("get", "/v1/models", "The models by their names", shapes.ModelList, refused=(503,)),
     RouteSpec("get", "/v1/models/{name}", "A model", shapes.ModelCard, refused=(404, 503)),
+    *[
+        RouteSpec("post", f"/v1/{path}", what, "text/plain", asked, refused=(400, 403, 413, *more))
+        for path, what, asked, more in (
+            ("load_lora_adapter", "Load a LoRA adapter", LoadAdapterRequest, (501, 503)),
+            ("unload_lora_adapter", "Unload a LoRA adapter", UnloadAdapterRequest, (404, 501, 503)),
+        )
+    ],
     RouteSpec(
         "post",
         "/tokenize",
@@ -263,7 +271,7 @@ _STATUSES = {
     304: "Nothing has changed since the ETag that was sent",
     400: "The request is not valid; `param` is the field at fault",
     401: "The API key is missing, or not one of this server's",
-    403: "A server with several keys lets none of them do this",
+    403: "This server lets no client do this, or none of several keys",
     404: "The model, or the response, does not exist here",
     413: "The request is larger than this server reads",
     429: "There is no room for another request now",

@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import time
 
 import torch
 
+from penstock.api.llm import LLM
 from penstock.api.reader import PromptReader
 from penstock.base.errors import EngineClosedError
 from penstock.memory.device import give_back
@@ -36,12 +37,14 @@ class ServerSettings(AnswerSettings):
     """Sets what a server answers, and to whom.
 
     names: names by which clients ask for the model; the first is the one that answers give.
+    lora_names: of the LoRA adapters that are loaded at the start.
     keys: a client must send one of them, if there are any.
     allow_hosts: names by which this machine is asked, if there are no keys; see OriginGuard.
     allow_origins: origins of other sites' pages that may use the server; "*" is any.
     """
 
     names: tuple[str, ...]
+    lora_names: tuple[str, ...] = ()
     keys: tuple[ApiKey, ...] = ()
     allow_hosts: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
@@ -87,6 +90,7 @@ class ServerState:
     sinks: are given the record of each request that is over, before the log is.
     dialect: how the model writes reasoning and calls of tools.
     facts: of the model that is loaded.
+    llm: the model, if the engine is in this process.
     clear_prefixes: forgets all prefixes that are kept, and returns how many blocks they had; on any thread.
     bed: puts the model to sleep, if it is in this process.
     models: several models, each loaded at its first use, in place of all that is one model's.
@@ -103,6 +107,7 @@ class ServerState:
     sinks: Sequence[RecordSink] = ()
     dialect: Dialect | None = None
     facts: ModelFacts = field(default_factory=ModelFacts)
+    llm: LLM | None = None
     clear_prefixes: Callable[[], int] | None = None
     bed: Bed | None = None
     models: OnDemandModels[HostedModel] | None = None
@@ -169,10 +174,20 @@ class ServerState:
             self.fleet = backend
         elif isinstance(backend, LocalBackend):
             self.bed = Bed(backend.llm, broker)
-            self.facts = ModelFacts.of(backend.llm)
+            self.llm, self.facts = backend.llm, ModelFacts.of(backend.llm)
             self.clear_prefixes = backend.llm.clear_prefix_cache
             self.monitor = StateMonitor(backend, broker, self.settings.names[0])
             self.metrics.watch(backend, lambda: broker.outputs)
+
+    @property
+    def adapters(self) -> Collection[str]:
+        """Return the names of the LoRA adapters that are loaded."""
+        return self.settings.lora_names if self.llm is None else self.llm.lora_adapters
+
+    @property
+    def lost_adapters(self) -> Mapping[str, str]:
+        """Return why adapters are not there that could not be loaded again after a sleep, by their names."""
+        return {} if self.llm is None else self.llm.driver.adapters.lost
 
     def model(self) -> tuple[PromptReader, RequestBroker]:
         """Return what reads prompts and what takes calls. Raise EngineClosedError while the model is

@@ -220,13 +220,14 @@ class CompletionChunk(_Outputs[Literal["text_completion"], CompletionChunkChoice
 
 
 class ModelCard(AnswerObject):
-    """Describes a model, as clients ask for it."""
+    """Describes a model, as clients ask for it. parent: of a LoRA adapter, the model that it is for."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    parent: str | UnsetType = UNSET
     state: Literal["unloaded", "loading", "loaded", "unloading"] | UnsetType = UNSET
     """Told where models are loaded at their first use."""
 
