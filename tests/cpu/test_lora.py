@@ -8,19 +8,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("transformers")
 
 import adapters
 import tiny
 from penstock import LLM, AsyncLLM, Completion, SamplingParams
-from penstock.base.errors import ConfigError, EngineClosedError, RequestError
+from penstock.arch.lora import LoraRoom
+from penstock.arch.shards import WHOLE
+from penstock.base.errors import BudgetError, ConfigError, EngineClosedError, RequestError
 from penstock.engine import measuring
 from penstock.kv.store.blocks import BlockStore
 from penstock.memory.device import peak_of
 from penstock.ops.lora import GroupedRows, LoraMatrix, RunRows, StackedRows
 from penstock.server.broker.backend import LocalBackend
+from penstock.step.plan import Admission
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.worker import adapters as worker_adapters
+from penstock.worker.adapters import RowAdapters
 from quantised import SCHEMES, checkpoints
+from worlds import sampling
 
 SETTINGS = {
     "device": "cpu",
@@ -373,11 +381,37 @@ def test_what_there_is_no_room_for(base: Path, some: dict[str, Path], llm: LLM) 
         without.load_lora_adapter("one", some["one"])
     with pytest.raises(ConfigError, match="lora_modules names 4 adapters, but max_loras is 2"):
         LLM(base, **SETTINGS, lora_modules=some, max_loras=2)
+    small = {"device_memory": "64MiB", "max_loras": 1, "max_lora_rank": 1 << 16}
+    with pytest.raises(
+        BudgetError, match=r"for the largest step and LoRA adapters; .*, max_loras or max_lora_rank"
+    ):
+        LLM(base, **SETTINGS, **small)
     with pytest.raises(RequestError, match="has rank 64, and there is room for 8; start the engine with"):
         LLM(base, **SETTINGS, lora_modules=some, max_lora_rank=8)
 
 
 # ---- as recorded steps compute it
+
+
+def test_a_row_whose_slot_did_not_reach_the_device_is_sent_again(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs out of memory there, or is interrupted, is admitted again, to the same row."""
+    with Checkpoint.open(base) as opened:
+        rows = RowAdapters(opened.spec, WHOLE, LoraRoom(2, 1), 3, torch.empty(0))
+    admissions = tuple(Admission(row, sampling(), (1,), (), row) for row in (1, 2))
+
+    def full(*_: object) -> Tensor:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_adapters, "send", full)
+        with pytest.raises(MemoryError):
+            rows.admit(admissions)
+    rows.admit(admissions)
+    assert rows.on_device.tolist() == [0, 1, 2, 0]
+    rows.admit((Admission(2, sampling(), (1,), ()), Admission(0, sampling(), (1,), (), 2)))
+    assert rows.on_device.tolist() == [2, 1, 0, 0]
 
 
 def test_all_slots_at_once_are_each_adapter_with_its_own_rows() -> None:

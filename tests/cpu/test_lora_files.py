@@ -129,6 +129,8 @@ def test_files_that_are_missing_or_damaged(spec: ModelSpec, path: Path, tmp_path
     for nowhere in ("~nobody-is-here/a", "a\0b"):
         with pytest.raises(CheckpointError, match="is no LoRA adapter"):
             Adapter.read(Path(nowhere), spec, "float32")
+    with pytest.raises(CheckpointError, match=r"cannot open .*: File name too long"):
+        Adapter.read(Path("a" * 300), spec, "float32")
     whole = (path / adapters.TENSORS).read_bytes()
     for damaged in (whole[:7], whole[:100], whole[:-1], whole + b"a"):
         (path / adapters.TENSORS).write_bytes(damaged)

@@ -1,5 +1,6 @@
 """LoRA adapters of a server: asked for as models, loaded and unloaded while others are answered."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,7 +92,9 @@ def test_it_is_loaded_and_unloaded_while_others_are_answered(
             400,
             "the LoRA adapter 'blue' is loaded already; unload it first, or give another name",
         )
-        assert ask(LOAD, **blue | {"lora_name": "shipped"})[0] == 400
+        for name in ("shipped", "shipped:red"):
+            status, message = ask(LOAD, **blue | {"lora_name": name})
+            assert (status, message.partition(" is ")[0]) == (400, repr(name))
         status, message = ask(LOAD, lora_name="x", lora_path=str(some["blue"].parent))
         assert status == 400
         assert message.startswith(f"{some['blue'].parent} is no LoRA adapter: it has no adapter_config.json")
@@ -152,5 +155,31 @@ def test_the_command_line(
     with patch.object(run, "loaded", side_effect=AssertionError("loaded, though it was clear before")):
         assert main([*flags, *modules, "--lora", "green"]) == 2
     assert "the LoRA adapter 'green' is not loaded; there is red, blue" in capsys.readouterr().err
+    prompt = ["--lora-modules", "red=1", "blue=2", "Solve x=3", "--device", "cpu"]
+    assert run.command._repeated(prompt) == [*prompt[:2], "--lora-modules", *prompt[2:]]  # type: ignore[attr-defined]
     assert main([*flags, "--lora-modules", "red"]) == 2
     assert "lora_modules 'red' must be name=path" in capsys.readouterr().err
+
+
+def test_a_batch(
+    some: dict[str, Path], right: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["red", "shipped:blue", "shipped", None, "green"]
+    body = {"prompt": STORY, "temperature": 0, "max_tokens": COUNT}
+    lines = [
+        {"custom_id": str(name), "url": "/v1/completions", "body": body | ({"model": name} if name else {})}
+        for name in names
+    ]
+    asked, answers = tmp_path / "asked.jsonl", tmp_path / "answers.jsonl"
+    asked.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    flags = [str(asked), str(answers), *FLAGS[:6], "--max-sequences", "4"]
+    flags += ["--name", "shipped", "--lora-modules", *(f"{name}={path}" for name, path in some.items())]
+    assert main(["batch", *flags]) == 3
+    found = {one["custom_id"]: one["response"] for one in map(json.loads, answers.read_text().splitlines())}
+    texts = {name: one["body"]["choices"][0]["text"] for name, one in found.items() if name != "green"}
+    base = right["shipped"]
+    assert texts == {"red": right["red"], "shipped:blue": right["blue"], "shipped": base, "None": base}
+    assert "is not the one that runs here: shipped, red, blue" in found["green"]["body"]["error"]["message"]
+    capsys.readouterr()
+    assert main(["batch", *flags, "--name", "blue"]) == 2
+    assert "the LoRA adapter 'blue' has a name of the model's, or begins with" in capsys.readouterr().err

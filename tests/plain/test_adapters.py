@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.arch.lora import LoraRoom
-from penstock.base.errors import RequestError
-from penstock.engine.adapters import LoadedAdapters
+from penstock.base.errors import ConfigError, RequestError
+from penstock.engine.adapters import LoadedAdapters, adapter_named, check_names, means_model
 from penstock.step.adapter import LoadedAdapter
 
 
@@ -121,3 +121,27 @@ def test_the_next_engine_has_the_same_adapters_or_says_why() -> None:
     broken.interrupt = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         broken.loaded.restore(first.loaded, lambda _: adapter(b"a"))
+
+
+def test_what_a_name_in_a_request_means() -> None:
+    """It is the same whichever adapters there are beside it: none may have a name that means another one."""
+    models = ("base", "base:7b")
+    for names, meant in (
+        (["base"], ""),
+        (["base:7b"], ""),
+        (["red"], "red"),
+        (["base:red"], "red"),
+        (["base:7b:red"], "red"),
+        (["red:latest", "red"], "red"),
+        (["base:latest", "base"], ""),
+        (["blue"], None),
+        (["other:red"], None),
+        (["base:"], None),
+        ([""], None),
+    ):
+        assert adapter_named(names, models, {"red"}) == meant, names
+    check_names(models, ["red", "bases", "7b", "other:red"])
+    for name in (*models, "base:red", "base:"):
+        assert means_model(name, models)
+        with pytest.raises(ConfigError, match=f"the LoRA adapter '{name}' has a name of the model's, or"):
+            check_names(models, ["red", name])

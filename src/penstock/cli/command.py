@@ -1,6 +1,7 @@
 """Give all commands what they share: help in sections that ends in examples, settings from a file, and
 --debug."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 OTHER = "Other options"
 _NAMED = "NAME=PATH"
 """The metavar of options with several values."""
+_ANOTHER = re.compile(r"[^\s=-][^\s=]*=")
 
 
 @dataclass(slots=True)
@@ -81,11 +83,14 @@ class Command(click.Command):
             raise
 
     def _repeated(self, args: list[str]) -> list[str]:
-        """Return the arguments with the flag before each of several values NAME=PATH."""
+        """Return the arguments with the flag before each of several values NAME=PATH.
+
+        A name has no spaces there: "Solve x=3" is a prompt.
+        """
         found, flag = list[str](), ""
         flags = {opt for one in self.params if one.metavar == _NAMED for opt in one.opts}
         for argument in args:
-            if flag and "=" in argument and not argument.startswith("-") and found[-1] != flag:
+            if flag and _ANOTHER.match(argument) and found[-1] != flag:
                 found.append(flag)
             elif argument not in flags and (not found or found[-1] != flag):
                 flag = ""

@@ -2,13 +2,13 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.arch.lora import LoraRoom
 from penstock.base.config import Config
-from penstock.base.errors import CheckpointError, RequestError, UnsupportedModelError
+from penstock.base.errors import CheckpointError, ConfigError, RequestError, UnsupportedModelError
 from penstock.step.adapter import LoadedAdapter
 
 if TYPE_CHECKING:
@@ -21,6 +21,36 @@ def module_paths(config: Config) -> dict[str, Path]:
     """Return the directories of the adapters that are loaded at the start, by their names."""
     named = (text.partition("=") for text in config.lora_modules)
     return {name: Path(os.path.expanduser(path)) for name, _, path in named}
+
+
+def adapter_named(names: Sequence[str], models: Sequence[str], adapters: Collection[str]) -> str | None:
+    """Return the adapter that a model's name in a request means, by its own name or as `model:adapter`: empty
+    for the model itself, None for neither.
+
+    names: all stand for the same. models: names of the model.
+    """
+    if set(names) & set(models):
+        return ""
+    meant = (
+        own
+        for name in names
+        for own in (name, *(name[len(model) + 1 :] for model in models if name.startswith(f"{model}:")))
+    )
+    return next((own for own in meant if own in adapters), None)
+
+
+def means_model(name: str, models: Sequence[str]) -> bool:
+    """Tell whether an adapter's name would mean the model, or another adapter, in requests."""
+    return name in models or name.startswith(tuple(f"{model}:" for model in models))
+
+
+def check_names(models: Sequence[str], adapters: Sequence[str]) -> None:
+    """Raise ConfigError for an adapter whose name means the model, or another adapter, in requests."""
+    if same := [name for name in adapters if means_model(name, models)]:
+        raise ConfigError(
+            f"the LoRA adapter {same[0]!r} has a name of the model's, or begins with one and a colon; give "
+            "another name by --lora-modules, or by --name"
+        )
 
 
 class LoadedAdapters:

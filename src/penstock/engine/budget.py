@@ -19,7 +19,8 @@ CPU_RING_PART = 8
 KV_PART = 8
 """KV gets one part in so many of the device where weights stream: enough for several sequences."""
 _FEWER = "max_step_tokens or max_sequences"
-"""Settings that make the largest step smaller: its tokens, or the logits of its sequences."""
+_FEWER_WITH_ADAPTERS = "max_step_tokens, max_sequences, max_loras or max_lora_rank"
+"""Settings that make the largest step smaller: its tokens, or the logits of its sequences; and adapters."""
 HEAP = 8 << 20
 """Bytes by which a CPU's heap grows beside the memory of steps."""
 
@@ -65,7 +66,7 @@ class Demand:
     activations: bytes of the largest step. block_bytes: of a KV block, of all models. useful_blocks: KV
     blocks that could ever be filled. fixed_blocks: just so many, if asked for. length: the longest sequence
     that was asked for, None if nobody said. draft_weights: bytes of a draft model's weights. state: bytes for
-    the state of all sequences that may run.
+    the state of all sequences that may run. adapters: bytes of `activations` that are for LoRA adapters.
     """
 
     activations: int
@@ -76,11 +77,18 @@ class Demand:
     length: int | None = None
     draft_weights: int = 0
     state: int = 0
+    adapters: int = 0
 
     @property
     def beside(self) -> int:
         """Steps and state take so many bytes, beside weights and KV."""
         return self.activations + self.state
+
+    @property
+    def beside_parts(self) -> str:
+        """Return what takes these bytes, in words."""
+        more = {"the state of sequences": self.state, "LoRA adapters": self.adapters}
+        return " and ".join(["the largest step", *(what for what, size in more.items() if size)])
 
     @property
     def least_blocks(self) -> int:
@@ -138,11 +146,11 @@ def weights_room(total: int, layouts: Sequence[GroupLayout], demand: Demand, *, 
         way = f" and {format_size(ring)} on its way from disk" if ring else ""
         drafts, or_none = _of_draft(demand)
         fitting = max(free - largest - ring, 0) // demand.block_bytes
-        fewer = f"kv_blocks to {fitting:,}" if demand.fixed_blocks and fitting else _FEWER
+        fewer = f"kv_blocks to {fitting:,}" if demand.fixed_blocks and fitting else _fewer(demand)
         raise BudgetError(
             f"the budget of {format_size(total)} is too small for one group of weights, "
             f"{format_size(largest)}{way}, beside {format_size(choices[-1] * demand.block_bytes)} of KV and "
-            f"{format_size(demand.beside)} for {_beside(demand)}{drafts}; raise device_memory, or lower "
+            f"{format_size(demand.beside)} for {demand.beside_parts}{drafts}; raise device_memory, or lower "
             f"{fewer}{or_none}"
         )
     return room
@@ -218,7 +226,7 @@ def divide(total: int, weights: int, demand: Demand) -> Budget:
     fitting = max(total - weights - demand.beside, 0) // block_bytes
     drafts, or_none = _of_draft(demand)
     own = weights - demand.draft_weights
-    taken = f"weights take {format_size(own)} and {_beside(demand)} {format_size(demand.beside)}{drafts}"
+    taken = f"weights take {format_size(own)} and {demand.beside_parts} {format_size(demand.beside)}{drafts}"
     if fixed is not None and fixed > fitting:
         raise BudgetError(
             f"{fixed} KV blocks of {format_size(block_bytes)} were asked for, but of {format_size(total)} "
@@ -227,11 +235,12 @@ def divide(total: int, weights: int, demand: Demand) -> Budget:
     if fitting < 1:
         raise BudgetError(
             f"the budget of {format_size(total)} leaves no room for KV: {taken}, and one block needs "
-            f"{format_size(block_bytes)}; raise device_memory, or lower {_FEWER}{or_none}"
+            f"{format_size(block_bytes)}; raise device_memory, or lower {_fewer(demand)}{or_none}"
         )
     blocks = min(fitting, demand.useful_blocks) if fixed is None else fixed
     return Budget(total, weights, demand.activations, block_bytes, blocks, demand.block_size, demand.state)
 
 
-def _beside(demand: Demand) -> str:
-    return "the largest step and the state of sequences" if demand.state else "the largest step"
+def _fewer(demand: Demand) -> str:
+    """Return the settings that make what is beside weights and KV smaller."""
+    return _FEWER_WITH_ADAPTERS if demand.adapters else _FEWER

@@ -147,7 +147,7 @@ def plan_of(
         sequences = f"a batch of {work.batch:,}" if work.batch > 1 else "a sequence"
         raise BudgetError(
             f"{sequences} with a context of {work.context:,} takes {kv} of KV and "
-            f"{format_size(demand.beside)} for the largest step, which leaves no room for one group of "
+            f"{format_size(demand.beside)} for {demand.beside_parts}, which leaves no room for one group of "
             f"weights, {format_size(max(map(padded, layouts)))}, in {format_size(outline.total)} of the "
             f"device; {less} would fit; or raise --device-memory"
         ) from error

@@ -164,9 +164,12 @@ class Outline(Generic[Far]):
             shared = may_share(self)
             graphs = graph_bytes(self.spec, self.dtype, rows, tokens, shared=shared, lora=self.lora)
         of_draft = self.of_draft
-        adapters = self.lora.bytes(self.spec, self.shard, self.dtype) if self.lora else 0
         far = self.far.device_bytes if self.far else 0
-        return graphs + adapters + far + (of_draft.beside if of_draft else 0)
+        return graphs + self._adapters + far + (of_draft.beside if of_draft else 0)
+
+    @property
+    def _adapters(self) -> int:
+        return self.lora.bytes(self.spec, self.shard, self.dtype) if self.lora else 0
 
     def blocker(self, *, host_decides: bool) -> str | None:
         """Return why steps cannot be recorded here, or None if they can."""
@@ -193,6 +196,7 @@ class Outline(Generic[Far]):
             length=None if self.far else self.settings.max_length,
             draft_weights=self.draft.weights if self.draft else 0,
             state=state_layout(self.spec, self.dtype, self.shard).bytes(self.limits.max_sequences),
+            adapters=self._adapters,
         )
 
 

@@ -18,6 +18,7 @@ from msgspec import Struct
 from penstock.api.llm import LLM
 from penstock.api.sequences import PreparedPrompt, SequenceGroup
 from penstock.base.errors import ConfigError, PenstockError
+from penstock.engine.adapters import adapter_named
 from penstock.server.answers.completions import Answer, AnswerWriter, error, new_id
 from penstock.server.answers.prompts import read
 from penstock.server.broker.calls import BusyError
@@ -184,8 +185,8 @@ class Batch:
             )
         request = decoded(msgspec.json.encode({"model": self._names[0], **asked.body}), kind)
         adapters = self._llm.lora_adapters
-        lora = request.model if request.model in adapters and request.model not in self._names else None
-        if lora is None and request.model not in self._names:
+        lora = adapter_named([request.model], self._names, adapters)
+        if lora is None:
             raise FieldError(
                 f"the model {request.model[:200]!r} is not the one that runs here: "
                 f"{', '.join([*self._names, *adapters])}",

@@ -70,11 +70,14 @@ class RowAdapters:
     def admit(self, admissions: tuple[Admission, ...]) -> None:
         """Note the slots of rows that requests are given."""
         changed = [one for one in admissions if self._of_row[one.row] != one.adapter]
-        for one in changed:
-            self._of_row[one.row] = one.adapter
-        if changed:
-            rows = np.array([one.row for one in changed], dtype=np.int64)
-            self.on_device[send(rows, self._like.device)] = send(self._of_row[rows], self._like.device)
+        if not changed:
+            return
+        rows, slots = (
+            np.array(numbers, dtype=np.int64)
+            for numbers in zip(*((one.row, one.adapter) for one in changed), strict=True)
+        )
+        self.on_device[send(rows, self._like.device)] = send(slots, self._like.device)
+        self._of_row[rows] = slots  # Last: what has failed before is done again with the step.
 
     def needs(self, plan: Plan) -> bool:
         """Tell whether a row of the plan has an adapter."""

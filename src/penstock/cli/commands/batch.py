@@ -16,6 +16,7 @@ from penstock.cli.models import located, taken
 from penstock.cli.options import OUTPUT, engine_config, engine_options
 from penstock.cli.progress import progress_bar
 from penstock.cli.terminal import is_terminal, say
+from penstock.engine.adapters import check_names, module_paths
 
 if TYPE_CHECKING:
     from penstock.server.batch import Tally
@@ -65,8 +66,10 @@ def command(ctx: click.Context, /, **settings: object) -> None:
             f"a batch needs {missing.name}, which is not installed; pip install 'penstock[serve]'"
         ) from missing
     config, name = located(engine_config(ctx, asked["model"], None), **taken(asked))
+    names = asked["names"] or (name,)
+    check_names(names, tuple(module_paths(config)))
     with loaded(config, quiet=asked["quiet"]) as llm:
-        batch = Batch(llm, asked["requests"], asked["answers"], asked["names"] or (name,))
+        batch = Batch(llm, asked["requests"], asked["answers"], names)
         with _bar(asked["quiet"]) as show:
             tally = batch.run(show)
     if not asked["quiet"]:

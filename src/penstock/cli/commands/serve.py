@@ -20,7 +20,7 @@ from penstock.cli.load import load
 from penstock.cli.models import located, taken
 from penstock.cli.options import engine_config, engine_options, flag, settings_from, with_options
 from penstock.cli.terminal import say
-from penstock.engine.adapters import module_paths
+from penstock.engine.adapters import check_names, module_paths
 from penstock.server.fleet.scale import Scale, bounds
 from penstock.server.http.keys import ApiKey
 from penstock.server.settings import AnswerSettings, Listening, OnDemandSettings, named_shares
@@ -245,11 +245,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         config, name = located(config, log=as_json, **taken(asked))
         if not asked["names"]:
             there = replace(there, names=(name,))
-        if same := set(there.names) & set(modules):
-            raise ConfigError(
-                f"{min(same)!r} names the model and a LoRA adapter; give one of them another name, by "
-                "--name or --lora-modules"
-            )
+        check_names(there.names, modules)
         if asked["replicas"] is not None:
             crew = _crew(asked, config, there.names[0])
             serve(

@@ -8,6 +8,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from penstock.api.llm import LLM
 from penstock.base.errors import CheckpointError, RequestError, UnsupportedModelError
+from penstock.engine.adapters import means_model
 from penstock.server.http.asking import body_of
 from penstock.server.http.state import ServerState
 from penstock.server.wire.adapters import LoadAdapterRequest, UnloadAdapterRequest
@@ -18,9 +19,11 @@ async def load_adapter(server: ServerState, request: Request) -> Response:
     """Load an adapter, from a directory of the server's machine."""
     asked = await body_of(server, request, LoadAdapterRequest, lambda _: None)
     llm = _changeable(server)
-    if asked.lora_name in server.settings.names:
+    if means_model(asked.lora_name, server.settings.names):
         raise FieldError(
-            f"{asked.lora_name!r} is the model itself; give the adapter another name", "lora_name"
+            f"{asked.lora_name[:200]!r} is a name of the model's, or begins with one and a colon; give the "
+            "adapter another name",
+            "lora_name",
         )
     try:
         await asyncio.to_thread(

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from penstock.api.reader import PromptReader
 from penstock.api.sequences import PreparedPrompt
+from penstock.engine.adapters import adapter_named
 from penstock.server.answers.protocols import Protocol, protocol_of
 from penstock.server.broker.calls import DeadlineError, overdue
 from penstock.server.http.keys import salt_of
@@ -99,17 +100,12 @@ def adapter_of(server: ServerState, *names: str) -> str:
     """Return the LoRA adapter that a model's name means, by its own name or as `model:adapter`: empty for the
     model itself. Raise HTTPException for a name of neither. names: all stand for the same."""
     models, adapters, lost = server.settings.names, server.adapters, server.lost_adapters
-    if set(names) & set(models):
-        return ""
-    meant = [
-        own
-        for name in names
-        for own in (name, *(name[len(model) + 1 :] for model in models if name.startswith(f"{model}:")))
-    ]
-    if (found := next((own for own in meant if own in adapters), None)) is not None:
+    if (found := adapter_named(names, models, adapters)) is not None:
         return found
-    there = f"the model {names[0][:200]!r} does not exist here; there is {', '.join([*models, *adapters])}"
-    raise HTTPException(404, next((lost[own] for own in meant if own in lost), there))
+    if (gone := adapter_named(names, models, lost)) in lost:
+        raise HTTPException(404, lost[gone])
+    there = ", ".join([*models, *adapters])
+    raise HTTPException(404, f"the model {names[0][:200]!r} does not exist here; there is {there}")
 
 
 async def lent(

@@ -89,7 +89,11 @@ def config_rank(path: Path) -> int:
 
 def _bytes_of(path: Path, name: str) -> bytearray:
     file, limit = path / name, MAX_CONFIG_BYTES if name == CONFIG else MOST_BYTES
-    if not file.is_file():
+    try:
+        there = file.is_file()
+    except OSError:  # Opening it says why.
+        there = True
+    if not there:
         raise CheckpointError(
             f"{path} is no LoRA adapter: it has no {name}; give a directory that PEFT's save_pretrained has "
             "written"
