@@ -21,6 +21,7 @@ from penstock.base.errors import BudgetError, ConfigError, EngineClosedError, Re
 from penstock.engine import measuring
 from penstock.kv.store.blocks import BlockStore
 from penstock.memory.device import peak_of
+from penstock.models import decoder
 from penstock.ops.lora import GroupedRows, LoraMatrix, RunRows, StackedRows
 from penstock.server.broker.backend import LocalBackend
 from penstock.step.plan import Admission
@@ -101,6 +102,33 @@ def test_prompts_of_all_lengths_in_one_batch_say_what_each_says_alone(llm: LLM) 
         assert alone.tokens == mixed.tokens == one.tokens
         pairs = zip(alone.prompt_logprobs[1:], mixed.prompt_logprobs[1:], strict=True)  # type: ignore[index]
         assert all(abs(one.logprob - other.logprob) < 1e-3 for one, other in pairs)  # type: ignore[union-attr]
+
+
+def test_a_prompt_is_scored_beside_a_longer_one_that_is_not(llm: LLM) -> None:
+    """In the same step: its last layer computes all positions of the one, and a single one of the other."""
+    scored = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=0)
+    settings, prompts, names = [scored, GREEDY], [PROMPTS[1], PROMPTS[5][:19]], ["eight", "large"]
+    llm.clear_prefix_cache()
+    together = llm.generate(prompts, settings, lora=names)
+    llm.clear_prefix_cache()
+    alone = [llm.generate(*one, lora=name)[0] for *one, name in zip(prompts, settings, names, strict=True)]
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
+    pairs = zip(together[0].prompt_logprobs[1:], alone[0].prompt_logprobs[1:], strict=True)  # type: ignore[index]
+    assert all(abs(one.logprob - other.logprob) < 1e-3 for one, other in pairs)  # type: ignore[union-attr]
+
+
+def test_all_outputs_of_a_prompt_have_its_adapter(llm: LLM) -> None:
+    drawn = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, n=3)
+    [found] = llm.generate(PROMPT, drawn, lora="eight")
+    [one] = llm.generate(PROMPT, GREEDY, lora="eight")
+    assert [output.tokens for output in found.outputs] == [one.tokens] * 3
+
+
+def test_feed_forwards_that_pass_in_pieces_know_their_rows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = said(llm, NAMES)
+    monkeypatch.setattr(decoder, "_WIDE_ROWS", 5)
+    llm.clear_prefix_cache()
+    assert said(llm, NAMES) == whole
 
 
 def test_peft_says_the_same_of_what_it_has_written_itself(folder: Path, base: Path) -> None:
