@@ -200,14 +200,18 @@ def test_with_weights_that_stream_it_says_the_same(
 
 
 def test_a_base_model_of_four_bits_says_what_the_same_dense_one_says(tmp_path: Path) -> None:
-    """For few rows its kernels compute whole halves of a layer, which leave no place for an adapter."""
+    """For few rows its kernels compute whole halves of a layer, and then all layers at once, which leave no
+    place for an adapter."""
     few, dense = checkpoints(tiny.checkpoint("llama"), tmp_path, SCHEMES["packed"])
     adapter = adapters.write(tmp_path / "a", dense, 8)
     found = []
     for path in (few, dense):
         with LLM(path, **SETTINGS, lora_modules={"a": adapter}) as llm:
-            found.append(said(llm, ["a", None, "a"]))
+            found.append([said(llm, names) for names in (["a", None, "a"], [None], ["a"])])
+            llm.clear_prefix_cache()
+            found[-1].append(said(llm, ["a"]))
     assert found[0] == found[1]
+    assert found[0][2] == found[0][3] == found[0][0][:1] != found[0][1]
 
 
 def test_requests_that_are_sent_back_keep_their_adapters(base: Path, some: dict[str, Path], llm: LLM) -> None:

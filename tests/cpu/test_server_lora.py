@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -134,24 +136,21 @@ def test_models_on_demand_have_none(some: dict[str, Path], capsys: pytest.Captur
 
 
 def test_the_command_line(
-    some: dict[str, Path], right: dict[str, str], capsys: pytest.CaptureFixture[str]
+    some: dict[str, Path],
+    right: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    flags = [
-        "run",
-        STORY,
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--device-memory",
-        "600MiB",
-        "-q",
-        "--no-echo",
-    ]
-    flags += ["--temperature", "0", "--max-tokens", str(COUNT)]
+    usual = [*FLAGS[:6], "-q", "--temperature", "0", "--max-tokens", str(COUNT)]
+    flags = ["run", STORY, "--no-echo", *usual]
     modules = ["--lora-modules", *(f"{name}={path}" for name, path in some.items())]
     assert main([*flags, *modules, "--lora", "blue"]) == 0
     assert capsys.readouterr().out.rstrip("\n") == right["blue"].rstrip("\n")
+    assert main([*flags, *modules, "--lora", "red", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == right["red"]
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(f"{TALK[0]['content']}\n".encode())))
+    assert main(["chat", *usual, *modules, "--lora", "red"]) == 0
+    assert capsys.readouterr().out.strip() == right["talk"].strip()
     with patch.object(run, "loaded", side_effect=AssertionError("loaded, though it was clear before")):
         assert main([*flags, *modules, "--lora", "green"]) == 2
     assert "the LoRA adapter 'green' is not loaded; there is red, blue" in capsys.readouterr().err
