@@ -102,7 +102,7 @@ def adapter_of(server: ServerState, *names: str) -> str:
     models, adapters, lost = server.settings.names, server.adapters, server.lost_adapters
     if (found := adapter_named(names, models, adapters)) is not None:
         return found
-    if (gone := adapter_named(names, models, lost)) in lost:
+    if gone := adapter_named(names, models, lost):
         raise HTTPException(404, lost[gone])
     there = ", ".join([*models, *adapters])
     raise HTTPException(404, f"the model {names[0][:200]!r} does not exist here; there is {there}")
