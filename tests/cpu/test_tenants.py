@@ -40,7 +40,7 @@ PROMPT = "Once there was a very small boat, and nobody knew where it came from. 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    yield from served(tmp_path_factory.mktemp("own"))
+    yield from served(tmp_path_factory.mktemp("own"), "--allow-runtime-lora-updating")
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +78,11 @@ def cached(server: Server, key: str, prompt: str, **more: object) -> int:
     return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_no_key_of_several_clears_the_cache_or_puts_the_model_to_sleep(server: Server) -> None:
-    for path in ("/reset_prefix_cache", "/sleep", "/wake_up"):
-        status, found = asked(server, ONE, path)
+def test_no_key_of_several_clears_the_cache_or_changes_what_all_ask(server: Server) -> None:
+    loads = [f"/v1/{what}load_lora_adapter" for what in ("", "un")]
+    for path in ("/reset_prefix_cache", "/sleep", "/wake_up", *loads):
+        body = {"lora_name": "a"} | ({"lora_path": "/nowhere"} if path == loads[0] else {})
+        status, found = asked(server, ONE, path, **(body if path in loads else {}))
         assert (status, "none of several may" in found["error"]["message"]) == (403, True)
     assert asked(server, ONE, "/is_sleeping", "GET") == (200, {"is_sleeping": False})
 
