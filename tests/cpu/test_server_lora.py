@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 import adapters
 from penstock import LLM, SamplingParams
 from penstock.api.llm import SHIPPED_MODEL
+from penstock.base.errors import ConfigError
 from penstock.cli.commands import run
 from penstock.cli.main import main
 from servers import COUNT, FLAGS, SETTINGS, STORY, TALK, Server, Stream, serving
@@ -153,7 +154,12 @@ def test_the_command_line(
     assert capsys.readouterr().out.strip() == right["talk"].strip()
     with patch.object(run, "loaded", side_effect=AssertionError("loaded, though it was clear before")):
         assert main([*flags, *modules, "--lora", "green"]) == 2
-    assert "the LoRA adapter 'green' is not loaded; there is red, blue" in capsys.readouterr().err
+        assert "the LoRA adapter 'green' is not loaded; there is red, blue" in capsys.readouterr().err
+    with patch.object(run, "loaded", side_effect=ConfigError("so far")):
+        for more in ([], ["-q"], modules, [*modules, "-q"]):
+            assert main(["run", STORY, "--device", "cpu", *more]) == 2
+            told = "answered without LoRA adapters; --lora takes one of: red, blue" in capsys.readouterr().err
+            assert told is (more == modules)
     prompt = ["--lora-modules", "red=1", "blue=2", "Solve x=3", "--device", "cpu"]
     assert run.command._repeated(prompt) == [*prompt[:2], "--lora-modules", *prompt[2:]]  # type: ignore[attr-defined]
     assert main([*flags, "--lora-modules", "red"]) == 2

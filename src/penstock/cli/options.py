@@ -21,6 +21,7 @@ from penstock.base.setting import MOST, UNKNOWN_WHOLE, SettingField, Size, setti
 from penstock.base.units import parse_size
 from penstock.cli.command import Decorator, debug_option, option
 from penstock.cli.models import download_option
+from penstock.cli.terminal import say
 from penstock.step.params import SamplingParams
 from penstock.step.structure import Structure
 
@@ -427,4 +428,6 @@ def engine_config(ctx: click.Context, model: Path | None, sequences: int | None)
             f"the LoRA adapter {name!r} is not loaded; there is {', '.join(there) or 'none'}; name it and "
             "its directory by --lora-modules NAME=PATH"
         )
+    if there and not asked.get("lora", True) and not asked["quiet"]:
+        say(f"answered without LoRA adapters; --lora takes one of: {', '.join(there)}", faint=True)
     return config
