@@ -147,10 +147,11 @@ class _Life:
         self, load: Callable[[], Backend]
     ) -> AsyncIterator["asyncio.Future[BaseException | None]"]:
         """Load the model, and take requests for it. Gives a task that ends when the broker has failed."""
+        # What is there for good is not looked at again and again by the garbage collector, which holds
+        # everybody up: neither what was imported, while a model is loaded, nor that.
+        gc.freeze()
         backend = await self._done(load)
         try:
-            # What is there for good is not looked at again and again by the garbage collector, which holds
-            # everybody up.
             gc.collect()
             gc.freeze()
             state, listening = self._state, self._listening

@@ -329,6 +329,7 @@ def _run_engine(line: Connection, config: Config, name: str) -> None:
         try:
             if config.threads is not None:
                 torch.set_num_threads(config.threads)
+            gc.freeze()  # What is imported stays, and loading collects garbage twice.
             llm = LLM.from_config(config, progress=False)
         except PenstockError as fault:
             send(_Failed(fault))
