@@ -73,21 +73,21 @@ class _Task:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A line of the input."""
+class _InputLine:
+    """Holds a line of the input."""
 
     name: str
     """Its id; its number if it has none."""
     place: int
-    """How many lines before it are called so."""
+    """Lines before it that are called so."""
     line: _BatchLine | None
     fault: PenstockError = field(default_factory=PenstockError)
-    """Why there is no line."""
+    """It says why there is no line."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What an answer in the output file says of its line."""
+    """Tells what an answer in the output file says of its line."""
 
     failed: bool
     unnamed: bool
@@ -202,7 +202,7 @@ class Batch:
             raise ConfigError(f"{self._target} cannot be written: {fault}; name another file") from fault
         return kept
 
-    def _standing(self, one: _Asked, known: Callable[[object], bool]) -> _Kept | None:
+    def _standing(self, one: _InputLine, known: Callable[[object], bool]) -> _Kept | None:
         """Return the answer that a line has already; None if there is none, or it is asked again."""
         answers = self._kept.get(one.name, ())
         if len(answers) <= one.place:
@@ -277,15 +277,15 @@ class Batch:
             (tasks[one.name].behind if one.name in tasks else refused).append(refusal)
         return list(tasks.values())
 
-    def _asked(self) -> Iterator[_Asked]:
+    def _asked(self) -> Iterator[_InputLine]:
         met = Counter[str]()
         for number, text in self._lines():
             try:
                 line = decoded(text, _BatchLine)
-                one = _Asked(line.custom_id, met[line.custom_id], line)
+                one = _InputLine(line.custom_id, met[line.custom_id], line)
             except PenstockError as fault:
                 name = f"line {number}"
-                one = _Asked(name, met[name], None, fault)
+                one = _InputLine(name, met[name], None, fault)
             met[one.name] += 1
             yield one
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import click
 
 from penstock.base.errors import ConfigError, RequestError
+from penstock.base.units import counted
 from penstock.cli.answer import TimedAnswer, expect, follow, json_line, record, remark
 from penstock.cli.answer_view import AnswerView
 from penstock.cli.chat_commands import NAMES, TAKE_FILES, Asked, Chat, Leave, obey
@@ -172,7 +173,7 @@ class ChatSession:
         if room < 1:
             hint = "/reset begins a new one" if conversation.turns else "shorten the message"
             raise RequestError(
-                f"the conversation would have {length} tokens, but the context holds {longest} with an "
+                f"the conversation would have {length:,} tokens, but the context holds {longest:,} with an "
                 f"answer; {hint}"
             )
         self.retries = self.retries + 1 if again else 0
@@ -234,7 +235,10 @@ class ChatSession:
             say("the answer was cut short in its reasoning; allow more with --max-tokens", faint=True)
         if full and answer.completion.finish_reason is FinishReason.LENGTH:
             held = len(answer.completion.prompt_tokens) + answer.tokens
-            say(f"the context is full with {held} tokens; /reset begins a new conversation", faint=True)
+            say(
+                f"the context is full with {counted(held, 'token')}; /reset begins a new conversation",
+                faint=True,
+            )
 
 
 def _piped_lines() -> Iterator[str]:
