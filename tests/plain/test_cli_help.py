@@ -182,6 +182,11 @@ def test_examples_in_the_help_are_commands_that_parse() -> None:
         (["--frobnicate"], "no such option '--frobnicate'; see penstock --help"),
         (["run", "--xyzzy"], "no such option '--xyzzy'; see penstock run --help"),
         (["run", "x", "--seed"], "option '--seed' requires an argument; see penstock run --help"),
+        (
+            ["run", "Qwen3-8B"],
+            "model 'Qwen3-8B' does not exist; give a directory with a config.json, or a model of the Hugging "
+            "Face Hub as owner/name; a prompt of this one word goes through a pipe",
+        ),
         (["chat", "a", "b"], "got unexpected extra argument (b); see penstock chat --help"),
     ],
 )
