@@ -357,7 +357,7 @@ def test_no_directory(tmp_path: Path) -> None:
     assert "does not exist" in refusal(lambda: Checkpoint.open(Path("a\0b")))
     (tmp_path / "file").touch()
     assert "is a file" in refusal(lambda: Checkpoint.open(tmp_path / "file"))
-    assert f"cannot open {tmp_path / 'config.json'}: No such file" in refusal(
+    assert f"{tmp_path} has no config.json; give a model's directory" in refusal(
         lambda: Checkpoint.open(tmp_path)
     )
 

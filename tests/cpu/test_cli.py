@@ -709,7 +709,7 @@ def test_models_that_are_not_there_or_damaged(penstock: Penstock, tmp_path: Path
         "model 'Once' does not exist; give a directory with a config.json, or a model of the Hugging Face "
         "Hub as owner/name; put the prompt in quotes" in penstock("run", "Once", "upon").error()
     )
-    assert "cannot open" in penstock("run", tmp_path, "abc").error()
+    assert "has no config.json; give a model's directory" in penstock("run", tmp_path, "abc").error()
     broken = write_model(tmp_path / "broken")
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])

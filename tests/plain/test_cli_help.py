@@ -197,6 +197,15 @@ def test_wrong_usage_is_one_line(
     assert capsys.readouterr() == ("", f"penstock: error: {message}\n")
 
 
+def test_a_package_that_is_missing_is_no_fault_of_penstock(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["run", "Once upon a time", "--device", "cpu"]) == 2
+    said = "penstock: error: torch, which penstock needs, is not installed; pip install torch\n"
+    assert capsys.readouterr() == ("", said)
+
+
 def test_settings_in_errors_are_written_as_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert as_flags("raise kv_blocks, or lower max_length.") == "raise --kv-blocks, or lower --max-length."
     for same in (

@@ -148,6 +148,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "error: the machine refused more memory; lower --device-memory, or close what uses memory",
             2,
         )
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "penstock":
+            return _internal(session, error)
+        missing = f"{error.name}, which penstock needs, is not installed; pip install {error.name}"
+        return _report(session, f"error: {missing}", 2)
     except Exception as error:
         if not isinstance(error, OSError) or error.errno not in OUTPUT_FAULTS or error.filename is not None:
             return _internal(session, error)

@@ -66,7 +66,7 @@ def command(model: str, json: bool) -> None:
     """
     from penstock.hub.details import details
 
-    model_path(model)
+    model_path(model, hint="")
     found = details(model)
     about = found.about
     shown = Shown(

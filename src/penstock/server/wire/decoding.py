@@ -15,8 +15,8 @@ meanwhile."""
 _SLICE = 1 << 20
 _LONGEST_SAID = 300
 _OTHER_PART = re.compile(
-    r"(?:Invalid enum value '|Object contains unknown field `)(image_url|video_url|input_audio|file)['`] - at "
-    r"`\$\.(messages\[[^`]*\]\.content\[[^`]*\])(?:\.type)?`"
+    r"(?:Invalid enum value '|Object contains unknown field `)(image_url|video_url|input_audio|file)['`]"
+    r" - at `\$\.(messages\[[^`]*\]\.content\[[^`]*\])(?:\.type)?`"
 )
 """What msgspec says of a part of a message that is no text."""
 
