@@ -682,7 +682,7 @@ def test_loading_that_is_quick_or_not_looked_at_has_no_bar(monkeypatch: pytest.M
         ),
         (
             ["abc", "--temperatur", "1"],
-            "no such option '--temperatur'. Did you mean '--temperature'? see penstock run --help",
+            "no such option '--temperatur'; did you mean --temperature?",
         ),
     ],
 )

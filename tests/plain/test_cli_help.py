@@ -181,6 +181,11 @@ def test_examples_in_the_help_are_commands_that_parse() -> None:
         (["chta", "x"], "no such command 'chta'; did you mean chat?"),
         (["--frobnicate"], "no such option '--frobnicate'; see penstock --help"),
         (["run", "--xyzzy"], "no such option '--xyzzy'; see penstock run --help"),
+        (["run", "--max-token", "5"], "no such option '--max-token'; did you mean --max-tokens?"),
+        (
+            ["run", "x", "--max-tokens", "0"],
+            "--max-tokens 0 must be a whole number, at least 1; left out, it goes on to the context's end",
+        ),
         (["run", "x", "--seed"], "option '--seed' requires an argument; see penstock run --help"),
         (
             ["run", "Qwen3-8B"],

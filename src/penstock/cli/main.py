@@ -176,6 +176,8 @@ def _internal(session: Session, error: Exception) -> int:
 
 def _usage(error: click.ClickException) -> str:
     """Return what click found wrong, worded like errors of our own, which say what to try."""
+    if isinstance(error, click.NoSuchOption) and error.possibilities:
+        return f"error: no such option {error.option_name!r}; did you mean {error.possibilities[0]}?"
     text = error.format_message().rstrip(".")
     if not text[1:2].isupper():
         text = f"{text[:1].lower()}{text[1:]}"

@@ -112,7 +112,7 @@ def as_flags(text: str) -> str:
     return re.sub(
         # Not within the name of a file, or within quotes.
         r"(?<![\w./'\"-])[a-z]+_[a-z_]+(?![\w/'\"=-]|\.\w)",
-        lambda name: f"--{name[0].replace('_', '-')}" if name[0] in ENGINE_SETTINGS else name[0],
+        lambda name: f"--{name[0].replace('_', '-')}" if name[0] in _FLAGS else name[0],
         text,
     )
 
@@ -148,6 +148,10 @@ COMMON = frozenset(
 """The settings of the engine that --help shows; --help-all shows the others, too."""
 ENGINE_SETTINGS = {one.name: one for one in settings_of(Config) if one.name != "model"}
 """The settings that are flags, by name; the model is an argument of most commands."""
+
+_NO_FLAGS = {"stop_token_ids", "text_token", "shown_tokens"}
+_FLAGS = ENGINE_SETTINGS.keys() | {one.name for one in fields(SamplingParams)} - _NO_FLAGS
+"""Names of settings in Python, as messages have them, of which there is a flag with dashes."""
 
 
 def engine_flags(*names: str) -> tuple[Decorator, ...]:

@@ -18,7 +18,7 @@ _OTHER_PART = re.compile(
     r"(?:Invalid enum value '|Object contains unknown field `)(image_url|video_url|input_audio|file)['`]"
     r" - at `\$\.(messages\[[^`]*\]\.content\[[^`]*\])(?:\.type)?`"
 )
-"""What msgspec says of a part of a message that is no text."""
+"""It finds what msgspec says of a part of a message that is no text."""
 
 
 class FieldError(PenstockError):
