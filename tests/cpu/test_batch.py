@@ -255,13 +255,21 @@ def test_lines_that_are_gone_do_not_count_and_nothing_is_loaded_where_nothing_is
     source.write_text("\n".join([*lines, line("d", prompt="a", n=0)]))
     assert Batch(source, target).run(llm, NAMES) == Tally(4, 4, 1)
     source.write_text(lines[1])
+    unnamed = line("f", prompt="Hello", model="other")
     with patch.object(batch_command, "loaded", side_effect=AssertionError("nothing is left to do")):
-        # Neither is it looked for: this name is of no model.
-        assert main(["batch", str(source), str(target), "--model", "nothing"]) == 0
-    assert f"1 request, 1 answered, 0 refused: {target}" in capsys.readouterr().err
+        # Neither is it looked for: this model is not here.
+        assert main(["batch", str(source), str(target), "--model", "no/such", "--no-download"]) == 0
+        assert f"1 request, 1 answered, 0 refused: {target}" in capsys.readouterr().err
+        # Nor is it loaded where it has still not the name that was asked for.
+        refused = {"status_code": 400, "body": {"error": {"param": "model"}}}
+        with target.open("a") as file:
+            file.write(json.dumps({"custom_id": "f", "response": refused, "error": None}) + "\n")
+        source.write_text("\n".join([lines[1], unnamed]))
+        assert main(["batch", str(source), str(target), "--name", "another"]) == 3
+        assert f"2 requests, 1 answered, 1 refused: {target}" in capsys.readouterr().err
     source.write_text("\n".join([lines[1], line("e", prompt="Hello", max_tokens=2)]))
     assert Batch(source, target).run(llm, NAMES) == Tally(2, 2, 0)
-    assert len(read_lines(target)) == 5, "what was answered once is kept"
+    assert len(read_lines(target)) == 6, "what was answered once is kept"
 
 
 @pytest.mark.parametrize(
