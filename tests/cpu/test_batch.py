@@ -267,6 +267,8 @@ def test_lines_that_are_gone_do_not_count_and_nothing_is_loaded_where_nothing_is
         source.write_text("\n".join([lines[1], unnamed]))
         assert main(["batch", str(source), str(target), "--name", "another"]) == 3
         assert f"2 requests, 1 answered, 1 refused: {target}" in capsys.readouterr().err
+    source.write_text(json.dumps({"custom_id": "f", "url": TEXT, "body": {"prompt": "Hello"}}))
+    assert Batch(source, target).left(NAMES) is None, "it asks for no name any more"
     source.write_text("\n".join([lines[1], line("e", prompt="Hello", max_tokens=2)]))
     assert Batch(source, target).run(llm, NAMES) == Tally(2, 2, 0)
     assert len(read_lines(target)) == 6, "what was answered once is kept"

@@ -208,7 +208,8 @@ class Batch:
         if len(answers) <= one.place:
             return None
         kept = answers[one.place]
-        named = one.line is not None and known(one.line.body.get("model"))
+        body = {} if one.line is None else one.line.body
+        named = one.line is not None and ("model" not in body or known(body["model"]))
         return None if kept.crowded or (kept.unnamed and named) else kept
 
     def _drop(self, again: dict[str, int]) -> None:
