@@ -646,7 +646,7 @@ def test_loading_that_is_quick_or_not_looked_at_has_no_bar(monkeypatch: pytest.M
         (["abc", "--max-tokens", "5000"], "3 tokens of prompt and 5000 of output"),
         (["abc", "--temperature", "-1"], "-1 is not from 0 to 2; 0 is greedy"),
         (["abc", "--temperature", "hot"], "'hot' is not a valid float; see penstock run --help"),
-        (["abc", "--top-p", "nan"], "top_p nan must be above 0"),
+        (["abc", "--top-p", "nan"], "--top-p nan must be above 0"),
         (["abc", "--stop", ""], "at least one character"),
         (["abc", "--logit-bias", "a=1"], "'a=1' is not a token id and a number; write them like 42=-1.5"),
         (
