@@ -19,8 +19,11 @@ TESTS = Path(__file__).resolve().parent
 FOLDERS = ("plain", "cpu", "gpu")
 ALL_TOOLS = os.environ.get("PENSTOCK_ALL_TOOLS", "") not in ("", "0")
 """Whether every tool that tests use is said to be here. Then one that is not is a failure."""
-HARDWARE = re.compile(r"\bGPU\b|\bCUDA\b|loop device|file system|O_TMPFILE|/dev/full|\.\./shared/data")
-"""Reasons of skips that no installing mends: the machine's, and material that lies beside the repository."""
+HARDWARE = re.compile(
+    r"\bGPU\b|\bCUDA\b|loop device|file system|O_TMPFILE|/dev/full|\.\./shared/data|nine hundred megabytes"
+)
+"""Reasons of skips that no installing mends: the machine's, and material that lies beside the repository. And
+those of clients that take too much of a disk to be installed for a test each."""
 
 # Triton decides when it is imported, by whichever test comes first, whether it interprets its kernels;
 # without a GPU it must.

@@ -134,7 +134,7 @@ def test_mistakes_are_raised_where_they_are_awaited(llm: AsyncLLM, tmp_path: Pat
             await llm.generate(["A", "B"], [SHORT, replace(SHORT, max_tokens=100_000)])
         with pytest.raises(RequestError, match="of type float"):
             await anext(llm.stream(1.5, SHORT))  # type: ignore[arg-type]
-        with pytest.raises(RequestError, match="2 prompts but 1 params"):
+        with pytest.raises(RequestError, match="1 SamplingParams for 2 prompts"):
             await llm.generate(["A", "B"], [SHORT])
         await idle(llm)
         missing = AsyncLLM(tmp_path / "none")

@@ -17,6 +17,7 @@ from penstock import LLM, SamplingParams
 from penstock.api import structures
 from penstock.api.driver import EngineDriver
 from penstock.base.errors import ConfigError
+from penstock.cli.commands import batch as batch_command
 from penstock.cli.main import main
 from penstock.server.batch import Batch, Tally
 from streams import LONG
@@ -97,7 +98,7 @@ def test_every_line_is_answered_as_if_it_were_alone(llm: LLM, tmp_path: Path) ->
     source.write_text("\n".join(asked.values()) + "\n\n")
     llm.clear_prefix_cache()
     seen: list[Tally] = []
-    tally = Batch(llm, source, target, NAMES).run(seen.append)
+    tally = Batch(source, target).run(llm, NAMES, seen.append)
     assert tally == Tally(24, 24, 0) == seen[-1]
     assert [one.answered for one in seen] == sorted(one.answered for one in seen)
     found = answers(target)
@@ -126,7 +127,7 @@ def test_what_cannot_be_served_is_said_in_its_line(llm: LLM, tmp_path: Path) -> 
         "g": line("g", prompt="Hello", max_tokens=3, suffix="there"),
     }
     source.write_text("\n".join([*lines.values(), lines["a"]]))
-    assert Batch(llm, source, target, NAMES).run() == Tally(11, 11, 10)
+    assert Batch(source, target).run(llm, NAMES) == Tally(11, 11, 10)
     texts = [json.loads(one) for one in target.read_text().splitlines()]
     bad = {one["custom_id"]: one["response"] for one in texts if one["response"]["status_code"] != 200}
     assert set(bad) == {*lines}, "the second line of that id among them"
@@ -146,7 +147,7 @@ def test_a_structure_for_which_there_is_no_time_is_not_said_to_be_wrong(
     monkeypatch.setattr(structures, "_MOST_LATE", 0)
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_text(line("a", prompt="Hello", max_tokens=3, structured_outputs={"regex": "a+"}))
-    Batch(llm, source, target, NAMES).run()
+    Batch(source, target).run(llm, NAMES)
     response = answers(target)["a"]
     assert response["status_code"] == 429
     assert "send the request again in a few seconds" in str(response["body"])
@@ -162,7 +163,7 @@ def test_a_run_that_was_ended_goes_on_where_it_was(llm: LLM, tmp_path: Path) -> 
             if tally.answered >= count:
                 raise KeyboardInterrupt
 
-        Batch(llm, source, target, NAMES).run(told)
+        Batch(source, target).run(llm, NAMES, told)
 
     for count in (1, 3, 3, 4, 8):
         with pytest.raises(KeyboardInterrupt):
@@ -170,14 +171,14 @@ def test_a_run_that_was_ended_goes_on_where_it_was(llm: LLM, tmp_path: Path) -> 
         assert llm.stats().running == llm.stats().waiting == 0
         before = target.read_bytes()
         target.write_bytes(before + before[: len(before) // 3].rsplit(b"\n", 1)[-1][:40])
-    assert Batch(llm, source, target, NAMES).run() == Tally(10, 10, 1)
+    assert Batch(source, target).run(llm, NAMES) == Tally(10, 10, 1)
     found = answers(target)
     assert found.pop("bad")["status_code"] == 400
     assert {name: said(one) for name, one in found.items()} == {
         name: expected(llm, one) for name, one in asked.items()
     }
     with patch.object(EngineDriver, "advance", side_effect=AssertionError("nothing is left to do")):
-        assert Batch(llm, source, target, NAMES).run() == Tally(10, 10, 1)
+        assert Batch(source, target).run(llm, NAMES) == Tally(10, 10, 1)
 
 
 def test_a_run_that_was_killed_goes_on(llm: LLM, tmp_path: Path) -> None:
@@ -210,6 +211,67 @@ def test_the_command_says_how_it_went(tmp_path: Path, capsys: pytest.CaptureFixt
     out, err = capsys.readouterr()
     assert out == ""
     assert f"2 requests, 1 answered, 1 refused: {target}" in err
+
+
+def test_a_line_refused_for_its_models_name_is_asked_again_once_the_model_has_it(
+    llm: LLM, tmp_path: Path
+) -> None:
+    """Its refusals go then, also those of later lines with its id, and nothing else does. What there was no
+    time for is asked again in any case."""
+    source, target = tmp_path / "in", tmp_path / "out"
+    other = line("b", prompt="Hello", max_tokens=3, model="other")
+    lines = [line("a", prompt="Hello", max_tokens=3), other, other, line("c", prompt="Hello", n=0)]
+    source.write_text("\n".join(lines))
+    assert Batch(source, target).run(llm, NAMES) == Tally(4, 4, 3)
+    before = target.read_bytes()
+    target.chmod(0o640)
+    assert Batch(source, target).left(NAMES) == Tally(4, 4, 3), "the model is called as before"
+    assert Batch(source, target).left() is None, "its name is not known"
+    assert Batch(source, target).run(llm, NAMES) == Tally(4, 4, 3)
+    assert target.read_bytes() == before
+    both = (*NAMES, "other")
+    assert Batch(source, target).left(both) is None
+    assert Batch(source, target).run(llm, both) == Tally(4, 4, 2)
+    assert Batch(source, target).left() == Batch(source, target).left(both) == Tally(4, 4, 2)
+    statuses = [(one["custom_id"], one["response"]["status_code"]) for one in read_lines(target)]
+    assert sorted(statuses) == [("a", 200), ("b", 200), ("b", 400), ("c", 400)]
+    assert statuses.index(("b", 200)) < statuses.index(("b", 400))
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert sorted(tmp_path.iterdir()) == [source, target]
+
+    busy = json.dumps({"custom_id": "d", "response": {"status_code": 429, "body": {}}, "error": None})
+    target.write_text(f"{target.read_text()}{busy}\n")
+    source.write_text("\n".join([*lines, line("d", prompt="Hello", max_tokens=3)]))
+    assert Batch(source, target).left(NAMES) is None
+    assert Batch(source, target).run(llm, NAMES) == Tally(5, 5, 2)
+    assert [one["response"]["status_code"] for one in read_lines(target) if one["custom_id"] == "d"] == [200]
+
+
+def test_lines_that_are_gone_do_not_count_and_nothing_is_loaded_where_nothing_is_left(
+    llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "in", tmp_path / "out"
+    lines = [line(name, prompt="Hello", max_tokens=2) for name in "abc"]
+    source.write_text("\n".join([*lines, line("d", prompt="a", n=0)]))
+    assert Batch(source, target).run(llm, NAMES) == Tally(4, 4, 1)
+    source.write_text(lines[1])
+    unnamed = line("f", prompt="Hello", model="other")
+    with patch.object(batch_command, "loaded", side_effect=AssertionError("nothing is left to do")):
+        # Neither is it looked for: this model is not here.
+        assert main(["batch", str(source), str(target), "--model", "no/such", "--no-download"]) == 0
+        assert f"1 request, 1 answered, 0 refused: {target}" in capsys.readouterr().err
+        # Nor is it loaded where it has still not the name that was asked for.
+        refused = {"status_code": 400, "body": {"error": {"param": "model"}}}
+        with target.open("a") as file:
+            file.write(json.dumps({"custom_id": "f", "response": refused, "error": None}) + "\n")
+        source.write_text("\n".join([lines[1], unnamed]))
+        assert main(["batch", str(source), str(target), "--name", "another"]) == 3
+        assert f"2 requests, 1 answered, 1 refused: {target}" in capsys.readouterr().err
+    source.write_text(json.dumps({"custom_id": "f", "url": TEXT, "body": {"prompt": "Hello"}}))
+    assert Batch(source, target).left(NAMES) is None, "it asks for no name any more"
+    source.write_text("\n".join([lines[1], line("e", prompt="Hello", max_tokens=2)]))
+    assert Batch(source, target).run(llm, NAMES) == Tally(2, 2, 0)
+    assert len(read_lines(target)) == 6, "what was answered once is kept"
 
 
 @pytest.mark.parametrize(
@@ -250,7 +312,7 @@ def test_files_that_cannot_be_used_are_refused(llm: LLM, tmp_path: Path, what: s
         target.mkdir()
         message = "out cannot be written: .*; name another file"
     with pytest.raises(ConfigError, match=message):
-        Batch(llm, source, target, NAMES).run()
+        Batch(source, target).run(llm, NAMES)
     if what == "no answers":
         assert target.read_text() == '{"precious": "data"}\n'
 
@@ -274,7 +336,7 @@ def test_of_lines_with_one_id_none_is_lost_wherever_the_run_ends(
         ],
     }[first]
     source.write_text("\n".join(lines))
-    whole = Batch(llm, source, target, NAMES).run()
+    whole = Batch(source, target).run(llm, NAMES)
     expected = [(one["custom_id"], one["response"]["status_code"]) for one in read_lines(target)]
     assert whole.answered == len(expected) == 4
     by_id = {name: [status for one, status in expected if one == name] for name, _ in expected}
@@ -289,7 +351,7 @@ def test_of_lines_with_one_id_none_is_lost_wherever_the_run_ends(
 
     for cut in range(4):
         target.write_text("".join(f"{json.dumps(one)}\n" for one in read_lines(target)[:cut]))
-        assert Batch(llm, source, target, NAMES).run() == whole
+        assert Batch(source, target).run(llm, NAMES) == whole
         again = [(one["custom_id"], one["response"]["status_code"]) for one in read_lines(target)]
         assert sorted(again) == sorted(expected)
 

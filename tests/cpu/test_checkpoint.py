@@ -357,7 +357,7 @@ def test_no_directory(tmp_path: Path) -> None:
     assert "does not exist" in refusal(lambda: Checkpoint.open(Path("a\0b")))
     (tmp_path / "file").touch()
     assert "is a file" in refusal(lambda: Checkpoint.open(tmp_path / "file"))
-    assert f"cannot open {tmp_path / 'config.json'}: No such file" in refusal(
+    assert f"{tmp_path} has no config.json; give a model's directory" in refusal(
         lambda: Checkpoint.open(tmp_path)
     )
 
@@ -488,7 +488,9 @@ def test_tensors_of_layers_that_predict_several_tokens_are_left_for_drafts(
     with LLM(tmp_path, device="cpu", dtype="float32") as llm, torch.inference_mode():
         [found] = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
         assert found.tokens[0] == int(model(torch.tensor([[5, 6, 7]])).logits[0, -1].argmax())
-    assert any(one.message.startswith("5 tensors behind the last layer") for one in caplog.records)
+    assert any(
+        one.message.startswith("left for drafts: 5 tensors behind the last layer") for one in caplog.records
+    )
     change_tensors(tmp_path, lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": torch.ones(4)}))
     assert "eh_proj" in refusal(lambda: verify(tmp_path))
     change_tensors(tmp_path, lambda tensors: [tensors.pop("model.layers.2.eh_proj.weight")])

@@ -196,7 +196,7 @@ def test_a_batch_tells_them_apart_too(llm: LLM, tmp_path: Path) -> None:
     body = {"messages": TALK, "temperature": 0, **saying(f"{THOUGHT}Hm.{NEXT}{ANSWER}Yes.")}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
     (tmp_path / "in").write_text(json.dumps(line))
-    Batch(llm, tmp_path / "in", tmp_path / "out", ("harmony",)).run()
+    Batch(tmp_path / "in", tmp_path / "out").run(llm, ("harmony",))
     message = json.loads((tmp_path / "out").read_text())["response"]["body"]["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
 

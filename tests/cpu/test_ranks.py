@@ -415,7 +415,7 @@ def test_what_cannot_be_started_leaves_nothing(monkeypatch: pytest.MonkeyPatch) 
     with (
         nothing_left(),
         pytest.raises(
-            DeviceError, match=r"one of the 2 processes of the other ranks cannot be started: .*no/such"
+            DeviceError, match=r"a process of another rank, of 3 ranks, cannot be started: .*no/such"
         ),
     ):
         launch(3, work)

@@ -237,7 +237,7 @@ def test_documents_are_cut_where_that_is_asked_for(qwen: Path) -> None:
 @pytest.mark.parametrize(
     ("queries", "documents", "said"),
     [
-        (["A", "B"], ["C"], "2 queries but 1 documents"),
+        (["A", "B"], ["C"], "2 queries for 1 document;"),
         ("A", [], "documents is empty"),
         ([], "A", "queries is empty"),
         (3, "A", "queries is of type int"),

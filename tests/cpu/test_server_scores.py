@@ -93,7 +93,7 @@ def test_long_documents_are_cut_where_that_is_asked_for(server: Server, model: P
         ("/rerank", {"query": "A", "documents": ["B"], "max_tokens_per_doc": 0}, 400, None, "at least 1"),
         ("/score", {"text_1": "A"}, 400, "text_2", "nothing was sent; send one of text_2"),
         ("/score", {"text_1": "A", "queries": "B", "text_2": "C"}, 400, "text_1", "text_1 and queries"),
-        ("/score", {"text_1": ["A", "B"], "text_2": ["C"]}, 400, "text_2", "2 queries but 1 documents"),
+        ("/score", {"text_1": ["A", "B"], "text_2": ["C"]}, 400, "text_2", "2 queries for 1 document;"),
         ("/score", {"text_1": "A", "text_2": "B", "model": "other"}, 404, "model", "does not exist"),
     ],
 )

@@ -146,7 +146,7 @@ def test_only_an_idle_model_sleeps_and_only_by_known_levels(tmp_path: Path) -> N
     with LLM(tiny.checkpoint("llama"), **SETTINGS) as llm:  # type: ignore[arg-type]
         stream = llm.stream([5], PARAMS)
         next(stream)
-        with pytest.raises(RequestError, match="cannot sleep, since 1 outputs are being made"):
+        with pytest.raises(RequestError, match="cannot sleep, since it makes 1 output now"):
             llm.sleep()
         assert not llm.is_sleeping
         assert len(list(stream)) == PARAMS.max_tokens - 1  # type: ignore[operator]

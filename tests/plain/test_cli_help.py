@@ -181,7 +181,17 @@ def test_examples_in_the_help_are_commands_that_parse() -> None:
         (["chta", "x"], "no such command 'chta'; did you mean chat?"),
         (["--frobnicate"], "no such option '--frobnicate'; see penstock --help"),
         (["run", "--xyzzy"], "no such option '--xyzzy'; see penstock run --help"),
+        (["run", "--max-token", "5"], "no such option '--max-token'; did you mean --max-tokens?"),
+        (
+            ["run", "x", "--max-tokens", "0"],
+            "--max-tokens 0 must be a whole number, at least 1; left out, it goes on to the context's end",
+        ),
         (["run", "x", "--seed"], "option '--seed' requires an argument; see penstock run --help"),
+        (
+            ["run", "Qwen3-8B"],
+            "model 'Qwen3-8B' does not exist; give a directory with a config.json, or a model of the Hugging "
+            "Face Hub as owner/name; a prompt of this one word goes through a pipe",
+        ),
         (["chat", "a", "b"], "got unexpected extra argument (b); see penstock chat --help"),
     ],
 )
@@ -190,6 +200,15 @@ def test_wrong_usage_is_one_line(
 ) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr() == ("", f"penstock: error: {message}\n")
+
+
+def test_a_package_that_is_missing_is_no_fault_of_penstock(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["run", "Once upon a time", "--device", "cpu"]) == 2
+    said = "penstock: error: torch, which penstock needs, is not installed; pip install torch\n"
+    assert capsys.readouterr() == ("", said)
 
 
 def test_settings_in_errors_are_written_as_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

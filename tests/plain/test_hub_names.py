@@ -56,6 +56,19 @@ def test_what_is_no_name(text: str) -> None:
     assert ModelName.parse(text) is None
 
 
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        ("Qwen3-8B", True), ("qwen3:8b", True), ("llama3.2", True), ("Llama-3.1-8B-Instruct", True),
+        ("gpt-oss:20b", True), ("mistral:latest", True), ("smollm2:135m-instruct-q4_K_M", True),
+        ("Hello", False), ("llama", False), ("Note:this", False), ("10:30", False), ("B-52", False),
+        ("Once upon a time", False), ("qwen3:8b is", False), ("", False), ("1-2b", False),
+    ],
+)  # fmt: skip
+def test_a_name_without_its_owner_is_told_from_a_word(text: str, model: bool) -> None:
+    assert looks_like_model(text) == model
+
+
 QUANTS = ("m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-UD-Q4_K_M.gguf", "m-BF16-00001-of-00002.gguf", "mmproj-F16.gguf")
 MODELS = gguf_models(("README.md", *QUANTS, "m-BF16-00002-of-00002.gguf", "m.imatrix.gguf"))
 

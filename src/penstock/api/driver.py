@@ -9,6 +9,7 @@ from dataclasses import replace
 from penstock.api.outputs import Delta
 from penstock.api.sequences import OutputSequence, PreparedPrompt, SequenceGroup
 from penstock.base.errors import EngineClosedError, RequestError
+from penstock.base.units import counted
 from penstock.engine.adapters import LoadedAdapters
 from penstock.engine.engine import Engine, Stats
 from penstock.sched.outlook import Course, Outlook, WaitForecast
@@ -239,8 +240,8 @@ class EngineDriver:
             self.check_open()
             if not self.idle:
                 raise RequestError(
-                    f"the model cannot sleep, since {len(self._live)} outputs are being made; let them end, "
-                    "or close their streams"
+                    f"the model cannot sleep, since it makes {counted(len(self._live), 'output')} now; let "
+                    "that end, or close streams"
                 )
             if closes:
                 self._engine.finish()

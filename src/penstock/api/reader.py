@@ -16,6 +16,7 @@ from penstock.api.text.detokenize import Detokenizer, Headers
 from penstock.api.text.tokenizer import Tokenizer
 from penstock.api.variables import check_tools, check_variables
 from penstock.base.errors import CheckpointError, RequestError
+from penstock.base.units import counted
 from penstock.step.params import Sampling, SamplingParams, shown
 from penstock.weights.checkpoint.generation import GenerationDefaults
 
@@ -337,7 +338,8 @@ def paired(
     )
     if len(settings) != len(several):
         raise RequestError(
-            f"there are {len(several)} prompts but {len(settings)} params; give one for all, or one for each"
+            f"there are {len(settings)} SamplingParams for {counted(len(several), 'prompt')}; give one for "
+            "all, or one for each"
         )
     return list(zip(several, settings, strict=True))
 

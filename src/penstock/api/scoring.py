@@ -12,6 +12,7 @@ from penstock.api.embeddings import Embedder, hidden_state
 from penstock.api.outputs import Completion, Score
 from penstock.api.text.tokenizer import Tokenizer
 from penstock.base.errors import CheckpointError, RequestError
+from penstock.base.units import counted
 from penstock.step.params import shown
 from penstock.weights.checkpoint.scoring import ScoreHead
 
@@ -50,8 +51,8 @@ class Pairs:
         ours, theirs = _texts("queries", queries), _texts("documents", documents)
         if len(ours) not in (1, len(theirs)):
             raise RequestError(
-                f"there are {len(ours)} queries but {len(theirs)} documents; give one query for all, or one "
-                "for each"
+                f"there are {len(ours)} queries for {counted(len(theirs), 'document')}; give one query for "
+                "all, or one for each"
             )
         if instruction is not None and not isinstance(instruction, str):
             raise RequestError(f"instruction {shown(instruction)} must be a text")

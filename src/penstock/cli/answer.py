@@ -167,7 +167,6 @@ def record(
         "timings": {
             "boot_s": llm.boot_seconds,
             "first_token_s": answer.first or None,
-            "first_token_expected_s": answer.expected,
             "total_s": answer.end,
             "prefill_tokens_per_s": answer.prefill_rate,
             "decode_tokens_per_s": answer.decode_rate,

@@ -252,7 +252,8 @@ def _show(chat: Chat, text: str) -> None:
         "\n".join(
             (
                 f"{'model':20}{chat.config.model}",
-                f"{'family':20}{spec.family}, {spec.layers} layers, {chat.llm.dtype} on {chat.llm.device}",
+                f"{'family':20}{spec.family}, {counted(spec.layers, 'layer')}, {chat.llm.dtype} on "
+                f"{chat.llm.device}",
                 f"{'context':20}{limits.max_model_len:,} tokens",
                 f"{'conversation':20}{counted(turns, 'message')}, {counted(_length(chat), 'token')}",
                 _settings(chat),

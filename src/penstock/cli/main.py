@@ -148,6 +148,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "error: the machine refused more memory; lower --device-memory, or close what uses memory",
             2,
         )
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "penstock":
+            return _internal(session, error)
+        missing = f"{error.name}, which penstock needs, is not installed; pip install {error.name}"
+        return _report(session, f"error: {missing}", 2)
     except Exception as error:
         if not isinstance(error, OSError) or error.errno not in OUTPUT_FAULTS or error.filename is not None:
             return _internal(session, error)
@@ -171,6 +176,8 @@ def _internal(session: Session, error: Exception) -> int:
 
 def _usage(error: click.ClickException) -> str:
     """Return what click found wrong, worded like errors of our own, which say what to try."""
+    if isinstance(error, click.NoSuchOption) and error.possibilities:
+        return f"error: no such option {error.option_name!r}; did you mean {error.possibilities[0]}?"
     text = error.format_message().rstrip(".")
     if not text[1:2].isupper():
         text = f"{text[:1].lower()}{text[1:]}"

@@ -5,7 +5,7 @@ imported, which takes 1.2 s.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import partial, reduce
 from importlib.util import find_spec
@@ -108,12 +108,14 @@ def _click_type(one: SettingField) -> object:
     return types.get(one.kind)
 
 
-def as_flags(text: str) -> str:
-    """Return a text in which settings that it names are written as flags: max_length as --max-length."""
+def as_flags(text: str, more: Collection[str] = ()) -> str:
+    """Return a text in which settings of the engine, and `more`, are written as flags: max_length as
+    --max-length."""
+    names = {*ENGINE_SETTINGS, *more}
     return re.sub(
         # Not within the name of a file, or within quotes.
         r"(?<![\w./'\"-])[a-z]+_[a-z_]+(?![\w/'\"=-]|\.\w)",
-        lambda name: f"--{name[0].replace('_', '-')}" if name[0] in ENGINE_SETTINGS else name[0],
+        lambda name: f"--{name[0].replace('_', '-')}" if name[0] in names else name[0],
         text,
     )
 
@@ -378,7 +380,11 @@ def sampling_params(ctx: click.Context) -> SamplingParams:
     reported = [name for name in ("logprobs", "prompt_logprobs") if ctx.params.get(name) is not None]
     if reported and not ctx.params["json"]:
         raise click.UsageError(f"--{reported[0].replace('_', '-')} is only written with --json; add --json")
-    return SamplingParams(**values, structure=_structure(ctx))
+    structure = _structure(ctx)
+    try:
+        return SamplingParams(**values, structure=structure)
+    except RequestError as error:
+        raise RequestError(as_flags(str(error), values)) from error
 
 
 def _structure(ctx: click.Context) -> Structure | None:

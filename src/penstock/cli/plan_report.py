@@ -13,7 +13,7 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.report import JsonLine
 from penstock.base.tiers import Tier
-from penstock.base.units import format_size
+from penstock.base.units import counted, format_size
 from penstock.cli.figures import format_count, format_figure, format_pace, format_seconds
 from penstock.engine.contexts import LongRoom
 from penstock.engine.costs import StepCosts
@@ -234,8 +234,8 @@ class Report(JsonLine):
         if self.ranks > 1:
             size += f" on each of {self.ranks} ranks"
         return (
-            f"{self.model}: {self.family}, {self.layers} layers, {format_count(self.parameters)} parameters, "
-            f"{size}"
+            f"{self.model}: {self.family}, {counted(self.layers, 'layer')}, "
+            f"{format_count(self.parameters)} parameters, {size}"
         )
 
     @property

@@ -44,7 +44,7 @@ def model_and_prompt(arguments: tuple[str, ...], file: str | None) -> tuple[Path
         return model_path(arguments[0]), _prompt(arguments[1])
     if arguments and not _is_model(arguments[0]):
         return SHIPPED_MODEL, _prompt(arguments[0])
-    model = model_path(arguments[0] if arguments else None)
+    model = model_path(arguments[0] if arguments else None, "; a prompt of this one word goes through a pipe")
     if sys.stdin is None or is_terminal(sys.stdin):
         where = f" after the model {arguments[0]}" if arguments else ""
         raise click.UsageError(
@@ -62,9 +62,11 @@ def _is_model(argument: str) -> bool:
     )
 
 
-def model_path(argument: str | None) -> Path:
+def model_path(argument: str | None, hint: str | None = None) -> Path:
     """Return the model's directory or file, or its name on the Hub; whether it holds a model is found out on
     loading.
+
+    hint: what else to try where it is none; None for what is usual.
 
     Raises CheckpointError if it can be none of these.
     """
@@ -72,7 +74,8 @@ def model_path(argument: str | None) -> Path:
         return SHIPPED_MODEL
     # Nothing is there also for a name that no file can have, perhaps a prompt.
     if not os.path.exists(argument) and ModelName.parse(argument) is None:
-        hint = "; put the prompt in quotes" if " " not in argument and "/" not in argument else ""
+        if hint is None:
+            hint = "; put the prompt in quotes" if " " not in argument and "/" not in argument else ""
         raise CheckpointError(
             f"model {argument[:200]!r} does not exist; give a directory with a config.json, or a model of "
             f"the Hugging Face Hub as owner/name{hint}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from penstock.arch.layout import GroupKind, GroupLayout
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.errors import BudgetError
-from penstock.base.units import format_size
+from penstock.base.units import counted, format_size
 from penstock.weights.streaming.residency import HOST_SLOTS, padded, piece_of
 
 LEAST_TOKENS = 2048
@@ -53,9 +53,9 @@ class Budget:
         return (
             f"{format_size(self.total)}: weights {format_size(self.weights)}, activations "
             f"{format_size(self.activations)}, {state}"
-            f"KV {format_size(self.kv)} = {self.blocks:,} blocks of {self.block_size} tokens "
-            f"({format_size(self.block_bytes)} each), "
-            f"{self.kv_tokens:,} tokens"
+            f"KV {format_size(self.kv)} = {counted(self.blocks, 'block')} of "
+            f"{counted(self.block_size, 'token')} ({format_size(self.block_bytes)} each), "
+            f"{counted(self.kv_tokens, 'token')}"
         )
 
 
@@ -229,7 +229,7 @@ def divide(total: int, weights: int, demand: Demand) -> Budget:
     taken = f"weights take {format_size(own)} and {demand.beside_parts} {format_size(demand.beside)}{drafts}"
     if fixed is not None and fixed > fitting:
         raise BudgetError(
-            f"{fixed} KV blocks of {format_size(block_bytes)} were asked for, but of {format_size(total)} "
+            f"kv_blocks is {fixed}, each of {format_size(block_bytes)}, but of {format_size(total)} "
             f"{taken}, which leaves room for {fitting}; raise device_memory, or lower kv_blocks{or_none}"
         )
     if fitting < 1:

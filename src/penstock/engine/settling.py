@@ -68,10 +68,10 @@ def settle(
     layouts = group_layouts(spec, model.names, dtype, shard)
     say(f"{spec.family}, {counted(spec.layers, 'layer')}, {dtype} on {device_name(device)}")
     if isinstance(model, Checkpoint) and (left := model.left_for_drafts):
-        say(f"{len(left)} tensors behind the last layer are left for drafts, {left[0]} and more")
+        say(f"left for drafts: {counted(len(left), 'tensor')} behind the last layer, from {left[0]} on")
     if draft:
         say(
-            f"draft model: {draft.spec.family}, {draft.spec.layers} layers, {draft.dtype}; its "
+            f"draft model: {draft.spec.family}, {counted(draft.spec.layers, 'layer')}, {draft.dtype}; its "
             f"{format_size(draft.weights)} of weights stay on the device"
         )
         if warning := beyond_trained(draft.spec, limits.max_length):

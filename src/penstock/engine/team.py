@@ -14,6 +14,7 @@ from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError, DeviceError
+from penstock.base.units import counted
 from penstock.engine.budget import Budget
 from penstock.engine.contexts import LongRoom
 from penstock.engine.placing import Model
@@ -102,8 +103,8 @@ def device_of(config: Config, local: int) -> torch.device:
     there = torch.cuda.device_count()
     if local >= there:
         raise DeviceError(
-            f"tensor_parallel is {config.tensor_parallel}, but this machine has {there} CUDA devices; lower "
-            "tensor_parallel, or set device to cpu"
+            f"tensor_parallel is {config.tensor_parallel}, but this machine has "
+            f"{counted(there, 'CUDA device')}; lower tensor_parallel, or set device to cpu"
         )
     return torch.device("cuda", local)
 

@@ -127,9 +127,11 @@ class StepThreads:
             return
         self._short = self._short + 1 if overloaded(self._limits, others, self._free) else 0
         if self._short == _LOOKS:
+            there = len(self._limits.cores)
             self._say(
-                f"threads: other processes keep {others:.1f} of {len(self._limits.cores)} cores busy, so "
-                f"answers take longer; end some of them{'' if self.chosen else ', or lower threads'}"
+                f"threads: other processes keep {others:.1f} of {there} "
+                f"{'core' if there == 1 else 'cores'} busy, so answers take longer; "
+                f"end some of them{'' if self.chosen else ', or lower threads'}"
             )
 
 

@@ -17,6 +17,7 @@ from penstock.api.llm import LLM
 from penstock.arch.formats.recipe import name_of
 from penstock.base.errors import CheckpointError, RequestError
 from penstock.base.report import JsonLine
+from penstock.base.units import counted
 from penstock.step.params import SamplingParams
 from penstock.step.request import FinishReason
 
@@ -127,7 +128,7 @@ def perplexity(llm: LLM, work: PerplexityWork, model: str, tell: Callable[[str],
         )
     tokens = llm.encode(work.text)[: work.tokens]
     if len(tokens) < 2:
-        raise RequestError(f"{work.source} has {len(tokens)} tokens; give a text of at least two")
+        raise RequestError(f"{work.source} has {counted(len(tokens), 'token')}; give a text of at least two")
     begin, loss, at_once = perf_counter(), 0.0, 1
     every = windows(len(tokens), length, stride)
     while some := list(islice(every, at_once)):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 from penstock.base.report import JsonLine
+from penstock.base.units import counted
 from penstock.evals.tasks import TASKS
 
 _Z = 1.959964
@@ -75,8 +76,8 @@ class EvalReport(JsonLine):
 
     def __str__(self) -> str:
         head = (
-            f"{self.model}, {self.dtype} on {self.device}: {self.prompts:,} prompts, {self.prompt_tokens:,} "
-            f"tokens in {self.seconds:,.0f} s"
+            f"{self.model}, {self.dtype} on {self.device}: {counted(self.prompts, 'prompt')}, "
+            f"{counted(self.prompt_tokens, 'token')} in {self.seconds:,.0f} s"
         )
         return "\n".join([head, *(line for task in self.tasks for line in self._table(task))])
 

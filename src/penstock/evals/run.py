@@ -7,6 +7,7 @@ from time import perf_counter
 
 from penstock.api.llm import LLM
 from penstock.base.errors import RequestError
+from penstock.base.units import counted
 from penstock.evals.phrases import generated_text
 from penstock.evals.prompts import ANSWER_TOKENS, Dress, Haystack
 from penstock.evals.report import EvalCell, EvalReport, Miss, wilson
@@ -77,7 +78,7 @@ def evaluate(llm: LLM, work: EvalWork, model: str, tell: Callable[[str], None]) 
             samples = {depth: _samples(name, TASKS[name], length, depth, work, material) for depth in depths}
             prompts = [sample.tokens for some in samples.values() for sample in some]
             tokens += sum(map(len, prompts))
-            tell(f"{name}: {len(prompts):,} prompts of {len(prompts[0]):,} tokens")
+            tell(f"{name}: {counted(len(prompts), 'prompt')} of {counted(len(prompts[0]), 'token')}")
             answers = iter(llm.generate(prompts, SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)))
             cells += [
                 _cell(name, length, depth, [(one, next(answers).text) for one in some])

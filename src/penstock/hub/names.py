@@ -23,6 +23,12 @@ _PAGE = re.compile(r"/(?:tree|blob|resolve)/([^/\s]+)(?:/(\S+?))?/?")
 _QUERY = re.compile(r"[?#]\S*\Z")
 """It stands behind addresses that are copied from pages, such as `?download=true`."""
 _QUANT = re.compile(r"[A-Za-z0-9_-]+")
+_NICKNAME = re.compile(
+    r"(?:[a-z][\w.-]*[:-](?:\d+(?:\.\d+)?[bm]|latest)(?:[-_.:][\w.:-]*)?"
+    r"|(?:llama|qwen|mistral|mixtral|gemma|phi|deepseek|gpt-oss|glm|minimax|smollm)-?\d[\w.:-]*)",
+    re.IGNORECASE | re.ASCII,
+)
+"""Others name models so, without an owner: Qwen3-8B, llama3.2, qwen3:8b."""
 GGUF = ".gguf"
 
 
@@ -90,7 +96,8 @@ def is_inside(path: str) -> bool:
 
 
 def looks_like_model(text: str) -> bool:
-    """Tell whether a word is rather a model than a prompt: a name of the Hub, a path, or a GGUF file."""
+    """Tell whether a word is rather a model than a prompt: a name of the Hub, also without its owner, a path,
+    or a GGUF file."""
     if not text or any(character.isspace() for character in text):
         return False
     return (
@@ -98,6 +105,7 @@ def looks_like_model(text: str) -> bool:
         or text.lower().endswith(GGUF)
         or _PREFIX.match(text) is not None
         or ModelName.parse(text) is not None
+        or _NICKNAME.fullmatch(text) is not None
     )
 
 

@@ -64,7 +64,7 @@ def choose_device(asked: str) -> torch.device:
             if count
             else "torch sees no CUDA device; try a CUDA build of torch"
         )
-        raise DeviceError(f"device {asked!r} was asked for, but {there}, or device=cpu")
+        raise DeviceError(f"device {asked!r} was asked for, but {there}, or the device cpu")
     return torch.device("cuda", number)
 
 

@@ -156,7 +156,7 @@ class StartedCrew:
             time.sleep(1e-3)
         if self._fault is not None:
             raise DeviceError(
-                f"one of the {self.ranks - 1} processes of the other ranks cannot be started: "
+                f"a process of another rank, of {self.ranks} ranks, cannot be started: "
                 f"{self._fault}; check free memory and the limit of processes (ulimit -u)"
             ) from self._fault
 
@@ -248,7 +248,7 @@ class StartedCrew:
         except BaseException as fault:
             self._fault = fault
             self.failure = self.failure or DeviceError(
-                f"the thread that watches {self.ranks - 1} processes failed: {fault!r}; restart all ranks, "
+                f"the thread that watches the other ranks failed: {fault!r}; restart all ranks, "
                 "and report this line"
             )
             self._kill()

@@ -20,6 +20,7 @@ import torch
 from penstock.arch.layout import GroupKind, group_layouts
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, DeviceError
+from penstock.base.units import counted
 from penstock.bench.machine import machine
 from penstock.bench.shapes import LAYERS_OF
 from penstock.bench.speed import measure
@@ -109,7 +110,7 @@ def calibrate(
             try:
                 samples += _probe(name, shape, device, dtype, rows, contexts, prompts)
             except BudgetError:
-                say(f"{name} with {layers} layers does not fit beside its KV: left out")
+                say(f"{name} with {counted(layers, 'layer')} does not fit beside its KV: left out")
         say(f"measured steps of {name}")
     if len({sample.shape for sample in samples}) < 2:
         raise DeviceError(

@@ -15,6 +15,7 @@ from penstock.base.config import Config
 from penstock.base.cores import CoreLimits, CoreTimes, core_limits, counted, free_cores
 from penstock.base.errors import ConfigError, DeviceError
 from penstock.base.report import JsonLine
+from penstock.base.units import counted as quantity
 from penstock.base.units import format_rate, format_size
 from penstock.bench.doctor.calibration import calibrate
 from penstock.bench.doctor.limits import MeasuredRates, MemoryRoom, ModelLimits, limits, prefill_rate
@@ -222,7 +223,7 @@ def _notes(about: MachineInfo, device: torch.device, cache: Path) -> list[str]:
             )
         if (limits := core_limits()) is not None and (free := _free_now(limits)) < about.cores:
             notes.append(
-                f"{free} of {about.cores} cores are free now, since others are busy or a container has a "
+                f"free now: {free} of {about.cores} cores, since others are busy or a container has a "
                 "limit: a decode step takes no more threads than that"
             )
         if not native_half(device):
@@ -263,7 +264,10 @@ def _machine_rows(found: Checkup) -> list[tuple[str, str]]:
     source = f"{it.penstock} ({it.commit})" if it.commit else it.penstock
     rows = [
         ("system", it.system),
-        ("processor", f"{it.processor}, {it.cores} cores, {it.threads} threads in use"),
+        (
+            "processor",
+            f"{it.processor}, {quantity(it.cores, 'core')}, {quantity(it.threads, 'thread')} in use",
+        ),
         ("memory", f"{format_size(it.memory)}, {format_size(it.free)} free"),
         *(
             (one.device, f"{one.name}, {format_size(one.memory)}, {format_size(one.free)} free")
@@ -330,8 +334,8 @@ def _model_rows(model: ModelCheck) -> list[tuple[str, str]]:
         ("from", f"{model.path}"),
         (
             "shape",
-            f"{model.family}, {model.layers} layers, {model.parameters / 1e6:,.4g}M parameters, context "
-            f"{model.max_length:,}",
+            f"{model.family}, {quantity(model.layers, 'layer')}, {model.parameters / 1e6:,.4g}M parameters, "
+            f"context {model.max_length:,}",
         ),
         (
             "budget",

@@ -18,6 +18,7 @@ from penstock.api.llm import LLM
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError, RequestError
 from penstock.base.report import JsonLine
+from penstock.base.units import counted
 from penstock.bench.machine import MachineInfo, machine
 from penstock.bench.routing.recorder import Recorder
 from penstock.bench.routing.recording import Recording, RoutedModel
@@ -85,8 +86,9 @@ class RoutingReport(JsonLine):
 
     def __str__(self) -> str:
         text = (
-            f"{self.model.name}: {self.layers} layers of {self.experts} experts, {self.top_k} a token; "
-            f"{self.tokens:,} tokens of {self.model.text} in {self.sequences} sequences, "
+            f"{self.model.name}: {counted(self.layers, 'layer')} of {self.experts} experts, "
+            f"{self.top_k} a token; "
+            f"{self.tokens:,} tokens of {self.model.text} in {counted(self.sequences, 'sequence')}, "
             f"{self.prompt_tokens:,} of them of prompts; experts are used {self.evenness:.1%} as evenly as "
             "can be"
         )
@@ -112,7 +114,8 @@ def record(
             raise ConfigError(f"{name} is dense: it has no experts, so there is no routing; name a mixture")
         room = llm.limits.max_model_len - work.output - 1
         prompts = _prompts(llm.encode(work.text), work, min(work.prompt, room))
-        say(f"continuing {len(prompts)} prompts of {len(prompts[0])} tokens by {work.output}")
+        what = f"{counted(len(prompts), 'prompt')} of {counted(len(prompts[0]), 'token')}"
+        say(f"continuing {what} by {work.output}")
         params = [
             SamplingParams(
                 temperature=_TEMPERATURE,
@@ -135,7 +138,7 @@ def record(
                 llm.generate([tokens], again)
             parts.append(recorder.taken())
             if number % 8 == 0 or number == len(whole):
-                say(f"recorded {number} of {len(whole)} sequences")
+                say(f"recorded {number} of {counted(len(whole), 'sequence')}")
     return Recording(
         RoutedModel(
             _shown(name),

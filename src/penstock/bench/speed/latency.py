@@ -16,7 +16,7 @@ from penstock.base.config import Config
 from penstock.base.errors import RequestError
 from penstock.base.meter import ExpertCounts
 from penstock.base.report import JsonLine
-from penstock.base.units import format_rate, format_size
+from penstock.base.units import counted, format_rate, format_size
 from penstock.bench.machine import MachineInfo, machine
 from penstock.bench.report import Subject
 from penstock.bench.speed import measure
@@ -110,7 +110,7 @@ class LatencyReport(JsonLine):
     def __str__(self) -> str:
         bound, decode = self.bound, self.subject.bench == BenchKind.DECODE
         if decode:
-            work = f"decode, batch {self.batch}, {self.context:,} tokens of context"
+            work = f"decode, batch {self.batch}, {counted(self.context, 'token')} of context"
             least = (
                 f"{format_size(bound.weight_bytes)} of weights and {format_size(bound.kv_bytes)} of KV at "
                 f"{format_rate(bound.per_second)}"
@@ -208,9 +208,9 @@ def _sized(bench: LatencyBench, model: OpenModel) -> tuple[BatchWork, Config]:
         work = replace(work, context=max(fitting, 1))
     if work.room(step_tokens) > longest:
         raise RequestError(
-            f"measuring {work.output} tokens of {work.batch} sequences after {work.context:,} takes "
-            f"{work.room(step_tokens):,} positions, but {bench.target.name} has {longest:,}; lower "
-            "--context, --batch or --output"
+            f"measuring {counted(work.output, 'token')} of {counted(work.batch, 'sequence')} after "
+            f"{work.context:,} takes {work.room(step_tokens):,} positions, but {bench.target.name} has "
+            f"{longest:,}; lower --context, --batch or --output"
         )
     # One block more than the sequences ever fill: the scheduler admits a request only if those that run can
     # still grow.

@@ -16,7 +16,7 @@ from penstock.base.config import Config
 from penstock.base.errors import ConfigError, RequestError
 from penstock.base.meter import Direction
 from penstock.base.report import JsonLine
-from penstock.base.units import format_rate, format_size
+from penstock.base.units import counted, format_rate, format_size
 from penstock.bench.machine import MachineInfo, machine
 from penstock.bench.report import Subject, table
 from penstock.bench.speed import measure
@@ -191,7 +191,7 @@ class ReplayReport(JsonLine):
         columns = [run.cells() for run in runs]
         lines = [
             str(self.subject),
-            f"{self.trace}: {self.requests:,} requests of up to {self.longest:,} tokens, "
+            f"{self.trace}: {counted(self.requests, 'request')} of up to {self.longest:,} tokens, "
             f"{self.prompt_tokens:,} of prompts and {self.output_tokens:,} of output in all; {pace}, at most "
             f"{self.max_sequences} at once",
             f"a block of {self.trace_block} tokens in the trace is {self.block_tokens} here{cut}; "

@@ -12,7 +12,7 @@ from penstock.arch.parts import local_spec
 from penstock.arch.shards import Shard
 from penstock.base.errors import RequestError
 from penstock.base.report import JsonLine
-from penstock.base.units import format_rate
+from penstock.base.units import counted, format_rate
 from penstock.bench.machine import MachineInfo, machine
 from penstock.bench.report import Subject
 from penstock.bench.speed.baseline import Baseline, transformers
@@ -101,7 +101,7 @@ class ThroughputReport(JsonLine):
         seconds = self.ms.median / 1e3
         rows = [
             str(self.subject),
-            f"{self.requests} requests at once: {self.prompt_tokens:,} tokens of prompts, "
+            f"{counted(self.requests, 'request')} at once: {self.prompt_tokens:,} tokens of prompts, "
             f"{self.output_tokens:,} of output, at most {self.max_sequences} run together",
             f"  penstock             {seconds:.3g} s, {self.output_tokens_per_second:,.0f} output tokens/s, "
             f"{self.steps:,} steps; first tokens after {self.first_ms.median / 1e3:.3g} s",

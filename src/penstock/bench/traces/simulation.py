@@ -19,7 +19,7 @@ from typing import Generic, Protocol
 
 from penstock.base.errors import ConfigError
 from penstock.base.report import JsonLine
-from penstock.base.units import format_size
+from penstock.base.units import counted, format_size
 from penstock.bench.report import table
 from penstock.bench.traces.workloads import WORKLOADS, TraceRequest, generate
 from penstock.kv.ledger.evict import Eviction, Key, Lru
@@ -263,7 +263,8 @@ class CacheReport(JsonLine):
             room = "unlimited" if row.capacity is None else format_size(row.capacity)
             rows.append((room, f"{row.blocks:,}", *(f"{rate:.1%}" for rate in row.hits.values())))
         lines = [
-            f"{self.trace}: {self.requests:,} requests for {self.asked:,} blocks, {self.distinct:,} distinct",
+            f"{self.trace}: {counted(self.requests, 'request')} for {counted(self.asked, 'block')}, "
+            f"{self.distinct:,} distinct",
             f"blocks found of those asked for, by room in blocks of {format_size(self.block_bytes)}; "
             f"{counts}",
             *table(rows),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.base.errors import ConfigError
+from penstock.base.units import counted
 from penstock.cli.command import Command, option
 from penstock.cli.load import loaded
 from penstock.cli.models import located, taken
@@ -54,8 +55,8 @@ def command(ctx: click.Context, /, **settings: object) -> None:
 
     REQUESTS is in OpenAI's batch format: a JSON object on each line. Each answer becomes a line of ANSWERS as
     soon as it is done. Requests are taken in the order in which they share most of their prompts, not in that
-    of the file. What ANSWERS has already is not asked again. The exit code is 3 if some requests could not be
-    served; their lines say why.
+    of the file. What ANSWERS has already is not asked again, unless it was refused for a name that the model
+    has now. The exit code is 3 if some requests could not be served; their lines say why.
     """
     asked = ctx.params
     _expect_files(asked["requests"], asked["answers"])
@@ -65,17 +66,22 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         raise ConfigError(
             f"a batch needs {missing.name}, which is not installed; pip install 'penstock[serve]'"
         ) from missing
-    config, name = located(engine_config(ctx, asked["model"], None), **taken(asked))
-    names = asked["names"] or (name,)
-    check_names(names, tuple(module_paths(config)))
-    with loaded(config, quiet=asked["quiet"]) as llm:
-        batch = Batch(llm, asked["requests"], asked["answers"], names)
-        with _bar(asked["quiet"]) as show:
-            tally = batch.run(show)
+    config, names = engine_config(ctx, asked["model"], None), asked["names"]
+    adapters = tuple(module_paths(config))
+    batch = Batch(asked["requests"], asked["answers"])
+    tally = batch.left(names or None, adapters)
+    if tally is None:
+        config, name = located(config, **taken(asked))
+        names = names or (name,)
+        check_names(names, adapters)
+        tally = batch.left(names, adapters)
+        if tally is None:
+            with loaded(config, quiet=asked["quiet"]) as llm, _bar(asked["quiet"]) as show:
+                tally = batch.run(llm, names, show)
     if not asked["quiet"]:
         say(
-            f"{tally.lines} requests, {tally.answered - tally.failed} answered, {tally.failed} refused: "
-            f"{asked['answers']}",
+            f"{counted(tally.lines, 'request')}, {tally.answered - tally.failed} answered, "
+            f"{tally.failed} refused: {asked['answers']}",
             faint=True,
         )
     if tally.failed:

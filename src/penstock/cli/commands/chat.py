@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import click
 
 from penstock.base.errors import ConfigError, RequestError
+from penstock.base.units import counted
 from penstock.cli.answer import TimedAnswer, expect, follow, json_line, record, remark
 from penstock.cli.answer_view import AnswerView
 from penstock.cli.chat_commands import NAMES, TAKE_FILES, Asked, Chat, Leave, obey
@@ -77,7 +78,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         raise click.UsageError("--system needs the chat template, which --raw leaves out; give one of them")
     params = sampling_params(ctx)
     asks = template_settings(ctx, template=asked["chat"])
-    config, _ = located(engine_config(ctx, model_path(asked["model"]), sequences=1), **taken(asked))
+    config, _ = located(engine_config(ctx, model_path(asked["model"], hint=""), sequences=1), **taken(asked))
     with loaded(config, quiet=asked["quiet"], trace=asked["trace"]) as llm:
         conversation = Conversation(llm, asked["chat"], asked["system"], **asks)
         conversation.check()
@@ -172,7 +173,7 @@ class ChatSession:
         if room < 1:
             hint = "/reset begins a new one" if conversation.turns else "shorten the message"
             raise RequestError(
-                f"the conversation would have {length} tokens, but the context holds {longest} with an "
+                f"the conversation would have {length:,} tokens, but the context holds {longest:,} with an "
                 f"answer; {hint}"
             )
         self.retries = self.retries + 1 if again else 0
@@ -234,7 +235,10 @@ class ChatSession:
             say("the answer was cut short in its reasoning; allow more with --max-tokens", faint=True)
         if full and answer.completion.finish_reason is FinishReason.LENGTH:
             held = len(answer.completion.prompt_tokens) + answer.tokens
-            say(f"the context is full with {held} tokens; /reset begins a new conversation", faint=True)
+            say(
+                f"the context is full with {counted(held, 'token')}; /reset begins a new conversation",
+                faint=True,
+            )
 
 
 def _piped_lines() -> Iterator[str]:

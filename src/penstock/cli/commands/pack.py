@@ -14,7 +14,7 @@ import click
 from penstock.arch.formats.recipe import GROUP, GROUPS, QUANTISED_TO, Recipe
 from penstock.base.config import CACHE, Config, check_device
 from penstock.base.errors import CheckpointError
-from penstock.base.units import format_rate, format_size
+from penstock.base.units import counted, format_rate, format_size
 from penstock.cli.command import Command, debug_option, option
 from penstock.cli.models import download_option, located
 from penstock.cli.progress import progress_bar
@@ -145,7 +145,8 @@ def command(
             say(f"{out} is not finished; the same command goes on where it stopped", faint=True)
             raise
     with Pack.open(out) as pack:
-        what = f"{len(pack.layouts)} groups, {format_size(pack.manifest.size)} in {format or pack.dtype}"
+        what = f"{counted(len(pack.layouts), 'group')}, {format_size(pack.manifest.size)} in "
+        what += f"{format or pack.dtype}"
     seconds = time.perf_counter() - began
     if quantised:
         what += f", of {format_size(quantised.dense_bytes)}: {quantised.recipe}, "
@@ -190,8 +191,8 @@ def _verify(path: Path) -> None:
         pack.verify(progress)
     rate = format_rate(pack.manifest.size / (time.perf_counter() - began))
     click.echo(
-        f"{path}: {len(pack.layouts)} groups and {len(pack.manifest.files)} files are as they were packed "
-        f"({rate})"
+        f"{path}: {counted(len(pack.layouts), 'group')} and {counted(len(pack.manifest.files), 'file')} are "
+        f"as they were packed ({rate})"
     )
 
 

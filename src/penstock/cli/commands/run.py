@@ -165,8 +165,10 @@ def command(ctx: click.Context, /, **settings: object) -> None:
             with LiveLine.of(llm, quiet=asked["quiet"]) as live:
                 show, end = _screen(live, reader, asked, params.n, echo, drawn=chat)
                 live.compute(length)  # Behind what the screen begins with, which would end it.
-                answer = follow(llm, request, params, show, lora=asked["lora"])
-                end()
+                try:
+                    answer = follow(llm, request, params, show, lora=asked["lora"])
+                finally:  # A Ctrl-C ends the line, too.
+                    end()
         if asked["verbose"] or (is_terminal(sys.stderr) and not asked["quiet"] and not asked["json"]):
             remark(answer)
     if any(output.finish_reason is FinishReason.ERROR for output in answer.completion.outputs):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import click
 
 from penstock.base.report import JsonLine
-from penstock.base.units import format_size
+from penstock.base.units import counted, format_size
 from penstock.cli.command import Command, debug_option, option
 from penstock.cli.options import OUTPUT
 from penstock.cli.prompt import model_path
@@ -40,7 +40,7 @@ class Shown(JsonLine):
         from penstock.cli.figures import format_count
 
         rows = {
-            "family": f"{self.family}, {self.layers} layers",
+            "family": f"{self.family}, {counted(self.layers, 'layer')}",
             "parameters": format_count(self.parameters),
             "context": f"{self.context:,} tokens",
             "format": self.format,
@@ -66,7 +66,7 @@ def command(model: str, json: bool) -> None:
     """
     from penstock.hub.details import details
 
-    model_path(model)
+    model_path(model, hint="")
     found = details(model)
     about = found.about
     shown = Shown(

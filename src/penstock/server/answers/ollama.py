@@ -16,6 +16,7 @@ from penstock.api.reader import PromptReader
 from penstock.api.sequences import PreparedPrompt
 from penstock.api.text.tokenizer import Tokenizer
 from penstock.base.errors import LengthError, PenstockError
+from penstock.base.units import counted
 from penstock.server.answers.completions import BROKEN, logprob_entries, new_call
 from penstock.server.answers.prompts import read, read_chat
 from penstock.server.broker.calls import Call
@@ -59,8 +60,8 @@ def _within(ready: PreparedPrompt, context: int | None, most: int | None, longes
     room = min(longest, context or longest) - len(ready.tokens)
     if room < 1:
         raise LengthError(
-            f"the prompt has {len(ready.tokens)} tokens, but options.num_ctx is {context}; raise num_ctx, or "
-            "shorten the prompt"
+            f"the prompt has {counted(len(ready.tokens), 'token')}, but options.num_ctx is {context}; "
+            "raise num_ctx, or shorten the prompt"
         )
     return replace(ready, max_tokens=min(room, most or room))
 

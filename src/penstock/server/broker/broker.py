@@ -20,6 +20,7 @@ from time import monotonic
 from penstock.api.driver import ASLEEP
 from penstock.api.sequences import PreparedPrompt
 from penstock.base.errors import EngineClosedError, PenstockError
+from penstock.base.units import counted
 from penstock.server.broker.backend import Backend, Quotas
 from penstock.server.broker.calls import BusyError, Call, overdue
 from penstock.server.broker.mailbox import Mailbox
@@ -94,8 +95,8 @@ class RequestBroker:
         ):
             if there + asked > most:
                 raise BusyError(
-                    f"{there} outputs{whose} are running or waiting, and at most {most} may be; send the "
-                    "request again later",
+                    f"{counted(there, 'output')}{whose} {'is' if there == 1 else 'are'} running or waiting, "
+                    f"and at most {most} may be; send the request again later",
                     min(max(1.0, self._until_ended(there + asked - most)), _LONGEST_WAIT),
                 )
 

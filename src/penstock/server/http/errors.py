@@ -80,6 +80,6 @@ def no_route(request: Request, fault: Exception) -> Response:
     message = (
         f"{path[:200]} does not take {request.method}"
         if status == 405
-        else f"there is nothing at {path[:200]}"
+        else f"there is nothing at {path[:200]}; /openapi.json lists what there is"
     )
     return json_response(refusal(path, status, message), status, fault.headers)

@@ -28,7 +28,7 @@ from time import monotonic
 from typing import Generic
 
 from penstock.base.errors import EngineClosedError, PenstockError
-from penstock.base.units import format_size
+from penstock.base.units import counted, format_size
 from penstock.server.broker.calls import BusyError
 from penstock.server.on_demand.costs import LoadForecast, MemoryShare, cheapest, expected_cost
 from penstock.server.on_demand.model import AGAIN, Lease, LoadError, ModelPhase, ModelWaiter, OnDemandModel, T
@@ -130,7 +130,8 @@ class OnDemandModels(Generic[T]):
             there = sum(waiter.outputs for waiter in some)
             if some and there + outputs > most:
                 raise BusyError(
-                    f"{there} outputs{whose} wait for models that are being loaded, and at most {most} may; "
+                    f"{counted(there, 'output')}{whose} {'waits' if there == 1 else 'wait'} for models that "
+                    f"are being loaded, and at most {most} may; "
                     f"{model.name} will be there in about {forecast:.1f} s, so send the request again then",
                     max(forecast, 1.0),
                 )

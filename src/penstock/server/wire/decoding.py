@@ -14,6 +14,11 @@ which take 0.3 us each to decode, the last stand between scalars, which take 0.0
 meanwhile."""
 _SLICE = 1 << 20
 _LONGEST_SAID = 300
+_OTHER_PART = re.compile(
+    r"(?:Invalid enum value '|Object contains unknown field `)(image_url|video_url|input_audio|file)['`]"
+    r" - at `\$\.(messages\[[^`]*\]\.content\[[^`]*\])(?:\.type)?`"
+)
+"""It finds what msgspec says of a part of a message that is no text."""
 
 
 class FieldError(PenstockError):
@@ -42,6 +47,10 @@ def decoded(body: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         text = str(error)
+        if part := _OTHER_PART.fullmatch(text):
+            raise FieldError(
+                f"{part[2]} is of type {part[1]}, but the model reads text alone; leave it out", "messages"
+            ) from error
         unknown = re.search(r"unknown field `([^`]*)`", text)
         place = re.search(r"at `\$\.?([^`\[.]*)", text)
         name = unknown[1] if unknown else place[1] if place and place[1] else None

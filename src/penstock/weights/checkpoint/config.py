@@ -13,14 +13,29 @@ _BESIDE = {"quantize_config.json": "gptq", "hf_quant_config.json": "modelopt"}
 """Files in which quantisers write their settings if not in config.json, and the methods that these are of."""
 
 
+def expect_directory(path: Path) -> None:
+    """Raise CheckpointError for what is no directory."""
+    if not os.path.isdir(path):  # Unlike Path.is_dir, an answer also for a path that cannot be looked at.
+        fault = (
+            "is a file, and not of GGUF; name the directory it is in"
+            if os.path.exists(path)
+            else "does not exist; give a directory with a config.json, or a model of the Hugging Face Hub as "
+            "owner/name"
+        )
+        raise CheckpointError(f"checkpoint {path} {fault}")
+
+
 def read_config(path: Path) -> Mapping[str, object]:
     """Return config.json of a model's directory, with what a quantiser has written beside it, or what stands
     for it in a GGUF file. Raises CheckpointError, and UnsupportedModelError for a GGUF file."""
     if is_gguf(path):
         with GGUFFiles(path, whole=False) as files:
             return read_gguf_config(files)
-    if not os.path.lexists(path / "config.json") and (loose := sorted(path.glob("*.gguf"))):
-        raise CheckpointError(f"{path} has no config.json; to load a GGUF file, give it by name: {loose[0]}")
+    expect_directory(path)
+    if not os.path.lexists(path / "config.json") and os.access(path, os.X_OK):
+        loose = sorted(path.glob("*.gguf"))
+        hint = f"to load a GGUF file, give it by name: {loose[0]}" if loose else "give a model's directory"
+        raise CheckpointError(f"{path} has no config.json; {hint}")
     config = read_object(path / "config.json", MAX_CONFIG_BYTES)
     if config.get("quantization_config") is not None:
         return config

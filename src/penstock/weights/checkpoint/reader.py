@@ -4,7 +4,6 @@ weights in the layout the engine wants."""
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
@@ -22,7 +21,7 @@ from penstock.arch.layout import ALIGNMENT, Field, GroupLayout
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.errors import CheckpointError, PenstockError
 from penstock.memory.disk import DiskFile
-from penstock.weights.checkpoint.config import read_config
+from penstock.weights.checkpoint.config import expect_directory, read_config
 from penstock.weights.checkpoint.drafts import belongs_to_drafts, left_for_drafts
 from penstock.weights.checkpoint.generation import GenerationDefaults, open_generation, read_generation
 from penstock.weights.checkpoint.gguf import GGUFWeights
@@ -91,13 +90,7 @@ class Checkpoint:
         """
         if is_gguf(path):
             return cls._open_gguf(path, cache)
-        if not os.path.isdir(path):  # Unlike Path.is_dir, an answer also for a path that cannot be looked at.
-            fault = (
-                "is a file, and not of GGUF; name the directory it is in"
-                if os.path.exists(path)
-                else "does not exist; name a directory with config.json in it"
-            )
-            raise CheckpointError(f"checkpoint {path} {fault}")
+        expect_directory(path)
         expect_inside(path)
         config, where = read_config(path), str(path / "config.json")
         spec = read_spec(config, where)
