@@ -68,6 +68,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         ) from missing
     config, names = engine_config(ctx, asked["model"], None), asked["names"]
     adapters = tuple(module_paths(config))
+    check_names(names, adapters)
     batch = Batch(asked["requests"], asked["answers"])
     tally = batch.left(names or None, adapters)
     if tally is None:
