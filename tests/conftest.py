@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
@@ -52,8 +52,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every test gets its folder's marker; those in tests/gpu are skipped where no GPU can run them."""
+    if _worker(items[0].config if items else None):
+        items.sort(key=lambda item: item.path)
     on_gpu = []
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
@@ -75,7 +78,17 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    return _judged((yield))
+    """Workers begin at different files: what one has compiled is there when another comes to it."""
+    report = _judged((yield))
+    if isinstance(collector, pytest.Directory) and (worker := _worker(collector.config)):
+        first = len(report.result) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        report.result[:] = [*report.result[first:], *report.result[:first]]
+    return report
+
+
+def _worker(config: pytest.Config | None) -> dict[str, Any] | None:
+    """What xdist has told this process, if it is one of its workers."""
+    return getattr(config, "workerinput", None)
 
 
 def _judged(report: Report) -> Report:

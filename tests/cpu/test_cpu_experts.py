@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -514,9 +514,9 @@ def by_python(rank: Rank) -> ExitStack:
 
 
 def few() -> list[Plan]:
-    """Steps of three tokens at most, behind prompts that are longer than the CPU takes."""
-    first, _, third = steps()
-    return [first, steps()[1], third, third]
+    """Steps of two tokens, behind prompts that are longer than the CPU takes."""
+    first, second, third = (replace(plan, shares=plan.shares[:2]) for plan in steps())
+    return [first, second, third, third]
 
 
 @cache

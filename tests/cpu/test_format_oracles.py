@@ -94,7 +94,7 @@ def eights(seed: Draw, *shape: int) -> Tensor:
     return (codes + (codes >= 127)).to(torch.uint8).view(torch.float8_e4m3fn)
 
 
-@pytest.fixture(params=range(3))
+@pytest.fixture(params=range(10 if tiny.THOROUGH else 2))
 def seed(request: pytest.FixtureRequest) -> Draw:
     return torch.Generator().manual_seed(request.param)
 
@@ -536,8 +536,8 @@ def divisible(family: str) -> Path:
     ("family", "scheme"),
     [
         *(("llama", scheme) for scheme in WHOLE),
-        *(("mixtral", scheme) for scheme in ("packed", "fp8", "fp8_channel")),
-        *(("qwen3_moe", scheme) for scheme in ("packed", "fp8", "fp8_channel")),
+        *(("mixtral", scheme) for scheme in ("packed", "fp8")),
+        *(("qwen3_moe", scheme) for scheme in ("fp8", "fp8_channel")),
     ],
 )
 def test_transformers_says_the_same_of_a_checkpoint(family: str, scheme: str, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import tiny
 from parity import GREEDY, WITH_PROMPT, measure, prompt_error
 from penstock import LLM, Completion
 
-FAMILIES = pytest.mark.parametrize("name", tiny.CASES)
+FAMILIES = pytest.mark.parametrize("name", tiny.CASES, scope="module")
+"""One after another, each in all tests: what transformers says of it is then worked out once."""
 
 
 def each(names: str, some: Sequence[str], values: Sequence[object]) -> pytest.MarkDecorator:

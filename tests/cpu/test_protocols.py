@@ -6,6 +6,7 @@ import json
 import re
 import signal
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -13,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-anthropic = pytest.importorskip("anthropic", reason="needs the client that the server is for")
+if find_spec("anthropic") is None:  # Importing it takes as long as the tests.
+    pytest.skip("needs the client that the server is for: anthropic", allow_module_level=True)
 ollama = pytest.importorskip("ollama", reason="needs the client that the server is for")
 
 from penstock.api.outputs import Delta  # noqa: E402
@@ -61,7 +63,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def claude(server: Server) -> Iterator[Any]:
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=LONG) as client:
+    from anthropic import Anthropic
+
+    with Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=LONG) as client:
         yield client
 
 
@@ -323,7 +327,9 @@ def test_what_is_no_message_is_refused_as_anthropics_clients_know_it(
 
 
 def test_anthropics_client_raises_what_it_is_told(claude: Any) -> None:
-    with pytest.raises(anthropic.NotFoundError, match="'other'") as missing:
+    from anthropic import NotFoundError
+
+    with pytest.raises(NotFoundError, match="'other'") as missing:
         claude.messages.create(**asked(model="other"))
     assert missing.value.type == "not_found_error"
     assert missing.value.request_id.startswith("req-")

@@ -80,9 +80,8 @@ def outputs(path: Path, **settings: object) -> list[object]:
 @pytest.mark.parametrize(
     ("scheme", "name"),
     [
-        *((scheme, "llama_biases") for scheme in SCHEMES),
-        *((scheme, "qwen3_moe") for scheme in UNLIKE),
-        *((scheme, name) for name in MIXTURES for scheme in ("fp8", "gptq", "awq", "nvfp4")),
+        *((scheme, name) for name in ("llama_biases", "qwen3_moe") for scheme in UNLIKE),
+        *zip(("fp8", "gptq", "awq", "nvfp4"), (*MIXTURES, "qwen2_moe"), strict=True),
     ],
 )
 def test_tokens(scheme: str, name: str, tmp_path: Path) -> None:
@@ -99,12 +98,20 @@ def test_tokens(scheme: str, name: str, tmp_path: Path) -> None:
     [
         *((scheme, "llama") for scheme in SCHEMES),
         *((scheme, "mixtral") for scheme in UNLIKE),
-        *((scheme, name) for name in MIXTURES for scheme in ("fp8", "gptq")),
+        *zip(("gptq", "fp8", "nvfp4"), MIXTURES, strict=True),
     ],
 )
 def test_streamed_and_ranks(scheme: str, name: str, tmp_path: Path) -> None:
+    """All are read by ranks, and those that rest unlike others stream and are computed with."""
     few, dense = checkpoints(tiny.checkpoint(name), tmp_path, SCHEMES[scheme])
-    alone, together = pass_of(dense, 0, kernels=False), pass_of(dense, 2, kernels=False)
+    together = pass_of(dense, 2, kernels=False)
+    if name == "llama":
+        for kernels in (False, True) if scheme in UNLIKE else (False,):
+            atol = 2e-4 if kernels else 0  # Sums are made in another order.
+            for mine, theirs in zip(pass_of(few, 2, kernels=kernels), together, strict=True):
+                torch.testing.assert_close(mine, theirs, atol=atol, rtol=0)
+        return
+    alone = pass_of(dense, 0, kernels=False)
     for kernels in (False, True):
         resident = pass_of(few, 0, kernels=kernels)
         for mine, theirs in zip(resident, pass_of(few, 0, part=0.4, kernels=kernels), strict=True):
@@ -186,9 +193,10 @@ def test_head_and_embedding(name: str, scheme: str, tmp_path: Path) -> None:
     many = tiny.write(tiny.CASES[name], tmp_path / "source", vocab_size=104)
     few, dense = checkpoints(many, tmp_path, its, also=also)
     alone, together = pass_of(dense, 0, kernels=False), pass_of(dense, 2, kernels=False)
-    for kernels in (False, True):
+    for kernels in (False, True) if scheme in UNLIKE else (False,):
         resident = pass_of(few, 0, kernels=kernels)
-        assert all(map(torch.equal, resident, pass_of(few, 0, part=0.4, kernels=kernels)))
+        if scheme in UNLIKE:
+            assert all(map(torch.equal, resident, pass_of(few, 0, part=0.4, kernels=kernels)))
         ranks = pass_of(few, 2, kernels=kernels)
         for mine, theirs in zip([*resident, *ranks], [*alone, *together], strict=True):
             torch.testing.assert_close(mine, theirs, atol=2e-4 if kernels else 0, rtol=0)
@@ -198,6 +206,8 @@ def test_head_and_embedding(name: str, scheme: str, tmp_path: Path) -> None:
         assert [format != DENSE for format in ends] == [name in also for name in (EMBEDDING, HEAD)][
             : len(ends)
         ]
+        if scheme in ALIKE:
+            return
         write_pack(checkpoint, tmp_path / "pack", "float32")
     assert outputs(tmp_path / "pack", kernels=False) == outputs(dense, kernels=False)
 
