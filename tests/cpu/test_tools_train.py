@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))  # the tools are scripts, not a package
 
 import corpus  # noqa: E402
+import forks  # noqa: E402
 import needles  # noqa: E402
 import rows  # noqa: E402
 import small_llama  # noqa: E402
@@ -100,14 +100,15 @@ def test_rows_have_the_tokens_of_their_text(tok: Tokenizer) -> None:
             assert (weights[spans > 0] == corpus.VALUE).all()
 
 
+TOOL = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
 def run(*args: str) -> str:
     """A tool in a process of its own: it forks."""
-    done = subprocess.run(
-        [sys.executable, str(TOOLS / args[0]), *args[1:]],
-        capture_output=True,
+    done = forks.run(
+        [sys.executable, "-c", TOOL, str(TOOLS / args[0]), *args[1:]],
         text=True,
-        timeout=100,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TOOLS)},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
