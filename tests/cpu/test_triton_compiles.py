@@ -82,7 +82,7 @@ def test_what_begins_early_waits_on_every_way_before_it_writes_and_before_it_end
     pytest.importorskip("triton.backends.nvidia")
     few = "few bits experts, few tokens", "few bits experts that come"
     cases = "slots, few", "routers, few", "experts, few", *few
-    output = _run("-m", "compiling", "--early", "90", *cases, cache=tmp_path)
+    output = _run("-m", "compiling", "--early", "--ptx", "90", *cases, cache=tmp_path)
     kernels = list(map(json.loads, output.splitlines()))[1:]
     early = [(one["kernel"], set(one["before"])) for one in kernels if "before" in one]
     products = [before for name, before in early if name == "_expert_columns"]
@@ -107,7 +107,8 @@ def test_what_changes_in_place_waits_until_all_threads_have_read_it(tmp_path: Pa
         "merge", "fold, one", "fold, some", "pointwise, one head", "pointwise, half of a head",
         "sums, narrow", "slots", "adapters, float32",
     )  # fmt: skip
-    kernels = list(map(json.loads, _run("-m", "compiling", "89", *cases, cache=tmp_path).splitlines()))[1:]
+    output = _run("-m", "compiling", "--ptx", "89", *cases, cache=tmp_path)
+    kernels = list(map(json.loads, output.splitlines()))[1:]
     changing = ("_merge", "_fold", "_rope", "_project", "_norm_together", "_expert_step", "_expand")
     assert {kernel["kernel"] for kernel in kernels} >= set(changing)
     assert not [one for one in kernels if one["kernel"] in changing and not one["meets"]]

@@ -161,7 +161,8 @@ def test_biases_and_a_clamped_activation(scheme: str, biases: int) -> None:
 @pytest.mark.parametrize("scheme", [name for name in READ if name not in ALIKE])
 def test_few_tokens_by_warps(scheme: str) -> None:
     """With activations in bfloat16, which are read four at a time. `test_products` reads all schemes."""
-    its, more = weights(scheme, 192, 64), scheme in ("mxfp4", "awq")
+    more = scheme in ("mxfp4", "awq")
+    its = weights(scheme, 192 if more else 128, 64)
     activation, biases = Activation(alpha=1.702, shift=1.0, limit=0.7), 2 if more else 0
     for tokens in (1, 8) if more else (8,):
         made, table, want = mixed(its, tokens, BY_WARPS, biases, activation, torch.bfloat16)
