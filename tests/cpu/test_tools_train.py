@@ -15,13 +15,13 @@ TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))  # the tools are scripts, not a package
 
 import corpus  # noqa: E402
-import forks  # noqa: E402
 import needles  # noqa: E402
 import rows  # noqa: E402
 import small_llama  # noqa: E402
 import stories  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
+import forks  # noqa: E402
 from penstock import LLM, SamplingParams  # noqa: E402
 from penstock.base.config import Config  # noqa: E402
 from penstock.bench.routing.experts import RoutingWork, record  # noqa: E402
