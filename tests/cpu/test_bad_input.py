@@ -355,7 +355,7 @@ def test_requests_that_do_not_fit(llm: LLM) -> None:
 
 def test_params_that_do_not_fit(llm: LLM) -> None:
     prompts = tiny.prompts()[:2]
-    refused(RequestError, "2 prompts", "3 params", call=lambda: llm.generate(prompts, [GREEDY] * 3))
+    refused(RequestError, "3 SamplingParams for 2 prompts", call=lambda: llm.generate(prompts, [GREEDY] * 3))
     refused(RequestError, "97", call=lambda: llm.generate(prompts, SamplingParams(logit_bias={97: 1.0})))
     refused(
         RequestError,

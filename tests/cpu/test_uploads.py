@@ -162,7 +162,7 @@ def test_large_bodies_are_decoded_and_checked_on_a_thread() -> None:
     """So that the loop goes on meanwhile. Small ones are not, and wait for nobody."""
 
     async def both() -> None:
-        house = ServerState(ServerSettings(("m",), (ApiKey(b"one"), ApiKey(b"two"))))
+        house = ServerState(ServerSettings(("m",), keys=(ApiKey(b"one"), ApiKey(b"two"))))
         large, small = large_and_small('{"prompt": "a"}')
         on = list[int]()
 
@@ -272,7 +272,7 @@ def test_reading_ends_when_its_time_is_over_or_its_client_has_gone(large: bool) 
     async def all_of_them(gone: bool) -> None:
         house, request, ended = (
             ServerState(
-                ServerSettings(("m",), (ApiKey(b"one"), ApiKey(b"two"))), broker=cast(RequestBroker, Timed())
+                ServerSettings(("m",), keys=(ApiKey(b"one"), ApiKey(b"two"))), broker=cast(RequestBroker, Timed())
             ),
             asking(b"one", ()),
             threading.Event(),
@@ -309,7 +309,7 @@ def test_an_empty_key_is_nobodys(keys: tuple[ApiKey, ...], sent: str) -> None:
     request = asking(b"", ())
     request.scope["headers"] = [(b"authorization", sent.encode())]
     with pytest.raises(HTTPException, match="API key is missing"):
-        app._owner(ServerSettings(("m",), keys), request)
+        app._owner(ServerSettings(("m",), keys=keys), request)
 
 
 @pytest.mark.parametrize(

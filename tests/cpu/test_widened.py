@@ -61,7 +61,7 @@ def test_linear_and_its_kin_take_it(dtype: torch.dtype, monkeypatch: pytest.Monk
             assert torch.allclose(plain.double(), exact, rtol=0.02, atol=0.1)
             assert torch.allclose(biased.double(), exact + bias.double(), rtol=0.03, atol=0.2)
             added = onto.clone()
-            products._add_dense(x, weight, added)
+            products.add_dense(x, weight, added)
             assert torch.allclose(added.double(), rounded(x, weight, onto), rtol=0.02, atol=0.1)
         assert taken == ([] if has else [8] * 3 + [300] * 3)
 

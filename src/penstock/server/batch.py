@@ -86,7 +86,7 @@ class _InputLine:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _EarlierAnswer:
     """Tells what an answer in the output file says of its line."""
 
     failed: bool
@@ -96,7 +96,7 @@ class _Kept:
     """There was no time for it."""
 
     @classmethod
-    def of(cls, answer: dict[str, Any]) -> "_Kept":
+    def of(cls, answer: dict[str, Any]) -> "_EarlierAnswer":
         response = answer.get("response")
         response = response if isinstance(response, dict) else {}
         status, body = response.get("status_code"), response.get("body")
@@ -179,9 +179,9 @@ class Batch:
         self.answered += 1
         self.failed += failed
 
-    def _resumed(self) -> dict[str, list[_Kept]]:
+    def _resumed(self) -> dict[str, list[_EarlierAnswer]]:
         """Return what has been answered of each id, and drop a last line that was cut short."""
-        kept, whole = defaultdict[str, list[_Kept]](list), 0
+        kept, whole = defaultdict[str, list[_EarlierAnswer]](list), 0
         if not self._target.exists():
             return kept
         try:
@@ -195,14 +195,14 @@ class Batch:
                             f"{self._target} has a line that is no answer of a batch; name another file, or "
                             "the unfinished answers of this batch"
                         )
-                    kept[found["custom_id"]].append(_Kept.of(found))
+                    kept[found["custom_id"]].append(_EarlierAnswer.of(found))
                     whole += len(line)
                 out.truncate(whole)
         except OSError as fault:
             raise ConfigError(f"{self._target} cannot be written: {fault}; name another file") from fault
         return kept
 
-    def _standing(self, one: _InputLine, known: Callable[[object], bool]) -> _Kept | None:
+    def _standing(self, one: _InputLine, known: Callable[[object], bool]) -> _EarlierAnswer | None:
         """Return the answer that a line has already; None if there is none, or it is asked again."""
         answers = self._kept.get(one.name, ())
         if len(answers) <= one.place:
