@@ -272,7 +272,8 @@ def test_reading_ends_when_its_time_is_over_or_its_client_has_gone(large: bool) 
     async def all_of_them(gone: bool) -> None:
         house, request, ended = (
             ServerState(
-                ServerSettings(("m",), keys=(ApiKey(b"one"), ApiKey(b"two"))), broker=cast(RequestBroker, Timed())
+                ServerSettings(("m",), keys=(ApiKey(b"one"), ApiKey(b"two"))),
+                broker=cast(RequestBroker, Timed()),
             ),
             asking(b"one", ()),
             threading.Event(),
