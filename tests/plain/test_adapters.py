@@ -10,7 +10,8 @@ import pytest
 
 from penstock.arch.lora import LoraRoom
 from penstock.base.errors import ConfigError, RequestError
-from penstock.engine.adapters import LoadedAdapters, adapter_named, check_names, means_model
+from penstock.cli.models import check_names
+from penstock.engine.adapters import LoadedAdapters, adapter_named, means_model
 from penstock.step.adapter import LoadedAdapter
 
 

@@ -149,9 +149,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             2,
         )
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "penstock":
+        package = (error.name or "penstock").partition(".")[0]
+        if package == "penstock":
             return _internal(session, error)
-        missing = f"{error.name}, which penstock needs, is not installed; pip install {error.name}"
+        missing = f"{package}, which penstock needs, is not installed; pip install {package}"
         return _report(session, f"error: {missing}", 2)
     except Exception as error:
         if not isinstance(error, OSError) or error.errno not in OUTPUT_FAULTS or error.filename is not None:

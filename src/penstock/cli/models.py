@@ -3,7 +3,7 @@ terminal, and shows how far it is."""
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Self
 import click
 
 from penstock.base.config import Config, terminal_kind
-from penstock.base.errors import BudgetError, CheckpointError, PenstockError
+from penstock.base.errors import BudgetError, CheckpointError, ConfigError, PenstockError
 from penstock.base.units import format_rate, format_size
 from penstock.cli.command import OTHER, option
 from penstock.cli.progress import progress_bar
 from penstock.cli.terminal import is_terminal, say
+from penstock.engine.adapters import means_model
 from penstock.hub.names import ModelName
 from penstock.hub.telling import Found, Offer, Telling
 
@@ -165,3 +166,12 @@ def pace_here(shape: Path) -> str:
     rate = found.decode.tokens_per_second
     pace = f"about {rate:,.0f} tokens/s here" if rate >= _EXACT else f"about {rate:.2g} tokens/s here"
     return pace if found.everything_resident else f"{pace}, streaming"
+
+
+def check_names(models: Sequence[str], adapters: Sequence[str]) -> None:
+    """Raise ConfigError for a LoRA adapter whose name means the model, or another adapter, in requests."""
+    if same := [name for name in adapters if means_model(name, models)]:
+        raise ConfigError(
+            f"the LoRA adapter {same[0]!r} has a name of the model's, or begins with one and a colon; give "
+            "another name by --lora-modules, or by --name"
+        )

@@ -434,6 +434,6 @@ def engine_config(ctx: click.Context, model: Path | None, sequences: int | None)
             f"the LoRA adapter {name!r} is not loaded; there is {', '.join(there) or 'none'}; name it and "
             "its directory by --lora-modules NAME=PATH"
         )
-    if there and not asked.get("lora", True) and not asked["quiet"]:
+    if there and "lora" in asked and not name and not asked["quiet"]:
         say(f"answered without LoRA adapters; --lora takes one of: {', '.join(there)}", faint=True)
     return config

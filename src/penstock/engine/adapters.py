@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.arch.lora import LoraRoom
 from penstock.base.config import Config
-from penstock.base.errors import CheckpointError, ConfigError, RequestError, UnsupportedModelError
+from penstock.base.errors import CheckpointError, RequestError, UnsupportedModelError
 from penstock.step.adapter import LoadedAdapter
 
 if TYPE_CHECKING:
@@ -42,15 +42,6 @@ def adapter_named(names: Sequence[str], models: Sequence[str], adapters: Collect
 def means_model(name: str, models: Sequence[str]) -> bool:
     """Tell whether an adapter's name would mean the model, or another adapter, in requests."""
     return name in models or name.startswith(tuple(f"{model}:" for model in models))
-
-
-def check_names(models: Sequence[str], adapters: Sequence[str]) -> None:
-    """Raise ConfigError for an adapter whose name means the model, or another adapter, in requests."""
-    if same := [name for name in adapters if means_model(name, models)]:
-        raise ConfigError(
-            f"the LoRA adapter {same[0]!r} has a name of the model's, or begins with one and a colon; give "
-            "another name by --lora-modules, or by --name"
-        )
 
 
 class LoadedAdapters:

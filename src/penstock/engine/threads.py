@@ -28,6 +28,7 @@ from penstock.base.cores import (
     overloaded,
     worth,
 )
+from penstock.base.units import counted as quantity
 from penstock.engine.contexts import LongRoom
 from penstock.engine.placing import Say
 from penstock.engine.plan import Outline
@@ -127,10 +128,9 @@ class StepThreads:
             return
         self._short = self._short + 1 if overloaded(self._limits, others, self._free) else 0
         if self._short == _LOOKS:
-            there = len(self._limits.cores)
+            there = quantity(len(self._limits.cores), "core")
             self._say(
-                f"threads: other processes keep {others:.1f} of {there} "
-                f"{'core' if there == 1 else 'cores'} busy, so answers take longer; "
+                f"threads: other processes keep {others:.1f} of {there} busy, so answers take longer; "
                 f"end some of them{'' if self.chosen else ', or lower threads'}"
             )
 

@@ -13,11 +13,11 @@ from penstock.base.errors import ConfigError
 from penstock.base.units import counted
 from penstock.cli.command import Command, option
 from penstock.cli.load import loaded
-from penstock.cli.models import located, taken
+from penstock.cli.models import check_names, located, taken
 from penstock.cli.options import OUTPUT, engine_config, engine_options
 from penstock.cli.progress import progress_bar
 from penstock.cli.terminal import is_terminal, say
-from penstock.engine.adapters import check_names, module_paths
+from penstock.engine.adapters import module_paths
 
 if TYPE_CHECKING:
     from penstock.server.batch import Tally

@@ -17,10 +17,10 @@ from penstock.base.errors import ConfigError
 from penstock.base.setting import settings_of
 from penstock.cli.command import Command, Decorator, Session, option
 from penstock.cli.load import load
-from penstock.cli.models import located, taken
+from penstock.cli.models import check_names, located, taken
 from penstock.cli.options import engine_config, engine_options, flag, settings_from, with_options
 from penstock.cli.terminal import say
-from penstock.engine.adapters import check_names, module_paths
+from penstock.engine.adapters import module_paths
 from penstock.server.fleet.scale import Scale, bounds
 from penstock.server.http.keys import ApiKey
 from penstock.server.settings import AnswerSettings, Listening, OnDemandSettings, named_shares
