@@ -97,6 +97,24 @@ def test_what_begins_early_waits_on_every_way_before_it_writes_and_before_it_end
     assert not [name for name, before in early if "read" in before and name != "_expert_columns"]
 
 
+def test_adapters_begin_beside_a_product_that_has_waited(tmp_path: Path) -> None:
+    """So what they read is there, and past caches that may hold what was there before; and one of their
+    programs waits, behind all that they write, for the end of that product."""
+    pytest.importorskip("triton.backends.nvidia")
+    cases = "adapters beside one row", "adapters beside few rows"
+    output = _run("-m", "compiling", "--early", "--ptx", "90", *cases, cache=tmp_path)
+    kernels = list(map(json.loads, output.splitlines()))[1:]
+    assert [one["kernel"] for one in kernels] == [
+        *("_one_row", "_shrink", "_expand_gated"),
+        *("_few_rows", "_shrink", "_expand_gated"),
+    ]
+    for product, shrink, expand in (kernels[:3], kernels[3:]):
+        assert not {"launch", "write", "end"} & set(product["before"])
+        assert shrink["before"] == ["end", "launch", "read", "write"]
+        assert (shrink["waits"], shrink["cached"]) == (1, 0)
+        assert expand["before"] == ["launch", "read"]
+
+
 def test_what_changes_in_place_waits_until_all_threads_have_read_it(tmp_path: Path) -> None:
     """Threads share what is read, and one of them writes: without a barrier a late one reads what is new.
 
