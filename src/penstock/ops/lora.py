@@ -27,7 +27,7 @@ from penstock.ops.linear import add_dense, dense_linear, kernel_before_others, l
 from penstock.ops.matrix import Matrix
 
 HIDES = True
-"""Whether the first launch of adapters' products is hidden beside the product of the model's matrix."""
+"""Hide the first launch of adapters' products beside the product of the model's matrix, where kernels can."""
 _RUN = 32
 """Rows of one adapter behind each other, from which they are computed where they are."""
 Ints = NDArray[np.int64]

@@ -232,8 +232,8 @@ def _expand_gated(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    """A _Cut says how the sums of the first launch are cut.
+class _SumsCut:
+    """A _SumsCut says how the sums of the first launch are cut.
 
     padded: rows of a program. step: numbers that it reads at a time. ranks: rows of A that it has, of which
     `tiles` are all. splits: parts of each sum.
@@ -246,7 +246,7 @@ class _Cut:
     splits: int
 
     @classmethod
-    def of(cls, rows: int, inner: int, rank: int) -> "_Cut":
+    def of(cls, rows: int, inner: int, rank: int) -> "_SumsCut":
         """Cut the sums of so many rows."""
         ranks = min(_RANKS, max(16, triton.next_power_of_2(rank)))
         padded = max(16, triton.next_power_of_2(rows))
@@ -321,7 +321,9 @@ def product(
     return active
 
 
-def _begin(x: Tensor, a: Tensor, b: Tensor, heights: Sequence[int], slot_of: Tensor) -> tuple[_Cut, Tensor]:
+def _begin(
+    x: Tensor, a: Tensor, b: Tensor, heights: Sequence[int], slot_of: Tensor
+) -> tuple[_SumsCut, Tensor]:
     """Check what is given, and return how it is cut, and memory for the sums of the first launch."""
     (rows, inner), (parts, slots, rank, width) = x.shape, a.shape
     assert 0 < rows <= MOST_ROWS, x.shape
@@ -331,12 +333,12 @@ def _begin(x: Tensor, a: Tensor, b: Tensor, heights: Sequence[int], slot_of: Ten
     assert x.stride(1) == slot_of.stride(0) == 1, x.stride()
     assert a.is_contiguous() and b.is_contiguous()  # noqa: PT018
     assert x.dtype == a.dtype == b.dtype
-    cut = _Cut.of(rows, inner, rank)
+    cut = _SumsCut.of(rows, inner, rank)
     return cut, torch.empty(cut.splits * rows * parts * rank, dtype=torch.float32, device=x.device)
 
 
 def _launch_shrink(
-    cut: _Cut, x: Tensor, a: Tensor, slot_of: Tensor, low: Tensor, *, early: bool, hidden: bool = False
+    cut: _SumsCut, x: Tensor, a: Tensor, slot_of: Tensor, low: Tensor, *, early: bool, hidden: bool = False
 ) -> None:
     """Compute `low`, parts of `x @ a.T`."""
     parts, slots, rank, inner = a.shape
@@ -348,7 +350,7 @@ def _launch_shrink(
 
 
 def _launch_expand(
-    cut: _Cut, low: Tensor, y: Tensor, a: Tensor, b: Tensor, heights: Sequence[int], slot_of: Tensor
+    cut: _SumsCut, low: Tensor, y: Tensor, a: Tensor, b: Tensor, heights: Sequence[int], slot_of: Tensor
 ) -> None:
     """Add `low @ b` to y."""
     parts, slots, rank, _ = a.shape
