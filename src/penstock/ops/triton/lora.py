@@ -15,11 +15,12 @@ that comes later in a step does. All else is read, and everything written, behin
 
 Why the first launch may be hidden beside the product of the model's matrix (`product`). That product is
 launched just before it, and lets it begin only behind its own wait (`linear`). So all that came before the
-product has ended: what wrote x, slots and adapters, and all that used the memory of `low` before it was free.
-They are read past the caches of a multiprocessor, which may hold what was there before. Only the product may
-still run. It does not know `low`, and none of its memory is a part of `low`: that is allocated before the
-product is, with its scratch, which is free as soon as it is launched. The first launch waits at its end. So
-that is the end of the product too, and the second one, which waits for the first, finds both results.
+product has ended: what wrote x, slots and adapters, and all that had the memory of `low` before. These are
+read past the caches of a multiprocessor, which may hold what was there before. Only the product may still
+run. It does not know `low`, and has no memory in common with it: `low` is allocated first, while the scratch
+of the product can be given away as soon as that is launched. The last that the first launch does is to wait,
+in one program, which is enough: its end is now the end of the product too. The second launch waits for it,
+and finds both results.
 """
 
 from collections.abc import Callable, Sequence
