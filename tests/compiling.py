@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -189,7 +190,18 @@ def lora(
         empty(slots * rank * sum(heights), dtype=dtype),
     )
     x, y = empty(rows, inner, dtype=dtype), empty(rows, sum(heights), dtype=dtype)
-    triton_lora.add(x, y, a, b, heights, empty(rows, dtype=torch.int64))
+    slot_of = empty(rows, dtype=torch.int64)
+    triton_lora.add(x, y, a, b, heights, slot_of)
+    triton_lora.product(lambda: y, x, a, b, heights, slot_of, early=True, gated=len(heights) == 2)
+
+
+def hidden(rows: int) -> None:
+    """The first launch of adapters' products, beside one of the model's."""
+    a, b, x = empty(2, 8, 16, HIDDEN), empty(8 * 16 * 2 * INNER), empty(rows, HIDDEN)
+    kernel = triton_linear.one_row if rows == 1 else triton_linear.few_rows
+    base = partial(kernel, x, empty(2 * INNER, HIDDEN), before_others=True)
+    slot_of = empty(rows, dtype=torch.int64)
+    triton_lora.product(base, x, a, b, (INNER, INNER), slot_of, early=None, gated=True)
 
 
 def draw() -> None:
@@ -394,6 +406,8 @@ CASES: dict[str, Callable[[], None]] = {
     "adapters": lambda: lora(16),
     "adapters, large": lambda: lora(64, INNER, INNER, rank=256),
     "adapters, float32": lambda: lora(16, HIDDEN, inner=INNER, dtype=torch.float32),
+    "adapters beside one row": lambda: hidden(1),
+    "adapters beside few rows": lambda: hidden(16),
     "draw": draw,
     "steps": steps,
     "sums": lambda: sums(BF16),
@@ -478,6 +492,10 @@ _EVENT = re.compile(
 )
 
 
+_CACHED = re.compile(r"\bld\.global(?!\.cg)|\bcp\.async\.ca")
+"""A read of global memory by way of a multiprocessor's own cache."""
+
+
 def before_the_wait(ptx: str) -> list[str]:
     """What a program of a kernel may do on any way before it has waited for what was launched before: read,
     write, launch what comes next, or end."""
@@ -549,6 +567,8 @@ def main(capability: int, names: list[str], *, early_only: bool = False) -> None
         told |= {"meets": meets(kernel.asm["ptx"]), "barriers": kernel.asm["ptx"].count("bar.sync")}
         if kernel.metadata.launch_pdl:
             told["before"] = before_the_wait(kernel.asm["ptx"])
+            told["waits"] = kernel.asm["ptx"].count("griddepcontrol.wait")
+            told["cached"] = len(_CACHED.findall(kernel.asm["ptx"]))
         print(json.dumps(told), flush=True)
 
     ways = (True,) if early_only else (False, True) if capability >= 90 else (False,)

@@ -97,6 +97,69 @@ def test_what_begins_early_waits_on_every_way_before_it_writes_and_before_it_end
     assert not [name for name, before in early if "read" in before and name != "_expert_columns"]
 
 
+def test_adapters_begin_beside_a_product_that_has_waited(tmp_path: Path) -> None:
+    """So what they read is there, and past caches that may hold what was there before; and one of their
+    programs waits, behind all that they write, for the end of that product."""
+    pytest.importorskip("triton.backends.nvidia")
+    cases = "adapters beside one row", "adapters beside few rows"
+    output = _run("-m", "compiling", "--early", "--ptx", "90", *cases, cache=tmp_path)
+    kernels = list(map(json.loads, output.splitlines()))[1:]
+    assert [one["kernel"] for one in kernels] == [
+        *("_one_row", "_shrink", "_expand_gated"),
+        *("_few_rows", "_shrink", "_expand_gated"),
+    ]
+    for product, shrink, expand in (kernels[:3], kernels[3:]):
+        assert not {"launch", "write", "end"} & set(product["before"])
+        assert shrink["before"] == ["end", "launch", "read", "write"]
+        assert (shrink["waits"], shrink["cached"]) == (1, 0)
+        assert expand["before"] == ["launch", "read"]
+
+
+ADAPTED = """
+from unittest.mock import patch
+import torch
+from triton.runtime import JITFunction
+from pretending import pretended
+from penstock.arch.layout import GroupId, GroupKind
+from penstock.models.inputs import LoraInputs
+from penstock.ops import lora
+from penstock.ops.kernels import pdl_launches
+from penstock.ops.matrix import Matrix
+
+def run(self, *given, grid, warmup, **more):
+    said = {"BEFORE_OTHERS": "lets", "HIDDEN": "hidden", "launch_pdl": "early"}
+    print(" ".join([self.__name__, *(word for name, word in said.items() if more.get(name))]), end=", ")
+
+group, like = GroupId(GroupKind.FFN, 0), torch.empty(0, dtype=torch.bfloat16)
+with pretended(), pdl_launches(), patch.object(JITFunction, "run", run):
+    weight, gates = Matrix.of(like.new_zeros(512, 512)), (256, 256)
+    bank = {group: {"qkv": lora.LoraMatrix((256, 128, 128), 512, slots=2, rank=8, like=like)}}
+    bank[group]["gate_up"] = lora.LoraMatrix(gates, 512, slots=2, rank=8, like=like)
+    for rows in (1, 16):
+        for hides in ((False, True, False), (True, False)):
+            every, x = lora.StackedRows(torch.zeros(rows, dtype=torch.int64), 2), like.new_zeros(rows, 512)
+            step = LoraInputs(bank, every, every)
+            for number, lora.HIDES in enumerate(hides):
+                if number:
+                    step.gated((group, "gate_up"), x, weight, None)
+                else:
+                    step.linear((group, "qkv"), x, weight, None)
+            print()
+"""
+
+
+def test_a_steps_first_launch_of_adapters_is_early_only_if_it_is_hidden(tmp_path: Path) -> None:
+    """Else what says which row has which adapter may not be there. A product that is not asked to lets the
+    next launch begin at once."""
+    pytest.importorskip("triton.backends.nvidia")
+    lines = _run("-c", ADAPTED, cache=tmp_path).splitlines()
+    for base, (first, second) in zip(("_one_row", "_few_rows"), (lines[:2], lines[2:]), strict=True):
+        hidden = f"{base} lets early, _shrink hidden early"
+        later = f"{base} early, _shrink early, _expand_gated early, "
+        assert first == f"{base} early, _shrink, _expand early, {hidden}, _expand_gated early, {later}"
+        assert second == f"{hidden}, _expand early, {later}"
+
+
 def test_what_changes_in_place_waits_until_all_threads_have_read_it(tmp_path: Path) -> None:
     """Threads share what is read, and one of them writes: without a barrier a late one reads what is new.
 

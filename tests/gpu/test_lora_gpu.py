@@ -1,6 +1,8 @@
 """LoRA adapters on a GPU: recorded steps and others say what merged weights say, an adapter that is loaded
 later is replayed in its place, and a sleep changes nothing."""
 
+import types
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +13,11 @@ import torch
 import adapters
 import tiny
 from penstock import LLM, SamplingParams
+from penstock.ops import lora as ops_lora
+from penstock.ops.kernels import counting, pdl_launches, triton_kernels
+from penstock.ops.linear import linear
 from penstock.ops.lora import LoraMatrix, StackedRows
+from penstock.ops.matrix import Matrix
 from penstock.step.plan import Plan
 from penstock.worker.graphs import DecodeGraphs
 
@@ -102,3 +108,166 @@ def test_kernels_add_to_each_row_what_its_own_adapter_adds(
         assert (wide.double() - right).abs().max() < limit * right.abs().max()
         assert torch.equal(wide[:rows][slot_of == 0], before[:rows][slot_of == 0])
         assert torch.equal(wide[rows], before[rows])
+
+
+def bank(
+    heights: Sequence[int], width: int, rank: int, rng: torch.Generator, slots: int = 8
+) -> tuple[LoraMatrix, Matrix]:
+    """Adapters in all slots but the last, and the model's matrix."""
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=rng, device="cuda").bfloat16()
+
+    like = torch.empty(0, dtype=torch.bfloat16, device="cuda")
+    matrix = LoraMatrix(heights, width, slots=slots, rank=rank, like=like)
+    for slot in range(1, slots):
+        for part, height in enumerate(heights):
+            matrix.put(slot, part, random(rank, width) / width**0.5, random(rank, height) / rank**0.5)
+    return matrix, Matrix.of(random(sum(heights), width) / width**0.5)
+
+
+@pytest.mark.parametrize(
+    ("heights", "rank"), [([14336] * 2, 16), ([14336] * 2, 64), ([900] * 2, 5), ([1024] * 2, 33)]
+)
+def test_activations_are_those_of_what_is_added(heights: list[int], rank: int) -> None:
+    """Bit by bit, as launches of their own say."""
+    rng, kernels = torch.Generator("cuda").manual_seed(rank), triton_kernels("lora")
+    pointwise = triton_kernels("pointwise")
+    assert kernels is not None
+    assert pointwise is not None
+    matrix, weight = bank(heights, 1024, rank, rng)
+    for rows in (1, 16, 33, 64):
+        x = torch.randn(rows, 1024, generator=rng, device="cuda").bfloat16()
+        slot_of = torch.arange(1, rows + 1, device="cuda") % 9
+        both = linear(x, weight)
+        found = kernels.product(
+            both.clone, x, matrix.a, matrix._every, matrix._heights, slot_of, early=False, gated=True
+        )
+        kernels.add(x, both, matrix.a, matrix._every, matrix._heights, slot_of)
+        assert torch.equal(found, pointwise.silu_mul(both))
+
+
+few = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="products of few rows are the library's on this device",
+)
+
+
+class Products:
+    """Products of a model with those of adapters; what each reads is written just before it, by a product
+    that takes long. Some are shared by programs, so they have scratch."""
+
+    START = 8192
+    SHAPES = (
+        ((4096, 1024, 1024), 4096, False),
+        ((512, 256, 256), 4096, False),
+        ((14336, 14336), 4096, True),
+        ((4096,), 14336, False),
+        ((1024, 1024), 1024, True),
+        ((1024,), 2048, False),
+    )
+
+    def __init__(self, rows: int) -> None:
+        self._rng = torch.Generator("cuda").manual_seed(rows)
+        self._slots = torch.arange(1, rows + 1, device="cuda") % 9
+        self._counters = torch.zeros(256, dtype=torch.int32, device="cuda")
+        self._start = self._random(rows, self.START)
+        self._all = [
+            (
+                self._random(rows, width),
+                Matrix.of(self._random(width, self.START) / self.START**0.5),
+                *bank(heights, width, 16, self._rng),
+                gated,
+            )
+            for heights, width, gated in self.SHAPES
+        ]
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._rng, device="cuda").bfloat16()
+
+    def _compute(self) -> list[torch.Tensor]:
+        step = StackedRows(self._slots.clone(), 8)
+        found = []
+        for x, before, matrix, weight, gated in self._all:
+            linear(self._start, before, out=x)
+            found.append(step.product(x, weight, None, matrix, gated=gated))
+        return found
+
+    def _spoilt(self, turns: int) -> Iterator[int]:
+        """Another start each time; what is written of it is NaN before."""
+        for turn in range(turns):
+            self._start.copy_(
+                torch.randn(
+                    self._start.shape, generator=torch.Generator("cuda").manual_seed(turn), device="cuda"
+                )
+            )
+            for x, *_ in self._all:
+                x.fill_(float("nan"))
+            yield turn
+
+    def recorded(self, turns: int) -> list[torch.Tensor]:
+        """All of them as recorded with early launches, replayed."""
+        with pdl_launches(), counting(self._counters):
+            self._compute()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                said = self._compute()
+        found = []
+        for _ in self._spoilt(turns):
+            graph.replay()
+            torch.cuda.synchronize()
+            found += [one.clone() for one in said]
+        return found
+
+    def in_turn(self, turns: int) -> list[torch.Tensor]:
+        """The same, each launch when the one before it has ended."""
+        found = []
+        with patch.object(ops_lora, "HIDES", False):
+            for _ in self._spoilt(turns):
+                found += self._compute()
+                torch.cuda.synchronize()
+        return found
+
+
+@few
+@pytest.mark.parametrize("rows", [1, 2, 16, 40, 64])
+def test_what_is_hidden_is_what_comes_out_in_turn(rows: int) -> None:
+    products = Products(rows)
+    found, right = products.recorded(20), products.in_turn(20)
+    assert not any(one.isnan().any() for one in right)
+    assert all(torch.equal(one, other) for one, other in zip(found, right, strict=True))
+
+
+@few
+@pytest.mark.parametrize(
+    ("fault", "rows"), [("begins too early", 16), ("does not wait", 1), ("does not wait", 16)]
+)
+def test_what_is_hidden_is_wrong_without_one_of_its_waits(
+    fault: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton
+
+    products = Products(rows)
+    right = products.in_turn(5)
+    if fault == "begins too early":
+        found = ops_lora.kernel_before_others
+
+        def too_early(x: torch.Tensor, weight: Matrix) -> Any:
+            kernel = found(x, weight)
+            return kernel and (lambda *given, before_others, **how: kernel(*given, **how))
+
+        monkeypatch.setattr(ops_lora, "kernel_before_others", too_early)
+    else:
+        kernels: Any = triton_kernels("lora")
+        plain = kernels._shrink.fn
+        never = triton.jit(_never)
+        hasty = types.FunctionType(plain.__code__, {**plain.__globals__, "gdc_wait": never}, plain.__name__)
+        hasty.__annotations__ = plain.__annotations__
+        hasty = triton.jit(hasty, do_not_specialize=["rows", "tiles", "slots"])
+        monkeypatch.setattr(kernels, "_shrink", hasty)
+    assert not all(torch.equal(*each) for each in zip(products.recorded(5), right, strict=True))
+
+
+def _never() -> None:
+    pass

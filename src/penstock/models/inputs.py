@@ -10,8 +10,9 @@ from torch import Tensor
 from penstock.arch.layout import GroupId, MixtureLayout
 from penstock.ops.attention.inputs import AttentionInputs, Tiles
 from penstock.ops.handover import StepRows
+from penstock.ops.linear import gated, linear
 from penstock.ops.lora import LoraMatrix, LoraRows
-from penstock.ops.matrix import GroupViews
+from penstock.ops.matrix import GroupViews, Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +56,42 @@ class LoraInputs:
         """Return those of a pass of the wanted positions alone."""
         return LoraInputs(self.bank, self.wanted, self.wanted)
 
-    def add(self, group: GroupId, name: str, x: Tensor, y: Tensor, first: int = 0) -> None:
-        """Add to the product y of x with a matrix of a group what adapters add to it.
+    def add(self, at: tuple[GroupId, str], x: Tensor, y: Tensor, first: int = 0) -> None:
+        """Add to the product y of x with a matrix what adapters add to it.
 
-        x: `[rows, in]`. y: `[rows, out]`. first: the first of these rows in the pass.
+        at: the group and the name of the matrix. x: `[rows, in]`. y: `[rows, out]`. first: the first of these
+        rows in the pass.
         """
-        if (matrix := self.bank.get(group, {}).get(name)) is not None:
+        if (matrix := self._matrix(at)) is not None:
             self.rows.add(x, y, matrix, first)
+
+    def linear(
+        self,
+        at: tuple[GroupId, str],
+        x: Tensor,
+        weight: Matrix,
+        bias: Tensor | None,
+        first: int = 0,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return `linear` of x with a matrix, and what adapters add to it. at, first: as for `add`."""
+        if (matrix := self._matrix(at)) is None:
+            return linear(x, weight, bias, out=out)
+        return self.rows.product(x, weight, bias, matrix, first, out=out)
+
+    def gated(
+        self, at: tuple[GroupId, str], x: Tensor, weight: Matrix, bias: Tensor | None, first: int = 0
+    ) -> Tensor:
+        """Return `gated` of x with a matrix, and what adapters add to its product. at, first: as for
+        `add`."""
+        if (matrix := self._matrix(at)) is None:
+            return gated(x, weight, bias)
+        return self.rows.product(x, weight, bias, matrix, first, gated=True)
+
+    def _matrix(self, at: tuple[GroupId, str]) -> LoraMatrix | None:
+        group, name = at
+        return self.bank.get(group, {}).get(name)
 
 
 @dataclass(frozen=True, slots=True)

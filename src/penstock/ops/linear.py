@@ -98,6 +98,12 @@ def gated(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     return silu_mul(linear(x, weight, bias))
 
 
+def kernel_before_others(x: Tensor, weight: Matrix) -> Callable[..., Tensor] | None:
+    """Return the kernel that computes the product of so few rows with a dense matrix in one launch, if there
+    is one: it takes `before_others`, see `triton.linear`."""
+    return _few_rows_kernel(x, weight.dense) if x.is_cuda and weight.dense is not None else None
+
+
 def _few_rows_of_format(x: Tensor, weight: Matrix) -> ModuleType | None:
     """Return the kernels of the matrix's format, if they compute this product of few rows."""
     kernels = _format_kernels(x, weight)

@@ -13,7 +13,7 @@ recorded prompts, whose rows have one adapter, so that other slots cost nothing 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,9 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.ops.activation import silu_mul
 from penstock.ops.kernels import triton_kernels
-from penstock.ops.linear import add_dense, dense_linear
+from penstock.ops.linear import add_dense, dense_linear, kernel_before_others, linear
+from penstock.ops.matrix import Matrix
 
+HIDES = True
+"""Hide the first launch of adapters' products beside the product of the model's matrix, where kernels can."""
 _RUN = 32
 """Rows of one adapter behind each other, from which they are computed where they are."""
 Ints = NDArray[np.int64]
@@ -80,6 +84,30 @@ class LoraMatrix:
         kernels.add(x, y, self.a, self._every, self._heights, slot_of, early=early)
         return True
 
+    def product_by_kernels(
+        self,
+        x: Tensor,
+        weight: Matrix,
+        bias: Tensor | None,
+        slot_of: Tensor,
+        *,
+        early: bool,
+        gated: bool,
+        out: Tensor | None,
+    ) -> Tensor | None:
+        """Return what `LoraRows.product` returns, or None where there are no kernels for so few rows. See
+        `add_by_kernels`."""
+        kernels = triton_kernels("lora") if x.is_cuda else None
+        if kernels is None or not kernels.suits(x, self.a):
+            return None
+        base, hides = partial(linear, x, weight, bias, out=out), False
+        if HIDES and (kernel := kernel_before_others(x, weight)):
+            base, hides = partial(kernel, x, weight.dense, bias, out=out, before_others=True), True
+        made: Tensor = kernels.product(
+            base, x, self.a, self._every, self._heights, slot_of, early=None if hides else early, gated=gated
+        )
+        return made
+
     def add_all(self, x: Tensor, y: Tensor, others: Tensor) -> None:
         """Add to each row of y the products of its adapter. others: bool `[rows, slots]`, the slots that are
         not the row's."""
@@ -104,14 +132,72 @@ def _low(x: Tensor, a: Tensor) -> Tensor:
     return F.linear(x, a) if x.is_cuda else dense_linear(x, a)
 
 
-class LoraRows(Protocol):
+class LoraRows:
     """Knows the adapter of each row of a step."""
 
     def add(self, x: Tensor, y: Tensor, matrix: LoraMatrix, first: int = 0) -> None:
         """Add to y `[rows, out]` the products of x `[rows, in]` with the adapters of rows from `first` on."""
+        raise NotImplementedError
+
+    def product(
+        self,
+        x: Tensor,
+        weight: Matrix,
+        bias: Tensor | None,
+        matrix: LoraMatrix,
+        first: int = 0,
+        *,
+        gated: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return `linear` of x with what `add` adds to it.
+
+        gated: return `silu_mul` of that. out: where the result is written if it is not gated.
+        """
+        made = linear(x, weight, bias, out=out)
+        self.add(x, made, matrix, first)
+        return silu_mul(made) if gated else made
 
 
-class GroupedRows:
+class FewRows(LoraRows):
+    """Knows the slot of each row from the device alone. Has kernels on a GPU."""
+
+    def __init__(self, slots: Tensor) -> None:
+        """Know the slot of each row, int64 `[rows]`."""
+        self._slots, self._early = slots, False
+
+    def add(self, x: Tensor, y: Tensor, matrix: LoraMatrix, first: int = 0) -> None:
+        """Add to y the products of x with the adapters of rows from `first` on."""
+        if matrix.add_by_kernels(x, y, self._slots[first : first + len(x)], early=self._early):
+            self._early = True
+        else:
+            self._add_by_torch(x, y, matrix, first)
+
+    def product(
+        self,
+        x: Tensor,
+        weight: Matrix,
+        bias: Tensor | None,
+        matrix: LoraMatrix,
+        first: int = 0,
+        *,
+        gated: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return the product of x with the model's matrix and those of adapters."""
+        made = matrix.product_by_kernels(
+            x, weight, bias, self._slots[first : first + len(x)], early=self._early, gated=gated, out=out
+        )
+        if made is None:
+            return super().product(x, weight, bias, matrix, first, gated=gated, out=out)
+        self._early = True
+        return made
+
+    def _add_by_torch(self, x: Tensor, y: Tensor, matrix: LoraMatrix, first: int) -> None:
+        raise NotImplementedError
+
+
+class GroupedRows(LoraRows):
     """Computes each adapter's rows together. The host knows which these are."""
 
     def __init__(self, slots: Ints, send: Callable[[Ints], Tensor]) -> None:
@@ -143,38 +229,30 @@ class GroupedRows:
                 yield slot, self._send(np.concatenate([run for run in runs if len(run) < _RUN]))
 
 
-class StackedRows:
+class StackedRows(FewRows):
     """Computes each row with its own adapter, which the device alone knows."""
 
     def __init__(self, slots: Tensor, count: int) -> None:
         """Know the slot of each row, int64 `[rows]`. count: how many slots there are."""
-        self._slots, self._count, self._early = slots, count, False
+        super().__init__(slots)
+        self._count = count
         self._others: Tensor | None = None
 
-    def add(self, x: Tensor, y: Tensor, matrix: LoraMatrix, first: int = 0) -> None:
-        """Add to y the products of x with the adapters of rows from `first` on."""
-        rows = slice(first, first + len(x))
-        if matrix.add_by_kernels(x, y, self._slots[rows], early=self._early):
-            self._early = True
-            return
+    def _add_by_torch(self, x: Tensor, y: Tensor, matrix: LoraMatrix, first: int) -> None:
         if self._others is None:
             every = torch.arange(1, self._count + 1, device=self._slots.device)
             self._others = self._slots[:, None] != every
-        matrix.add_all(x, y, self._others[rows])
+        matrix.add_all(x, y, self._others[first : first + len(x)])
 
 
-class RunRows:
+class RunRows(FewRows):
     """Computes all rows with one adapter, which the device alone knows: those of a prompt. What is behind
     the prompt is nobody's, and may get whatever there is."""
 
     def __init__(self, slots: Tensor) -> None:
         """Know the slot of each row, int64 `[rows]`, of which the first has an adapter."""
-        self._slots, self._slot = slots, slots[:1].clamp(min=1)  # Also where a step is only recorded.
-        self._early = False
+        super().__init__(slots)
+        self._slot = slots[:1].clamp(min=1)  # Also where a step is only recorded.
 
-    def add(self, x: Tensor, y: Tensor, matrix: LoraMatrix, first: int = 0) -> None:
-        """Add to y the products of x with the adapter of rows from `first` on."""
-        if matrix.add_by_kernels(x, y, self._slots[first : first + len(x)], early=self._early):
-            self._early = True
-        else:
-            matrix.add_at(x, y, self._slot)
+    def _add_by_torch(self, x: Tensor, y: Tensor, matrix: LoraMatrix, first: int) -> None:
+        matrix.add_at(x, y, self._slot)

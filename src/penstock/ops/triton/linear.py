@@ -5,7 +5,8 @@ A decode step reads every weight once, and is bound by that.
 Why this is safe where launches overlap. A kernel that begins before the one before it has ended reads only
 weights, which are constant, until `gdc_wait` has returned. That returns when all earlier kernels have ended
 and their results can be seen. Every kernel of such a chain waits, so the end of one is the end of all before
-it. It writes nothing before the wait either.
+it. It writes nothing before the wait either. Of `before_others` a kernel lets the next one begin only behind
+its wait. All that was launched before it has ended then, so the next one may read that at once.
 
 Why it is safe to share a sum. Each program stores its part, then counts itself among those of its tile. The
 count publishes its part and shows those of others. The program that counts last reads all parts, in their
@@ -49,10 +50,11 @@ def _one_row(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     EARLY: tl.constexpr,
+    BEFORE_OTHERS: tl.constexpr,
 ) -> None:
     """Compute COLS numbers of y, each from a row of the matrix; if GATED, each from two rows, `outer`
     apart."""
-    if EARLY:
+    if EARLY and not BEFORE_OTHERS:
         gdc_launch_dependents()
     cols, inner = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, STEP)
     there = cols < outer
@@ -66,6 +68,8 @@ def _one_row(  # type: ignore[no-untyped-def]
         v = tl.load(at + beside, mask=inside, other=0.0, eviction_policy="evict_first")
     if EARLY:
         gdc_wait()
+    if EARLY and BEFORE_OTHERS:
+        gdc_launch_dependents()
     if INNER <= STEP:
         row = tl.load(x + inner, mask=inner < INNER, other=0.0).to(tl.float32)[None, :]
         total = tl.sum(w.to(tl.float32) * row, 1)
@@ -107,6 +111,7 @@ def one_row(
     gated: bool = False,
     out: Tensor | None = None,
     tuning: tuple[int, int, int] | None = None,
+    before_others: bool = False,
 ) -> Tensor:
     """Return `x @ weight.T + bias` for one row of x, `[1, out]`, added up in float32.
 
@@ -117,6 +122,7 @@ def one_row(
         rounded where `silu_mul` rounds.
     out: where the result is written.
     tuning: see `one_row_tuning`.
+    before_others: whether the next launch may read, as soon as it begins, all that this one may.
     """
     inner, outer = x.shape[1], len(weight) // (2 if gated else 1)
     assert x.shape[0] == 1, x.shape
@@ -140,6 +146,7 @@ def one_row(
         GATED=gated,
         BIASED=bias is not None,
         EARLY=early,
+        BEFORE_OTHERS=early and before_others,
         num_warps=warps,
         **pdl_launch_options(early),
     )
@@ -196,13 +203,14 @@ def _few_rows(  # type: ignore[no-untyped-def]
     JOINS: tl.constexpr,
     WIDEN: tl.constexpr,
     EARLY: tl.constexpr,
+    BEFORE_OTHERS: tl.constexpr,
 ) -> None:
     """Compute one of `splits` parts of the sums of COLS rows of the matrix.
 
     GATED: COLS / 2 of the rows are of the gate, and each has its `up` row, `outer` further on.
     LEFT: whether x is the left operand. The left one has 64 rows for each group of four warps.
     """
-    if EARLY:
+    if EARLY and not BEFORE_OTHERS:
         gdc_launch_dependents()
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     WIDE: tl.constexpr = COLS // 2 if GATED else COLS
@@ -219,6 +227,8 @@ def _few_rows(  # type: ignore[no-untyped-def]
             _fetch(first + begin, tl.minimum(FETCHED, (end - begin) * 2))
     if EARLY:
         gdc_wait()
+    if EARLY and BEFORE_OTHERS:
+        gdc_launch_dependents()
     row, step = tl.arange(0, ROWS), tl.arange(0, STEP)
     at = first[:, None] + step[None, :]
     x_at = x + tl.minimum(row, rows - 1)[:, None] * s_x + step[None, :]
@@ -291,6 +301,7 @@ def few_rows(
     gated: bool = False,
     out: Tensor | None = None,
     tuning: FewRowsTuning | None = None,
+    before_others: bool = False,
 ) -> Tensor:
     """Compute `one_row` for x `[rows, in]` (rows strided) of at most MOST_ROWS.
 
@@ -340,6 +351,7 @@ def few_rows(
         JOINS=joins,
         WIDEN=x.device.type == "cpu",
         EARLY=early,
+        BEFORE_OTHERS=early and before_others,
         num_warps=tuning.warps,
         **pdl_launch_options(early),
     )
