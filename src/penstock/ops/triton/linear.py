@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.ops.kernels import counters, pdl_launch_options, uses_pdl
+from penstock.ops.triton.lora import NO_ADAPTERS, AdaptedRows, of_adapters
 from penstock.ops.triton.pointwise import silu
 from penstock.ops.triton.tuning import multiprocessors
 
@@ -170,7 +171,7 @@ def _fetch(at, size):  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows", "splits", "slots"])  # type: ignore[untyped-decorator]
 def _few_rows(  # type: ignore[no-untyped-def]
     x,
     weight,
@@ -178,6 +179,13 @@ def _few_rows(  # type: ignore[no-untyped-def]
     y,
     parts,
     arrivals,
+    low,
+    b,
+    slot_of,
+    slots,
+    rank,
+    second,
+    third,
     rows,
     splits,
     outer,
@@ -194,12 +202,18 @@ def _few_rows(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     JOINS: tl.constexpr,
+    PARTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    KEYS: tl.constexpr,
+    LOW_SPLITS: tl.constexpr,
     WIDEN: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Compute one of `splits` parts of the sums of COLS rows of the matrix.
 
     GATED: COLS / 2 of the rows are of the gate, and each has its `up` row, `outer` further on.
+    PARTS: of the matrix, to whose products `of_adapters` adds; 0 for none. second, third: their heights, but
+    for the first.
     LEFT: whether x is the left operand. The left one has 64 rows for each group of four warps.
     """
     if EARLY:
@@ -251,10 +265,34 @@ def _few_rows(  # type: ignore[no-untyped-def]
         if BIASED:
             total += tl.load(bias + own)[None, :].to(tl.float32)
         number = tile * WIDE + tl.arange(0, WIDE)
+        if PARTS > 0:
+            slot = tl.load(slot_of + row, mask=row < rows, other=0)
+            height, start = (outer if GATED else outer - second - third), 0
         if GATED:
             gate, up = tl.split(tl.reshape(total, [ROWS, WIDE, 2]))
+            if PARTS > 0:
+                there, beside = number < outer, b + outer.to(tl.int64) * slots * rank
+                gate += of_adapters(
+                    low, b, slot, row, rows, slots, rank, 0, 2, outer, number, there,
+                    ROWS, WIDE, RANKS, KEYS, LOW_SPLITS,
+                )  # fmt: skip
+                up += of_adapters(
+                    low, beside, slot, row, rows, slots, rank, 1, 2, outer, number, there,
+                    ROWS, WIDE, RANKS, KEYS, LOW_SPLITS,
+                )  # fmt: skip
             active = silu(gate.to(kind).to(tl.float32)).to(kind).to(tl.float32)
             total = active * up.to(kind).to(tl.float32)
+        elif PARTS > 0:
+            for part in tl.static_range(PARTS):
+                if (tile * WIDE < start + height) & (tile * WIDE + WIDE > start):
+                    col = number - start
+                    total += of_adapters(
+                        low, b, slot, row, rows, slots, rank, part, PARTS, height,
+                        col, (col >= 0) & (col < height), ROWS, WIDE, RANKS, KEYS, LOW_SPLITS,
+                    )  # fmt: skip
+                b += height.to(tl.int64) * slots * rank
+                start += height
+                height = second if part == 0 else third
         tl.store(
             y + row[:, None] * s_y + number[None, :],
             total.to(kind),
@@ -291,8 +329,11 @@ def few_rows(
     gated: bool = False,
     out: Tensor | None = None,
     tuning: FewRowsTuning | None = None,
+    adapters: AdaptedRows | None = None,
 ) -> Tensor:
     """Compute `one_row` for x `[rows, in]` (rows strided) of at most MOST_ROWS.
+
+    adapters: LoRA adapters of the rows, whose products are added before anything is rounded.
 
     Returns `[rows, out]`, or `[rows, out / 2]` if gated. The order of additions depends on the matrix's shape
     and on the number of rows, not on the values of other rows.
@@ -315,6 +356,7 @@ def few_rows(
         if joins
         else x
     )
+    low, b, slot_of, numbers, cut = (x, x, x, (0, 1, 0, 0), NO_ADAPTERS) if adapters is None else adapters.begun(x)
     _few_rows[(tiles * tuning.splits,)](
         x,
         weight,
@@ -322,6 +364,10 @@ def few_rows(
         y,
         parts,
         counters(tiles, x.device) if joins else x,
+        low,
+        b,
+        slot_of,
+        *numbers,
         rows,
         tuning.splits,
         outer,
@@ -338,6 +384,7 @@ def few_rows(
         GATED=gated,
         BIASED=bias is not None,
         JOINS=joins,
+        **cut,
         WIDEN=x.device.type == "cpu",
         EARLY=early,
         num_warps=tuning.warps,

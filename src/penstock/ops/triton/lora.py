@@ -14,6 +14,7 @@ that comes later in a step does. All else is read, and everything written, behin
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -28,6 +29,10 @@ MOST_ROWS = 64
 MOST_PARTS = 3
 _NUMBERS, _COLS, _RANKS, _MOST_SPLITS = 8192, 256, 64, 32
 """Numbers of A that a program reads at a time, columns of B, rows of A, and parts of sums."""
+_KEYS = 128
+"""Rows of B, of all slots together, that `of_adapters` multiplies at a time."""
+NO_ADAPTERS = {"PARTS": 0, "RANKS": 1, "KEYS": 1, "LOW_SPLITS": 1}
+"""Constants of a product without them."""
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "slots"])  # type: ignore[untyped-decorator]
@@ -143,6 +148,79 @@ def _expand(  # type: ignore[no-untyped-def]
         gdc_wait()  # Whoever waits for this kernel waits for those before it.
 
 
+@triton.jit
+def of_adapters(  # type: ignore[no-untyped-def]
+    low,
+    b,
+    slot,
+    row,
+    rows,
+    slots,
+    rank,
+    part,
+    parts,
+    height,
+    col,
+    there,
+    ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+    RANKS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Return what the adapters of rows add to numbers of their products, [ROWS, WIDE] in float32.
+
+    A row's sums stand at its own slot, and zeros at others: one product has all slots, and waits for memory
+    once. Of slots that no row has, nothing is read. low: of all rows, [SPLITS, rows, parts, rank]. b: of this
+    part, [slots, rank, height]. slot: of each row, 0 for none. col: numbers of the part, if `there`. RANKS: a
+    power of two, no less than rank. KEYS: numbers of slots that are multiplied at a time.
+    """
+    acc = tl.zeros([ROWS, WIDE], tl.float32)
+    for base in range(0, slots * RANKS, KEYS):
+        key = base + tl.arange(0, KEYS)
+        number = key % RANKS
+        mine = (slot[:, None] == (key // RANKS + 1)[None, :]) & (number < rank)[None, :]
+        wanted = tl.max(mine.to(tl.int32), 0)
+        if tl.max(wanted, 0) > 0:
+            at = b + (key // RANKS * rank + number).to(tl.int64)[:, None] * height + col[None, :]
+            w = tl.load(at, mask=(wanted > 0)[:, None] & there[None, :], other=0.0)
+            sums = low + (row * parts + part)[:, None] * rank + number[None, :]
+            total = tl.zeros([ROWS, KEYS], tl.float32)
+            for split in tl.static_range(SPLITS):
+                total += tl.load(sums + split * rows * parts * rank, mask=mine, other=0.0)
+            acc = tl.dot(total, w.to(tl.float32), acc, input_precision="tf32x3")
+    return acc
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedRows:
+    """AdaptedRows are the LoRA adapters of the rows of a product that adds theirs to its own.
+
+    a: `[parts, slots, rank, in]`. b: of each part `[slots, rank, height]`, one after the other.
+    heights: of each part.
+    slot_of: int64 `[rows]`, from 1 on; 0 is no adapter.
+    early: whether another product was before this one since slots and adapters were written.
+    """
+
+    a: Tensor
+    b: Tensor
+    heights: Sequence[int]
+    slot_of: Tensor
+    early: bool = False
+
+    def begun(
+        self, x: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[int, int, int, int], dict[str, int]]:
+        """Launch what computes `x @ A.T`, and return what the product's kernel is given: tensors, numbers,
+        and constants."""
+        parts, slots, rank, _ = self.a.shape
+        low, ranks = shrunk(x, self.a, self.slot_of, early=self.early), int(triton.next_power_of_2(rank))
+        keys = min(_KEYS, max(16, int(triton.next_power_of_2(slots * ranks))))
+        _, second, third = (*self.heights, 0, 0)[:MOST_PARTS]
+        cut = {"PARTS": parts, "RANKS": ranks, "KEYS": keys, "LOW_SPLITS": len(low)}
+        return low, self.b, self.slot_of, (slots, rank, second, third), cut
+
+
 def add(
     x: Tensor,
     y: Tensor,
@@ -167,27 +245,41 @@ def add(
     assert len(heights) == parts <= MOST_PARTS, (a.shape, heights)
     assert y.shape == (rows, sum(heights)), (y.shape, heights)
     assert b.numel() == slots * rank * sum(heights), (b.shape, a.shape, heights)
-    assert x.stride(1) == y.stride(1) == slot_of.stride(0) == 1, (x.stride(), y.stride())
-    assert a.is_contiguous() and b.is_contiguous()  # noqa: PT018
+    assert y.stride(1) == slot_of.stride(0) == 1, y.stride()
+    assert b.is_contiguous()
     assert x.dtype == y.dtype == a.dtype == b.dtype
-    ranks = min(_RANKS, max(16, triton.next_power_of_2(rank)))
-    tiles = triton.cdiv(rank, ranks)
-    padded = max(16, triton.next_power_of_2(rows))
-    step = _NUMBERS // max(ranks, padded)
-    splits = splits_of(inner, step)
-    low = torch.empty(splits * rows * parts * rank, dtype=torch.float32, device=x.device)
-    first, then = (uses_pdl() and may for may in (early, True))
-    _shrink[(parts * slots * tiles * splits,)](
-        x, a, slot_of, low, rows, tiles, slots, rank, inner, x.stride(0),
-        ROWS=padded, RANKS=ranks, STEP=step, WIDEN=x.device.type == "cpu",
-        SPLITS=splits, EARLY=first, num_warps=4, **pdl_launch_options(first),
-    )  # fmt: skip
+    low, then = shrunk(x, a, slot_of, early=early), uses_pdl()
     several = [*heights, 0, 0][:MOST_PARTS]
     _expand[(sum(triton.cdiv(height, _COLS) for height in heights), rows)](
         low, b, slot_of, y, rows, slots, rank, *several, y.stride(0),
         PARTS=parts, RANKS=min(_RANKS // 2, triton.next_power_of_2(rank)), COLS=_COLS,
-        SPLITS=splits, EARLY=then, num_warps=4, **pdl_launch_options(then),
+        SPLITS=len(low), EARLY=then, num_warps=4, **pdl_launch_options(then),
     )  # fmt: skip
+
+
+def shrunk(x: Tensor, a: Tensor, slot_of: Tensor, *, early: bool) -> Tensor:
+    """Return `x @ A.T` of each row's adapter in parts of sums, float32 `[splits, rows, parts, rank]`; what is
+    of rows without an adapter is not written. See `add`."""
+    (rows, inner), (parts, slots, rank, _) = x.shape, a.shape
+    assert x.stride(1) == 1, x.stride()
+    assert a.is_contiguous()
+    ranks, padded, step = _cut(rows, rank)
+    tiles, splits = triton.cdiv(rank, ranks), splits_of(inner, step)
+    low = torch.empty(splits, rows, parts, rank, dtype=torch.float32, device=x.device)
+    may = early and uses_pdl()
+    _shrink[(parts * slots * tiles * splits,)](
+        x, a, slot_of, low, rows, tiles, slots, rank, inner, x.stride(0),
+        ROWS=padded, RANKS=ranks, STEP=step, WIDEN=x.device.type == "cpu",
+        SPLITS=splits, EARLY=may, num_warps=4, **pdl_launch_options(may),
+    )  # fmt: skip
+    return low
+
+
+def _cut(rows: int, rank: int) -> tuple[int, int, int]:
+    """Return how many rows of A, rows of x, and numbers of both a program multiplies at a time."""
+    ranks = min(_RANKS, max(16, int(triton.next_power_of_2(rank))))
+    padded = max(16, int(triton.next_power_of_2(rows)))
+    return ranks, padded, _NUMBERS // max(ranks, padded)
 
 
 def suits(x: Tensor, a: Tensor) -> bool:
