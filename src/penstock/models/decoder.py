@@ -1,6 +1,6 @@
 """Computes the decoder: a function of borrowed weights, KV views and a step's inputs, for any `ModelSpec`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from penstock.models.inputs import (
 from penstock.models.mixers import FORWARD, Mixing, attention_at_once
 from penstock.models.moe import ask, choose, mixture, router_scores, shared_experts
 from penstock.models.residual import Residual
-from penstock.ops.activation import silu_mul, soft_cap
+from penstock.ops.activation import soft_cap
 from penstock.ops.embedding import look_up
 from penstock.ops.kernels import row_kernels
 from penstock.ops.linear import add_linear, gated, linear
@@ -230,9 +230,8 @@ class Decoder:
             if lora is not None:
                 lora.add(group, "out", seen, residual.x)
         elif len(seen):
-            out = linear(seen, w.matrices["out"], bias)
-            if lora is not None:
-                lora.add(group, "out", seen, out)
+            matrix = w.matrices["out"]
+            out = lora.linear(group, "out", seen, matrix, bias) if lora else linear(seen, matrix, bias)
             residual.add(out, after, spec.scale)
         weights.release(group)
 
@@ -262,7 +261,7 @@ class Decoder:
             return
         x, after = residual.normed(w.vectors.get("norm")), w.vectors.get("norm_after")
         takes = residual.takes_products(spec.scale, w.vectors.get("down_bias"), after)
-        out = _mlp(x, w, residual.x if takes else None, None if lora is None else partial(lora.add, group))
+        out = _mlp(x, w, residual.x if takes else None, None if lora is None else (lora, group))
         if out is not None:
             residual.add(out, after, spec.scale)
         weights.release(group)
@@ -321,26 +320,30 @@ def _of_halves(spec: LayerSpec, x: Tensor, weights: GroupViews) -> ModuleType | 
     return row_kernels("layers", x) if plain else None
 
 
-def _mlp(x: Tensor, w: GroupViews, onto: Tensor | None, adapt: Callable[..., None] | None) -> Tensor | None:
+def _mlp(
+    x: Tensor, w: GroupViews, onto: Tensor | None, adapted: tuple[LoraInputs, GroupId] | None
+) -> Tensor | None:
     """Compute SwiGLU of x `[tokens, hidden]` in place and return it; None if it has been added to `onto`.
 
-    adapt: adds what adapters add to a product: `LoraInputs.add` of this group.
+    adapted: adapters, and this group.
     """
     gate_up, down = w.matrices["gate_up"], w.matrices["down"]
     gate_up_bias, down_bias = w.vectors.get("gate_up_bias"), w.vectors.get("down_bias")
     into, first = x if onto is None else onto, 0
     for piece, place in zip(torch.split(x, _WIDE_ROWS), torch.split(into, _WIDE_ROWS), strict=True):
-        if adapt is None:
-            inner = gated(piece, gate_up, gate_up_bias)
-        else:
-            both = linear(piece, gate_up, gate_up_bias)
-            adapt("gate_up", piece, both, first)
-            inner = silu_mul(both)
+        if adapted is not None:
+            lora, group = adapted
+            inner = lora.gated(group, "gate_up", piece, gate_up, gate_up_bias, first)
+            if onto is None:
+                lora.linear(group, "down", inner, down, down_bias, first, out=place)
+            else:
+                add_linear(inner, down, place)
+                lora.add(group, "down", inner, place, first)
+            first += len(piece)
+            continue
+        inner = gated(piece, gate_up, gate_up_bias)
         if onto is not None:
             add_linear(inner, down, place)
         else:
             linear(inner, down, down_bias, out=place)
-        if adapt is not None:
-            adapt("down", inner, place, first)
-        first += len(piece)
     return None if onto is not None else x

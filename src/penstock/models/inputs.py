@@ -3,15 +3,17 @@ they rest."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from penstock.arch.layout import GroupId, MixtureLayout
+from penstock.ops.activation import silu_mul
 from penstock.ops.attention.inputs import AttentionInputs, Tiles
 from penstock.ops.handover import StepRows
+from penstock.ops.linear import gated, linear
 from penstock.ops.lora import LoraMatrix, LoraRows
-from penstock.ops.matrix import GroupViews
+from penstock.ops.matrix import GroupViews, Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,33 @@ class LoraInputs:
         """
         if (matrix := self.bank.get(group, {}).get(name)) is not None:
             self.rows.add(x, y, matrix, first)
+
+    def linear(
+        self,
+        group: GroupId,
+        name: str,
+        x: Tensor,
+        weight: Matrix,
+        bias: Tensor | None,
+        first: int = 0,
+        **how: Any,
+    ) -> Tensor:
+        """Return `linear` of x with a matrix of a group, and what adapters add to it. how: `out`."""
+        matrix = self.bank.get(group, {}).get(name)
+        made = None if matrix is None else self.rows.product(x, weight, bias, matrix, first, **how)
+        if made is None:
+            made = linear(x, weight, bias, **how)
+            self.add(group, name, x, made, first)
+        return made
+
+    def gated(
+        self, group: GroupId, name: str, x: Tensor, weight: Matrix, bias: Tensor | None, first: int = 0
+    ) -> Tensor:
+        """Return `gated` of x with a matrix of a group, and what adapters add to the product."""
+        if (matrix := self.bank.get(group, {}).get(name)) is None:
+            return gated(x, weight, bias)
+        made = self.rows.product(x, weight, bias, matrix, first, gated=True)
+        return silu_mul(self.linear(group, name, x, weight, bias, first)) if made is None else made
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,9 +57,11 @@ def attention(
     assert isinstance(mixer, Attention)
     inputs, wanted, seen_by, w = mixing.inputs, mixing.wanted, mixing.inputs.attention, weights
     k_cache, v_cache = cache
-    qkv = linear(x, w.matrices["qkv"], w.vectors.get("qkv_bias"))
-    if inputs.lora is not None:
-        inputs.lora.add(GroupId(GroupKind.ATTENTION, mixing.layer), "qkv", x, qkv)
+    product, bias = w.matrices["qkv"], w.vectors.get("qkv_bias")
+    if inputs.lora is None:
+        qkv = linear(x, product, bias)
+    else:
+        qkv = inputs.lora.linear(GroupId(GroupKind.ATTENTION, mixing.layer), "qkv", x, product, bias)
     del x  # Attention needs its memory.
     norms = None
     if mixer.normed_together is not None:

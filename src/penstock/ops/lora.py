@@ -13,7 +13,7 @@ recorded prompts, whose rows have one adapter, so that other slots cost nothing 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from penstock.ops.kernels import triton_kernels
 from penstock.ops.linear import add_dense, dense_linear
+from penstock.ops.matrix import Matrix
 
 _RUN = 32
 """Rows of one adapter behind each other, from which they are computed where they are."""
@@ -68,6 +69,22 @@ class LoraMatrix:
                 a, b = self.a[part, slot - 1, :rank], self.b[part][slot - 1, :rank]
                 add_dense(_low(x, a), b.t(), y[:, self._columns[part]])
 
+    def product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, slot_of: Tensor, *, early: bool, **how: Any
+    ) -> Tensor | None:
+        """Return the product of x with the model's `weight` and what adapters add to it, rounded once; None
+        where no kernel computes both.
+
+        slot_of, early: see `add_by_kernels`; after this, others are early too. how: `gated` and `out` of
+        `few_rows`.
+        """
+        kernels = triton_kernels("linear") if x.is_cuda else None
+        if kernels is None or not kernels.suits_adapters(x, weight, self.a):
+            return None
+        adapters = kernels.AdaptedRows(self.a, self._every, self._heights, slot_of, early)
+        made: Tensor = kernels.few_rows(x, weight, bias, adapters=adapters, **how)
+        return made
+
     def add_by_kernels(self, x: Tensor, y: Tensor, slot_of: Tensor, *, early: bool) -> bool:
         """Add to each row of y the products of its adapter, if there are kernels for so few rows. Tell
         whether that is done.
@@ -104,14 +121,48 @@ def _low(x: Tensor, a: Tensor) -> Tensor:
     return F.linear(x, a) if x.is_cuda else dense_linear(x, a)
 
 
-class LoraRows(Protocol):
+class LoraRows:
     """Knows the adapter of each row of a step."""
 
     def add(self, x: Tensor, y: Tensor, matrix: LoraMatrix, first: int = 0) -> None:
-        """Add to y `[rows, out]` the products of x `[rows, in]` with the adapters of rows from `first` on."""
+        """Add to y `[rows, out]` the products of x with the adapters of rows from `first` on."""
+        raise NotImplementedError
+
+    def product(
+        self, x: Tensor, weight: Matrix, bias: Tensor | None, matrix: LoraMatrix, first: int, **how: Any
+    ) -> Tensor | None:
+        """Return the product of x with the model's `weight` and what `add` adds to it, or None where that is
+        not computed at once; see LoraMatrix.product."""
+        return None
 
 
-class GroupedRows:
+class FewRows(LoraRows):
+    """Knows the slot of each row from the device alone, int64 `[rows]`."""
+
+    def __init__(self, slots: Tensor) -> None:
+        """Know these slots."""
+        self.slots, self._early = slots, False
+
+    def product(
+        self, x: Tensor, weight: Matrix, bias: Tensor | None, matrix: LoraMatrix, first: int, **how: Any
+    ) -> Tensor | None:
+        """Return the product of x with the model's `weight` and those of adapters, if a kernel has both."""
+        if weight.dense is None:
+            return None
+        slot_of = self.slots[first : first + len(x)]
+        made = matrix.product(x, weight.dense, bias, slot_of, early=self._early, **how)
+        self._early = self._early or made is not None
+        return made
+
+    def add_by_kernels(self, x: Tensor, y: Tensor, matrix: LoraMatrix, first: int) -> bool:
+        """Do what `add` does, if there are kernels for so few rows. Tell whether that is done."""
+        slot_of = self.slots[first : first + len(x)]
+        done = matrix.add_by_kernels(x, y, slot_of, early=self._early)
+        self._early = self._early or done
+        return done
+
+
+class GroupedRows(LoraRows):
     """Computes each adapter's rows together. The host knows which these are."""
 
     def __init__(self, slots: Ints, send: Callable[[Ints], Tensor]) -> None:
@@ -143,38 +194,31 @@ class GroupedRows:
                 yield slot, self._send(np.concatenate([run for run in runs if len(run) < _RUN]))
 
 
-class StackedRows:
+class StackedRows(FewRows):
     """Computes each row with its own adapter, which the device alone knows."""
 
     def __init__(self, slots: Tensor, count: int) -> None:
         """Know the slot of each row, int64 `[rows]`. count: how many slots there are."""
-        self._slots, self._count, self._early = slots, count, False
+        super().__init__(slots)
+        self._count = count
         self._others: Tensor | None = None
 
     def add(self, x: Tensor, y: Tensor, matrix: LoraMatrix, first: int = 0) -> None:
         """Add to y the products of x with the adapters of rows from `first` on."""
-        rows = slice(first, first + len(x))
-        if matrix.add_by_kernels(x, y, self._slots[rows], early=self._early):
-            self._early = True
+        if self.add_by_kernels(x, y, matrix, first):
             return
         if self._others is None:
-            every = torch.arange(1, self._count + 1, device=self._slots.device)
-            self._others = self._slots[:, None] != every
-        matrix.add_all(x, y, self._others[rows])
+            every = torch.arange(1, self._count + 1, device=self.slots.device)
+            self._others = self.slots[:, None] != every
+        matrix.add_all(x, y, self._others[first : first + len(x)])
 
 
-class RunRows:
+class RunRows(FewRows):
     """Computes all rows with one adapter, which the device alone knows: those of a prompt. What is behind
     the prompt is nobody's, and may get whatever there is."""
 
-    def __init__(self, slots: Tensor) -> None:
-        """Know the slot of each row, int64 `[rows]`, of which the first has an adapter."""
-        self._slots, self._slot = slots, slots[:1].clamp(min=1)  # Also where a step is only recorded.
-        self._early = False
-
     def add(self, x: Tensor, y: Tensor, matrix: LoraMatrix, first: int = 0) -> None:
-        """Add to y the products of x with the adapter of rows from `first` on."""
-        if matrix.add_by_kernels(x, y, self._slots[first : first + len(x)], early=self._early):
-            self._early = True
-        else:
-            matrix.add_at(x, y, self._slot)
+        """Add to y the products of x with the adapter of rows from `first` on. The first of all rows has one,
+        but where a step is only recorded."""
+        if not self.add_by_kernels(x, y, matrix, first):
+            matrix.add_at(x, y, self.slots[:1].clamp(min=1))

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.ops.kernels import counters, pdl_launch_options, uses_pdl
-from penstock.ops.triton.lora import NO_ADAPTERS, AdaptedRows, of_adapters
+from penstock.ops.triton.lora import MOST_PARTS, NO_ADAPTERS, AdaptedRows, of_adapters
 from penstock.ops.triton.pointwise import silu
 from penstock.ops.triton.tuning import multiprocessors
 
@@ -356,7 +356,9 @@ def few_rows(
         if joins
         else x
     )
-    low, b, slot_of, numbers, cut = (x, x, x, (0, 1, 0, 0), NO_ADAPTERS) if adapters is None else adapters.begun(x)
+    low, b, slot_of, numbers, cut = (
+        (x, x, x, (0, 1, 0, 0), NO_ADAPTERS) if adapters is None else adapters.begun(x)
+    )
     _few_rows[(tiles * tuning.splits,)](
         x,
         weight,
@@ -393,14 +395,14 @@ def few_rows(
     return y
 
 
-def suits_few_rows(x: Tensor, weight: Tensor) -> bool:
-    """Tell whether `few_rows` should be used.
+def suits_few_rows(x: Tensor, weight: Tensor, least: int = 2) -> bool:
+    """Tell whether `few_rows` should be used. least: rows that it should be used for.
 
     It is as fast as the library or faster on the GPUs it was measured on, and its launches overlap with
     others.
     """
     return (
-        1 < len(x) <= MOST_ROWS
+        least <= len(x) <= MOST_ROWS
         and x.dtype.itemsize == 2
         and len(weight) >= _LEAST_COLS
         and x.shape[1] % _STEP == 0
@@ -409,6 +411,11 @@ def suits_few_rows(x: Tensor, weight: Tensor) -> bool:
         and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
         and _capability(x.device) == _MEASURED
     )
+
+
+def suits_adapters(x: Tensor, weight: Tensor, a: Tensor) -> bool:
+    """Tell whether `few_rows` should add the products of adapters too. a: of `AdaptedRows`."""
+    return len(a) <= MOST_PARTS and suits_few_rows(x, weight, 1)
 
 
 @lru_cache(maxsize=16)

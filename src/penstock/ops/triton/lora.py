@@ -148,7 +148,7 @@ def _expand(  # type: ignore[no-untyped-def]
         gdc_wait()  # Whoever waits for this kernel waits for those before it.
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def of_adapters(  # type: ignore[no-untyped-def]
     low,
     b,
@@ -208,9 +208,7 @@ class AdaptedRows:
     slot_of: Tensor
     early: bool = False
 
-    def begun(
-        self, x: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[int, int, int, int], dict[str, int]]:
+    def begun(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int, int, int], dict[str, int]]:
         """Launch what computes `x @ A.T`, and return what the product's kernel is given: tensors, numbers,
         and constants."""
         parts, slots, rank, _ = self.a.shape
