@@ -192,6 +192,18 @@ def lora(
     triton_lora.add(x, y, a, b, heights, empty(rows, dtype=torch.int64))
 
 
+def adapted(rows: int, *heights: int, gated: bool = False, slots: int = 8, rank: int = 16) -> None:
+    """A product of an 8B Llama with those of adapters, by default that of queries, keys and values."""
+    heights = heights or (HIDDEN, KV_HEADS * DIM, KV_HEADS * DIM)
+    b = empty(slots * rank * sum(heights), dtype=BF16)
+    slot_of = empty(rows, dtype=torch.int64)
+    adapters = triton_lora.AdaptedRows(
+        empty(len(heights), slots, rank, HIDDEN, dtype=BF16), b, heights, slot_of
+    )
+    x, weight = empty(rows, HIDDEN, dtype=BF16), empty(sum(heights), HIDDEN, dtype=BF16)
+    triton_linear.few_rows(x, weight, gated=gated, adapters=adapters)
+
+
 def draw() -> None:
     triton_sampling.draw(
         empty(4, VOCAB, dtype=torch.float32), empty(4, 6, dtype=torch.float64), empty(4, dtype=torch.int64)
@@ -394,6 +406,9 @@ CASES: dict[str, Callable[[], None]] = {
     "adapters": lambda: lora(16),
     "adapters, large": lambda: lora(64, INNER, INNER, rank=256),
     "adapters, float32": lambda: lora(16, HIDDEN, inner=INNER, dtype=torch.float32),
+    "adapters in a product": lambda: adapted(16),
+    "adapters in a product, gated": lambda: adapted(16, INNER, INNER, gated=True),
+    "adapters in a product, large": lambda: adapted(64, INNER, INNER, gated=True, slots=4, rank=256),
     "draw": draw,
     "steps": steps,
     "sums": lambda: sums(BF16),

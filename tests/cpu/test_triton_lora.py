@@ -2,6 +2,7 @@
 are cut for real shapes."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ if (
     )
 
 
+from penstock.ops.activation import silu_mul
 from penstock.ops.lora import LoraMatrix, StackedRows
 from penstock.ops.triton import lora
+from penstock.ops.triton.linear import FewRowsTuning, few_rows
 
 
 def bank(heights: list[int], width: int, slots: int, rank: int, dtype: torch.dtype) -> LoraMatrix:
@@ -83,6 +86,40 @@ def test_other_rows_change_no_bit() -> None:
         alone = added(x, y, matrix, torch.full((9,), slot))
         assert torch.equal(found[mixed == slot], alone[mixed == slot])
     assert torch.equal(found[mixed == 0], y[mixed == 0])
+
+
+def product(x: Tensor, weight: Tensor, matrix: LoraMatrix, slots: Tensor, **how: Any) -> Tensor:
+    adapters = lora.AdaptedRows(matrix.a, matrix._every, matrix._heights, slots)
+    return few_rows(x, weight, adapters=adapters, **how)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heights", "slots", "rank", "how"),
+    [
+        (1, [300, 72, 44], 4, 5, {}),
+        (7, [80, 80], 8, 16, {"gated": True}),
+        (5, [130], 3, 70, {"tuning": FewRowsTuning(32, 128, 2, 2, left=True)}),
+        (20, [40, 40], 9, 33, {"gated": True, "tuning": FewRowsTuning(32, 128, 2, 2)}),
+    ],
+)
+def test_a_product_takes_those_of_adapters(
+    rows: int, heights: list[int], slots: int, rank: int, how: dict[str, Any]
+) -> None:
+    """With tiles that belong to several parts, sums that are shared, and slots that are empty or nobody's."""
+    matrix, rng = bank(heights, 256, slots, rank, torch.float32), torch.Generator().manual_seed(rows)
+    x, weight = torch.randn(rows, 256, generator=rng), torch.randn(sum(heights), 256, generator=rng) / 16
+    bias, slot_of = torch.randn(sum(heights), generator=rng), torch.randint(0, slots, (rows,), generator=rng)
+    slot_of[-1] = 1
+    right = x @ weight.T + bias
+    StackedRows(slot_of, slots).add(x, right, matrix)
+    right = silu_mul(right) if "gated" in how else right
+    found = product(x, weight, matrix, slot_of, bias=bias, **how)
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5 * float(right.abs().max()))
+    plain = few_rows(x, weight, bias, **how)
+    assert torch.equal(found[slot_of == 0], plain[slot_of == 0])
+    for slot in slot_of.unique():
+        alone = product(x, weight, matrix, torch.full((rows,), int(slot)), bias=bias, **how)
+        assert torch.equal(found[slot_of == slot], alone[slot_of == slot])
 
 
 def test_a_program_reads_all_its_numbers_at_once() -> None:

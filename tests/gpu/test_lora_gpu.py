@@ -11,7 +11,9 @@ import torch
 import adapters
 import tiny
 from penstock import LLM, SamplingParams
+from penstock.ops.activation import silu_mul
 from penstock.ops.lora import LoraMatrix, StackedRows
+from penstock.ops.matrix import Matrix
 from penstock.step.plan import Plan
 from penstock.worker.graphs import DecodeGraphs
 
@@ -102,3 +104,47 @@ def test_kernels_add_to_each_row_what_its_own_adapter_adds(
         assert (wide.double() - right).abs().max() < limit * right.abs().max()
         assert torch.equal(wide[:rows][slot_of == 0], before[:rows][slot_of == 0])
         assert torch.equal(wide[rows], before[rows])
+
+
+@pytest.mark.parametrize(
+    ("heights", "width", "rank", "gated"),
+    [
+        ([4096, 1024, 1024], 4096, 16, False),
+        ([14336] * 2, 4096, 16, True),
+        ([4096], 14336, 64, False),
+        ([2560] * 2, 1024, 33, True),
+    ],
+)
+def test_products_take_those_of_adapters(heights: list[int], width: int, rank: int, gated: bool) -> None:
+    """As torch computes both one after the other; again and again, and whatever other rows have."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("few rows are products of a library here")
+    rng, slots = torch.Generator("cuda").manual_seed(rank), 8
+    like = torch.empty(0, dtype=torch.bfloat16, device="cuda")
+    matrix = LoraMatrix(heights, width, slots=slots, rank=rank, like=like)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=rng, device="cuda").bfloat16()
+
+    for slot in range(1, slots):
+        for part, height in enumerate(heights):
+            matrix.put(slot, part, random(rank, width) / width**0.5, random(rank, height) / rank**0.5)
+    weight, how = random(sum(heights), width) / width**0.5, {"gated": True} if gated else {}
+    for rows in (1, 2, 16, 33, 64):
+        x, slot_of = random(rows, width), torch.arange(1, rows + 1, device="cuda") % (slots + 1)
+        step = StackedRows(slot_of, slots)
+        found = step.product(x, Matrix.of(weight), None, matrix, 0, **how)
+        assert found is not None
+        right = x.double() @ weight.double().T
+        for slot in range(1, slots + 1):
+            mine = torch.nonzero(slot_of == slot)[:, 0]
+            for part, (a, b) in enumerate(zip(matrix.a.double(), matrix.b, strict=True)):
+                right[mine, matrix._columns[part]] += x[mine].double() @ a[slot - 1].T @ b[slot - 1].double()
+        right = silu_mul(right.clone()) if gated else right
+        assert (found.double() - right).abs().max() < 2e-2 * right.abs().max()
+        for _ in range(20):  # Now launches may be early.
+            assert torch.equal(step.product(x, Matrix.of(weight), None, matrix, 0, **how), found)
+        for slot in (0, 1, 8):
+            alone = StackedRows(torch.full_like(slot_of, slot), slots)
+            again = alone.product(x, Matrix.of(weight), None, matrix, 0, **how)
+            assert torch.equal(again[slot_of == slot], found[slot_of == slot])
