@@ -143,8 +143,11 @@ def test_products_take_those_of_adapters(heights: list[int], width: int, rank: i
         right = silu_mul(right.clone()) if gated else right
         assert (found.double() - right).abs().max() < 2e-2 * right.abs().max()
         for _ in range(20):  # Now launches may be early.
-            assert torch.equal(step.product(x, Matrix.of(weight), None, matrix, 0, **how), found)
+            again = step.product(x, Matrix.of(weight), None, matrix, 0, **how)
+            assert again is not None
+            assert torch.equal(again, found)
         for slot in (0, 1, 8):
             alone = StackedRows(torch.full_like(slot_of, slot), slots)
             again = alone.product(x, Matrix.of(weight), None, matrix, 0, **how)
+            assert again is not None
             assert torch.equal(again[slot_of == slot], found[slot_of == slot])
