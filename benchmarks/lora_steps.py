@@ -7,7 +7,8 @@ Weights are random, in the shape of Llama-3.1-8B, in bfloat16; adapters are rand
 are loaded from files. Each round times the same batch with no adapter, with one adapter for all requests, and
 with as many different adapters as --adapters says, and begins with another of these. A figure is the median
 of the steps of all rounds, after a round that is not counted; the medians of the rounds stand beside it.
-`over none` is what a step takes longer, at most 15 % is the aim for 8 adapters. `--kernels` traces what each
+`over none` is what a step takes longer, at most 15 % is the aim for 8 adapters. `--apart` computes products
+and those of adapters in kernels of their own, as few bits are. `--kernels` traces what each
 kernel takes, too. Exit status 1 if requests of different adapters were answered alike, so that something else
 was timed.
 """
@@ -19,10 +20,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from execution import TINY, by_kernel, row, tell_kernels
@@ -35,6 +37,7 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.bench.speed import measure
 from penstock.engine.boot import Booted, boot
+from penstock.ops.lora import LoraMatrix
 from penstock.step.plan import RequestId
 from penstock.weights.checkpoint.lora import CONFIG, TENSORS, Adapter
 from penstock.weights.checkpoint.shape import Shape
@@ -122,6 +125,7 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--steps", type=int, default=64, help="timed steps of a setting in a round")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--apart", action="store_true")
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -138,8 +142,11 @@ def main() -> int:
         prefix_cache=False,
     )
     told = list[str]()
-    booted = boot(config, Shape.of(shape), say=told.append)
-    with closing(booted.engine):
+    with ExitStack() as opened:
+        if given.apart:
+            opened.enter_context(patch.object(LoraMatrix, "product", lambda *given, **how: None))
+        booted = boot(config, Shape.of(shape), say=told.append)
+        opened.enter_context(closing(booted.engine))
         for line in told:
             print(f"  {line}")
         names, loading = load(booted, given.adapters, given.rank)
@@ -169,7 +176,8 @@ def main() -> int:
             "device": str(booted.device),
             "said": told,
             "load_s": loading,
-            "apart": apart,
+            "answers_differ": apart,
+            "kernels_apart": given.apart,
         }
         base = median(each for one in seconds["none"] for each in one)
         for name, rounds in seconds.items():
@@ -193,7 +201,7 @@ def main() -> int:
                 end(booted, got)
                 found[f"kernels_{name}"] = one = {"ms": taken["traced_ms"], **taken}
                 tell_kernels(name, one)
-        recording.part(f"batch_{given.batch}", found)
+        recording.part(f"batch_{given.batch}{'_apart' if given.apart else ''}", found)
     if not apart:
         print("requests of different adapters were answered alike", file=sys.stderr)
     return int(not apart)
