@@ -33,6 +33,7 @@ from penstock.step.plan import (
     TokenLogprob,
 )
 from penstock.weights.checkpoint.lora import Adapter
+from penstock.weights.streaming.copied import CopiedExperts
 from penstock.weights.streaming.cpu_experts import CpuService
 from penstock.weights.streaming.snapshots import SlotSnapshots
 from penstock.weights.streaming.stream import WeightStream
@@ -75,8 +76,8 @@ class Runner:
         self._heap: Heap | None = None
         self._snapshots: SlotSnapshots | None = None
         """Takes what the device counts of experts, after a step."""
-        self._cpu: CpuService | None = None
-        """Knows whether the CPU has computed its part of a step."""
+        self._asked = list[CpuService | CopiedExperts]()
+        """Know whether what the device waited for has come."""
         self._ended = 0.0
         """Time at which the last plan ended, by perf_counter."""
 
@@ -97,7 +98,7 @@ class Runner:
             carrier.ring.sooner = weights.queued_before
         if role is ModelRole.TARGET:
             self._snapshots = weights.snapshots if isinstance(weights, WeightStream) else None
-            self._cpu = weights.cpu if isinstance(weights, WeightStream) else None
+            self._asked = weights.asked if isinstance(weights, WeightStream) else []
 
     def bound_heap(self, kept: int) -> None:
         """Keep at most so many bytes of a CPU's heap for reuse between steps, beside those in use now."""
@@ -163,13 +164,13 @@ class Runner:
 
     def detach(self) -> None:
         """Release weights, KV and recorded steps."""
-        self._snapshots = self._cpu = None
+        self._snapshots, self._asked = None, []
         for model in self.models.values():
             model.detach()
 
     def close(self) -> None:
         """Release everything for good, and end all that moves weights or KV."""
-        self._snapshots = self._cpu = None
+        self._snapshots, self._asked = None, []
         for model in reversed(self.models.values()):
             model.close()
         lift_cap(self._device)
@@ -219,8 +220,8 @@ class Runner:
         transfers = carrier.transfers if carrier is not None else None
         with self._here():
             results = begun.results()
-            if self._cpu is not None:
-                self._cpu.check()
+            for service in self._asked:
+                service.check()
             if transfers is not None and not (plan.shares or plan.transfers or plan.forget):
                 transfers.wait(_PATIENCE)
             landed = transfers.landed() if transfers is not None else ()

@@ -26,6 +26,7 @@ SOURCES = tuple(
     Path(__file__).with_name(name)
     for name in (
         "service.c",
+        "copier.c",
         "experts.c",
         "pool.c",
         "dots.c",

@@ -155,3 +155,5 @@ struct service *service_open(const struct service *given)
     }
     return s;
 }
+
+#include "copier.c"

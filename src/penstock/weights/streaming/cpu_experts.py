@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.arch.layout import GroupLayout
 from penstock.base.errors import ConfigError, DeviceError
 from penstock.memory.arena import Arena
 from penstock.memory.sending import send
@@ -31,8 +32,9 @@ from penstock.ops.native.experts import takes
 from penstock.ops.native.service import ExpertService
 from penstock.ops.row_classes import CLASSES, MOST_TOKENS, class_of
 from penstock.ops.slots import ExpertParts
-from penstock.weights.streaming.residency import CpuWork
+from penstock.weights.streaming.residency import CpuWork, ExpertRoom
 from penstock.weights.streaming.shares import CpuShares, Times
+from penstock.weights.streaming.views import group_views
 
 REVIEW = 4
 """Passes between two looks at what was measured."""
@@ -205,3 +207,14 @@ class CpuExperts(CpuService):
         """Queue a copy of the shares to the device."""
         shares = np.array([one.shares for one in self._shares], np.int32)
         self.handover.shares.copy_(send(shares, self._device))
+
+
+def cpu_experts(
+    room: ExpertRoom, layouts: Sequence[GroupLayout], host: Tensor, device: torch.device, compute: Stream
+) -> CpuExperts | None:
+    """Return what has the CPU compute some experts, if it may. host: of all of them."""
+    if room.cpu is None:
+        return None
+    experts = room.experts // len(room.cpu.activations)
+    firsts = [group_views(layouts[at], host[at]) for at in range(0, room.experts, experts)]
+    return CpuExperts(room.cpu, firsts, experts, room.size, device, compute)

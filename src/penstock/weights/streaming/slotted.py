@@ -66,6 +66,7 @@ from penstock.memory.streams import Stream, Ticket
 from penstock.ops.handover import StepRows
 from penstock.ops.kernels import triton_kernels
 from penstock.ops.slots import ExpertParts, Places
+from penstock.weights.streaming.copied import LEAST_RING, CopiedExperts
 from penstock.weights.streaming.cpu_experts import CpuExperts
 from penstock.weights.streaming.experts import WAVES, Experts
 from penstock.weights.streaming.lending import ExpertStream
@@ -74,8 +75,6 @@ from penstock.weights.streaming.snapshots import SlotSnapshot, SlotSnapshots
 from penstock.weights.streaming.views import DecidedExperts, sent_addresses
 
 _RULE = SlotRule()
-_LEAST_RING = 4
-"""Places of a ring that has one to spare for what is fetched ahead."""
 _MANY = 4
 """A step with so many times as many pairs as there are experts asks for nearly all of them."""
 _FEW = 1
@@ -99,18 +98,21 @@ class SlotExperts(ExpertStream):
         streams: tuple[Stream, Stream],
         rule: SlotRule = _RULE,
         cpu: CpuExperts | None = None,
+        copied: CopiedExperts | None = None,
     ) -> None:
         """Begin with empty slots. layouts: of all experts, layer by layer, as they lie on the host.
 
         ring: the slots through which others pass, which are the last of `memory`, and all experts at home on
         HOST. memory: uint8 `[slots, size]` on the device. host: uint8 `[experts, size]`, which the device can
         read. streams: the link's, on which nothing else is queued, and the one that computes. cpu: computes
-        some of the missing where they rest.
+        some of the missing where they rest. copied: has the copy engine bring experts in recorded steps, unless
+        the CPU computes some.
         """
         super().__init__(layouts, mixtures, ring, memory.device)
         self._memory, self._host = memory, host
         self._link, self._compute = streams
-        self._cpu = cpu
+        self._cpu, self._copied = cpu, copied
+        assert cpu is None or copied is None, "both look for what the device asks for"
         self._layers = {layer: number for number, layer in enumerate(self._of_layer)}
         experts = [len(every) for every in self._of_layer.values()]
         assert len(set(experts)) == 1, "layers with different numbers of experts"
@@ -171,8 +173,11 @@ class SlotExperts(ExpertStream):
         shares = None if cpu is None or rows is None else cpu.shares(len(rows.x))
         count, at_once = places.parts(most)
         arrays, first = self._slot_table.arrays(number), self._host[number * self._experts].data_ptr()
+        decide = partial(kernels.expert_step, arrays, pairs, bound, self._margin, places, count)
+        if recorded and self._copied is not None and self._copied.now:
+            return self._copied_parts(decide(requests=self._copied.requests), at_once)
         self._changing = number
-        self._decided = kernels.expert_step(arrays, pairs, bound, self._margin, places, count, shares)
+        self._decided = decide(shares)
         fetch = partial(self._fetch, partial(kernels.fetch, self._decided, places, first))
         self._foretold, self._running_ahead = None, False
         self._link.wait(self._compute.mark())
@@ -184,16 +189,22 @@ class SlotExperts(ExpertStream):
     def recorded(self) -> DecidedExperts:
         """Return what lends experts to steps that are recorded."""
         parts = partial(self.parts, recorded=True)
-        return DecidedExperts(self.mixtures, parts, self.foretells, self.foretell)
+        return DecidedExperts(self.mixtures, parts, self._foretells_recorded, self._foretell_anyway)
 
     def look_ahead(self) -> None:
         """Let each layer foretell an expert of the next, if the ring has a place to spare. To be called
         before anything is decided, where no groups but experts move."""
-        self._ahead = self._slots.ring_slots >= _LEAST_RING
+        self._ahead = self._slots.ring_slots >= LEAST_RING
         self._places = {layer: self._places_of(layer) for layer in self._layers}
 
     def foretells(self, layer: int, most: int) -> int | None:
-        """Return the next layer with experts, if one of them is to be foretold for it; else None."""
+        """Return the next layer with experts, if one of them is to be foretold for it; else None. Where the
+        copy engine brings what is foretold, it does so in recorded steps alone."""
+        return self._foretells_recorded(layer, most) if self._copied is None else None
+
+    def _foretells_recorded(self, layer: int, most: int) -> int | None:
+        if self._copied is not None and not self._copied.now:
+            return None
         return self._following.get(layer) if self._ahead and most <= _FEW * self._experts else None
 
     def foretell(self, layer: int, scores: Tensor, most: int, padding: Tensor | None) -> None:
@@ -202,9 +213,15 @@ class SlotExperts(ExpertStream):
         To be called between `parts` of the layer before and asking for its first table. Arguments are as of
         `ExpertWeights.foretell`.
         """
+        self._foretell_anyway(layer, scores, most, padding)
+
+    def _foretell_anyway(self, layer: int, scores: Tensor, most: int, padding: Tensor | None) -> None:
         kernels = triton_kernels("slots")
         assert kernels is not None, "parts() says whether there are kernels"
         arrays = self._slot_table.arrays(self._layers[layer])
+        if self._copied is not None:
+            kernels.foretell(arrays, scores, most, padding, self._copied.requests)
+            return
         kernels.foretell(arrays, scores, most, padding)
         fetch = partial(kernels.fetch_ahead, arrays, self._places[layer], self._host.data_ptr())
         self._foretold = partial(self._fetch_ahead, fetch, self._compute.mark())
@@ -247,6 +264,16 @@ class SlotExperts(ExpertStream):
         if rows is not None and self._cpu is not None:
             self._cpu.take(rows, parts)
         self._changing, self._decided = -1, None
+
+    def _copied_parts(self, parts: ExpertParts, at_once: int) -> Iterator[Tensor]:
+        """Yield the table of each part when the copy engine has brought it. The first ones have been asked
+        for; each other is when what was computed with the one whose places it takes is done."""
+        kernels = triton_kernels("copies")
+        assert kernels is not None and self._copied is not None  # noqa: PT018
+        for part, table in enumerate(parts.tables):
+            more = 0 < part <= len(parts.tables) - at_once
+            kernels.await_part(self._copied.requests, parts, part, asks=more)
+            yield table
 
     def _every(self, layer: int) -> Iterator[Tensor]:
         """Yield tables of all experts of a layer, which come in their order; those of the next layer begin to
@@ -298,6 +325,8 @@ class SlotExperts(ExpertStream):
             self._slots.take_ring_back()
         if self._decides or not self._known:
             self._known = self._slot_table.slot_of.tolist()
+            if self._copied is not None:
+                self._copied.copier.settle()
             self._decides = False  # Not before it is known: an interrupt may come between.
         number = self._layers[experts[0].layer]
         slot_of = self._known[number]

@@ -16,8 +16,9 @@ from penstock.memory.arena import Arena
 from penstock.memory.link import LumpStream, streams_of
 from penstock.memory.streams import CallerStream, CudaStream, Stream, Ticket
 from penstock.ops.matrix import GroupViews
+from penstock.weights.streaming.copied import CopiedExperts, copied_experts
 from penstock.weights.streaming.cpu_dense import CpuFeedForwards
-from penstock.weights.streaming.cpu_experts import CpuExperts, CpuService
+from penstock.weights.streaming.cpu_experts import CpuService, cpu_experts
 from penstock.weights.streaming.experts import Experts
 from penstock.weights.streaming.feeder import Feeder, Piece, RingCopy, spans
 from penstock.weights.streaming.lending import ExpertStream
@@ -76,6 +77,8 @@ class WeightStream:
         self.experts: StillExperts | ExpertStream | None = None
         self.cpu: CpuService | None = None
         """What has the CPU compute some of the experts, or of the feed-forwards."""
+        self.copied: CopiedExperts | None = None
+        """What has the copy engine bring experts as the device asks for them."""
         self._by_cpu: CpuFeedForwards | None = None
         beside = [self._streams[0]]
         mixtures = mixture_layouts(layouts)
@@ -101,8 +104,12 @@ class WeightStream:
                 if experts.copies:
                     beside.append(_link(device, self._streams[1]))
                     by_device = beside[1], self._streams[1]
-                    self.cpu = cpu = _cpu(experts, those, host, device, by_device[1])
-                    self.experts = SlotExperts(those, mixtures, slots, memory, host, by_device, cpu=cpu)
+                    self.cpu = cpu = cpu_experts(experts, those, host, device, by_device[1])
+                    if cpu is None and placement.everything_resident:
+                        self.copied = copied_experts(experts, len(mixtures), memory, host, by_device[1])
+                    self.experts = SlotExperts(
+                        those, mixtures, slots, memory, host, by_device, cpu=cpu, copied=self.copied
+                    )
                 else:
                     self.experts = ExpertStream(those, mixtures, slots, device)
                 if placement.everything_resident:
@@ -122,7 +129,9 @@ class WeightStream:
         # What is freed on a CUDA device is given away only behind all that was launched before.
         compute = self._streams[1] if device.type == "cpu" else None
         arenas = self._host, self._arena
-        self._close = weakref.finalize(self, _close, arenas, beside, compute, sources, self._moving, self.cpu)
+        self.asked = [one for one in (self.cpu, self.copied) if one is not None]
+        """What the device waits for."""
+        self._close = weakref.finalize(self, _close, arenas, beside, compute, sources, self._moving, self.asked)
 
     def load(self, loading: Loading | None = None) -> None:
         """Bring what stays on DEVICE and HOST there, in the order of a pass, and begin to fill the rings for
@@ -405,17 +414,6 @@ def _link(device: torch.device, compute: Stream) -> Stream:
     return CudaStream(device, clock=compute.clock, first=True)
 
 
-def _cpu(
-    room: ExpertRoom, layouts: Sequence[GroupLayout], host: Tensor, device: torch.device, compute: Stream
-) -> CpuExperts | None:
-    """Return what has the CPU compute some experts, if it may. host: of all of them."""
-    if room.cpu is None:
-        return None
-    experts = room.experts // len(room.cpu.activations)
-    firsts = [group_views(layouts[at], host[at]) for at in range(0, room.experts, experts)]
-    return CpuExperts(room.cpu, firsts, experts, room.size, device, compute)
-
-
 def _laid(placement: Placement, tier: Tier, arena: Tensor) -> dict[GroupId, Tensor]:
     """Return places for the groups with their home on `tier`, one behind the other in the order of a pass."""
     places, at = dict[GroupId, Tensor](), 0
@@ -432,17 +430,18 @@ def _close(
     compute: Stream | None,
     sources: Sources,
     moving: Sequence[Feeder | Experts],
-    cpu: CpuService | None,
+    asked: Sequence[CpuService | CopiedExperts],
 ) -> None:
-    """Close all. beside: the streams whose work the compute stream need not have in front."""
-    if cpu is not None:
-        cpu.close()
+    """Close all. beside: the streams whose work the compute stream need not have in front. asked: what the
+    device waits for."""
+    for service in asked:
+        service.close()
     for one in (*moving, *beside):
         one.close()
     if compute is not None:
         compute.mark().wait()
-    if cpu is not None:
-        cpu.free()
+    for service in asked:
+        service.free()
     for arena in arenas:
         arena.close()
     sources.close()
