@@ -26,6 +26,7 @@ from penstock.arch.formats.format import matrix
 from penstock.arch.formats.gguf import FORMATS
 from penstock.arch.spec import Activation, MoeSpec, Router, Scoring
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
+from penstock.ops.copies import CopyBox, CopyRequests
 from penstock.ops.handover import Handover, HandoverBox, StepRows
 from penstock.ops.kernels import pdl_launches
 from penstock.ops.matrix import Matrix
@@ -33,6 +34,7 @@ from penstock.ops.row_classes import CLASSES
 from penstock.ops.slots import COPIERS, Places, SlotArrays
 from penstock.ops.triton import attention as triton_attention
 from penstock.ops.triton import blocks as triton_blocks
+from penstock.ops.triton import copies as triton_copies
 from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton import few_bits as triton_few_bits
 from penstock.ops.triton import few_bits_experts as triton_few_bits_experts
@@ -323,6 +325,14 @@ def slots(experts: int, count: int, most: int) -> None:
     rows = StepRows(empty(16, HIDDEN), empty(64, dtype=torch.int32), empty(64, HIDDEN))
     triton_handover.give(handover, rows, pairs, 0, coming)
     triton_handover.take(handover, rows, coming)
+    requests = CopyRequests(
+        CopyBox(empty(CopyBox.bytes_of(experts), dtype=torch.uint8), experts),
+        empty(2, dtype=torch.int32), empty(1, dtype=torch.int32), 1,
+    )  # fmt: skip
+    coming = triton_slots.expert_step(arrays, pairs, most, 1.0, places, parts, requests=requests)
+    triton_slots.foretell(arrays, empty(8, experts), 32, requests=requests)
+    for asks in (False, True):
+        triton_copies.await_part(requests, coming, 0, asks=asks)
 
 
 def few_bits(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:
