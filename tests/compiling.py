@@ -329,8 +329,7 @@ def slots(experts: int, count: int, most: int) -> None:
         CopyBox(empty(CopyBox.bytes_of(experts), dtype=torch.uint8), experts),
         empty(2, dtype=torch.int32), empty(1, dtype=torch.int32), 1,
     )  # fmt: skip
-    coming = triton_slots.expert_step(arrays, pairs, most, 1.0, places, parts, requests=requests)
-    triton_slots.foretell(arrays, empty(8, experts), 32, requests=requests)
+    triton_copies.ask_first(requests, coming, 1, experts)
     for asks in (False, True):
         triton_copies.await_part(requests, coming, 0, asks=asks)
 

@@ -7,30 +7,28 @@ from torch import Tensor
 
 _LINE = 16
 """Numbers of 32 bits that processors exchange at a time: what two sides write lies that far apart."""
-HEAD = 3
+HEAD = 2
 """Numbers of a list before ends and experts, as copier.c has it."""
 
 
 class CopyBox:
     """A box is host memory in which the device asks for experts.
 
-    asked, passed, over: int32 `[1]`: the last part that may come; what the copy engine has done; whether
-    nobody waits any more. told: int64 `[1]`: which expert is foretold. list: int32 `[HEAD + 3 * most]`. See
-    copier.c. most: experts of a layer.
+    asked, over: int32 `[1]`: the last part that may come; whether nobody waits any more. list: int32 `[HEAD +
+    3 * most]`. See copier.c. most: experts of a layer.
     """
 
     def __init__(self, memory: Tensor, most: int) -> None:
         """Lay a box in `memory`, uint8 `[bytes_of(most)]`."""
         words = memory.view(torch.int32).zero_()
-        self.asked, self.passed, self.over = (words[at * _LINE :][:1] for at in range(3))
-        self.told = words[3 * _LINE :][:2].view(torch.int64).fill_(-1)
-        self.list = words[4 * _LINE :][: HEAD + 3 * most]
+        self.asked, self.over = (words[at * _LINE :][:1] for at in range(2))
+        self.list = words[2 * _LINE :][: HEAD + 3 * most]
         self.most = most
 
     @staticmethod
     def bytes_of(most: int) -> int:
         """Return the bytes of a box."""
-        return 4 * (4 * _LINE - (-(HEAD + 3 * most) // _LINE) * _LINE)
+        return 4 * (2 * _LINE - (-(HEAD + 3 * most) // _LINE) * _LINE)
 
 
 @dataclass(frozen=True, slots=True)

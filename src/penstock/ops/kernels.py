@@ -182,7 +182,9 @@ def noted(launches: Iterable[Callable[[], object]]) -> list[Callable[[], "Compil
                 with suppress(Exception):
                     launch()
         finally:
-            noting = _launches.noting = False  # First: after an interrupt, a `run` left behind launches normally.
+            noting = _launches.noting = (
+                False  # First: after an interrupt, a `run` left behind launches normally.
+            )
             for function in ours:
                 vars(function).pop("run", None)
     return [*found.values()]
@@ -219,8 +221,8 @@ def _stand_in(value: object, param: "KernelParam") -> object:
 
 
 class _Launches(local):
-    """Holds a thread's settings for its launches: early launches, plain torch, whether they are only noted, what
-    is between products, and shared counters."""
+    """Holds a thread's settings for its launches: early launches, plain torch, launches that are only noted,
+    what is between products, and shared counters."""
 
     early = False
     plain = False

@@ -60,11 +60,7 @@ class Places:
         half of the ring, and how many parts are in the ring at once."""
         half = max(1, self.ring // 2)
         count = max(min(PARTS, most), -(-most // half))
-        return count, self.at_once(count, most)
-
-    def at_once(self, parts: int, most: int) -> int:
-        """Return how many of the parts of `most` experts are in the ring at once."""
-        return min(parts, max(1, self.ring // -(-most // parts)))
+        return count, max(1, self.ring // -(-most // count))
 
 
 COPIERS = 8

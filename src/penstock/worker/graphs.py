@@ -391,6 +391,7 @@ class _Program:
         self._pool, self._weights, self._standing = pool, weights, weights.standing(shared=shared)
         self.experts = self._standing.experts
         self._acts: list[Callable[[], object]] = []
+        self._asks, self._alone = weights.asks, False
         self._released: list[GroupId] = []
         """Since the last was taken: noted in the program before the next is."""
         self._graph: torch.cuda.CUDAGraph | None = self._begin()
@@ -427,9 +428,12 @@ class _Program:
         """Recording is over."""
         self._cut()
         self._note_released()
+        self._alone = self._weights.asks > self._asks
 
     def replay(self) -> None:
-        for act in self._acts:
+        # Where it waits for copies, nothing else may have been launched: see weights.streaming.copied.
+        ends = [torch.cuda.current_stream().synchronize] if self._alone else []
+        for act in (*ends, *self._acts, *ends):
             act()
 
     def close(self) -> None:

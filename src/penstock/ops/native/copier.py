@@ -9,26 +9,24 @@ from threading import Lock
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.ops.copies import CopyRequests
 from penstock.ops.native.few_bits import library
 
-_CALLS = "enter", "copy_in", "copy_within", "write"
+_CALLS = "enter", "copy", "write"
 
 
 @dataclass(frozen=True, slots=True)
 class CopyCalls:
     """CopyCalls are addresses of functions that copier.c calls to queue copies, and what it gives to them.
 
-    enter: makes a context the thread's. copy_in: from host memory. copy_within: from the device's. write: a
-    number of 32 bits. All zero where the device is a CPU.
+    enter: makes a context the thread's. copy: from host memory. write: a number of 32 bits. All are zero for
+    a CPU.
     """
 
     enter: int = 0
-    copy_in: int = 0
-    copy_within: int = 0
+    copy: int = 0
     write: int = 0
     context: int = 0
     stream: int = 0
@@ -38,12 +36,10 @@ class _Copier(ctypes.Structure):
     """Holds what `struct copier` of copier.c does."""
 
     _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("asked", "told", "list", "passed", "over", "failed")),
-        *((name, ctypes.c_void_p) for name in ("brought", "came", "host", "base")),
-        *((name, ctypes.c_int64) for name in ("experts", "places", "size", "most", "ahead")),
+        *((name, ctypes.c_void_p) for name in ("asked", "list", "over", "failed", "came", "host", "base")),
+        *((name, ctypes.c_int64) for name in ("experts", "places", "size", "most")),
         *((name, ctypes.c_void_p) for name in (*_CALLS, "context", "stream")),
-        *((name, ctypes.c_int32) for name in ("settling", "settled", "stop", "live", "seen", "issued")),
-        *((name, ctypes.c_int64) for name in ("expert", "queued", "told_seen")),
+        *((name, ctypes.c_int32) for name in ("stop", "seen")),
         ("id", ctypes.c_void_p),
     ]
 
@@ -52,36 +48,28 @@ class Copier:
     """A copier brings experts that are asked for, from when it is made until it is closed, or not referenced
     any more."""
 
-    def __init__(
-        self, requests: CopyRequests, host: Tensor, memory: Tensor, ahead: int, calls: CopyCalls
-    ) -> None:
+    def __init__(self, requests: CopyRequests, host: Tensor, memory: Tensor, calls: CopyCalls) -> None:
         """Begin.
 
-        host: uint8 `[experts, size]`, of all layers. memory: uint8 `[places, size]`, of the device. ahead:
-        the place for what is foretold, or -1. Raises MemoryError.
+        host: uint8 `[experts, size]`, of all layers. memory: uint8 `[places, size]`, of the device. Raises
+        MemoryError.
         """
         found, box = library(), requests.box
         assert found is not None, "the caller asks for the library first"
         assert host.is_contiguous() and memory.is_contiguous()  # noqa: PT018
         assert host.shape[1] == memory.shape[1], (host.shape, memory.shape)
-        self._lock, self._found = Lock(), found
-        self._kept = requests, host, memory
-        self._failed, self.brought = np.zeros(1, np.int32), np.zeros(2, np.int64)
-        words: dict[str, NDArray[np.int32] | NDArray[np.int64]] = {
-            "failed": self._failed,
-            "brought": self.brought,
-        }
+        self._lock, self._kept = Lock(), (requests, host, memory)
+        self._failed = np.zeros(1, np.int32)
         given = _Copier(
-            **{name: getattr(box, name).data_ptr() for name in ("asked", "told", "list", "passed", "over")},
-            **{name: array.ctypes.data for name, array in words.items()},
+            **{name: getattr(box, name).data_ptr() for name in ("asked", "list", "over")},
             **{name: getattr(calls, name) or None for name in (*_CALLS, "context", "stream")},
-            came=requests.came.data_ptr(), host=host.data_ptr(), base=memory.data_ptr(), experts=len(host),
-            places=len(memory), size=memory.shape[1], most=box.most, ahead=ahead,
+            failed=self._failed.ctypes.data, came=requests.came.data_ptr(), host=host.data_ptr(),
+            base=memory.data_ptr(), experts=len(host), places=len(memory), size=memory.shape[1],
+            most=box.most,
         )  # fmt: skip
         copier: int | None = found.copier_open(ctypes.byref(given))
         if not copier:
             raise MemoryError("no memory for a thread that copies experts")
-        self._copier = copier
         # Also where nobody closes it: the thread must not look at memory that is gone.
         self._end = weakref.finalize(self, _end, found.copier_close, copier, os.getpid())
 
@@ -90,14 +78,8 @@ class Copier:
         """Say why something did not come; empty if all did."""
         return ("", "a copy was refused", "what was asked for is not there")[int(self._failed[0])]
 
-    def settle(self) -> None:
-        """Forget what is foretold, and wait until nothing comes any more. To be called when no step runs."""
-        with self._lock:
-            if self._end.alive:
-                self._found.copier_settle(self._copier)
-
     def close(self) -> None:
-        """End the thread, behind what has begun to come. A second call does nothing, nor does one in a forked
+        """End the thread, behind what it is at. A second call does nothing, nor does one in a forked
         process, which has no such thread."""
         with self._lock:
             self._end()

@@ -105,10 +105,8 @@ class FewBitsLibrary:
         self.service_open.argtypes, self.service_open.restype = [pointer], pointer
         self.service_close.argtypes, self.service_close.restype = [pointer], None
         self.copier_open, self.copier_close = library.copier_open, library.copier_close
-        self.copier_settle = library.copier_settle
         self.copier_open.argtypes, self.copier_open.restype = [pointer], pointer
-        for call in (self.copier_close, self.copier_settle):
-            call.argtypes, call.restype = [pointer], None
+        self.copier_close.argtypes, self.copier_close.restype = [pointer], None
         self.lanes: int = library.few_bits_lanes()
         self.parallel = _parallel()
 

@@ -1,6 +1,6 @@
 """Kernels by which a device has its copy engine bring experts: what is asked for, and the wait.
 
-`expert_step` (slots.py) asks for the first parts of a layer, as many as the ring holds, through `ask_first`;
+`ask_first` asks for the first parts of what `expert_step` (slots.py) has decided, as many as the ring holds;
 `await_part` asks for another part, whose places are free now, and waits for one. A thread of the host queues
 the copies (ops/native/copier.c). All of this is on the stream that computes: no other one is needed.
 
@@ -32,7 +32,7 @@ _LOOKS = tl.constexpr(64)
 
 
 @triton.jit
-def ask(asked, flag, number):  # type: ignore[no-untyped-def]
+def _ask(asked, flag, number):  # type: ignore[no-untyped-def]
     """Tell the host that it may bring all parts up to this one."""
     tl.debug_barrier()  # all is written, by all threads, and the numbers are read
     tl.store(asked, number)
@@ -40,27 +40,39 @@ def ask(asked, flag, number):  # type: ignore[no-untyped-def]
     tl.store(flag, number)
 
 
-@triton.jit
-def ask_first(  # type: ignore[no-untyped-def]
-    asked, flag, listed, room, count, parts, at_once, turn, rank, expert, place, MOST: tl.constexpr
+@triton.jit(do_not_specialize=["parts", "at_once", "begin"])  # type: ignore[untyped-decorator]
+def _ask_first(  # type: ignore[no-untyped-def]
+    coming,
+    starts,
+    asked,
+    flag,
+    listed,
+    parts,
+    at_once,
+    begin,
+    ROOM: tl.constexpr,
+    MOST: tl.constexpr,
+    COLS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
-    """Write which `count` experts come to which places in how many parts, and ask for the first of them.
+    """Write which experts come to which places in how many parts, and ask for the first, if any comes.
 
-    room: experts that a list has room for. turn: of the decision that comes next. rank: `[PLACES]`; expert,
-    place: of each rank.
+    begin: experts of layers before. ROOM: experts that a list has room for.
     """
-    if count > 0:
-        number = tl.load(asked)
+    in_turn(EARLY)
+    if tl.load(starts + parts) > 0:
+        number, one = tl.load(asked), tl.arange(0, COLS)
+        end = tl.load(starts + 1 + one, mask=one < parts, other=0)
+        expert = tl.load(coming + one, mask=one < MOST, other=-1)
+        place = tl.load(coming + MOST + one, mask=one < MOST, other=0)
         tl.store(asked + 1, number)
         tl.store(listed, number)
-        tl.store(listed + 1, parts.to(tl.int32))
-        tl.store(listed + 2, turn.to(tl.int32))
-        tl.store(listed + _HEAD + rank, (count * (rank + 1) // parts).to(tl.int32), mask=rank < parts)
-        pairs = listed + _HEAD + room + 2 * rank
-        comes = (rank < count) & (rank < MOST)
-        tl.store(pairs, expert.to(tl.int32), mask=comes)
-        tl.store(pairs + 1, place.to(tl.int32), mask=comes)
-        ask(asked, flag, number + at_once)
+        tl.store(listed + 1, parts)
+        tl.store(listed + _HEAD + one, end.to(tl.int32), mask=one < parts)
+        pairs = listed + _HEAD + ROOM + 2 * one
+        tl.store(pairs, (begin + expert).to(tl.int32), mask=expert >= 0)
+        tl.store(pairs + 1, place.to(tl.int32), mask=expert >= 0)
+        _ask(asked, flag, number + at_once)
 
 
 @triton.jit(do_not_specialize=["part", "parts", "limit"])  # type: ignore[untyped-decorator]
@@ -82,7 +94,7 @@ def _await_part(  # type: ignore[no-untyped-def]
     if tl.load(starts + parts) > 0:
         number, before = tl.load(asked), tl.load(asked + 1)
         if ASKS:
-            ask(asked, flag, number + 1)
+            _ask(asked, flag, number + 1)
         if tl.load(starts + part + 1) > tl.load(starts + part):
             wanted = before + part + 1
             late, looks = (tl.load(came, volatile=True) - wanted < 0).to(tl.int32), tl.full([], 0, tl.int32)
@@ -101,6 +113,28 @@ def _await_part(  # type: ignore[no-untyped-def]
                     if tl.load(over, volatile=True) != 0:
                         late = 0
             tl.atomic_add(asked, 0, sem="acq_rel", scope="sys")  # what is read from now on has come
+
+
+def ask_first(requests: CopyRequests, parts: ExpertParts, at_once: int, begin: int) -> None:
+    """Ask for the first `at_once` parts of a layer. begin: experts of all layers before."""
+    most, early = parts.coming.shape[1], uses_pdl()
+    assert len(parts.tables) <= most <= requests.box.most, (parts.tables.shape, most, requests.box.most)
+    _ask_first[(1,)](
+        parts.coming,
+        parts.starts,
+        requests.asked,
+        requests.box.asked,
+        requests.box.list,
+        len(parts.tables),
+        at_once,
+        begin,
+        ROOM=requests.box.most,
+        MOST=most,
+        COLS=triton.next_power_of_2(most),
+        EARLY=early,
+        num_warps=4,
+        **pdl_launch_options(early),
+    )
 
 
 def await_part(requests: CopyRequests, parts: ExpertParts, part: int, *, asks: bool) -> None:

@@ -22,10 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.copies import CopyRequests
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.slots import COPIERS, ExpertParts, Places, SlotArrays
-from penstock.ops.triton.copies import ask_first
 from penstock.ops.triton.pointwise import in_turn
 
 _CHUNK = 64
@@ -38,7 +36,7 @@ _TRIES, _PAYS, _AGAIN = 64, 8, 64
 many."""
 
 
-@triton.jit(do_not_specialize=["base", "first", "transit", "ring", "parts", "at_once", "begin"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["base", "first", "transit", "ring", "parts", "begin"])  # type: ignore[untyped-decorator]
 def _expert_step(  # type: ignore[no-untyped-def]
     pairs,
     slot_of,
@@ -57,22 +55,17 @@ def _expert_step(  # type: ignore[no-untyped-def]
     tables,
     offsets,
     shares,
-    last_asked,
-    flag,
-    listed,
     base,
     first,
     transit,
     ring,
     parts,
-    at_once,
     begin,
     size,
     last,
     margin,
     EXPERTS: tl.constexpr,
     SHARED: tl.constexpr,
-    ROOM: tl.constexpr,
     SLOTS: tl.constexpr,
     MOST: tl.constexpr,
     TENSORS: tl.constexpr,
@@ -84,8 +77,7 @@ def _expert_step(  # type: ignore[no-untyped-def]
     EARLY: tl.constexpr,
 ) -> None:
     """Decide, and write who comes to which place, `coming` `[2, MOST]`, where each part begins, `starts`, and
-    the table of each part. If SHARED, `shares` says of how many missing experts the CPU takes how many. If
-    ROOM is not 0, the copy engine is asked for `at_once` parts, by a list of so much room.
+    the table of each part. If SHARED, `shares` says of how many missing experts the CPU takes how many.
 
     worths: float32 `[2, COLS]`, order: int64 `[2, COLS]`, to write in. begin: experts of layers before.
     """
@@ -198,10 +190,6 @@ def _expert_step(  # type: ignore[no-untyped-def]
     table = tables + part.to(tl.int64)[:, None] * (EXPERTS * TENSORS) + expert[:, None] * TENSORS + at
     address = base + where_to[:, None] * size + offset
     tl.store(table, address, mask=(comes & (rank < MOST))[:, None] & (at < TENSORS))
-    if ROOM > 0:
-        ask_first(
-            last_asked, flag, listed, ROOM, count, parts, at_once, turns + 1, rank, begin + expert, where_to, MOST
-        )
 
 
 @triton.jit(do_not_specialize=["host", "base", "part", "parts", "ahead"])  # type: ignore[untyped-decorator]
@@ -277,7 +265,6 @@ def _foretell(  # type: ignore[no-untyped-def]
     turn,
     told,
     done,
-    flag,
     tokens,
     most,
     begin,
@@ -289,7 +276,6 @@ def _foretell(  # type: ignore[no-untyped-def]
     TRIES: tl.constexpr,
     PAYS: tl.constexpr,
     AGAIN: tl.constexpr,
-    ASKS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Write which expert without a slot is likeliest, if it is one of the `most` likeliest of all: by the sum
@@ -313,11 +299,8 @@ def _foretell(  # type: ignore[no-untyped-def]
     tries, right = tl.load(counts + 2), tl.load(counts + 3)
     worthwhile = (tries < TRIES) | (right * PAYS >= tries) | (tl.load(now) % AGAIN == 0)
     fetched = (best > 0) & (rank < most) & worthwhile
-    it, decision = tl.where(fetched, expert + begin, -1).to(tl.int64), tl.load(turn)
-    tl.store(told, it)
-    tl.store(told + 1, decision)
-    if ASKS:
-        tl.store(flag, (decision << 32) | (it & 0xFFFFFFFF))
+    tl.store(told, tl.where(fetched, expert + begin, -1).to(tl.int64))
+    tl.store(told + 1, tl.load(turn))
     tl.store(done + tl.arange(0, COPIERS), tl.zeros([COPIERS], tl.int32))
 
 
@@ -329,14 +312,12 @@ def expert_step(
     places: Places,
     parts: int,
     shares: Tensor | None = None,
-    requests: CopyRequests | None = None,
 ) -> ExpertParts:
     """Decide for a layer, and return who comes to which place, the most valuable first, in how many parts.
 
     pairs: int32 `[experts]`, how many pairs each expert has in this step; at most `most` have any. parts: at
     most `most`. shares: int32 `[experts + 1]`, of so many missing experts how many the CPU takes, the least
-    valuable ones; they do not come. But one that is worth a slot always does. requests: by which the copy
-    engine is asked for the first parts; else a `fetch` of each is to follow.
+    valuable ones; they do not come. But one that is worth a slot always does.
     """
     experts, slots, device = len(pairs), len(arrays.expert_of), pairs.device
     tensors = len(places.offsets)
@@ -365,20 +346,17 @@ def expert_step(
         tables,
         places.offsets,
         starts if shares is None else shares,
-        *((starts,) * 3 if requests is None else (requests.asked, requests.box.asked, requests.box.list)),
         places.base,
         places.first,
         places.transit,
         places.ring,
         parts,
-        places.at_once(parts, most),
         arrays.number * experts,
         places.size,
         len(arrays.decays) - 1,
         margin,
         EXPERTS=experts,
         SHARED=shares is not None,
-        ROOM=0 if requests is None else requests.box.most,
         SLOTS=slots,
         MOST=most,
         TENSORS=tensors,
@@ -421,25 +399,18 @@ def fetch(parts: ExpertParts, places: Places, host: int, part: int) -> None:
     )
 
 
-def foretell(
-    arrays: SlotArrays,
-    scores: Tensor,
-    most: int,
-    padding: Tensor | None = None,
-    requests: CopyRequests | None = None,
-) -> None:
+def foretell(arrays: SlotArrays, scores: Tensor, most: int, padding: Tensor | None = None) -> None:
     """Note which expert is likely to be asked for by the layer that decides next, which has these arrays.
 
     scores: `[tokens, experts]`, of its router for hidden states of the layer before. most: experts that will
-    be asked for, at most. padding: bool `[tokens]`, tokens that are nobody's. requests: by which the copy
-    engine is asked for it.
+    be asked for, at most. padding: bool `[tokens]`, tokens that are nobody's.
     """
     tokens, experts = scores.shape
     early = uses_pdl()
     assert scores.stride(1) == 1, scores.stride()
     _foretell[(1,)](
         scores, scores if padding is None else padding, arrays.slot_of, arrays.counts, arrays.now,
-        arrays.turn, arrays.told, arrays.done, arrays.told if requests is None else requests.box.told, tokens, most, arrays.number * experts, scores.stride(0),
+        arrays.turn, arrays.told, arrays.done, tokens, most, arrays.number * experts, scores.stride(0),
         EXPERTS=experts,
         COLS=triton.next_power_of_2(experts),
         PADDED=padding is not None,
@@ -447,7 +418,6 @@ def foretell(
         TRIES=_TRIES,
         PAYS=_PAYS,
         AGAIN=_AGAIN,
-        ASKS=requests is not None,
         EARLY=early,
         num_warps=4,
         **pdl_launch_options(early),

@@ -2,13 +2,15 @@
 
 Kernels that read through the link by themselves reach some 93 % of its rate, the copy engine all of it. Only
 the host can queue copies, so a thread of it looks for what the device asks for (ops/native/copier.c) and the
-device for what has come (ops/triton/copies.py). Steps that are not recorded keep to kernels: they may load
-others meanwhile, for which a driver may wait until the device is idle, and let no copies be queued.
+device for what has come (ops/triton/copies.py).
 
-Why this is safe. What is asked for has come before a recorded step ends, but for what is foretold, which has
-a place of its own in the ring: `settle` is to be called before the host writes to the ring. It is closed when
-no step runs, behind `over`, which lets go whatever still waits on the device; memory that both see is freed
-after that.
+Why this is safe. What is asked for has come before a recorded step ends. While one runs that waits for
+copies, nothing else may keep the driver: a thread that launches where the queue is full, or loads a kernel,
+holds a lock until the device gets on, and the thread that queues copies waits for that lock. Such a step is
+therefore waited for before anything else is launched (`DecodeGraphs.run`), and steps that are not recorded
+keep to kernels. Where it happens all the same, the device stops waiting after `LIMIT_NS`, and `check` says so
+before tokens are taken for what they are not. All is closed when no step runs, behind `over`, which lets go
+whatever still waits on the device; memory that both see is freed after that.
 """
 
 import ctypes
@@ -27,26 +29,20 @@ from penstock.ops.native.few_bits import library
 from penstock.weights.streaming.cpu_experts import LIMIT_LOOKS, LIMIT_NS
 from penstock.weights.streaming.residency import ExpertRoom
 
-LEAST_RING = 4
-"""Places of a ring that has one to spare for what is fetched ahead."""
+LEAST_PAIRS = 16
+"""Pairs of a token and an expert in a step whose experts the copy engine brings, at least: such a step takes
+so long that the host may wait for its end."""
 
 
 class CopiedExperts:
     """CopiedExperts come by the copy engine as the device asks for them."""
 
     def __init__(
-        self,
-        host: Tensor,
-        memory: Tensor,
-        experts: int,
-        compute: Stream,
-        *,
-        ahead: bool = True,
-        calls: CopyCalls | None = None,
+        self, host: Tensor, memory: Tensor, experts: int, compute: Stream, calls: CopyCalls | None = None
     ) -> None:
         """Begin. host: uint8 `[experts, size]`, of all layers. memory: uint8 `[places, size]`, of the device.
-        experts: of a layer. ahead: whether the last place is for what is foretold. calls: that queue copies,
-        by default those of the device. Raises MemoryError, DeviceError."""
+        experts: of a layer. calls: that queue copies, by default those of the device. Raises MemoryError,
+        DeviceError."""
         device = memory.device
         self._compute = compute
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -59,7 +55,9 @@ class CopiedExperts:
             came=torch.zeros(1, dtype=torch.int32, device=device),
             limit=LIMIT_NS if device.type == "cuda" else LIMIT_LOOKS,
         )
-        self.copier = Copier(self.requests, host, memory, len(memory) - 1 if ahead else -1, calls)
+        self.copier = Copier(self.requests, host, memory, calls)
+        self.layers = 0
+        """Layers that were recorded so."""
 
     @property
     def now(self) -> bool:
@@ -92,8 +90,7 @@ def copied_experts(
     if memory.device.type != "cuda" or library() is None:
         return None
     with suppress(DeviceError):
-        ahead = room.device_ring >= LEAST_RING
-        return CopiedExperts(host, memory, room.experts // layers, compute, ahead=ahead)
+        return CopiedExperts(host, memory, room.experts // layers, compute)
     return None
 
 
@@ -105,8 +102,9 @@ def driver_calls(stream: int) -> CopyCalls:
         context = ctypes.c_void_p()
         if driver.cuCtxGetCurrent(ctypes.byref(context)) or not context.value:
             raise DeviceError("the driver knows of no context for copies")
-        names = "cuCtxSetCurrent", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoDAsync_v2", "cuStreamWriteValue32_v2"
+        names = "cuCtxSetCurrent", "cuMemcpyHtoDAsync_v2", "cuStreamWriteValue32_v2"
         calls = [ctypes.cast(getattr(driver, name), ctypes.c_void_p).value or 0 for name in names]
     except (OSError, AttributeError) as fault:
         raise DeviceError(f"the driver cannot be asked for copies: {fault}") from fault
-    return CopyCalls(*calls, context.value, stream)
+    enter, copy, write = calls
+    return CopyCalls(enter, copy, write, context.value, stream)

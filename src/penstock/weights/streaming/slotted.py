@@ -66,7 +66,7 @@ from penstock.memory.streams import Stream, Ticket
 from penstock.ops.handover import StepRows
 from penstock.ops.kernels import triton_kernels
 from penstock.ops.slots import ExpertParts, Places
-from penstock.weights.streaming.copied import LEAST_RING, CopiedExperts
+from penstock.weights.streaming.copied import LEAST_PAIRS, CopiedExperts
 from penstock.weights.streaming.cpu_experts import CpuExperts
 from penstock.weights.streaming.experts import WAVES, Experts
 from penstock.weights.streaming.lending import ExpertStream
@@ -75,6 +75,8 @@ from penstock.weights.streaming.snapshots import SlotSnapshot, SlotSnapshots
 from penstock.weights.streaming.views import DecidedExperts, sent_addresses
 
 _RULE = SlotRule()
+_LEAST_RING = 4
+"""Places of a ring that has one to spare for what is fetched ahead."""
 _MANY = 4
 """A step with so many times as many pairs as there are experts asks for nearly all of them."""
 _FEW = 1
@@ -105,8 +107,8 @@ class SlotExperts(ExpertStream):
         ring: the slots through which others pass, which are the last of `memory`, and all experts at home on
         HOST. memory: uint8 `[slots, size]` on the device. host: uint8 `[experts, size]`, which the device can
         read. streams: the link's, on which nothing else is queued, and the one that computes. cpu: computes
-        some of the missing where they rest. copied: has the copy engine bring experts in recorded steps, unless
-        the CPU computes some.
+        some of the missing where they rest. copied: has the copy engine bring experts in recorded steps, and
+        is not there if the CPU computes some.
         """
         super().__init__(layouts, mixtures, ring, memory.device)
         self._memory, self._host = memory, host
@@ -161,7 +163,7 @@ class SlotExperts(ExpertStream):
         if most > _MANY * self._experts and not recorded:
             return self._every(layer)
         self.device_decides()
-        most = min(most, self._experts)
+        pairs_in_all, most = most, min(most, self._experts)
         # A kernel is compiled for each bound: steps that were not recorded have few of them.
         bound = most if recorded else min(1 << (most - 1).bit_length(), self._experts)
         number, places = self._layers[layer], self._places[layer]
@@ -173,11 +175,11 @@ class SlotExperts(ExpertStream):
         shares = None if cpu is None or rows is None else cpu.shares(len(rows.x))
         count, at_once = places.parts(most)
         arrays, first = self._slot_table.arrays(number), self._host[number * self._experts].data_ptr()
-        decide = partial(kernels.expert_step, arrays, pairs, bound, self._margin, places, count)
-        if recorded and self._copied is not None and self._copied.now:
-            return self._copied_parts(decide(requests=self._copied.requests), at_once)
+        if recorded and self._copies(pairs_in_all):
+            decided = kernels.expert_step(arrays, pairs, bound, self._margin, places, count)
+            return self._copied_parts(decided, at_once, number)
         self._changing = number
-        self._decided = decide(shares)
+        self._decided = kernels.expert_step(arrays, pairs, bound, self._margin, places, count, shares)
         fetch = partial(self._fetch, partial(kernels.fetch, self._decided, places, first))
         self._foretold, self._running_ahead = None, False
         self._link.wait(self._compute.mark())
@@ -189,23 +191,20 @@ class SlotExperts(ExpertStream):
     def recorded(self) -> DecidedExperts:
         """Return what lends experts to steps that are recorded."""
         parts = partial(self.parts, recorded=True)
-        return DecidedExperts(self.mixtures, parts, self._foretells_recorded, self._foretell_anyway)
+        return DecidedExperts(self.mixtures, parts, self._foretells_recorded, self.foretell)
 
     def look_ahead(self) -> None:
         """Let each layer foretell an expert of the next, if the ring has a place to spare. To be called
         before anything is decided, where no groups but experts move."""
-        self._ahead = self._slots.ring_slots >= LEAST_RING
+        self._ahead = self._slots.ring_slots >= _LEAST_RING
         self._places = {layer: self._places_of(layer) for layer in self._layers}
 
     def foretells(self, layer: int, most: int) -> int | None:
-        """Return the next layer with experts, if one of them is to be foretold for it; else None. Where the
-        copy engine brings what is foretold, it does so in recorded steps alone."""
-        return self._foretells_recorded(layer, most) if self._copied is None else None
+        """Return the next layer with experts, if one of them is to be foretold for it; else None."""
+        return self._following.get(layer) if self._ahead and most <= _FEW * self._experts else None
 
     def _foretells_recorded(self, layer: int, most: int) -> int | None:
-        if self._copied is not None and not self._copied.now:
-            return None
-        return self._following.get(layer) if self._ahead and most <= _FEW * self._experts else None
+        return None if self._copies(most) else self.foretells(layer, most)
 
     def foretell(self, layer: int, scores: Tensor, most: int, padding: Tensor | None) -> None:
         """Foretell an expert of a layer, and fetch it behind what comes now.
@@ -213,15 +212,9 @@ class SlotExperts(ExpertStream):
         To be called between `parts` of the layer before and asking for its first table. Arguments are as of
         `ExpertWeights.foretell`.
         """
-        self._foretell_anyway(layer, scores, most, padding)
-
-    def _foretell_anyway(self, layer: int, scores: Tensor, most: int, padding: Tensor | None) -> None:
         kernels = triton_kernels("slots")
         assert kernels is not None, "parts() says whether there are kernels"
         arrays = self._slot_table.arrays(self._layers[layer])
-        if self._copied is not None:
-            kernels.foretell(arrays, scores, most, padding, self._copied.requests)
-            return
         kernels.foretell(arrays, scores, most, padding)
         fetch = partial(kernels.fetch_ahead, arrays, self._places[layer], self._host.data_ptr())
         self._foretold = partial(self._fetch_ahead, fetch, self._compute.mark())
@@ -265,14 +258,23 @@ class SlotExperts(ExpertStream):
             self._cpu.take(rows, parts)
         self._changing, self._decided = -1, None
 
-    def _copied_parts(self, parts: ExpertParts, at_once: int) -> Iterator[Tensor]:
-        """Yield the table of each part when the copy engine has brought it. The first ones have been asked
-        for; each other is when what was computed with the one whose places it takes is done."""
-        kernels = triton_kernels("copies")
-        assert kernels is not None and self._copied is not None  # noqa: PT018
+    def _copies(self, most: int) -> bool:
+        """Tell whether the copy engine is asked in a recorded step with so many pairs."""
+        return self._copied is not None and self._copied.now and most >= LEAST_PAIRS
+
+    def _copied_parts(self, parts: ExpertParts, at_once: int, number: int) -> Iterator[Tensor]:
+        """Yield the table of each part of a layer when the copy engine has brought it. The first ones are
+        asked for at once; each other is when what was computed with the one whose places it takes is done."""
+        kernels, copied = triton_kernels("copies"), self._copied
+        assert kernels is not None and copied is not None  # noqa: PT018
+        copied.layers += 1
+        at_once = min(at_once, len(parts.tables))
+        kernels.ask_first(copied.requests, parts, at_once, number * self._experts)
+        return self._coming(partial(kernels.await_part, copied.requests, parts), parts, at_once)
+
+    def _coming(self, await_part: Callable[..., None], parts: ExpertParts, at_once: int) -> Iterator[Tensor]:
         for part, table in enumerate(parts.tables):
-            more = 0 < part <= len(parts.tables) - at_once
-            kernels.await_part(self._copied.requests, parts, part, asks=more)
+            await_part(part, asks=0 < part <= len(parts.tables) - at_once)
             yield table
 
     def _every(self, layer: int) -> Iterator[Tensor]:
@@ -325,8 +327,6 @@ class SlotExperts(ExpertStream):
             self._slots.take_ring_back()
         if self._decides or not self._known:
             self._known = self._slot_table.slot_of.tolist()
-            if self._copied is not None:
-                self._copied.copier.settle()
             self._decides = False  # Not before it is known: an interrupt may come between.
         number = self._layers[experts[0].layer]
         slot_of = self._known[number]

@@ -129,9 +129,13 @@ class WeightStream:
         # What is freed on a CUDA device is given away only behind all that was launched before.
         compute = self._streams[1] if device.type == "cpu" else None
         arenas = self._host, self._arena
-        self.asked = [one for one in (self.cpu, self.copied) if one is not None]
+        self.asked: list[CpuService | CopiedExperts] = [
+            one for one in (self.cpu, self.copied) if one is not None
+        ]
         """What the device waits for."""
-        self._close = weakref.finalize(self, _close, arenas, beside, compute, sources, self._moving, self.asked)
+        self._close = weakref.finalize(
+            self, _close, arenas, beside, compute, sources, self._moving, self.asked
+        )
 
     def load(self, loading: Loading | None = None) -> None:
         """Bring what stays on DEVICE and HOST there, in the order of a pass, and begin to fill the rings for
@@ -227,6 +231,11 @@ class WeightStream:
             return
         assert self._feeder is not None
         self._feeder.release(self._next - 1)
+
+    @property
+    def asks(self) -> int:
+        """Return how many layers have been recorded that ask the copy engine."""
+        return self.copied.layers if self.copied is not None else 0
 
     def begin_pass(self) -> None:
         """Begin a pass with what is taken next, wherever the last one ended. A group that a pass uses twice
