@@ -12,14 +12,16 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from math import inf
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, EngineClosedError
 from penstock.server.broker.calls import BusyError
-from penstock.server.fleet import process
+from penstock.server.fleet import process, stall
 from penstock.server.on_demand.costs import LoadForecast, MemoryShare, cheapest, expected_cost
 from penstock.server.on_demand.model import LoadError, ModelPhase, OnDemandModel
 from penstock.server.on_demand.models import OnDemandModels
@@ -437,6 +439,48 @@ def test_what_waits_for_an_engine_is_told_also_if_its_process_does_not_end(
         engine.kill()
         engine.stop()
     assert [one.startswith(why) for one in ended] == [True]
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_load_that_does_not_get_on_is_given_up(monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
+    """One that computes or reads is waited for, however long it takes."""
+    context = multiprocessing.get_context("fork")
+    near, far = context.Pipe()
+
+    def load(line: Connection) -> None:
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            if busy:
+                Path("/proc/self/stat").read_bytes()
+            time.sleep(0.05)
+        line.send(process._Loaded(None))  # type: ignore[arg-type]
+        line.recv()
+
+    def started(*_: object) -> tuple[Any, Connection]:
+        child = context.Process(target=load, args=(far,), daemon=True)
+        child.start()
+        far.close()
+        return child, near
+
+    monkeypatch.setattr(process, "_started", started)
+    monkeypatch.setattr(stall, "STALL", 0.6)
+    monkeypatch.setattr(stall, "LOOK", 0.1)
+    monkeypatch.setattr(stall, "_IDLE", 0.2)  # The machine may be busy, and a look late.
+    engine = process.EngineProcess("a", Config())
+    if busy:
+        engine.start()
+        engine.stop()
+        return
+    with pytest.raises(EngineClosedError, match=r"loading a has neither computed nor read anything for 1 s"):
+        engine.start()
+
+
+def test_what_only_waits_does_not_get_on() -> None:
+    used = iter([(1.0, 5), (1.01, 5), (1.03, 5), (1.03, 6), (2.0, 6), (2.0, 6), None, (2.0, 6), (2.0, 6)])
+    at = iter(range(20))
+    with patch.object(stall.StallWatch, "_used", lambda _: next(used)):
+        watch = stall.StallWatch(1, lambda: float(next(at)))
+        assert [watch.seconds() for _ in range(8)] == [1, 0, 0, 0, 1, 0, 0, 1]
 
 
 def test_no_loop_waits_for_a_process_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,7 @@ from penstock.memory.device import choose_device
 from penstock.server.broker.backend import LocalBackend
 from penstock.server.broker.broker import RequestBroker
 from penstock.server.broker.metrics import Metrics
+from penstock.server.fleet import stall
 from penstock.server.fleet.requests import RemoteRequest, ReplicaInfo, ReplicaMessage, computed
 from penstock.server.monitoring.state import StateMonitor
 
@@ -115,14 +116,15 @@ class EngineProcess:
     # ---- its life, on any thread
 
     def start(self) -> ReplicaInfo:
-        """Start the process, and wait until its model is loaded. Raises what has kept it from that."""
+        """Start the process, and wait until its model is loaded. Raises what has kept it from that, and
+        EngineClosedError if it does not get on."""
         self._process, self._line = _started(_run_engine, self._config, self._name)
         self._writer.start()
         if self._stopping:
             self._process.kill()
         try:
             while True:
-                match self._line.recv():
+                match self._told_while_loading(self._line):
                     case _Loaded(info):
                         break
                     case _Failed(fault):
@@ -141,6 +143,19 @@ class EngineProcess:
         self._reader = threading.Thread(target=self._read, name="penstock engine reader", daemon=True)
         self._reader.start()
         return info
+
+    def _told_while_loading(self, line: Connection) -> object:
+        assert self._process is not None
+        assert self._process.pid is not None
+        watch = stall.StallWatch(self._process.pid)
+        while not line.poll(stall.LOOK):
+            if (seconds := watch.seconds()) >= stall.STALL:
+                self._process.kill()
+                raise EngineClosedError(
+                    f"loading {self._name} has neither computed nor read anything for {seconds:.0f} s; look "
+                    "at the disk or the mount of its files, and ask again"
+                )
+        return line.recv()
 
     def kill(self) -> None:
         """End the process at once, also while it loads."""
