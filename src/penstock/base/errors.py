@@ -9,6 +9,7 @@ to try.
         UnsupportedModelError
         RequestError
             LengthError
+            AdapterError
             StructureError
                 CrowdedError          api/structures.py
         BudgetError
@@ -61,6 +62,10 @@ class RequestError(PenstockError):
 
 class LengthError(RequestError):
     """A prompt is too long, or too much output is asked of it, for the context or the room for KV."""
+
+
+class AdapterError(RequestError):
+    """A request names a LoRA adapter that is not loaded, or not any more."""
 
 
 class StructureError(RequestError):

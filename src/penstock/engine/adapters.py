@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.arch.lora import LoraRoom
 from penstock.base.config import Config
-from penstock.base.errors import CheckpointError, RequestError, UnsupportedModelError
+from penstock.base.errors import AdapterError, CheckpointError, RequestError, UnsupportedModelError
 from penstock.step.adapter import LoadedAdapter
 
 if TYPE_CHECKING:
@@ -74,14 +74,14 @@ class LoadedAdapters:
         return self._lost
 
     def of(self, name: str) -> LoadedAdapter | None:
-        """Return the adapter of a name, or None for no name. Raises RequestError for a name of none."""
+        """Return the adapter of a name, or None for no name. Raises AdapterError for a name of none."""
         if not name:
             return None
         if (found := self._loaded.get(name)) is None:
             if name in self._lost:
-                raise RequestError(self._lost[name])
+                raise AdapterError(self._lost[name])
             there = ", ".join(self._loaded) or "none"
-            raise RequestError(f"the LoRA adapter {name[:200]!r} is not loaded; there is {there}")
+            raise AdapterError(f"the LoRA adapter {name[:200]!r} is not loaded; there is {there}")
         return found
 
     def add(self, name: str, adapter: "Adapter", *, replaces: bool = False) -> LoadedAdapter:
@@ -142,7 +142,7 @@ class LoadedAdapters:
                 _LOG.error("%s; others and the model itself are answered", why)
 
     def remove(self, name: str) -> None:
-        """Forget an adapter. Requests that run go on with it. Raises RequestError for a name of none."""
+        """Forget an adapter. Requests that run go on with it. Raises AdapterError for a name of none."""
         if name not in self._lost:
             self.of(name)
         self._loaded = {key: one for key, one in self._loaded.items() if key != name}

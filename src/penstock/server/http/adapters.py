@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from penstock.api.llm import LLM
-from penstock.base.errors import CheckpointError, RequestError, UnsupportedModelError
+from penstock.base.errors import CheckpointError, UnsupportedModelError
 from penstock.engine.adapters import means_model
 from penstock.server.http.asking import body_of
 from penstock.server.http.state import ServerState
@@ -38,10 +38,7 @@ async def unload_adapter(server: ServerState, request: Request) -> Response:
     """Forget an adapter. Requests that run go on with it."""
     asked = await body_of(server, request, UnloadAdapterRequest, lambda _: None)
     llm = _changeable(server)
-    try:
-        await asyncio.to_thread(llm.unload_lora_adapter, asked.lora_name)
-    except RequestError as fault:
-        raise HTTPException(404, str(fault)) from fault
+    await asyncio.to_thread(llm.unload_lora_adapter, asked.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
 

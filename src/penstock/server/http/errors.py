@@ -8,7 +8,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.base.errors import CheckpointError, EngineClosedError, LengthError, PenstockError, RequestError
+from penstock.base.errors import (
+    AdapterError,
+    CheckpointError,
+    EngineClosedError,
+    LengthError,
+    PenstockError,
+    RequestError,
+)
 from penstock.server.answers.completions import Answer, error
 from penstock.server.answers.protocols import ABSENT, refusal, told
 from penstock.server.answers.store import NotKeptError
@@ -38,6 +45,8 @@ def _told(fault: Exception) -> tuple[int, Answer, Mapping[str, str] | None]:
             return 400, error(str(fault), invalid, fault.param), None
         case LengthError():
             return 400, error(str(fault), invalid, code="context_length_exceeded"), None
+        case AdapterError():
+            return 404, error(str(fault), invalid, "model", "model_not_found"), None
         case RequestError():
             return 400, error(str(fault), invalid, blamed(fault)), None
         case CheckpointError():  # It lacks a tokenizer; token ids would do.
