@@ -17,9 +17,10 @@ pytest.importorskip("transformers")
 import adapters
 from penstock import LLM, SamplingParams
 from penstock.api.llm import SHIPPED_MODEL
-from penstock.base.errors import ConfigError
+from penstock.base.errors import AdapterError, ConfigError
 from penstock.cli.commands import run
 from penstock.cli.main import main
+from penstock.server.http.errors import error_response
 from servers import COUNT, FLAGS, SETTINGS, STORY, TALK, Server, Stream, serving
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -105,6 +106,12 @@ def test_it_is_loaded_and_unloaded_while_others_are_answered(
         assert text(server, "blue")[0] == 404
         assert ask(UNLOAD, lora_name="blue") == (404, "the LoRA adapter 'blue' is not loaded; there is red")
         assert stream.event()
+
+
+def test_one_that_goes_between_being_taken_and_begun_is_not_found() -> None:
+    told = error_response(AdapterError("the LoRA adapter 'a' is not loaded; there is none"))
+    assert told.status_code == 404
+    assert b'"model_not_found"' in bytes(told.body)
 
 
 def test_one_that_was_lost_in_a_sleep_is_refused(

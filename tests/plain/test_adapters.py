@@ -12,7 +12,6 @@ from penstock.arch.lora import LoraRoom
 from penstock.base.errors import AdapterError, ConfigError, RequestError
 from penstock.cli.models import check_names
 from penstock.engine.adapters import LoadedAdapters, adapter_named, means_model
-from penstock.server.http.errors import error_response
 from penstock.step.adapter import LoadedAdapter
 
 
@@ -51,8 +50,6 @@ def test_a_slot_that_was_half_written_is_nobodys(interrupt: type[BaseException])
     slots.check()
     with pytest.raises(AdapterError, match="'a' is not loaded; there is none"):
         slots.loaded.of("a")
-    told = error_response(AdapterError("it went between being taken and begun"))
-    assert (told.status_code, b'"model_not_found"' in bytes(told.body)) == (404, True)
     slots.interrupt = None
     slots.loaded.add("a", adapter(b"new"))
     slots.check()
