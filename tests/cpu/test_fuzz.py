@@ -109,7 +109,7 @@ FAULTS: dict[str, tuple[int, Callable[..., object], str, str]] = {
     ),
     "dynamic: stretched too far": (15, rope.inverse_frequencies, " - (rope.factor - 1)", ""),
     "window: one token more": (
-        1,
+        15,
         InputBuilder._group,
         "key >= lengths_here - window",
         "key >= lengths_here - window - 1",
