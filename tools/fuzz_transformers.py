@@ -502,12 +502,14 @@ class Reference:
         """`[positions, vocab]` in float64 after each of prompt and tokens but the last, and how many of them
         are clear."""
         if self.dynamic:
-            # Frequencies depend on the length, and what is in the cache keeps those it had.
+            # Frequencies depend on the length beyond the trained one, and what is in the cache keeps those
+            # it had.
+            together = max(len(prompt), self.model.config.max_position_embeddings)
             self.model(torch.tensor([[1]]))  # forgets a longer sequence
             self.leads.clear()
-            output = self.model(torch.tensor([prompt]), use_cache=True)
+            output = self.model(torch.tensor([(*prompt, *tokens[:-1])[:together]]), use_cache=True)
             logits = [output.logits[0]]
-            for token in tokens[:-1]:
+            for token in tokens[:-1][together - len(prompt) :]:
                 output = self.model(
                     torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True
                 )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from penstock.arch import bounds
 from penstock.arch.layout import group_layouts
+from penstock.arch.shards import WHOLE
 from penstock.base.config import CACHE
 from penstock.base.errors import BudgetError
 from penstock.base.units import format_size
@@ -59,13 +60,14 @@ that it names: `penstock plan MODEL --machine laptop --disk-rate 6GB/s`.
 
 def page() -> str:
     """The whole document."""
-    sizes = {file: _sizes(file) for file in SHAPES.glob("*/config.json")}
-    files = sorted(sizes, key=lambda file: sizes[file][1])
-    reasons: list[str] = []
-    rows = [
-        [_name(file, *sizes[file]), *(_cell(file, machine, reasons) for machine in MACHINES)]
-        for file in files
-    ]
+    found = []
+    for file in SHAPES.glob("*/config.json"):  # One after another, so that each is laid out once.
+        numbers, size = _sizes(file)
+        small = list[str]()
+        row = [_name(file, numbers, size), *(_cell(file, machine, small) for machine in MACHINES)]
+        found.append((size, row, small))
+    found.sort(key=lambda one: one[0])
+    rows, reasons = [row for _, row, _ in found], [reason for *_, small in found for reason in small]
     figures = [
         [
             f"`{name}`",
@@ -136,7 +138,7 @@ def _name(file: Path, numbers: int, bytes: int) -> str:
 def _sizes(file: Path) -> tuple[int, int]:
     """Numbers of a model's weights, and their bytes."""
     _, spec, names = open_model(str(file))
-    layouts = group_layouts(spec, names, "bfloat16")
+    layouts = group_layouts(spec, names, "bfloat16", WHOLE)
     return bounds.parameters(layouts), bounds.weight_bytes(layouts)
 
 

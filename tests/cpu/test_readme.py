@@ -31,6 +31,7 @@ from penstock.arch import families
 from penstock.arch.families import Family, read_spec
 from penstock.base.errors import UnsupportedModelError
 from penstock.cli.main import main
+from penstock.evals import mix
 from penstock.weights.pack.reader import Pack
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,7 +202,7 @@ def test_a_prefix_is_found_in_the_next_run_as_readme_says(tmp_path: Path) -> Non
     In float32: the second computes the rest in other chunks, and bfloat16 then decides otherwise between
     words that are equally likely.
     """
-    asked = str(beginning(tmp_path, 8_000) / "README.md")
+    asked = str(beginning(tmp_path, 4_500) / "README.md")
     lines = [
         filled(line).replace(KV, str(tmp_path / "kv")).replace("README.md", asked)
         for line in commands(README)
@@ -212,7 +213,7 @@ def test_a_prefix_is_found_in_the_next_run_as_readme_says(tmp_path: Path) -> Non
     ]
     assert "(0 cached)" in first.stderr
     assert (found := re.search(r"\(([\d,]+) cached, \1 from disk\)", second.stderr)), second.stderr
-    assert int(found[1].replace(",", "")) > 2000
+    assert int(found[1].replace(",", "")) > 1000
     assert second.stdout == first.stdout
     assert re.search(r"\bfloat32\b", listed.stdout)
     assert re.search(r"(\d+) of \1 records are as they were written", verified.stdout)
@@ -222,6 +223,7 @@ def test_a_model_is_quantised_as_readme_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(beginning(tmp_path, 4_000))
+    monkeypatch.setattr(mix, "SEQUENCES", 8)  # Which mix that finds is seen in test_quantising.py.
     pack, *others = [filled(line) for line in commands(README) if FEW in line]
     for line in (pack, *others):
         run_here(shlex.split(line)[1:], capsys, monkeypatch)
@@ -309,7 +311,8 @@ def test_every_command_runs(
         steps = what_make_runs(command)
         assert steps
         for step in steps:
-            if step[0] == f"{INSTALLED}penstock" and "|" not in step:
+            told = shlex.join(["penstock", *step[1:]]).replace("'", '"')
+            if step[0] == f"{INSTALLED}penstock" and "|" not in step and told not in commands(README):
                 run_here(step[1:], capsys, monkeypatch)
     elif words[0] == "source":
         assert words == ["source", f"{INSTALLED}activate"]
@@ -338,10 +341,10 @@ def test_demo_and_test_do_what_the_readme_says(tmp_path: Path) -> None:
     hide = hide.replace(f"{INSTALLED}python", shlex.quote(sys.executable))
     assert "--tokens 8000 " in f"{hide} "
     hide = hide.replace("--tokens 8000", "--tokens 2000")  # It takes a quarter of the time, and is as hard.
-    told = subprocess.run(shlex.split(hide), cwd=ROOT, capture_output=True, text=True, check=True).stderr
-    answer = re.search(r"the right answer is: (.+)$", told)
-    assert answer
-    assert run_in_shell(f"{hide} | {find} --temperature 0", tmp_path).strip() == answer[1].strip()
+    found = in_shell(f"{hide} | {find} --temperature 0", tmp_path)
+    answer = re.search(r"the right answer is: (.+)$", found.stderr, re.MULTILINE)
+    assert answer, found.stderr
+    assert found.stdout.strip() == answer[1].strip()
     assert [f"{INSTALLED}python", "-m", "pytest"] == tests[-1][1:4]
     assert tests[-1][-2:] == ["-k", "scheduler"]
 

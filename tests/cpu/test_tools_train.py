@@ -100,15 +100,28 @@ def test_rows_have_the_tokens_of_their_text(tok: Tokenizer) -> None:
             assert (weights[spans > 0] == corpus.VALUE).all()
 
 
+PATH = os.pathsep.join([str(TOOLS), *sys.path])
 TOOL = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+HERE = """
+import subprocess, sys
+from penstock.cli.main import main
+start = subprocess.run
+def run(words, **more):
+    if words[:3] != [sys.executable, "-m", "penstock"]:
+        return start(words, **more)
+    return subprocess.CompletedProcess(words, main(words[3:]))
+subprocess.run = run
+"""
+"""Commands of penstock that a tool starts are run by its own process, which has imported torch."""
 
 
 def run(*args: str) -> str:
     """A tool in a process of its own: it forks."""
     done = forks.run(
-        [sys.executable, "-c", TOOL, str(TOOLS / args[0]), *args[1:]],
+        [sys.executable, "-c", HERE + TOOL, str(TOOLS / args[0]), *args[1:]],
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TOOLS)},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATH},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

@@ -105,42 +105,52 @@ def test_an_empty_package_keeps_every_contract(empty_house: Path, lint: Lint) ->
     assert broken(empty_house, lint) == set()
 
 
-@pytest.mark.parametrize(
-    ("module", "imported", "contracts"),
-    [
-        ("base.intruder", "penstock.step", {"floors"}),
-        ("step.intruder", "penstock.arch", {"floors"}),
-        ("arch.intruder", "penstock.step", {"floors"}),
-        ("memory.intruder", "penstock.weights", {"floors"}),
-        ("memory.intruder", "penstock.ops", {"floors"}),
-        ("kv.ledger.intruder", "penstock.weights", {"floors"}),
-        ("weights.pack.intruder", "penstock.models", {"floors"}),
-        ("sched.intruder", "penstock.worker", {"floors", "sched"}),
-        ("worker.intruder", "penstock.engine", {"floors"}),
-        ("engine.intruder", "penstock.api", {"floors"}),
-        ("api.text.intruder", "penstock.bench", {"floors"}),
-        ("bench.speed.intruder", "penstock.cli", {"floors"}),
-        ("bench.traces.intruder", "penstock.bench.speed", {"bench"}),
-        ("models.intruder", "penstock.memory", {"arithmetic"}),
-        ("models.intruder", "penstock.kv", {"arithmetic", "floors"}),
-        ("ops.intruder", "penstock.weights", {"arithmetic", "floors"}),
-        ("base.intruder", "torch", {"no-torch"}),
-        ("arch.intruder", "torch.nn.functional", {"no-torch"}),
-        ("step.intruder", "torch", {"no-torch"}),
-        ("sched.intruder", "torch", {"no-torch", "sched"}),
-        ("sched.span", "penstock.sched.growth", {"sched"}),
-        ("kv.ledger.blocks", "torch", {"no-torch"}),
-        ("kv.ledger.prospect", "torch", {"no-torch"}),
-        ("kv.ledger.keys", "torch", {"no-torch"}),
-        ("engine.budget", "torch", {"no-torch"}),
-        ("api.reader", "torch", {"no-torch"}),
-    ],
-)
-def test_an_import_against_the_floors_breaks(
-    empty_house: Path, lint: Lint, module: str, imported: str, contracts: set[str]
-) -> None:
-    intrude(empty_house, module, imported)
-    assert broken(empty_house, lint) == contracts
+INTRUDERS = [
+    ("base.intruder", "penstock.step", {"floors"}),
+    ("step.intruder", "penstock.arch", {"floors"}),
+    ("arch.intruder", "penstock.step", {"floors"}),
+    ("memory.intruder", "penstock.weights", {"floors"}),
+    ("memory.intruder", "penstock.ops", {"floors"}),
+    ("kv.ledger.intruder", "penstock.weights", {"floors"}),
+    ("weights.pack.intruder", "penstock.models", {"floors"}),
+    ("sched.intruder", "penstock.worker", {"floors", "sched"}),
+    ("worker.intruder", "penstock.engine", {"floors"}),
+    ("engine.intruder", "penstock.api", {"floors"}),
+    ("api.text.intruder", "penstock.bench", {"floors"}),
+    ("bench.speed.intruder", "penstock.cli", {"floors"}),
+    ("bench.traces.intruder", "penstock.bench.speed", {"bench"}),
+    ("models.intruder", "penstock.memory", {"arithmetic"}),
+    ("models.intruder", "penstock.kv", {"arithmetic", "floors"}),
+    ("ops.intruder", "penstock.weights", {"arithmetic", "floors"}),
+    ("base.intruder", "torch", {"no-torch"}),
+    ("arch.intruder", "torch.nn.functional", {"no-torch"}),
+    ("step.intruder", "torch", {"no-torch"}),
+    ("sched.intruder", "torch", {"no-torch", "sched"}),
+    ("sched.span", "penstock.sched.growth", {"sched"}),
+    ("kv.ledger.blocks", "torch", {"no-torch"}),
+    ("kv.ledger.prospect", "torch", {"no-torch"}),
+    ("kv.ledger.keys", "torch", {"no-torch"}),
+    ("engine.budget", "torch", {"no-torch"}),
+    ("api.reader", "torch", {"no-torch"}),
+]
+"""Where a module is put, what it imports, and the contracts that it breaks."""
+
+
+def test_imports_against_the_floors_break(empty_house: Path, lint: Lint) -> None:
+    """Each of them those that it should, and no others: under a contract stands which modules break it."""
+    expected = {}
+    for number, (module, imported, contracts) in enumerate(INTRUDERS):
+        module += str(number) if module.endswith("intruder") else ""
+        intrude(empty_house, module, imported)
+        expected[module] = contracts
+    code, text = lint(empty_house)
+    names, found = contract_names(), {module: set[str]() for module in expected}
+    heads = "|".join(map(re.escape, names))
+    for name, told in re.findall(rf"^({heads})\n-+\n(.*?)(?=^(?:{heads})\n-+\n|\Z)", text, re.M | re.S):
+        for module in re.findall(r"^- +penstock\.(\S+)(?: ->|$)", told, re.M):
+            found[module].add(names[name])
+    assert found == expected, text
+    assert code == 1
 
 
 def test_torch_is_found_behind_another_module(empty_house: Path, lint: Lint) -> None:
