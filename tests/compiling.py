@@ -360,8 +360,8 @@ def few_bits(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:
 
 
 FEW, MORE, OTHER = (16, torch.float16), (64, BF16), (16, BF16)
-"""Rows of a product with blocks, and numbers; the first have a gate. What codes become depends on the numbers,
-and what a program holds most of all on the rows."""
+"""Rows of a product with blocks, and numbers; the first have a gate. What codes become depends on the
+numbers, and what a program holds most of all on the rows."""
 
 
 def blocks(*kinds: str, products: Sequence[tuple[int, torch.dtype]] = (FEW, MORE)) -> None:
