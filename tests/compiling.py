@@ -359,8 +359,9 @@ def few_bits(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:
         triton_few_bits.dequantise(large, slice(0, 1024), empty(1024, inner))
 
 
-FEW, MORE = (16, torch.float16), (64, BF16)
-"""Rows of a product with blocks, and numbers; fewer have a gate."""
+FEW, MORE, OTHER = (16, torch.float16), (64, BF16), (16, BF16)
+"""Rows of a product with blocks, and numbers; the first have a gate. What codes become depends on the
+numbers, and what a program holds most of all on the rows."""
 
 
 def blocks(*kinds: str, products: Sequence[tuple[int, torch.dtype]] = (FEW, MORE)) -> None:
@@ -419,7 +420,8 @@ CASES: dict[str, Callable[[], None]] = {
     "fold, capped": lambda: fold(8, cap=50.0),
     "fold, float32": lambda: fold(8, torch.float32),
     "slots, few": lambda: slots(32, 0, 4),
-    "slots": lambda: (slots(128, 34, 8), slots(512, 100, 512)),
+    "slots, some": lambda: slots(128, 34, 8),
+    "slots, many": lambda: slots(512, 100, 512),
     "slots, none": lambda: slots(128, 0, 128),
     "few bits, integers": lambda: few_bits("gptq_128", 1, 64),
     "few bits, zero points": lambda: few_bits("awq", 1, 16),
@@ -449,13 +451,13 @@ CASES: dict[str, Callable[[], None]] = {
     "blocks of GGUF, old ones": lambda: blocks("Q4_1", "Q5_0", "Q5_1", "IQ4_NL"),
     "blocks of GGUF, old ones in turn": lambda: (
         blocks("Q4_1", "IQ4_NL", products=[FEW]),
-        blocks("Q5_0", "Q5_1", products=[MORE]),
+        blocks("Q5_0", "Q5_1", products=[OTHER]),
     ),
     "blocks of GGUF, few bits": lambda: blocks("Q2_K", "Q3_K"),
     "blocks of GGUF, four and five bits": lambda: blocks("Q4_K", "Q5_K"),
     "blocks of GGUF, four and five bits in turn": lambda: (
         blocks("Q4_K", products=[FEW]),
-        blocks("Q5_K", products=[MORE]),
+        blocks("Q5_K", products=[OTHER]),
     ),
     "blocks of GGUF, six bits and levels": lambda: blocks("Q6_K", "IQ4_XS"),
     "blocks of GGUF, six bits and levels in turn": lambda: (

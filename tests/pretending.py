@@ -55,7 +55,7 @@ PAGES = 24
 _SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 _MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-_WINDOWS = {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 2, "num_hidden_layers": 4}
+_WINDOWS = {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1}
 MODELS = {
     "llama": SHAPES["8B"] | _SMALL | _HEADS,
     "qwen3": SHAPES["0.6B"] | _SMALL | _HEADS,

@@ -67,6 +67,11 @@ def _dirty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "_mapped", dirty)
 
 
+def turns(number: int) -> tuple[bool, ...]:
+    """Whether steps begin ahead, as `_ahead` says: both in all tests, or else each in every other one."""
+    return (False, True) if tiny.THOROUGH else (bool(number % 2),)
+
+
 @pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
 def _ahead(request: pytest.FixtureRequest) -> Iterator[None]:
     """Steps wait for each other, or the next begins before the last has been committed."""
@@ -151,7 +156,11 @@ def brought(llm: LLM) -> int:
 
 
 @pytest.mark.usefixtures("_ahead")
-@pytest.mark.parametrize("seed", range(100 if tiny.THOROUGH else 10))
+@pytest.mark.parametrize(
+    ("_ahead", "seed"),
+    [(ahead, seed) for seed in range(100 if tiny.THOROUGH else 14) for ahead in turns(seed)],
+    indirect=["_ahead"],
+)
 def test_whatever_the_sizes_and_whoever_comes_and_goes(seed: int) -> None:
     rng = random.Random(seed)
     name, room = (
@@ -172,7 +181,7 @@ def everything_is_free(llm: LLM) -> None:
 
 
 @pytest.mark.usefixtures("_ahead")
-@pytest.mark.parametrize("sharing", [True, False])
+@pytest.mark.parametrize(("_ahead", "sharing"), [(True, True), (False, False)], indirect=["_ahead"])
 def test_requests_that_are_sent_back_lose_nothing(sharing: bool) -> None:
     """Five grow side by side, with host blocks for three of them at the end."""
     rng = random.Random(1)
@@ -187,7 +196,9 @@ def test_requests_that_are_sent_back_lose_nothing(sharing: bool) -> None:
 
 
 @pytest.mark.usefixtures("_ahead")
-@pytest.mark.parametrize("name", ["llama_dynamic", "qwen3_windows"])
+@pytest.mark.parametrize(
+    ("_ahead", "name"), [(False, "llama_dynamic"), (True, "qwen3_windows")], indirect=["_ahead"]
+)
 def test_an_output_that_nobody_has_measured_grows_out_of_the_pages(name: str) -> None:
     rng = random.Random(name)
     short = tuple(words(rng, 11))
@@ -500,8 +511,9 @@ def test_copies_wait_for_what_lands_late() -> None:
 # ---- one after another, and interrupted
 
 
-@pytest.mark.parametrize("sharing", [True, False])
-@pytest.mark.parametrize("name", ["llama_dynamic", "qwen3_moe_window"])
+@pytest.mark.parametrize(
+    ("name", "sharing"), [("llama_dynamic", True), ("qwen3_moe_window", True), ("qwen3_moe_window", False)]
+)
 def test_nothing_of_a_request_is_left_for_the_next(name: str, sharing: bool) -> None:
     """Blocks of all tiers are used again and again; some requests are left in the midst."""
     rng = random.Random(name)
@@ -522,8 +534,17 @@ def test_nothing_of_a_request_is_left_for_the_next(name: str, sharing: bool) -> 
 
 
 @pytest.mark.usefixtures("_ahead")
-@pytest.mark.parametrize("seed", range(16 if tiny.THOROUGH else 2))
-@pytest.mark.parametrize("calls", [CARRIER, STREAMS], ids=["carrier", "streams"])
+@pytest.mark.parametrize(
+    ("_ahead", "calls", "seed"),
+    [
+        (ahead, calls, seed)
+        for seed in range(16 if tiny.THOROUGH else 2)
+        for ahead in (False, True)
+        for calls in (CARRIER, STREAMS)
+        if tiny.THOROUGH or (seed + ahead) % 2 == (calls is STREAMS)
+    ],
+    indirect=["_ahead"],
+)
 def test_interrupts_lose_nothing(calls: dict[type, list[str]], seed: int) -> None:
     rng = random.Random(seed)
     name, common = rng.choice(["llama", "qwen2_windows", "mixtral"]), words(rng, 60)

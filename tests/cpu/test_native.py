@@ -82,7 +82,14 @@ def threads() -> Iterator[None]:
 
 
 def example(scheme: str, height: int, width: int) -> tuple[Matrix, Tensor]:
-    """A matrix whose sides are the largest up to these that the layout holds."""
+    """A matrix whose sides are the largest up to these that the layout holds, which no kernel has seen. Its
+    tensors stay as they are."""
+    few, plain = numbers(scheme, height, width)
+    return Matrix(few.format, few.shape, few.parts), plain
+
+
+@cache
+def numbers(scheme: str, height: int, width: int) -> tuple[Matrix, Tensor]:
     down, across = SCHEMES[scheme].multiple
     rng = torch.Generator().manual_seed(len(scheme) + width)
     return matrix_of(
@@ -139,9 +146,11 @@ def test_dequantised(scheme: str, way: str) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_products_at_once(scheme: str, dtype: torch.dtype, way: str, threads: None) -> None:
     """Rows with a matrix each are what they are one by one, on any number of threads."""
-    matrices = [example(scheme, 300, 200)[0] for _ in range(4)]
-    for at, few in enumerate(matrices):  # Four different ones.
-        few.parts["codes"].copy_(few.parts["codes"].roll(at, 0))
+    few, _ = example(scheme, 300, 200)
+    matrices = [  # Four different ones.
+        Matrix(few.format, few.shape, {**few.parts, "codes": few.parts["codes"].roll(at, 0)})
+        for at in range(4)
+    ]
     (height, width), counts = matrices[0].shape, (1, 6, 2, 3)
     x = torch.randn(12, width + 3, generator=torch.Generator().manual_seed(4)).to(dtype)[:, :width]
     want = torch.cat([few_rows(part, few) for part, few in zip(x.split(counts), matrices, strict=True)])

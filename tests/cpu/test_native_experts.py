@@ -1,6 +1,7 @@
 """Kernels in C for feed-forwards of experts that rest on the host, against what their matrices stand for."""
 
 from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,27 @@ def close(got: Tensor, want: Tensor, inner_size: float = 1.0) -> None:
     torch.testing.assert_close(got.double(), want.double(), rtol=step * 1.01, atol=step * inner_size)
 
 
+@lru_cache(maxsize=1)
+def unlike(layout: str, shape: tuple[int, int], count: int, dtype: torch.dtype) -> list[Expert]:
+    return [expert(layout, shape, seed, dtype) for seed in range(count)]
+
+
+@cache
+def asked(
+    layout: str, dtype: torch.dtype, shape: tuple[int, int], counts: tuple[int, ...]
+) -> tuple[Tensor, Tensor, list[GroupViews], Tensor]:
+    """What feed-forwards are given, and what they have to be, which is the same for all kernels."""
+    # Of all layouts but one, both dtypes have the same matrices.
+    some = unlike(layout, shape, len(counts), dtype if layout == DENSE else DTYPES[0])
+    x, tokens = (
+        drawn(7, shape[0] + 3, seed=9, dtype=dtype)[:, : shape[0]],
+        torch.arange(33, dtype=torch.int32) * 5 % 7,
+    )
+    rows = x[tokens.long()].split(counts)
+    want = torch.cat([wanted(part, one, SWIGLU) for part, one in zip(rows, some, strict=True)])
+    return x, tokens, [one[0] for one in some], want
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("layout", "shape"), [*((name, (352, 96)) for name in LAYOUTS), *((name, (256, 128)) for name in DOTS)]
@@ -90,17 +112,11 @@ def close(got: Tensor, want: Tensor, inner_size: float = 1.0) -> None:
 def test_feed_forwards(layout: str, dtype: torch.dtype, shape: tuple[int, int], pool: ThreadPool) -> None:
     """Each expert has rows of its own, any number of them, wherever they are in x."""
     counts = (1, 16, 2, 0, 9, 5)
-    some = [expert(layout, shape, seed, dtype) for seed in range(len(counts))]
-    x, tokens = (
-        drawn(7, shape[0] + 3, seed=9, dtype=dtype)[:, : shape[0]],
-        torch.arange(33, dtype=torch.int32) * 5 % 7,
-    )
-    assert takes(x, some[0][0])
+    x, tokens, some, want = asked(layout, dtype, shape, counts)
+    assert takes(x, some[0])
     whole = torch.full((35, shape[0] + 2), torch.nan, dtype=dtype)
     out = whole[1:-1, 1:-1]
-    pool.feed_forward(x, [one[0] for one in some], counts, SWIGLU, out, tokens)
-    rows = x[tokens.long()].split(counts)
-    want = torch.cat([wanted(part, one, SWIGLU) for part, one in zip(rows, some, strict=True)])
+    pool.feed_forward(x, some, counts, SWIGLU, out, tokens)
     close(out, want)
     assert whole.isnan().sum() == whole.numel() - want.numel(), "written beside the result"
 
@@ -116,20 +132,27 @@ def test_biases_and_activations(layout: str, activation: Activation, pool: Threa
     close(out, wanted(x, one, activation), 8)
 
 
-def outputs(pool: ThreadPool, x: Tensor, some: Sequence[Expert], rows: int) -> Tensor:
+@cache
+def wide(layout: str) -> list[GroupViews]:
+    """Two experts whose matrices are wider than one panel."""
+    return [expert(layout, (1280, 640), seed, torch.bfloat16)[0] for seed in range(2)]
+
+
+def outputs(pool: ThreadPool, x: Tensor, some: Sequence[GroupViews], rows: int) -> Tensor:
     out = x.new_empty(rows * len(some), x.shape[1])
     tokens = torch.arange(rows, dtype=torch.int32).repeat(len(some))
-    pool.feed_forward(x, [one[0] for one in some], [rows] * len(some), SWIGLU, out, tokens)
+    pool.feed_forward(x, some, [rows] * len(some), SWIGLU, out, tokens)
     return out.view(len(some), rows, -1)
 
 
 @pytest.mark.parametrize("layout", [*DOTS, "gptq", "nvfp4", "packed_8"])
 def test_a_row_depends_on_nothing_else(layout: str, way: str) -> None:
     """Not on other rows, other experts, or the number of threads; widths are more than one panel."""
-    some = [expert(layout, (1280, 640), seed, torch.bfloat16) for seed in range(2)]
+    some = wide(layout)
     x = drawn(17, 1280, seed=5, dtype=torch.bfloat16)
-    found, every = list[Tensor](), range(1, 17)
-    for threads, counts in ((1, (1, 8)), (2, (1, 5)), (4, every if way == "best" else (1, 2, 3, 4, 9))):
+    found = list[Tensor]()
+    more = ((2, (1, 5)), (4, range(1, 17))) if way == "best" else ((3, (2, 3, 5)),)
+    for threads, counts in ((1, (1, 8)), *more):
         pool = ThreadPool(threads)
         found.append(outputs(pool, x, some, 17))
         for rows in counts:
@@ -187,7 +210,7 @@ def test_what_is_not_taken(way: str) -> None:
 @pytest.mark.parametrize("layout", [*DOTS, "gptq", "packed_8"])
 def test_rows_by_tiles_depend_on_nothing_else(layout: str, way: str) -> None:
     """Nor on how many rows an expert has, if it has enough of them for tiles."""
-    some = [expert(layout, (1280, 640), seed, torch.bfloat16) for seed in range(2)]
+    some = wide(layout)
     x = drawn(17, 1280, seed=5, dtype=torch.bfloat16)
     plain, pools = ThreadPool(2), [ThreadPool(threads, tiles=True) for threads in (1, 4)]
     few, many = outputs(plain, x, some, 2), outputs(pools[0], x, some, 17)
@@ -197,9 +220,9 @@ def test_rows_by_tiles_depend_on_nothing_else(layout: str, way: str) -> None:
         for rows in (3, 4, 5, 8, 9, 16, 17):
             assert torch.equal(outputs(pool, x, some, rows), many[:, :rows]), rows
         tokens = torch.cat([torch.arange(3), torch.arange(16)]).int()
-        unlike = x.new_empty(19, 1280)
-        pool.feed_forward(x, [one[0] for one in some], (3, 16), SWIGLU, unlike, tokens)
-        assert torch.equal(unlike, torch.cat([many[0, :3], many[1, :16]]))
+        mixed = x.new_empty(19, 1280)
+        pool.feed_forward(x, some, (3, 16), SWIGLU, mixed, tokens)
+        assert torch.equal(mixed, torch.cat([many[0, :3], many[1, :16]]))
     for pool in (plain, *pools):
         pool.close()
 

@@ -76,7 +76,7 @@ def one_hot(*likely: int) -> torch.Tensor:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 def test_what_has_come_ahead_need_not_come_again(data: st.DataObject) -> None:
     """However much had come when the layer decided: those pieces are taken from where they are, the others
     come through the link."""

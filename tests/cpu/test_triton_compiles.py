@@ -39,7 +39,8 @@ FEW_BITS = (
     "few bits experts, float16",
 )
 BLOCKS = ("blocks of GGUF, old ones in turn", "blocks of GGUF, six bits and levels in turn")
-"""The same of few bits, and of GGUF's blocks: every kind, and few rows and more."""
+"""The same of few bits, and of GGUF's blocks: every kind, and few rows and more of the one of which a program
+holds most."""
 EARLY = (
     "decode, one row",
     "pointwise",
@@ -168,7 +169,7 @@ def test_what_changes_in_place_waits_until_all_threads_have_read_it(tmp_path: Pa
     pytest.importorskip("triton.backends.nvidia")
     cases = (
         "merge", "fold, one", "fold, some", "pointwise, one head", "pointwise, half of a head",
-        "sums, narrow", "slots", "adapters, float32",
+        "sums, narrow", "slots, some", "adapters, float32",
     )  # fmt: skip
     output = _run("-m", "compiling", "--ptx", "89", *cases, cache=tmp_path)
     kernels = list(map(json.loads, output.splitlines()))[1:]

@@ -146,8 +146,9 @@ def test_products(scheme: str) -> None:
         close(made.total(), want)
 
 
-@pytest.mark.parametrize("biases", [0, 1, 2])
-@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "fp8", "awq"])
+@pytest.mark.parametrize(
+    ("scheme", "biases"), [("mxfp4", 0), ("mxfp4", 1), ("mxfp4", 2), ("nvfp4", 2), ("fp8", 1), ("awq", 2)]
+)
 def test_biases_and_a_clamped_activation(scheme: str, biases: int) -> None:
     """As gpt-oss has them; a rank that is not the first has no bias of down."""
     for tokens, tuning in zip((1, 9), TUNINGS, strict=True):
@@ -164,7 +165,7 @@ def test_few_tokens_by_warps(scheme: str) -> None:
     more = scheme in ("mxfp4", "awq")
     its = weights(scheme, 192 if more else 128, 64)
     activation, biases = Activation(alpha=1.702, shift=1.0, limit=0.7), 2 if more else 0
-    for tokens in (1, 8) if more else (8,):
+    for tokens in (1, 8) if more else (2,):
         made, table, want = mixed(its, tokens, BY_WARPS, biases, activation, torch.bfloat16)
         with patch.object(kernels, "expert_columns", wraps=kernels.expert_columns) as by_warps:
             made.compute(table)

@@ -298,7 +298,7 @@ def one_is_told_not_to(group: Group) -> None:
 
 def what_is_written_does_not_come(group: Group) -> None:
     with changed(_LOOKS=OFTEN):
-        timer = threading.Timer(1.0, lambda: group.over.fill_(1))  # The interpreter has no clock.
+        timer = threading.Timer(0.3, lambda: group.over.fill_(1))  # The interpreter has no clock.
         timer.start()
         with collected(group, astray=group.rank == 1) as collectives:
             timer.join()
