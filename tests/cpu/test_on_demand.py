@@ -395,6 +395,22 @@ def test_clients_of_two_models_take_turns_and_not_each_request_a_load() -> None:
 # ---- an engine that is not well
 
 
+FORK = multiprocessing.get_context("fork")
+
+
+def play(monkeypatch: pytest.MonkeyPatch, engine: Callable[[Connection], None]) -> None:
+    """Let the next process that is started be a fork that plays an engine."""
+    near, far = FORK.Pipe()
+
+    def started(*_: object) -> tuple[Any, Connection]:
+        child = FORK.Process(target=engine, args=(far,), daemon=True)
+        child.start()
+        far.close()
+        return child, near
+
+    monkeypatch.setattr(process, "_started", started)
+
+
 @pytest.mark.parametrize(
     ("last", "why"),
     [
@@ -405,22 +421,13 @@ def test_clients_of_two_models_take_turns_and_not_each_request_a_load() -> None:
 def test_what_waits_for_an_engine_is_told_also_if_its_process_does_not_end(
     last: object, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context = multiprocessing.get_context("fork")
-    near, far = context.Pipe()
-
     def stubborn(line: Connection) -> None:
         line.send(process._Loaded(None))  # type: ignore[arg-type]
         line.recv()
         line.send(last)
         time.sleep(60)
 
-    def started(*_: object) -> tuple[Any, Connection]:
-        child = context.Process(target=stubborn, args=(far,), daemon=True)
-        child.start()
-        far.close()
-        return child, near
-
-    monkeypatch.setattr(process, "_started", started)
+    play(monkeypatch, stubborn)
     ended = list[str]()
     engine = process.EngineProcess("a", Config(), ended.append)
     engine.start()
@@ -444,11 +451,9 @@ def test_what_waits_for_an_engine_is_told_also_if_its_process_does_not_end(
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_load_that_does_not_get_on_is_given_up(monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
     """One that computes or reads is waited for, however long it takes."""
-    context = multiprocessing.get_context("fork")
-    near, far = context.Pipe()
 
     def load(line: Connection) -> None:
-        end = time.monotonic() + 1.5
+        end = time.monotonic() + 3.0
         while time.monotonic() < end:
             if busy:
                 Path("/proc/self/stat").read_bytes()
@@ -456,14 +461,8 @@ def test_a_load_that_does_not_get_on_is_given_up(monkeypatch: pytest.MonkeyPatch
         line.send(process._Loaded(None))  # type: ignore[arg-type]
         line.recv()
 
-    def started(*_: object) -> tuple[Any, Connection]:
-        child = context.Process(target=load, args=(far,), daemon=True)
-        child.start()
-        far.close()
-        return child, near
-
-    monkeypatch.setattr(process, "_started", started)
-    monkeypatch.setattr(stall, "STALL", 0.6)
+    play(monkeypatch, load)
+    monkeypatch.setattr(stall, "STALL", 2.0)
     monkeypatch.setattr(stall, "LOOK", 0.1)
     monkeypatch.setattr(stall, "_IDLE", 0.2)  # The machine may be busy, and a look late.
     engine = process.EngineProcess("a", Config())
@@ -471,7 +470,7 @@ def test_a_load_that_does_not_get_on_is_given_up(monkeypatch: pytest.MonkeyPatch
         engine.start()
         engine.stop()
         return
-    with pytest.raises(EngineClosedError, match=r"loading a has neither computed nor read anything for 1 s"):
+    with pytest.raises(EngineClosedError, match=r"loading a has neither computed nor read anything for 2 s"):
         engine.start()
 
 
@@ -485,9 +484,7 @@ def test_what_only_waits_does_not_get_on() -> None:
 
 def test_no_loop_waits_for_a_process_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request is larger than a pipe takes, and its engine reads once the loop has gone on."""
-    context = multiprocessing.get_context("fork")
-    near, far = context.Pipe()
-    goes_on = context.Event()
+    goes_on = FORK.Event()
 
     def busy(line: Connection) -> None:
         line.send(process._Loaded(None))  # type: ignore[arg-type]
@@ -497,13 +494,7 @@ def test_no_loop_waits_for_a_process_that_does_not_read(monkeypatch: pytest.Monk
             line.send((number, process._Last()))
             line.recv()
 
-    def started(*_: object) -> tuple[Any, Connection]:
-        child = context.Process(target=busy, args=(far,), daemon=True)
-        child.start()
-        far.close()
-        return child, near
-
-    monkeypatch.setattr(process, "_started", started)
+    play(monkeypatch, busy)
     engine = process.EngineProcess("a", Config())
     engine.start()
     request: Any = "x" * (1 << 20)

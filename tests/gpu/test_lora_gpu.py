@@ -129,8 +129,8 @@ def bank(
     ("heights", "rank"), [([14336] * 2, 16), ([14336] * 2, 64), ([900] * 2, 5), ([1024] * 2, 33)]
 )
 def test_activations_are_those_of_what_is_added(heights: list[int], rank: int) -> None:
-    """As launches of their own say, but that a compiler may round products and sums together in one of them:
-    then a number is the next one of bfloat16."""
+    """As launches of their own say. Here and there a number may be the next one of bfloat16: the two are
+    compiled apart."""
     rng, kernels = torch.Generator("cuda").manual_seed(rank), triton_kernels("lora")
     pointwise = triton_kernels("pointwise")
     assert kernels is not None

@@ -5,8 +5,9 @@ from time import monotonic
 
 import psutil
 
-STALL = 300.0
-"""Seconds in which a load has neither computed nor read anything when it is given up."""
+STALL = 600.0
+"""Seconds in which a load has neither computed nor read anything when it is given up: twice as many as a
+compiler of kernels has, for which it waits."""
 LOOK = 2.0
 """Seconds between two looks at it."""
 _IDLE = 0.02
@@ -25,13 +26,11 @@ class StallWatch:
     def seconds(self) -> float:
         """Return the seconds for which the process has not got on, as of this look."""
         now, used = self._clock(), self._used()
-        if used is None or self._seen is None or self._gets_on(self._seen, used, now - self._looked):
+        before, share = self._seen, _IDLE * (now - self._looked)
+        if used is None or before is None or used[1] > before[1] or used[0] - before[0] > share:
             self._since = now
         self._seen, self._looked = used, now
         return now - self._since
-
-    def _gets_on(self, before: tuple[float, int], now: tuple[float, int], seconds: float) -> bool:
-        return now[1] > before[1] or now[0] - before[0] > _IDLE * seconds
 
     def _used(self) -> tuple[float, int] | None:
         """Return the seconds that it has computed, and the bytes that it has read; None if nobody knows."""
