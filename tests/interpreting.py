@@ -23,8 +23,12 @@ def install() -> None:
     from triton.runtime import interpreter
 
     patch, done = interpreter._patch_lang, set[tuple[bool, bool]]()
+    seen = dict[int, dict[str, Any]]()  # By identity; what is kept is not made anew at the same place.
 
     def patch_once(function: Any) -> Any:
+        if id(function.__globals__) in seen:
+            return interpreter._LangPatchScope()
+        seen[id(function.__globals__)] = function.__globals__
         values = function.__globals__.values()
         used = any(one is language for one in values), any(one is language.core for one in values)
         if used not in done:

@@ -66,44 +66,56 @@ def _plain_products(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Return what the PTX makes, by plain arithmetic in float32."""
-    none = tl.zeros(given[0].shape, tl.float32)
+    """Return what the PTX makes, by plain arithmetic in float32: of all words at once, since the interpreter
+    takes its time for each operation. After the first three axes are those of the two halves of a row's
+    words, of the words of a half, and of the two rows."""
+    WARPS: tl.constexpr = given[0].shape[1]
+    TILES: tl.constexpr = given[0].shape[2]
+    words = tl.join(_four(given[0:4]), _four(given[4:8]))
+    none = tl.zeros((32, WARPS, TILES), tl.float32)
     sums = (none, none, none, none)
     more = sums
     for place in tl.static_range(PLACES):
         quarter: tl.constexpr = place * 4 // PLACES
-        for word in tl.static_range(4):
-            own = plain_number(given[word], place, KIND, ZEROS)
-            other = plain_number(given[4 + word], place, KIND, ZEROS)
-            if ZEROS:
-                own -= zeros[quarter].to(tl.float32)
-                other -= zeros[4 + quarter].to(tl.float32)
-            if SCALED:
-                own *= scale_of(scales[quarter], SCALES)
-                other *= scale_of(scales[4 + quarter], SCALES)
-            pair = given[8 + 2 * place * WIDE + word // 2]
-            a, b = _by_lanes(own, pair, word % 2, HALF)
-            c, d = _by_lanes(other, pair, word % 2, HALF)
-            sums = (sums[0] + a, sums[1] + b, sums[2] + c, sums[3] + d)
-            if WIDE == 2:
-                pair = given[8 + 2 * (place * WIDE + 1) + word // 2]
-                a, b = _by_lanes(own, pair, word % 2, HALF)
-                c, d = _by_lanes(other, pair, word % 2, HALF)
-                more = (more[0] + a, more[1] + b, more[2] + c, more[3] + d)
+        numbers = plain_number(words, place, KIND, ZEROS)
+        if ZEROS:
+            both = tl.join(zeros[quarter], zeros[4 + quarter]).to(tl.float32)
+            numbers -= tl.reshape(both, (32, WARPS, TILES, 1, 1, 2))
+        if SCALED:
+            both = tl.join(scale_of(scales[quarter], SCALES), scale_of(scales[4 + quarter], SCALES))
+            numbers *= tl.reshape(both, (32, WARPS, TILES, 1, 1, 2))
+        left = tl.reshape(numbers, (8, 1, 4, WARPS, TILES, 4, 2))
+        found = _by_lanes(left, given[8 + 2 * place * WIDE : 10 + 2 * place * WIDE], HALF)
+        sums = (sums[0] + found[0], sums[1] + found[1], sums[2] + found[2], sums[3] + found[3])
+        if WIDE == 2:
+            found = _by_lanes(left, given[10 + 2 * place * WIDE : 12 + 2 * place * WIDE], HALF)
+            more = (more[0] + found[0], more[1] + found[1], more[2] + found[2], more[3] + found[3])
     return sums + more
 
 
+@triton.jit
+def _four(words):  # type: ignore[no-untyped-def]
+    """Return the words of a row, with an axis of the halves and one of what is in each."""
+    return tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def _by_lanes(numbers, pair, which: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the products of numbers of codes with one of each pair of activations, summed over the four
-    lanes of a row: for the row of a lane, two numbers, which are of two rows of activations."""
-    WARPS: tl.constexpr = numbers.shape[1]
-    TILES: tl.constexpr = numbers.shape[2]
+def _by_lanes(left, pairs, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the products of numbers of codes with pairs of activations, one for each half of the words,
+    summed over these and over the four lanes of a row: for the row of a lane, two numbers, which are of two
+    rows of activations, and for the other row two more."""
+    WARPS: tl.constexpr = left.shape[3]
+    TILES: tl.constexpr = left.shape[4]
+    pair = tl.join(pairs[0], pairs[1])
     if HALF:
-        some = (pair >> 16 * which).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        low = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        some = (pair << 16 if which == 0 else pair & -65536).to(tl.float32, bitcast=True)
-    left = tl.reshape(numbers, (8, 1, 4, WARPS, TILES))
-    right = tl.reshape(some, (1, 8, 4, WARPS, 1))
-    both = tl.reshape(tl.sum(left * right, 2), (32, 2, WARPS, TILES))
-    return tl.split(tl.permute(both, (0, 2, 3, 1)))
+        low = (pair << 16).to(tl.float32, bitcast=True)
+        high = (pair & -65536).to(tl.float32, bitcast=True)
+    right = tl.reshape(tl.join(low, high), (1, 8, 4, WARPS, 1, 4, 1))
+    both = tl.reshape(tl.sum(tl.sum(left * right, 5), 2), (32, 2, WARPS, TILES, 2))
+    one, other = tl.split(tl.permute(both, (0, 2, 3, 4, 1)))
+    a, c = tl.split(one)
+    b, d = tl.split(other)
+    return a, b, c, d
