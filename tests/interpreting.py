@@ -48,7 +48,48 @@ def install() -> None:
         return known[name]
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, number_once
+    interpreter._patch_attr, interpreter._validate_np_data_size = _called_at_once, lambda data, kind: True
+    _shift_alone(interpreter, language)
     _wrap_less()
+
+
+def _called_at_once(package: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """What is built in is called as it is, with who computes: not through what asks whether that was given."""
+    from triton.runtime import interpreter
+
+    inner, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return inner(*args, **kwargs)
+
+    scope.set_attr(package, name, call)
+
+
+def _shift_alone(interpreter: Any, language: Any) -> None:
+    """What lies between bfloat16 and float32 is a shift, where no number is too small for its exponent."""
+    import numpy
+
+    convert = interpreter._convert_float
+
+    def convert_by_shifts(data: Any, kind: Any, to: Any, rounding: Any) -> Any:
+        if rounding is None and kind == language.bfloat16 and to == language.float32:
+            wide = data.view(numpy.uint16).astype(numpy.uint32) << 16
+            if not _tiny(wide):
+                return wide
+        elif rounding is None and kind == language.float32 and to == language.bfloat16:
+            wide = data.view(numpy.uint32)
+            if not _tiny(wide):
+                return (wide >> 16).astype(numpy.uint16)
+        return convert(data, kind, to, rounding)
+
+    interpreter._convert_float = convert_by_shifts
+
+
+def _tiny(words: Any) -> bool:
+    """Whether any float32 but zeros has an exponent of zero."""
+    size = words & 0x7FFFFFFF
+    return bool(((size < 0x800000) & (size > 0)).any())
 
 
 def _wrap_less() -> None:
