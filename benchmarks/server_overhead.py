@@ -71,8 +71,8 @@ async def streamed(place: tuple[str, int], model: str, prompt: Sequence[int], to
     body = json.dumps(fields).encode()
     reader, writer = await asyncio.open_connection(*place)
     writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
-        % (len(body), body)
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
     )
     events, last = 0, b""
     while b"data: [DONE]" not in last:
