@@ -31,7 +31,7 @@ from penstock.ops.handover import Handover, HandoverBox, StepRows
 from penstock.ops.kernels import pdl_launches
 from penstock.ops.matrix import Matrix
 from penstock.ops.row_classes import CLASSES
-from penstock.ops.slots import COPIERS, Places, SlotArrays
+from penstock.ops.slots import COPIERS, FetchQueue, Places, SlotArrays
 from penstock.ops.triton import attention as triton_attention
 from penstock.ops.triton import blocks as triton_blocks
 from penstock.ops.triton import experts as triton_experts
@@ -47,6 +47,7 @@ from penstock.ops.triton import pointwise as triton_pointwise
 from penstock.ops.triton import routing as triton_routing
 from penstock.ops.triton import sampling as triton_sampling
 from penstock.ops.triton import slots as triton_slots
+from penstock.ops.triton import steady as triton_steady
 from penstock.ops.triton import steps as triton_steps
 from penstock.ops.triton import sums as triton_sums
 from penstock.ops.triton import tiles as triton_tiles
@@ -335,6 +336,15 @@ def slots(experts: int, count: int, most: int) -> None:
     rows = StepRows(empty(16, HIDDEN), empty(64, dtype=torch.int32), empty(64, HIDDEN))
     triton_handover.give(handover, rows, pairs, 0, coming)
     triton_handover.take(handover, rows, coming)
+    queue = FetchQueue(
+        empty(2, dtype=torch.int32), empty(COPIERS, dtype=torch.int32), empty(1, dtype=long),
+        empty(FetchQueue.HEAD + 3 * experts, dtype=torch.int32), empty(2, 2, dtype=long),
+    )  # fmt: skip
+    for ahead in (False, True):
+        triton_steady.bring(queue, arrays, places, 1 << 44, ahead=ahead)
+    triton_steady.ask_first(queue, coming, 2, 3 * experts)
+    for asks, ends in ((False, False), (True, False), (False, True)):
+        triton_steady.await_part(queue, arrays.now, coming, 0, asks=asks, ends=ends)
 
 
 def few_bits(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:

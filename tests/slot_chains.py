@@ -95,9 +95,10 @@ class SlotChain:
         for layer, router in enumerate(self.routers):
             x = rms_norm(x, self.gain, 1e-5)[0]
             mixed = Grouped(x, one_row(x, router), self.moe, formats=self.formats)
-            parts = None if rests else self.experts.recorded().parts(layer, mixed.pairs, self.top)
-            if parts is not None and (following := self.experts.foretells(layer, self.top)) is not None:
-                self.experts.foretell(following, one_row(x, self.routers[following]), self.top, None)
+            standing = self.experts.recorded()
+            parts = None if rests else standing.parts(layer, mixed.pairs, self.top)
+            if parts is not None and (following := standing.foretells(layer, self.top)) is not None:
+                standing.foretell(following, one_row(x, self.routers[following]), self.top, None)
             for table in parts or (self.tables[layer],):
                 mixed.compute(table, moves=parts is not None)
             x = mixed.total()

@@ -19,6 +19,7 @@ from penstock.memory.streams import CudaStream, Ticket
 from penstock.ops.kernels import pdl_launches
 from penstock.ops.slots import ExpertParts, Places
 from penstock.ops.triton import slots as triton_slots
+from penstock.ops.triton import steady as triton_steady
 from penstock.ops.triton.slots import expert_step, fetch
 from penstock.weights.streaming import snapshots
 from penstock.weights.streaming.experts import Experts
@@ -164,9 +165,10 @@ class World:
     def layer(
         self, number: int, pairs: torch.Tensor, most: int, *, join: bool = True, reuse: bool = True
     ) -> None:
-        parts = self.experts.recorded().parts(number, pairs, most)
-        if (following := self.experts.foretells(number, most)) is not None:
-            self.experts.foretell(following, self.scores[following : following + 1], most, None)
+        standing = self.experts.recorded()
+        parts = standing.parts(number, pairs, most)
+        if (following := standing.foretells(number, most)) is not None:
+            standing.foretell(following, self.scores[following : following + 1], most, None)
         self.compute.waits, self.link.waits = join, reuse
         for table in parts or ():
             address = table[:, 0]
@@ -266,6 +268,40 @@ def test_every_wait_is_needed(left_out: str, fetch: int, kernel: int) -> None:
                     world.layer(number, pairs, 7, **{left_out: waits})
         torch.cuda.synchronize()
         assert bool(world.right) == waits
+
+
+@pytest.mark.parametrize("left_out", ["", "wait", "places"])
+def test_every_wait_of_a_recorded_step_is_needed(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What brings experts begins late, and what computes with them is slow."""
+    real_wait, real_ask = triton_steady.await_part, triton_steady.ask_first
+
+    def hasty(queue: Any, now: Any, parts: ExpertParts, part: int, **more: bool) -> None:
+        if part == len(parts.tables) - 1:  # Else the next list would be written over this one.
+            real_wait(queue, now, parts, part, **more)
+
+    if left_out == "wait":
+        monkeypatch.setattr(triton_steady, "await_part", hasty)
+    elif left_out == "places":
+        monkeypatch.setattr(
+            triton_steady, "ask_first", lambda queue, parts, _, begin: real_ask(queue, parts, 7, begin)
+        )
+        monkeypatch.setattr(
+            triton_steady, "await_part", lambda *given, asks, **more: real_wait(*given, asks=False, **more)
+        )
+    world = World(0, 8 if left_out == "wait" else 2, LATE, LATE)
+    pairs = torch.zeros(LAYERS, EXPERTS, dtype=torch.int32, device=DEVICE)
+
+    def step() -> None:
+        for number in range(LAYERS):
+            world.layer(number, pairs[number], 7)
+
+    work = recorded(step)
+    for first in (0, 5, 9):
+        pairs.zero_()
+        pairs[:, first : first + 7] = 1
+        work()
+    torch.cuda.synchronize()
+    assert bool(world.right) == (not left_out)
 
 
 def test_what_the_device_counts_is_seen_while_steps_run(

@@ -121,6 +121,7 @@ _MODULES = (
     "routing",
     "sampling",
     "slots",
+    "steady",
     "steps",
     "sums",
     "tiles",
@@ -174,13 +175,16 @@ def noted(launches: Iterable[Callable[[], object]]) -> list[Callable[[], "Compil
 
     with _NOTING:  # Not in a generator, which an interrupt could leave suspended.
         try:
+            _launches.noting = True
             for function in ours:
                 function.run = partial(run, function)
             for launch in launches:
                 with suppress(Exception):
                     launch()
         finally:
-            noting = False  # First: after an interrupt below, a `run` that is left behind launches normally.
+            noting = _launches.noting = (
+                False  # First: after an interrupt, a `run` left behind launches normally.
+            )
             for function in ours:
                 vars(function).pop("run", None)
     return [*found.values()]
@@ -217,16 +221,22 @@ def _stand_in(value: object, param: "KernelParam") -> object:
 
 
 class _Launches(local):
-    """Holds a thread's settings for its launches: early launches, plain torch, what is between products, and
-    shared counters."""
+    """Holds a thread's settings for its launches: early launches, plain torch, launches that are only noted,
+    what is between products, and shared counters."""
 
     early = False
     plain = False
+    noting = False
     between = False
     counters: Tensor | None = None
 
 
 _launches = _Launches()
+
+
+def are_noted() -> bool:
+    """Tell whether launches of this thread are noted, and not launched."""
+    return _launches.noting
 
 
 @contextmanager

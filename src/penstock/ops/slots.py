@@ -2,7 +2,9 @@
 shape that depends on data. `weights/streaming/slots.py` has the rule in words."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 
@@ -61,6 +63,43 @@ class Places:
         half = max(1, self.ring // 2)
         count = max(min(PARTS, most), -(-most // half))
         return count, max(1, self.ring // -(-most // count))
+
+
+@dataclass(frozen=True, slots=True)
+class FetchQueue:
+    """A fetch queue has what a recorded step asks for, and how far that has come, on a device.
+
+    asked: int32 `[2]`: the last part that may come; the one before the first of the layer at hand. came: int32
+    `[COPIERS]`: the last part of which each program has brought all that is its own. ended: int64 `[]`: the
+    last step in which nothing more is asked for. list: int32 `[HEAD + 3 * most]`: the part before the layer's
+    first, and its parts; of each part how many experts come up to its end; of each expert itself, counted
+    through all layers, and its place. told: int64 `[2, 2]`: of the layers in turn, as of SlotArrays. Numbers
+    of parts go up by one, wrap around, and are compared by their difference.
+    """
+
+    asked: Tensor
+    came: Tensor
+    ended: Tensor
+    list: Tensor
+    told: Tensor
+
+    HEAD: ClassVar[int] = 2
+
+    @staticmethod
+    def of(most: int, told: Tensor) -> "FetchQueue":
+        """Return an empty queue for layers of `most` experts."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=told.device)
+
+        return FetchQueue(
+            zeros(2), zeros(COPIERS), zeros(dtype=torch.int64), zeros(FetchQueue.HEAD + 3 * most), told
+        )
+
+    @property
+    def most(self) -> int:
+        """Return the experts of a layer."""
+        return (len(self.list) - self.HEAD) // 3
 
 
 COPIERS = 8

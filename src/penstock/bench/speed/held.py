@@ -16,6 +16,7 @@ from penstock.memory.device import choose_device
 from penstock.memory.streams import CudaStream, Pieces
 from penstock.ops.kernels import triton_kernels
 from penstock.ops.slots import ExpertParts, Places, SlotArrays
+from penstock.weights.streaming.slotted import SlotExperts
 
 _LEAST = 1 << 20
 """Bytes/s below which a copy would take hours."""
@@ -90,6 +91,7 @@ def held_link(device: str, rate: float | None) -> Iterator[None]:
             (CudaStream, "copy", copy),
             (CudaStream, "copy_rows", copy_rows),
             (CudaStream, "copy_pieces", copy_pieces),
+            (SlotExperts, "steady", False),  # One launch for a whole step cannot be held.
             (slots, "fetch", held_fetch),
             (slots, "fetch_ahead", held_fetch_ahead),
             *((module, "copy_rate", at_most(module.copy_rate)) for module in (placing, settling, contexts)),

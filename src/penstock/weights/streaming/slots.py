@@ -78,7 +78,7 @@ class SlotTable:
         self.computed = torch.zeros((), dtype=torch.int64, device=device)
         self.turn = torch.zeros((), dtype=torch.int64, device=device)
         # What is foretold for a layer is written while that of the layer before is still read.
-        told = torch.full((2, 2), -1, dtype=torch.int64, device=device)
+        self.told = told = torch.full((2, 2), -1, dtype=torch.int64, device=device)
         done = torch.zeros(2, COPIERS, dtype=torch.int32, device=device)
         decays = torch.from_numpy(rule.table.copy()).to(device)
         held = [row[: slots + (layer < fuller)] for layer, row in enumerate(self.expert_of)]

@@ -64,8 +64,8 @@ from penstock.base.tiers import Tier
 from penstock.memory.sending import send
 from penstock.memory.streams import Stream, Ticket
 from penstock.ops.handover import StepRows
-from penstock.ops.kernels import triton_kernels
-from penstock.ops.slots import ExpertParts, Places
+from penstock.ops.kernels import are_noted, triton_kernels
+from penstock.ops.slots import ExpertParts, FetchQueue, Places
 from penstock.weights.streaming.cpu_experts import CpuExperts
 from penstock.weights.streaming.experts import WAVES, Experts
 from penstock.weights.streaming.lending import ExpertStream
@@ -88,6 +88,8 @@ class SlotExperts(ExpertStream):
 
     decided = True
     """The device decides, about steps of few tokens."""
+    steady = True
+    """Experts of a recorded step come in one launch, on a GPU."""
 
     def __init__(
         self,
@@ -121,6 +123,7 @@ class SlotExperts(ExpertStream):
         )
         if cpu is not None:
             self._slot_table.computed = cpu.handover.computed
+        self._queue = FetchQueue.of(self._experts, self._slot_table.told)
         self._margin, self._decay = rule.margin, 0.5 ** (1 / rule.half_life)
         self.snapshots = SlotSnapshots(self._slot_table, ring.compute)
         self._foretold: Callable[[], None] | None = None
@@ -171,8 +174,15 @@ class SlotExperts(ExpertStream):
         shares = None if cpu is None or rows is None else cpu.shares(len(rows.x))
         count, at_once = places.parts(most)
         arrays, first = self._slot_table.arrays(number), self._host[number * self._experts].data_ptr()
+        decide = partial(kernels.expert_step, arrays, pairs, bound, self._margin, places, count, shares)
+        if recorded and self._steadily:
+            decided = decide()
+            self._ask(number, decided, at_once)
+            if cpu is not None and rows is not None:
+                cpu.give(rows, pairs, number, decided)
+            return self._coming(number, decided, at_once, rows if cpu is not None else None)
         self._changing = number
-        self._decided = kernels.expert_step(arrays, pairs, bound, self._margin, places, count, shares)
+        self._decided = decide()
         fetch = partial(self._fetch, partial(kernels.fetch, self._decided, places, first))
         self._foretold, self._running_ahead = None, False
         self._link.wait(self._compute.mark())
@@ -181,10 +191,47 @@ class SlotExperts(ExpertStream):
             cpu.give(rows, pairs, number, self._decided)
         return self._parts(self._decided, coming, fetch, rows if cpu is not None else None)
 
+    @property
+    def _steadily(self) -> bool:
+        """Whether what is launched now comes in one launch for the whole step: what is recorded, or noted."""
+        return self.steady and (are_noted() or _is_recorded(self._device))
+
+    def _ask(self, number: int, parts: ExpertParts, at_once: int) -> None:
+        """Ask for the first parts of a layer; the first layer of a step launches what brings them all."""
+        kernels = triton_kernels("steady")
+        assert kernels is not None, "parts() says whether there are kernels"
+        if number == 0:
+            arrays, places = self._slot_table.arrays(0), self._places[next(iter(self._layers))]
+            self._link.wait(self._compute.mark())
+            self._link.run(
+                partial(
+                    kernels.bring, self._queue, arrays, places, self._host.data_ptr(), ahead=bool(self._ahead)
+                )
+            )
+        kernels.ask_first(self._queue, parts, min(at_once, len(parts.tables)), number * self._experts)
+
+    def _coming(
+        self, number: int, parts: ExpertParts, at_once: int, rows: StepRows | None
+    ) -> Iterator[Tensor]:
+        """Yield the table of each part of a layer when it has come. The first parts have been asked for; each
+        other is when what was computed with the one whose places it takes is done."""
+        kernels = triton_kernels("steady")
+        assert kernels is not None, "parts() says whether there are kernels"
+        last, now = len(parts.tables) - 1, self._slot_table.now
+        at_last = number == len(self._layers) - 1
+        for part, table in enumerate(parts.tables):
+            asks = 0 < part <= last + 1 - at_once
+            kernels.await_part(self._queue, now, parts, part, asks=asks, ends=at_last and part == last)
+            yield table
+        if at_last:
+            self._compute.wait(self._link.mark())
+        if rows is not None and self._cpu is not None:
+            self._cpu.take(rows, parts)
+
     def recorded(self) -> DecidedExperts:
         """Return what lends experts to steps that are recorded."""
-        parts = partial(self.parts, recorded=True)
-        return DecidedExperts(self.mixtures, parts, self.foretells, self.foretell)
+        parts, foretell = partial(self.parts, recorded=True), partial(self.foretell, recorded=True)
+        return DecidedExperts(self.mixtures, parts, self.foretells, foretell)
 
     def look_ahead(self) -> None:
         """Let each layer foretell an expert of the next, if the ring has a place to spare. To be called
@@ -196,7 +243,9 @@ class SlotExperts(ExpertStream):
         """Return the next layer with experts, if one of them is to be foretold for it; else None."""
         return self._following.get(layer) if self._ahead and most <= _FEW * self._experts else None
 
-    def foretell(self, layer: int, scores: Tensor, most: int, padding: Tensor | None) -> None:
+    def foretell(
+        self, layer: int, scores: Tensor, most: int, padding: Tensor | None, *, recorded: bool = False
+    ) -> None:
         """Foretell an expert of a layer, and fetch it behind what comes now.
 
         To be called between `parts` of the layer before and asking for its first table. Arguments are as of
@@ -206,6 +255,8 @@ class SlotExperts(ExpertStream):
         assert kernels is not None, "parts() says whether there are kernels"
         arrays = self._slot_table.arrays(self._layers[layer])
         kernels.foretell(arrays, scores, most, padding)
+        if recorded and self._steadily:
+            return
         fetch = partial(kernels.fetch_ahead, arrays, self._places[layer], self._host.data_ptr())
         self._foretold = partial(self._fetch_ahead, fetch, self._compute.mark())
 
@@ -382,3 +433,8 @@ class SlotExperts(ExpertStream):
             ],
             self._device,
         )
+
+
+def _is_recorded(device: torch.device) -> bool:
+    """Tell whether this thread's launches are recorded."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
