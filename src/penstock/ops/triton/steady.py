@@ -1,8 +1,8 @@
 """Kernels by which experts come through the link in one launch for a whole recorded step.
 
-`bring` runs beside all that a step computes. Its programs read experts from host memory, part by part as the
-step asks for them, each program its own pieces of each expert, and go on with the next part without a wait for
-each other. While nothing is asked for, they read pieces of the expert that is foretold, to a place of its own;
+`bring` runs beside all that a step computes. Its programs read experts from host memory, part by part as
+the step asks for them, each program its own pieces of each expert, and go on with the next part without a wait
+for each other. While nothing is asked for, they read pieces of the expert that is foretold, to a place of its own;
 if it is asked for, they copy them from there. `ask_first` asks for the first parts of what `expert_step`
 (slots.py) has decided, as many as the ring holds; `await_part` asks for another part, whose places are free by
 then, and waits for one. What a fetch of its own for each part costs beside its bytes, 50 to 75 us, is gone.
@@ -37,7 +37,7 @@ _WORDS, _WARPS = 16384, 16
 """Numbers of 32 bits that each of COPIERS programs copies at a time, and its warps, as in slots.py."""
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _copy_piece(source, target, piece, words, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Copy a piece of an expert of so many numbers. source, target: addresses."""
     at = tl.max_contiguous(tl.multiple_of(piece * WORDS + tl.arange(0, WORDS), WORDS), WORDS)
