@@ -71,10 +71,10 @@ class FetchQueue:
 
     asked: int32 `[2]`: the last part that may come; the one before the first of the layer at hand. came:
     int32 `[COPIERS]`: the last part of which each program has brought all that is its own. ended: int64 `[]`:
-    the last step in which nothing more is asked for. list: int32 `[HEAD + 3 * most]`: the part before the layer's
-    first, and its parts; of each part how many experts come up to its end; of each expert itself, counted
-    through all layers, and its place. told: int64 `[2, 2]`: of the layers in turn, as of SlotArrays. Numbers
-    of parts go up by one, wrap around, and are compared by their difference.
+    the last step in which nothing more is asked for. list: int32 `[HEAD + 3 * most]`: the part before the
+    layer's first, and its parts; of each part how many experts come up to its end; of each expert itself,
+    counted through all layers, and its place. told: int64 `[2, 2]`: of the layers in turn, as of SlotArrays.
+    Numbers of parts go up by one, wrap around, and are compared by their difference.
     """
 
     asked: Tensor

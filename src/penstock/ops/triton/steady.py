@@ -1,21 +1,22 @@
 """Kernels by which experts come through the link in one launch for a whole recorded step.
 
-`bring` runs beside all that a step computes. Its programs read experts from host memory, part by part as
-the step asks for them, each program its own pieces of each expert, and go on with the next part without a wait
-for each other. While nothing is asked for, they read pieces of the expert that is foretold, to a place of its own;
-if it is asked for, they copy them from there. `ask_first` asks for the first parts of what `expert_step`
-(slots.py) has decided, as many as the ring holds; `await_part` asks for another part, whose places are free by
-then, and waits for one. What a fetch of its own for each part costs beside its bytes, 50 to 75 us, is gone.
+`bring` runs beside all that a step computes. Its programs read experts from host memory, part by part as the
+step asks for them, each program its own pieces of each expert, and go on with the next part without a wait
+for each other. While nothing is asked for, they read pieces of the expert that is foretold, to a place of its
+own; if it is asked for, they copy them from there. `ask_first` asks for the first parts of what `expert_step`
+(slots.py) has decided, as many as the ring holds; `await_part` asks for another part, whose places are free
+by then, and waits for one. What a fetch of its own for each part costs beside its bytes, 50 to 75 us, is
+gone.
 
 Why this is safe. Whoever asks has in front all that has read the places of the part: a kernel waits for those
 before it ahead of everything (`in_turn`). All threads have written a list (barrier) when one of them adds to
-`asked` (release); a program of `bring` looks at that by an atomic (acquire), which one thread does for all, so
-that all take the same way, and reads the list past the cache. The list is written again only by the layer that
-is decided next, behind the wait for the last part of this one, which is never empty where any expert comes. A
-program adds to its own `came` (release) behind a barrier, when all its threads have written. Who waits looks
-at all of these as memory is until the part has come by all programs, and then once more by an atomic
-(acquire). What reads the part is launched behind that: `await_part` lets nothing be launched before it has
-ended waiting, so what waits for it is not in the way of programs of `bring` that have not begun, either.
+`asked` (release); a program of `bring` looks at that by an atomic (acquire), which one thread does for all,
+so that all take the same way, and reads the list past the cache. The list is written again only by the layer
+that is decided next, behind the wait for the last part of this one, which is never empty where any expert
+comes. A program adds to its own `came` (release) behind a barrier, when all its threads have written. Who
+waits looks at all of these as memory is until the part has come by all programs, and then once more by an
+atomic (acquire). What reads the part is launched behind that: `await_part` lets nothing be launched before it
+has ended waiting, so what waits for it is not in the way of programs of `bring` that have not begun, either.
 
 What comes ahead is a program's own pieces, in its own count, under the expert that it has read in `told`: if
 that was not what is foretold now, the bytes still are of the expert under whose name they are used. Its place
