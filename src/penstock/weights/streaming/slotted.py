@@ -128,6 +128,8 @@ class SlotExperts(ExpertStream):
         self.snapshots = SlotSnapshots(self._slot_table, ring.compute)
         self._foretold: Callable[[], None] | None = None
         """Fetches what is foretold; it is to be called when all parts of the layer before are."""
+        self._whole = False
+        """Whether a recorded step is never cut between its layers."""
         self._running_ahead = False
         """Whether that may be under way on the link, and no layer has been decided about since."""
         self._places = {layer: self._places_of(layer) for layer in self._layers}
@@ -194,7 +196,7 @@ class SlotExperts(ExpertStream):
     @property
     def _steadily(self) -> bool:
         """Whether what is launched now comes in one launch for the whole step: what is recorded, or noted."""
-        return self.steady and (are_noted() or _is_recorded(self._device))
+        return self.steady and self._whole and (are_noted() or _is_recorded(self._device))
 
     def _ask(self, number: int, parts: ExpertParts, at_once: int) -> None:
         """Ask for the first parts of a layer; the first layer of a step launches what brings them all."""
@@ -236,7 +238,7 @@ class SlotExperts(ExpertStream):
     def look_ahead(self) -> None:
         """Let each layer foretell an expert of the next, if the ring has a place to spare. To be called
         before anything is decided, where no groups but experts move."""
-        self._ahead = self._slots.ring_slots >= _LEAST_RING
+        self._whole, self._ahead = True, self._slots.ring_slots >= _LEAST_RING
         self._places = {layer: self._places_of(layer) for layer in self._layers}
 
     def foretells(self, layer: int, most: int) -> int | None:
