@@ -37,7 +37,7 @@ from penstock.ops.triton import blocks as triton_blocks
 from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton import few_bits as triton_few_bits
 from penstock.ops.triton import few_bits_experts as triton_few_bits_experts
-from penstock.ops.triton import few_bits_mma
+from penstock.ops.triton import few_bits_mma, warp_tiles
 from penstock.ops.triton import handover as triton_handover
 from penstock.ops.triton import linear as triton_linear
 from penstock.ops.triton import lora as triton_lora
@@ -52,7 +52,6 @@ from penstock.ops.triton import sums as triton_sums
 from penstock.ops.triton import tiles as triton_tiles
 from penstock.ops.triton.codes import kind_of
 from penstock.ops.triton.routing import most_blocks
-from penstock.ops.triton.warp_tiles import reads_rows
 
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """By compute capability: bytes of shared memory that a program may have (CUDA C++ Programming Guide,
@@ -354,7 +353,7 @@ def few_bits(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:
             triton_few_bits.few_rows(x, large, gated=outer == 2 * INNER)
             kind = kind_of(large.format)
             assert kind is not None, name
-            if outer == 2 * INNER and rows <= few_bits_mma.MOST_ROWS and reads_rows(x, kind.codes):
+            if outer == 2 * INNER and rows <= few_bits_mma.MOST_ROWS and warp_tiles.reads_rows(x, kind.codes):
                 triton_few_bits.few_rows(x, large, gated=True, tuning=few_bits_mma.MmaTuning(2, 8))
         triton_few_bits.dequantise(large, slice(0, 1024), empty(1024, inner))
 
@@ -524,6 +523,16 @@ def before_the_wait(ptx: str) -> list[str]:
     return sorted(found)
 
 
+def dealt(text: str) -> list[str]:
+    """How the tensors are dealt out that products of a warp take: threads of a warp, and warps, for each
+    axis."""
+    named = dict(re.findall(r"^(#\w+) = #ttg\.blocked<\{(.*)\}>", text, re.M))
+    given = re.findall(r"inline_asm[^\n]*mma\.sync[^\n]*-> *\(?tensor<[^,>\n]+, (#\w+)>", text)
+    form = re.compile(r"threadsPerWarp = (\[[^]]*\]), warpsPerCTA = (\[[^]]*\])")
+    found = [form.search(named.get(one, "")) for one in given]
+    return [f"{one[1]} {one[2]}" if one else "unknown" for one in found]
+
+
 @contextmanager
 def elsewhere(capability: int, seen: Callable[[Any], None]) -> Iterator[None]:
     """On a device of this compute capability, where kernels are compiled instead of launched; each that would
@@ -546,6 +555,7 @@ def elsewhere(capability: int, seen: Callable[[Any], None]) -> Iterator[None]:
         patched.enter_context(patch.object(JITFunction, "run", only_compiled))
         for module in (triton_experts, triton_few_bits, triton_few_bits_experts):
             patched.enter_context(patch.object(module, "shared_memory", lambda _: SHARED[capability]))
+        patched.enter_context(patch.object(warp_tiles, "DEALT", True))
         counts = {triton_attention: 80, triton_tiles: 80, triton_linear: 132}
         counts |= {triton_few_bits: 132, triton_blocks: 132}
         for module, count in counts.items():
@@ -567,6 +577,7 @@ def main(capability: int, names: list[str], *, early_only: bool = False) -> None
             "early": early,
         }
         told |= {"meets": meets(kernel.asm["ptx"]), "barriers": kernel.asm["ptx"].count("bar.sync")}
+        told["dealt"] = dealt(kernel.asm["ttgir"])
         if kernel.metadata.launch_pdl:
             told["before"] = before_the_wait(kernel.asm["ptx"])
             told["waits"] = kernel.asm["ptx"].count("griddepcontrol.wait")

@@ -13,6 +13,8 @@ import tiny
 
 pytest.importorskip("triton")
 
+from penstock.ops.triton import warp_tiles
+
 TESTS = Path(__file__).resolve().parents[1]
 LARGE = (
     "decode, with log-sum-exp",
@@ -75,6 +77,10 @@ def test_every_kernel_compiles_for_it_and_fits(
     assert all(kernel["early"] for kernel in kernels) or not early
     assert not [kernel for kernel in kernels if kernel["shared"] > most]
     assert not [kernel for kernel in kernels if {"write", "end"} & set(kernel.get("before", ()))]
+    # The products of a warp are used with a compiler that deals tensors out as they need, and no other.
+    dealt = [each for kernel in kernels for each in kernel["dealt"]]
+    assert {each.startswith("[32, 1, 1] [1, ") for each in dealt} <= {warp_tiles.DEALT}
+    assert dealt or cases not in ((), FEW_BITS, EARLY)
 
 
 def test_what_begins_early_waits_on_every_way_before_it_writes_and_before_it_ends(tmp_path: Path) -> None:

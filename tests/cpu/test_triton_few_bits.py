@@ -1,6 +1,7 @@
 """Products with matrices of few bits, interpreted on the CPU, against plain torch."""
 
 import os
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +14,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from penstock.ops.activation import silu_mul
 from penstock.ops.triton import few_bits as kernels
-from penstock.ops.triton.codes import INT4, INT8
+from penstock.ops.triton import warp_tiles
+from penstock.ops.triton.codes import E2M1, INT4, INT8
 from penstock.ops.triton.dequantise import look_up
 from penstock.ops.triton.few_bits import FewBitsTuning, dequantise, few_rows, suits
 from penstock.ops.triton.few_bits_mma import MmaTuning
@@ -139,3 +141,14 @@ def test_rows_looked_up(scheme: str) -> None:
     look_up(few, rows, out)
     assert torch.equal(out, plain[rows])
     assert torch.equal(few.format.look_up(few.parts, rows), plain[rows])
+
+
+@pytest.mark.parametrize("dealt", [True, False])
+def test_products_of_a_warp_need_a_compiler_that_deals_tensors_out_as_they_do(
+    dealt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: SimpleNamespace(arch=90)))
+    monkeypatch.setattr(warp_tiles, "COMPILED", True)
+    monkeypatch.setattr(warp_tiles, "driver", target)
+    monkeypatch.setattr(warp_tiles, "DEALT", dealt)
+    assert warp_tiles.reads_rows(torch.zeros(1, 128, dtype=torch.bfloat16), E2M1.value) == dealt

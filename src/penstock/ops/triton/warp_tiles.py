@@ -10,8 +10,9 @@ bits takes two instructions.
 Numbers are exact and sums float32; scales are applied as in `few_bits`.
 
 Why it is safe that a product takes registers of 32 lanes: lane i of warp j must have what places i and j of
-the first two axes of a tensor say. Triton deals tensors out so, but does not promise it. Each thread compares
-its place with the one that the product is given, and a kernel in which they differ stops with an error.
+the first two axes of a tensor say. Triton deals tensors out so before 3.7, and does not promise it: from then
+on these kernels are not used (DEALT). Each thread compares its place with the one that the product is given,
+and a kernel in which they differ stops with an error.
 """
 
 import torch
@@ -25,6 +26,10 @@ from penstock.ops.triton.activation import activated
 from penstock.ops.triton.codes import COMPILED, E2M1, FOUR_BITS, RUN_SCALES, WHOLE, CodeKind, scale_of
 from penstock.ops.triton.fragments import warp_products
 from penstock.ops.triton.ptx import FOLDED, less, products_of
+
+DEALT = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+"""Whether the compiler deals out the first axis of a tensor to lanes and the second to warps. Triton 3.7
+begins with the last; other kernels then compute what these would."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -339,11 +344,12 @@ def codes_options(
 
 def reads_rows(x: Tensor, codes: int) -> bool:
     """Tell whether rows of activations can be read by fours, of whole runs of codes of a kind, on a device
-    whose warps have these products: from compute capability 8.0 on."""
+    whose warps have these products, from compute capability 8.0 on, and by a compiler that deals tensors out
+    as they need."""
     return (
         x.dtype.itemsize == 2
         and x.shape[1] % (64 if codes in FOUR_BITS else 32) == 0
         and x.stride(0) % 4 == 0
         and x.data_ptr() % 8 == 0
-        and (not COMPILED or driver.active.get_current_target().arch >= 80)
+        and (not COMPILED or (DEALT and driver.active.get_current_target().arch >= 80))
     )
