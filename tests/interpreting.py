@@ -54,7 +54,7 @@ def install() -> None:
 
 
 def _called_at_once(package: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-    """What is built in is called as it is, with who computes: not through what asks whether that was given."""
+    """What is built in is called as it is, with who computes, and not through what asks for that."""
     from triton.runtime import interpreter
 
     inner, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
