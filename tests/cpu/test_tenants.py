@@ -32,6 +32,7 @@ from penstock.server.broker.metrics import Metrics
 from penstock.server.http import keys as tenants
 from penstock.server.http.keys import RefusalThrottle
 from servers import ENDLESS, FLAGS, SETTINGS, Server, serving
+from speakers import shallow
 from streams import LONG
 
 ONE, TWO = "the first key", "the second key"
@@ -50,7 +51,8 @@ def sharing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def served(folder: Path, *flags: str) -> Iterator[Server]:
     (folder / "keys.txt").write_text(f"{ONE}\n{TWO}\n")
-    with serving(folder, "--port", "0", "--api-keys", str(folder / "keys.txt"), *flags, *FLAGS) as server:
+    model, keys = str(shallow(folder / "shipped")), str(folder / "keys.txt")
+    with serving(folder, model, "--port", "0", "--api-keys", keys, *flags, *FLAGS) as server:
         yield server.wait()
         server.signal(signal.SIGTERM)
         assert server.ended() == 0
