@@ -376,7 +376,7 @@ print(number, early)
     ("kind", "first", "stride"),
     [("plain", 1, 1), ("store", 1, 1), ("random", 1, 1)]
     if tiny.THOROUGH
-    else [("plain", 1, 2), ("store", 2, 3), ("random", 1, 2)],
+    else [("plain", 1, 1), ("store", 2, 3), ("random", 1, 2)],
 )
 def test_killed_anywhere_it_goes_on_to_the_same_pack(
     tmp_path: Path, kind: str, first: int, stride: int

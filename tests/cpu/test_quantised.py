@@ -210,7 +210,7 @@ def test_head_and_embedding(name: str, scheme: str, tmp_path: Path) -> None:
     many = tiny.write(tiny.CASES[name], tmp_path / "source", vocab_size=104)
     few, dense = checkpoints(many, tmp_path, its, also=also)
     same_matrices(few, dense, 2)
-    if scheme in UNLIKE:
+    if scheme in (*UNLIKE, "fp8_blocks", "fp8_channel"):  # Those that these are like have no ends.
         resident = pass_of(few, 0)
         close(resident, pass_of(dense, 0, kernels=False))
         assert all(map(torch.equal, resident, pass_of(few, 0, part=0.4)))
