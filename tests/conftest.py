@@ -125,7 +125,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     was imported stays, and what earlier files have made: every model that is loaded collects garbage, and
     going through all that would take longer than most tests."""
     global _imported, _file
-    if len(sys.modules) > _imported + 50 or item.path != _file:
+    if len(sys.modules) > _imported + 5 or item.path != _file:
         gc.collect()
         gc.freeze()
         _imported, _file = len(sys.modules), item.path

@@ -2,9 +2,10 @@
 most of them do afterwards.
 
 `Popen` is subprocess's, but what runs `python -c` or `python -m` is forked from a process that has imported
-what is heavy and nothing of penstock; there is one for each environment that an interpreter would look at
-when it starts. The new process has the file descriptors, folder, environment, signal mask, session and parent
-that it would have had. What looks at how a process starts or at what it imports needs a real one.
+what is heavy and nothing of penstock, or, for a `LoadedPopen`, penstock too; there is one for each
+environment that an interpreter would look at when it starts. The new process has the file descriptors,
+folder, environment, signal mask, session and parent that it would have had. What looks at how a process
+starts or at what it imports needs a real one.
 
 Why it is a child of the caller's: it is forked by a child of that process which ends at once, while the
 caller takes in orphans (PR_SET_CHILD_SUBREAPER); it begins only when that has come about.
@@ -26,6 +27,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -55,6 +57,7 @@ _AT_START = (
     "NCCL",
 )
 """What an environment has of these, an interpreter or a library looks at when it starts."""
+_OURS = "penstock.api.llm", "penstock.cli.main", "penstock.cli.commands.serve", "penstock.server.run"
 _PATH = "PYTHONPATH"
 """Of these the one that changes nothing but where modules are looked for, which is seen to in the new
 process."""
@@ -66,10 +69,10 @@ _FAR = 512
 class _Stem:
     """What processes are forked from."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], more: Sequence[str]) -> None:
         near, far = socket.socketpair()
         with far:
-            command = [sys.executable, __file__, str(far.fileno())]
+            command = [sys.executable, __file__, str(far.fileno()), *more]
             self._process = _Real(
                 command, env=environment, pass_fds=(far.fileno(),), stdin=subprocess.DEVNULL
             )
@@ -92,13 +95,16 @@ class _Stem:
 
 
 _PYTHON = sys.executable
-_stems: dict[tuple[tuple[str, str], ...], _Stem] = {}
+_stems: dict[tuple[tuple[str, ...], ...], _Stem] = {}
 _forking = threading.Lock()
 _Real = subprocess.Popen
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
     """Forked if it can be: a list of this Python, `-c` or `-m`, and what is behind that."""
+
+    imported: tuple[str, ...] = ()
+    """What it has imported besides."""
 
     def _execute_child(
         self,
@@ -159,14 +165,22 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
             "session": bool(session),
             "blocked": [int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
         }
-        self.pid = _fork(order, [*standard, *pass_fds], environment)
+        self.pid = _fork(order, [*standard, *pass_fds], environment, self.imported)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
 
 
-def run(command: Sequence[str], **more: Any) -> "subprocess.CompletedProcess[Any]":
+class LoadedPopen(Popen):
+    """The same of a process that imports penstock anyway, which takes most of its time."""
+
+    imported = _OURS
+
+
+def run(
+    command: Sequence[str], popen: type[Popen] = Popen, **more: Any
+) -> "subprocess.CompletedProcess[Any]":
     """As subprocess.run with what it captures."""
-    with Popen(
+    with popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more
     ) as process:
         out, err = process.communicate()
@@ -186,10 +200,12 @@ def close() -> None:
         _stems.popitem()[1].close()
 
 
-def _fork(order: Mapping[str, object], files: Sequence[int], environment: Mapping[str, str]) -> int:
+def _fork(
+    order: Mapping[str, object], files: Sequence[int], environment: Mapping[str, str], more: tuple[str, ...]
+) -> int:
     libc = ctypes.CDLL(None)
     with _forking:
-        stem = _stem(environment)
+        stem = _stem(environment, more)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
             return stem.fork(order, files)
@@ -197,16 +213,30 @@ def _fork(order: Mapping[str, object], files: Sequence[int], environment: Mappin
             libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def _stem(environment: Mapping[str, str]) -> _Stem:
+def _stem(environment: Mapping[str, str], more: tuple[str, ...] = ()) -> _Stem:
     """What processes of this environment are forked from."""
-    kind = tuple(
-        sorted(item for item in environment.items() if item[0].startswith(_AT_START) and item[0] != _PATH)
-    )
+    looked = {
+        name: value for name, value in environment.items() if name.startswith(_AT_START) and name != _PATH
+    }
+    if more:
+        looked[_PATH] = _ours(environment)
+    kind = (*sorted(looked.items()), more)
     stem = _stems.get(kind)
     if stem is None or not stem.alive:
         rest = {name: value for name, value in os.environ.items() if not name.startswith(_AT_START)}
-        stem = _stems[kind] = _Stem({**rest, **dict(kind)})
+        stem = _stems[kind] = _Stem(rest | looked, more)
     return stem
+
+
+def _ours(environment: Mapping[str, str]) -> str:
+    """The folder in which a process of this environment finds penstock."""
+    for folder in filter(None, environment.get(_PATH, "").split(os.pathsep)):
+        if os.path.isfile(os.path.join(folder, "penstock", "__init__.py")):
+            return os.path.abspath(folder)
+    found = find_spec("penstock")
+    assert found is not None
+    assert found.origin is not None
+    return os.path.dirname(os.path.dirname(found.origin))
 
 
 def _read(line: socket.socket, size: int) -> bytes:
@@ -222,13 +252,15 @@ def _read(line: socket.socket, size: int) -> bytes:
 # ---- in the process that the others are forked from
 
 
-def _serve(line: socket.socket) -> tuple[str, str]:
+def _serve(line: socket.socket, more: Sequence[str]) -> tuple[str, str]:
     """Returns in each new process, which is what it was ordered to be but for its code: `-c` or `-m`, and
     what is behind it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Of a terminal, for its whole group.
     for name in _HEAVY:
         with suppress(ImportError):
             import_module(name)
+    for name in more:
+        import_module(name)
     gc.collect()
     # As in conftest.py: what is here is there for good, and whoever collects garbage need not go through it.
     gc.freeze()
@@ -306,6 +338,6 @@ def _run(kind: str, what: str) -> None:
 
 
 if __name__ == "__main__":
-    _run(*_serve(socket.socket(fileno=int(sys.argv[1]))))
+    _run(*_serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:]))
 else:
     atexit.register(close)

@@ -2,11 +2,11 @@
 shipped model, otherwise, its special tokens called by harmony's names and two more."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 from penstock.api.llm import SHIPPED_MODEL
+from speakers import shallow
 
 RETURN, END, START, CHANNEL, MESSAGE, CONSTRAIN, CALL = 0, 1, 2, 3, 4, 4094, 4095
 NAMES = {
@@ -90,10 +90,7 @@ nothing that is said besides it."""
 
 
 def checkpoint(folder: Path) -> Path:
-    folder.mkdir()
-    for file in SHIPPED_MODEL.iterdir():
-        if file.name != "tokenizer.json":
-            shutil.copy(file, folder / file.name)
+    shallow(folder)
     tokenizer = json.loads((SHIPPED_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
     model, added = tokenizer["model"], {token["id"]: token for token in tokenizer["added_tokens"]}
     words = {token: word for word, token in model["vocab"].items()}

@@ -50,7 +50,7 @@ class Server:
     """The command, started at once; what it says on stderr is in a file."""
 
     python: Sequence[str] = ("-m", "penstock")
-    popen: type["subprocess.Popen[bytes]"] = forks.Popen
+    popen: type["subprocess.Popen[bytes]"] = forks.LoadedPopen
 
     def __init__(self, log: Path, *flags: str, environment: Mapping[str, str] | None = None) -> None:
         self.log = log

@@ -10,8 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+
 from penstock.api.llm import SHIPPED_MODEL
 
+LAYERS = 0, 1, 7
+"""Of what speaks: what it says, if nobody tells it what, has many words."""
 CALL, THINK = 2, 3
 """Tokens, which are called system and user in the shipped model."""
 _RENAMED = {"<|system|>": "<tool_call>", "<|user|>": "<think>"}
@@ -51,11 +55,26 @@ WEATHER: dict[str, Any] = {
 NOW: dict[str, Any] = {"name": "now"}
 
 
-def checkpoint(folder: Path) -> Path:
+def shallow(folder: Path) -> Path:
+    """Three of the shipped model's eight layers: where it does not matter what is said, less than half of the
+    work."""
     folder.mkdir()
     for file in SHIPPED_MODEL.iterdir():
-        if file.name != "tokenizer.json":
+        if file.suffix == ".json":
             shutil.copy(file, folder / file.name)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": len(LAYERS)}))
+    whole = load_file(SHIPPED_MODEL / "model.safetensors")
+    tensors = {name: one for name, one in whole.items() if ".layers." not in name}
+    for number, layer in enumerate(LAYERS):
+        old, new = f"model.layers.{layer}.", f"model.layers.{number}."
+        tensors |= {name.replace(old, new): one for name, one in whole.items() if old in name}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def checkpoint(folder: Path) -> Path:
+    shallow(folder)
     tokenizer = json.loads((SHIPPED_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
     for old, new in _RENAMED.items():
         tokenizer["model"]["vocab"][new] = tokenizer["model"]["vocab"].pop(old)

@@ -188,7 +188,7 @@ def test_a_run_that_was_killed_goes_on(llm: LLM, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "penstock", "batch", str(source), str(target), "--quiet", *FEW]
     seen = 0
     for _ in range(2):
-        with forks.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
+        with forks.LoadedPopen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
             late = time.monotonic() + 3 * LONG
             while (
                 not target.exists() or target.read_bytes().count(b"\n") <= seen

@@ -273,7 +273,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]:
             "XDG_STATE_HOME": str(tmp_path),
         }
         command = [sys.executable, "-c", CALL, *map(str, arguments)]
-        started.append(forks.Popen(command, env=os.environ | own, **streams))
+        started.append(forks.LoadedPopen(command, env=os.environ | own, **streams))
         return started[-1]
 
     yield call

@@ -678,25 +678,24 @@ from penstock.arch.layout import group_layouts
 from penstock.weights.checkpoint.reader import Checkpoint
 def memory(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) * 1024
-dtype = sys.argv[2]
-with Checkpoint.open(pathlib.Path(sys.argv[1])) as checkpoint:
-    layouts = group_layouts(checkpoint.spec, checkpoint.names, dtype)
-    checkpoint.verify(layouts)
-    layout = max(layouts, key=lambda one: one.size)
-    place = torch.ones(layout.size, dtype=torch.uint8)
-    checkpoint.read_piece(layouts[-1], 0, torch.empty(layouts[-1].size, dtype=torch.uint8))
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
-    before = memory("VmRSS")
-    checkpoint.read_piece(layout, 0, place)
-    checkpoint.fingerprint()
-    print(layout.size, memory("VmHWM") - before)
+for dtype in ("float32", "bfloat16"):
+    with Checkpoint.open(pathlib.Path(sys.argv[1])) as checkpoint:
+        layouts = group_layouts(checkpoint.spec, checkpoint.names, dtype)
+        checkpoint.verify(layouts)
+        layout = max(layouts, key=lambda one: one.size)
+        place = torch.ones(layout.size, dtype=torch.uint8)
+        checkpoint.read_piece(layouts[-1], 0, torch.empty(layouts[-1].size, dtype=torch.uint8))
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
+        before = memory("VmRSS")
+        checkpoint.read_piece(layout, 0, place)
+        checkpoint.fingerprint()
+        print(dtype, layout.size, memory("VmHWM") - before)
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_reading_takes_a_few_mebibytes_beside_the_destination(tmp_path: Path, dtype: str) -> None:
-    """A group of 128 MiB as float32, from a sparse file; whole copies, or mapped pages, would show."""
-    rows, columns = 2**19, 64
+def test_reading_takes_a_few_mebibytes_beside_the_destination(tmp_path: Path) -> None:
+    """A group of 64 MiB as float32, from a sparse file; whole copies, or mapped pages, would show."""
+    rows, columns = 2**18, 64
     written("llama", tmp_path, num_hidden_layers=1, vocab_size=8, tie_word_embeddings=True)
     change_config(tmp_path, vocab_size=rows)
     shapes = {name: list(tensor.shape) for name, tensor in stored(tmp_path).items()} | {
@@ -711,6 +710,9 @@ def test_reading_takes_a_few_mebibytes_beside_the_destination(tmp_path: Path, dt
     file = tmp_path / "model.safetensors"
     file.write_bytes(sealed(json.dumps(header).encode()))
     os.truncate(file, file.stat().st_size + at)
-    size, grown = map(int, alone(PEAK, str(tmp_path), dtype).split())
-    assert size == rows * columns * DTYPES[dtype].itemsize
-    assert grown < 16 << 20
+    found = alone(PEAK, str(tmp_path)).splitlines()
+    assert len(found) == 2
+    for line in found:
+        dtype, size, grown = line.split()
+        assert int(size) == rows * columns * DTYPES[dtype].itemsize
+        assert int(grown) < 16 << 20, dtype

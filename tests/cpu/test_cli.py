@@ -849,7 +849,7 @@ def start() -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]:
         environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "TERM": term}
         environment.pop("PENSTOCK_DEBUG", None)
         started.append(
-            forks.Popen([sys.executable, "-c", code, *map(str, arguments)], env=environment, **streams)
+            forks.LoadedPopen([sys.executable, "-c", code, *map(str, arguments)], env=environment, **streams)
         )
         return started[-1]
 

@@ -3,7 +3,6 @@
 import importlib
 import os
 import re
-import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
+import forks
 from penstock.arch.layout import group_layouts
 from penstock.base.config import Config
 from penstock.bench.shapes import SHAPES
@@ -66,9 +66,7 @@ def test_processes_compile_one_after_another(tmp_path: Path) -> None:
         "    os._exit(1)"
     )
     given = [sys.executable, "-c", call, str(lock), str(order)]
-    every = [
-        subprocess.Popen(given, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}) for _ in range(2)
-    ]
+    every = [forks.Popen(given, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}) for _ in range(2)]
     assert [one.wait(60) for one in every] == [1] * 2
     assert order.read_text().split() == ["begins", "ends"] * 2
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import forks
+import penstock
 
 TELLS = """
 import json, os, signal, sys
@@ -57,7 +58,7 @@ def test_it_is_what_it_would_be_if_it_were_started(session: bool, tmp_path: Path
         return json.loads(out), err, process.returncode
 
     started = told(subprocess.Popen)
-    assert told(forks.Popen) == started
+    assert told(forks.Popen) == told(forks.LoadedPopen) == started
     assert started[0]["parent"] == os.getpid()
 
 
@@ -83,6 +84,18 @@ def test_torch_is_there_and_nothing_of_the_package() -> None:
         "name.startswith('penstock')])"
     )
     assert forks.run([sys.executable, "-c", code], text=True).stdout == "True []\n"
+
+
+def test_the_package_is_there_that_would_be_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys; print('penstock.server.run' in sys.modules); import penstock; print(penstock.__file__)"
+    )
+    told = forks.run([sys.executable, "-c", code], forks.LoadedPopen, text=True)
+    assert told.stdout == f"True\n{penstock.__file__}\n"
+    (tmp_path / "penstock").mkdir()
+    (tmp_path / "penstock" / "__init__.py").touch()
+    for path in (f"/elsewhere:{tmp_path}", f"{tmp_path}:{Path(penstock.__file__).parents[1]}"):
+        assert forks._ours({"PYTHONPATH": path}) == str(tmp_path)
 
 
 def test_what_it_cannot_be_is_started() -> None:

@@ -550,10 +550,10 @@ def test_transformers_says_the_same_of_a_checkpoint(family: str, scheme: str, tm
     ).eval()
     prompts = tiny.prompts()[1:4]
     with LLM(few, device="cpu", dtype="float32", max_length=64, kernels=False) as llm:
-        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=tiny.VOCAB)
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=tiny.VOCAB)
         found = llm.generate(prompts, params)
     for prompt, one in zip(prompts, found, strict=True):
-        wanted = tiny.decode(model, prompt, 12)
+        wanted = tiny.decode(model, prompt, 4)
         assert list(one.tokens) == wanted.tokens
         for entry, row in zip(one.logprobs, wanted.after_prompt, strict=True):
             assert tiny.distance(tiny.dense(entry), row) < tiny.LIMIT

@@ -122,7 +122,7 @@ def test_output_that_cannot_be_written(where: str, code: int, words: str) -> Non
             streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {
                 "stderr" if where[0] == "2" else "stdout": none
             }
-            with forks.Popen(command, stdin=subprocess.DEVNULL, text=True, **streams) as process:
+            with forks.LoadedPopen(command, stdin=subprocess.DEVNULL, text=True, **streams) as process:
                 out, err = process.communicate(timeout=120)
         done = subprocess.CompletedProcess(command, process.returncode, out or "", err or "")
     assert done.returncode == code, done.stderr

@@ -66,7 +66,7 @@ def command(hub: Hub, home: Path, *arguments: str) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(SOURCE), "HF_ENDPOINT": hub.url, "HF_HOME": str(home)}
     environment |= {"HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "1"}
     environment.pop("HF_HUB_CACHE", None)
-    return forks.Popen(
+    return forks.LoadedPopen(
         [sys.executable, "-c", QUICK, *arguments],
         env=environment,
         stdin=subprocess.DEVNULL,

@@ -578,7 +578,7 @@ def running(terminal: Terminal, script: str, **more: object) -> Iterator["subpro
         "PYTHONIOENCODING": "utf-8",
     }
     streams = {"stdin": terminal.theirs, "stdout": terminal.theirs, "stderr": terminal.theirs} | more
-    process = forks.Popen([sys.executable, "-c", PROLOGUE + script], env=environment, **streams)  # type: ignore[call-overload]
+    process = forks.LoadedPopen([sys.executable, "-c", PROLOGUE + script], env=environment, **streams)  # type: ignore[call-overload]
     try:
         yield process
     finally:

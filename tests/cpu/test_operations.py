@@ -104,7 +104,7 @@ class Server:
     def __init__(self, folder: Path, *flags: str, environment: Mapping[str, str]) -> None:
         self.log = folder / "log"
         with self.log.open("wb") as file:
-            self.process = forks.Popen(
+            self.process = forks.LoadedPopen(
                 [sys.executable, "-m", "penstock", "serve", *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

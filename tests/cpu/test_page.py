@@ -93,7 +93,7 @@ class Server:
 def serving(folder: Path, *flags: str, key: str = "") -> Iterator[Server]:
     log = folder / "said.txt"
     with log.open("wb") as file:
-        process = forks.Popen(
+        process = forks.LoadedPopen(
             [sys.executable, "-m", "penstock", "serve", *FLAGS, *flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

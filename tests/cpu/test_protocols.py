@@ -497,7 +497,7 @@ def test_options_hold(server: Server, llama: Any) -> None:
 def test_the_model_is_listed_and_described(server: Server, llama: Any) -> None:
     [listed], [running] = llama.list().models, llama.ps().models
     assert listed.model == running.model == "speaker"
-    assert (listed.details.family, listed.details.parameter_size) == ("llama", "7.0M")
+    assert (listed.details.family, listed.details.parameter_size) == ("llama", "3.3M")
     assert listed.size == running.size > 7e6
     assert running.context_length == LENGTH
     shown = llama.show("speaker")

@@ -129,7 +129,13 @@ def in_shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     }
     words = shlex.split(command)
     if words[0] == "penstock" and not OPERATORS & set(words):
-        plain = forks.run([sys.executable, "-c", ENTRY, *words[1:]], cwd=ROOT, env=environment, text=True)
+        plain = forks.run(
+            [sys.executable, "-c", ENTRY, *words[1:]],
+            forks.LoadedPopen,
+            cwd=ROOT,
+            env=environment,
+            text=True,
+        )
         assert plain.returncode == 0, plain.stderr
         return plain
     shell = ["bash", "-euo", "pipefail", "-c", command]
@@ -247,7 +253,7 @@ def test_the_server_answers_as_readme_says(tmp_path: Path) -> None:
         ENTRY,
         *shlex.split(serve.replace("--port 8000", "--port 0 --device-memory 1GiB"))[1:],
     ]
-    with forks.Popen(words, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as server:
+    with forks.LoadedPopen(words, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stderr is not None
             said = next(line for line in server.stderr if line.startswith("serving my-model at "))

@@ -28,9 +28,9 @@ def engine(**settings: object) -> LLM:
     )
 
 
-def scarce() -> LLM:
+def scarce(blocks: int = 30) -> LLM:
     """Room for one request of 105 tokens and a little more."""
-    return engine(block_size=4, max_step_tokens=7, max_sequences=5, kv_blocks=30)
+    return engine(block_size=4, max_step_tokens=7, max_sequences=5, kv_blocks=blocks)
 
 
 @pytest.fixture(scope="module")
@@ -249,6 +249,9 @@ def oracle(prompt: list[int], params: SamplingParams, steps: int) -> tuple[list[
     return tokens[len(prompt) :], torch.stack(leads).min()
 
 
+STEPS = 18
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -267,17 +270,17 @@ def oracle(prompt: list[int], params: SamplingParams, steps: int) -> tuple[list[
     ids=str,
 )
 def test_penalties_as_an_oracle_applies_them(llm: LLM, settings: dict[str, float]) -> None:
-    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=-1, **settings)
+    params = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=-1, **settings)
     prompts = tiny.prompts()
     expected = []
     for prompt in prompts:
-        tokens, lead = oracle(prompt, params, steps=32)
+        tokens, lead = oracle(prompt, params, steps=STEPS)
         assert lead > 1e-4
         expected.append(tokens)
-    assert expected[0] != tiny.references("llama")[0].tokens[:32]
+    assert expected[0] != tiny.references("llama")[0].tokens[:STEPS]
     completions = llm.generate(prompts, params)
     assert [list(completion.tokens) for completion in completions] == expected
-    with scarce() as other:
+    with scarce(26) as other:
         assert [list(completion.tokens) for completion in other.generate(prompts, params)] == expected
         assert other.stats().preemptions > 0
     # What is reported is the model's own distribution, which knows nothing of penalties.

@@ -41,6 +41,7 @@ from servers import (  # noqa: E402
     serving,
     until,
 )
+from speakers import shallow  # noqa: E402
 from streams import LONG  # noqa: E402
 
 # ---- the server and its clients
@@ -83,8 +84,13 @@ def is_taken(server: Server) -> bool:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("server"), "--port", "0", *FLAGS) as server:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shallow(tmp_path_factory.mktemp("model") / "shipped")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server"), str(model), "--port", "0", *FLAGS) as server:
         yield server.wait()
         server.signal(signal.SIGTERM)
         assert server.ended() == 0
@@ -98,8 +104,8 @@ def client(server: Server) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(None, **SETTINGS) as llm:
+def llm(model: Path) -> Iterator[LLM]:
+    with LLM(model, **SETTINGS) as llm:
         yield llm
 
 
@@ -408,7 +414,7 @@ def test_fields_of_other_servers_hold(server: Server, llm: LLM) -> None:
         ({"guided_choice": ["yes indeed"]}, "yes indeed"),
         ({"guided_regex": "[4]{3}"}, "444"),
         ({"guided_json": {"enum": [[1, {"a": 2}]]}}, '[1,{"a":2}]'),
-        ({"guided_json": {"enum": [[1, 2]]}, "guided_whitespace_pattern": "  "}, "[  1  ,  2  ]"),
+        ({"guided_json": {"enum": [[1, 2]]}, "guided_whitespace_pattern": "  "}, "[1  ,  2  ]"),
         ({"guided_grammar": 'start: "so"'}, "so"),
         (
             {
@@ -452,7 +458,10 @@ def test_headers_say_what_was_before_a_request_and_when_its_first_token_comes(se
         ("/v1/completions", {"model": "shipped", "prompt": STORY, "max_tokens": COUNT}),
         ("/v1/chat/completions", message),
         ("/v1/messages", message),
-        ("/api/chat", {"model": "shipped", "messages": TALK, "stream": False}),
+        (
+            "/api/chat",
+            {"model": "shipped", "messages": TALK, "stream": False, "options": {"num_predict": COUNT}},
+        ),
     ):
         status, headers, _ = server.ask("POST", path, body)
         assert status == 200
@@ -981,11 +990,11 @@ def test_no_bytes_make_the_server_fail(server: Server, story: Completion, sent: 
 # ---- the end
 
 
-def test_a_signal_lets_requests_end_and_takes_no_new_ones(tmp_path: Path, llm: LLM) -> None:
+def test_a_signal_lets_requests_end_and_takes_no_new_ones(model: Path, tmp_path: Path, llm: LLM) -> None:
     whole = {"model": "shipped", "prompt": "The sea", "temperature": 0, "max_tokens": 120, "ignore_eos": True}
     offline = llm.generate("The sea", greedy(max_tokens=120, ignore_eos=True))[0].text
     with (
-        serving(tmp_path, "--port", "0", "--patience", "100", *FLAGS) as server,
+        serving(tmp_path, str(model), "--port", "0", "--patience", "100", *FLAGS) as server,
         ThreadPoolExecutor(1) as other,
     ):
         server.wait()
@@ -1131,9 +1140,11 @@ def test_a_rank_that_is_lost_while_nobody_asks_is_noticed(tmp_path: Path) -> Non
         assert re.search(r"^penstock: error: rank 1 of 2 was killed by SIGKILL", server.said(), re.MULTILINE)
 
 
-def test_a_signal_to_all_processes_lets_requests_end_too(tmp_path: Path, story: Completion) -> None:
+def test_a_signal_to_all_processes_lets_requests_end_too(
+    model: Path, tmp_path: Path, story: Completion
+) -> None:
     """As a service manager sends it, to followers as well."""
-    with serving(tmp_path, "--port", "0", "--tensor-parallel", "2", *FLAGS) as server:
+    with serving(tmp_path, str(model), "--port", "0", "--tensor-parallel", "2", *FLAGS) as server:
         server.wait()
         with Stream(server, ENDLESS | {"prompt": STORY, "max_tokens": 80, "temperature": 0}) as stream:
             texts = [stream.event()["choices"][0]["text"]]

@@ -26,6 +26,7 @@ from penstock import LLM, SamplingParams
 from penstock.server.http import connection
 from penstock.server.http.connection import Connection
 from servers import COUNT, HEAD, SETTINGS, STORY, TALK, ending, until
+from speakers import shallow
 from streams import LONG
 
 PATIENCE = {"_LONGEST_HEAD": 1.0, "_LOOK": 3.0}
@@ -38,8 +39,8 @@ LONGER = 80
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(None, **SETTINGS) as llm:  # type: ignore[arg-type]
+def llm(model: Path) -> Iterator[LLM]:
+    with LLM(model, **SETTINGS) as llm:  # type: ignore[arg-type]
         yield llm
 
 
@@ -57,9 +58,14 @@ def texts(llm: LLM) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shallow(tmp_path_factory.mktemp("model") / "shipped")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("server")
-    flags = ("--port", "0", *FLAGS, "--queue", "12", "--max-body", str(MIB * 3 // 2))
+    flags = (str(model), "--port", "0", *FLAGS, "--queue", "12", "--max-body", str(MIB * 3 // 2))
     with ending(Watched(folder, *flags, files=400, **PATIENCE)) as server:
         yield server.wait()
         server.signal(signal.SIGTERM)

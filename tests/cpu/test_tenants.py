@@ -31,7 +31,8 @@ from penstock.server.broker.calls import Call, DeadlineError
 from penstock.server.broker.metrics import Metrics
 from penstock.server.http import keys as tenants
 from penstock.server.http.keys import RefusalThrottle
-from servers import ENDLESS, FLAGS, SETTINGS, Server, serving
+from servers import ENDLESS, FLAGS, SETTINGS, Server, ending, serving
+from speakers import shallow
 from streams import LONG
 
 ONE, TWO = "the first key", "the second key"
@@ -50,7 +51,8 @@ def sharing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def served(folder: Path, *flags: str) -> Iterator[Server]:
     (folder / "keys.txt").write_text(f"{ONE}\n{TWO}\n")
-    with serving(folder, "--port", "0", "--api-keys", str(folder / "keys.txt"), *flags, *FLAGS) as server:
+    model, keys = str(shallow(folder / "shipped")), str(folder / "keys.txt")
+    with serving(folder, model, "--port", "0", "--api-keys", keys, *flags, *FLAGS) as server:
         yield server.wait()
         server.signal(signal.SIGTERM)
         assert server.ended() == 0
@@ -402,36 +404,38 @@ def test_who_has_gone_leaves_its_place_among_large_requests(tmp_path: Path) -> N
         server.process.wait()
 
 
-@pytest.mark.parametrize("begun", [b"", b"{", b"{" * 40_000])
-def test_a_client_that_stalls_is_told(tmp_path: Path, begun: bytes) -> None:
+class Hasty(Server):
     """With the same seconds for the connection and for the body, as they are, but fewer of them."""
 
-    class Hasty(Server):
-        python = (
-            "-c",
-            "import sys; import penstock.server.http.uploads as u, penstock.server.http.connection as c; "
-            "u._PATIENCE = c._LOOK = 1.0; from penstock.cli.main import main; sys.exit(main())",
-        )
+    python = (
+        "-c",
+        "import sys; import penstock.server.http.uploads as u, penstock.server.http.connection as c; "
+        "u._PATIENCE = c._LOOK = 1.0; from penstock.cli.main import main; sys.exit(main())",
+    )
 
-    server = Hasty(tmp_path / "log", "--port", "0", *FLAGS)
-    try:
-        place = urlsplit(server.wait().url)
-        for _ in range(4):
-            with socket.create_connection((place.hostname, place.port), LONG) as connection:
-                connection.sendall(
-                    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                    b"Content-Length: 1000000\r\n\r\n" + begun
-                )
-                answer = b""
-                while part := connection.recv(1 << 16):
-                    answer += part
-            assert answer.startswith(b"HTTP/1.1 408")
-            assert answer.count(b"HTTP/1.1") == 1
-            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+@pytest.fixture(scope="module")
+def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hasty]:
+    with ending(Hasty(tmp_path_factory.mktemp("hasty") / "log", "--port", "0", *FLAGS)) as server:
+        yield server.wait()
         assert "Traceback" not in server.said()
-    finally:
-        server.process.kill()
-        server.process.wait()
+
+
+@pytest.mark.parametrize("begun", [b"", b"{", b"{" * 40_000])
+def test_a_client_that_stalls_is_told(hasty: Hasty, begun: bytes) -> None:
+    place = urlsplit(hasty.url)
+    for _ in range(4):
+        with socket.create_connection((place.hostname, place.port), LONG) as connection:
+            connection.sendall(
+                b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b"Content-Length: 1000000\r\n\r\n" + begun
+            )
+            answer = b""
+            while part := connection.recv(1 << 16):
+                answer += part
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert answer.count(b"HTTP/1.1") == 1
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
 def test_a_body_that_stalls_ends(tmp_path: Path) -> None:
