@@ -28,8 +28,8 @@ from penstock.ops.triton.fragments import warp_products
 from penstock.ops.triton.ptx import FOLDED, less, products_of
 
 DEALT = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-"""Whether the compiler deals out the first axis of a tensor to lanes and the second to warps. Triton 3.7
-begins with the last; other kernels then compute what these would."""
+"""The compiler deals out the first axis of a tensor to lanes and the second to warps before Triton 3.7, which
+begins with the last. From then on other kernels compute what these would."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
