@@ -40,8 +40,7 @@ FEW_BITS = (
 )
 BLOCKS = ("blocks of GGUF in turn",)
 """The same of few bits, and of GGUF's blocks: every way of taking codes apart, and few rows and more of the
-one
-of which a program holds most."""
+one of which a program holds most."""
 EARLY = (
     "decode, one row",
     "pointwise",
