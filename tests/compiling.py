@@ -104,13 +104,18 @@ def decode(
     triton_attention.paged_decode(q, pages(dim=dim, dtype=dtype), rows, layer, lse=level)
 
 
-def run(tokens: int, *, heads: int = HEADS, dim: int = DIM, dtype: torch.dtype = BF16, **more: Any) -> None:
-    """more: as of `scores`."""
+def run(
+    tokens: int, *, heads: int = HEADS, dim: int = DIM, dtype: torch.dtype = BF16,
+    ways: Sequence[str] = ("known", "placed"), **more: Any,
+) -> None:  # fmt: skip
+    """ways: whether the host knows where the run is, or the device. more: as of `scores`."""
     q, blocks = empty(tokens, heads, dim, dtype=dtype), empty(64, dtype=torch.int64)
     cache, layer = pages(dim=dim, dtype=dtype), scores(heads, dtype, **more)
-    triton_attention.paged_run(q, cache, QueryRun(0, tokens, 2048, blocks), layer)
-    placed = PlacedRun(blocks.int(), empty(2, dtype=torch.int32), 4096)
-    triton_attention.placed_run(q, cache, placed, layer, out=torch.empty_like(q))
+    if "known" in ways:
+        triton_attention.paged_run(q, cache, QueryRun(0, tokens, 2048, blocks), layer)
+    if "placed" in ways:
+        placed = PlacedRun(blocks.int(), empty(2, dtype=torch.int32), 4096)
+        triton_attention.placed_run(q, cache, placed, layer, out=torch.empty_like(q))
 
 
 def merge() -> None:
@@ -406,6 +411,8 @@ CASES: dict[str, Callable[[], None]] = {
     "run, a window": lambda: run(20, window=512),
     "run, capped": lambda: run(64, cap=50.0),
     "run, sinks": lambda: run(512, heads=64, dim=64, window=128, sinks=True),
+    "run, sinks, placed": lambda: run(512, heads=64, dim=64, window=128, sinks=True, ways=("placed",)),
+    "run, wide heads, known": lambda: run(20, heads=16, dim=256, ways=("known",)),
     "run, wide heads": lambda: run(20, heads=16, dim=256),
     "run, float32": lambda: run(20, dtype=torch.float32),
     "run, wide heads in float32": lambda: run(20, heads=16, dim=256, dtype=torch.float32),

@@ -399,7 +399,7 @@ def test_files_of_other_metadata_are_other_models(tmp_path: Path) -> None:
     assert len(prints) == 2
 
 
-@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize("kind", [kind for kind in QUANTISED if tiny.THOROUGH or kind not in APART])
 def test_random_weights_are_numbers(kind: str, tmp_path: Path) -> None:
     made = gguf_files.write(source("llama"), tmp_path, Writing(kind))
     shape = Shape.open(made.file)

@@ -18,7 +18,7 @@ from penstock.ops.triton import warp_tiles
 TESTS = Path(__file__).resolve().parents[1]
 LARGE = (
     "decode, with log-sum-exp",
-    "run, wide heads",
+    "run, wide heads, known",
     "run, float32",
     "merge",
     "write",
@@ -28,7 +28,7 @@ LARGE = (
     "pointwise, half of a head",
     "experts, gpt-oss",
     "decode, sinks",
-    "run, sinks",
+    "run, sinks, placed",
     "adapters, large",
 )
 """Each kernel once, and where one takes most."""
