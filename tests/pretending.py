@@ -61,12 +61,6 @@ MODELS = {
     "qwen3": SHAPES["0.6B"] | _SMALL | _HEADS,
     "windows": SHAPES["8B"] | _SMALL | _HEADS | _WINDOWS | {"model_type": "qwen2"},
     "mixture": LAYERS_OF["30B-A3B"][0] | _SMALL | _HEADS | _MIXTURE,
-    "some of all": LAYERS_OF["30B-A3B"][0]
-    | _SMALL
-    | _HEADS
-    | _MIXTURE
-    | _WINDOWS
-    | {"mlp_only_layers": [0], "attention_bias": True},
     "gpt-oss": SHAPES["gpt-oss-20b"] | _SMALL | _HEADS | {"num_local_experts": 8},
 }
 Key = tuple[str, str, str]

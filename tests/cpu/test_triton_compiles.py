@@ -313,9 +313,9 @@ def test_an_interrupt_leaves_nothing_of_noting_in_effect(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "model",
-    ["llama", "qwen3", "windows", "mixture", "gpt-oss", "some of all"]
+    ["llama", "qwen3", "windows", "mixture", "gpt-oss"]
     if tiny.THOROUGH
-    else ["some of all", "gpt-oss"],
+    else ["windows", "mixture", "gpt-oss"],
 )
 def test_the_kernels_of_a_rehearsal_are_those_of_a_models_steps(model: str, tmp_path: Path) -> None:
     """As Triton tells kernels apart: each is noted once, as it is launched; a whole model needs no others."""
