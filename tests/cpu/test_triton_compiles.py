@@ -39,8 +39,8 @@ FEW_BITS = (
     "few bits experts, float16",
 )
 BLOCKS = ("blocks of GGUF in turn",)
-"""The same of few bits, and of GGUF's blocks: low bits, high bits and levels, and more rows of the one of which
-a program holds most."""
+"""The same of few bits, and of GGUF's blocks: low bits, high bits and levels, and more rows of the one
+of which a program holds most."""
 EARLY = (
     "decode, one row",
     "pointwise",
