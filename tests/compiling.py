@@ -104,13 +104,18 @@ def decode(
     triton_attention.paged_decode(q, pages(dim=dim, dtype=dtype), rows, layer, lse=level)
 
 
-def run(tokens: int, *, heads: int = HEADS, dim: int = DIM, dtype: torch.dtype = BF16, **more: Any) -> None:
-    """more: as of `scores`."""
+def run(
+    tokens: int, *, heads: int = HEADS, dim: int = DIM, dtype: torch.dtype = BF16,
+    ways: Sequence[str] = ("known", "placed"), **more: Any,
+) -> None:  # fmt: skip
+    """ways: whether the host knows where the run is, or the device. more: as of `scores`."""
     q, blocks = empty(tokens, heads, dim, dtype=dtype), empty(64, dtype=torch.int64)
     cache, layer = pages(dim=dim, dtype=dtype), scores(heads, dtype, **more)
-    triton_attention.paged_run(q, cache, QueryRun(0, tokens, 2048, blocks), layer)
-    placed = PlacedRun(blocks.int(), empty(2, dtype=torch.int32), 4096)
-    triton_attention.placed_run(q, cache, placed, layer, out=torch.empty_like(q))
+    if "known" in ways:
+        triton_attention.paged_run(q, cache, QueryRun(0, tokens, 2048, blocks), layer)
+    if "placed" in ways:
+        placed = PlacedRun(blocks.int(), empty(2, dtype=torch.int32), 4096)
+        triton_attention.placed_run(q, cache, placed, layer, out=torch.empty_like(q))
 
 
 def merge() -> None:
@@ -336,10 +341,19 @@ def slots(experts: int, count: int, most: int) -> None:
     triton_handover.take(handover, rows, coming)
 
 
-def few_bits(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:
-    """Of the sizes of an 8B Llama, with and without a gate, and dequantised."""
+LLAMA = ((6144, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER))
+"""Sizes of matrices of an 8B Llama. The second has a gate."""
+
+
+def few_bits(
+    name: str,
+    *classes: int,
+    dtype: torch.dtype = BF16,
+    sizes: Sequence[tuple[int, int]] = LLAMA,
+) -> None:
+    """With and without a gate, and dequantised."""
     weight = torch.zeros(64, 256)
-    for outer, inner in ((6144, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER)):
+    for outer, inner in sizes:
         few, _ = quantised.matrix_of(quantised.SCHEMES[name], weight)
         sources = [matrix("model.layers.0.self_attn.q_proj.weight", outer, inner)]
         format = few.format.cut(sources)
@@ -356,6 +370,12 @@ def few_bits(name: str, *classes: int, dtype: torch.dtype = BF16) -> None:
             if outer == 2 * INNER and rows <= few_bits_mma.MOST_ROWS and warp_tiles.reads_rows(x, kind.codes):
                 triton_few_bits.few_rows(x, large, gated=True, tuning=few_bits_mma.MmaTuning(2, 8))
         triton_few_bits.dequantise(large, slice(0, 1024), empty(1024, inner))
+
+
+def in_turn(name: str, few: int, more: int) -> None:
+    """Few rows of matrices without a gate and with, and more with and without."""
+    few_bits(name, few, sizes=LLAMA[1:])
+    few_bits(name, more, sizes=LLAMA[:2])
 
 
 FEW, MORE, OTHER = (16, torch.float16), (64, BF16), (16, BF16)
@@ -391,6 +411,8 @@ CASES: dict[str, Callable[[], None]] = {
     "run, a window": lambda: run(20, window=512),
     "run, capped": lambda: run(64, cap=50.0),
     "run, sinks": lambda: run(512, heads=64, dim=64, window=128, sinks=True),
+    "run, sinks, placed": lambda: run(512, heads=64, dim=64, window=128, sinks=True, ways=("placed",)),
+    "run, wide heads, known": lambda: run(20, heads=16, dim=256, ways=("known",)),
     "run, wide heads": lambda: run(20, heads=16, dim=256),
     "run, float32": lambda: run(20, dtype=torch.float32),
     "run, wide heads in float32": lambda: run(20, heads=16, dim=256, dtype=torch.float32),
@@ -423,12 +445,16 @@ CASES: dict[str, Callable[[], None]] = {
     "slots, many": lambda: slots(512, 100, 512),
     "slots, none": lambda: slots(128, 0, 128),
     "few bits, integers": lambda: few_bits("gptq_128", 1, 64),
+    "few bits, integers in turn": lambda: in_turn("gptq_128", 1, 64),
     "few bits, zero points": lambda: few_bits("awq", 1, 16),
+    "few bits, zero points in turn": lambda: in_turn("awq", 1, 16),
     "few bits, eight": lambda: few_bits("gptq_8", 1, 16),
     "few bits, FP8": lambda: few_bits("fp8_128", 1, 64),
     "few bits, MXFP8": lambda: few_bits("mxfp8", 1, 16),
     "few bits, MXFP4": lambda: few_bits("mxfp4", 1, 64),
+    "few bits, MXFP4 in turn": lambda: in_turn("mxfp4", 1, 64),
     "few bits, NVFP4": lambda: few_bits("nvfp4", 1, 16),
+    "few bits, NVFP4 in turn": lambda: in_turn("nvfp4", 1, 16),
     "few bits, float16": lambda: (
         few_bits("awq", 1, 16, dtype=torch.float16),
         few_bits("gptq_8", 16, dtype=torch.float16),
@@ -448,23 +474,17 @@ CASES: dict[str, Callable[[], None]] = {
     "few bits experts, float16": lambda: few_bits_experts("awq", 4, 4096, dtype=torch.float16),
     "few bits experts, float32": lambda: few_bits_experts("mxfp4", 4, dtype=torch.float32),
     "blocks of GGUF, old ones": lambda: blocks("Q4_1", "Q5_0", "Q5_1", "IQ4_NL"),
-    "blocks of GGUF, old ones in turn": lambda: (
-        blocks("Q4_1", "IQ4_NL", products=[FEW]),
-        blocks("Q5_0", "Q5_1", products=[OTHER]),
+    "blocks of GGUF in turn": lambda: (
+        blocks("IQ4_NL", products=[FEW]),
+        blocks("Q5_1", products=[OTHER]),
+        blocks("Q6_K", products=[MORE]),
     ),
     "blocks of GGUF, few bits": lambda: blocks("Q2_K", "Q3_K"),
     "blocks of GGUF, four and five bits": lambda: blocks("Q4_K", "Q5_K"),
-    "blocks of GGUF, four and five bits in turn": lambda: (
-        blocks("Q4_K", products=[FEW]),
-        blocks("Q5_K", products=[OTHER]),
-    ),
+    "blocks of GGUF, four bits in turn": lambda: blocks("Q4_K", products=[FEW]),
     "blocks of GGUF, six bits and levels": lambda: blocks("Q6_K", "IQ4_XS"),
-    "blocks of GGUF, six bits and levels in turn": lambda: (
-        blocks("Q6_K", products=[MORE]),
-        blocks("IQ4_XS", products=[FEW]),
-    ),
     "routers": routers,
-    "routers, unlike": lambda: routers(ROUTERS[1:4:2]),
+    "routers, in groups": lambda: routers(ROUTERS[3:4]),
     "routers, few": lambda: routers(ROUTERS[-1:]),
     "experts, few": lambda: (experts(1), experts(4)),
     "experts, some": lambda: experts(100),

@@ -53,7 +53,6 @@ _AT_START = (
     "KMP_",
     "CUDA",
     "TORCH",
-    "TRITON",
     "NCCL",
 )
 """What an environment has of these, an interpreter or a library looks at when it starts."""

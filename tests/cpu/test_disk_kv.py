@@ -899,8 +899,16 @@ def random_tiles(rng: np.random.Generator, blocks: Sequence[int]) -> list[Tile]:
     return tiles
 
 
-@pytest.mark.parametrize("slots", [(1, 1, 1), (2, 4, 3), (3, 2, 2)], ids=str)
-@pytest.mark.parametrize("late", ["copies", "out", "kernel", "read", "write", 1, 2, 3])
+@pytest.mark.parametrize(
+    ("late", "slots"),
+    [
+        (late, slots)
+        for turn, late in enumerate(["copies", "out", "kernel", "read", "write", 1, 2, 3])
+        for other, slots in enumerate([(1, 1, 1), (2, 4, 3), (3, 2, 2)])
+        if tiny.THOROUGH or (turn + other) % 2
+    ],
+    ids=str,
+)
 def test_what_is_sent_comes_back(tmp_path: Path, slots: tuple[int, int, int], late: str | int) -> None:
     """Blocks of both tiers, sent layer by layer and demoted whole, written again in any order, in steps that
     may be broken off anywhere."""

@@ -2,6 +2,7 @@
 full."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -60,7 +61,11 @@ def test_the_shipped_model_finds_needles(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    "asked", [["needle", "--depths", "1"], ["ruler", "--depths", "1", "--tasks", "keys"]]
+    "asked",
+    [
+        ["ruler", "--depths", "1", "--tasks", "keys"],
+        *([["needle", "--depths", "1"]] if "PENSTOCK_THOROUGH" in os.environ else []),
+    ],
 )
 def test_contexts_beyond_the_device_score_as_those_on_it(
     asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -172,7 +177,7 @@ def test_all_tasks_run_over_a_given_text_and_say_what_was_missed(
     text.write_text(
         "It was a quiet day. Nobody came, and nobody went. The river was as slow as ever.\n\n" * 40
     )
-    asked = ["--lengths", "384", "--depths", "1", "--samples", "2", "--text", str(text), "--json"]
+    asked = ["--lengths", "384", "--depths", "1", "--samples", "1", "--text", str(text), "--json"]
 
     def run(*more: str) -> dict[str, object]:
         assert main(["eval", "ruler", *asked, *FEW, *more]) == 0
@@ -230,11 +235,11 @@ def test_who_knows_the_answer_is_right_and_who_does_not_is_wrong(
     tokens that an answer has."""
     monkeypatch.setattr(llm, "generate", None)  # to be put back
     script(llm, answer)
-    work = EvalWork("ruler", tasks, lengths=(512, 4096), depths=3, samples=4, seed=2, raw=raw)
+    work = EvalWork("ruler", tasks, lengths=(512, 4096), depths=3, samples=2, seed=2, raw=raw)
     report = evaluate(llm, work, "scripted", lambda _: None)
     assert {cell.task for cell in report.cells} == set(tasks)
     assert [cell.score for cell in report.cells] == pytest.approx([score] * len(report.cells))
-    assert all(cell.samples == 4 and len(cell.misses) == (0 if score == 1 else 4) for cell in report.cells)
+    assert all(cell.samples == 2 and len(cell.misses) == (0 if score == 1 else 2) for cell in report.cells)
 
 
 @pytest.mark.parametrize(

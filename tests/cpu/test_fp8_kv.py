@@ -38,7 +38,7 @@ from penstock.sched.rates import TransferRates
 from penstock.sched.rules import SchedulerLimits
 from penstock.step.plan import BlockId, HostBlockId, Order
 from penstock.weights.checkpoint.shape import Shape
-from streams import BRIEF, LONG, Gates, cut_short, no_thread_left, random_delays, within
+from streams import BRIEF, LONG, STRIDE, Gates, cut_short, no_thread_left, random_delays, within
 
 CPU = torch.device("cpu")
 DTYPES = ("float32", "float16", "bfloat16")
@@ -383,7 +383,7 @@ def test_an_interrupt_anywhere_does_no_harm(name: str) -> None:
             outbox.send(1, (KV[6], KV[6]), ids([6]))
             for kept in (3, 6) if interrupted or name == "take" else (3, 5, 6):
                 assert torch.equal(lent(ring, kept, outbox.landed()), rounded(KV[kept]))
-        place += 1
+        place += STRIDE
     assert place > 6
 
 

@@ -55,6 +55,7 @@ SETTINGS = {
     "max_sequences": 7,
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True)
+LESS = replace(GREEDY, max_tokens=tiny.OUTPUT // 2)
 SOME = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 FEW = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
@@ -146,24 +147,26 @@ def opened(name: str | Path, **more: object) -> LLM:
 @pytest.mark.parametrize(
     ("name", "ahead"),
     [
-        *((name, False) for name in ("llama", "qwen3", "qwen3_moe", "glm4_moe")),
-        *((name, True) for name in ("llama", "llama_tied", "qwen2_windows", "qwen2_moe", "minimax_m2")),
+        *((name, False) for name in ("qwen3", "glm4_moe")),
+        *((name, True) for name in ("llama", "qwen2_windows", "qwen2_moe", "minimax_m2")),
+        *((name, False) for name in ("llama", "qwen3_moe") if tiny.THOROUGH),
     ],
 )
 def test_greedy_tokens_are_the_same(name: str, ahead: bool) -> None:
     references = tiny.references(name)
     with patch.object(Runner, "ahead", ahead), opened(name) as llm:
-        for params in (GREEDY, SOME):  # Then by way of the prefix cache.
+        for params in (LESS, SOME):  # Then by way of the prefix cache.
             for one, reference in zip(
                 llm.generate([one.prompt for one in references], params), references, strict=True
             ):
                 assert list(one.tokens) == reference.tokens[: params.max_tokens]
     assert len(set(Played.seen)) > 1, "no padding was needed"
-    assert len(Played.seen) > tiny.OUTPUT
+    assert len(Played.seen) > tiny.OUTPUT // 2
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("name", ["llama", "qwen2_windows", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "ahead"), [("llama", False), ("qwen2_windows", True), ("qwen3", False), ("qwen3", True)]
+)
 def test_prompts_one_by_one(name: str, ahead: bool) -> None:
     """Whole ones, the last pieces of longer ones, and what is left of those that are known."""
     references = tiny.references(name)

@@ -67,6 +67,18 @@ def _dirty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "_mapped", dirty)
 
 
+EVERY = (
+    tiny.SOME
+    if tiny.THOROUGH
+    else [
+        name
+        for name, case in tiny.CASES.items()
+        if "window" in name or case.dynamic or name in ("mistral", "glm4_moe", "minimax_m2")
+    ]
+)
+"""One of each family, with windows if it can have them: what is beyond the device is nothing to the rest."""
+
+
 def turns(number: int) -> tuple[bool, ...]:
     """Whether steps begin ahead, as `_ahead` says: both in all tests, or else each in every other one."""
     return (False, True) if tiny.THOROUGH else (bool(number % 2),)
@@ -122,7 +134,7 @@ def longest(llm: LLM) -> int:
     return llm.limits.max_model_len
 
 
-@pytest.mark.parametrize("name", tiny.SOME)
+@pytest.mark.parametrize("name", EVERY)
 def test_every_family_gives_what_it_gives_from_pages(name: str) -> None:
     rng = random.Random(name)
     common = words(rng, 70)
@@ -158,7 +170,7 @@ def brought(llm: LLM) -> int:
 @pytest.mark.usefixtures("_ahead")
 @pytest.mark.parametrize(
     ("_ahead", "seed"),
-    [(ahead, seed) for seed in range(100 if tiny.THOROUGH else 14) for ahead in turns(seed)],
+    [(ahead, seed) for seed in range(100 if tiny.THOROUGH else 10) for ahead in turns(seed)],
     indirect=["_ahead"],
 )
 def test_whatever_the_sizes_and_whoever_comes_and_goes(seed: int) -> None:
@@ -390,16 +402,24 @@ def test_a_length_that_needs_the_host_gets_it_unasked(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_ahead")
-@pytest.mark.parametrize("late", ["in", "out", "compute", "some"])
-@pytest.mark.parametrize("name", ["llama", "qwen2_windows"])
+@pytest.mark.parametrize(
+    ("_ahead", "name", "late"),
+    [
+        (ahead, name, late)
+        for each, late in enumerate(["in", "out", "compute", "some"])
+        for number, name in enumerate(["llama", "qwen2_windows"])
+        for ahead in turns(each + number)
+    ],
+    indirect=["_ahead"],
+)
 def test_whatever_is_late(name: str, late: str) -> None:
-    """Of each name and of each way one has little room for what moves."""
+    """Of what is late with each name, and of each way, some have little room for what moves."""
     rng = random.Random(late)
     common = words(rng, 60)
     asks = [
         Ask((*common, *words(rng, size)), 7, at, scored=at == 2) for size, at in ((50, 0), (33, 2), (4, 9))
     ] + [Ask((1, 2, 3), 14)]
-    ring, staging, block = (1, 1, 8) if Runner.ahead == (name == "llama") else (3, 2, 4)
+    ring, staging, block = (1, 1, 8) if Runner.ahead == (late in ("in", "some")) else (3, 2, 4)
     with lines(late), opened(name, Room(block=block, ring=ring, staging=staging)) as llm:
         found = answers(llm, asks)
     check(name, asks, found)
@@ -519,7 +539,7 @@ def test_nothing_of_a_request_is_left_for_the_next(name: str, sharing: bool) -> 
     rng = random.Random(name)
     common = words(rng, 200)
     with opened(name, Room(pages=6, block=4, step=14, tile=20, host=20, disk=18, sharing=sharing)) as llm:
-        for turn in range(14):
+        for turn in range(10):
             alike = rng.choice([0, 30, 100])
             prompt = (*common[:alike], *words(rng, rng.randint(1, 40)))
             ask = Ask(

@@ -30,7 +30,7 @@ SETTINGS = {
     "block_size": 8,
 }
 FAR = {"kv_blocks": 8, "host_kv_memory": "4MiB", "kv_tile": 32, "max_sequences": 4, "check": True}
-PROMPTS = [[token % 90 for token in range(3, 200)], [token * 7 % 90 for token in range(120)], [5, 6, 7]]
+PROMPTS = [[token % 90 for token in range(3, 160)], [token * 7 % 90 for token in range(90)], [5, 6, 7]]
 WANTED = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
 
 
@@ -52,9 +52,13 @@ def apart(one: list[Completion], other: list[Completion]) -> float:
     [
         {"attention_policy": "topk:3", "prefill_policy": "topk:2"},
         {"prefill_policy": "vertical_slash:2,1,3", "missed_limit": 0.99},
-        {"attention_policy": "window:8,16", "prefill_policy": "window:8,16", "missed_limit": 0.99},
+        *(
+            [{"attention_policy": "window:8,16", "prefill_policy": "window:8,16", "missed_limit": 0.99}]
+            if tiny.THOROUGH
+            else []
+        ),
     ],
-    ids=["best", "slash, limited", "window, limited"],
+    ids=["best", "slash, limited", "window, limited"][: 3 if tiny.THOROUGH else 2],
 )
 def test_two_ranks_choose_what_one_does(chosen: dict[str, object]) -> None:
     """By the heads of both, and read the rest where one of them misses too much."""
@@ -81,8 +85,7 @@ def test_everything_is_exact(name: str, tmp_path: Path) -> None:
         (
             {"attention_policy": "topk:1000"},
             {"attention_policy": "topk:3", "missed_limit": 0.0},
-            {"attention_policy": "window:8,16", "missed_limit": 0.0},
-            {"prefill_policy": "vertical_slash:2,1", "missed_limit": 0.0},
+            {"attention_policy": "window:8,16", "prefill_policy": "vertical_slash:2,1", "missed_limit": 0.0},
             {
                 "attention_policy": "topk:3",
                 "prefill_policy": "vertical_slash:2,1",
@@ -91,7 +94,7 @@ def test_everything_is_exact(name: str, tmp_path: Path) -> None:
             },
         )
     ):
-        if name != "llama" and number % 4:
+        if name != "llama" and number % 3:
             continue  # Another family has nothing new in the midst of them.
         found, missed = answer(name, **(FAR | chosen))
         assert missed.choices

@@ -1,5 +1,6 @@
 """Kernels in C for feed-forwards of experts that rest on the host, against what their matrices stand for."""
 
+import os
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
@@ -145,7 +146,16 @@ def outputs(pool: ThreadPool, x: Tensor, some: Sequence[GroupViews], rows: int) 
     return out.view(len(some), rows, -1)
 
 
-@pytest.mark.parametrize("layout", [*DOTS, "gptq", "nvfp4", "packed_8"])
+@pytest.mark.parametrize(
+    ("layout", "way"),
+    [
+        (layout, way)
+        for turn, layout in enumerate([*DOTS, "gptq", "nvfp4", "packed_8"])
+        for other, way in enumerate([*native_ways.WAYS, "tiles"])
+        if way == "best" or "PENSTOCK_THOROUGH" in os.environ or turn % 3 == other % 3
+    ],
+    indirect=["way"],
+)
 def test_a_row_depends_on_nothing_else(layout: str, way: str) -> None:
     """Not on other rows, other experts, or the number of threads; widths are more than one panel."""
     some = wide(layout)

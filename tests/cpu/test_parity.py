@@ -158,7 +158,8 @@ def test_prefix_of_a_running_request(name: str) -> None:
     ("name", "dtype"),
     [
         ("llama", "float16"),
-        *((name, "bfloat16") for name in ("qwen3", "mixtral", "qwen2_moe", "glm4_moe", "minimax_m2")),
+        *((name, "bfloat16") for name in ("qwen3", "qwen2_moe", "glm4_moe", "minimax_m2")),
+        *([("mixtral", "bfloat16")] if tiny.THOROUGH else []),
     ],
 )
 def test_half_precision(name: str, dtype: str) -> None:
@@ -170,6 +171,6 @@ def test_half_precision(name: str, dtype: str) -> None:
     )
     with LLM(tiny.checkpoint(name), device="cpu", dtype=dtype, max_length=128, check=True) as llm:
         completions = llm.generate(tiny.prompts(), WITH_PROMPT)
-        alone = [llm.generate(prompt, GREEDY)[0] for prompt in tiny.prompts()[::2]]
+        alone = [llm.generate(prompt, GREEDY)[0] for prompt in tiny.prompts()[::4]]
     assert measure(completions, references).typical < 1.3 * theirs
-    assert measure(alone, references[::2]).typical < 2 * theirs  # fewer positions, each deeper in the text
+    assert measure(alone, references[::4]).typical < 2 * theirs  # fewer positions, each deeper in the text

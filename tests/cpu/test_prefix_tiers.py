@@ -86,11 +86,10 @@ UNUSED = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUn
 @pytest.mark.parametrize(
     ("name", "store"),
     [
-        *([("llama", "eager"), ("llama", "lazy")] if tiny.THOROUGH else []),
+        *([("llama", "eager"), ("llama", "lazy"), ("llama_dynamic", "eager")] if tiny.THOROUGH else []),
         ("llama", "off"),
         ("qwen2_windows", "eager"),
         ("qwen3_moe", "lazy"),
-        ("llama_dynamic", "eager"),
     ],
 )
 def test_conversations_are_answered_right(tmp_path: Path, name: str, store: str) -> None:

@@ -1,12 +1,13 @@
 """Models larger than their memory give the same tokens and log-probabilities, bit for bit, or an error; never
 a wrong token."""
 
+import gc
 import json
 import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -45,22 +46,33 @@ SETTINGS = {
 ALL = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
 LONGER = SamplingParams(temperature=0.8, seed=3, max_tokens=14, ignore_eos=True, logprobs=-1)
 FEW = ["llama_tied", "mixtral"]
+FAMILIES = [
+    name
+    for name, case in tiny.CASES.items()
+    if tiny.THOROUGH or name in FEW or (name == case.model_type and name not in ("llama", "mistral"))
+]
 KINDS = [
     (name, kind)
-    for name in tiny.SOME
+    for name in FAMILIES
     for kind in ("both", "host", "disk", "least")
     if kind == "both" or name in FEW
 ]
+"""Windows and rope are nothing to weights; llama and mistral have no others than the tied one."""
 
 
 @pytest.fixture(autouse=True)
 def _lean(monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations are counted by shape: what is measured of them depends on the memory that the tests before
     have left. Links are not measured again and again either; what streams, and where, is the same."""
-    monkeypatch.setattr(measuring, "peak_of", lambda device, run: 0 * peak_of(device, run))
+    monkeypatch.setattr(measuring, "peak_of", unmeasured)
     monkeypatch.setattr(placing, "copy_rate", lambda *_: 25e9)
     monkeypatch.setattr(placing, "file_read", lambda *_: _Rate(3e9))
     monkeypatch.setattr(placing, "memory_read", lambda *_: 40e9)
+
+
+def unmeasured(device: torch.device, run: Callable[[], object]) -> int:
+    run()
+    return 0
 
 
 @dataclass
@@ -111,6 +123,7 @@ def resident(name: str) -> Resident:
     least = max(size for id, size in sizes.items() if id.kind is not GroupKind.EXPERT) + 2 * max(
         experts, default=0
     )
+    gc.freeze()  # All these numbers stay, and are no garbage to be gone through.
     return Resident(first, again, budget.activations + budget.kv, budget.weights, least)
 
 
@@ -327,7 +340,7 @@ class Rate:
 placing.copy_rate, placing.file_read = (lambda *_: 25e9), (lambda *_: Rate)
 placing.memory_read = lambda *_: 40e9
 torch.set_num_threads(1)
-process, budget = psutil.Process(), 100 << 20
+process, budget = psutil.Process(), 70 << 20
 torch.randn(64, 64) @ torch.randn(64, 64)
 before, most, over = process.memory_info().rss, [0], threading.Event()
 
@@ -360,19 +373,19 @@ def test_a_model_three_times_its_budget_stays_within_it(tmp_path: Path) -> None:
         [sys.executable, "-c", _MEASURE, tmp_path / "pack"], check=True, capture_output=True, text=True
     ).stdout
     grown, disk, read, tokens = json.loads(output)
-    assert disk > 200 << 20
+    assert disk > 140 << 20
     assert read >= 3 * disk
     assert tokens == 3
-    assert grown < (100 << 20) + SLACK
+    assert grown < (70 << 20) + SLACK
 
 
 def large(path: Path) -> Path:
-    """A random llama of 300 MB: the tiny one's config, wider and deeper."""
+    """A random llama of 220 MB: the tiny one's config, wider and deeper."""
     config = json.loads((tiny.checkpoint("llama") / "config.json").read_text())
     config |= {
         "hidden_size": 512,
         "intermediate_size": 2048,
-        "num_hidden_layers": 19,
+        "num_hidden_layers": 14,
         "head_dim": 128,
         "vocab_size": 1024,
     }

@@ -43,7 +43,7 @@ SETTINGS = {
 FEW = 10
 """Tokens of most answers."""
 GREEDY = SamplingParams(temperature=0, max_tokens=FEW, ignore_eos=True, logprobs=0)
-USUAL = ["llama_biases", "qwen2_windows", "qwen3_moe_dense_layer", "qwen2_moe", "glm4_moe", "minimax_m2"]
+USUAL = ["llama_biases", "qwen2_moe", "glm4_moe", "minimax_m2"]
 """One of each kind; the others' parts are those of tests/cpu/test_sharded.py."""
 EVERY = sorted(set(tiny.CASES) - {"llama_dynamic"}) if tiny.THOROUGH else USUAL
 
@@ -93,7 +93,7 @@ def test_three_ranks_whose_parts_are_uneven_and_requests_that_push_each_other_ou
 @pytest.mark.parametrize(
     ("name", "ranks", "disk"),
     [
-        ("llama", 2, True),
+        *([("llama", 2, True)] if tiny.THOROUGH else []),
         ("qwen2_windows", 2, True),
         ("qwen3", 3, False),  # Whose parts are uneven.
     ],

@@ -18,31 +18,29 @@ from penstock.ops.triton import warp_tiles
 TESTS = Path(__file__).resolve().parents[1]
 LARGE = (
     "decode, with log-sum-exp",
-    "run, wide heads",
+    "run, wide heads, known",
     "run, float32",
     "merge",
     "write",
     "fold, float32",
     "draw",
-    "routers, unlike",
+    "routers, in groups",
     "pointwise, half of a head",
-    "experts, some",
     "experts, gpt-oss",
     "decode, sinks",
-    "run, sinks",
+    "run, sinks, placed",
     "adapters, large",
 )
 """Each kernel once, and where one takes most."""
 FEW_BITS = (
     "few bits experts, gpt-oss",
-    "few bits, integers",
-    "few bits, NVFP4",
-    "few bits experts, zero points",
+    "few bits, integers in turn",
+    "few bits, NVFP4 in turn",
     "few bits experts, float16",
 )
-BLOCKS = ("blocks of GGUF, old ones in turn", "blocks of GGUF, six bits and levels in turn")
-"""The same of few bits, and of GGUF's blocks: every kind, and few rows and more of the one of which a program
-holds most."""
+BLOCKS = ("blocks of GGUF in turn",)
+"""The same of few bits, and of GGUF's blocks: low bits, high bits and levels, and more rows of the one
+of which a program holds most."""
 EARLY = (
     "decode, one row",
     "pointwise",
@@ -51,9 +49,9 @@ EARLY = (
     "adapters",
     "steps",
     "sums",
-    "few bits, zero points",
-    "few bits, MXFP4",
-    "blocks of GGUF, four and five bits in turn",
+    "few bits, zero points in turn",
+    "few bits, MXFP4 in turn",
+    "blocks of GGUF, four bits in turn",
 )
 """Where launches may begin before those before them have ended, which devices can from 9.0 on. What such a
 kernel does besides is all that it has of its own: as it is otherwise, it is compiled only if all is to be
