@@ -38,6 +38,15 @@ from penstock.ops.triton.ptx import floats_of
 from penstock.ops.triton.tuning import multiprocessors
 
 
+@triton.jit
+def asked_for(one):  # type: ignore[no-untyped-def]
+    """Keep the compiler from moving loads that come before behind what comes after: no load of a warp passes
+    a barrier of it."""
+    tl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [one], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _beside(at, k, place, inner, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return what lies beside the codes from a place of each run on, `[LANES, WARPS, ROWS]`."""
@@ -153,6 +162,8 @@ def _one_row(  # type: ignore[no-untyped-def]
     for k in tl.range(0, inner, STEP):
         following = k // PLACES + RUNS * 8
         next_words = tl.load(words_at + following, mask=(following + word < last)[:, None, None, :], other=0)
+        if PTX != "":
+            asked_for(tl.program_id(0))
         t0 = _beside(scale + rows_at, k, of_run, inner, GROUP)
         t1, t2, t3 = t0, t0, t0
         if GROUP <= RUN // 2:
