@@ -97,14 +97,12 @@ def _expert_columns(  # type: ignore[no-untyped-def]
         return
     begin = tl.load(blocks + bound + block, cache_modifier=".cg")
     end = tl.load(blocks + 2 * bound + block, cache_modifier=".cg")
-    lane = tl.arange(0, 32)[:, None]
+    row = begin + tl.arange(0, 32 * WARPS) % 32 // 4
+    near, far = tl.minimum(row, end - 1), tl.minimum(row + 8, end - 1)
     if GATED:
-        near = tl.load(order + tl.minimum(begin + lane // 4, end - 1)) // TOP
-        far = tl.load(order + tl.minimum(begin + lane // 4 + 8, end - 1)) // TOP
-    else:
-        near, far = tl.minimum(begin + lane // 4, end - 1), tl.minimum(begin + lane // 4 + 8, end - 1)
+        near, far = tl.load(order + near) // TOP, tl.load(order + far) // TOP
     rows_at = x + near.to(tl.int64) * s_x, x + far.to(tl.int64) * s_x
-    row = begin + lane % 4 * 2
+    row = begin + tl.arange(0, 32) % 4 * 2
     a, b, c, d = row, row + 1, row + 8, row + 9
     stored = a < end, b < end, c < end, d < end
     if not GATED:

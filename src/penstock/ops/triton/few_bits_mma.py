@@ -59,8 +59,7 @@ def _few_columns(  # type: ignore[no-untyped-def]
     """Compute the numbers of TILES tiles; see `tiles_of_products`."""
     if EARLY:
         gdc_launch_dependents()
-    lane = tl.arange(0, 32)[:, None]
-    row, of = lane // 4, lane % 4 * 2
+    row, of = tl.arange(0, 32 * WARPS) % 32 // 4, tl.arange(0, 32) % 4 * 2
     rows_at = x + tl.minimum(row, rows - 1) * s_x, x + tl.minimum(row + 8, rows - 1) * s_x
     tiles_of_products(
         rows_at,

@@ -36,15 +36,7 @@ from penstock.ops.triton.codes import (
 from penstock.ops.triton.pointwise import silu
 from penstock.ops.triton.ptx import floats_of
 from penstock.ops.triton.tuning import multiprocessors
-
-
-@triton.jit
-def asked_for(one):  # type: ignore[no-untyped-def]
-    """Keep the compiler from moving loads that come before behind what comes after: no load of a warp passes
-    a barrier of it."""
-    tl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [one], dtype=tl.int32, is_pure=False, pack=1
-    )
+from penstock.ops.triton.warp_tiles import asked_for
 
 
 @triton.jit  # type: ignore[untyped-decorator]

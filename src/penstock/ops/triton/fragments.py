@@ -67,12 +67,11 @@ def _plain_products(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr,
 ):
     """Return what the PTX makes, by plain arithmetic in float32: of all words at once, since the interpreter
-    takes its time for each operation. After the first three axes are those of the two halves of a row's
+    takes its time for each operation. After that of threads there are axes of the two halves of a row's
     words, of the words of a half, and of the two rows."""
-    WARPS: tl.constexpr = given[0].shape[1]
-    TILES: tl.constexpr = given[0].shape[2]
+    THREADS: tl.constexpr = given[0].shape[0]
     words = tl.join(_four(given[0:4]), _four(given[4:8]))
-    none = tl.zeros((32, WARPS, TILES), tl.float32)
+    none = tl.zeros((THREADS,), tl.float32)
     sums = (none, none, none, none)
     more = sums
     for place in tl.static_range(PLACES):
@@ -80,11 +79,11 @@ def _plain_products(  # type: ignore[no-untyped-def]
         numbers = plain_number(words, place, KIND, ZEROS)
         if ZEROS:
             both = tl.join(zeros[quarter], zeros[4 + quarter]).to(tl.float32)
-            numbers -= tl.reshape(both, (32, WARPS, TILES, 1, 1, 2))
+            numbers -= tl.reshape(both, (THREADS, 1, 1, 2))
         if SCALED:
             both = tl.join(scale_of(scales[quarter], SCALES), scale_of(scales[4 + quarter], SCALES))
-            numbers *= tl.reshape(both, (32, WARPS, TILES, 1, 1, 2))
-        left = tl.reshape(numbers, (8, 1, 4, WARPS, TILES, 4, 2))
+            numbers *= tl.reshape(both, (THREADS, 1, 1, 2))
+        left = tl.reshape(numbers, (THREADS // 32, 8, 1, 4, 4, 2))
         found = _by_lanes(left, given[8 + 2 * place * WIDE : 10 + 2 * place * WIDE], HALF)
         sums = (sums[0] + found[0], sums[1] + found[1], sums[2] + found[2], sums[3] + found[3])
         if WIDE == 2:
@@ -104,8 +103,7 @@ def _by_lanes(left, pairs, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the products of numbers of codes with pairs of activations, one for each half of the words,
     summed over these and over the four lanes of a row: for the row of a lane, two numbers, which are of two
     rows of activations, and for the other row two more."""
-    WARPS: tl.constexpr = left.shape[3]
-    TILES: tl.constexpr = left.shape[4]
+    WARPS: tl.constexpr = left.shape[0]
     pair = tl.join(pairs[0], pairs[1])
     if HALF:
         low = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -113,9 +111,9 @@ def _by_lanes(left, pairs, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
     else:
         low = (pair << 16).to(tl.float32, bitcast=True)
         high = (pair & -65536).to(tl.float32, bitcast=True)
-    right = tl.reshape(tl.join(low, high), (1, 8, 4, WARPS, 1, 4, 1))
-    both = tl.reshape(tl.sum(tl.sum(left * right, 5), 2), (32, 2, WARPS, TILES, 2))
-    one, other = tl.split(tl.permute(both, (0, 2, 3, 4, 1)))
-    a, c = tl.split(one)
-    b, d = tl.split(other)
+    right = tl.reshape(tl.join(low, high), (WARPS, 1, 8, 4, 4, 1))
+    both = tl.reshape(tl.sum(tl.sum(left * right, 4), 3), (32 * WARPS, 2, 2))
+    one, other = tl.split(both)
+    a, b = tl.split(one)
+    c, d = tl.split(other)
     return a, b, c, d

@@ -34,18 +34,18 @@ begins with the last; other kernels then compute what these would."""
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _words(own_at, other_at, column, run, inner, PLACES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the four words of each of two rows from a column on, `[LANES, WARPS, TILES]` each."""
-    at, inside = (column // PLACES)[:, :, None, None], (column + run < inner)[:, :, None, None]
+    """Return the four words of each of two rows from a column on, `[THREADS]` each."""
+    at, inside = (column // PLACES)[:, None], (column + run < inner)[:, None]
     # Of an address from memory the compiler does not know that it is a multiple of 16.
-    a, b, c, d = _apart(tl.load(tl.multiple_of(own_at + at, [16, 16, 16, 16]), mask=inside, other=0))
-    e, f, g, h = _apart(tl.load(tl.multiple_of(other_at + at, [16, 16, 16, 16]), mask=inside, other=0))
+    a, b, c, d = _apart(tl.load(tl.multiple_of(own_at + at, [16, 16]), mask=inside, other=0))
+    e, f, g, h = _apart(tl.load(tl.multiple_of(other_at + at, [16, 16]), mask=inside, other=0))
     return a, b, c, d, e, f, g, h
 
 
 @triton.jit
 def _apart(words):  # type: ignore[no-untyped-def]
-    """Return four words `[LANES, WARPS, TILES]` each, of `[LANES, WARPS, TILES, 4]`."""
-    even, odd = tl.split(tl.reshape(words, (words.shape[0], words.shape[1], words.shape[2], 2, 2)))
+    """Return four words `[THREADS]` each, of `[THREADS, 4]`."""
+    even, odd = tl.split(tl.reshape(words, (words.shape[0], 2, 2)))
     a, c = tl.split(even)
     b, d = tl.split(odd)
     return a, b, c, d
@@ -59,23 +59,52 @@ def _beside(  # type: ignore[no-untyped-def]
 
     EACH: quarters of a number. APART: whether there is more than one number in a run.
     """
-    a, e = tl.load(own_at + group[:, :, None]), tl.load(other_at + group[:, :, None])
+    a, e = tl.load(own_at + group), tl.load(other_at + group)
     b, c, d, f, g, h = a, a, a, e, e, e
     if APART and EACH == 2:
-        c, g = tl.load(own_at + group[:, :, None] + 1), tl.load(other_at + group[:, :, None] + 1)
+        c, g = tl.load(own_at + group + 1), tl.load(other_at + group + 1)
         d, h = c, g
     if APART and EACH == 1:
-        b, f = tl.load(own_at + group[:, :, None] + 1), tl.load(other_at + group[:, :, None] + 1)
-        c, g = tl.load(own_at + group[:, :, None] + 2), tl.load(other_at + group[:, :, None] + 2)
-        d, h = tl.load(own_at + group[:, :, None] + 3), tl.load(other_at + group[:, :, None] + 3)
+        b, f = tl.load(own_at + group + 1), tl.load(other_at + group + 1)
+        c, g = tl.load(own_at + group + 2), tl.load(other_at + group + 2)
+        d, h = tl.load(own_at + group + 3), tl.load(other_at + group + 3)
     return a, b, c, d, e, f, g, h
 
 
 @triton.jit
 def _activations(at, inside):  # type: ignore[no-untyped-def]
-    """Return two pairs of activations, `[LANES, WARPS, 1]` each."""
+    """Return two pairs of activations, `[THREADS]` each."""
     four = tl.load(at, mask=inside, other=0)
-    return four.to(tl.int32)[:, :, None], (four >> 32).to(tl.int32)[:, :, None]
+    return four.to(tl.int32), (four >> 32).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _fetched(  # type: ignore[no-untyped-def]
+    own_at,
+    other_at,
+    besides,
+    column,
+    run,
+    inner,
+    GROUP: tl.constexpr,
+    PLACES: tl.constexpr,
+    RAW: tl.constexpr,
+    ZEROS: tl.constexpr,
+    EACH: tl.constexpr,
+    APART: tl.constexpr,
+):
+    """Return words, scales and zero points of the step from a column on, eight of each.
+
+    Scales are read where columns end, too, so that they are numbers.
+    """
+    RUN: tl.constexpr = 8 * PLACES
+    words = _words(own_at, other_at, column, run, inner, PLACES)
+    at = tl.minimum(column + run, inner - RUN)
+    scales = _beside(besides[0], besides[1], at // (RUN if RAW else GROUP), EACH, APART and not RAW)
+    zeros = scales
+    if ZEROS:
+        zeros = _beside(besides[2], besides[3], at // GROUP, EACH, APART)
+    return words, scales, zeros
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -119,12 +148,13 @@ def tiles_of_products(  # type: ignore[no-untyped-def]
     """Compute the numbers of TILES tiles from `first` on, of 16 rows of the matrix each; where GATED, of half
     as many of the gate, each with its own of what is gated, `outer` further on.
 
-    rows_at: where a lane's rows of activations begin, as fours, the first eight's and the next, `[LANES, 1]`.
+    rows_at: where a thread's rows of activations begin, as fours, the first eight's and the next, `[THREADS]`.
     to, stored: where its numbers go and whether they do, for rows 2 * (lane % 4), the next one, and those
-    eight further on, `[LANES, 1]`.
+    eight further on, `[32]`.
     GATED and SECOND: as in `few_bits`. WIDE: eights of rows of activations.
 
-    Tensors have the axes LANES, WARPS and TILES. A warp takes every WARPS-th step of two runs.
+    Tensors have one axis, of threads, which no compiler deals out in two ways; there is one for each tile. A
+    warp takes every WARPS-th step of two runs.
     """
     RUN: tl.constexpr = 8 * PLACES
     STEP: tl.constexpr = 2 * RUN
@@ -132,107 +162,146 @@ def tiles_of_products(  # type: ignore[no-untyped-def]
     APART: tl.constexpr = GROUP < RUN
     EACH: tl.constexpr = 4 * GROUP // RUN
     LOWER: tl.constexpr = 8 if GATED else 16
-    lane, warp, tile = tl.arange(0, 32), tl.arange(0, WARPS), first + tl.arange(0, TILES)
+    THREADS: tl.constexpr = 32 * WARPS
+    place = tl.arange(0, THREADS)
+    lane, warp = place % 32, place // 32
     row, part = lane // 4, lane % 4
-    place = (warp * 32)[None, :, None] + lane[:, None, None]
-    # A thread has one row of each tile, and one that is eight rows lower or the gated one.
-    number = tile[None, :] * LOWER + row[:, None]
-    own = tl.minimum(number, outer - 1)[:, None, :]
-    other = own + outer if GATED else tl.minimum(number + 8, outer - 1)[:, None, :]
-    word = part[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, None, :]
-    own_at = codes + own.to(tl.int64)[:, :, :, None] * s_w + word
-    other_at = codes + other.to(tl.int64)[:, :, :, None] * s_w + word
-    own_beside, other_beside = (own // down).to(tl.int64) * s_s, (other // down).to(tl.int64) * s_s
+    word = part[:, None] * 4 + tl.arange(0, 4)[None, :]
     # Activations are read by fours. A lane has those of the row that is its quarter, and of eight more.
-    fours = (part // 2 * (RUN // 4) + part % 2)[:, None]
-    column = (warp * STEP)[None, :] + tl.zeros([32, 1], tl.int32)
-    run = (part // 2 * RUN)[:, None]
-    words = _words(own_at, other_at, column, run, inner, PLACES)
-    # Scales are read where columns end, too, so that they are numbers.
-    at = tl.minimum(column + run, inner - RUN)
-    scales = _beside(
-        scale + own_beside, scale + other_beside, at // (RUN if RAW else GROUP), EACH, APART and not RAW
+    fours, column, run = part // 2 * (RUN // 4) + part % 2, warp * STEP, part // 2 * RUN
+    nothing = tl.zeros([THREADS], tl.float32)
+    sums = (nothing, nothing, nothing, nothing) * (TILES * WIDE)
+    own_at, other_at, besides = _places(
+        first * LOWER + row, word, codes, scale, zero, outer, down, s_w, s_s, GATED
     )
-    zeros = scales
-    if ZEROS:
-        zeros = _beside(zero + own_beside, zero + other_beside, at // GROUP, EACH, APART)
-    nothing = tl.zeros([32, WARPS, TILES], tl.float32)
-    sums = (nothing, nothing, nothing, nothing)
-    more = sums
+    words, scales, zeros = _fetched(
+        own_at[0], other_at[0], besides, column, run, inner, GROUP, PLACES, RAW, ZEROS, EACH, APART
+    )
+    for tile in tl.static_range(1, TILES):
+        more = _places(
+            (first + tile) * LOWER + row, word, codes, scale, zero, outer, down, s_w, s_s, GATED
+        )
+        own_at, other_at, besides = own_at + more[0], other_at + more[1], besides + more[2]
+        begun = _fetched(
+            own_at[tile],
+            other_at[tile],
+            more[2],
+            column,
+            run,
+            inner,
+            GROUP,
+            PLACES,
+            RAW,
+            ZEROS,
+            EACH,
+            APART,
+        )
+        words, scales, zeros = words + begun[0], scales + begun[1], zeros + begun[2]
     if EARLY:
         gdc_wait()
     for _ in tl.range(0, inner, STEP * WARPS):
         # What the next step needs of the matrix is asked for before this one begins.
         following = column + STEP * WARPS
-        next_words = _words(own_at, other_at, following, run, inner, PLACES)
-        at = tl.minimum(following + run, inner - RUN)
-        next_scales = _beside(
-            scale + own_beside, scale + other_beside, at // (RUN if RAW else GROUP), EACH, APART and not RAW
+        next_words, next_scales, next_zeros = _fetched(
+            own_at[0], other_at[0], besides[0:4], following, run, inner, GROUP, PLACES, RAW, ZEROS, EACH, APART
         )
-        next_zeros = next_scales
-        if ZEROS:
-            next_zeros = _beside(zero + own_beside, zero + other_beside, at // GROUP, EACH, APART)
-        given, inside = words, column + run < inner
-        for each in tl.static_range(PLACES):
-            given = given + _activations(rows_at[0] + (column // 4 + fours + 2 * each), inside)
-            if WIDE == 2:
-                given = given + _activations(rows_at[1] + (column // 4 + fours + 2 * each), inside)
-        found = warp_products(
-            place,
-            given,
-            scales,
-            zeros,
-            KIND,
-            PLACES,
-            SCALES,
-            SCALED,
-            RAW,
-            ZEROS,
-            WIDE,
-            HALF,
-            LESS,
-            PTX,
-            REGISTERS,
-        )
-        if not SCALED:
-            found = _scaled(found, scale_of(scales[0], SCALES), scale_of(scales[4], SCALES), WIDE)
-        sums = (sums[0] + found[0], sums[1] + found[1], sums[2] + found[2], sums[3] + found[3])
+        for tile in tl.static_range(1, TILES):
+            coming = _fetched(
+                own_at[tile],
+                other_at[tile],
+                besides[4 * tile : 4 * tile + 4],
+                following,
+                run,
+                inner,
+                GROUP,
+                PLACES,
+                RAW,
+                ZEROS,
+                EACH,
+                APART,
+            )
+            next_words, next_scales = next_words + coming[0], next_scales + coming[1]
+            next_zeros = next_zeros + coming[2]
+        if PTX != "":
+            asked_for(tl.program_id(0))
+        at, inside = column // 4 + fours, column + run < inner
+        some = _activations(rows_at[0] + at, inside)
         if WIDE == 2:
-            more = (more[0] + found[4], more[1] + found[5], more[2] + found[6], more[3] + found[7])
+            some = some + _activations(rows_at[1] + at, inside)
+        for each in tl.static_range(1, PLACES):
+            some = some + _activations(rows_at[0] + (at + 2 * each), inside)
+            if WIDE == 2:
+                some = some + _activations(rows_at[1] + (at + 2 * each), inside)
+        for tile in tl.static_range(TILES):
+            found = warp_products(
+                place,
+                words[8 * tile : 8 * tile + 8] + some,
+                scales[8 * tile : 8 * tile + 8],
+                zeros[8 * tile : 8 * tile + 8],
+                KIND,
+                PLACES,
+                SCALES,
+                SCALED,
+                RAW,
+                ZEROS,
+                WIDE,
+                HALF,
+                LESS,
+                PTX,
+                REGISTERS,
+            )
+            if not SCALED:
+                found = _scaled(
+                    found, scale_of(scales[8 * tile], SCALES), scale_of(scales[8 * tile + 4], SCALES), WIDE
+                )
+            for which in tl.static_range(4 * WIDE):
+                one = sums[4 * WIDE * tile + which] + found[which]
+                sums = sums[: 4 * WIDE * tile + which] + (one,) + sums[4 * WIDE * tile + which + 1 :]
         words, scales, zeros, column = next_words, next_scales, next_zeros, following
-    _finish(
-        sums,
-        number,
-        to[0:2],
-        stored[0:2],
-        second,
-        bias,
-        outer,
-        FOLDED,
-        SECOND,
-        GATED,
-        BIASED,
-        ALPHA,
-        SHIFT,
-        LIMIT,
+    for tile in tl.static_range(TILES):
+        number = (first + tile) * LOWER + tl.arange(0, 32) // 4
+        for eight in tl.static_range(WIDE):
+            _finish(
+                sums[4 * (WIDE * tile + eight) : 4 * (WIDE * tile + eight) + 4],
+                number,
+                to[2 * eight : 2 * eight + 2],
+                stored[2 * eight : 2 * eight + 2],
+                second,
+                bias,
+                outer,
+                WARPS,
+                FOLDED,
+                SECOND,
+                GATED,
+                BIASED,
+                ALPHA,
+                SHIFT,
+                LIMIT,
+            )
+
+
+@triton.jit
+def _places(  # type: ignore[no-untyped-def]
+    number, word, codes, scale, zero, outer, down, s_w, s_s, GATED: tl.constexpr
+):
+    """Return where the words of a thread's rows of a tile are, and what lies beside them. It has one row, and
+    one that is eight rows lower or the gated one."""
+    own = tl.minimum(number, outer - 1)
+    other = own + outer if GATED else tl.minimum(number + 8, outer - 1)
+    own_at = codes + own.to(tl.int64)[:, None] * s_w + word
+    other_at = codes + other.to(tl.int64)[:, None] * s_w + word
+    own_beside, other_beside = (own // down).to(tl.int64) * s_s, (other // down).to(tl.int64) * s_s
+    besides = (scale + own_beside, scale + other_beside, zero + own_beside, zero + other_beside)
+    return (own_at,), (other_at,), besides
+
+
+@triton.jit
+def asked_for(one):  # type: ignore[no-untyped-def]
+    """Keep the compiler from moving loads that come before behind what comes after: no load of a warp passes
+    a barrier of it."""
+    tl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [one], dtype=tl.int32, is_pure=False, pack=1
     )
-    if WIDE == 2:
-        _finish(
-            more,
-            number,
-            to[2:4],
-            stored[2:4],
-            second,
-            bias,
-            outer,
-            FOLDED,
-            SECOND,
-            GATED,
-            BIASED,
-            ALPHA,
-            SHIFT,
-            LIMIT,
-        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -262,6 +331,7 @@ def _finish(  # type: ignore[no-untyped-def]
     second,
     bias,
     outer,
+    WARPS: tl.constexpr,
     FOLDED: tl.constexpr,
     SECOND: tl.constexpr,
     GATED: tl.constexpr,
@@ -272,40 +342,48 @@ def _finish(  # type: ignore[no-untyped-def]
 ):
     """Add up what the warps have, and store it.
 
-    sums: two of one row of the matrix, and two of another. number: the one row, `[LANES, TILES]`.
+    sums: two of one row of the matrix, and two of another, `[THREADS]`. number: the one row, `[32]`.
     """
-    both = tl.sum(tl.join(tl.join(sums[0], sums[1]), tl.join(sums[2], sums[3])), 1)
+    a, b = _of_warps(sums[0], WARPS), _of_warps(sums[1], WARPS)
+    c, d = _of_warps(sums[2], WARPS), _of_warps(sums[3], WARPS)
     if FOLDED != 1.0:
-        both *= FOLDED
-    own, other = tl.split(both)
-    own = _whole(own, tl.minimum(number, outer - 1), second, bias, SECOND, BIASED)
-    lower = tl.minimum(number, outer - 1) + outer if GATED else tl.minimum(number + 8, outer - 1)
-    other = _whole(other, lower, second, bias, SECOND, BIASED)
+        a, b, c, d = a * FOLDED, b * FOLDED, c * FOLDED, d * FOLDED
+    at = tl.minimum(number, outer - 1)
+    a, b = _whole(a, b, at, second, bias, SECOND, BIASED)
+    lower = at + outer if GATED else tl.minimum(number + 8, outer - 1)
+    c, d = _whole(c, d, lower, second, bias, SECOND, BIASED)
     kind: tl.constexpr = to[0].dtype.element_ty
     if GATED:
-        own, other = own.to(kind).to(tl.float32), other.to(kind).to(tl.float32)
-        own = activated(own, other, kind, ALPHA, SHIFT, LIMIT)
-    a, b = tl.split(own)
+        a = activated(a.to(kind).to(tl.float32), c.to(kind).to(tl.float32), kind, ALPHA, SHIFT, LIMIT)
+        b = activated(b.to(kind).to(tl.float32), d.to(kind).to(tl.float32), kind, ALPHA, SHIFT, LIMIT)
     tl.store(to[0] + number, a.to(kind), mask=stored[0] & (number < outer))
     tl.store(to[1] + number, b.to(kind), mask=stored[1] & (number < outer))
     if not GATED:
-        a, b = tl.split(other)
-        tl.store(to[0] + number + 8, a.to(kind), mask=stored[0] & (number + 8 < outer))
-        tl.store(to[1] + number + 8, b.to(kind), mask=stored[1] & (number + 8 < outer))
+        tl.store(to[0] + number + 8, c.to(kind), mask=stored[0] & (number + 8 < outer))
+        tl.store(to[1] + number + 8, d.to(kind), mask=stored[1] & (number + 8 < outer))
+
+
+@triton.jit
+def _of_warps(sums, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the sums of all warps, `[32]`."""
+    return tl.sum(tl.reshape(sums, (WARPS, 32)), 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _whole(  # type: ignore[no-untyped-def]
-    sums, at, second, bias, SECOND: tl.constexpr, BIASED: tl.constexpr
+    one, other, at, second, bias, SECOND: tl.constexpr, BIASED: tl.constexpr
 ):
-    """Return sums `[LANES, TILES, 2]` with the second scale and the bias of their rows."""
-    if SECOND == 1:
-        sums *= tl.load(second + at)[:, :, None]
-    if SECOND == 2:
-        sums = tl.div_rn(sums, tl.load(second + at)[:, :, None])
+    """Return two sums `[32]` of a row with its second scale and bias."""
+    if SECOND > 0:
+        scale = tl.load(second + at)
+        if SECOND == 1:
+            one, other = one * scale, other * scale
+        else:
+            one, other = tl.div_rn(one, scale), tl.div_rn(other, scale)
     if BIASED:
-        sums += tl.load(bias + at).to(tl.float32)[:, :, None]
-    return sums
+        more = tl.load(bias + at).to(tl.float32)
+        one, other = one + more, other + more
+    return one, other
 
 
 def codes_options(
