@@ -52,8 +52,8 @@ def test_product_of_one_row(scheme: str, gated: bool) -> None:
     """Closer than a product of more rows: nothing is rounded within. Some steps lie within the row,
     the last beyond its end, and there are warps without rows. Each shape has the one tuning with a gate and
     the other without."""
-    rng, tunings = torch.Generator().manual_seed(len(scheme)), [RowTuning(4, 4), RowTuning(2, 8, 2)]
-    for height, width in ((48, 96), (40, 832)):
+    rng, tunings = torch.Generator().manual_seed(len(scheme)), [RowTuning(4, 16), RowTuning(2, 32, 2)]
+    for height, width in ((48, 96), (40, 2592)):
         weight = torch.randn(height, width, generator=rng) / width**0.5
         few, plain = matrix_of(SCHEMES[scheme], weight)
         x = torch.randn(1, width, generator=rng).bfloat16()

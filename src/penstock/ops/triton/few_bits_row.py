@@ -41,57 +41,110 @@ from penstock.ops.triton.warp_tiles import asked_for
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _beside(at, k, place, inner, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return what lies beside the codes from a place of each run on, `[LANES, WARPS, ROWS]`."""
-    return tl.load(at + (tl.minimum(k + place, inner - 1) // GROUP)[:, None, None])
+    """Return what lies beside the codes of a row from a place of each run on, `[THREADS]`."""
+    return tl.load(at + tl.minimum(k + place, inner - 1) // GROUP)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scaled(  # type: ignore[no-untyped-def]
     part, zero, sums, scale, SCALES: tl.constexpr, ZEROS: tl.constexpr, CONVERTS: tl.constexpr
 ):
-    """Return sums of codes times activations `[LANES, WARPS, ROWS]`, less zero points, times scales."""
-    total = tl.sum(part, 3)
+    """Return sums of codes times activations `[THREADS]`, less zero points, times scales."""
+    total = tl.sum(part, 1)
     if ZEROS:
-        total -= zero.to(tl.float32) * tl.sum(sums, 2)[:, :, None]
+        total -= zero.to(tl.float32) * tl.sum(sums, 1)
     if SCALES == EIGHTS and CONVERTS:
         return total * scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     return total * scale_of(scale, SCALES)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _quarter(  # type: ignore[no-untyped-def]
-    part,
-    sums,
-    values,
-    more,
-    x_at,
-    column,
-    inner,
-    first: tl.constexpr,
-    PLACES: tl.constexpr,
-    ZEROS: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """Return `part` and the products of a quarter of each run with activations, and `sums` and these
-    activations, if there are zero points. values, more: of the one place or the two."""
-    at: tl.constexpr = first * 2 * PLACES
-    some = _activations(x_at + at, column + at, inner, EVEN)
-    part += values * some[:, :, None, :]
-    if ZEROS:
-        sums += some
-    if PLACES == 8:
-        some = _activations(x_at + at + 8, column + at + 8, inner, EVEN)
-        part += more * some[:, :, None, :]
-        if ZEROS:
-            sums += some
-    return part, sums
+def _activations(at, column, inner, PLACES: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return activations of each place of half a run in float32, `[THREADS, 4]`, zeros beyond the last
+    column."""
+    some = (_four(at, column, inner, EVEN),)
+    for place in tl.static_range(1, PLACES):
+        some = some + (_four(at + 8 * place, column + 8 * place, inner, EVEN),)
+    return some
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _activations(at, column, inner, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return activations in float32, zeros beyond the last column."""
+def _four(at, column, inner, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     some = tl.load(at) if EVEN else tl.load(at, mask=column < inner, other=0.0)
     return some.to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _of_a_row(  # type: ignore[no-untyped-def]
+    words,
+    some,
+    scale_at,
+    zero_at,
+    k,
+    of_run,
+    inner,
+    GROUP: tl.constexpr,
+    KIND: tl.constexpr,
+    PLACES: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Return the sums of half a run of a row, of its words `[THREADS, 4]`, with activations."""
+    RUN: tl.constexpr = 8 * PLACES
+    PARTS: tl.constexpr = 4 if GROUP <= RUN // 4 else 2 if GROUP <= RUN // 2 else 1
+    if PTX == "":
+        values = (plain_number(words, 0, KIND, ZEROS),)
+        for place in tl.static_range(1, PLACES):
+            values = values + (plain_number(words, place, KIND, ZEROS),)
+    elif PLACES == 8:
+        values = tl.inline_asm_elementwise(
+            PTX, "=f,=f,=f,=f,=f,=f,=f,=f,r", [words], dtype=(tl.float32,) * 8, is_pure=True, pack=1
+        )
+    else:
+        values = tl.inline_asm_elementwise(
+            PTX, "=f,=f,=f,=f,r", [words], dtype=(tl.float32,) * 4, is_pure=True, pack=1
+        )
+    total = tl.zeros([words.shape[0]], tl.float32)
+    for first in tl.static_range(0, PLACES, PLACES // PARTS):
+        at = 8 * first
+        products, sums = values[first] * some[first], some[first]
+        for place in tl.static_range(first + 1, first + PLACES // PARTS):
+            products += values[place] * some[place]
+            if ZEROS:
+                sums += some[place]
+        scale = _beside(scale_at, k + at, of_run, inner, GROUP)
+        zero = _beside(zero_at, k + at, of_run, inner, GROUP) if ZEROS else scale
+        total += _scaled(products, zero, sums, scale, SCALES, ZEROS, PTX != "")
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _in_order(sums, ROWS: tl.constexpr, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the sums of all rows, `[WARPS * ROWS]`, of one `[THREADS]` for each row of a warp."""
+    if ROWS == 8:
+        found = tl.join(_joined_four(sums, 0, 2, WARPS), _joined_four(sums, 1, 2, WARPS))
+    elif ROWS == 4:
+        found = _joined_four(sums, 0, 1, WARPS)
+    elif ROWS == 2:
+        found = tl.join(_of_warps(sums[0], WARPS), _of_warps(sums[1], WARPS))
+    else:
+        found = _of_warps(sums[0], WARPS)
+    return tl.reshape(found, [WARPS * ROWS])
+
+
+@triton.jit
+def _joined_four(sums, first: tl.constexpr, step: tl.constexpr, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the sums of four rows, `[WARPS, 2, 2]`."""
+    a, b = _of_warps(sums[first], WARPS), _of_warps(sums[first + step], WARPS)
+    c, d = _of_warps(sums[first + 2 * step], WARPS), _of_warps(sums[first + 3 * step], WARPS)
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit
+def _of_warps(sums, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the sum of each warp, `[WARPS]`."""
+    return tl.sum(tl.reshape(sums, (WARPS, 32)), 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -125,86 +178,61 @@ def _one_row(  # type: ignore[no-untyped-def]
 ) -> None:
     """Compute the numbers of ROWS rows of the matrix for each warp; GATED and SECOND: as in `few_bits`.
 
-    Tensors have the axes LANES, WARPS, ROWS and 4: a thread has four words of each of its rows, half a run,
-    and a warp has whole lines of them. The compiler deals out axes in this order, but the last first.
+    Tensors have an axis of threads, which every compiler deals out alike, and one of four words, half a run:
+    those of a thread. There is one tensor for each row of a warp, and each 32 halves of runs.
     """
     if EARLY:
         gdc_launch_dependents()
     RUN: tl.constexpr = 8 * PLACES
-    LANES: tl.constexpr = 2 * RUNS
+    HALVES: tl.constexpr = RUNS // 16
     STEP: tl.constexpr = RUNS * RUN
     COLS: tl.constexpr = ROWS * WARPS
     WIDE: tl.constexpr = COLS // 2 if GATED else COLS
-    tile = tl.program_id(0)
-    place = tl.arange(0, WARPS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    own = tl.minimum(tile * WIDE + (place // 2 if GATED else place), outer - 1)
-    if GATED:
-        own += place % 2 * outer
-    lane, four = tl.arange(0, LANES), tl.arange(0, 4)
+    tile, place, four = tl.program_id(0), tl.arange(0, 32 * WARPS), tl.arange(0, 4)
+    lane, number = place % 32, place // 32 * ROWS
     word = (lane * 4)[:, None] + four[None, :]
     of_run = lane // 2 * RUN
-    column = (of_run + lane % 2 * 4)[:, None, None] + tl.zeros([1, WARPS, 1], tl.int32) + four[None, None, :]
-    words_at = codes + own.to(tl.int64)[None, :, :, None] * s_w + word[:, None, None, :]
-    rows_at = ((own // down).to(tl.int64) * s_s)[None, :, :]
+    column = (of_run + lane % 2 * 4)[:, None] + four[None, :]
     last = tl.cdiv(inner, RUN) * 8
-    acc = tl.zeros([LANES, WARPS, ROWS], tl.float32)
-    words = tl.load(words_at, mask=(word < last)[:, None, None, :], other=0)
+    nothing = tl.zeros([32 * WARPS], tl.float32)
+    acc = (nothing,) * ROWS
+    own = _own(tile * WIDE, number, outer, GATED)
+    words_at = (codes + own.to(tl.int64)[:, None] * s_w + word,)
+    rows_at = ((own // down).to(tl.int64) * s_s,)
+    for row in tl.static_range(1, ROWS):
+        own = _own(tile * WIDE, number + row, outer, GATED)
+        words_at = words_at + (codes + own.to(tl.int64)[:, None] * s_w + word,)
+        rows_at = rows_at + ((own // down).to(tl.int64) * s_s,)
+    words = _words(words_at, word, 0, last, ROWS, HALVES)
     if EARLY:
         gdc_wait()
     for k in tl.range(0, inner, STEP):
-        following = k // PLACES + RUNS * 8
-        next_words = tl.load(words_at + following, mask=(following + word < last)[:, None, None, :], other=0)
+        next_words = _words(words_at, word, k // PLACES + RUNS * 8, last, ROWS, HALVES)
         if PTX != "":
-            asked_for(tl.program_id(0))
-        t0 = _beside(scale + rows_at, k, of_run, inner, GROUP)
-        t1, t2, t3 = t0, t0, t0
-        if GROUP <= RUN // 2:
-            t2 = _beside(scale + rows_at, k + RUN // 2, of_run, inner, GROUP)
-            t3 = t2
-        if GROUP <= RUN // 4:
-            t1 = _beside(scale + rows_at, k + RUN // 4, of_run, inner, GROUP)
-            t3 = _beside(scale + rows_at, k + RUN // 4 * 3, of_run, inner, GROUP)
-        z0, z1 = t0, t0
-        if ZEROS:
-            z0 = _beside(zero + rows_at, k, of_run, inner, GROUP)
-            z1 = _beside(zero + rows_at, k + RUN // 2, of_run, inner, GROUP) if GROUP <= RUN // 2 else z0
-        x_at, at = x + k + column, k + column
-        nothing, no = tl.zeros([LANES, WARPS, ROWS, 4], tl.float32), tl.zeros([LANES, WARPS, 4], tl.float32)
-        if PTX == "":
-            a, b = plain_number(words, 0, KIND, ZEROS), plain_number(words, 1, KIND, ZEROS)
-            c, d = plain_number(words, 2, KIND, ZEROS), plain_number(words, 3, KIND, ZEROS)
-            e, f, g, h = a, b, c, d
-            if PLACES == 8:
-                e, f = plain_number(words, 4, KIND, ZEROS), plain_number(words, 5, KIND, ZEROS)
-                g, h = plain_number(words, 6, KIND, ZEROS), plain_number(words, 7, KIND, ZEROS)
-        elif PLACES == 8:
-            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-                PTX, "=f,=f,=f,=f,=f,=f,=f,=f,r", [words], dtype=(tl.float32,) * 8, is_pure=True, pack=1
-            )
-        else:
-            a, b, c, d = tl.inline_asm_elementwise(
-                PTX, "=f,=f,=f,=f,r", [words], dtype=(tl.float32,) * 4, is_pure=True, pack=1
-            )
-            e, f, g, h = a, b, c, d
-        if PLACES == 4:
-            a, c, e, g = a, b, c, d
-        part, sums = _quarter(nothing, no, a, b, x_at, at, inner, 0, PLACES, ZEROS, EVEN)
-        if GROUP <= RUN // 4:
-            acc += _scaled(part, z0, sums, t0, SCALES, ZEROS, PTX != "")
-            part, sums = nothing, no
-        part, sums = _quarter(part, sums, c, d, x_at, at, inner, 1, PLACES, ZEROS, EVEN)
-        if GROUP <= RUN // 2:
-            acc += _scaled(part, z0, sums, t1, SCALES, ZEROS, PTX != "")
-            part, sums = nothing, no
-        part, sums = _quarter(part, sums, e, f, x_at, at, inner, 2, PLACES, ZEROS, EVEN)
-        if GROUP <= RUN // 4:
-            acc += _scaled(part, z1, sums, t2, SCALES, ZEROS, PTX != "")
-            part, sums = nothing, no
-        part, sums = _quarter(part, sums, g, h, x_at, at, inner, 3, PLACES, ZEROS, EVEN)
-        acc += _scaled(part, z1, sums, t3, SCALES, ZEROS, PTX != "")
+            asked_for(tile)
+        for half in tl.static_range(HALVES):
+            begin = k + 16 * RUN * half
+            some = _activations(x + begin + column, begin + column, inner, PLACES, EVEN)
+            for row in tl.static_range(ROWS):
+                more = _of_a_row(
+                    words[ROWS * half + row],
+                    some,
+                    scale + rows_at[row],
+                    zero + rows_at[row],
+                    begin,
+                    of_run,
+                    inner,
+                    GROUP,
+                    KIND,
+                    PLACES,
+                    SCALES,
+                    ZEROS,
+                    PTX,
+                )
+                acc = acc[:row] + (acc[row] + more,) + acc[row + 1 :]
         words = next_words
-    total = tl.reshape(tl.sum(acc, 0), [COLS])
-    own = tl.reshape(own, [COLS])
+    total = _in_order(acc, ROWS, WARPS)
+    own = _own(tile * WIDE, tl.arange(0, COLS), outer, GATED)
     if PTX != "" and KIND == E2M1:
         total *= 64.0
     kind = y.dtype.element_ty
@@ -214,12 +242,34 @@ def _one_row(  # type: ignore[no-untyped-def]
         total = tl.div_rn(total, tl.load(second + own))
     if BIASED:
         total += tl.load(bias + own).to(tl.float32)
-    number = tile * WIDE + tl.arange(0, WIDE)
+    at = tile * WIDE + tl.arange(0, WIDE)
     if GATED:
         gate, up = tl.split(tl.reshape(total, [WIDE, 2]))
         active = silu(gate.to(kind).to(tl.float32)).to(kind).to(tl.float32)
         total = active * up.to(kind).to(tl.float32)
-    tl.store(y + number, total.to(kind), mask=number < outer)
+    tl.store(y + at, total.to(kind), mask=at < outer)
+
+
+@triton.jit
+def _own(first, number, outer, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the rows of the matrix of which these numbers are."""
+    if GATED:
+        return tl.minimum(first + number // 2, outer - 1) + number % 2 * outer
+    return tl.minimum(first + number, outer - 1)
+
+
+@triton.jit
+def _words(at, word, following, last, ROWS: tl.constexpr, HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the words of each row from a place on, and again 32 halves of runs further on."""
+    found = (tl.load(at[0] + following, mask=following + word < last, other=0),)
+    for row in tl.static_range(1, ROWS):
+        found = found + (tl.load(at[row] + following, mask=following + word < last, other=0),)
+    if HALVES == 2:
+        for row in tl.static_range(ROWS):
+            found = found + (
+                tl.load(at[row] + (following + 128), mask=following + 128 + word < last, other=0),
+            )
+    return found
 
 
 def converts(codes: int) -> bool:

@@ -178,9 +178,7 @@ def tiles_of_products(  # type: ignore[no-untyped-def]
         own_at[0], other_at[0], besides, column, run, inner, GROUP, PLACES, RAW, ZEROS, EACH, APART
     )
     for tile in tl.static_range(1, TILES):
-        more = _places(
-            (first + tile) * LOWER + row, word, codes, scale, zero, outer, down, s_w, s_s, GATED
-        )
+        more = _places((first + tile) * LOWER + row, word, codes, scale, zero, outer, down, s_w, s_s, GATED)
         own_at, other_at, besides = own_at + more[0], other_at + more[1], besides + more[2]
         begun = _fetched(
             own_at[tile],
@@ -203,7 +201,18 @@ def tiles_of_products(  # type: ignore[no-untyped-def]
         # What the next step needs of the matrix is asked for before this one begins.
         following = column + STEP * WARPS
         next_words, next_scales, next_zeros = _fetched(
-            own_at[0], other_at[0], besides[0:4], following, run, inner, GROUP, PLACES, RAW, ZEROS, EACH, APART
+            own_at[0],
+            other_at[0],
+            besides[0:4],
+            following,
+            run,
+            inner,
+            GROUP,
+            PLACES,
+            RAW,
+            ZEROS,
+            EACH,
+            APART,
         )
         for tile in tl.static_range(1, TILES):
             coming = _fetched(
