@@ -48,7 +48,7 @@ def install() -> None:
         return known[name]
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, number_once
-    interpreter._patch_attr, interpreter._validate_np_data_size = _called_at_once, lambda data, kind: True
+    interpreter._patch_attr = _called_at_once
     _shift_alone(interpreter, language)
     _wrap_less()
 

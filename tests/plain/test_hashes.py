@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -292,8 +292,17 @@ def test_what_is_as_listed_is_installed(project: Project) -> None:
     assert project.installed == {"torch-1+cpu", "tiny-1", "other-1", "editables-1", "project-1"}
 
 
-def change_at_hand(project: Project) -> None:
-    wheel(project.files, "torch", "1+cpu", text="import os  # one line more\n")
+def change(name: str) -> Callable[[Project], None]:
+    def changed(project: Project) -> None:
+        [path] = project.files.glob(f"{name}-*.whl")
+        wheel(
+            project.files,
+            *path.name.split("-")[:2],
+            "other>=0.1" if name == "tiny" else "",
+            text="import os  # one line more\n",
+        )
+
+    return changed
 
 
 def flip_a_bit(project: Project) -> None:
@@ -314,7 +323,8 @@ def offer_a_source(project: Project) -> None:
 
 
 REFUSALS = {
-    "at hand": (change_at_hand, "DO NOT MATCH"),
+    "asked for": (change("tiny"), "DO NOT MATCH"),
+    "at hand": (change("torch"), "DO NOT MATCH"),
     "a bit of what is pulled in": (flip_a_bit, "DO NOT MATCH"),
     "not listed": (leave_out, "pinned with =="),
     "no wheel": (offer_a_source, "ResolutionImpossible"),
