@@ -193,6 +193,15 @@ class Config(Declared):
         details="Plain torch is slower, and has no graphs: rows of any length are padded on the host, "
         "which cannot be recorded.",
     )
+    speculate: str = setting(
+        "off",
+        help="Speculative decoding: verify several drafted tokens in one step.",
+        details="suffix drafts what followed the last time that the newest tokens occurred in prompt or "
+        "output. It pays where an output repeats, such as edited code, and where weights stream. Tokens are "
+        "those that the model draws without it, up to rounding: several tokens are summed in another order "
+        "than one.",
+        choices=("off", "suffix"),
+    )
     cpu_compute: str = setting(
         "off",
         help="Whether the CPU computes experts that the GPU lacks, in host memory.",

@@ -16,7 +16,7 @@ from penstock.ops.attention.attend import scratch_bytes
 from penstock.ops.attention.gathered import PAST_TILE
 from penstock.weights.streaming.views import Blank
 from penstock.worker.runner import Runner
-from penstock.worker.warmup import largest_step
+from penstock.worker.warmup import draft_step, largest_step
 
 
 def activation_peak(settled: Settled, runner: Runner, device: torch.device) -> int:
@@ -41,6 +41,8 @@ def activation_peak(settled: Settled, runner: Runner, device: torch.device) -> i
             runner.attach(blank, make_pool(settled, 1, device), carrier, early=settled.early)
             plan = largest_step(sizes, past=room.tile_tokens if room else PAST_TILE, cold=room is not None)
             peak = max(peak, _peak(device, partial(runner.run, plan, layers)))
+            if sizes.drafted:
+                peak = max(peak, _peak(device, partial(runner.run, draft_step(sizes), layers)))
         finally:
             runner.detach()
             if carrier is not None:

@@ -27,6 +27,7 @@ from penstock.ops.attention.gathered import PAST_TILE
 from penstock.ops.attention.inputs import Scratch
 from penstock.sched.rules import PrefixRule
 from penstock.sched.scheduler import Scheduler
+from penstock.sched.speculation import Speculation, SuffixDrafter
 from penstock.sched.storage import Storage
 from penstock.sched.tiers import Store
 from penstock.weights.streaming.stream import WeightStream
@@ -189,5 +190,6 @@ def make_scheduler(plan: BootPlan[LongRoom], root: bytes, disk: DiskLedger | Non
         Storage(host, disk, kept, alike=far is None or far.layout.rounded_from is None),
         doubles_at=doubles_at(outline.spec, outline.layouts)
         * outline.shard.ranks,  # Of matrices a rank has but a part.
+        speculation=Speculation(SuffixDrafter()) if config.speculate == "suffix" else None,
         check=config.check,
     )

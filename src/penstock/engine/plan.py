@@ -28,6 +28,7 @@ from penstock.sched.rules import SchedulerLimits
 from penstock.weights.streaming.residency import ExpertRoom, Placement, Use, WeightLimits, padded
 from penstock.weights.streaming.ring import StreamRates
 from penstock.weights.streaming.solver import solve, solve_model
+from penstock.step.plan import MOST_DRAFTED
 from penstock.worker.sizes import StepSizes, graph_blocker, graph_bytes
 
 USUAL = StreamRates(host_to_device=25e9, disk_to_host=3e9, device_read=1e12)
@@ -112,7 +113,10 @@ class Outline(Generic[Far]):
     def sizes(self) -> StepSizes:
         """Return the most that a step and a sequence have."""
         limits = self.limits
-        return StepSizes(limits.max_step_tokens, limits.max_sequences, limits.max_length, limits.block_size)
+        drafted = 0 if self.settings.speculate == "off" else MOST_DRAFTED
+        return StepSizes(
+            limits.max_step_tokens, limits.max_sequences, limits.max_length, limits.block_size, drafted
+        )
 
     @property
     def may_rest(self) -> bool:
@@ -364,6 +368,11 @@ def dtype_of(config: Config, stored: str, pack: Path | None, hardware: Hardware)
 
 def limits_of(config: Config, spec: ModelSpec, hardware: Hardware) -> SchedulerLimits:
     """Return the limits that were asked for, or the device's defaults. Raises ConfigError."""
+    if config.speculate != "off" and spec.has_state:
+        raise ConfigError(
+            f"speculate {config.speculate} does not work with {spec.family}, whose layers keep state of a "
+            "sequence: what is rejected of a draft could not be taken back; leave speculate out"
+        )
     usual = STEP["cuda" if hardware.cuda else "cpu"]
     beyond = (
         config.max_length is not None

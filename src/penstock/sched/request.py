@@ -1,9 +1,10 @@
 """Holds one request as the scheduler knows it: its tokens, its KV, and the transfers that it waits for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from penstock.sched.span import KVSpan
+from penstock.sched.suffix import TokenHistory
 from penstock.step.params import Sampling
 from penstock.step.plan import RequestId, Row, TransferId
 from penstock.step.request import FinishReason
@@ -15,6 +16,15 @@ class Phase(Enum):
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Counts steps that verified a draft, tokens of these drafts, and those of them that were accepted."""
+
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +57,7 @@ class Request:
     """True if the next plan leaves it out.
 
     A step under way yields its last token, by its length, or verifies a draft, which yields any number of
-    tokens.
+    tokens, or yields the token that the next draft begins with.
     """
     cached: int | None = None
     """Prompt tokens with KV from the prefix cache, when the request was first admitted. None until then."""
@@ -75,6 +85,9 @@ class Request:
     scored: int = 0
     """Prompt tokens after the first with log-probabilities that have been reported."""
     finish: FinishReason | None = None
+    history: TokenHistory | None = None
+    """Its tokens, for drafts; None before the first."""
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     @property
     def turn(self) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from time import monotonic
 from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.host import HostLedger
 from penstock.sched.arrivals import Arrivals
+from penstock.sched.drafting import EARLY, Drafting
 from penstock.sched.foresight import Foresight
 from penstock.sched.growth import Growth
 from penstock.sched.proofs import prove_kv, prove_plan, prove_rows
@@ -26,6 +27,7 @@ from penstock.sched.reserves import Reserves
 from penstock.sched.room import RequestRoom
 from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.span import KVSpan, Pools
+from penstock.sched.speculation import Speculation
 from penstock.sched.storage import Storage
 from penstock.sched.tiers import Tiers
 from penstock.sched.width import StepWidth
@@ -44,11 +46,6 @@ from penstock.step.plan import (
 )
 from penstock.step.record import record
 from penstock.step.request import FinishReason
-
-_EARLY = 2
-"""A request becomes long so many tokens before it is too long for the device: its next one has no place
-there."""
-
 
 @record(frozen=True, slots=True)
 class Event:
@@ -107,12 +104,14 @@ class Scheduler:
         storage: Storage | None = None,
         *,
         doubles_at: float = inf,
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = monotonic,
         check: bool = False,
     ) -> None:
         """Begin without requests.
 
         doubles_at: position at which a token takes twice as long to compute.
+        speculation: chooses drafts that steps verify.
         clock: returns seconds.
         check: whether to prove after every plan and commit that blocks, rows and phases agree.
         """
@@ -143,6 +142,8 @@ class Scheduler:
         self._room = RequestRoom(limits, ledger.blocks, self.host.blocks, self._pools.long_pages)
         self.longest, self.admissible = self._room.longest, self._room.admissible
         """The most tokens of a request, and how many of output a prompt may have: see RequestRoom."""
+        self._drafting = Drafting(self._pools, self._room, self._width, speculation) if speculation else None
+        self.speculation = speculation
         self.foresight = Foresight(self._pools, self._queues, self._width, prefixes, clock)
         self._requests: dict[RequestId, Request] = {}
         self._next_id = self.wrong = 0
@@ -218,7 +219,7 @@ class Scheduler:
             foreseen=foreseen,
         )
         # When its first token is known, a step that runs ahead has the second.
-        if self._room.is_long(len(prompt) + (max_tokens or _EARLY + 1), request.most):
+        if self._room.is_long(len(prompt) + (max_tokens or EARLY + 1), request.most):
             request.kv.go_long()
         self._next_id += 1
         self._requests[request.id] = request
@@ -250,6 +251,8 @@ class Scheduler:
         admissions = [] if preempted else list(self._growth.admit(shares, budget, whole))
         if runs := [share for share in shares if share.kind is not decode]:
             shares = [share for share in shares if share.kind is decode] + runs
+        if self._drafting is not None:
+            shares = self._drafting.extend(shares, self._queues.by_row)
         plan = Plan(
             tuple(admissions), tuple(shares), tuple(pools.orders), *self.tiers.plan(self._reserves.host())
         )
@@ -273,7 +276,7 @@ class Scheduler:
         """Note that the last plan is being carried out, and the next one will be made before its commit."""
         verify = ShareKind.VERIFY
         for request, share in zip(self._flights[-1][1], plan.shares, strict=True):
-            if share.kind is verify:
+            if share.sample and (share.kind is verify or self._drafting is not None):
                 request.ending = True
             elif share.sample:
                 request.tokens.append(UNKNOWN)
@@ -310,15 +313,17 @@ class Scheduler:
                 continue
             if result.embedding and not result.wrong:
                 events.append(Event(request.id, embedding=result.embedding))
+            if share.kind is verify and self.speculation is not None:
+                self.speculation.learn(request, share, len(result.tokens))
             finish = self._append(request, start + 1 if share.kind is verify else stop, result, events)
             if finish is not None:
                 self.stop(request.id, finish)
                 continue
+            request.ending = request.ending and request.unknown > 0
             if share.kind is verify:
-                request.ending = False
                 request.kv.truncate(len(request.tokens) - 1)
                 self._seal(request, share, request.kv.computed)
-            reach = len(request.tokens) + _EARLY
+            reach = len(request.tokens) + EARLY
             if reach >= room.long_from and not request.kv.long and room.is_long(reach, request.most):
                 request.kv.go_long()
         if self._check:
@@ -330,6 +335,8 @@ class Scheduler:
         rates = self.tiers.rates
         if self._width.narrowed is not None:
             self._width.widen()
+        if self.speculation is not None:
+            self.speculation.stepped(plan, seconds)
         work = plan.tokens + sum(
             [rates.work(share.start, len(share.tokens)) - len(share.tokens) for share in plan.runs]
         )

@@ -90,6 +90,10 @@ class Landed:
     gone: tuple[bytes, ...] = ()
 
 
+MOST_DRAFTED = 32
+"""Most tokens of a draft."""
+
+
 class ShareKind(Enum):
     """A ShareKind says how a share's tokens attend, and how many tokens they yield."""
 
@@ -101,8 +105,8 @@ class ShareKind(Enum):
     """The newest token and a draft after it, attended to as a run.
 
     They yield the accepted tokens of the draft and one more: from one token up to as many as the share has.
-    The scheduler takes such results in. Nothing makes drafts yet, and the sampler only draws after the last
-    token of a run.
+    A token is drawn after each of them, as it would be without a draft. It is accepted if all tokens of the
+    draft before it were drawn, too.
     """
 
 
@@ -152,6 +156,11 @@ class Share:
         """Return the position after its last token."""
         return self.start + len(self.tokens)
 
+    @property
+    def draws(self) -> int:
+        """Return how many tokens are drawn: one after its last token, or one after each of a draft."""
+        return 0 if not self.sample else len(self.tokens) if self.kind is ShareKind.VERIFY else 1
+
 
 class ModelRole(Enum):
     """The models that a runner may hold."""
@@ -167,7 +176,7 @@ class ModelRole(Enum):
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A plan is one step of one model. Admissions come first; they are for all models. Among the shares,
-    those of kind DECODE stand before all others.
+    those of kind DECODE stand before all others, and those of kind VERIFY behind all others.
 
     What `forget` names is given up before the transfers begin. A plan without shares while transfers are
     under way waits for one of them.
@@ -192,6 +201,11 @@ class Plan:
         while count and self.shares[count - 1].kind is not decode:
             count -= 1
         return self.shares[count:]
+
+    @property
+    def chunks(self) -> tuple[Share, ...]:
+        """Return the shares of kind CHUNK."""
+        return tuple([run for run in self.runs if run.kind is ShareKind.CHUNK])
 
     @property
     def tokens(self) -> int:

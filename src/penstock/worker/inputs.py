@@ -46,9 +46,9 @@ ROW_KEYS = PAST_TILE // 2
 class StepTensors:
     """StepTensors holds the inputs of a step, and says to which share each wanted hidden state belongs.
 
-    First comes one for each sampling share, in order, then those of prompts.
+    First come those after which a token is drawn, by share in order, then those of prompts.
 
-    samples: number of sampling shares.
+    samples: number of tokens that are drawn.
     prompt_positions: for each share, how many positions report a prompt token's log-probability.
     tiles: tiles that stream from host memory, as `inputs.attention.cold` lists them.
     sends: KV that goes to host blocks.
@@ -114,9 +114,9 @@ class InputBuilder:
         ].astype(np.int64)
         offsets = positions % self._block_size
         wanted = [
-            int(at + count - 1)
+            place
             for at, count, share in zip(first, counts, shares, strict=True)
-            if share.sample
+            for place in range(int(at + count) - share.draws, int(at + count))
         ]
         samples = len(wanted)
         for at, share in zip(first, shares, strict=True):
@@ -161,7 +161,8 @@ class InputBuilder:
             chain.from_iterable(share.tokens for share in shares), dtype=np.int64, count=total
         )
         reported = tuple(len(share.next_prompt_tokens) for share in shares)
-        last = None if cold or any(reported) or 2 * samples > total else self._last(shares)
+        verifies = shares[-1].kind is ShareKind.VERIFY
+        last = None if cold or any(reported) or verifies or 2 * samples > total else self._last(shares)
         inputs = StepInputs(
             self._tokens(tokens, shares, first, newest),
             cos,

@@ -39,9 +39,9 @@ from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.graphs import DecodeGraphs, DecodeStep
 from penstock.worker.inputs import StepTensors
 from penstock.worker.loaded import LoadedModel
-from penstock.worker.sampler import Drawn, fetched
+from penstock.worker.sampler import Drawn, accepted, fetched
 from penstock.worker.sizes import StepSizes, row_counts, run_counts
-from penstock.worker.warmup import HEAD_ROWS, kernel_steps, largest_step, long_steps, small_steps
+from penstock.worker.warmup import HEAD_ROWS, draft_step, kernel_steps, largest_step, long_steps, small_steps
 
 _PATIENCE = 0.02
 """Seconds that a step without work waits for a transfer to land."""
@@ -134,6 +134,8 @@ class Runner:
         kernels of long requests.
         """
         plans = *kernel_steps(sizes), *small_steps(sizes), largest_step(sizes, past=PAST_TILE)
+        if sizes.drafted:
+            plans += (draft_step(sizes),)
         if self.target.carrier is not None:
             plans += (*long_steps(sizes),)
         yield from (partial(self.run, plan) for plan in plans)
@@ -283,8 +285,8 @@ class Runner:
 
     def _compute(
         self, plan: Plan, layers: tuple[int, ...] | None
-    ) -> "tuple[Drawn | None, Sequence[Sequence[TokenLogprob]], Tensor | None]":
-        """Return the tokens that the step draws, if any, log-probabilities of prompts by share, and the
+    ) -> "tuple[Sequence[Drawn], Sequence[Sequence[TokenLogprob]], Tensor | None]":
+        """Return the tokens that the step draws, some of its shares at a time, log-probabilities of prompts by share, and the
         embeddings of shares that are pooled, `[shares, hidden]`, on their way to the host."""
         model = self.models[plan.model]
         inputs, graphs = model.inputs, model.graphs
@@ -296,7 +298,8 @@ class Runner:
             if plan.runs:
                 inputs.tables.note_on_device(plan)
             self._transfer(plan)
-            return model.sampler.choose(*graphs.run(plan), plan.shares), ((),) * len(plan.shares), None
+            together = model.sampler.choose(*graphs.run(plan), plan.shares)
+            return (together,), ((),) * len(plan.shares), None
         step = inputs.build(plan, model.sampler.newest)
         lora = None if model.adapters is None else model.adapters.of(plan)
         if lora is not None:
@@ -312,19 +315,25 @@ class Runner:
         prompts: list[list[TokenLogprob]] = [[] for _ in plan.shares]
         logits: Tensor | None = None
         embeddings: Tensor | None = None
+        verified: list[Drawn] = []
         with pdl_launches(model.early):
             hidden = model.decoder.forward(
                 weights, pool.layers, step.inputs, layers, model.carrier, stay=weights.all_stay
             )
             if not len(hidden):
-                return None, prompts, None
+                return (), prompts, None
             with model.decoder.head(weights, hidden) as logits_of:
-                if step.samples:
-                    logits = logits_of(slice(step.samples)).float()
+                plain, drafts = drawn_together(plan)
+                first = len(plain)
+                if plain:
+                    logits = logits_of(slice(first)).float()
+                for some in drafts:
+                    end = first + sum([share.draws for share in some])
+                    verified.append(model.sampler.sample(logits_of(slice(first, end)).float(), some))
+                    first = end
                 if pooled := [place for place, share in enumerate(sampled(plan)) if share.pooled]:
                     rows = send(np.array(pooled, dtype=np.int64), self._device)
                     embeddings = fetched(logits_of.normed[rows].float())
-                first = step.samples
                 for share, positions, found in zip(plan.shares, step.prompt_positions, prompts, strict=True):
                     for start in range(0, positions, HEAD_ROWS):
                         end = min(start + HEAD_ROWS, positions)
@@ -334,8 +343,8 @@ class Runner:
                     first += positions
         if by_cpu is not None:
             by_cpu.end_pass()
-        drawn = None if logits is None else model.sampler.sample(logits, sampled(plan))
-        return drawn, prompts, embeddings
+        drawn = () if logits is None else (model.sampler.sample(logits, plain),)
+        return (*drawn, *verified), prompts, embeddings
 
     def _tell(
         self,
@@ -369,6 +378,23 @@ def sampled(plan: Plan) -> list[Share]:
     return [share for share in plan.shares if share.sample]
 
 
+def drawn_together(plan: Plan) -> tuple[list[Share], list[list[Share]]]:
+    """Return the shares that yield one token, whose logits are in memory at a time, and those that verify a
+    draft, of which as many are together as have HEAD_ROWS rows of logits."""
+    plain, drafts, rows = list[Share](), list[list[Share]](), HEAD_ROWS
+    for share in sampled(plan):
+        if share.kind is not ShareKind.VERIFY:
+            assert not drafts, "a plan's drafts come last"
+            plain.append(share)
+            continue
+        rows += share.draws
+        if rows > HEAD_ROWS:
+            drafts.append([])
+            rows = share.draws
+        drafts[-1].append(share)
+    return plain, drafts
+
+
 def decode_rows(plan: Plan) -> int:
     """Return the rows of a step that decodes one token of each; 0 of any other."""
     return len(plan.shares) if all(share.kind is ShareKind.DECODE for share in plan.shares) else 0
@@ -381,7 +407,7 @@ class Begun:
     runner: Runner
     plan: Plan
     at: float
-    drawn: Drawn | None = None
+    drawn: Sequence[Drawn] = ()
     prompts: Sequence[Sequence[TokenLogprob]] = ()
     embeddings: Tensor | None = None
 
@@ -394,24 +420,31 @@ class Begun:
 
     def results(self) -> tuple[Result, ...]:
         """Return the results of its shares, when they are known."""
-        tokens, logprobs = self.drawn.read() if self.drawn is not None else ([], [])
-        broken, wrong = (
-            (self.drawn.broken, self.drawn.tokens.wrong)
-            if self.drawn is not None
-            else (frozenset[int](), frozenset[int]())
-        )
+        tokens, logprobs = list[int](), list[TokenLogprob | None]()
+        broken, wrong = set[int](), set[int]()
+        for some in self.drawn:
+            first, (those, scored) = len(tokens), some.read()
+            tokens, logprobs = tokens + those, logprobs + scored
+            broken.update([first + place for place in some.broken])
+            wrong.update([first + place for place in some.tokens.wrong])
         scores = [() if logprob is None else (logprob,) for logprob in logprobs]
         plain = len(tokens) == len(self.plan.shares) and not any(self.prompts) and not broken and not wrong
-        if plain and self.embeddings is None:
+        verifies = bool(self.plan.shares) and self.plan.shares[-1].kind is ShareKind.VERIFY
+        if plain and not verifies and self.embeddings is None:
             return tuple(map(Result, zip(tokens), scores))  # Tuples of one token each.
-        places, results = iter(range(len(tokens))), []
+        first, results = 0, []
         embeddings = iter(self.embeddings.tolist() if self.embeddings is not None else ())
         for share, prompt in zip(self.plan.shares, self.prompts, strict=True):
-            if not share.sample or self.drawn is None:
+            draws = share.draws if self.drawn else 0
+            if not draws:
                 results.append(Result(prompt_logprobs=tuple(prompt)))
                 continue
-            place = next(places)
-            ends = place in broken, place in wrong
+            faulty = min((place - first for place in wrong if first <= place < first + draws), default=draws)
+            kept = min(accepted(tokens[first : first + draws], share.tokens[1:draws]), faulty + 1)
+            last = first + kept
             pooled = tuple(next(embeddings)) if share.pooled else ()
-            results.append(Result((tokens[place],), scores[place], tuple(prompt), *ends, pooled))
+            own = tuple(score for some in scores[first:last] for score in some)
+            ends = last - 1 in broken, last - 1 in wrong
+            results.append(Result(tuple(tokens[first:last]), own, tuple(prompt), *ends, pooled))
+            first += draws
         return tuple(results)

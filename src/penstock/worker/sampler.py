@@ -3,10 +3,11 @@
 Only reading tokens, `prompt_logprobs`, and a step with structured rows wait for the device: see `structures`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +37,14 @@ class _RowState:
     ends: Tensor | None = None
     """End tokens, which are banned until the output has min_tokens."""
 
-    def bans_ends(self, share: Share) -> bool:
-        return self.ends is not None and share.stop - self.prompt_length < self.sampling.min_tokens
+
+class _Draw(NamedTuple):
+    """The draw of one token, at `position`. path: tokens of a draft that are to be before it."""
+
+    state: _RowState
+    row: Row
+    position: int
+    path: tuple[int, ...]
 
 
 class Sampler:
@@ -113,38 +120,39 @@ class Sampler:
         return not rows or rows.isdisjoint([share.row for share in shares])
 
     def sample(self, logits: Tensor, shares: Sequence[Share]) -> "Drawn":
-        """Sample a token for each share, and find its log-probability if wanted.
+        """Sample the tokens that shares draw, and find their log-probabilities if wanted.
 
-        logits: float32 `[shares, vocab]` of the shares' last positions, which may be overwritten.
+        Those of a draft that is verified are drawn as if all before it had been drawn and counted. The newest
+        token of its row is the last one that is accepted, and only accepted ones are counted.
+
+        logits: float32 `[draws, vocab]` of the positions after which a token is drawn: of each share in turn.
+            They may be overwritten.
         """
         if not logits.is_cuda and self._takes_likeliest(shares):
             tokens = likeliest_on_host(logits)
-            self.newest.numpy()[[share.row for share in shares]] = tokens.clamp(min=0)
+            self.newest.numpy()[[share.row for share in shares]] = tokens.clamp(min=0)[_last(tokens, shares)]
             return Drawn(tokens)
-        states = [self._rows[share.row] for share in shares]
+        draws = [draw for share in shares for draw in self._draws(share)]
         wanted = {
-            row: state.sampling.logprobs
-            for row, state in enumerate(states)
-            if state.sampling.logprobs is not None
+            row: one.state.sampling.logprobs
+            for row, one in enumerate(draws)
+            if one.state.sampling.logprobs is not None
         }
         logprob_rows = sorted(wanted, key=wanted.__getitem__)
         scored = self._ids(logprob_rows)
         raw = logits[scored].log_softmax(-1) if logprob_rows else None
-        for row, (state, share) in enumerate(zip(states, shares, strict=True)):
-            if state.bias is not None or state.counts is not None or state.bans_ends(share):
-                self._adjust(logits[row], state, share)
-        held = {
-            at: share.row
-            for at, (state, share) in enumerate(zip(states, shares, strict=True))
-            if state.sampling.structure is not None
-        }
+        for row, one in enumerate(draws):
+            self._adjust(logits[row], one)
+        held = {at: one.row for at, one in enumerate(draws) if one.state.sampling.structure is not None}
         broken = self._masks.put(logits, held) if held and self._masks is not None else frozenset[int]()
         tokens = logits.argmax(-1)
         wrong = without_numbers(logits, tokens)
-        random = [row for row, state in enumerate(states) if not is_greedy(state.sampling)]
+        random = [row for row, one in enumerate(draws) if not is_greedy(one.state.sampling)]
         if random:
             asked = pack_sampling(
-                random, [states[row].sampling for row in random], [shares[row].stop for row in random]
+                random,
+                [draws[row].state.sampling for row in random],
+                [draws[row].position for row in random],
             )
             draw(logits, send(asked, self._device), tokens)
             tokens.masked_fill_(wrong, NO_TOKEN)
@@ -152,11 +160,10 @@ class Sampler:
         # has masks.
         if self._agree is not None and (random or held):
             self._agree(tokens)
-        known = tokens.clamp(min=0)
-        self.newest[self._ids([share.row for share in shares])] = known
-        for row, state in enumerate(states if self._counts_drawn else ()):
-            if state.counts is not None:
-                state.counts.output.index_add_(0, known[row : row + 1], self._one)
+        known, last = tokens.clamp(min=0), _last(tokens, shares)
+        self.newest[self._ids([share.row for share in shares])] = known[last]
+        if self._counts_drawn:
+            self._count(known, last, shares)
         scores = (
             None if raw is None else _Scores(raw, known[scored], {row: wanted[row] for row in logprob_rows})
         )
@@ -165,13 +172,37 @@ class Sampler:
             self._masks.drawn(held, drawn.tokens)
         return drawn
 
-    def _adjust(self, logits: Tensor, state: _RowState, share: Share) -> None:
+    def _draws(self, share: Share) -> "Iterator[_Draw]":
+        state, first = self._rows[share.row], share.stop - share.draws
+        assert share.draws == 1 or state.sampling.structure is None, "a draft for a structured output"
+        for at in range(share.draws):
+            yield _Draw(state, share.row, first + at + 1, share.tokens[1 : at + 1] if share.draws > 1 else ())
+
+    def _count(self, known: Tensor, last: Tensor | slice, shares: Sequence[Share]) -> None:
+        """Count accepted tokens as output, where penalties use the counts."""
+        first = 0
+        for place, share in enumerate(shares):
+            counts, draws = self._rows[share.row].counts, share.draws
+            if counts is not None and draws == 1:
+                counts.output.index_add_(0, known[first : first + 1], self._one)
+            elif counts is not None:
+                assert isinstance(last, Tensor)
+                kept = torch.arange(first, first + draws, device=self._device) <= last[place]
+                counts.output.index_add_(0, known[first : first + draws], kept.int())
+            first += draws
+
+    def _adjust(self, logits: Tensor, one: "_Draw") -> None:
         """Apply bias, penalties and the ban of early ends to a row's logits `[vocab]`, in place."""
+        state = one.state
         if state.bias is not None:
             logits.index_add_(0, *state.bias)
-        if state.counts is not None:
-            penalise(logits, state.sampling, state.counts)
-        if state.ends is not None and state.bans_ends(share):
+        if (counts := state.counts) is not None:
+            if one.path:
+                more = self._one.expand(len(one.path))
+                output = counts.output.index_add(0, self._ids(one.path), more)
+                counts = TokenCounts(output, counts.prompt)
+            penalise(logits, state.sampling, counts)
+        if state.ends is not None and one.position - state.prompt_length < state.sampling.min_tokens:
             logits.index_fill_(0, state.ends, -torch.inf)
 
     def prompt_logprobs(self, logits: Tensor, share: Share, following: Sequence[int]) -> list[TokenLogprob]:
@@ -271,6 +302,28 @@ class Drawn:
         """Wait for tokens and scores and return them, one for each share."""
         tokens = self.tokens.read()
         return tokens, self._scores.read(tokens) if self._scores is not None else [None] * len(tokens)
+
+
+def _last(tokens: Tensor, shares: Sequence[Share]) -> Tensor | slice:
+    """Return the place of each share's last accepted token, in int64 tokens `[draws]`."""
+    if len(tokens) == len(shares):
+        return slice(None)
+    places, first = list[Tensor](), 0
+    for share in shares:
+        held = tokens.new_zeros(())
+        if share.draws > 1:
+            draft = send(np.array(share.tokens[1:], dtype=np.int64), tokens.device)
+            held = (tokens[first : first + len(draft)] == draft).long().cumprod(0).sum()
+        places.append(held + first)
+        first += share.draws
+    return torch.stack(places)
+
+
+def accepted(tokens: Sequence[int], draft: Sequence[int]) -> int:
+    """Return how many of the tokens that were drawn after each token of a draft are accepted: those before
+    which the draft has held."""
+    held = next((at for at, token in enumerate(draft) if tokens[at] != token), len(draft))
+    return held + 1
 
 
 def fetched(x: Tensor) -> Tensor:

@@ -21,13 +21,14 @@ _RUNS = (512, 256, 128, 64, 32, 16)
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """Holds the most tokens and sequences of a step and tokens of a sequence, and the tokens of a KV
-    block."""
+    """Holds the most tokens and sequences of a step and tokens of a sequence, the tokens of a KV block, and
+    the most tokens of a draft, 0 without drafts."""
 
     max_step_tokens: int
     max_sequences: int
     max_length: int
     block_size: int
+    drafted: int = 0
 
 
 def graph_blocker(

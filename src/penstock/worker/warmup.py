@@ -120,6 +120,22 @@ def largest_step(sizes: StepSizes, *, past: int, cold: bool = False) -> Plan:
     return Plan(admissions, tuple(shares))
 
 
+def draft_step(sizes: StepSizes) -> Plan:
+    """Return the step whose draws take the most memory: as many sequences as allowed, of which the last ones
+    verify drafts that have as many rows of logits as are in memory at a time."""
+    most = min(HEAD_ROWS, sizes.max_step_tokens - sizes.max_sequences)
+    drafts = min(sizes.max_sequences, -(-most // (sizes.drafted + 1)))
+    count = min(most // max(drafts, 1), sizes.drafted + 1, sizes.max_length)
+    drafts = drafts if count > 1 else 0
+    singles = sizes.max_sequences - drafts
+    shares = [_warm_share(row, 0, 1, sizes.block_size) for row in range(singles)]
+    shares += [
+        replace(_warm_share(singles + row, 0, count, sizes.block_size), kind=ShareKind.VERIFY)
+        for row in range(drafts)
+    ]
+    return Plan(tuple(Admission(share.row, SORTED, share.tokens, ()) for share in shares), tuple(shares))
+
+
 def _warm_share(row: int, start: int, count: int, block_size: int) -> Share:
     blocks = (BlockId(0),) * -(-(start + count) // block_size)
     kind = ShareKind.DECODE if count == 1 else ShareKind.CHUNK
