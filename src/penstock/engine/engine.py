@@ -230,7 +230,7 @@ class Engine:
         if not plan.shares:
             return events
         self._steps += 1
-        self._passes = self._passes.and_one(outcome.seconds, decode=not plan.runs)
+        self._passes = self._passes.and_one(outcome.seconds, decode=not plan.chunks)
         self._computed += plan.tokens
         written = sum(max(run.cold_stop - run.start, 0) for run in plan.runs)
         self._sent += len(plan.orders) + written // self.scheduler.limits.block_size

@@ -25,10 +25,10 @@ from penstock.engine.cpu import may_share, with_cpu
 from penstock.engine.draft import DraftModel
 from penstock.engine.rooms import STEP, Hardware, host_room
 from penstock.sched.rules import SchedulerLimits
+from penstock.step.plan import MOST_DRAFTED
 from penstock.weights.streaming.residency import ExpertRoom, Placement, Use, WeightLimits, padded
 from penstock.weights.streaming.ring import StreamRates
 from penstock.weights.streaming.solver import solve, solve_model
-from penstock.step.plan import MOST_DRAFTED
 from penstock.worker.sizes import StepSizes, graph_blocker, graph_bytes
 
 USUAL = StreamRates(host_to_device=25e9, disk_to_host=3e9, device_read=1e12)

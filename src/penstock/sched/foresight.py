@@ -17,7 +17,7 @@ from penstock.sched.request import Request
 from penstock.sched.rules import PrefixRule
 from penstock.sched.span import Pools
 from penstock.sched.width import StepWidth
-from penstock.step.plan import Plan
+from penstock.step.plan import Plan, ShareKind
 from penstock.step.request import FinishReason
 
 _PRIORITIES = 8
@@ -60,11 +60,10 @@ class Foresight:
         now, rates = self._clock(), self._pools.tiers.rates
         since, self._since = self._since, now if self._queues.running or self._queues.waiting else None
         if plan.shares and since is not None:
-            runs = plan.runs
-            prompt = sum([rates.work(share.start, len(share.tokens)) for share in runs])
-            rows = len(plan.shares) - len(runs)
-            context = sum([share.start for share in plan.shares[:rows]])
-            self._times.stepped(prompt, rows, now - since, len(runs), context)
+            chunks = plan.chunks
+            prompt = sum([rates.work(share.start, len(share.tokens)) for share in chunks])
+            context = sum([share.start for share in plan.shares if share.kind is not ShareKind.CHUNK])
+            self._times.stepped(prompt, len(plan.shares) - len(chunks), now - since, len(chunks), context)
         if tokens or reasons:
             by_themselves = len(reasons) - reasons.count(FinishReason.LENGTH)
             self._times.yielded(tokens, len(reasons), by_themselves)

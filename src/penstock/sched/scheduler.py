@@ -47,6 +47,7 @@ from penstock.step.plan import (
 from penstock.step.record import record
 from penstock.step.request import FinishReason
 
+
 @record(frozen=True, slots=True)
 class Event:
     """An event is one thing that happened to a request in a step.
@@ -111,8 +112,7 @@ class Scheduler:
         """Begin without requests.
 
         doubles_at: position at which a token takes twice as long to compute.
-        speculation: chooses drafts that steps verify.
-        clock: returns seconds.
+        clock: returns seconds. speculation: chooses drafts, None for none.
         check: whether to prove after every plan and commit that blocks, rows and phases agree.
         """
         storage = storage or Storage()

@@ -1,4 +1,4 @@
-"""Drafts tokens by suffix look-up: what followed the last time that the newest tokens occurred.
+"""Finds drafts by suffix look-up: what followed the last time that the newest tokens occurred.
 
 It needs no model and no memory beside the tokens. It pays where an output repeats what it or its prompt has
 said: code that is edited, quotations, JSON. Known as prompt look-up and as n-gram speculation, and as suffix

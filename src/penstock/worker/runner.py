@@ -286,7 +286,7 @@ class Runner:
     def _compute(
         self, plan: Plan, layers: tuple[int, ...] | None
     ) -> "tuple[Sequence[Drawn], Sequence[Sequence[TokenLogprob]], Tensor | None]":
-        """Return the tokens that the step draws, some of its shares at a time, log-probabilities of prompts by share, and the
+        """Return what the step draws, some shares together, log-probabilities of prompts by share, and the
         embeddings of shares that are pooled, `[shares, hidden]`, on their way to the host."""
         model = self.models[plan.model]
         inputs, graphs = model.inputs, model.graphs

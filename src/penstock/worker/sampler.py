@@ -39,7 +39,7 @@ class _RowState:
 
 
 class _Draw(NamedTuple):
-    """The draw of one token, at `position`. path: tokens of a draft that are to be before it."""
+    """Holds the draw of one token, at `position`. path: tokens of a draft that are to be before it."""
 
     state: _RowState
     row: Row
