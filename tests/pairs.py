@@ -35,7 +35,7 @@ SETTINGS = {
 }
 CHUNK = 7
 """Tokens of a prompt that are computed in a step."""
-GREEDY = sampling(prompt_logprobs=1)
+GREEDY = sampling()
 
 
 @contextmanager
@@ -122,7 +122,6 @@ class Talk:
         kind: ShareKind | None = None,
         *,
         sample: bool = True,
-        report: Sequence[int] = (),
     ) -> Share:
         """These tokens behind what the model has. A block that it is the first to need is allocated."""
         start, span = self.done[role], self.span
@@ -133,8 +132,7 @@ class Talk:
         pages = tuple(span.pages[first:])
         span.note_tables()
         kind = kind or (ShareKind.DECODE if len(tokens) == 1 else ShareKind.CHUNK)
-        rest = {"kind": kind, "next_prompt_tokens": tuple(report)}
-        return Share(self.row, start, tuple(tokens), first, pages, sample, len(self.prompt), **rest)  # type: ignore[arg-type]
+        return Share(self.row, start, tuple(tokens), first, pages, sample, len(self.prompt), kind)
 
     def find(self) -> None:
         """Begin behind the blocks that someone has left whose prompt began alike: both models have computed
@@ -234,14 +232,11 @@ def speculate(booted: Booted, prompts: Sequence[Sequence[int]], count: int, draf
         shares = []
         for talk in running:
             run = [talk.tokens[-1], *proposals[talk.row]]
-            shares.append(talk.share(TARGET, run, ShareKind.VERIFY, report=run[1:]))
+            shares.append(talk.share(TARGET, run, ShareKind.VERIFY))
         outcome = ranks.begin(planned(TARGET, shares)).outcome()
         for talk, result in zip(running, outcome.results, strict=True):
-            likeliest = [entry.top[0][0] for entry in result.prompt_logprobs] + list(result.tokens)
-            draft = proposals[talk.row]
-            held = next((at for at in range(drafts) if draft[at] != likeliest[at]), drafts)
-            spoken.proposed, spoken.held = spoken.proposed + drafts, spoken.held + held
-            talk.tokens.extend(likeliest[: held + 1])
+            spoken.proposed, spoken.held = spoken.proposed + drafts, spoken.held + len(result.tokens) - 1
+            talk.tokens.extend(result.tokens)
             valid = len(talk.tokens) - 1
             talk.span.truncate(valid)
             talk.span.seal(valid)
