@@ -17,7 +17,7 @@ from penstock.api.sequences import OutputSequence, PreparedPrompt, SequenceGroup
 from penstock.api.stepping import AsyncRequest, StepThread
 from penstock.base.config import SHIPPED_MODEL
 from penstock.base.errors import CheckpointError, EngineClosedError, RequestError
-from penstock.sched.scheduler import Event
+from penstock.sched.event import Event
 from penstock.step.request import FinishReason
 
 PROMPTS = ["Once upon a time", "The little fox", "One rainy morning there was a bear", "A"]

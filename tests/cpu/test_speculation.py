@@ -2,17 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
 import tiny
 from drafters import Adversary
-from penstock import LLM, Completion, SamplingParams
+from penstock import LLM, Completion, SamplingParams, Structure
 from penstock.base.errors import ConfigError
 from penstock.sched.speculation import Speculation
 from penstock.worker.runner import Runner
-
+from toys import hybrid_checkpoint, hybrid_known
 
 SETTINGS = {
     "device": "cpu",
@@ -68,6 +69,14 @@ def answers(name: str, asked: Sequence[tuple[list[int], SamplingParams]], **more
         return llm.generate([prompt for prompt, _ in asked], [params for _, params in asked])
 
 
+def truth_of(plain: Sequence[Completion]) -> dict[tuple[int, ...], list[Sequence[int]]]:
+    """The outputs of each prompt."""
+    truth: dict[tuple[int, ...], list[Sequence[int]]] = {}
+    for completion in plain:
+        truth.setdefault(completion.prompt_tokens, []).extend(output.tokens for output in completion.outputs)
+    return truth
+
+
 def alike(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
     for one, other in zip(found, expected, strict=True):
         for mine, theirs in zip(one.outputs, other.outputs, strict=True):
@@ -82,15 +91,81 @@ def alike(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
         assert len(one.prompt_logprobs or ()) == len(other.prompt_logprobs or ())
 
 
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_no_token_is_another_whatever_is_drafted(name: str, ahead: bool) -> None:
+def test_no_token_is_another_whatever_is_drafted(name: str) -> None:
     asked = wanted()
     plain = answers(name, asked)
-    truth: dict[tuple[int, ...], list[Sequence[int]]] = {}
-    for (prompt, _), completion in zip(asked, plain, strict=True):
-        truth.setdefault(tuple(prompt), []).extend(output.tokens for output in completion.outputs)
-    drafter = Adversary(truth, tiny.VOCAB, ends=[3, 0, 1, 2], seed=len(name))
+    for ahead in (False, True):
+        drafter = Adversary(truth_of(plain), tiny.VOCAB, ends=[3, 0, 1, 2], seed=len(name))
+        with patch.object(Runner, "ahead", ahead), always(drafter):
+            found = answers(name, asked, speculate="suffix")
+        alike(found, plain)
+        assert 0 < sum(one.accepted_tokens for one in found) < sum(one.drafted_tokens for one in found)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"kv_blocks": 24, "max_sequences": 6},  # Requests push each other out.
+        {"kv_blocks": 12, "max_sequences": 3, "host_kv_memory": "1MiB"},
+        {"tensor_parallel": 2},
+        {"max_sequences": 1, "max_step_tokens": 16},
+    ],
+    ids=["preempted", "long", "two ranks", "alone"],
+)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_nor_where_room_is_short_or_ranks_are_two(more: dict[str, object], ahead: bool) -> None:
+    asked = wanted()
+    plain = answers("llama", asked)
+    drafter = Adversary(truth_of(plain), tiny.VOCAB, ends=[3], kinds="tbbg")
     with patch.object(Runner, "ahead", ahead), always(drafter):
-        alike(answers(name, asked, speculate="suffix"), plain)
-    assert drafter.proposed > 100
+        found = answers("llama", asked, speculate="suffix", **more)
+    alike(found, plain)
+    assert sum(one.accepted_tokens for one in found)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_structure_is_kept_along_every_draft(ahead: bool) -> None:
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 120}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    forms = [Structure.json_schema(schema), Structure.regex("(red|blue|reddish)( [0-9]{3})*"), None]
+    params = [
+        SamplingParams(structure=form, temperature=heat, seed=seed, max_tokens=40, presence_penalty=penalty)
+        for seed, (heat, penalty) in enumerate([(0, 0), (0.6, 0), (1, 0.3), (1, 0)])
+        for form in forms
+    ]
+    prompts = [f"{seed} Once upon a time" for seed in range(len(params))]
+    settings = {"device": "cpu", "dtype": "float32", "check": True, "max_length": 256}
+    with LLM(**settings) as llm:
+        plain = llm.generate(prompts, params)
+    drafter = Adversary(truth_of(plain), 4096, ends=[0, 1], seed=ahead)
+    with patch.object(Runner, "ahead", ahead), always(drafter), LLM(**settings, speculate="suffix") as llm:
+        found = llm.generate(prompts, params)
+    alike(found, plain)
+    assert sum(one.accepted_tokens for one in found[::3]) > 20
+
+
+def test_an_output_that_repeats_is_drafted_from_itself() -> None:
+    """A model whose output runs in a circle: look-up finds that, and few steps do."""
+    prompt = tiny.prompts()[0][:12]
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logit_bias={5: 90.0})
+    (plain,) = answers("llama", [(prompt, params)])
+    with LLM(tiny.checkpoint("llama"), **SETTINGS, speculate="suffix") as llm:
+        (found,) = llm.generate([prompt], params)
+        stats = llm.stats()
+    assert found.tokens == plain.tokens
+    assert found.accepted_tokens > 40
+    assert stats.steps < 20
+    assert stats.drafts[1:] == (found.drafted_tokens, found.accepted_tokens)
+
+
+def test_a_model_with_state_takes_no_drafts(tmp_path: Path) -> None:
+    with hybrid_known():
+        path = hybrid_checkpoint(tmp_path / "hybrid")
+        with pytest.raises(ConfigError, match="could not be taken back; leave speculate out"):
+            LLM(path, device="cpu", speculate="suffix")

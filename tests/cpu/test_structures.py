@@ -575,13 +575,13 @@ def walk(structures: Structures, row: int, seed: int, ends: frozenset[int], most
     """What a model says that likes all tokens alike; without the end, and with it if it came."""
     rng, said = random.Random(seed), list[int]()
     for _ in range(most):
-        [mask], broken = structures.masks([Row(row)])
+        [mask], broken = structures.masks([Row(row)], [()])
         assert not broken
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         token = int(rng.choice(allowed[allowed < structures._size]))
         structures.take(Row(row), [token])
         if token in ends:
-            [mask], _ = structures.masks([Row(row)])
+            [mask], _ = structures.masks([Row(row)], [()])
             assert (
                 set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")))
                 - {structures._size}
@@ -673,9 +673,12 @@ class Said:
     def take(self, row: Row, tokens: Sequence[int]) -> None:
         self.heard.append(tuple(tokens))
 
-    def masks(self, rows: Sequence[Row]) -> tuple[np.ndarray, frozenset[int]]:
-        bits = np.zeros((len(rows), 128), dtype=bool)
-        bits[:, : self.allowed.shape[1]] = self.allowed[: len(rows)]
+    def masks(
+        self, rows: Sequence[Row], drafts: Sequence[Sequence[int]]
+    ) -> tuple[np.ndarray, frozenset[int]]:
+        count = len(rows) + sum(map(len, drafts))
+        bits = np.zeros((count, 128), dtype=bool)
+        bits[:, : self.allowed.shape[1]] = self.allowed[:count]
         bits[:, 125:] = True  # No logits have these.
         return np.packbits(bits, axis=1, bitorder="little").view(np.int32), frozenset({1})
 
@@ -693,8 +696,10 @@ def test_masks_on_logits_and_when_tokens_are_waited_for() -> None:
     masks = Masks(guide, torch.device("cpu"))
     logits = torch.randn(count + 3, vocab)
     logits[4] = -torch.inf
-    before, rows = logits.clone(), {share: Row(share) for share in range(2, count + 2)}
-    for row in rows.values():
+    # The fourth of them verifies a draft of three tokens.
+    places = [2, 3, 4, 5, *range(9, count + 2)]
+    before, rows = logits.clone(), {at: (Row(at), (70, 71, 72) if at == 5 else ()) for at in places}
+    for row, _ in rows.values():
         masks.admit(
             Admission(
                 row, replace(sampling(), structure=Structure.regex("a")), (1,), (8, 9) if row == 2 else ()
@@ -702,23 +707,31 @@ def test_masks_on_logits_and_when_tokens_are_waited_for() -> None:
         )
     assert guide.heard == [], "nothing is made of a structure before a pass is under way"
     assert masks.put(logits, rows) == {3}
-    for share, row in zip(rows, allowed, strict=True):
+    for share, row in enumerate(allowed, 2):
         expected = torch.where(torch.from_numpy(row), before[share].nan_to_num(neginf=0.0), -torch.inf)
         assert torch.equal(logits[share], expected)
     for share in (0, 1, count + 2):
         assert torch.equal(logits[share], before[share])
     assert guide.heard[:4] == ["begin", (8, 9), "begin", ()]
     guide.heard.clear()
-    masks.drawn({1: Row(2)}, guide)
+    two = {0: (Row(2), ()), 1: (Row(3), ())}
+    masks.drawn({1: (Row(2), ())}, guide)
     assert guide.heard == [], "what is under way is waited for when it is needed"
-    masks.put(logits[:2], {0: Row(2), 1: Row(3)})
+    masks.put(logits[:2], two)
     assert guide.heard == ["read", (71,), ()]
-    # What is no token is not said.
-    guide.heard.clear()
+    # Of a draft that which was accepted is said, and the token behind it.
+    for draft, said in (((70, 71), (70, 71, 72)), ((70, 72), (70, 71)), ((71,), (70,)), ((), (70,))):
+        guide.heard.clear()
+        masks.drawn({0: (Row(2), draft)}, guide)
+        masks.put(logits[:2], two)
+        assert guide.heard == ["read", said, ()]
+    # What is no token is not said, nor what follows it.
     guide.wrong = frozenset({1})
-    masks.drawn({1: Row(2)}, guide)
-    masks.put(logits[:2], {0: Row(2), 1: Row(3)})
-    assert guide.heard == ["read", (), ()]
+    for first, draft, said in ((1, (), ()), (0, (70, 71), (70,)), (0, (72,), (70,))):
+        guide.heard.clear()
+        masks.drawn({first: (Row(2), draft)}, guide)
+        masks.put(logits[:2], two)
+        assert guide.heard == ["read", said, ()]
 
 
 def test_draws_where_nearly_nothing_is_possible() -> None:

@@ -18,9 +18,10 @@ import pytest
 from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.ledger.host import HostLedger
+from penstock.sched.event import Event
 from penstock.sched.rates import Curve, Line, TransferRates
 from penstock.sched.rules import PrefixRule, SchedulerLimits
-from penstock.sched.scheduler import Event, Scheduler, Storage
+from penstock.sched.scheduler import Scheduler, Storage
 from penstock.step.plan import Landed, Outcome, Plan, Result, Route, TransferId
 from worlds import ROOT, sampling
 

@@ -12,8 +12,8 @@ from penstock.base.errors import EngineClosedError, RequestError
 from penstock.base.units import counted
 from penstock.engine.adapters import LoadedAdapters
 from penstock.engine.engine import Engine, Stats
+from penstock.sched.event import Event
 from penstock.sched.outlook import Course, Outlook, WaitForecast
-from penstock.sched.scheduler import Event
 from penstock.step.adapter import LoadedAdapter
 from penstock.step.plan import RequestId
 from penstock.step.request import FinishReason

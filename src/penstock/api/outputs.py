@@ -43,6 +43,10 @@ class Completion:
     """Those of them that came from host memory, and from disk."""
     embedding: tuple[float, ...] = ()
     """The hidden state behind the prompt, where it was asked for; see `Embedding`."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Tokens that were drafted for all outputs, and those of them that the model drew: see
+    `Config.speculate`."""
 
     @property
     def text(self) -> str:

@@ -8,8 +8,8 @@ from typing import Self
 
 from penstock.api.outputs import Completion, Delta, Output
 from penstock.api.text.detokenize import Detokenizer
+from penstock.sched.event import Event
 from penstock.sched.outlook import Outlook, QueuedRequest
-from penstock.sched.scheduler import Event
 from penstock.step.params import Sampling
 from penstock.step.plan import RequestId, TokenLogprob
 from penstock.step.request import FinishReason
@@ -66,6 +66,7 @@ class OutputSequence:
 
     deltas: what steps have added and was not taken yet.
     cached: prompt tokens whose KV was found; those that came from host memory, and from disk.
+    drafts: tokens that were drafted, and those of them that were accepted.
     """
 
     index: int
@@ -80,6 +81,7 @@ class OutputSequence:
     finish: FinishReason | None = None
     error: str = ""
     cached: tuple[int, int, int] = (0, 0, 0)
+    drafts: tuple[int, int] = (0, 0)
     embedding: tuple[float, ...] = ()
 
     def take(self, event: Event) -> bool:
@@ -95,6 +97,7 @@ class OutputSequence:
             return False
         if event.cached:
             self.cached = event.cached, event.cached_host, event.cached_disk
+        self.drafts = event.drafts
         self.tokens.append(event.token)
         if event.logprob is not None:
             self.logprobs.append(event.logprob)
@@ -159,4 +162,14 @@ class SequenceGroup:
         first = self.sequences[0]
         prompt_logprobs = None if first.sampling.prompt_logprobs is None else (None, *first.prompt_logprobs)
         outputs = tuple(sequence.output() for sequence in self.sequences)
-        return Completion(self.prompt, self.tokens, outputs, prompt_logprobs, *first.cached, first.embedding)
+        drafted, accepted = (sum(one.drafts[which] for one in self.sequences) for which in (0, 1))
+        return Completion(
+            self.prompt,
+            self.tokens,
+            outputs,
+            prompt_logprobs,
+            *first.cached,
+            first.embedding,
+            drafted,
+            accepted,
+        )

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.api.grammars import grammar_of, placed, said
+from penstock.api.matching import Matcher, fill_mask
 from penstock.api.text.tokenizer import Tokenizer
 from penstock.base.errors import StructureError
 from penstock.step.params import Sampling
@@ -104,7 +105,7 @@ class Structures:
         self._held: dict[int, tuple[ref[Structure], _Compiled]] = {}
         """By those that were checked, for as long as they are there: by their ids, as there may be several
         that are equal."""
-        self._rows: dict[Row, _Matcher] = {}
+        self._rows: dict[Row, Matcher] = {}
         self._executor: LLExecutor | None = None
 
     def check(self, structure: Structure, end_tokens: Collection[int]) -> None:
@@ -135,9 +136,9 @@ class Structures:
     def begin(self, row: Row, sampling: Sampling) -> None:
         """Begin to guide a row's output."""
         assert sampling.structure is not None
-        self._rows[row] = matcher = _Matcher(sampling.end_tokens)
+        self._rows[row] = matcher = Matcher(sampling.end_tokens)
         try:
-            matcher.follow(self._compiled(sampling.structure))
+            matcher.follow(self._compiled(sampling.structure).copy)
         except StructureError as error:  # It could not be held, and the second time there is no room for it.
             matcher.break_off(str(error))
 
@@ -151,21 +152,30 @@ class Structures:
         for token in tokens:
             matcher.take(token)
 
-    def masks(self, rows: Sequence[Row]) -> tuple[NDArray[np.int32], frozenset[int]]:
-        """Return the masks of tokens that rows may have next, `[rows, ceil(vocab / 32)]` bits in int32, and
-        the places of rows whose structure could not be held."""
-        matchers = [self._rows[row] for row in rows]
-        masks = np.zeros((len(rows), self._size // 32 + 1), dtype=np.int32)
-        self._fill(matchers, masks)
-        for matcher, mask in zip(matchers, masks, strict=True):
-            matcher.finish(mask, self._size)
-        return masks, frozenset(place for place, matcher in enumerate(matchers) if matcher.broken)
+    def masks(
+        self, rows: Sequence[Row], drafts: Sequence[Sequence[int]]
+    ) -> tuple[NDArray[np.int32], frozenset[int]]:
+        """Return the masks of tokens that rows may have next, and behind each token of their drafts: `[masks,
+        ceil(vocab / 32)]` bits in int32; and the places of those whose structure could not be held.
 
-    def _fill(self, matchers: Sequence["_Matcher"], masks: NDArray[np.int32]) -> None:
-        """Fill the masks as the library says, for those that have not ended."""
-        going = [
-            (matcher.inner, place) for place, matcher in enumerate(matchers) if matcher.inner is not None
-        ]
+        Behind a token that the structure does not allow, anything is allowed.
+        """
+        found = list[tuple[int, Matcher]]()
+        place = 0
+        for row, draft in zip(rows, drafts, strict=True):
+            matcher = self._rows[row]
+            found += enumerate([matcher, *(matcher.ahead(draft) if draft else ())], place)
+            place += 1 + len(draft)
+        masks = np.full((place, self._size // 32 + 1), -1, dtype=np.int32)
+        masks[[at for at, _ in found]] = 0
+        self._fill(found, masks)
+        for at, matcher in found:
+            matcher.finish(masks[at], self._size)
+        return masks, frozenset(at for at, matcher in found if matcher.broken)
+
+    def _fill(self, matchers: Sequence[tuple[int, Matcher]], masks: NDArray[np.int32]) -> None:
+        """Fill the masks at these places as the library says, for those that have not ended."""
+        going = [(matcher.inner, place) for place, matcher in matchers if matcher.inner is not None]
         if len(going) >= _MANY:
             from llguidance import LLExecutor
             from llguidance.numpy import fill_next_token_bitmask_par
@@ -175,7 +185,7 @@ class Structures:
             fill_next_token_bitmask_par(self._executor, going, masks)
         else:
             for inner, place in going:
-                _fill(inner, masks[place])
+                fill_mask(inner, masks[place])
 
     # -- compiling
 
@@ -262,7 +272,7 @@ class _Vocabulary:
         takes too much."""
         mask = np.zeros(self.size // 32 + 1, dtype=np.int32)
         for _ in range(_TRIED):
-            _fill(matcher, mask)
+            fill_mask(matcher, mask)
             if matcher.is_error():
                 break
             found = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.size])
@@ -352,73 +362,6 @@ class _Compiled:
         if first is since:
             first = self._first = self._vocabulary.compile(self._grammar)
         return first.deep_copy(), first
-
-
-class _Matcher:
-    """Follows one output through its structure. Where that cannot be followed any further, the output may
-    only end, and is broken."""
-
-    def __init__(self, ends: frozenset[int]) -> None:
-        self.inner: LLMatcher | None = None
-        """None when it may only end."""
-        self.broken = False
-        self._ends = ends
-        self._taken: list[int] = []
-
-    def follow(self, compiled: _Compiled) -> None:
-        self._compiled = compiled
-        self.inner, self._first = compiled.copy()
-
-    def break_off(self, why: str) -> None:
-        _LOG.warning(
-            "an output ends early, after %d tokens: llguidance cannot follow its schema or grammar any "
-            "further (%s); simplify it if this comes again",
-            len(self._taken),
-            why,
-        )
-        self.inner, self.broken = None, True
-
-    def take(self, token: int) -> None:
-        """Follow one token. An end token is the end, wherever the structure is: the request's own may come
-        before its end."""
-        if self.inner is None:
-            return
-        if token in self._ends:
-            self.inner = None
-            return
-        self._taken.append(token)
-        if not self.inner.consume_token(token):
-            self._renew()
-
-    def finish(self, mask: NDArray[np.int32], end: int) -> None:
-        """Complete a mask that the library has filled: what it calls the end are the end tokens."""
-        if self.inner is not None and self.inner.is_error():
-            self._renew()
-            if self.inner is not None:
-                _fill(self.inner, mask)
-                if self.inner.is_error():
-                    self.break_off(said(self.inner.get_error()))
-        words = mask.view(np.uint32)
-        if self.inner is None or words[end // 32] >> end % 32 & 1:
-            for token in self._ends:
-                words[token // 32] |= np.uint32(1 << token % 32)
-
-    def _renew(self) -> None:
-        """Say the same in a structure that is as good as new: the old one's room may be full, of what others
-        have said in theirs."""
-        assert self.inner is not None
-        why = said(self.inner.get_error())
-        try:
-            self.inner, self._first = self._compiled.copy(since=self._first)
-        except StructureError as error:
-            self.break_off(str(error))
-            return
-        if not self.inner.consume_tokens(self._taken):
-            self.break_off(why)
-
-
-def _fill(matcher: "LLMatcher", mask: NDArray[np.int32]) -> None:
-    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
 
 def _deep(work: Callable[[], T]) -> T:

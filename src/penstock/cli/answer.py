@@ -79,9 +79,16 @@ class TimedAnswer:
         came = "".join(f", {tokens:,} from {tier}" for tokens, tier in ways if tokens)
         return (
             f"{prompt} ({made.cached_tokens:,} cached{came}){prefill}; {first}; "
-            f"output {counted(self.tokens, 'token')}{decode}; ended by "
+            f"output {counted(self.tokens, 'token')}{decode}{self._drafts()}; ended by "
             f"{'/'.join(dict.fromkeys(output.finish_reason for output in made.outputs))}"
         )
+
+    def _drafts(self) -> str:
+        """Return how many drafted tokens were accepted; empty where none were drafted."""
+        made = self.completion
+        if not made.drafted_tokens:
+            return ""
+        return f", {made.accepted_tokens:,} of {made.drafted_tokens:,} drafted tokens accepted"
 
 
 def follow(
@@ -163,6 +170,8 @@ def record(
             "cached_host_tokens": made.cached_host,
             "cached_disk_tokens": made.cached_disk,
             "output_tokens": answer.tokens,
+            "drafted_tokens": made.drafted_tokens,
+            "accepted_tokens": made.accepted_tokens,
         },
         "timings": {
             "boot_s": llm.boot_seconds,

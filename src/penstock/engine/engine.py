@@ -14,8 +14,9 @@ from penstock.base.meter import Direction, KVStats, MissedStats, Passes, TierSta
 from penstock.engine.adapters import LoadedAdapters
 from penstock.engine.ranks import Ranks, Threads
 from penstock.kv.store.diskpool import LostKV
+from penstock.sched.event import Event
 from penstock.sched.outlook import Outlook
-from penstock.sched.scheduler import Event, Scheduler
+from penstock.sched.scheduler import Scheduler
 from penstock.step.adapter import LoadedAdapter
 from penstock.step.params import Sampling
 from penstock.step.plan import Outcome, Plan, RequestId, Route, Step
@@ -38,6 +39,7 @@ class Stats:
     kv_blocks_free: free blocks, cached ones included.
     kv: KV of long contexts; None if there is no room for any.
     missed: attention that policies have left out; empty where everything is read.
+    drafts: steps of requests that verified a draft, tokens of these drafts, and those that were accepted.
     """
 
     running: int
@@ -53,6 +55,7 @@ class Stats:
     tiers: TierStats | None
     missed: MissedStats
     passes: Passes
+    drafts: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +323,7 @@ class Engine:
     def stats(self) -> Stats:
         """Return the state of the engine at this moment, and its counts since it started."""
         scheduler, ledger = self.scheduler, self.scheduler.ledger
+        drafts = scheduler.speculation.counts if scheduler.speculation is not None else None
         return Stats(
             running=scheduler.running,
             waiting=scheduler.waiting,
@@ -334,6 +338,7 @@ class Engine:
             tiers=self.tier_stats(),
             missed=self.missed_stats(),
             passes=self._passes,
+            drafts=(0, 0, 0) if drafts is None else (drafts.drafts, drafts.drafted, drafts.accepted),
         )
 
     def missed_stats(self) -> MissedStats:

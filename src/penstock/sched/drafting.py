@@ -56,8 +56,7 @@ class Drafting:
 
     def _most(self, request: Request) -> int:
         """Return the most tokens of a draft that may all be the request's. The target adds one to them."""
-        sampling = request.sampling
-        if request.unknown or sampling.structure is not None or sampling.pooled:
+        if request.unknown or request.sampling.pooled:
             return 0
         most = request.most - len(request.tokens) - 1
         return most if request.kv.long else min(most, self._room.long_from - EARLY - len(request.tokens) - 1)

@@ -18,6 +18,7 @@ from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.host import HostLedger
 from penstock.sched.arrivals import Arrivals
 from penstock.sched.drafting import EARLY, Drafting
+from penstock.sched.event import Event
 from penstock.sched.foresight import Foresight
 from penstock.sched.growth import Growth
 from penstock.sched.proofs import prove_kv, prove_plan, prove_rows
@@ -42,35 +43,8 @@ from penstock.step.plan import (
     Result,
     Share,
     ShareKind,
-    TokenLogprob,
 )
-from penstock.step.record import record
 from penstock.step.request import FinishReason
-
-
-@record(frozen=True, slots=True)
-class Event:
-    """An event is one thing that happened to a request in a step.
-
-    It is a token, the end, or log-probabilities of the prompt. A step that yields several tokens of a request
-    makes an event for each.
-
-    cached: prompt tokens with KV from the prefix cache.
-    cached_host, cached_disk: those of them that had to come from the host, and from the disk.
-    fault: why the request ended, if that was an error of its own without a token.
-    embedding: the hidden state behind the prompt, where it was asked for.
-    """
-
-    request: RequestId
-    token: int | None = None
-    logprob: TokenLogprob | None = None
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    finish: FinishReason | None = None
-    cached: int = 0
-    cached_host: int = 0
-    cached_disk: int = 0
-    fault: str = ""
-    embedding: tuple[float, ...] = ()
 
 
 class Scheduler:
@@ -380,7 +354,8 @@ class Scheduler:
             if faulty and kept == len(result.tokens):
                 finish = FinishReason.ERROR
             logprob = result.logprobs[kept - 1] if result.logprobs else None
-            events.append(Event(request.id, token, logprob, (), finish, cached, from_host, from_disk))
+            found, drafts = (cached, from_host, from_disk), (request.drafts.drafted, request.drafts.accepted)
+            events.append(Event(request.id, token, logprob, (), finish, *found, drafts=drafts))
             if finish is not None:
                 break
         if faulty and result.wrong:

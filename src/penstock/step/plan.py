@@ -1,5 +1,6 @@
 """Holds plans and outcomes, the only values that scheduler and workers exchange."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NewType, Protocol
@@ -157,9 +158,21 @@ class Share:
         return self.start + len(self.tokens)
 
     @property
+    def draft(self) -> tuple[int, ...]:
+        """Return the tokens of the draft that is verified; none for most shares."""
+        return self.tokens[1:] if self.kind is ShareKind.VERIFY else ()
+
+    @property
     def draws(self) -> int:
-        """Return how many tokens are drawn: one after its last token, or one after each of a draft."""
-        return 0 if not self.sample else len(self.tokens) if self.kind is ShareKind.VERIFY else 1
+        """Return how many tokens are drawn: one, and one behind each token of a draft."""
+        return 1 + len(self.draft) if self.sample else 0
+
+
+def accepted(tokens: Sequence[int], draft: Sequence[int]) -> int:
+    """Return how many of the tokens that were drawn after each token of a draft are accepted: those before
+    which the draft has held."""
+    held = next((at for at, token in enumerate(draft) if tokens[at] != token), len(draft))
+    return held + 1
 
 
 class ModelRole(Enum):

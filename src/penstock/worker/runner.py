@@ -31,6 +31,7 @@ from penstock.step.plan import (
     Share,
     ShareKind,
     TokenLogprob,
+    accepted,
 )
 from penstock.weights.checkpoint.lora import Adapter
 from penstock.weights.streaming.cpu_experts import CpuService
@@ -39,7 +40,7 @@ from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.graphs import DecodeGraphs, DecodeStep
 from penstock.worker.inputs import StepTensors
 from penstock.worker.loaded import LoadedModel
-from penstock.worker.sampler import Drawn, accepted, fetched
+from penstock.worker.sampler import Drawn, fetched
 from penstock.worker.sizes import StepSizes, row_counts, run_counts
 from penstock.worker.warmup import HEAD_ROWS, draft_step, kernel_steps, largest_step, long_steps, small_steps
 
@@ -428,9 +429,8 @@ class Begun:
             broken.update([first + place for place in some.broken])
             wrong.update([first + place for place in some.tokens.wrong])
         scores = [() if logprob is None else (logprob,) for logprob in logprobs]
-        plain = len(tokens) == len(self.plan.shares) and not any(self.prompts) and not broken and not wrong
-        verifies = bool(self.plan.shares) and self.plan.shares[-1].kind is ShareKind.VERIFY
-        if plain and not verifies and self.embeddings is None:
+        plain = not (any(self.prompts) or broken or wrong or any(run.draft for run in self.plan.runs))
+        if plain and len(tokens) == len(self.plan.shares) and self.embeddings is None:
             return tuple(map(Result, zip(tokens), scores))  # Tuples of one token each.
         first, results = 0, []
         embeddings = iter(self.embeddings.tolist() if self.embeddings is not None else ())
@@ -440,7 +440,7 @@ class Begun:
                 results.append(Result(prompt_logprobs=tuple(prompt)))
                 continue
             faulty = min((place - first for place in wrong if first <= place < first + draws), default=draws)
-            kept = min(accepted(tokens[first : first + draws], share.tokens[1:draws]), faulty + 1)
+            kept = min(accepted(tokens[first : first + draws], share.draft), faulty + 1)
             last = first + kept
             pooled = tuple(next(embeddings)) if share.pooled else ()
             own = tuple(score for some in scores[first:last] for score in some)

@@ -42,7 +42,6 @@ class _Draw(NamedTuple):
     """Holds the draw of one token, at `position`. path: tokens of a draft that are to be before it."""
 
     state: _RowState
-    row: Row
     position: int
     path: tuple[int, ...]
 
@@ -143,7 +142,11 @@ class Sampler:
         raw = logits[scored].log_softmax(-1) if logprob_rows else None
         for row, one in enumerate(draws):
             self._adjust(logits[row], one)
-        held = {at: one.row for at, one in enumerate(draws) if one.state.sampling.structure is not None}
+        held, first = dict[int, tuple[Row, Sequence[int]]](), 0
+        for share in shares:
+            if self._rows[share.row].sampling.structure is not None:
+                held[first] = share.row, share.draft
+            first += share.draws
         broken = self._masks.put(logits, held) if held and self._masks is not None else frozenset[int]()
         tokens = logits.argmax(-1)
         wrong = without_numbers(logits, tokens)
@@ -173,10 +176,9 @@ class Sampler:
         return drawn
 
     def _draws(self, share: Share) -> "Iterator[_Draw]":
-        state, first = self._rows[share.row], share.stop - share.draws
-        assert share.draws == 1 or state.sampling.structure is None, "a draft for a structured output"
+        state, first = self._rows[share.row], share.stop - len(share.draft)
         for at in range(share.draws):
-            yield _Draw(state, share.row, first + at + 1, share.tokens[1 : at + 1] if share.draws > 1 else ())
+            yield _Draw(state, first + at, share.draft[:at])
 
     def _count(self, known: Tensor, last: Tensor | slice, shares: Sequence[Share]) -> None:
         """Count accepted tokens as output, where penalties use the counts."""
@@ -311,19 +313,12 @@ def _last(tokens: Tensor, shares: Sequence[Share]) -> Tensor | slice:
     places, first = list[Tensor](), 0
     for share in shares:
         held = tokens.new_zeros(())
-        if share.draws > 1:
-            draft = send(np.array(share.tokens[1:], dtype=np.int64), tokens.device)
+        if share.draft:
+            draft = send(np.array(share.draft, dtype=np.int64), tokens.device)
             held = (tokens[first : first + len(draft)] == draft).long().cumprod(0).sum()
         places.append(held + first)
         first += share.draws
     return torch.stack(places)
-
-
-def accepted(tokens: Sequence[int], draft: Sequence[int]) -> int:
-    """Return how many of the tokens that were drawn after each token of a draft are accepted: those before
-    which the draft has held."""
-    held = next((at for at, token in enumerate(draft) if tokens[at] != token), len(draft))
-    return held + 1
 
 
 def fetched(x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ A mask needs the row's newest token, which may still be computed. It is waited f
 behind it has been launched. So the device computes meanwhile, and the other rows of the step lose no time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,10 +15,14 @@ from torch import Tensor
 
 from penstock.memory.sending import send
 from penstock.step.params import Sampling
-from penstock.step.plan import Admission, Row
+from penstock.step.plan import Admission, Row, accepted
 
 _ROWS = 16
 """Rows that are masked at a time. That takes their logits once more, and two bytes for each."""
+
+
+Held = Mapping[int, tuple[Row, Sequence[int]]]
+"""Rows with a structure, and the draft that each verifies, by the place of their first draw."""
 
 
 class Guide(Protocol):
@@ -39,11 +43,14 @@ class Guide(Protocol):
         """Append these tokens to the row's output."""
         ...
 
-    def masks(self, rows: Sequence[Row]) -> tuple[NDArray[np.int32], frozenset[int]]:
-        """Return which tokens may be next, and which of the rows have broken off, by index.
+    def masks(
+        self, rows: Sequence[Row], drafts: Sequence[Sequence[int]]
+    ) -> tuple[NDArray[np.int32], frozenset[int]]:
+        """Return which tokens may be next, and which of the masks are of rows that have broken off, by index.
 
-        In masks `[rows, words]` token t is bit t % 32 of word t // 32. Each row has at least one. A row that
-        has broken off may only end, and its output is not what it should be.
+        In masks `[masks, words]` token t is bit t % 32 of word t // 32. A row has a mask for its next token,
+        and one behind each token of its draft. Each has at least one token. A row that has broken off may
+        only end, and its output is not what it should be.
         """
         ...
 
@@ -66,13 +73,14 @@ class _Line:
     """Holds the output of one row.
 
     untaken: tokens that the guide does not have yet.
-    newest: the tokens of the step that drew its newest one, and the index of that.
+    newest: the tokens of the step that drew its newest one, the index of that, and the draft that it
+        verified, of which more may have been accepted.
     """
 
     sampling: Sampling
     untaken: Sequence[int]
     begun: bool = False
-    newest: tuple[Arriving, int] | None = None
+    newest: tuple[Arriving, int, Sequence[int]] | None = None
 
 
 class Masks:
@@ -90,45 +98,42 @@ class Masks:
         if admission.sampling.structure is not None:
             self._lines[admission.row] = _Line(admission.sampling, admission.output)
 
-    def drawn(self, rows: dict[int, Row], tokens: Arriving) -> None:
-        """Note the tokens that a step has drawn for these rows, by share. They may still be on their way."""
-        for share, row in rows.items():
-            self._lines[row].newest = tokens, share
+    def drawn(self, held: Held, tokens: Arriving) -> None:
+        """Note the tokens that a step has drawn for these rows. They may still be on their way."""
+        for first, (row, draft) in held.items():
+            self._lines[row].newest = tokens, first, draft
 
-    def put(self, logits: Tensor, rows: dict[int, Row]) -> frozenset[int]:
-        """Mask logits float32 `[shares, vocab]`, in place. Return the shares that break off.
+    def put(self, logits: Tensor, held: Held) -> frozenset[int]:
+        """Mask logits float32 `[draws, vocab]`, in place. Return the draws that break off.
 
         Tokens that a structure does not allow become impossible. If all allowed ones were impossible before,
         they become equally likely.
-
-        rows: rows with a structure, by share.
         """
-        shares = list(rows)
-        masks, broken = self._next(list(rows.values()))
-        for start in range(0, len(shares), _ROWS):
-            some = send(np.array(shares[start : start + _ROWS]), self._device)
+        draws = [first + at for first, (_, draft) in held.items() for at in range(1 + len(draft))]
+        masks, broken = self._next(held.values())
+        for start in range(0, len(draws), _ROWS):
+            some = send(np.array(draws[start : start + _ROWS]), self._device)
             allowed = _bits(send(masks[start : start + _ROWS], self._device), logits.shape[1])
             part = logits[some].masked_fill_(~allowed, -torch.inf)
             nothing = part.amax(-1, keepdim=True) == -torch.inf
             logits[some] = part.masked_fill_(allowed & nothing, 0.0)
-        return frozenset(shares[place] for place in broken)
+        return frozenset(draws[place] for place in broken)
 
-    def _next(self, rows: Sequence[Row]) -> tuple[NDArray[np.int32], frozenset[int]]:
-        for row in rows:
+    def _next(self, rows: Collection[tuple[Row, Sequence[int]]]) -> tuple[NDArray[np.int32], frozenset[int]]:
+        for row, _ in rows:
             line = self._lines[row]
             if not line.begun:
                 self._guide.begin(row, line.sampling)
                 line.begun = True
             if line.newest is not None:
-                tokens, share = line.newest
-                said = tokens.read()[share]
-                line.untaken, line.newest = (
-                    (line.untaken if share in tokens.wrong else (*line.untaken, said)),
-                    None,
-                )
+                tokens, first, draft = line.newest
+                said = tokens.read()[first : first + 1 + len(draft)]
+                last = first + accepted(said, draft)
+                wrong = min((at for at in tokens.wrong if first <= at < last), default=last)
+                line.untaken, line.newest = (*line.untaken, *said[: wrong - first]), None
             self._guide.take(row, line.untaken)
             line.untaken = ()
-        return self._guide.masks(rows)
+        return self._guide.masks([row for row, _ in rows], [draft for _, draft in rows])
 
 
 def _bits(masks: Tensor, count: int) -> Tensor:

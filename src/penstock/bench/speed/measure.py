@@ -11,7 +11,7 @@ from penstock.base.meter import ExpertCounts
 from penstock.bench.times import Timings
 from penstock.engine.boot import Booted
 from penstock.engine.engine import Engine
-from penstock.sched.scheduler import Event
+from penstock.sched.event import Event
 from penstock.step.params import Sampling
 from penstock.step.plan import RequestId
 from penstock.step.request import FinishReason

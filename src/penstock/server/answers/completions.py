@@ -37,16 +37,20 @@ def error(message: str, kind: str, param: str | None = None, code: str | None = 
 
 
 def usage(completions: Sequence[Completion]) -> Answer:
-    """Return the tokens of completions, as OpenAI counts them: of prompts, of outputs, and found in the
-    cache."""
+    """Return the tokens of completions, as OpenAI counts them: of prompts, of outputs, found in the cache,
+    and drafted."""
     prompt = sum(len(one.prompt_tokens) for one in completions)
     output = sum(len(other.tokens) for one in completions for other in one.outputs)
     cached = sum(one.cached_tokens for one in completions)
+    drafted = sum(one.drafted_tokens for one in completions)
+    accepted = sum(one.accepted_tokens for one in completions)
+    drafts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": cached},
+        **({"completion_tokens_details": drafts} if drafted else {}),
     }
 
 

@@ -224,6 +224,9 @@ def _of_steps(stats: Stats, waiting: int) -> Sequence[Metric]:
         _counter("iterations", "Steps of the engine.", stats.steps),
         _counter("computed_tokens", "Tokens computed, of prompts and outputs.", stats.computed_tokens),
         _counter("generation_tokens", "Tokens of outputs.", stats.output_tokens),
+        _counter("spec_decode_num_drafts", "Drafts that were verified.", stats.drafts[0]),
+        _counter("spec_decode_num_draft_tokens", "Tokens of these drafts.", stats.drafts[1]),
+        _counter("spec_decode_num_accepted_tokens", "Those that were accepted.", stats.drafts[2]),
     )
 
 
