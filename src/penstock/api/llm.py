@@ -16,6 +16,7 @@ from penstock.api.arguments import LLMArguments
 from penstock.api.driver import EngineDriver
 from penstock.api.embeddings import Embedder
 from penstock.api.limits import ServingLimits
+from penstock.api.opening import boot_model, open_weights
 from penstock.api.outputs import Completion, Embedding, Score
 from penstock.api.reader import Message, Prompt, PromptReader, each_of, paired
 from penstock.api.scoring import Pairs
@@ -32,7 +33,7 @@ from penstock.base.meter import ExpertMap
 from penstock.base.setting import keywords_of
 from penstock.base.trace import Trace
 from penstock.engine.adapters import module_paths
-from penstock.engine.boot import Booted, boot
+from penstock.engine.boot import Booted
 from penstock.engine.engine import Progress, Stats
 from penstock.engine.placing import Override, RoutingSource
 from penstock.hub.models import locate
@@ -41,8 +42,6 @@ from penstock.step.adapter import LoadedAdapter
 from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.lora import Adapter
 from penstock.weights.checkpoint.reader import Checkpoint
-from penstock.weights.pack.cache import is_pack
-from penstock.weights.pack.reader import Pack
 from penstock.weights.streaming.loading import Loading
 
 _BAR_FROM = 2
@@ -105,14 +104,14 @@ class LLM:
             config = replace(config, model=found.path)
         self._progress = progress
         with ExitStack() as opened, ThreadPoolExecutor(1, "penstock-tokenizer") as beside:
-            weights = _opened(config)
+            weights = open_weights(config.model, config.cache)
             opened.callback(weights.close)
             # A large vocabulary takes most of a second to load: that happens beside the weights.
             tokenizer = beside.submit(Tokenizer.from_model, config.model)
             defaults = weights.generation
             structures = Structures(tokenizer.result, weights.spec.vocab_size, defaults.eos_tokens)
-            booted = boot if routing is None else partial(boot, override=Override(routing=routing))
-            self._boot = partial(booted, config, say=log.info, trace=trace, guide=structures)
+            boots = boot_model if routing is None else partial(boot_model, override=Override(routing=routing))
+            self._boot = partial(boots, config, say=log.info, trace=trace, guide=structures)
             self._config = config
             self._booted = self._boot(weights, loading=loading)
             engine = self._booted.engine
@@ -131,7 +130,7 @@ class LLM:
             self._sleeper = Sleeper(self.driver, config.model)
             if (room := engine.adapters.room) is not None:  # Later on, other adapters may be there.
                 again = replace(config, lora_modules=(), max_loras=room.slots, max_lora_rank=room.rank)
-                self._boot = partial(booted, again, say=log.info, trace=trace, guide=structures)
+                self._boot = partial(boots, again, say=log.info, trace=trace, guide=structures)
             for name, path in module_paths(config).items():
                 self.load_lora_adapter(name, path)
             # What stays on disk is read for as long as the engine lives, which then closes it. A checkpoint
@@ -410,7 +409,7 @@ class LLM:
 
     def _start_again(self) -> Booted:
         with ExitStack() as opened:
-            weights = _opened(self._config)
+            weights = open_weights(self._config.model, self._config.cache)
             opened.callback(weights.close)
             booted = self._boot(weights)
             opened.callback(booted.engine.close)
@@ -441,10 +440,3 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _opened(config: Config) -> Checkpoint | Pack:
-    """Open the weights of a model."""
-    if is_pack(config.model):
-        return Pack.open(config.model)
-    return Checkpoint.open(config.model, config.cache.expanduser())

@@ -17,8 +17,10 @@ _LOG = logging.getLogger("penstock")
 
 
 class Copies(Protocol):
-    """Copies make a matcher for one more output, and return its original, too. since: the last original, if it
-    is full."""
+    """Copies make a matcher for one more output, and return its original, too.
+
+    since: the last original, if it is full.
+    """
 
     def __call__(self, since: "LLMatcher | None" = None) -> "tuple[LLMatcher, LLMatcher]":
         """Return both."""

@@ -31,6 +31,15 @@ def check_device(text: str) -> None:
         raise ConfigError(f"device {text!r} is not known; choose auto, cpu, cuda or cuda:N")
 
 
+def check_speculate(text: str) -> None:
+    """Raise ConfigError for a way to draft that there is none of."""
+    if text in ("", "on", "auto", "self", "ngram"):
+        raise ConfigError(
+            f"speculate {text!r} is no way to draft tokens; choose off, suffix (which looks up what followed "
+            "before), or name a draft model"
+        )
+
+
 def policy_numbers(text: str) -> tuple[str, tuple[int, ...]]:
     """Read an attention policy's name and numbers.
 
@@ -195,12 +204,13 @@ class Config(Declared):
     )
     speculate: str = setting(
         "off",
-        help="Speculative decoding: verify several drafted tokens in one step.",
-        details="suffix drafts what followed the last time that the newest tokens occurred in prompt or "
-        "output. It pays where an output repeats, such as edited code, and where weights stream. Tokens are "
-        "those that the model draws without it, up to rounding: several tokens are summed in another order "
-        "than one.",
-        choices=("off", "suffix"),
+        help="Speculative decoding, off, or by drafts of: suffix, or a draft model.",
+        details="A step verifies several drafted tokens, as many as pay by what was measured. suffix drafts "
+        "what followed the last time that the newest tokens occurred in prompt or output: it pays where an "
+        "output repeats, such as edited code. A draft model is a smaller one with the same tokenizer, named "
+        "as a model is. It stays on the device. Tokens are those that the model draws without drafts, up to "
+        "rounding: several tokens are summed in another order than one.",
+        check=check_speculate,
     )
     cpu_compute: str = setting(
         "off",
@@ -253,6 +263,11 @@ class Config(Declared):
         details="The kernels are in its directory native.",
     )
     check: bool = setting(False, help="Check the KV ledger's invariants after every step (slow; for tests).")
+
+    @property
+    def draft_model(self) -> str | None:
+        """Return what names the draft model; None without one."""
+        return None if self.speculate in ("off", "suffix") else self.speculate
 
     def changed(self) -> dict[str, object]:
         """Return the settings that are not the defaults, without the model, for a report in JSON."""

@@ -94,6 +94,9 @@ class KVSpan:
     that is not known.
     """
 
+    drafted: int = 0
+    """Positions [0, drafted) have the KV of a draft model, too, in the same pages of its own pool."""
+
     # ---- what is there, and what is needed
 
     @property
@@ -346,7 +349,7 @@ class KVSpan:
         keep = max(0, whole + (part > 0) - self.first_page)
         pools.pages.release(self.pages[keep:])
         del self.pages[keep:]
-        self.computed = length
+        self.computed, self.drafted = length, min(self.drafted, length)
         del self.keys[whole:]
         self.first_page = min(self.first_page, len(self.host))
         self.host_sealed = min(self.host_sealed, len(self.host))
@@ -372,4 +375,4 @@ class KVSpan:
         """Forget all blocks without freeing them. Nothing is computed any more."""
         self.pages, self.host = [], []
         self.computed = self.host_sealed = self.pages_sealed = self.table_length = self.host_table_length = 0
-        self.first_page = self.mirror_limit = self.fast_decode_until = 0
+        self.first_page = self.mirror_limit = self.fast_decode_until = self.drafted = 0

@@ -145,6 +145,12 @@ class Tokenizer:
         """Return the number of tokens that the tokenizer knows; an embedding often has a few more rows."""
         return self._tokenizer.get_vocab_size()
 
+    def differing(self, other: "Tokenizer") -> str | None:
+        """Return a token that has another number in the other tokenizer, or none; None if there is no such
+        token."""
+        mine, theirs = self._tokenizer.get_vocab(), other._tokenizer.get_vocab()
+        return next((token for token, number in theirs.items() if mine.get(token) != number), None)
+
     @property
     def templates(self) -> Mapping[str, str]:
         """Return the sources of the chat templates, by name."""

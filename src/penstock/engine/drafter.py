@@ -1,0 +1,97 @@
+"""Drafts by a smaller model beside the target, in steps of its own between those of the target.
+
+The draft model draws by the settings of each request and with the noise of each position, as the target will
+(`Sampler.for_drafts`). So where both models think alike, both draw alike, at any temperature.
+
+Its KV is in the pages of the requests, under the same numbers, in a pool of its own. `KVSpan.drafted` says
+how far it has come. What it lacks, such as a prompt whose KV was found, it computes before its first draft.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+
+from penstock.sched.request import Request
+from penstock.sched.suffix import Draft
+from penstock.step.plan import UNKNOWN, ModelRole, Plan, RequestId, Share, ShareKind, Step
+
+_NEW = 0.1
+"""Weight of a new measurement in a mean."""
+
+
+class ModelDrafter:
+    """Carries out the steps of a draft model."""
+
+    def __init__(self, begin: Callable[[Plan], Step], most: int) -> None:
+        """begin: begins a step of any model. most: tokens of a step."""
+        self._begin, self._most = begin, most
+        self.seconds = 0.0
+        """Mean time of a step that drafts a token for each request; 0 before the first."""
+
+    def propose(self, asked: Sequence[tuple[Request, Share, int]]) -> list[Draft]:
+        """Return a draft of so many tokens for each request.
+
+        Each has a share of one token in the plan of the target that is being made, and pages for that and for
+        the draft.
+        """
+        known = list(self._known(asked))
+        plans = [*known, *self._further(asked)]
+        begin, drafts = perf_counter(), defaultdict[RequestId, list[int]](list)
+        owner = {request.row: request.id for request, _, _ in asked}
+        for plan, step in [(plan, self._begin(plan)) for plan in plans]:
+            for share, result in zip(plan.shares, step.outcome().results, strict=True):
+                drafts[owner[share.row]] += result.tokens
+        for request, _, count in asked:
+            request.kv.drafted = len(request.tokens) + count - 1
+        if len(known) == 1:  # Otherwise most of it was a prompt.
+            seconds = (perf_counter() - begin) / len(plans)
+            self.seconds += (seconds - self.seconds) * (_NEW if self.seconds else 1)
+        return [Draft(tuple(drafts[request.id]), (1.0,) * count, 1) for request, _, count in asked]
+
+    def _known(self, asked: Sequence[tuple[Request, Share, int]]) -> Iterator[Plan]:
+        """Yield the steps that compute what the draft model lacks of the requests' tokens."""
+        lacking = [(request, request.kv.drafted, share.first_new_block) for request, share, _ in asked]
+        while lacking:
+            shares, left, room = list[Share](), list[tuple[Request, int, int]](), self._most
+            for request, start, block in lacking:
+                stop = min(start + room, len(request.tokens))
+                if start < stop:
+                    shares.append(_share(request, start, tuple(request.tokens[start:stop]), block))
+                    room, block = room - (stop - start), len(request.kv.pages)
+                if stop < len(request.tokens):
+                    left.append((request, stop, block))
+            yield _plan(shares)
+            lacking = left
+
+    def _further(self, asked: Sequence[tuple[Request, Share, int]]) -> Iterator[Plan]:
+        """Yield the steps behind these, each of the token that the one before draws."""
+        for level in range(1, max(count for _, _, count in asked)):
+            shares = [
+                _share(request, len(request.tokens) - 1 + level, (UNKNOWN,), len(request.kv.pages))
+                for request, _, count in asked
+                if level < count
+            ]
+            yield _plan(shares)
+
+
+def _share(request: Request, start: int, tokens: tuple[int, ...], block: int) -> Share:
+    """Return a share that computes these tokens, and draws one behind the request's newest or a later one.
+    block: index of its first page that workers may not know."""
+    row, kv = request.row, request.kv
+    assert row is not None
+    return Share(
+        row=row,
+        start=start,
+        tokens=tokens,
+        first_new_block=block,
+        new_blocks=tuple(kv.pages[block:]),
+        sample=start + len(tokens) >= len(request.tokens),
+        prompt_length=len(request.prompt),
+        kind=ShareKind.DECODE if len(tokens) == 1 else ShareKind.CHUNK,
+    )
+
+
+def _plan(shares: Sequence[Share]) -> Plan:
+    rows = [share for share in shares if share.kind is ShareKind.DECODE]
+    runs = [share for share in shares if share.kind is not ShareKind.DECODE]
+    return Plan((), (*rows, *runs), model=ModelRole.DRAFT)
