@@ -168,6 +168,26 @@ def test_a_long_span_reserves_its_tail_besides_its_mirrors() -> None:
     assert (span.mirrored, span.reserve(100)) == (0, 2)
 
 
+def test_a_page_with_an_order_is_held_though_the_same_plan_orders_more() -> None:
+    """A step makes a block full, and its draft another: the first page is beyond the mirrors then."""
+    span = grown(pools(blocks=6, host=9), [*NINE, *NINE[:4]], 5)
+    some = span.pools
+    span.go_long()
+    span.mirror_limit = 1
+    for count in (3, 1):
+        some.end_orders()
+        span.grow(count)
+        assert not some.leaving
+    span.grow(3)
+    span.grow(1)
+    assert [order.source for order in some.orders] == [0, 1]
+    assert some.leaving == [0], "the page may be written before it is copied"
+    check(span)
+    some.end_orders()
+    assert (span.pages, some.pages.available) == ([1, 2, 3], 3)
+    check(span)
+
+
 # -- shares that verify a draft
 # ------------------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """Gives shares of a plan drafts to verify, as far as there is room that nobody else needs.
 
 A draft never takes what a request needs: it gets pages and tokens of the step that are left, and no request
-gives way for it. Its KV is in pages of the request's own behind those of its tokens. These pages have no
-name, so nobody finds them, until the tokens in them are the request's. `Scheduler.commit` gives up those of
-what did not hold.
+gives way for it. What is cached the longest may. Its KV is in pages of the request's own behind those of its
+tokens. These pages have no name, so nobody finds them, until the tokens in them are the request's.
+`Scheduler.commit` gives up those of what did not hold.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,16 @@ from penstock.sched.room import RequestRoom
 from penstock.sched.span import Pools
 from penstock.sched.speculation import Speculation
 from penstock.sched.width import StepWidth
-from penstock.step.plan import Row, Share, ShareKind
+from penstock.step.plan import Plan, Row, Share, ShareKind
 
 EARLY = 2
 """A request becomes long so many tokens before it is too long for the device: its next one has no place
 there."""
+
+
+_PAUSE, _LONGEST_PAUSE = 64, 4096
+"""Steps without drafts after one with drafts that was too large for the memory: at first, and at most. Each
+failure doubles them."""
 
 
 class Drafting:
@@ -26,6 +31,21 @@ class Drafting:
 
     def __init__(self, pools: Pools, room: RequestRoom, width: StepWidth, speculation: Speculation) -> None:
         self._pools, self._room, self._width, self.speculation = pools, room, width, speculation
+        self._paused, self._pause = 0, _PAUSE // 2
+        """Steps that are still left without drafts, and those that the last failure cost."""
+
+    def pause(self, plan: Plan) -> None:
+        """Verify nothing for a while if this plan, whose step was too large for the memory, has drafts."""
+        if plan.runs and plan.runs[-1].kind is ShareKind.VERIFY:
+            self._paused = self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def waits(self, under_way: Sequence[Plan]) -> bool:
+        """Tell whether steps under way yield tokens, which drafts begin with, so that no step runs ahead.
+
+        If those requests were planned that are in no step, each would have every second step from then on,
+        and the oldest might wait for pages of others.
+        """
+        return any(share.sample for plan in under_way for share in plan.shares)
 
     def extend(self, shares: Sequence[Share], by_row: Mapping[Row, Request]) -> list[Share]:
         """Return a plan's shares, some of which verify a draft now. These come last.
@@ -39,7 +59,8 @@ class Drafting:
             and share.sample
             and (most := self._most(request := by_row[share.row])) > 0
         ]
-        if not decoding:
+        if not decoding or self._paused:
+            self._paused -= bool(self._paused)
             return list(shares)
         tokens = sum([len(share.tokens) for share in shares])
         drafts = self.speculation.choose(
@@ -64,7 +85,8 @@ class Drafting:
     def _fitting(self, request: Request, count: int, kept: int) -> int:
         """Return how many of so many tokens have a place in blocks. kept: pages that are left to others."""
         kv, pools = request.kv, self._pools
-        if not count or kv.host_needed(count) > pools.host.available:
+        # Without recent pages, the block that leaves for the host would be one that this very step fills.
+        if not count or kv.host_needed(count) > (pools.host.available if pools.recent else 0):
             return 0
         if kv.pages_needed(count) > pools.pages.available - kept:
             count = min(count, -kv.computed % pools.size)

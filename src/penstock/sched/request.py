@@ -20,11 +20,15 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Counts steps that verified a draft, tokens of these drafts, and those of them that were accepted."""
+    """Counts steps that verified a draft, tokens of these drafts, and those of them that were accepted.
+
+    failed: drafters that failed in a request, which had no drafts from then on.
+    """
 
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
+    failed: int = 0
 
 
 @dataclass(slots=True, eq=False)

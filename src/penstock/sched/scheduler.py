@@ -34,16 +34,7 @@ from penstock.sched.tiers import Tiers
 from penstock.sched.width import StepWidth
 from penstock.step.adapter import LoadedAdapter
 from penstock.step.params import Sampling
-from penstock.step.plan import (
-    UNKNOWN,
-    Landed,
-    Outcome,
-    Plan,
-    RequestId,
-    Result,
-    Share,
-    ShareKind,
-)
+from penstock.step.plan import UNKNOWN, Landed, Outcome, Plan, RequestId, Result, Share, ShareKind
 from penstock.step.request import FinishReason
 
 
@@ -216,7 +207,10 @@ class Scheduler:
     # ---- plan
 
     def plan(self) -> Plan:
-        """Return the next step. It is empty only if there is nothing to do."""
+        """Return the next step. It is empty only if there is nothing to do before a step under way is
+        committed."""
+        if self._drafting is not None and self._drafting.waits([plan for plan, _ in self._flights]):
+            return Plan((), ())
         shares: list[Share] = []
         decode, pools = ShareKind.DECODE, self._pools
         pools.end_orders()
@@ -290,13 +284,12 @@ class Scheduler:
             if share.kind is verify and self.speculation is not None:
                 self.speculation.learn(request, share, len(result.tokens))
             finish = self._append(request, start + 1 if share.kind is verify else stop, result, events)
+            if share.kind is verify:
+                self._verified(request, share, result)
             if finish is not None:
                 self.stop(request.id, finish)
                 continue
             request.ending = request.ending and request.unknown > 0
-            if share.kind is verify:
-                request.kv.truncate(len(request.tokens) - 1)
-                self._seal(request, share, request.kv.computed)
             reach = len(request.tokens) + EARLY
             if reach >= room.long_from and not request.kv.long and room.is_long(reach, request.most):
                 request.kv.go_long()
@@ -326,6 +319,12 @@ class Scheduler:
             kv.seal(request.known)
             for index in range(share.start // size, min(stop, request.known) // size):
                 self.tiers.computed(*kv.name(index))
+
+    def _verified(self, request: Request, share: Share, result: Result) -> None:
+        """Give up the KV of what did not hold of a draft, and let others find that of what did."""
+        request.kv.truncate(len(request.tokens) - 1)
+        if not result.wrong:
+            self._seal(request, share, request.kv.computed)
 
     def _append(self, request: Request, at: int, result: Result, events: list[Event]) -> FinishReason | None:
         """Append the tokens that a share yielded, the first at position `at`, and an event for each.
@@ -387,6 +386,8 @@ class Scheduler:
         `recover` must follow. Returns a request that has to be stopped, if its smallest step does not fit, or
         None.
         """
+        if self._drafting is not None:
+            self._drafting.pause(plan)
         if self._width.narrow(plan, self._least):
             return None
         return self._queues.by_row[plan.shares[0].row].id

@@ -272,7 +272,9 @@ class KVSpan:
         pools, begin = self.pools, len(self.host) - len(targets) - self.first_page
         sources = self.pages[begin : begin + len(targets)]
         pools.orders += map(Order, sources, targets)
-        pools.leaving += self.drop_mirrors(max(0, self.mirrored - self.mirror_limit), but=sources)
+        if (beyond := self.mirrored - self.mirror_limit) > 0:
+            # A plan may order twice, for a token and for a draft.
+            pools.leaving += self.drop_mirrors(beyond, but=[order.source for order in pools.orders])
 
     def drop_mirrors(self, count: int, but: Sequence[BlockId] = ()) -> list[BlockId]:
         """Give up the first `count` pages, which are mirrored. Return those in `but`, which stay held."""

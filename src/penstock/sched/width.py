@@ -1,6 +1,6 @@
 """Narrows steps after one that was too large for the memory, and widens them again."""
 
-from penstock.step.plan import Plan
+from penstock.step.plan import Plan, ShareKind
 
 _SMOOTH, _SMOOTHEST = 8, 4096
 """Steps after which twice as much is tried again: at first, and at most. Each failure doubles them."""
@@ -24,9 +24,10 @@ class StepWidth:
 
         After some steps that succeed the width is doubled again, each time later if that fails.
 
-        Returns False if it cannot be smaller: the plan is of one request, with at most `least` tokens.
+        Returns False if it cannot be smaller: the plan is of one request, with at most `least` tokens, and
+        without a draft.
         """
-        if len(plan.shares) == 1 and plan.tokens <= least:
+        if len(plan.shares) == 1 and plan.tokens <= least and plan.shares[0].kind is not ShareKind.VERIFY:
             return False
         self.tokens, self.rows = max(plan.tokens // 2, least), max(len(plan.shares) // 2, 1)
         self._smooth, self._wait = 0, min(max(2 * self._wait, _SMOOTH), _SMOOTHEST)
