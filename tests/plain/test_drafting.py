@@ -133,7 +133,9 @@ def step(
 ) -> tuple[int, int, float]:
     """A step, of which every request may have `most` tokens of a draft: drafted tokens, all tokens, and the
     seconds that it took."""
-    drafts = speculation.choose([(request, most) for request in requests], len(requests), spare)
+    drafts = speculation.choose(
+        speculation.propose([(request, most) for request in requests], spare), len(requests), spare
+    )
     shares = [share_of(row, len(draft.tokens)) for row, draft in enumerate(drafts)]
     yielded = len(requests)
     for share, draft, request in zip(shares, drafts, requests, strict=True):
@@ -292,7 +294,9 @@ def test_no_step_verifies_more_than_there_is_to_spare(spare: int) -> None:
     for most, seconds in ((10, 1.0), (2, 1.0), (10, 0.0)):
         speculation = Speculation(sure(20))
         for _ in range(90):
-            drafts = speculation.choose([(request, most) for request in requests], 5, spare)
+            drafts = speculation.choose(
+                speculation.propose([(request, most) for request in requests], spare), 5, spare
+            )
             assert sum(len(draft.tokens) for draft in drafts) <= spare
             assert all(len(draft.tokens) <= most for draft in drafts)
             tokens = 5 + sum(len(draft.tokens) for draft in drafts)

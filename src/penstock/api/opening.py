@@ -44,6 +44,6 @@ def _check_tokens(target: Path, draft: Path) -> None:
     if (token := mine.differing(theirs)) is not None:
         raise ConfigError(
             f"the draft model {draft} has other tokens than {target}: {token!r} is "
-            f"{theirs.token_to_id(token)} there and {mine.token_to_id(token)} here; give a draft model with the same tokenizer, or "
-            "speculate suffix"
+            f"{theirs.token_to_id(token)} there and {mine.token_to_id(token)} here; give a draft model with "
+            "the same tokenizer, or speculate suffix"
         )

@@ -22,6 +22,7 @@ from penstock.base.trace import Trace
 from penstock.base.units import format_size
 from penstock.engine.budget import Budget, memory_of
 from penstock.engine.contexts import LongRoom
+from penstock.engine.drafter import ModelDrafter
 from penstock.engine.engine import Engine
 from penstock.engine.measuring import activation_peak
 from penstock.engine.parts import (
@@ -115,6 +116,8 @@ def boot(
             part, ranks, device = _team(team_config(config, *models), model, opened, context)
         plan, outline = part.plan, part.plan.outline
         scheduler = make_scheduler(plan, part.root, part.disk)
+        if draft is not None and scheduler.speculation is not None:
+            scheduler.speculation.model = ModelDrafter(ranks.begin, outline.limits.max_step_tokens)
         weights = "all" if plan.rest is Rest.ALL else "some"
         by = f"{config.tensor_parallel} x {device_name(device)}, {weights} weights there"
         threads = threads_for(config, outline, device, since=since, say=say)

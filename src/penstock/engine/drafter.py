@@ -46,7 +46,9 @@ class ModelDrafter:
         if len(known) == 1:  # Otherwise most of it was a prompt.
             seconds = (perf_counter() - begin) / len(plans)
             self.seconds += (seconds - self.seconds) * (_NEW if self.seconds else 1)
-        return [Draft(tuple(drafts[request.id]), (1.0,) * count, 1) for request, _, count in asked]
+        return [
+            Draft(tuple(drafts[request.id]), (1.0,) * count, by_model=True) for request, _, count in asked
+        ]
 
     def _known(self, asked: Sequence[tuple[Request, Share, int]]) -> Iterator[Plan]:
         """Yield the steps that compute what the draft model lacks of the requests' tokens."""

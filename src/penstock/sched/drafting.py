@@ -13,6 +13,7 @@ from penstock.sched.request import Request
 from penstock.sched.room import RequestRoom
 from penstock.sched.span import Pools
 from penstock.sched.speculation import Speculation
+from penstock.sched.suffix import Draft
 from penstock.sched.width import StepWidth
 from penstock.step.plan import Plan, Row, Share, ShareKind
 
@@ -43,8 +44,11 @@ class Drafting:
         """Tell whether steps under way yield tokens, which drafts begin with, so that no step runs ahead.
 
         If those requests were planned that are in no step, each would have every second step from then on,
-        and the oldest might wait for pages of others.
+        and the oldest might wait for pages of others. A draft model's steps are begun and ended while a plan
+        is made, so none of the target may be under way.
         """
+        if self.speculation.model is not None and under_way:
+            return True
         return any(share.sample for plan in under_way for share in plan.shares)
 
     def extend(self, shares: Sequence[Share], by_row: Mapping[Row, Request]) -> list[Share]:
@@ -62,18 +66,51 @@ class Drafting:
         if not decoding or self._paused:
             self._paused -= bool(self._paused)
             return list(shares)
-        tokens = sum([len(share.tokens) for share in shares])
-        drafts = self.speculation.choose(
-            [(request, most) for _, request, most in decoding], tokens, self._width.tokens - tokens
-        )
+        tokens, kept = sum([len(share.tokens) for share in shares]), 2 * len(by_row)
+        spare = self._width.tokens - tokens
+        found = self.speculation.propose([(request, most) for _, request, most in decoding], spare)
+        grown = self._by_model(decoding, found, kept, tokens, spare)
+        drafts = self.speculation.choose(found, tokens, spare)
         verifying = dict[Row, Share]()
         for (share, request, _), draft in zip(decoding, drafts, strict=True):
-            count = self._fitting(request, len(draft.tokens), 2 * len(by_row))
+            there = grown.get(share.row, 0)
+            count = len(draft.tokens) if there else self._fitting(request, len(draft.tokens), kept)
+            if count < there:
+                request.kv.truncate(request.kv.computed - there + count)
             if count:
                 draft = draft.first(count)
                 self.speculation.verifies(share, draft)
-                verifying[share.row] = self._verified(share, request, draft.tokens)
+                verifying[share.row] = self._verified(share, request, draft.tokens, grown=bool(there))
         return [share for share in shares if share.row not in verifying] + list(verifying.values())
+
+    def _by_model(
+        self,
+        decoding: Sequence[tuple[Share, Request, int]],
+        found: list[Draft],
+        kept: int,
+        tokens: int,
+        spare: int,
+    ) -> dict[Row, int]:
+        """Let the draft model draft where that pays, and put its drafts into `found`.
+
+        The pages of these requests grow by the drafts, which the model computes there. Returns by how many
+        tokens, by row.
+        """
+        grown, asked, places = dict[Row, int](), list[tuple[Request, Share, int]](), list[int]()
+        for place, depth in enumerate(self.speculation.depths(found, tokens, spare)):
+            share, request, most = decoding[place]
+            # The draft model's KV never leaves the device.
+            count = 0 if request.kv.long else self._fitting(request, min(depth, most), kept)
+            if count:
+                request.kv.grow(count)
+                request.kv.note_tables()
+                grown[share.row] = count
+                asked.append((request, share, count))
+                places.append(place)
+        if asked and self.speculation.model is not None:
+            for place, draft in zip(places, self.speculation.model.propose(asked), strict=True):
+                found[place] = draft
+        return grown
 
     def _most(self, request: Request) -> int:
         """Return the most tokens of a draft that may all be the request's. The target adds one to them."""
@@ -92,10 +129,11 @@ class Drafting:
             count = min(count, -kv.computed % pools.size)
         return count
 
-    def _verified(self, share: Share, request: Request, draft: tuple[int, ...]) -> Share:
+    def _verified(self, share: Share, request: Request, draft: tuple[int, ...], *, grown: bool) -> Share:
         kv, size = request.kv, self._pools.size
-        kv.grow(len(draft))
-        kv.note_tables()
+        if not grown:
+            kv.grow(len(draft))
+            kv.note_tables()
         kv.fast_decode_until, request.ending = 0, True
         return replace(
             share,

@@ -15,6 +15,7 @@ which goes on without drafts.
 import logging
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from math import inf
 from operator import mul
 from time import monotonic
 from typing import Protocol
@@ -39,6 +40,10 @@ _KEPT = 0.9965
 """Weight of what was seen of earlier drafts after one more: it halves with 200 of them."""
 _PRIOR = 4.0
 """Weight of the prior belief that a match of n tokens holds with probability n / (n + 1), at first."""
+_MODEL_HOLDS = 0.8
+"""The same of a token of a draft model."""
+_FIRST = 4
+"""Tokens of a draft model's drafts before it is known what its steps take."""
 _FADING = 0.98
 """Weight of the prior belief after one more draft. If it stayed, a long draft would always seem to gain a
 little: nothing is learnt of tokens behind those that never hold."""
@@ -52,6 +57,19 @@ class Drafter(Protocol):
 
         most: at least one.
         """
+        ...
+
+
+class ModelDrafting(Protocol):
+    """Makes drafts by steps of a draft model, for all requests of a plan at once.
+
+    seconds: mean time of a step that draws a token for each of them; 0 before the first.
+    """
+
+    seconds: float
+
+    def propose(self, asked: Sequence[tuple[Request, Share, int]]) -> list[Draft]:
+        """Return a draft of so many tokens for each request, whose share of one token is in the plan."""
         ...
 
 
@@ -69,32 +87,39 @@ class SuffixDrafter:
 class Survival:
     """Learns with which probability a drafted token holds if all before it have held.
 
-    By the length of the match at that token, and by whether all places agreed on it.
+    By the length of the match at that token, and by whether all places agreed on it. Of a draft model: by how
+    many of its tokens are before that one.
     """
 
     def __init__(self) -> None:
         classes = _class_of(2 * MOST_MATCHED) + 1
-        self._tried = np.zeros((2, classes))
-        self._held = np.zeros((2, classes))
-        self._prior = np.full((2, classes), _PRIOR)
+        self._tried = np.zeros((3, classes))
+        self._held = np.zeros((3, classes))
+        self._prior = np.full((3, classes), _PRIOR)
 
     def of(self, draft: Draft) -> list[float]:
         """Return for each token the probability that it and all before it hold."""
-        each = [
-            self._of(draft.matched + depth, score)
-            for depth, score in enumerate(draft.scores[: len(draft.tokens)])
-        ]
-        return list(accumulate(each, mul))
+        return list(accumulate([self._at(draft, depth) for depth in range(len(draft.tokens))], mul))
 
-    def _of(self, matched: int, score: float) -> float:
-        at = int(score < 1), _class_of(matched)
-        prior, weight = score * matched / (matched + 1), self._prior[at]
+    def of_model(self, most: int) -> list[float]:
+        """Return the same for a draft of so many tokens that a draft model may draw."""
+        return self.of(Draft((0,) * most, (1.0,) * most, 0, by_model=True))
+
+    def _at(self, draft: Draft, depth: int) -> float:
+        at, score, matched = self._place(draft, depth), draft.scores[depth], draft.matched + depth
+        prior = _MODEL_HOLDS if draft.by_model else score * matched / (matched + 1)
+        weight = self._prior[at]
         return float((self._held[at] + weight * prior) / (self._tried[at] + weight))
+
+    def _place(self, draft: Draft, depth: int) -> tuple[int, int]:
+        if draft.by_model:
+            return 2, _class_of(1 + depth)
+        return int(draft.scores[depth] < 1), _class_of(draft.matched + depth)
 
     def learn(self, draft: Draft, held: int) -> None:
         """Note that the first `held` tokens of a draft have held. The one behind them was tried, too."""
         for depth in range(min(held + 1, len(draft.tokens))):
-            at = int(draft.scores[depth] < 1), _class_of(draft.matched + depth)
+            at = self._place(draft, depth)
             self._tried[at] = self._tried[at] * _KEPT + 1
             self._held[at] = self._held[at] * _KEPT + (depth < held)
             self._prior[at] *= _FADING
@@ -121,10 +146,17 @@ class Speculation:
         clock: returns seconds.
         """
         self.drafter, self.survival = drafter, survival or Survival()
+        self.model: ModelDrafting | None = None
+        """Drafts where look-up gives less, if there is a draft model."""
+        self._unasked, self._patience = 0, float(_PROBE_EVERY)
+        """Steps that might have had drafts of the model and had none, and how many of these there are before
+        it is asked again."""
         self._vocabulary, self._clock = vocabulary, clock
         self.counts = DraftCounts()
         self._seconds = Curve()
         """Of steps without any of a prompt, by their tokens."""
+        self._largest = 0
+        """Most tokens of one of these."""
         self._plain = 0
         """Steps that might have verified a draft, since the last that has."""
         self._wait = float(_PROBE_EVERY)
@@ -132,16 +164,52 @@ class Speculation:
         self._drafts: dict[int, Draft] = {}
         """Drafts of the step under way, by row."""
 
-    def choose(self, requests: Sequence[tuple[Request, int]], tokens: int, spare: int) -> list[Draft]:
-        """Return what a step verifies of each of these requests, none of it for most of them.
+    def propose(self, requests: Sequence[tuple[Request, int]], spare: int) -> list[Draft]:
+        """Return a draft of each of these requests, by look-up.
 
         requests: with the most tokens that each has place for.
+        spare: tokens that the step may have beside.
+        """
+        return [self._propose(request, min(most, MOST_DRAFTED, spare)) for request, most in requests]
+
+    def depths(self, found: Sequence[Draft], tokens: int, spare: int) -> list[int]:
+        """Return how many tokens the draft model is to draft for each request.
+
+        As many as give the most tokens a second, by what its steps and the target's took. None for requests
+        of whose drafts by look-up as much is expected.
+
+        tokens, spare: see `choose`.
+        """
+        if self.model is None or not found:
+            return [0] * len(found)
+        most = min(MOST_DRAFTED, spare // len(found))
+        chances, took = self.survival.of_model(most), self.model.seconds
+        rows, best, depth = len(found), _GAIN * len(found) / self._at(tokens), 0
+        gained = list(accumulate(chances, initial=0.0))
+        for deep in range(1, most + 1) if took else ():
+            rate = (rows + rows * gained[deep]) / (self._at(tokens + rows * deep) + deep * took)
+            if rate > best:
+                best, depth = rate, deep
+        if not took:
+            depth = min(_FIRST, most)
+        elif not depth:
+            self._unasked += 1
+            if self._unasked >= self._patience:
+                depth = min(_PROBED, most)
+                cost = self._ratio(tokens, rows * depth) + depth * took / self._at(tokens) - 1
+                self._patience = max(_PROBE_EVERY, _PROBE_EVERY * cost)
+        if depth:
+            self._unasked = 0
+        return [0 if sum(self.survival.of(draft)) >= gained[depth] else depth for draft in found]
+
+    def choose(self, found: Sequence[Draft], tokens: int, spare: int) -> list[Draft]:
+        """Return what a step verifies of the drafts of all requests, none of it for most of them.
+
         tokens: of the step without drafts.
         spare: tokens that it may have beside.
         """
-        found = [self._propose(request, min(most, MOST_DRAFTED, spare)) for request, most in requests]
         if not any(draft.tokens for draft in found):
-            return found
+            return list(found)
         survival = [self.survival.of(draft) for draft in found]
         counts = self._best(survival, tokens, spare)
         if not any(counts):
@@ -198,7 +266,11 @@ class Speculation:
         return counts
 
     def _at(self, tokens: int) -> float:
-        return self._seconds.at(tokens) if self._seconds else 1.0
+        """Return the seconds of a step of so many tokens. Twice as many as any step had take too long, so
+        that it is found out step by step how many do not pay."""
+        if not self._seconds:
+            return 1.0 if tokens <= 2 * _PROBED else inf
+        return self._seconds.at(tokens) if tokens <= 2 * max(self._largest, _PROBED) else inf
 
     def _ratio(self, tokens: int, more: int) -> float:
         return self._at(tokens + more) / max(self._at(tokens), 1e-9)
@@ -222,6 +294,7 @@ class Speculation:
         """Note how long a step took."""
         if seconds > 0 and not plan.chunks:
             self._seconds.add(plan.tokens, seconds)
+            self._largest = max(self._largest, plan.tokens)
 
 
 def _flaw(draft: Draft, most: int, vocabulary: int | None) -> str:

@@ -24,15 +24,19 @@ class Draft:
 
     scores: for each token, the share of the places that agree on it, of those that agree on all before it.
     matched: how many of the newest tokens occurred there, at most MOST_MATCHED.
+    by_model: whether a draft model drew them. Then all scores are 1, and nothing was matched.
     """
 
     tokens: tuple[int, ...] = ()
     scores: tuple[float, ...] = ()
     matched: int = 0
+    by_model: bool = False
 
     def first(self, count: int) -> "Draft":
         """Return its first `count` tokens as a draft."""
-        return Draft(self.tokens[:count], self.scores[:count], self.matched) if count else NO_DRAFT
+        if not count:
+            return NO_DRAFT
+        return Draft(self.tokens[:count], self.scores[:count], self.matched, self.by_model)
 
 
 NO_DRAFT = Draft()
