@@ -8,7 +8,7 @@ from halls import Hall, Worker
 from penstock.kv.ledger.keys import block_keys
 from penstock.sched.request import Request
 from penstock.sched.speculation import Speculation, SuffixDrafter
-from penstock.sched.suffix import Draft
+from penstock.sched.suffix import NO_DRAFT, Draft
 from penstock.step.plan import Outcome, Plan, RequestId, Result, Share, ShareKind
 from worlds import ALPHABET, END, chosen
 
@@ -34,6 +34,41 @@ class Bold(Speculation):
             counts.append(min(len(some), spare))
             spare -= counts[-1]
         return counts
+
+
+class ModelLiar:
+    """Drafts as a model does, as many tokens as it is asked for, of what a function proposes."""
+
+    def __init__(self, propose: Propose) -> None:
+        self._propose = propose
+        self.seconds = 0.01
+        self.drafted = 0
+
+    def propose(self, asked: Sequence[tuple[Request, Share, int]]) -> list[Draft]:
+        drafts = []
+        for request, share, count in asked:
+            kv = request.kv
+            assert not kv.long
+            assert share.start + 1 == len(request.tokens), "a draft begins behind the newest token"
+            assert len(kv.pages) * kv.pools.size >= len(request.tokens) + count, "a draft without a place"
+            assert kv.drafted < len(request.tokens), "what the model has is more than is known"
+            kv.drafted = len(request.tokens) + count - 1
+            tokens = [*self._propose(request, count).tokens, *[0] * count][:count]
+            drafts.append(Draft(tuple(tokens), (1.0,) * count, by_model=True))
+            self.drafted += count
+        return drafts
+
+
+class BoldModel(Bold):
+    """Lets the model draft for all, as many tokens as are drawn."""
+
+    def __init__(self, propose: Propose, seed: int) -> None:
+        super().__init__(Told(lambda request, most: NO_DRAFT))
+        self.model = self.liar = ModelLiar(propose)
+        self._chance = random.Random(seed)
+
+    def depths(self, found: Sequence[Draft], tokens: int, spare: int) -> list[int]:
+        return [min(self._chance.randint(0, 9), spare // len(found)) for _ in found]
 
 
 class Verifier(Worker):

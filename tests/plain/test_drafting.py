@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from halls import Hall
-from liars import Bold, DraftHall, Propose, Told, liar
+from liars import Bold, BoldModel, DraftHall, ModelLiar, Propose, Told, liar
 from penstock.kv.ledger.blocks import BlockLedger
 from penstock.sched.request import Request
 from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.scheduler import Scheduler
 from penstock.sched.speculation import Speculation, Survival
-from penstock.sched.suffix import MOST_MATCHED, Draft, TokenHistory, look_up
+from penstock.sched.suffix import MOST_MATCHED, NO_DRAFT, Draft, TokenHistory, look_up
 from penstock.step.plan import Plan, RequestId, Row, Share, ShareKind
 from penstock.step.request import FinishReason
 from worlds import ALPHABET, END, ROOT, sampling
@@ -307,14 +307,15 @@ def test_no_step_verifies_more_than_there_is_to_spare(spare: int) -> None:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def crowd(seed: int, *, bold: bool = True) -> DraftHall:
+def crowd(seed: int, *, bold: bool = True, model: bool = False) -> DraftHall:
     """A hall with little memory and much to do, which it has done, where everyone is lied to."""
     chance = random.Random(seed)
     size = chance.choice([1, 2, 4, 8])
     hall: DraftHall
-    drafter = Told(liar(seed, lambda: hall))
+    propose = liar(seed, lambda: hall)
+    chosen = BoldModel(propose, seed) if model else (Bold if bold else Speculation)(Told(propose))
     hall = DraftHall(
-        Bold(drafter) if bold else Speculation(drafter),
+        chosen,
         blocks=chance.randint(4, 24),
         host_blocks=(0, chance.randint(8, 20))[seed % 3 > 0],
         block_size=size,
@@ -364,6 +365,78 @@ def test_drafts_change_no_token_and_leave_nothing(seed: int) -> None:
     assert 50 < accepted < verified, "these drafts are too good or too bad to prove anything"
     assert preemptions > 3, "these halls are too large to prove anything"
     assert min(hits, demoted, stopped) > 3, "in these halls too little happens to prove anything"
+
+
+def test_a_draft_model_changes_no_token_and_leaves_nothing() -> None:
+    verified = accepted = drafted = preemptions = 0
+    for one in range(40, 52):
+        hall = crowd(one, model=True)
+        assert isinstance(hall.speculation, BoldModel)
+        verified += hall.verifier.verified
+        accepted += hall.verifier.accepted
+        drafted += hall.speculation.liar.drafted
+        preemptions += hall.scheduler.preemptions
+    assert drafted >= verified > 150
+    assert 50 < accepted < verified
+    assert preemptions > 3
+
+
+def model_of(seconds: float) -> Speculation:
+    """A speculation whose draft model takes so long for a token, and which looks nothing up."""
+    speculation = Speculation(Told(lambda request, most: NO_DRAFT))
+    speculation.model = ModelLiar(lambda request, most: NO_DRAFT)
+    speculation.model.seconds = seconds
+    return speculation
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("seconds", [0.001, 0.02, 0.2])
+@pytest.mark.parametrize("holds", [0.5, 0.9, 1.0])
+def test_a_draft_model_drafts_as_many_tokens_as_pay(rows: int, seconds: float, holds: float) -> None:
+    speculation = model_of(seconds)
+    for tokens in (rows, 2 * rows, 4 * rows, 8 * rows, 16 * rows, 33 * rows):
+        share = share_of(0, tokens - 1)
+        speculation.stepped(Plan((), (share,)), 0.1 + 0.002 * tokens)
+    chance = random.Random(1)
+    for _ in range(900):
+        draft = Draft((1,) * 20, (1.0,) * 20, by_model=True)
+        speculation.survival.learn(draft, next((at for at in range(20) if chance.random() > holds), 20))
+    chances = speculation.survival.of_model(20)
+    assert chances[0] == pytest.approx(holds, abs=0.06)
+
+    def rate(depth: int) -> float:
+        return rows * (1 + sum(chances[:depth])) / (speculation._at(rows * (1 + depth)) + depth * seconds)
+
+    spare = 20 * rows
+    (depth, *_) = depths = speculation.depths([NO_DRAFT] * rows, rows, spare)
+    best = max(range(21), key=rate)
+    assert depths == [depth] * rows
+    assert rate(depth) == rate(best) if rate(best) > 1.02 * rate(0) else depth == 0
+
+
+def test_a_draft_model_is_left_where_it_does_not_pay_and_asked_again_now_and_then() -> None:
+    speculation = model_of(0.05)
+    for tokens in (1, 2, 4, 8, 16):
+        speculation.stepped(Plan((), (share_of(0, tokens - 1),)), 0.1)
+    for _ in range(400):
+        speculation.survival.learn(Draft((1,) * 4, (1.0,) * 4, by_model=True), 0)
+    asked = [speculation.depths([NO_DRAFT], 1, 30)[0] for _ in range(1200)]
+    # Each takes 4 steps of the model, two of the target's: one in 128 may come.
+    assert set(asked) == {0, 4}
+    assert 7 <= asked.count(4) <= 10
+
+
+def test_what_is_looked_up_goes_before_a_draft_model_where_more_is_expected_of_it() -> None:
+    speculation = model_of(0.0001)
+    speculation.stepped(Plan((), (share_of(0, 0),)), 0.1)
+    long, short = Draft((1,) * 8, (1.0,) * 8, 32), Draft((1,), (0.2,), 1)
+    assert speculation.depths([long, short, NO_DRAFT], 3, 12)[0] == 0
+    assert min(speculation.depths([long, short, NO_DRAFT], 3, 12)[1:]) > 0
+
+
+def test_before_a_draft_model_was_measured_it_drafts_a_few_tokens() -> None:
+    assert model_of(0.0).depths([NO_DRAFT] * 2, 2, 30) == [4, 4]
+    assert model_of(0.0).depths([NO_DRAFT] * 2, 2, 3) == [1, 1]
 
 
 # -- beside others

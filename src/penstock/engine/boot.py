@@ -116,11 +116,12 @@ def boot(
             part, ranks, device = _team(team_config(config, *models), model, opened, context)
         plan, outline = part.plan, part.plan.outline
         scheduler = make_scheduler(plan, part.root, part.disk)
-        if draft is not None and scheduler.speculation is not None:
-            scheduler.speculation.model = ModelDrafter(ranks.begin, outline.limits.max_step_tokens)
         weights = "all" if plan.rest is Rest.ALL else "some"
         by = f"{config.tensor_parallel} x {device_name(device)}, {weights} weights there"
         threads = threads_for(config, outline, device, since=since, say=say)
+        if draft is not None and scheduler.speculation is not None:
+            most = outline.limits.max_step_tokens
+            scheduler.speculation.model = ModelDrafter(ranks, most, threads)
         note = carry_rates(scheduler.tiers.rates, part.store, by)
         engine = Engine(scheduler, ranks, note, threads, outline.lora)
         opened.pop_all()

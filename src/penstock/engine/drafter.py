@@ -7,26 +7,31 @@ Its KV is in the pages of the requests, under the same numbers, in a pool of its
 how far it has come. What it lacks, such as a prompt whose KV was found, it computes before its first draft.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from statistics import median
 from time import perf_counter
 
+from penstock.engine.ranks import Ranks, Threads
 from penstock.sched.request import Request
 from penstock.sched.suffix import Draft
 from penstock.step.plan import UNKNOWN, ModelRole, Plan, RequestId, Share, ShareKind, Step
 
-_NEW = 0.1
-"""Weight of a new measurement in a mean."""
+_LAST = 5
+"""Measurements of which the median is taken."""
 
 
 class ModelDrafter:
     """Carries out the steps of a draft model."""
 
-    def __init__(self, begin: Callable[[Plan], Step], most: int) -> None:
-        """begin: begins a step of any model. most: tokens of a step."""
-        self._begin, self._most = begin, most
+    def __init__(self, ranks: Ranks, most: int, threads: Threads | None = None) -> None:
+        """Draft by steps of the draft model of these ranks. most: tokens of a step. threads: of the CPU that
+        steps compute with."""
+        self._ranks, self._most, self._threads = ranks, most, threads
         self.seconds = 0.0
-        """Mean time of a step that drafts a token for each request; 0 before the first."""
+        """Time of a step that drafts a token for each request; 0 before one was measured."""
+        self._took = deque[float](maxlen=_LAST)
 
     def propose(self, asked: Sequence[tuple[Request, Share, int]]) -> list[Draft]:
         """Return a draft of so many tokens for each request.
@@ -35,7 +40,7 @@ class ModelDrafter:
         the draft.
         """
         known = list(self._known(asked))
-        plans = [*known, *self._further(asked)]
+        plans, computed = [*known, *self._further(asked)], sum([plan.tokens for plan in known])
         begin, drafts = perf_counter(), defaultdict[RequestId, list[int]](list)
         owner = {request.row: request.id for request, _, _ in asked}
         for plan, step in [(plan, self._begin(plan)) for plan in plans]:
@@ -43,12 +48,16 @@ class ModelDrafter:
                 drafts[owner[share.row]] += result.tokens
         for request, _, count in asked:
             request.kv.drafted = len(request.tokens) + count - 1
-        if len(known) == 1:  # Otherwise most of it was a prompt.
-            seconds = (perf_counter() - begin) / len(plans)
-            self.seconds += (seconds - self.seconds) * (_NEW if self.seconds else 1)
+        if computed <= 2 * sum([count for _, _, count in asked]):  # Otherwise most of it was a prompt.
+            self._took.append((perf_counter() - begin) / len(plans))
+            self.seconds = median(self._took)
         return [
             Draft(tuple(drafts[request.id]), (1.0,) * count, by_model=True) for request, _, count in asked
         ]
+
+    def _begin(self, plan: Plan) -> Step:
+        with nullcontext() if self._threads is None else self._threads.of(plan.tokens):
+            return self._ranks.begin(plan)
 
     def _known(self, asked: Sequence[tuple[Request, Share, int]]) -> Iterator[Plan]:
         """Yield the steps that compute what the draft model lacks of the requests' tokens."""
