@@ -142,7 +142,7 @@ def step(
         if draft.tokens:
             speculation.verifies(share, draft)
             count = held(share.row, draft)
-            speculation.learn(request, share, count + 1)
+            speculation.learn(request, share, count + 1, count + 1)
             yielded += count
     took = seconds(sum(len(share.tokens) for share in shares))
     speculation.stepped(Plan((), tuple(shares)), took)
@@ -559,6 +559,7 @@ def test_a_request_ends_where_it_ends_inside_a_draft(end: tuple[int, ...]) -> No
             steps += 1
         left = most - 1  # Behind the first token, each step verifies fifteen tokens and yields sixteen.
         assert steps == 1 + (-(-min(left, len(known.expected) - 1) // 16))
+        assert hall.speculation.counts.accepted < len(known.expected)
 
 
 def test_who_comes_later_decodes_in_the_same_steps() -> None:

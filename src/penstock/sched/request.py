@@ -1,5 +1,6 @@
 """Holds one request as the scheduler knows it: its tokens, its KV, and the transfers that it waits for."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -117,6 +118,16 @@ class Request:
     def goal(self) -> int:
         """Return how many positions it computes before it waits for a token, or for blocks under way."""
         return self.meets * self.kv.pools.size or len(self.tokens)
+
+    def kept(self, at: int, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens, the first at position `at`, are its own: up to its end."""
+        sampling, before = self.sampling, at - len(self.prompt)
+        ends = (
+            kept
+            for kept, token in enumerate(tokens, 1)
+            if token in sampling.end_tokens and before + kept >= sampling.min_tokens
+        )
+        return next(ends, len(tokens))
 
     def chunk(self, budget: int) -> int:
         """Return how many tokens it computes next if it has `budget`.

@@ -282,7 +282,8 @@ class Scheduler:
             if result.embedding and not result.wrong:
                 events.append(Event(request.id, embedding=result.embedding))
             if share.kind is verify and self.speculation is not None:
-                self.speculation.learn(request, share, len(result.tokens))
+                kept = request.kept(start + 1, result.tokens)
+                self.speculation.learn(request, share, len(result.tokens), kept)
             finish = self._append(request, start + 1 if share.kind is verify else stop, result, events)
             if share.kind is verify:
                 self._verified(request, share, result)

@@ -279,8 +279,9 @@ class Speculation:
         """Note that a step verifies a draft."""
         self._drafts[share.row] = draft
 
-    def learn(self, request: Request, share: Share, drawn: int) -> None:
-        """Note how many tokens the target drew for a share that verified a draft."""
+    def learn(self, request: Request, share: Share, drawn: int, kept: int) -> None:
+        """Note how many tokens the target drew for a share that verified a draft, and how many of these are
+        the request's, which may have ended within the draft."""
         draft = self._drafts.pop(share.row, None)
         if draft is None:
             return
@@ -288,7 +289,7 @@ class Speculation:
         self.survival.learn(draft, held)
         for counts in (self.counts, request.drafts):
             counts.drafts, counts.drafted = counts.drafts + 1, counts.drafted + len(draft.tokens)
-            counts.accepted += held
+            counts.accepted += min(held, kept)
 
     def stepped(self, plan: Plan, seconds: float) -> None:
         """Note how long a step took."""
