@@ -15,6 +15,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,10 @@ class Contained(Server):
     def first(self) -> psutil.Process:
         """The first process in the container, to which an engine sends its signal: the first below
         buildah's own."""
-        below = psutil.Process(self.process.pid).children(recursive=True)
-        return next(one for one in below if not one.cmdline()[0].startswith("buildah"))
+        return next(one for one in self.below() if not one.cmdline()[0].startswith("buildah"))
+
+    def below(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=LONG)
@@ -119,7 +122,7 @@ class Contained(Server):
 def container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
     name = f"localhost/penstock-test-{os.getpid()}"
     links = ("--build-arg", f"PIP_FIND_LINKS={LINKS}") if LINKS else ()
-    build = ("build", "--isolation", "chroot", "--format", "docker", "--file", str(DOCKERFILE))
+    build = ("build", "--force-rm", "--isolation", "chroot", "--format", "docker", "--file", str(DOCKERFILE))
     buildah(*build, "--build-arg", f"BASE={BASE}", *links, "--tag", name, str(ROOT), seconds=BUILD)
     models = tmp_path_factory.mktemp("models")
     models.chmod(0o755)
@@ -143,7 +146,13 @@ def server(container: Container, tmp_path_factory: pytest.TempPathFactory) -> It
     """As the Dockerfile's first lines say to start it, on the model that is shipped."""
     log = tmp_path_factory.mktemp("server") / "said.txt"
     with ending(Contained(log, container, "--api-keys", "/models/keys.txt", "/models/my-model")) as started:
-        yield started.wait()
+        below = started.wait().below()
+        try:
+            yield started
+        finally:
+            for one in below:  # An engine would end what the first process leaves behind.
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
 
 
 @pytest.mark.timeout(BUILD + 300)
