@@ -122,7 +122,7 @@ class Contained(Server):
 def container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
     name = f"localhost/penstock-test-{os.getpid()}"
     links = ("--build-arg", f"PIP_FIND_LINKS={LINKS}") if LINKS else ()
-    build = ("build", "--force-rm", "--isolation", "chroot", "--format", "docker", "--file", str(DOCKERFILE))
+    build = ("build", "--isolation", "chroot", "--format", "docker", "--file", str(DOCKERFILE))
     buildah(*build, "--build-arg", f"BASE={BASE}", *links, "--tag", name, str(ROOT), seconds=BUILD)
     models = tmp_path_factory.mktemp("models")
     models.chmod(0o755)
