@@ -5,6 +5,7 @@ import contextlib
 import os
 import runpy
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -90,10 +91,23 @@ class Sum:
         return Outcome((Result((int(self.total[0]),)), Result((int(self.total[1]),))), tuple(landed))
 
 
+class _Held:
+    """Lives as long as the fault that is raised where it is, as the group does: a follower that lets go of it
+    before it ends says one thing more."""
+
+    def __str__(self) -> str:
+        return "own"
+
+    def __del__(self) -> None:
+        if sys.stderr is not None:
+            print("freed too early", file=sys.stderr, flush=True)
+
+
 def befall(what: str) -> None:
     match what:
         case "raise":
-            raise ValueError("a fault of the test's own")
+            held = _Held()
+            raise ValueError(f"a fault of the test's {held}")
         case "refuse":
             raise ConfigError("a setting that does not suit; choose another")
         case "kill":

@@ -430,7 +430,7 @@ def test_commands_in_comments_and_on_the_page_name_flags_that_there_are() -> Non
         for command in some
         for flag in flags_of(command)
     }
-    foreign = {"--gpus", "--ulimit", "--stop-timeout", "--now", "--unit", "--output", "--help"}
+    foreign = {"--gpus", "--ulimit", "--stop-timeout", "--now", "--unit", "--output", "--help", "--build-arg"}
     foreign |= {"--yes", "--no-install-recommends"} | set(re.findall(r"--\w[\w-]*", told_to_docker()))
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) <= known | foreign
     assert {command.split()[1] for command in re.findall(r"^penstock [a-z]+", page, re.MULTILINE)} <= set(

@@ -61,6 +61,9 @@ def test_sources_are_in_the_grammar_of_the_oldest_python_that_is_named(builder: 
     """A newer Python, which somebody may develop with, would read more."""
     named = re.findall(r":: Python :: 3\.(\d+)$", "\n".join(builder.metadata.core.classifiers), re.MULTILINE)
     oldest = (3, min(map(int, named)))
+    newest = max(map(int, named))
+    assert f"Python 3.{oldest[1]} to 3.{newest}," in builder.metadata.core.readme
+    assert sorted(map(int, named)) == list(range(oldest[1], newest + 1))
     assert builder.metadata.core.requires_python == f">={oldest[0]}.{oldest[1]}"
     for path in SOURCES.rglob("*.py"):
         ast.parse(path.read_text(encoding="utf-8"), feature_version=oldest)

@@ -89,22 +89,29 @@ def follow(control: int) -> NoReturn:
     """
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)
-    code = 1
     try:
         line = socket.socket(fileno=control)
         start: Start = pickle.loads(_read(line, int.from_bytes(_read(line, 8), "little")))
         threading.Thread(target=_pulse, args=(line,), name="penstock pulse", daemon=True).start()
         start.target(_Follower(line, start), *start.args)
-        code = 0
+        _leave(0)
     except PenstockError as fault:
         print(f"{type(fault).__name__}: {fault}", file=sys.stderr)
+        _leave(1)
     except BaseException:
         traceback.print_exc()
+        _leave(1)
     finally:
-        with suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        os._exit(1)  # It could not be printed.
+
+
+def _leave(code: int) -> NoReturn:
+    """End while the fault is still held: with it goes its group, whose other ranks would then fail because of
+    that, and might be seen to end first."""
+    with suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _pulse(line: socket.socket) -> None:
