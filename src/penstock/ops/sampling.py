@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.ops.gumbel import gumbel, key_words
-from penstock.ops.kernels import triton_kernels
+from penstock.ops.kernels import native_kernels, triton_kernels
 from penstock.step.params import Sampling
 
 _COLDEST = 1e-30
@@ -107,7 +107,7 @@ def draw(logits: Tensor, asked: Tensor, tokens: Tensor) -> None:
     for some, sorts in ((asked[ordered], True), (asked[~ordered], False)):
         for first in range(0, len(some), _ROWS):
             part = some[first : first + _ROWS]
-            part = _draw_among_few(logits, part, tokens) if sorts else part
+            part = (_draw_among_few if sorts else _draw_among_all)(logits, part, tokens)
             if len(part):
                 rows = part[:, 0].long()
                 tokens[rows] = draw_reference(logits[rows], part, sorts=sorts)
@@ -119,12 +119,12 @@ def draw_reference(logits: Tensor, asked: Tensor, *, sorts: bool = True) -> Tens
     logits: float32 `[draws, vocab]`, a row for each draw.
     sorts: whether any row has top-k or top-p, and so needs an order.
     """
-    _, _, most, nucleus, least = (asked[:, column, None] for column in range(5))
+    most, nucleus = asked[:, 2, None], asked[:, 3, None]
     warm, below = _warm(logits, asked)
     noisy = below + gumbel(asked[:, 5:], logits.shape[1])
-    if sorts or (least > 0).any():
+    if sorts or (asked[:, 4] > 0).any():
         likelihood = below.exp()
-        left = likelihood >= least
+        left = likelihood >= _least(asked)
         if sorts:
             order = warm.sort(dim=-1, descending=True, stable=True).indices
             best = likelihood.gather(-1, order).double()
@@ -132,6 +132,26 @@ def draw_reference(logits: Tensor, asked: Tensor, *, sorts: bool = True) -> Tens
             left &= torch.zeros_like(left).scatter_(-1, order, best > 0)
         noisy.masked_fill_(~left, -torch.inf)
     return noisy.argmax(-1)  # The first, of equal ones.
+
+
+def _draw_among_all(logits: Tensor, asked: Tensor, tokens: Tensor) -> Tensor:
+    """Draw where no order is needed, by kernels for a CPU, with the tokens of `draw_reference`.
+
+    Returns the rows of `asked` for which there are no such kernels.
+    """
+    native = None if logits.is_cuda else native_kernels("gumbel")
+    if native is None or not native.suits():
+        return asked
+    bounded = asked[:, 4] > 0
+    if len(all_ := asked[~bounded]):
+        rows = all_[:, 0].long()
+        tokens[rows] = native.best(logits[rows], all_[:, 1], all_[:, 5:])
+    if len(some := asked[bounded]):
+        rows = some[:, 0].long()
+        _, below = _warm(logits[rows], some)
+        below.masked_fill_(below.exp() < _least(some), -torch.inf)
+        tokens[rows] = native.best(below, torch.ones(len(some)), some[:, 5:])
+    return asked[:0]
 
 
 def _draw_among_few(logits: Tensor, asked: Tensor, tokens: Tensor) -> Tensor:
@@ -147,13 +167,13 @@ def _draw_among_few(logits: Tensor, asked: Tensor, tokens: Tensor) -> Tensor:
     for count in _FEW:
         if count >= logits.shape[-1] or not len(asked):
             break
-        most, nucleus, least = (asked[:, column, None] for column in range(2, 5))
+        most, nucleus = asked[:, 2, None], asked[:, 3, None]
         order = ranked(warm, count)
         among = likelihood.gather(-1, order)
         best = among.double()
         enough = torch.where(most > 0, most <= count, best.cumsum(-1)[:, -1:] >= nucleus * everything)[:, 0]
         _truncate(best, most, nucleus, everything)
-        best.masked_fill_(among < least, 0)
+        best.masked_fill_(among < _least(asked), 0)
         noisy = below.gather(-1, order) + gumbel(asked[:, 5:], order)
         noisy.masked_fill_(best == 0, -torch.inf)
         found = order.masked_fill(noisy < noisy.amax(-1, keepdim=True), logits.shape[1]).amin(-1)
@@ -172,6 +192,13 @@ def _warm(logits: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
     warm = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) / asked[:, 1, None].float()
     top = warm.amax(-1, keepdim=True)
     return warm, torch.where(warm == top, 0.0, warm - top)
+
+
+def _least(asked: Tensor) -> Tensor:
+    """Return min-p: the first float32 numbers that are not below it, `[draws, 1]`."""
+    wish = asked[:, 4, None]
+    least = wish.float()
+    return torch.where(least < wish, least.nextafter(torch.full_like(least, torch.inf)), least)
 
 
 def _truncate(best: Tensor, most: Tensor, nucleus: Tensor, everything: Tensor) -> None:

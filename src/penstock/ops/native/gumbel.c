@@ -4,6 +4,8 @@
    Each number depends on its key, position and token alone. */
 
 #define NOISE_BLOCKS 64 /* Blocks of four tokens that are computed at a time. */
+#define NOISE_TOKENS (4 * NOISE_BLOCKS)
+#define MOST_NOISE 23.0f
 
 /* The words of blocks `first` and on: word i of block b at [i][b]. */
 INLINE void philox(const uint32_t key[4], const uint32_t first[NOISE_BLOCKS], uint32_t words[4][NOISE_BLOCKS])
@@ -51,10 +53,10 @@ void gumbel(uint32_t key_low, uint32_t key_high, uint32_t position_low, uint32_t
             const int64_t *tokens, int64_t count, float *out)
 {
     const uint32_t key[4] = {key_low, key_high, position_low, position_high};
-    int64_t each = tokens ? NOISE_BLOCKS : 4 * NOISE_BLOCKS;
+    int64_t each = tokens ? NOISE_BLOCKS : NOISE_TOKENS;
     for (int64_t at = 0; at < count; at += each) {
-        uint32_t blocks[NOISE_BLOCKS], words[4][NOISE_BLOCKS], chosen[4 * NOISE_BLOCKS];
-        float noise[4 * NOISE_BLOCKS];
+        uint32_t blocks[NOISE_BLOCKS], words[4][NOISE_BLOCKS], chosen[NOISE_TOKENS];
+        float noise[NOISE_TOKENS];
         int64_t here = count - at < each ? count - at : each;
         for (int b = 0; b < NOISE_BLOCKS; b++)
             blocks[b] = (uint32_t)(tokens ? (b < here ? tokens[at + b] / 4 : 0) : at / 4 + b);
@@ -70,4 +72,69 @@ void gumbel(uint32_t key_low, uint32_t key_high, uint32_t position_low, uint32_t
             noise[i] = noise_of(chosen[i]);
         memcpy(out + at, noise, (size_t)here * sizeof *out);
     }
+}
+
+/* A number as an integer in the same order; the two zeros are one. */
+INLINE int32_t order_of(float x)
+{
+    int32_t bits = (int32_t)bits_of(x + 0.0f);
+    return bits ^ (bits >> 31 & 0x7FFFFFFF);
+}
+
+/* NaN is an impossible token. */
+INLINE float logit_of(float x)
+{
+    uint32_t is_number = x == x ? 0xFFFFFFFFu : 0;
+    return of_bits((bits_of(x) & is_number) | (bits_of(-INFINITY) & ~is_number));
+}
+
+/* The token of logits [count] whose logit by the temperature is highest with its noise; the first, of equal ones.
+   Tokens so far below the best that no noise makes up for it get none. */
+int64_t gumbel_best(uint32_t key_low, uint32_t key_high, uint32_t position_low, uint32_t position_high,
+                    const float *logits, int64_t count, float heat)
+{
+    const uint32_t key[4] = {key_low, key_high, position_low, position_high};
+    int32_t highest = order_of(-INFINITY), best = INT32_MIN;
+    int64_t found = 0;
+    for (int64_t i = 0; i < count; i++) {
+        int32_t order = order_of(logit_of(logits[i]));
+        highest = order > highest ? order : highest;
+    }
+    float top = of_bits((uint32_t)(highest ^ (highest >> 31 & 0x7FFFFFFF))) / heat, lead = -INFINITY;
+    for (int64_t at = 0; at < count; at += NOISE_TOKENS) {
+        int64_t here = count - at < NOISE_TOKENS ? count - at : NOISE_TOKENS;
+        uint32_t blocks[NOISE_BLOCKS], words[4][NOISE_BLOCKS], chosen[NOISE_TOKENS];
+        float below[NOISE_TOKENS];
+        int32_t orders[NOISE_TOKENS], most = INT32_MIN;
+        for (int i = 0; i < NOISE_TOKENS; i++)
+            below[i] = i < here ? logits[at + i] : -INFINITY;
+        for (int i = 0; i < NOISE_TOKENS; i++) {
+            float warm = logit_of(below[i]) / heat, under = warm - top;
+            below[i] = of_bits(bits_of(under) & (warm == top ? 0 : 0xFFFFFFFFu)); /* Several may be infinite. */
+            int32_t order = order_of(below[i]);
+            most = order > most ? order : most;
+        }
+        if (of_bits((uint32_t)(most ^ (most >> 31 & 0x7FFFFFFF))) + MOST_NOISE < lead)
+            continue;
+        for (int b = 0; b < NOISE_BLOCKS; b++)
+            blocks[b] = (uint32_t)(at / 4 + b);
+        philox(key, blocks, words);
+        for (int b = 0; b < NOISE_BLOCKS; b++)
+            for (int i = 0; i < 4; i++)
+                chosen[4 * b + i] = words[i][b];
+        most = INT32_MIN;
+        for (int i = 0; i < NOISE_TOKENS; i++) {
+            orders[i] = order_of(below[i] + noise_of(chosen[i]));
+            most = orders[i] > most ? orders[i] : most;
+        }
+        if (most <= best)
+            continue;
+        for (int i = 0; i < here; i++)
+            if (orders[i] == most) {
+                best = most, found = at + i;
+                lead = below[i] + noise_of(chosen[i]);
+                break;
+            }
+    }
+    return found;
 }

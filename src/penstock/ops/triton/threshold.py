@@ -70,7 +70,8 @@ def draw_tokens(  # type: ignore[no-untyped-def]
         left = (bins >= first) & (bins < BINS) & (tl.exp(below) >= least)
         left = left & ((order > edge) | ((order == edge) & (few > 0) & (ids <= end)))
         below = tl.where(left, below, float("-inf"))
-        best = tl.maximum(best, race(ids, below, token_words(ids, key)))
+        if tl.max(below, 0) > float("-inf"):
+            best = tl.maximum(best, race(ids, below, token_words(ids, key)))
     tl.store(tokens + place, token_of(best, VOCAB))
 
 
