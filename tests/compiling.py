@@ -211,7 +211,8 @@ def hidden(rows: int) -> None:
 
 def draw() -> None:
     triton_sampling.draw(
-        empty(4, VOCAB, dtype=torch.float32), empty(4, DRAW_FIELDS, dtype=torch.float64),
+        empty(4, VOCAB, dtype=torch.float32),
+        empty(4, DRAW_FIELDS, dtype=torch.float64),
         empty(4, dtype=torch.int64),
     )
 

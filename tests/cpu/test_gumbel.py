@@ -99,7 +99,9 @@ def test_noise_of_kernels_has_the_same_bits() -> None:
     noise, others = torch.empty(len(KEYS), 256), torch.empty(len(KEYS), 256)
     found, picked = (torch.empty(len(KEYS), 256, dtype=torch.int64) for _ in range(2))
     asked = torch.cat([torch.zeros(len(KEYS), 5, dtype=torch.float64), KEYS], 1)
-    gumbel_kernel.noise[(2, len(KEYS))](asked, found, picked, noise, others, 256, SIZE=128)
+    gumbel_kernel.noise[(2, len(KEYS))](
+        asked, found, picked, noise, others, 256, SIZE=128, enable_fp_fusion=False
+    )
     assert torch.equal(found, words(KEYS, 256))
     assert torch.equal(picked, found)
     assert torch.equal(bits(noise), bits(gumbel(KEYS, 256)))
@@ -126,7 +128,9 @@ def test_noise_is_that_of_its_word() -> None:
 def test_numbers_of_neighbouring_tokens_positions_and_seeds_are_independent() -> None:
     """And each is as any other: a word's place in its range."""
     seeds, positions, tokens = 12, 40, 512
-    keys = torch.tensor([[*key_words(seed), position] for seed in range(seeds) for position in range(positions)])
+    keys = torch.tensor(
+        [[*key_words(seed), position] for seed in range(seeds) for position in range(positions)]
+    )
     places = (words(keys, tokens).double() + 0.5).view(seeds, positions, tokens) / HIGH
     counts = torch.histc(places, bins=64, min=0, max=1)
     assert chi_square(counts, torch.full((64,), places.numel() / 64)) < 1
@@ -230,9 +234,18 @@ def test_equal_sums_take_the_lower_token(monkeypatch: pytest.MonkeyPatch) -> Non
     settings = [replace(sampling(1), temperature=0.5, top_k=top_k) for top_k in (0, 30)]
     logits = torch.zeros(2, 400)
     logits[:, [70, 300, 20]] = 9.0
-    asked, tokens = torch.from_numpy(pack_sampling([0, 1], settings, [4, 4])), torch.zeros(2, dtype=torch.int64)
+    asked, tokens = (
+        torch.from_numpy(pack_sampling([0, 1], settings, [4, 4])),
+        torch.zeros(2, dtype=torch.int64),
+    )
     with plain_torch(), monkeypatch.context() as patched:
-        patched.setattr(sampling_ops, "gumbel", lambda keys, ids: torch.zeros(2, 400)[: len(keys), : ids if isinstance(ids, int) else ids.shape[1]])
+        patched.setattr(
+            sampling_ops,
+            "gumbel",
+            lambda keys, ids: torch.zeros(2, 400)[
+                : len(keys), : ids if isinstance(ids, int) else ids.shape[1]
+            ],
+        )
         draw(logits, asked, tokens)
         assert tokens.tolist() == draw_reference(logits, asked).tolist() == [20, 20]
     logits[:, [70, 300, 20]] = math.inf

@@ -10,8 +10,7 @@ four words.
 
 A word k stands for the noise -log(-log((2**32 - k - 0.5) / 2**32)), between -3.1 and 22.9. A low word is a
 high noise, and has all digits of float32. Logarithms are made of additions and products alone, each rounded,
-since devices have other bits in their own: within 5e-7. A noise of 22.9 is that of 2**-33, so of tokens that
-are less likely one with another is as often drawn as it should be.
+since devices have other bits in their own: noise is within 2e-6.
 """
 
 from hashlib import blake2b

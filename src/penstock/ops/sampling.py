@@ -143,9 +143,9 @@ def _draw_among_all(logits: Tensor, asked: Tensor, tokens: Tensor) -> Tensor:
     if native is None or not native.suits():
         return asked
     bounded = asked[:, 4] > 0
-    if len(all_ := asked[~bounded]):
-        rows = all_[:, 0].long()
-        tokens[rows] = native.best(logits[rows], all_[:, 1], all_[:, 5:])
+    if len(free := asked[~bounded]):
+        rows = free[:, 0].long()
+        tokens[rows] = native.best(logits[rows], free[:, 1], free[:, 5:])
     if len(some := asked[bounded]):
         rows = some[:, 0].long()
         _, below = _warm(logits[rows], some)

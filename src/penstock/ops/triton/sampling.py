@@ -9,12 +9,12 @@ lists the tokens in the threshold's bin, which are few. Among these the threshol
 those that it leaves race with the best.
 
 Why this is exact. Noise and sums with it have the same bits everywhere, so a race may be run in any parts.
-Likelihoods are integers, 2**42 for the likeliest token, and so are their sums. None is
-rounded, and two sums of the same tokens are equal wherever they were made. A likelihood below one counts as
-impossible: a whole vocabulary of such tokens is 1e-7 of the likeliest one, as little as a float32 exponential
-may be wrong; and with the highest noise it loses to the likeliest one with the lowest. Bounds and bins only say where to look. A bin holds an interval of logits, and its tokens are
-compared logit by logit. If they are more than the list can hold (thousands within a hundredth of a nat, or
-equal), the whole row is gone through instead.
+Likelihoods are integers, 2**42 for the likeliest token, and so are their sums. None is rounded, and two sums
+of the same tokens are equal wherever they were made. A likelihood below one counts as impossible: a whole
+vocabulary of such tokens is 1e-7 of the likeliest one, as little as a float32 exponential may be wrong; and
+with the highest noise it loses to the likeliest one with the lowest. Bounds and bins only say where to look.
+A bin holds an interval of logits, and its tokens are compared logit by logit. If they are more than the list
+can hold (thousands within a hundredth of a nat, or equal), the whole row is gone through instead.
 
 Why this is deterministic. Integers may be added in any order, and the greatest of them may be looked for in
 any; the order of the list does not matter. A row's result depends on its own logits and settings alone.
@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.sampling import DRAW_FIELDS
 from penstock.ops.triton.bins import (
     ALL,
     BEST,
@@ -59,7 +60,6 @@ from penstock.ops.triton.bins import (
     read_wish,
     tally_of,
 )
-from penstock.ops.sampling import DRAW_FIELDS
 from penstock.ops.triton.gumbel import LARGEST, race, read_key, run_words
 from penstock.ops.triton.threshold import draw_tokens
 

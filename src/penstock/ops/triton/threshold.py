@@ -117,7 +117,7 @@ def _count_ties(  # type: ignore[no-untyped-def]
     """Count each chunk's tokens at the threshold."""
     _, _, _, _, _, count, VOCAB = of
     for at in range(0, tl.where(count > LISTED, VOCAB, count), PART):
-        ids, warm, order, bins = _unsure(of, at, BINS, LISTED, PART)
+        ids, _warm, order, bins = _unsure(of, at, BINS, LISTED, PART)
         tie = (bins >= first) & (bins < BINS) & (order == edge)
         tl.atomic_add(ties + ids // CHUNK, 1, mask=tie, sem="relaxed", scope="gpu")
 
