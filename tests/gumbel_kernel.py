@@ -6,7 +6,7 @@ import triton.language as tl
 from penstock.ops.triton.gumbel import noise_of, read_key, run_words, token_words
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def noise(asked, found, picked, made, others, VOCAB, SIZE: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
     """Grid [VOCAB / SIZE, draws]: words and noise of runs of tokens, and of the same as any tokens."""
     first, draw = tl.program_id(0) * SIZE, tl.program_id(1)

@@ -59,7 +59,7 @@ def test_the_hash_has_its_published_answers(counter: list[int], key: list[int], 
     assert " ".join(f"{one:08x}" for one in philox(counter, key)) == expected
     for made in (torch.tensor, np.array):
         a, b, c, d = (made([one]) for one in counter)
-        found = gumbel_ops._rounds((a, b, c, d), *(made([one]) for one in key))
+        found = gumbel_ops._rounds((a, b, c, d), *(made([one]) for one in key))  # type: ignore[type-var]
         assert " ".join(f"{int(one[0]):08x}" for one in found) == expected
 
 
@@ -151,7 +151,7 @@ def chi_square(counts: Tensor, expected: Tensor) -> float:
     return (float(((counts - expected) ** 2 / expected).sum()) - freedom) / (5 * math.sqrt(2 * freedom))
 
 
-LAWS = {
+LAWS: dict[str, dict[str, float]] = {
     "all": {},
     "hot": {"temperature": 3.0},
     "peaked": {"temperature": 0.15},

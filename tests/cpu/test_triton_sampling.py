@@ -27,7 +27,7 @@ from penstock.ops.triton import sampling as triton_sampling
 from penstock.ops.triton import threshold
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _no_words(first, key, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """As if all tokens had the same."""
     return tl.zeros([SIZE], tl.uint32) + 7
