@@ -215,14 +215,16 @@ def test_tokens_of_a_large_vocabulary_are_drawn_as_often_as_they_are_likely() ->
         assert chi_square(counts.double(), expected) < 1
 
 
-def test_a_token_of_a_probability_of_one_in_a_thousand_million_can_be_drawn() -> None:
-    """Where its word is the least there is: then its noise is 22.9."""
-    position, token = 6427080, 10
+@pytest.mark.parametrize(("position", "token"), [(6427080, 10), (9851281, 311)])
+def test_a_token_of_a_probability_of_one_in_a_thousand_million_can_be_drawn(
+    position: int, token: int
+) -> None:
+    """Where its word is the least there is: then its noise is 22.9. Also behind tokens that are likelier."""
     asked = torch.from_numpy(pack_sampling([0], [replace(sampling(11), temperature=1.0)], [position]))
     assert int(words(asked[:, 5:].long(), token + 1)[0, -1]) == 0
-    logits = torch.zeros(1, 40)
-    for nats, wins in ((20.7, True), (24.0, False)):
-        logits[0, token] = math.log(40) - nats
+    logits = torch.zeros(1, 400)
+    for nats, wins in ((20.7, True), (26.0, False)):
+        logits[0, token] = math.log(400) - nats
         drawn = torch.zeros(1, dtype=torch.int64)
         draw(logits, asked, drawn)
         assert (int(drawn) == token) == wins
