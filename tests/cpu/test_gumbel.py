@@ -223,8 +223,9 @@ def test_a_token_of_a_probability_of_one_in_a_thousand_million_can_be_drawn(
     asked = torch.from_numpy(pack_sampling([0], [replace(sampling(11), temperature=1.0)], [position]))
     assert int(words(asked[:, 5:].long(), token + 1)[0, -1]) == 0
     logits = torch.zeros(1, 400)
+    logits[:, 256:] = -torch.inf
     for nats, wins in ((20.7, True), (26.0, False)):
-        logits[0, token] = math.log(400) - nats
+        logits[0, token] = math.log(256) - nats
         drawn = torch.zeros(1, dtype=torch.int64)
         draw(logits, asked, drawn)
         assert (int(drawn) == token) == wins
