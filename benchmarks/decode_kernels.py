@@ -32,7 +32,7 @@ from penstock.ops.attention.inputs import LayerAttention, Rows
 from penstock.ops.kernels import pdl_launches
 from penstock.ops.norm import add_rms_norm as add_rms_norm_plainly
 from penstock.ops.project import HeadNorms, project_reference
-from penstock.ops.sampling import draw_reference
+from penstock.ops.sampling import DRAW_FIELDS, draw_reference
 from penstock.ops.triton.attention import paged_decode, write_kv
 from penstock.ops.triton.linear import one_row
 from penstock.ops.triton.pointwise import project, rms_norm, rope_, silu_mul
@@ -289,17 +289,17 @@ class Bench:
             torch.randn(batch, vocab, generator=self.generator, device=self.device) * 3
             for _ in range(self.sets(moved))
         ]
-        numbers = torch.rand(batch, generator=self.generator, device=self.device, dtype=torch.float64)
+        keys = torch.randint(2**32, (batch, 3), generator=self.generator, device=self.device)
         for name, top_k, top_p in (("all", 0, 1.0), ("top-p", 0, 0.95), ("top-k, top-p", 20, 0.95)):
-            asked = torch.zeros(batch, 6, dtype=torch.float64, device=self.device)
+            asked = torch.zeros(batch, DRAW_FIELDS, dtype=torch.float64, device=self.device)
             asked[:, 0] = torch.arange(batch)
-            asked[:, 1], asked[:, 2], asked[:, 3], asked[:, 5] = 0.7, top_k, top_p, numbers
+            asked[:, 1], asked[:, 2], asked[:, 3], asked[:, 5:] = 0.7, top_k, top_p, keys
             tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
             draw(buffers[0], asked, tokens)
             others = sum(
                 int(a) != int(b) for a, b in zip(tokens, draw_reference(buffers[0], asked), strict=True)
             )
-            worst = 0.0 if others <= 1 else 1.0  # One may be next to the number that decides.
+            worst = 0.0 if others <= 1 else 1.0  # One may be at the threshold of top-p.
             sorts = top_k > 0 or top_p < 1
             calls = [lambda x=x, a=asked, t=tokens: draw(x, a, t) for x in buffers]
             yield Work(f"draw, {name}", "kernel", moved, calls, worst)

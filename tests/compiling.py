@@ -31,6 +31,7 @@ from penstock.ops.handover import Handover, HandoverBox, StepRows
 from penstock.ops.kernels import pdl_launches
 from penstock.ops.matrix import Matrix
 from penstock.ops.row_classes import CLASSES
+from penstock.ops.sampling import DRAW_FIELDS
 from penstock.ops.slots import COPIERS, Places, SlotArrays
 from penstock.ops.triton import attention as triton_attention
 from penstock.ops.triton import blocks as triton_blocks
@@ -210,7 +211,9 @@ def hidden(rows: int) -> None:
 
 def draw() -> None:
     triton_sampling.draw(
-        empty(4, VOCAB, dtype=torch.float32), empty(4, 6, dtype=torch.float64), empty(4, dtype=torch.int64)
+        empty(4, VOCAB, dtype=torch.float32),
+        empty(4, DRAW_FIELDS, dtype=torch.float64),
+        empty(4, dtype=torch.int64),
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from penstock.ops import sampling as sampling_ops
+from penstock.ops.gumbel import key_words
 from penstock.ops.sampling import draw, draw_reference
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row, Share, TokenLogprob
@@ -114,10 +115,13 @@ def test_draws_among_the_likeliest_are_those_among_all(
     logits[3::7, ::3] = -torch.inf
     logits[4::50, 7] = torch.inf
     logits[5::60] = torch.nan
-    numbers = torch.rand(len(logits), generator=generator).tolist()
+    positions = torch.randint(2**40, (len(logits),), generator=generator).tolist()
     settings = ((0.3, 1.0, 4.0), (0, 0, 1, 2, 7, 30, 64, 500), (1.0, 0.1, 0.9, 0.9999), (0.0, 0.0, 0.02, 0.2))
     chance = random.Random(3)
-    rows = [(at, *map(chance.choice, settings), number) for at, number in enumerate(numbers)]
+    rows = [
+        (at, *map(chance.choice, settings), *key_words(at % 3), position)
+        for at, position in enumerate(positions)
+    ]
     asked = torch.tensor(rows, dtype=torch.float64)
     expected = draw_reference(logits, asked)
     tokens = torch.full((len(logits),), -1)
@@ -134,7 +138,7 @@ def test_a_vocabulary_is_only_sorted_where_its_likeliest_tokens_do_not_do(
 ) -> None:
     sharp, flat = torch.arange(20_000.0).flip(0), torch.zeros(20_000)
     wishes = torch.tensor(
-        [[0, 1.0, 0, 0.95, 0, 0.5], [1, 1.0, 0, 0.95, 0, 0.5], [1, 1.0, 50, 0.95, 0, 0.5]],
+        [[0, 1.0, 0, 0.95, 0, 5, 6, 7], [1, 1.0, 0, 0.95, 0, 5, 6, 7], [1, 1.0, 50, 0.95, 0, 5, 6, 7]],
         dtype=torch.float64,
     )
     sorted_rows: list[list[float]] = []

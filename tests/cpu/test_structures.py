@@ -740,7 +740,9 @@ def test_draws_where_nearly_nothing_is_possible() -> None:
     logits = torch.full((3, 150), -torch.inf)
     logits[0, 140], logits[1, 3], logits[2, [7, 100]] = -1e4, 0.0, torch.tensor([2.0, 2.0])
     for top_k, top_p, min_p in ((0, 0.3, 0.0), (40, 0.9, 0.1)):
-        wishes = torch.tensor([[row, 0.7, top_k, top_p, min_p, 0.9] for row in range(3)], dtype=torch.float64)
+        wishes = torch.tensor(
+            [[row, 0.7, top_k, top_p, min_p, 5, 6, 1] for row in range(3)], dtype=torch.float64
+        )
         drawn = torch.zeros(3, dtype=torch.int64)
         triton_sampling.draw(logits, wishes, drawn)
         assert (

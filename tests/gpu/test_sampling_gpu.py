@@ -7,6 +7,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import gumbel_kernel
+from penstock.ops.gumbel import gumbel, words
 from penstock.ops.sampling import draw, draw_reference, pack_sampling
 from penstock.ops.triton.sampling import draw as draw_kernel
 from penstock.step.params import Sampling
@@ -37,18 +39,46 @@ def sampling(
 
 
 def possible(logits: Tensor, asked: Tensor) -> list[set[int]]:
-    """What the reference draws for each number and nucleus, or ones as good as equal to them."""
+    """What the reference draws for each nucleus, or ones as good as equal to it.
+
+    Noise and sums with it have the same bits in both."""
     found: list[set[int]] = [set() for _ in asked]
     for nucleus in (-NEAR, 0.0, NEAR):
-        for number in (-NEAR, 0.0, NEAR):
-            near = asked.clone()
-            near[:, 3] += nucleus * (near[:, 3] < 1)
-            near[:, 5] = (near[:, 5] + number).clamp(0, 1 - 2.0**-52)
-            for tokens, token in zip(
-                found, draw_reference(logits[asked[:, 0].long()], near).tolist(), strict=True
-            ):
-                tokens.add(token)
+        near = asked.clone()
+        near[:, 3] += nucleus * (near[:, 3] < 1)
+        for tokens, token in zip(
+            found, draw_reference(logits[asked[:, 0].long()], near).tolist(), strict=True
+        ):
+            tokens.add(token)
     return found
+
+
+@pytest.mark.parametrize("vocab", [1000, 151936])
+def test_noise_has_the_bits_of_the_cpu(vocab: int) -> None:
+    """As kernels make it, and plain torch there: so a row without thresholds is drawn alike everywhere."""
+    seeds, positions = (0, -5, 2**127), (1, 2**32 + 1, 2**50)
+    settings = [sampling(0.8, seed=seed) for seed in seeds]
+    keys = torch.from_numpy(pack_sampling(range(3), settings, positions))
+    noise = gumbel(keys[:, 5:], vocab)
+    assert torch.equal(gumbel(keys[:, 5:].to(DEVICE), vocab).cpu(), noise)
+    size = 256
+    made, others = (torch.empty(3, 1024, device=DEVICE) for _ in range(2))
+    found, picked = (torch.empty(3, 1024, dtype=torch.int64, device=DEVICE) for _ in range(2))
+    gumbel_kernel.noise[(1024 // size, 3)](
+        keys.to(DEVICE), found, picked, made, others, 1024, SIZE=size, enable_fp_fusion=False
+    )
+    assert torch.equal(found.cpu(), words(keys[:, 5:].long(), 1024))
+    assert torch.equal(picked, found)
+    first = gumbel(keys[:, 5:], 1024).view(torch.int32)
+    assert torch.equal(made.cpu().view(torch.int32), first)
+    assert torch.equal(others.cpu().view(torch.int32), first)
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab)) * 4
+    on_host, there = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    for step in range(50):
+        keys[:, -1] += 1 + step
+        draw(logits, keys, on_host)
+        draw_kernel(logits.to(DEVICE), keys.to(DEVICE), there)
+        assert torch.equal(there.cpu(), on_host)
 
 
 @pytest.mark.parametrize("rounded", [False, True])

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from penstock.ops.native import attention, blocks, dense, experts, few_bits, layers, pointwise
+from penstock.ops.native import attention, blocks, dense, experts, few_bits, gumbel, layers, pointwise
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -44,6 +44,7 @@ _NATIVE = {
     "attention": attention,
     "layers": layers,
     "experts": experts,
+    "gumbel": gumbel,
 }
 
 

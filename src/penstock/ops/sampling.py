@@ -1,20 +1,20 @@
 """Samples tokens from logits: penalties, truncation and the draw. Every row of a batch has its own settings.
 
-No row's result depends on another row. The draw inverts the cumulative distribution, in the order of the
-vocabulary, at a random number. The request's seed and the token's position alone decide that number, so a
-seed means the same draws whatever else is in the batch.
+No row's result depends on another row. Of the tokens that are left, the one is drawn whose logit, divided by
+the temperature, is highest with Gumbel noise added (see `gumbel`). The request's seed, the token's position
+and the token alone decide the noise, so a seed means the same draws whatever else is in the batch.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.ops.kernels import triton_kernels
+from penstock.ops.gumbel import gumbel, key_words
+from penstock.ops.kernels import native_kernels, triton_kernels
 from penstock.step.params import Sampling
 
 _COLDEST = 1e-30
@@ -29,17 +29,14 @@ _ROWS = 16
 Sorted, with order and sums in float64, they take ten times their logits.
 """
 
+DRAW_FIELDS = 8
+"""Numbers that describe a draw, as `pack_sampling` returns them."""
+
 _FEW = (256, 4096)
 """Numbers of likeliest tokens that are tried before a whole vocabulary is sorted.
 
 Sorting 150,000 tokens takes 13 ms.
 """
-
-
-def uniform(seed: int, position: int) -> float:
-    """Return a number in [0, 1), the same for the same seed and position in every process."""
-    digest = blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 12) * 2.0**-52
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,27 +74,28 @@ def is_greedy(sampling: Sampling) -> bool:
 def pack_sampling(
     rows: Sequence[int], settings: Sequence[Sampling], positions: Sequence[int]
 ) -> NDArray[np.float64]:
-    """Pack the settings of the draws of some rows of logits: float64 `[rows, 6]`.
+    """Pack the settings of the draws of some rows of logits: float64 `[rows, 8]`.
 
-    The columns are row, temperature, top-k, top-p, min-p, and the random number.
+    The columns are row, temperature, top-k, top-p, min-p, the two words of the seed's key, and the position
+    of the token that is drawn. All whole numbers are exact.
     """
     of = zip(rows, settings, positions, strict=True)
     table = [
-        (row, one.temperature, one.top_k, one.top_p, one.min_p, uniform(one.seed, position))
+        (row, one.temperature, one.top_k, one.top_p, one.min_p, *key_words(one.seed), position)
         for row, one, position in of
     ]
-    return np.array(table, dtype=np.float64).reshape(-1, 6)
+    return np.array(table, dtype=np.float64).reshape(-1, DRAW_FIELDS)
 
 
 def draw(logits: Tensor, asked: Tensor, tokens: Tensor) -> None:
     """Draw a token for each row of `asked`, as `pack_sampling` returns it.
 
     Temperature is applied first, then top-k, then top-p to what top-k leaves, then min-p, as in Hugging Face
-    transformers. Of equally likely tokens the lower id comes first. NaN logits are impossible tokens. With
-    kernels the host waits for nothing.
+    transformers. Of equally likely tokens the lower id comes first, and of equal sums with noise too. NaN
+    logits are impossible tokens. With kernels the host waits for nothing.
 
     logits: float32 `[rows, vocab]`.
-    asked: float64 `[draws, 6]`.
+    asked: float64 `[draws, 8]`.
     tokens: int64 `[rows]`, of which the named rows are written.
     """
     if logits.is_cuda and (kernels := triton_kernels("sampling")):
@@ -109,7 +107,7 @@ def draw(logits: Tensor, asked: Tensor, tokens: Tensor) -> None:
     for some, sorts in ((asked[ordered], True), (asked[~ordered], False)):
         for first in range(0, len(some), _ROWS):
             part = some[first : first + _ROWS]
-            part = _draw_among_few(logits, part, tokens) if sorts else part
+            part = (_draw_among_few if sorts else _draw_among_all)(logits, part, tokens)
             if len(part):
                 rows = part[:, 0].long()
                 tokens[rows] = draw_reference(logits[rows], part, sorts=sorts)
@@ -121,53 +119,86 @@ def draw_reference(logits: Tensor, asked: Tensor, *, sorts: bool = True) -> Tens
     logits: float32 `[draws, vocab]`, a row for each draw.
     sorts: whether any row has top-k or top-p, and so needs an order.
     """
-    _, most, nucleus, least, number = (asked[:, column, None] for column in range(1, 6))
-    warm, likelihood = _likelihoods(logits, asked)
-    kept = likelihood.double()
-    if sorts:
-        order = warm.sort(dim=-1, descending=True, stable=True).indices
-        best = likelihood.gather(-1, order).double()
-        _truncate(best, most, nucleus, kept.cumsum(-1)[:, -1:])
-        kept = torch.zeros_like(best).scatter_(-1, order, best)
-    kept.masked_fill_(likelihood < least, 0)
-    return _drawn(kept, number)
+    most, nucleus = asked[:, 2, None], asked[:, 3, None]
+    warm, below = _warm(logits, asked)
+    noisy = below + gumbel(asked[:, 5:], logits.shape[1])
+    if sorts or (asked[:, 4] > 0).any():
+        likelihood = below.exp()
+        left = likelihood >= _least(asked)
+        if sorts:
+            order = warm.sort(dim=-1, descending=True, stable=True).indices
+            best = likelihood.gather(-1, order).double()
+            _truncate(best, most, nucleus, likelihood.double().cumsum(-1)[:, -1:])
+            left &= torch.zeros_like(left).scatter_(-1, order, best > 0)
+        noisy.masked_fill_(~left, -torch.inf)
+    return noisy.argmax(-1)  # The first, of equal ones.
+
+
+def _draw_among_all(logits: Tensor, asked: Tensor, tokens: Tensor) -> Tensor:
+    """Draw where no order is needed, by kernels for a CPU, with the tokens of `draw_reference`.
+
+    Returns the rows of `asked` for which there are no such kernels.
+    """
+    native = None if logits.is_cuda else native_kernels("gumbel")
+    if native is None or not native.suits():
+        return asked
+    bounded = asked[:, 4] > 0
+    if len(free := asked[~bounded]):
+        rows = free[:, 0].long()
+        tokens[rows] = native.best(logits[rows], free[:, 1], free[:, 5:])
+    if len(some := asked[bounded]):
+        rows = some[:, 0].long()
+        _, below = _warm(logits[rows], some)
+        below.masked_fill_(below.exp() < _least(some), -torch.inf)
+        tokens[rows] = native.best(below, torch.ones(len(some)), some[:, 5:])
+    return asked[:0]
 
 
 def _draw_among_few(logits: Tensor, asked: Tensor, tokens: Tensor) -> Tensor:
     """Draw among each row's likeliest tokens, where these are enough, with the bits of `draw_reference`.
 
-    Returns the rows of `asked` for which they are not enough. Sums are over the same numbers in the same
-    order, with fewer zeros.
+    Returns the rows of `asked` for which they are not enough.
     """
-    warm, likelihood = _likelihoods(logits[asked[:, 0].long()], asked)
+    warm, below = _warm(logits[asked[:, 0].long()], asked)
+    likelihood = below.exp()
     everything = (
         likelihood.double().cumsum(-1)[:, -1:] if (asked[:, 2] == 0).any() else torch.ones_like(asked[:, :1])
     )
     for count in _FEW:
         if count >= logits.shape[-1] or not len(asked):
             break
-        most, nucleus, least, number = (asked[:, column, None] for column in range(2, 6))
+        most, nucleus = asked[:, 2, None], asked[:, 3, None]
         order = ranked(warm, count)
         among = likelihood.gather(-1, order)
         best = among.double()
         enough = torch.where(most > 0, most <= count, best.cumsum(-1)[:, -1:] >= nucleus * everything)[:, 0]
         _truncate(best, most, nucleus, everything)
-        best.masked_fill_(among < least, 0)
-        order, places = order.sort(dim=-1)
-        found = order.gather(-1, _drawn(best.gather(-1, places), number)[:, None])[:, 0]
+        best.masked_fill_(among < _least(asked), 0)
+        noisy = below.gather(-1, order) + gumbel(asked[:, 5:], order)
+        noisy.masked_fill_(best == 0, -torch.inf)
+        found = order.masked_fill(noisy < noisy.amax(-1, keepdim=True), logits.shape[1]).amin(-1)
         tokens[asked[enough, 0].long()] = found[enough]
-        warm, likelihood, everything, asked = (x[~enough] for x in (warm, likelihood, everything, asked))
+        warm, below, likelihood, everything, asked = (
+            x[~enough] for x in (warm, below, likelihood, everything, asked)
+        )
     return asked
 
 
-def _likelihoods(logits: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits divided by each row's temperature, and likelihoods relative to the likeliest token.
+def _warm(logits: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits divided by each row's temperature, and how far they are from the likeliest token's.
 
-    The likeliest may be infinite. Both are float32 `[draws, vocab]`.
+    The likeliest may be infinite, and several may be. Both are float32 `[draws, vocab]`.
     """
     warm = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) / asked[:, 1, None].float()
     top = warm.amax(-1, keepdim=True)
-    return warm, torch.where(warm == top, 1.0, (warm - top).exp())
+    return warm, torch.where(warm == top, 0.0, warm - top)
+
+
+def _least(asked: Tensor) -> Tensor:
+    """Return min-p: the first float32 numbers that are not below it, `[draws, 1]`."""
+    wish = asked[:, 4, None]
+    least = wish.float()
+    return torch.where(least < wish, least.nextafter(torch.full_like(least, torch.inf)), least)
 
 
 def _truncate(best: Tensor, most: Tensor, nucleus: Tensor, everything: Tensor) -> None:
@@ -181,15 +212,6 @@ def _truncate(best: Tensor, most: Tensor, nucleus: Tensor, everything: Tensor) -
     best.masked_fill_(
         (sums - best >= nucleus * torch.where(most > 0, sums[:, -1:], everything)) & (nucleus < 1), 0
     )
-
-
-def _drawn(kept: Tensor, number: Tensor) -> Tensor:
-    """Return the index at which each row's random number falls; likelihoods are in vocabulary order."""
-    sums = kept.cumsum(-1)
-    places = torch.searchsorted(sums, number * sums[:, -1:], right=True)
-    # Rounding may put the number beyond the last token that is possible.
-    last = sums.shape[-1] - 1 - (kept.flip(-1) > 0).int().argmax(-1)
-    return torch.minimum(places[:, 0], last)
 
 
 def ranked(scores: Tensor, count: int) -> Tensor:

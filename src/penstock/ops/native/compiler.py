@@ -36,6 +36,7 @@ SOURCES = tuple(
         "blocks.c",
         "dense.c",
         "few_bits.c",
+        "gumbel.c",
     )
 )
 """The source, and what it includes."""

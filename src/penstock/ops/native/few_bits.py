@@ -86,6 +86,12 @@ class FewBitsLibrary:
         self.dense_row = library.dense_row
         self.dense_row.argtypes = [pointer, number, number, number, pointer, pointer, whole, pointer]
         self.dense_row.restype = None
+        self.gumbel = library.gumbel
+        self.gumbel.argtypes = [*[ctypes.c_uint32] * 4, pointer, number, pointer]
+        self.gumbel.restype = None
+        self.gumbel_best = library.gumbel_best
+        self.gumbel_best.argtypes = [*[ctypes.c_uint32] * 4, pointer, number, real]
+        self.gumbel_best.restype = number
         self.attend_rows = library.attend_rows
         self.attend_rows.argtypes, self.attend_rows.restype = [pointer, whole, pointer], None
         self.pool_open, self.pool_close = library.pool_open, library.pool_close

@@ -10,6 +10,7 @@
    This is the file that is compiled; see compiler.py. */
 
 #include "experts.c"
+#include "gumbel.c"
 
 #include <time.h>
 

@@ -15,13 +15,13 @@ NONE = tl.constexpr(-(1 << 31))
 
 # A row's tally has, in this order: the integers of its likeliest token and of the bound, and the sum of all
 # likelihoods; the bin that top-k ends in, the tokens in the bins above it, and their likelihood; the first
-# and last bin that top-p may end in, and the likelihood above them; the listed tokens, and the programs that
-# have ended each look. Behind these are each chunk's likelihood, each chunk's tokens at the threshold, each
-# bin's likelihood and each bin's tokens.
+# and last bin that top-p may end in, and the likelihood above them; the listed tokens; the best of the race
+# as yet; and the programs that have ended each look. Behind these are each chunk's tokens at the threshold,
+# each bin's likelihood and each bin's tokens.
 PEAK, BOUND, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 CUT, CUT_COUNT, CUT_MASS = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 FIRST, LAST, FIRST_MASS = tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
-COUNT, ENDED, SUMS = tl.constexpr(9), tl.constexpr(10), tl.constexpr(13)
+COUNT, BEST, ENDED, TIES = tl.constexpr(9), tl.constexpr(10), tl.constexpr(11), tl.constexpr(13)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -44,7 +44,7 @@ def read_least(asked, draw, FIELDS: tl.constexpr):  # type: ignore[no-untyped-de
 @triton.jit  # type: ignore[untyped-decorator]
 def tally_of(tally, draw, chunks, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return where a draw's tally begins."""
-    return tally + draw.to(tl.int64) * (SUMS + 2 * chunks + 2 * BINS)
+    return tally + draw.to(tl.int64) * (TIES + chunks + 2 * BINS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -92,10 +92,15 @@ def number_of(order):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def mass_of(warm, peak, least):  # type: ignore[no-untyped-def]
-    """Return likelihoods in units; 0 where they are below `least`."""
-    likelihood = tl.where(warm == peak, 1.0, tl.exp(warm - peak))  # The likeliest may be infinite.
-    return tl.where(likelihood >= least, likelihood * UNITS, 0.0).to(tl.int64)
+def below_of(warm, peak):  # type: ignore[no-untyped-def]
+    """Return how far logits are from the likeliest token's, which may be infinite: 0 or less."""
+    return tl.where(warm == peak, 0.0, warm - peak)
+
+
+@triton.jit
+def mass_of(warm, peak):  # type: ignore[no-untyped-def]
+    """Return likelihoods in units."""
+    return (tl.exp(below_of(warm, peak)) * UNITS).to(tl.int64)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

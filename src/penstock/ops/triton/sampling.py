@@ -3,20 +3,21 @@
 Top-k and top-p leave the tokens above a threshold, and of those at it the first few. The first look finds the
 likeliest token and, from a few notes of every chunk, a bound below which the threshold cannot be. The second,
 which only rows with a threshold need, counts the tokens from the bound on and adds up their likelihood, by
-their distance below the likeliest, in a thousand bins. So the bin of the threshold is known. The third adds
-up, for each chunk, the likelihood of the tokens in the bins above, and lists the tokens in that bin, which
-are few. Among these the threshold itself is searched for. Then it is known in which chunk the random number
-falls, and that chunk alone is gone through, in the order of the vocabulary.
+their distance below the likeliest, in a thousand bins. So the bin of the threshold is known. In the third,
+tokens in the bins above race: the one whose logit with noise added is highest is the best. The third also
+lists the tokens in the threshold's bin, which are few. Among these the threshold itself is searched for, and
+those that it leaves race with the best.
 
-Why this is exact. Likelihoods are integers, 2**42 for the likeliest token, and so are their sums. None is
-rounded, and two sums of the same tokens are equal wherever they were made. A likelihood below one counts as
-impossible: a whole vocabulary of such tokens is 1e-7 of the likeliest one, as little as a float32 exponential
-may be wrong. Bounds and bins only say where to look. A bin holds an interval of logits, and its tokens are
-compared logit by logit. If they are more than the list can hold (thousands within a hundredth of a nat, or
-equal), the whole row is gone through instead.
+Why this is exact. Noise and sums with it have the same bits everywhere, so a race may be run in any parts.
+Likelihoods are integers, 2**42 for the likeliest token, and so are their sums. None is rounded, and two sums
+of the same tokens are equal wherever they were made. A likelihood below one counts as impossible: a whole
+vocabulary of such tokens is 1e-7 of the likeliest one, as little as a float32 exponential may be wrong; and
+with the highest noise it loses to the likeliest one with the lowest. Bounds and bins only say where to look.
+A bin holds an interval of logits, and its tokens are compared logit by logit. If they are more than the list
+can hold (thousands within a hundredth of a nat, or equal), the whole row is gone through instead.
 
-Why this is deterministic. Integers may be added in any order, and the order of the list does not matter. A
-row's result depends on its own logits and settings alone.
+Why this is deterministic. Integers may be added in any order, and the greatest of them may be looked for in
+any; the order of the list does not matter. A row's result depends on its own logits and settings alone.
 
 Why this is safe. Each program counts itself in after a barrier behind all its writes, by an atomic addition
 that releases and acquires. The one that finds the others of its row counted sees what they wrote, and goes on
@@ -28,8 +29,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.sampling import DRAW_FIELDS
 from penstock.ops.triton.bins import (
     ALL,
+    BEST,
     BOUND,
     COUNT,
     CUT,
@@ -41,7 +44,8 @@ from penstock.ops.triton.bins import (
     LAST,
     PEAK,
     REACH,
-    SUMS,
+    TIES,
+    below_of,
     bin_of,
     goal_of,
     is_last,
@@ -56,6 +60,7 @@ from penstock.ops.triton.bins import (
     read_wish,
     tally_of,
 )
+from penstock.ops.triton.gumbel import LARGEST, race, read_key, run_words
 from penstock.ops.triton.threshold import draw_tokens
 
 _CHUNK = 4096
@@ -67,16 +72,9 @@ _LISTED = 4096
 """Tokens of a row that may be listed."""
 _PART = 1024
 """Tokens of a list that are looked at at a time."""
-_REGISTERS = 64
-"""Most registers of a thread in the second and third look: four programs fit a multiprocessor, without
-spilling."""
-_FIELDS = 6
-"""Numbers that describe a draw: row, temperature, top-k, top-p, min-p and the random number."""
-_LARGEST = 1 << 20
-"""Largest vocabulary.
-
-With that many tokens as likely as the likeliest, their sum is still an int64 number.
-"""
+_REGISTERS = 64, 80
+"""Most registers of a thread in the second look and the third: four and three programs fit a multiprocessor,
+without spilling."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -178,7 +176,7 @@ def _bins(  # type: ignore[no-untyped-def]
     place, heat, most, nucleus = read_wish(asked, draw, VOCAB, FIELDS)
     if (most > 0) | (nucleus < 1):
         known, own = tally_of(tally, draw, chunks, BINS), notes_of(notes, draw, chunks, CHUNK // GROUP)
-        masses = known + SUMS + 2 * chunks
+        masses = known + TIES + chunks
         counts = masses + BINS
         peak, bound = number_of(tl.load(known + PEAK)), tl.load(known + BOUND).to(tl.int32)
         # Top-p alone goes by the likelihood of all tokens.
@@ -188,7 +186,7 @@ def _bins(  # type: ignore[no-untyped-def]
             if most > 0:
                 tl.atomic_add(counts + bins, 1, mask=bins < BINS, sem="relaxed", scope="gpu")
             if nucleus < 1:
-                mass = mass_of(warm, peak, 0.0)
+                mass = mass_of(warm, peak)
                 tl.atomic_add(masses + bins, mass, mask=bins < BINS, sem="relaxed", scope="gpu")
                 if most == 0:
                     tl.atomic_add(known + ALL, tl.sum(mass, 0), sem="relaxed", scope="gpu")
@@ -231,7 +229,7 @@ def _choose(known, masses, counts, most, nucleus, BINS: tl.constexpr):  # type: 
 
 
 @triton.jit(do_not_specialize=["s_logits"])  # type: ignore[untyped-decorator]  # as in the second
-def _sums(  # type: ignore[no-untyped-def]
+def _race(  # type: ignore[no-untyped-def]
     logits,
     asked,
     tally,
@@ -245,7 +243,7 @@ def _sums(  # type: ignore[no-untyped-def]
     LISTED: tl.constexpr,
     FIELDS: tl.constexpr,
 ) -> None:
-    """Run the third look: add up what is above the bin of the threshold, and list its tokens.
+    """Run the third look: race what is above the bin of the threshold, and list its tokens.
 
     Grid [chunks, draws].
     """
@@ -258,7 +256,6 @@ def _sums(  # type: ignore[no-untyped-def]
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         warm = load_warm(logits + place * s_logits, heat, ids, VOCAB)
         bins = bin_of(warm, order_of(warm), peak, bound, BINS)
-        tl.store(known + SUMS + chunk, tl.sum(tl.where(bins < first, mass_of(warm, peak, least), 0), 0))
         unsure = ((((bins >= first) & (bins <= last)) | (bins == cut)) & (bins < BINS)).to(tl.int32)
         here = tl.sum(unsure, 0)
         if here > 0:
@@ -268,6 +265,11 @@ def _sums(  # type: ignore[no-untyped-def]
                 - 1
             )
             tl.store(listed + draw * LISTED + at, ids, mask=(unsure > 0) & (at < LISTED))
+        below = below_of(warm, peak)
+        below = tl.where((bins < first) & (tl.exp(below) >= least), below, float("-inf"))
+        if tl.max(below, 0) > float("-inf"):
+            best = race(ids, below, run_words(chunk * CHUNK, read_key(asked, draw, FIELDS), CHUNK))
+            tl.atomic_max(known + BEST, best, sem="relaxed", scope="gpu")
 
 
 def draw(logits: Tensor, asked: Tensor, tokens: Tensor) -> None:
@@ -277,9 +279,9 @@ def draw(logits: Tensor, asked: Tensor, tokens: Tensor) -> None:
     """
     assert logits.dtype == torch.float32, logits.dtype
     assert logits.stride(1) == 1, logits.stride()
-    assert logits.shape[1] <= _LARGEST, logits.shape
+    assert logits.shape[1] <= LARGEST.value, logits.shape
     assert asked.dtype == torch.float64, asked.dtype
-    assert asked.shape[1] == _FIELDS, asked.shape
+    assert asked.shape[1] == DRAW_FIELDS, asked.shape
     assert asked.is_contiguous()
     assert tokens.dtype == torch.int64, tokens.dtype
     assert tokens.shape == logits.shape[:1], (tokens.shape, logits.shape)
@@ -289,16 +291,19 @@ def draw(logits: Tensor, asked: Tensor, tokens: Tensor) -> None:
         return
     chunk = min(_CHUNK, max(2 * _GROUP, triton.next_power_of_2(vocab)))
     chunks = triton.cdiv(vocab, chunk)
-    tally = torch.zeros(draws, SUMS.value + 2 * chunks + 2 * _BINS, dtype=torch.int64, device=device)
+    tally = torch.zeros(draws, TIES.value + chunks + 2 * _BINS, dtype=torch.int64, device=device)
     notes = torch.empty(draws, chunks * (3 + chunk // _GROUP), dtype=torch.float32, device=device)
     listed = torch.empty(draws, _LISTED, dtype=torch.int32, device=device)
-    sizes = {"CHUNK": chunk, "BINS": _BINS, "FIELDS": _FIELDS, "num_warps": 8 if chunk > 1024 else 4}
+    sizes = {
+        "CHUNK": chunk, "BINS": _BINS, "FIELDS": DRAW_FIELDS, "num_warps": 8 if chunk > 1024 else 4,
+        "enable_fp_fusion": False,
+    }  # fmt: skip
     padded, stride = triton.next_power_of_2(chunks), logits.stride(0)
     _peaks[(chunks, draws)](logits, asked, tally, notes, stride, vocab, CHUNKS=padded, GROUP=_GROUP, **sizes)
     _bins[(chunks, draws)](
-        logits, asked, tally, notes, stride, vocab, GROUP=_GROUP, maxnreg=_REGISTERS, **sizes
+        logits, asked, tally, notes, stride, vocab, GROUP=_GROUP, maxnreg=_REGISTERS[0], **sizes
     )
-    _sums[(chunks, draws)](
+    _race[(chunks, draws)](
         logits,
         asked,
         tally,
@@ -308,7 +313,7 @@ def draw(logits: Tensor, asked: Tensor, tokens: Tensor) -> None:
         vocab,
         GROUP=_GROUP,
         LISTED=_LISTED,
-        maxnreg=_REGISTERS,
+        maxnreg=_REGISTERS[1],
         **sizes,
     )
     draw_tokens[(draws,)](

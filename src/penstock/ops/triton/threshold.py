@@ -1,4 +1,4 @@
-"""Ends a draw: finds the exact threshold among the listed tokens, and the token at the random number.
+"""Ends a draw: finds the exact threshold among the listed tokens, and races those that it leaves.
 
 `sampling` describes the whole algorithm.
 """
@@ -8,12 +8,14 @@ import triton.language as tl
 
 from penstock.ops.triton.bins import (
     ALL,
+    BEST,
     COUNT,
     CUT_COUNT,
     CUT_MASS,
     FIRST_MASS,
     NONE,
-    SUMS,
+    TIES,
+    below_of,
     bin_of,
     goal_of,
     load_warm,
@@ -25,6 +27,7 @@ from penstock.ops.triton.bins import (
     read_wish,
     tally_of,
 )
+from penstock.ops.triton.gumbel import race, read_key, token_of, token_words
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -53,13 +56,23 @@ def draw_tokens(  # type: ignore[no-untyped-def]
         listed + draw * LISTED,
         tl.load(known + COUNT).to(tl.int32),
     )
-    least, number = read_least(asked, draw, FIELDS), tl.load(asked + draw * FIELDS + 5)
     of = (row, heat, peak, bound, listed, count, VOCAB)
     edge, few = _edge(of, known, most, nucleus, cut, first, last, BINS, LISTED, PART)
-    _add(of, known + SUMS, chunks, least, first, edge, few, CHUNK, BINS, LISTED, PART)
-    tl.debug_barrier()  # all threads' additions before they are read
-    token = _token(of, known + SUMS, chunks, least, number, edge, few, CHUNK, CHUNKS)
-    tl.store(tokens + place, token.to(tl.int64))
+    end = VOCAB
+    if few > 0:
+        _count_ties(of, known + TIES, first, edge, CHUNK, BINS, LISTED, PART)
+        tl.debug_barrier()  # all threads' additions before they are read
+        end = _last_tie(of, known + TIES, chunks, edge, few, CHUNK, CHUNKS)
+    key, least, best = read_key(asked, draw, FIELDS), read_least(asked, draw, FIELDS), tl.load(known + BEST)
+    for at in range(0, tl.where(count > LISTED, VOCAB, count), PART):
+        ids, warm, order, bins = _unsure(of, at, BINS, LISTED, PART)
+        below = below_of(warm, peak)
+        left = (bins >= first) & (bins < BINS) & (tl.exp(below) >= least)
+        left = left & ((order > edge) | ((order == edge) & (few > 0) & (ids <= end)))
+        below = tl.where(left, below, float("-inf"))
+        if tl.max(below, 0) > float("-inf"):
+            best = tl.maximum(best, race(ids, below, token_words(ids, key)))
+    tl.store(tokens + place, token_of(best, VOCAB))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -77,13 +90,13 @@ def _edge(  # type: ignore[no-untyped-def]
         wanted = most - tl.load(known + CUT_COUNT)
         low, beyond, mass, with_low, one = _threshold(of, cut, cut, edge, wanted, none, BINS, LISTED, PART)
         edge, few = tl.where(one, low - 1, low), tl.where(one, 0, wanted - beyond)
-        left += tl.where(one, with_low, mass + few * mass_of(number_of(edge), peak, 0.0))
+        left += tl.where(one, with_low, mass + few * mass_of(number_of(edge), peak))
     if nucleus < 1:
         left = tl.where(most > 0, left, tl.load(known + ALL))
         goal = goal_of(nucleus, left) - tl.load(known + FIRST_MASS)
         below = tl.where(few > 0, edge - 1, edge)
         low, beyond, mass, with_low, one = _threshold(of, first, last, below, none, goal, BINS, LISTED, PART)
-        each = tl.maximum(mass_of(number_of(low), peak, 0.0), 1)
+        each = tl.maximum(mass_of(number_of(low), peak), 1)
         some = (goal - mass + each - 1) // each
         some = tl.where((low == edge) & (few > 0), tl.minimum(some, few), some)
         edge, few = tl.where(one, low - 1, low), tl.where(one, 0, some)
@@ -91,55 +104,35 @@ def _edge(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add(  # type: ignore[no-untyped-def]
+def _count_ties(  # type: ignore[no-untyped-def]
     of,
-    sums,
-    chunks,
-    least,
+    ties,
     first,
     edge,
-    few,
     CHUNK: tl.constexpr,
     BINS: tl.constexpr,
     LISTED: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Add the unsure tokens beyond the threshold to their chunks' likelihoods, and count those at it."""
-    _, _, peak, _, _, count, VOCAB = of
+    """Count each chunk's tokens at the threshold."""
+    _, _, _, _, _, count, VOCAB = of
     for at in range(0, tl.where(count > LISTED, VOCAB, count), PART):
-        ids, warm, order, bins = _unsure(of, at, BINS, LISTED, PART)
-        unsure, to = (bins >= first) & (bins < BINS), sums + ids // CHUNK
-        tl.atomic_add(
-            to, mass_of(warm, peak, least), mask=unsure & (order > edge), sem="relaxed", scope="gpu"
-        )
-        tl.atomic_add(to + chunks, 1, mask=unsure & (order == edge) & (few > 0), sem="relaxed", scope="gpu")
+        ids, _warm, order, bins = _unsure(of, at, BINS, LISTED, PART)
+        tie = (bins >= first) & (bins < BINS) & (order == edge)
+        tl.atomic_add(ties + ids // CHUNK, 1, mask=tie, sem="relaxed", scope="gpu")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _token(of, sums, chunks, least, number, edge, few, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the token at which the random number falls, among those that are left."""
-    row, heat, peak, _, _, _, VOCAB = of
+def _last_tie(of, ties, chunks, edge, few, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the last of the first `few` tokens at the threshold, in the order of the vocabulary."""
+    row, heat, _, _, _, _, VOCAB = of
     each = tl.arange(0, CHUNKS)
-    masses = tl.load(sums + each, mask=each < chunks, other=0, cache_modifier=".cg")
-    ties = tl.load(sums + chunks + each, mask=each < chunks, other=0, cache_modifier=".cg")
-    masses += tl.minimum(tl.maximum(few - tl.cumsum(ties, 0) + ties, 0), ties) * mass_of(
-        number_of(edge), peak, least
-    )
-    total = tl.sum(masses, 0)
-    goal = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
-    chunk = tl.minimum(tl.sum((tl.cumsum(masses, 0) <= goal).to(tl.int32), 0), chunks - 1)
-    goal -= tl.sum(tl.where(each < chunk, masses, 0), 0)
-    few -= tl.sum(tl.where(each < chunk, ties, 0), 0)
-
+    count = tl.load(ties + each, mask=each < chunks, other=0, cache_modifier=".cg")
+    chunk = tl.minimum(tl.sum((tl.cumsum(count, 0) < few).to(tl.int32), 0), chunks - 1)
+    few -= tl.sum(tl.where(each < chunk, count, 0), 0)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    warm = load_warm(row, heat, ids, VOCAB)
-    order = order_of(warm)
-    left = order > edge
-    if few > 0:
-        tie = order == edge
-        left = left | (tie & (tl.cumsum(tie.to(tl.int32), 0) <= few))
-    passed = tl.cumsum(tl.where(left, mass_of(warm, peak, least), 0), 0)
-    return tl.minimum(tl.min(tl.where(passed > goal, ids, VOCAB), 0), VOCAB - 1)
+    tie = order_of(load_warm(row, heat, ids, VOCAB)) == edge
+    return tl.max(tl.where(tie & (tl.cumsum(tie.to(tl.int32), 0) <= few), ids, 0), 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -165,7 +158,7 @@ def _concerned(of, first, last, below, at, BINS: tl.constexpr, LISTED: tl.conste
     """
     _, warm, order, bins = _unsure(of, at, BINS, LISTED, PART)
     inside = (bins >= first) & (bins <= last) & (bins < BINS) & (order > below)
-    return tl.where(inside, order, NONE), tl.where(inside, mass_of(warm, of[2], 0.0), 0)
+    return tl.where(inside, order, NONE), tl.where(inside, mass_of(warm, of[2]), 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
