@@ -13,6 +13,7 @@ from pairs import near
 from penstock import LLM, Completion, SamplingParams, Structure
 from penstock.base.errors import ConfigError
 from penstock.sched.speculation import Speculation
+from penstock.sched.suffix import Draft
 from penstock.worker.runner import Runner
 from toys import hybrid_checkpoint, hybrid_known
 
@@ -57,10 +58,14 @@ def always(drafter: Adversary | None) -> Iterator[None]:
             spare -= counts[-1]
         return counts
 
+    def depths(self: Speculation, found: Sequence[Draft], tokens: int, spare: int) -> list[int]:
+        return [min(5, spare // len(found)) if self.model else 0] * len(found)
+
     make = Speculation.__init__
     with (
         patch.object(Speculation, "__init__", lambda self, own: make(self, drafter or own)),
         patch.object(Speculation, "_best", best),
+        patch.object(Speculation, "depths", depths),
     ):
         yield
 
@@ -172,7 +177,11 @@ def test_a_model_with_state_takes_no_drafts(tmp_path: Path) -> None:
             LLM(path, device="cpu", speculate="suffix")
 
 
-@pytest.mark.parametrize("more", [{}, {"tensor_parallel": 2}, {"kv_blocks": 24, "max_sequences": 6}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"tensor_parallel": 2, "max_step_tokens": 16}, {"kv_blocks": 24, "max_sequences": 6}],
+    ids=["alone", "two ranks", "preempted"],
+)
 def test_a_draft_model_changes_no_token(more: dict[str, object]) -> None:
     """One that is nearly the model itself draws nearly as the model does, also at temperature 1."""
     asked = wanted()

@@ -439,6 +439,16 @@ def test_before_a_draft_model_was_measured_it_drafts_a_few_tokens() -> None:
     assert model_of(0.0).depths([NO_DRAFT] * 2, 2, 3) == [1, 1]
 
 
+def test_a_draft_model_computes_while_nothing_of_the_target_is_under_way() -> None:
+    """Steps end in the order in which they begin, and those of the model end before a plan is made."""
+    chunk = Share(Row(0), 0, (1, 2), 0, (), False, 9, ShareKind.CHUNK)
+    for speculation, waits in ((model_of(0.1), True), (Speculation(Told(fails)), False)):
+        hall = DraftHall(speculation, blocks=20, host_blocks=0)
+        assert hall.scheduler._drafting is not None
+        assert hall.scheduler._drafting.waits([Plan((), (chunk,))]) is waits
+        assert not hall.scheduler._drafting.waits([])
+
+
 # -- beside others
 # ------------------------------------------------------------------------------------------------------------
 
