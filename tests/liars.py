@@ -41,7 +41,7 @@ class ModelLiar:
 
     def __init__(self, propose: Propose) -> None:
         self._propose = propose
-        self.seconds = 0.01
+        self.seconds, self.spent = 0.01, 0.04
         self.drafted = 0
 
     def propose(self, asked: Sequence[tuple[Request, Share, int]]) -> list[Draft]:

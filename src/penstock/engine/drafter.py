@@ -31,6 +31,8 @@ class ModelDrafter:
         self._ranks, self._most, self._threads = ranks, most, threads
         self.seconds = 0.0
         """Time of a step that drafts a token for each request; 0 before one was measured."""
+        self.spent = 0.0
+        """Seconds of the last drafts, with what the model had to compute before."""
         self._took = deque[float](maxlen=_LAST)
 
     def propose(self, asked: Sequence[tuple[Request, Share, int]]) -> list[Draft]:
@@ -48,8 +50,9 @@ class ModelDrafter:
                 drafts[owner[share.row]] += result.tokens
         for request, _, count in asked:
             request.kv.drafted = len(request.tokens) + count - 1
+        self.spent = perf_counter() - begin
         if computed <= 2 * sum([count for _, _, count in asked]):  # Otherwise most of it was a prompt.
-            self._took.append((perf_counter() - begin) / len(plans))
+            self._took.append(self.spent / len(plans))
             self.seconds = median(self._took)
         return [
             Draft(tuple(drafts[request.id]), (1.0,) * count, by_model=True) for request, _, count in asked

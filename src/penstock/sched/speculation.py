@@ -39,7 +39,7 @@ _PROBE_EVERY = 64
 _KEPT = 0.9965
 """Weight of what was seen of earlier drafts after one more: it halves with 200 of them."""
 _PRIOR = 4.0
-"""Weight of the prior belief that a match of n tokens holds with probability n / (n + 1), at first."""
+"""Weight of the prior belief that a match of n tokens holds with probability n / (n + 4), at first."""
 _MODEL_HOLDS = 0.8
 """The same of a token of a draft model."""
 _FIRST = 4
@@ -63,10 +63,12 @@ class Drafter(Protocol):
 class ModelDrafting(Protocol):
     """Makes drafts by steps of a draft model, for all requests of a plan at once.
 
-    seconds: mean time of a step that draws a token for each of them; 0 before the first.
+    seconds: time of a step that draws a token for each of them; 0 before one was measured.
+    spent: seconds of the last drafts, with what the model had to compute before.
     """
 
     seconds: float
+    spent: float
 
     def propose(self, asked: Sequence[tuple[Request, Share, int]]) -> list[Draft]:
         """Return a draft of so many tokens for each request, whose share of one token is in the plan."""
@@ -107,7 +109,7 @@ class Survival:
 
     def _at(self, draft: Draft, depth: int) -> float:
         at, score, matched = self._place(draft, depth), draft.scores[depth], draft.matched + depth
-        prior = _MODEL_HOLDS if draft.by_model else score * matched / (matched + 1)
+        prior = _MODEL_HOLDS if draft.by_model else score * matched / (matched + 4)
         weight = self._prior[at]
         return float((self._held[at] + weight * prior) / (self._tried[at] + weight))
 
@@ -193,11 +195,11 @@ class Speculation:
         if not took:
             depth = min(_FIRST, most)
         elif not depth:
+            cost = self._ratio(tokens, rows * min(_PROBED, most)) - 1 + self.model.spent / self._at(tokens)
+            self._patience = max(_PROBE_EVERY, _PROBE_EVERY * cost)
             self._unasked += 1
             if self._unasked >= self._patience:
                 depth = min(_PROBED, most)
-                cost = self._ratio(tokens, rows * depth) + depth * took / self._at(tokens) - 1
-                self._patience = max(_PROBE_EVERY, _PROBE_EVERY * cost)
         if depth:
             self._unasked = 0
         return [0 if sum(self.survival.of(draft)) >= gained[depth] else depth for draft in found]
