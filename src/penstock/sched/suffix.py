@@ -25,18 +25,20 @@ class Draft:
     scores: for each token, the share of the places that agree on it, of those that agree on all before it.
     matched: how many of the newest tokens occurred there, at most MOST_MATCHED.
     by_model: whether a draft model drew them. Then all scores are 1, and nothing was matched.
+    tried: how many of them are thought to pay, where more are verified to see whether they hold; else 0.
     """
 
     tokens: tuple[int, ...] = ()
     scores: tuple[float, ...] = ()
     matched: int = 0
     by_model: bool = False
+    tried: int = 0
 
     def first(self, count: int) -> "Draft":
         """Return its first `count` tokens as a draft."""
         if not count:
             return NO_DRAFT
-        return Draft(self.tokens[:count], self.scores[:count], self.matched, self.by_model)
+        return Draft(self.tokens[:count], self.scores[:count], self.matched, self.by_model, self.tried)
 
 
 NO_DRAFT = Draft()

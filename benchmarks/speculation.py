@@ -1,0 +1,193 @@
+"""Measure speculative decoding where a given number of tokens holds of every draft, beside plain decoding.
+
+    PYTHONPATH=src python3 benchmarks/speculation.py --shape 8B --device-memory 6GiB --out speculation.json
+    PYTHONPATH=src python3 benchmarks/speculation.py --drafts suffix --prompt "Say it twice: ..."
+
+Weights of a shape are random, so nothing can be said of how often drafts hold. So first the tokens are
+decoded without drafts. Then a drafter that knows them proposes as many as are to hold, and wrong ones behind
+them, and the engine verifies what pays by its own measurements. Every token is compared. In half precision
+rounding may turn one; then that output goes another way, its drafts fail, and the share of it is reported.
+
+`--drafts suffix`, or a draft model, measures the drafter itself instead, with what really holds.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from recording import Recording
+
+from penstock.api.opening import boot_model, open_weights
+from penstock.api.text.tokenizer import Tokenizer
+from penstock.arch.formats.recipe import config_in
+from penstock.base.config import SHIPPED_MODEL, Config
+from penstock.bench.shapes import SHAPES
+from penstock.bench.speed.measure import check_sound, sampling
+from penstock.engine.boot import Booted, boot
+from penstock.hub.models import locate
+from penstock.sched.request import Request
+from penstock.sched.suffix import Draft
+from penstock.step.plan import RequestId
+from penstock.weights.checkpoint.shape import Shape
+
+WARM = 4
+"""Passes behind the first token that are not timed."""
+
+
+class Oracle:
+    """Drafts tokens of which so many hold, by outputs that are known, and wrong ones behind them.
+
+    truth: outputs by prompt. holds: tokens that a pass is to yield, its own included. drafted: tokens of a
+    draft.
+    """
+
+    def __init__(self, truth: Mapping[tuple[int, ...], Sequence[int]], vocabulary: int) -> None:
+        self._truth, self._vocabulary = truth, vocabulary
+        self.holds, self.drafted = 1, 16
+
+    def propose(self, request: Request, most: int) -> Draft:
+        """Return the draft. Where the output is another than the known one, nothing of it is likely to
+        hold."""
+        said = len(request.tokens) - len(request.prompt)
+        known = self._truth[request.prompt][said : said + self.drafted]
+        right = list(known[: self.holds - 1])
+        wrong = [(token + 1) % self._vocabulary for token in known[self.holds - 1 :]]
+        tokens = (right + wrong)[: min(most, self.drafted)]
+        scores = [1.0] * len(right) + [0.5] * len(wrong)
+        return Draft(tuple(tokens), tuple(scores[: len(tokens)]), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """Holds outputs by prompt, tokens a second behind the warm passes, and tokens a pass of one request."""
+
+    outputs: dict[tuple[int, ...], list[int]]
+    rate: float
+    passes: float
+
+
+def speak(booted: Booted, prompts: Sequence[Sequence[int]], output: int, temperature: float) -> Spoken:
+    """Decode `output` tokens behind each prompt, all together."""
+    engine = booted.engine
+    ids: dict[RequestId, tuple[int, ...]] = {}
+    for seed, prompt in enumerate(prompts):
+        ids[engine.submit(prompt, sampling(temperature, seed), output)] = tuple(prompt)
+    got = {prompt: list[int]() for prompt in ids.values()}
+    begun = passes = warm = counted = 0
+    since = 0.0
+    while engine.busy:
+        for event in engine.step():
+            check_sound(event)
+            if event.token is not None:
+                got[ids[event.request]].append(event.token)
+        if all(got.values()):
+            warm += 1
+            if warm == WARM:
+                since, begun = time.perf_counter(), sum(map(len, got.values()))
+            elif warm > WARM and all(len(tokens) < output for tokens in got.values()):
+                passes += 1
+                counted, took = sum(map(len, got.values())) - begun, time.perf_counter() - since
+    return Spoken(got, counted / took, counted / passes / len(got))
+
+
+def booted_of(asked: argparse.Namespace, config: Config) -> Booted:
+    """Return an engine of the shape or the model."""
+    if asked.shape:
+        shape = SHAPES[asked.shape]
+        source = config_in(asked.format, shape, asked.shape) if asked.format else shape
+        return boot(config, Shape.of(source, asked.shape), say=print)
+    return boot_model(config, open_weights(config.model, config.cache), say=print)
+
+
+def differing(mine: Spoken, plain: Spoken) -> float:
+    """Return the share of tokens up to each output's first difference that are missing to all."""
+    same = total = 0
+    for prompt, tokens in plain.outputs.items():
+        other = mine.outputs[prompt]
+        total += len(tokens)
+        same += next((at for at, token in enumerate(tokens) if other[at] != token), len(tokens))
+    return 1 - same / total
+
+
+def main() -> None:
+    """Run plain decoding, and then drafts of each number of tokens that hold."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=str(SHIPPED_MODEL))
+    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--format", help="of the shape's random weights, such as int4")
+    parser.add_argument("--drafts", default="", help="suffix or a draft model, instead of what is imposed")
+    parser.add_argument("--accepted", default="1,2,4,8,12", help="tokens that a pass is to yield")
+    parser.add_argument("--drafted", type=int, default=16, help="tokens of a draft")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--prompt", help="a text, instead of random tokens")
+    parser.add_argument("--output", type=int, default=256)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device-memory")
+    parser.add_argument("--host-memory")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    record = Recording(asked.out, bench="speculation")
+    config = Config(
+        Path() if asked.shape else locate(asked.model).path,
+        device=asked.device,
+        dtype=asked.dtype,
+        device_memory=asked.device_memory,
+        host_memory=asked.host_memory,
+        max_sequences=asked.batch,
+        max_length=asked.context + asked.output + 64,
+        prefix_cache=False,
+    )
+    booted = booted_of(asked, config)
+    chance, vocabulary = random.Random(0), booted.spec.vocab_size
+    prompts = [[chance.randrange(vocabulary) for _ in range(asked.context)] for _ in range(asked.batch)]
+    if asked.prompt:
+        tokenizer = Tokenizer.from_model(config.model)
+        assert tokenizer is not None, f"{config.model} has no tokenizer"
+        prompts = [tokenizer.encode(asked.prompt)]
+    plains = [speak(booted, prompts, asked.output, asked.temperature) for _ in range(asked.repeat)]
+    booted.engine.close()
+    rate = median(one.rate for one in plains)
+    print(f"plain {rate:8.2f} tokens/s, of {[round(one.rate, 2) for one in plains]}")
+    found: dict[str, object] = {"plain": [one.rate for one in plains]}
+
+    booted = booted_of(asked, replace(config, speculate=asked.drafts or "suffix"))
+    speculation = booted.engine.scheduler.speculation
+    assert speculation is not None
+    oracle = Oracle(plains[-1].outputs, vocabulary)
+    oracle.drafted = asked.drafted
+    if not asked.drafts:
+        speculation.drafter = oracle
+    for holds in [int(number) for number in asked.accepted.split(",")] if not asked.drafts else [0]:
+        oracle.holds = holds
+        those = [speak(booted, prompts, asked.output, asked.temperature) for _ in range(asked.repeat)]
+        mine, passes = median(one.rate for one in those), median(one.passes for one in those)
+        other = max(differing(one, plains[-1]) for one in those)
+        what = f"{holds} imposed" if holds else asked.drafts
+        print(
+            f"{what:>12} {mine:8.2f} tokens/s, {mine / rate:5.2f} of plain, {passes:5.2f} tokens a pass, "
+            f"{mine / rate / passes:4.2f} of that; {other:.1%} of tokens behind a difference"
+        )
+        found[what] = {
+            "rates": [one.rate for one in those],
+            "of_plain": mine / rate,
+            "tokens_a_pass": [one.passes for one in those],
+            "behind_a_difference": other,
+        }
+    booted.engine.close()
+    record.part(
+        f"{asked.shape or asked.model} {asked.format or ''} {asked.device_memory or ''}".strip(), found
+    )
+
+
+if __name__ == "__main__":
+    main()
