@@ -122,14 +122,14 @@ three
 /bye
 never
 """
-    code, out, err = chat(lines, "--json", "--max-tokens", "6", "--temperature", "1")
+    code, out, err = chat(lines, "--json", "--max-tokens", "20", "--temperature", "1")
     records = [json.loads(line) for line in out.splitlines()]
     prompts, texts = ([one[key] for one in records] for key in ("prompt", "text"))
     assert code == 0
     assert prompts[:4] == ["one", "one", "one", "two"]
     assert len(set(texts[:3])) == 3  # Each with a seed of its own
     assert prompts[4] == "one"  # The file goes with what follows.
-    same = chat("/set seed 7\none\n", "--json", "--max-tokens", "6", "--temperature", "1")
+    same = chat("/set seed 7\none\n", "--json", "--max-tokens", "20", "--temperature", "1")
     assert json.loads(same[1])["text"] == texts[2]  # that follows from the first.
     said = json.loads(kept.read_text(encoding="utf-8"))["messages"]
     assert said == [{"role": "user", "content": "one"}, {"role": "assistant", "content": texts[2]}]

@@ -603,7 +603,7 @@ def test_recorded_steps_take_weights_that_stream_from_the_beginning_of_a_pass(
     with Checkpoint.open(tiny.checkpoint(name)) as checkpoint:
         sizes = [padded(layout) for layout in group_layouts(checkpoint.spec, checkpoint.names, "float32")]
     override = Override(WeightLimits(max(sizes), 4 * sum(sizes)))
-    monkeypatch.setattr("penstock.api.llm.boot", partial(boot, override=override))
+    monkeypatch.setattr("penstock.api.opening.boot", partial(boot, override=override))
     with recorded(name, max_step_tokens=16) as llm, watched(llm) as found:
         assert llm.booted.weights.standing().moves(EMBEDDING)
         for at, length in enumerate((17, 20, 37)):  # What follows whole pieces is a row, or a run.
@@ -631,7 +631,7 @@ def test_recorded_steps_have_the_cpu_compute_feed_forwards(
     with Checkpoint.open(path) as checkpoint:
         sizes = [padded(layout) for layout in group_layouts(checkpoint.spec, checkpoint.names, "bfloat16")]
     override = Override(WeightLimits(max(sizes) * 2, 4 * sum(sizes)))
-    monkeypatch.setattr("penstock.api.llm.boot", partial(boot, override=override))
+    monkeypatch.setattr("penstock.api.opening.boot", partial(boot, override=override))
     for module in (cpu, placing):
         monkeypatch.setattr(module, "cpu_blocker", lambda *_: None)
     monkeypatch.setattr(placing, "cpu_read", lambda *_: (1e9,) * CLASSES)

@@ -178,7 +178,7 @@ def test_each_rank_streams_its_own_share(two: LLM, tmp_path: Path) -> None:
     """From a pack of its own, which is made once."""
     whole = two.booted.weights.bytes
     some = Override(limits=WeightLimits(whole // 2, whole // 2))
-    with patch("penstock.api.llm.boot", partial(boot, override=some)):
+    with patch("penstock.api.opening.boot", partial(boot, override=some)):
         for _ in range(2):
             with LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2, cache=tmp_path) as llm:
                 as_one(asked(llm), "llama")

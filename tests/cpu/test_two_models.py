@@ -140,7 +140,7 @@ def test_requests_are_answered_as_without_a_draft_model(more: dict[str, object])
     params = SamplingParams(temperature=0, max_tokens=FEW, ignore_eos=True)
     with (
         Checkpoint.open(LLAMA) as draft,
-        patch("penstock.api.llm.boot", partial(boot, draft=draft)),
+        patch("penstock.api.opening.boot", partial(boot, draft=draft)),
         LLM(QWEN, **(SETTINGS | more)) as llm,
     ):
         for _ in range(2):

@@ -89,7 +89,7 @@ def test_each_rank_streams_its_own_share(tmp_path: Path) -> None:
         whole = llm.booted.weights.bytes
     some = Override(limits=WeightLimits(whole // 2, whole // 2))
     with (
-        patch("penstock.api.llm.boot", partial(boot, override=some)),
+        patch("penstock.api.opening.boot", partial(boot, override=some)),
         LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2, cache=tmp_path) as llm,
     ):
         for one, reference in zip(
