@@ -66,7 +66,8 @@ TEMPLATE = (
 
 def usage(prompt: int, cached: int, output: int) -> dict[str, int]:
     found = {"cached_tokens": cached, "cached_host_tokens": 0, "cached_disk_tokens": 0}
-    return {"prompt_tokens": prompt, **found, "output_tokens": output}
+    made = {"output_tokens": output, "drafted_tokens": 0, "accepted_tokens": 0}
+    return {"prompt_tokens": prompt, **found, **made}
 
 
 def byte(character: str | int) -> int:
