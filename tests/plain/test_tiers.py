@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
+from halls import TEN, Hall, Worker
 from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.ledger.host import HostLedger
@@ -18,7 +19,7 @@ from penstock.sched.request import Phase
 from penstock.sched.rules import Names
 from penstock.sched.tiers import Tiers
 from penstock.step.plan import BlockId, Landed, Plan, RequestId, Route
-from plain.test_scheduler_long import TEN, Hall, Nights, Worker
+from plain.test_scheduler_long import Nights
 from worlds import ALPHABET
 
 BLOCKS, HOST, SIZE = 16, 32, 4
