@@ -4,9 +4,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.api.text.tokenizer import Tokenizer
+from penstock.api.text.vocabularies import check_tokens
 from penstock.base.config import Config
-from penstock.base.errors import ConfigError
 from penstock.engine.boot import Booted, boot
 from penstock.hub.models import locate
 from penstock.weights.checkpoint.reader import Checkpoint
@@ -29,21 +28,9 @@ def boot_model(config: Config, model: Checkpoint | Pack, **more: Any) -> Booted:
     if config.draft_model is None:
         return start()
     path = locate(config.draft_model).path
-    _check_tokens(config.model, path)
+    check_tokens(config.model, path)
     draft = open_weights(path, config.cache)
     try:
         return start(draft=draft)
     finally:
         draft.close()
-
-
-def _check_tokens(target: Path, draft: Path) -> None:
-    mine, theirs = Tokenizer.from_model(target), Tokenizer.from_model(draft)
-    if mine is None or theirs is None:
-        return  # Vocabularies of another size are refused behind this; whoever has no text has only numbers.
-    if (token := mine.differing(theirs)) is not None:
-        raise ConfigError(
-            f"the draft model {draft} has other tokens than {target}: {token!r} is "
-            f"{theirs.token_to_id(token)} there and {mine.token_to_id(token)} here; give a draft model with "
-            "the same tokenizer, or speculate suffix"
-        )

@@ -12,12 +12,15 @@ from pathlib import Path
 from time import time
 
 from penstock.api.text.tokenizer import Tokenizer
+from penstock.api.text.vocabularies import check_tokens
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import CheckpointError, EngineClosedError, UnsupportedModelError
 from penstock.base.units import format_rate, format_size
+from penstock.engine.draft import check_draft
 from penstock.engine.plan import dtype_of
 from penstock.engine.rooms import Hardware
+from penstock.hub.models import locate
 from penstock.server.broker.broker import RequestBroker
 from penstock.server.fleet.backend import RemoteBackend
 from penstock.server.fleet.process import EngineProcess, hardware_of
@@ -95,7 +98,7 @@ class Hosting:
                 rates[name] = inf
                 continue
             facts = ModelFacts.of_spec(spec, dtype)
-            share = self._share(name, spec, hardware, room)
+            share = self._share(name, spec, _draft_of(config, spec), hardware, room)
             rates[name] = reading_rate(config.model)
             models.append(Loadable(name, facts.bytes, share))
             longest = config.max_length or spec.max_length
@@ -107,8 +110,10 @@ class Hosting:
             )  # fmt: skip
         self._prepared = _Prepared(hardware.cuda, room, models, listed, LoadForecast(rates), broken)
 
-    def _share(self, name: str, spec: ModelSpec, hardware: Hardware, room: MemoryShare) -> MemoryShare:
-        usual = usual_share(spec, self._configs[name], hardware, room)
+    def _share(
+        self, name: str, spec: ModelSpec, draft: ModelSpec | None, hardware: Hardware, room: MemoryShare
+    ) -> MemoryShare:
+        usual = usual_share(spec, self._configs[name], hardware, room, draft)
         given = self._given.get(name)
         return usual if given is None else given_share(given, usual, hardware, room, name)
 
@@ -220,6 +225,18 @@ def _spec_of(config: Config) -> tuple[ModelSpec, Path | None]:
             return pack.spec, path
     with Checkpoint.open(path, config.cache.expanduser()) as checkpoint:
         return checkpoint.spec, None
+
+
+def _draft_of(config: Config, target: ModelSpec) -> ModelSpec | None:
+    """Return the shape of a model's draft model; None without one. Raises ConfigError if that does not fit,
+    and what reading it raises."""
+    if config.draft_model is None:
+        return None
+    path = locate(config.draft_model).path
+    check_tokens(config.model, path)
+    spec, _ = _spec_of(replace(config, model=path))
+    check_draft(target, spec)
+    return spec
 
 
 def _refused(why: str) -> Mapping[str, str]:

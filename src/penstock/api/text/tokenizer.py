@@ -146,10 +146,11 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size()
 
     def differing(self, other: "Tokenizer") -> str | None:
-        """Return a token that has another number in the other tokenizer, or none; None if there is no such
-        token."""
+        """Return the other tokenizer's first token that has another number here, or none; None if there is no
+        such token."""
         mine, theirs = self._tokenizer.get_vocab(), other._tokenizer.get_vocab()
-        return next((token for token, number in theirs.items() if mine.get(token) != number), None)
+        differing = [(number, token) for token, number in theirs.items() if mine.get(token) != number]
+        return min(differing)[1] if differing else None
 
     @property
     def templates(self) -> Mapping[str, str]:

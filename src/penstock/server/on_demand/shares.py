@@ -30,25 +30,36 @@ def room_of(config: Config, hardware: Hardware) -> MemoryShare:
     return MemoryShare(device_room(config, hardware), host)
 
 
-def usual_share(spec: ModelSpec, config: Config, hardware: Hardware, room: MemoryShare) -> MemoryShare:
+def usual_share(
+    spec: ModelSpec, config: Config, hardware: Hardware, room: MemoryShare, draft: ModelSpec | None = None
+) -> MemoryShare:
     """Return what a model may take where nobody says: all of its weights, the largest step, and KV for one
-    sequence of max_length or several of a usual length. It is no more than the room. Raises ConfigError."""
+    sequence of max_length or several of a usual length. It is no more than the room. Raises ConfigError.
+
+    draft: of its draft model, whose weights and KV are beside its own.
+    """
     dtype = dtype_of(config, spec.dtype, None, hardware)
     limits = limits_of(config, spec, hardware)
-    weights = sum(padded(one) for one in group_layouts(spec, FAMILIES[spec.family].names, dtype))
+    weights, token = _weights(spec, dtype), kv_token_bytes(spec, dtype)
+    if draft is not None:
+        own = dtype_of(config, draft.dtype, None, hardware)
+        weights, token = weights + _weights(draft, own), token + kv_token_bytes(draft, own)
     step = usual_activations(spec, dtype, limits.max_step_tokens, limits.max_sequences)
     if not hardware.cuda:
         step = on_heap(step, _BUFFERS)
     tokens = config.max_length or min(_CONTEXTS * LEAST_TOKENS, limits.max_sequences * spec.max_length)
     if config.kv_blocks is not None:
         tokens = config.kv_blocks * config.block_size
-    kv = kv_token_bytes(spec, dtype) * tokens
-    wanted = weights + step + kv
+    wanted = weights + step + token * tokens
     beyond = max(wanted - room.device, 0)
     if not hardware.cuda:
         return MemoryShare(min(wanted, room.device), min(beyond, room.host))
     far = 0 if config.host_kv_memory is None else parse_size(config.host_kv_memory, whole=hardware.host_whole)
     return MemoryShare(min(wanted, room.device), min(_PROCESS + GROWTH + beyond + far, room.host))
+
+
+def _weights(spec: ModelSpec, dtype: str) -> int:
+    return sum(padded(one) for one in group_layouts(spec, FAMILIES[spec.family].names, dtype))
 
 
 def given_share(
