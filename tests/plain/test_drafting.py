@@ -19,7 +19,16 @@ from penstock.sched.request import Request
 from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.scheduler import Scheduler
 from penstock.sched.speculation import Speculation, Survival
-from penstock.sched.suffix import MOST_MATCHED, NO_DRAFT, Draft, TokenHistory, look_up
+from penstock.sched.suffix import (
+    FOLLOWED,
+    LEAST,
+    LONGER,
+    MOST_MATCHED,
+    NO_DRAFT,
+    Draft,
+    TokenHistory,
+    look_up,
+)
 from penstock.step.plan import Plan, RequestId, Row, Share, ShareKind
 from penstock.step.request import FinishReason
 from worlds import ALPHABET, END, ROOT, sampling
@@ -42,10 +51,13 @@ def slowly(history: list[int], most: int) -> Draft:
     if not longest or most < 1:
         return Draft()
     text, scores = list(history), list[float]()
-    places = [place + 1 for place in range(len(history) - 1) if matched(place) == longest]
-    for _ in range(most):
+    places = [place + 1 for place in range(len(history) - 1) if matched(place) == longest][-FOLLOWED:]
+    followed = len(places)
+    for _ in range(min(most, LONGER * longest)):
         counts = Counter(text[place] for place in places)
         likeliest = max(counts.values())
+        if likeliest < LEAST * followed:
+            break
         token = next(text[place] for place in reversed(places) if counts[text[place]] == likeliest)
         text.append(token)
         scores.append(likeliest / len(places))
@@ -56,9 +68,9 @@ def slowly(history: list[int], most: int) -> Draft:
 def test_what_followed_the_longest_match_is_found() -> None:
     chance = random.Random(1)
     shared = reached = 0
-    for _ in range(3000):
-        letters = chance.choice([1, 2, 2, 3, 5])
-        history = [chance.randrange(letters) for _ in range(chance.choice([0, 1, 2, 5, 9, 30]))]
+    for _ in range(1500):
+        letters = chance.choice([1, 2, 2, 3, 5, 40])
+        history = [chance.randrange(letters) for _ in range(chance.choice([0, 1, 2, 5, 9, 30, 30, 700]))]
         history += history[len(history) // 2 :] * chance.choice([0, 0, 1, 3])
         most = chance.choice([0, 1, 2, 7, 32])
         found = look_up(np.array(history, dtype=np.int32), most)
@@ -66,7 +78,7 @@ def test_what_followed_the_longest_match_is_found() -> None:
         assert all(type(token) is int for token in found.tokens)
         shared += any(score < 1 for score in found.scores)
         reached += len(history) < len(found.tokens)
-    assert shared > 100, "places hardly ever disagree"
+    assert shared > 60, "places hardly ever disagree"
     assert reached > 100, "repetitions hardly ever go on into the draft itself"
 
 

@@ -16,12 +16,10 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from math import inf
+from math import inf, log2
 from operator import mul
 from time import monotonic
 from typing import Protocol
-
-import numpy as np
 
 from penstock.sched.rates import Curve
 from penstock.sched.request import DraftCounts, Request
@@ -31,6 +29,8 @@ from penstock.step.plan import MOST_DRAFTED, Plan, Share
 _LOG = logging.getLogger("penstock")
 _STALLED = 1.0
 """Seconds for one draft after which a drafter is not asked again for a request."""
+_LEAST = 0.01
+"""Probability below which a token is not worth looking at."""
 _PROBED = 4
 """Tokens of a request that a probe verifies."""
 _GAIN = 1.02
@@ -95,10 +95,10 @@ class Survival:
     """
 
     def __init__(self) -> None:
-        classes = _class_of(2 * MOST_MATCHED) + 1
-        self._tried = np.zeros((3, classes))
-        self._held = np.zeros((3, classes))
-        self._prior = np.full((3, classes), _PRIOR)
+        # Lists, since single numbers are read, thousands of them a second.
+        self._tried, self._held, self._prior = (
+            [[first] * (max(_CLASSES) + 1) for _ in range(3)] for first in (0.0, 0.0, _PRIOR)
+        )
 
     def of(self, draft: Draft) -> list[float]:
         """Return for each token the probability that it and all before it hold."""
@@ -109,10 +109,10 @@ class Survival:
         return self.of(Draft((0,) * most, (1.0,) * most, 0, by_model=True))
 
     def _at(self, draft: Draft, depth: int) -> float:
-        at, score, matched = self._place(draft, depth), draft.scores[depth], draft.matched + depth
+        (kind, at), score, matched = self._place(draft, depth), draft.scores[depth], draft.matched + depth
         prior = _MODEL_HOLDS if draft.by_model else score * matched / (matched + 4)
-        weight = self._prior[at]
-        return float((self._held[at] + weight * prior) / (self._tried[at] + weight))
+        weight = self._prior[kind][at]
+        return (self._held[kind][at] + weight * prior) / (self._tried[kind][at] + weight)
 
     def _place(self, draft: Draft, depth: int) -> tuple[int, int]:
         if draft.by_model:
@@ -122,15 +122,18 @@ class Survival:
     def learn(self, draft: Draft, held: int) -> None:
         """Note that the first `held` tokens of a draft have held. The one behind them was tried, too."""
         for depth in range(min(held + 1, len(draft.tokens))):
-            at = self._place(draft, depth)
-            self._tried[at] = self._tried[at] * _KEPT + 1
-            self._held[at] = self._held[at] * _KEPT + (depth < held)
-            self._prior[at] *= _FADING
+            kind, at = self._place(draft, depth)
+            self._tried[kind][at] = self._tried[kind][at] * _KEPT + 1
+            self._held[kind][at] = self._held[kind][at] * _KEPT + (depth < held)
+            self._prior[kind][at] *= _FADING
+
+
+_CLASSES = [int(2 * log2(max(matched, 1))) for matched in range(2 * MOST_MATCHED + 1)]
+"""The class of a match by its length: two for each power of two."""
 
 
 def _class_of(matched: int) -> int:
-    """Return the class of a match: two for each power of two."""
-    return min(int(2 * np.log2(max(matched, 1))), int(2 * np.log2(2 * MOST_MATCHED)))
+    return _CLASSES[min(matched, 2 * MOST_MATCHED)]
 
 
 class Speculation:
@@ -263,7 +266,9 @@ class Speculation:
     def _best(self, survival: Sequence[Sequence[float]], tokens: int, spare: int) -> list[int]:
         """Return how many tokens of each draft give the most tokens a second. A token's survival is at most
         that of the one before it, so the likeliest of all are always the first of each draft."""
-        every = sorted((-chance, place) for place, some in enumerate(survival) for chance in some)[:spare]
+        every = sorted(
+            [(-chance, place) for place, some in enumerate(survival) for chance in some if chance >= _LEAST]
+        )[:spare]
         counts, best, gained = [0] * len(survival), 0, float(len(survival))
         most = _GAIN * len(survival) / self._at(tokens)
         for number, (chance, _) in enumerate(every, 1):

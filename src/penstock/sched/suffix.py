@@ -14,8 +14,16 @@ from numpy.typing import NDArray
 MOST_MATCHED = 32
 """Tokens of a match beyond which a longer one says nothing more."""
 
+LONGER = 4
+"""Times as long as its match that a draft may be: what follows a short match hardly holds for long."""
+FOLLOWED = 32
+"""Places with the longest match that are followed."""
+LEAST = 0.05
+"""Part of these that have to agree on all of a draft."""
+_TOGETHER = 256
+"""Places whose matches are compared at once; of more, token by token until fewer are left."""
+
 Ints = NDArray[np.int32]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,42 +76,58 @@ class TokenHistory:
 
 
 def look_up(history: Ints, most: int) -> Draft:
-    """Return a draft of at most `most` tokens behind a history.
+    """Return a draft of at most `most` tokens behind a history, and at most LONGER times its match.
 
-    Of all places with the longest match, those go on that agree with the token that most of them have. The
-    latest place decides between equals. A match may reach into the draft itself, so a repetition goes on.
+    Of the latest places with the longest match, at most FOLLOWED, those go on that agree with the token that
+    most of them have. The latest place decides between equals. The draft ends where hardly one of the places
+    goes on. A match may reach into the draft itself, so a repetition goes on.
     """
     count = len(history)
     if count < 2 or most < 1:
         return NO_DRAFT
-    places = np.flatnonzero(history[:-1] == history[-1])
-    matched = 1
-    while len(places) and matched < MOST_MATCHED:
-        longer = places[places >= matched]
-        longer = longer[history[longer - matched] == history[count - 1 - matched]]
-        if not len(longer):
-            break
-        places, matched = longer, matched + 1
-    if not len(places):
+    places, matched = _longest(history)
+    if not matched:
         return NO_DRAFT
-    tokens, scores = list[int](), list[float]()
-    places = places + 1
-    while len(tokens) < most:
-        if len(places) == 1:  # Nothing is left to be counted.
-            place = int(places[0])
-            known = history[place : place + most - len(tokens)].tolist()
-            for step in range(most - len(tokens)):
-                tokens.append(known[step] if step < len(known) else tokens[place + step - count])
-            scores += [1.0] * (most - len(scores))
+    most = min(most, LONGER * matched)
+    going = [(place + 1, history[place + 1 : place + 1 + most].tolist()) for place in places[-FOLLOWED:]]
+    tokens, scores, all_of_them = list[int](), list[float](), len(going)
+    for step in range(most):
+        if len(going) == 1:  # Nothing is left to be counted.
+            [(place, known)] = going
+            for at in range(step, most):
+                tokens.append(known[at] if at < len(known) else tokens[place + at - count])
+            scores += [1.0] * (most - step)
             break
-        inside = places < count
-        found = np.where(inside, history[np.minimum(places, count - 1)], -1)
-        for at in np.flatnonzero(~inside).tolist():
-            found[at] = tokens[int(places[at]) - count]
-        _, first, counts = np.unique(found[::-1], return_index=True, return_counts=True)
-        likeliest = np.lexsort((first, -counts))[0]
-        token = int(found[::-1][first[likeliest]])
+        found = [known[step] if step < len(known) else tokens[place + step - count] for place, known in going]
+        votes = dict[int, int]()
+        for token in reversed(found):
+            votes[token] = votes.get(token, 0) + 1
+        token = max(votes, key=votes.__getitem__)  # Of equals the first, which is of the latest place.
+        if votes[token] < LEAST * all_of_them:
+            break
         tokens.append(token)
-        scores.append(float(counts[likeliest]) / len(found))
-        places = places[found == token] + 1
+        scores.append(votes[token] / len(found))
+        if votes[token] < len(found):
+            going = [one for one, other in zip(going, found, strict=True) if other == token]
     return Draft(tuple(tokens), tuple(scores), matched)
+
+
+def _longest(history: Ints) -> tuple[list[int], int]:
+    """Return the places with the longest match, in order, and its length, at most MOST_MATCHED."""
+    last = len(history) - 1
+    places = np.flatnonzero(history[:-1] == history[-1])
+    matched = int(len(places) > 0)
+    while len(places) > _TOGETHER and matched < MOST_MATCHED:
+        longer = places[places >= matched]
+        longer = longer[history[longer - matched] == history[last - matched]]
+        if not len(longer):
+            return places.tolist(), matched
+        places, matched = longer, matched + 1
+    if not matched:
+        return [], 0
+    back = np.arange(min(MOST_MATCHED, last))
+    before = places[:, None] - back
+    same = (history[np.maximum(before, 0)] == history[last - back]) & (before >= 0)
+    lengths = np.logical_and.accumulate(same, axis=1).sum(axis=1)
+    matched = int(lengths.max())
+    return places[lengths == matched].tolist(), matched
