@@ -184,9 +184,8 @@ def main() -> None:
             "behind_a_difference": other,
         }
     booted.engine.close()
-    record.part(
-        f"{asked.shape or asked.model} {asked.format or ''} {asked.device_memory or ''}".strip(), found
-    )
+    what = [asked.shape or Path(asked.model).name, asked.format, asked.drafts, asked.device_memory]
+    record.part(" ".join(word for word in what if word), found)
 
 
 if __name__ == "__main__":
