@@ -161,7 +161,7 @@ def test_an_output_that_repeats_is_drafted_from_itself() -> None:
     prompt = tiny.prompts()[0][:12]
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logit_bias={5: 90.0})
     (plain,) = answers("llama", [(prompt, params)])
-    with LLM(tiny.checkpoint("llama"), **SETTINGS, speculate="suffix") as llm:
+    with always(None), LLM(tiny.checkpoint("llama"), **SETTINGS, speculate="suffix") as llm:
         (found,) = llm.generate([prompt], params)
         stats = llm.stats()
     assert found.tokens == plain.tokens
