@@ -37,6 +37,11 @@ class _RowState:
     ends: Tensor | None = None
     """End tokens, which are banned until the output has min_tokens."""
 
+    @property
+    def adjusts(self) -> bool:
+        """Tell whether logits may be changed before a draw; else no row is looked at alone."""
+        return self.bias is not None or self.counts is not None or self.ends is not None
+
 
 class _Draw(NamedTuple):
     """Holds the draw of one token, at `position`. path: tokens of a draft that are to be before it."""
@@ -141,7 +146,8 @@ class Sampler:
         scored = self._ids(logprob_rows)
         raw = logits[scored].log_softmax(-1) if logprob_rows else None
         for row, one in enumerate(draws):
-            self._adjust(logits[row], one)
+            if one.state.adjusts:
+                self._adjust(logits[row], one)
         held, first = dict[int, tuple[Row, Sequence[int]]](), 0
         for share in shares:
             if self._rows[share.row].sampling.structure is not None:
