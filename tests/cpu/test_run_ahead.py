@@ -56,7 +56,8 @@ def answers(name: str, **more: object) -> list[Completion]:
         return llm.generate([prompt for prompt, _ in asked], [params for _, params in asked])
 
 
-def alike(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
+def alike(found: Sequence[Completion], expected: Sequence[Completion], off: float = 1e-3) -> None:
+    """The same tokens, ends and ranks, and log-probabilities that are off by at most so much."""
     for one, other in zip(found, expected, strict=True):
         assert [output.tokens for output in one.outputs] == [output.tokens for output in other.outputs]
         assert [output.finish_reason for output in one.outputs] == [
@@ -67,7 +68,7 @@ def alike(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
                 (b.token, b.rank) for b in theirs.logprobs or ()
             ]
             assert [a.logprob for a in mine.logprobs or ()] == pytest.approx(
-                [b.logprob for b in theirs.logprobs or ()], abs=1e-3
+                [b.logprob for b in theirs.logprobs or ()], abs=off
             )
         assert len(one.prompt_logprobs or ()) == len(other.prompt_logprobs or ())
 

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 
 import tiny
+from cpu.test_run_ahead import alike
 from drafters import Adversary
 from pairs import near
 from penstock import LLM, Completion, SamplingParams, Structure
@@ -63,7 +64,7 @@ def always(drafter: Adversary | None) -> Iterator[None]:
 
     make = Speculation.__init__
     with (
-        patch.object(Speculation, "__init__", lambda self, own: make(self, drafter or own)),
+        patch.object(Speculation, "__init__", lambda self, own, **more: make(self, drafter or own, **more)),
         patch.object(Speculation, "_best", best),
         patch.object(Speculation, "depths", depths),
     ):
@@ -83,20 +84,6 @@ def truth_of(plain: Sequence[Completion]) -> dict[tuple[int, ...], list[Sequence
     return truth
 
 
-def alike(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        for mine, theirs in zip(one.outputs, other.outputs, strict=True):
-            assert mine.tokens == theirs.tokens
-            assert mine.finish_reason == theirs.finish_reason
-            assert [(a.token, a.rank) for a in mine.logprobs or ()] == [
-                (b.token, b.rank) for b in theirs.logprobs or ()
-            ]
-            assert [a.logprob for a in mine.logprobs or ()] == pytest.approx(
-                [b.logprob for b in theirs.logprobs or ()], abs=1e-4
-            )
-        assert len(one.prompt_logprobs or ()) == len(other.prompt_logprobs or ())
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_token_is_another_whatever_is_drafted(name: str) -> None:
     asked = wanted()
@@ -105,7 +92,7 @@ def test_no_token_is_another_whatever_is_drafted(name: str) -> None:
         drafter = Adversary(truth_of(plain), tiny.VOCAB, ends=[3, 0, 1, 2], seed=len(name))
         with patch.object(Runner, "ahead", ahead), always(drafter):
             found = answers(name, asked, speculate="suffix")
-        alike(found, plain)
+        alike(found, plain, 1e-4)
         assert 0 < sum(one.accepted_tokens for one in found) < sum(one.drafted_tokens for one in found)
 
 
@@ -126,7 +113,7 @@ def test_nor_where_room_is_short_or_ranks_are_two(more: dict[str, object], ahead
     drafter = Adversary(truth_of(plain), tiny.VOCAB, ends=[3], kinds="tbbg")
     with patch.object(Runner, "ahead", ahead), always(drafter):
         found = answers("llama", asked, speculate="suffix", **more)
-    alike(found, plain)
+    alike(found, plain, 1e-4)
     assert sum(one.accepted_tokens for one in found)
 
 
@@ -152,7 +139,7 @@ def test_a_structure_is_kept_along_every_draft(ahead: bool) -> None:
     drafter = Adversary(truth_of(plain), 4096, ends=[0, 1], seed=ahead)
     with patch.object(Runner, "ahead", ahead), always(drafter), LLM(**settings, speculate="suffix") as llm:
         found = llm.generate(prompts, params)
-    alike(found, plain)
+    alike(found, plain, 1e-4)
     assert sum(one.accepted_tokens for one in found[::3]) > 20
 
 
@@ -190,6 +177,6 @@ def test_a_draft_model_changes_no_token(more: dict[str, object]) -> None:
     for ahead in (False, True):
         with patch.object(Runner, "ahead", ahead), always(Adversary({}, tiny.VOCAB, kinds="n")):
             found = answers("llama", asked, speculate=str(draft), **more)
-        alike(found, plain)
+        alike(found, plain, 1e-4)
         drafted = sum(one.drafted_tokens for one in found)
         assert sum(one.accepted_tokens for one in found) > drafted / 3 > 10

@@ -190,6 +190,8 @@ def make_scheduler(plan: BootPlan[LongRoom], root: bytes, disk: DiskLedger | Non
         Storage(host, disk, kept, alike=far is None or far.layout.rounded_from is None),
         doubles_at=doubles_at(outline.spec, outline.layouts)
         * outline.shard.ranks,  # Of matrices a rank has but a part.
-        speculation=None if config.speculate == "off" else Speculation(SuffixDrafter()),
+        speculation=None
+        if config.speculate == "off"
+        else Speculation(SuffixDrafter(), vocabulary=outline.spec.vocab_size),
         check=config.check,
     )

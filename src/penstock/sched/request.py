@@ -62,7 +62,7 @@ class Request:
     """True if the next plan leaves it out.
 
     A step under way yields its last token, by its length, or verifies a draft, which yields any number of
-    tokens, or yields the token that the next draft begins with.
+    tokens.
     """
     cached: int | None = None
     """Prompt tokens with KV from the prefix cache, when the request was first admitted. None until then."""

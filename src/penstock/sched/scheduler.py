@@ -244,7 +244,7 @@ class Scheduler:
         """Note that the last plan is being carried out, and the next one will be made before its commit."""
         verify = ShareKind.VERIFY
         for request, share in zip(self._flights[-1][1], plan.shares, strict=True):
-            if share.sample and (share.kind is verify or self._drafting is not None):
+            if share.kind is verify:
                 request.ending = True
             elif share.sample:
                 request.tokens.append(UNKNOWN)
@@ -290,7 +290,6 @@ class Scheduler:
             if finish is not None:
                 self.stop(request.id, finish)
                 continue
-            request.ending = request.ending and request.unknown > 0
             reach = len(request.tokens) + EARLY
             if reach >= room.long_from and not request.kv.long and room.is_long(reach, request.most):
                 request.kv.go_long()
@@ -323,6 +322,7 @@ class Scheduler:
 
     def _verified(self, request: Request, share: Share, result: Result) -> None:
         """Give up the KV of what did not hold of a draft, and let others find that of what did."""
+        request.ending = False
         request.kv.truncate(len(request.tokens) - 1)
         if not result.wrong:
             self._seal(request, share, request.kv.computed)
