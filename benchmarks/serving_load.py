@@ -3,13 +3,15 @@ several times that.
 
     PYTHONPATH=src python3 benchmarks/serving_load.py --out docs/results/cpu_serving_load.json
     PYTHONPATH=src python3 benchmarks/serving_load.py --minutes 0.5
+    PYTHONPATH=src python3 benchmarks/serving_load.py --times 1 --device cuda --tensor-parallel 2 --kill
 
 Arrivals and lengths are those of a trace (Azure LLM inference 2023, conversations), its time stretched to the
 rate that is asked for and its lengths scaled to what the shipped model does on a CPU; prompts are cut from
 novels. How much the server can do is measured first, with as many clients as it computes outputs at a time,
 each of which asks again when it has its answer. Then requests come when the trace says, whatever has become
 of those before. Each is a stream, and its text is held against what `LLM.generate` says to the same prompt,
-greedily or, for some, with a seed. A refusal must be a 429 that says when to come again.
+greedily or, for some, with a seed. A refusal must be a 429 that says when to come again. With --kill a rank
+is killed in the midst of a last run: every request must end with its text or with an error, and the server.
 
 TTFT is from the moment at which a request was due to the first piece of its text, TPOT between pieces of a
 text, on average.
@@ -24,6 +26,7 @@ import random
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -35,7 +38,7 @@ from typing import Any
 
 import psutil
 import torch
-from recording import need_commit
+from recording import need_commit, write
 
 from penstock import LLM, SamplingParams
 
@@ -48,18 +51,12 @@ from servers import Server, counted, ending, until  # noqa: E402
 TEXTS = ("war_and_peace/2600-0.txt", "tinyshakespeare/input.txt")
 LENGTH, ROWS, QUEUE = 4096, 8, 24
 """Most tokens of a request, outputs at a time, and outputs that may wait."""
-FLAGS = (
-    "--device",
-    "cpu",
-    "--dtype",
-    "float32",
-    "--kv-blocks",
-    "300",
-    "--max-length",
-    str(LENGTH),
-    "--max-sequences",
-    str(ROWS),
-)
+SETTINGS: dict[str, object] = {
+    "dtype": "float32",
+    "kv_blocks": 300,
+    "max_length": LENGTH,
+    "max_sequences": ROWS,
+}
 """KV for 19,200 tokens: what comes again is not there any more."""
 DRAWN = {"temperature": 0.8, "top_p": 0.95}
 PATIENCE = 180.0
@@ -95,12 +92,14 @@ class Told:
     sent: float = 0.0
     first: float = 0.0
     last: float = 0.0
+    over: float = 0.0
     status: int = 0
     retry_after: str | None = None
     text: str = ""
     prompt_tokens: int = 0
     tokens: int = 0
     ended: bool = False
+    failed: str = ""
 
 
 # ---- what is asked
@@ -125,12 +124,10 @@ def rows_of(trace: Path) -> list[Row]:
     ]
 
 
-def asks_of(rows: Sequence[Row], scale: float, seeded: float, seed: int) -> list[Ask]:
+def asks_of(rows: Sequence[Row], scale: float, seeded: float, seed: int, **place: Any) -> list[Ask]:
     """Each with its right answer."""
     rng, found = random.Random(seed), []
-    with LLM(
-        None, device="cpu", dtype="float32", max_length=LENGTH, max_sequences=ROWS, progress=True
-    ) as llm:
+    with LLM(None, dtype="float32", max_length=LENGTH, max_sequences=ROWS, progress=True, **place) as llm:
         novels = [llm.encode((DATA / name).read_text(encoding="utf-8")[5000:]) for name in TEXTS]
         for row in rows:
             novel, output = rng.choice(novels), max(round(row.output * scale), 1)
@@ -168,8 +165,8 @@ async def ask(place: tuple[str, int], one: Ask, told: Told) -> None:
     try:
         body = one.body()
         head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: "
-            f"{len(body)}\r\n\r\n"
+            f"POST /v1/completions HTTP/1.1\r\nHost: {place[0]}:{place[1]}\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         writer.write(head.encode() + body)
         lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
@@ -189,6 +186,7 @@ async def ask(place: tuple[str, int], one: Ask, told: Told) -> None:
                 told.ended = True
             elif line.startswith(b"data: {"):
                 event = json.loads(line[6:])
+                told.failed = event.get("error", {}).get("message", "")
                 if event.get("usage"):
                     told.prompt_tokens, told.tokens = (
                         event["usage"]["prompt_tokens"],
@@ -200,6 +198,7 @@ async def ask(place: tuple[str, int], one: Ask, told: Told) -> None:
                     pieces.append(choice["text"])
         told.text = "".join(pieces)
     finally:
+        told.over = time.perf_counter()
         writer.close()
         with suppress(ConnectionError):
             await writer.wait_closed()
@@ -372,6 +371,34 @@ def tell(found: dict[str, Any]) -> None:
     )
 
 
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def killed(server: Server, asks: Sequence[Ask], times: Sequence[float], after: float) -> dict[str, Any]:
+    """A rank is killed in the midst of this load. What has ended before is right; what has not is told so,
+    and nothing waits."""
+    place = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    [follower] = [child for child in children if "penstock.parallel.seat" in " ".join(child.cmdline())]
+    killer = threading.Timer(after, follower.kill)
+    begun = time.perf_counter()
+    killer.start()
+    told = asyncio.run(replay(place, asks, times, Watching(psutil.Process(server.process.pid)), 3600.0))
+    ended = [(one, asked) for one, asked in zip(told, itertools.cycle(asks)) if one.ended]
+    last = max((one.over for one in told if one.status == 200 and not one.ended), default=0.0)
+    return {
+        "requests": len(told),
+        "served": len(ended),
+        "wrong": sum(one.text != asked.right for one, asked in ended),
+        "told_in_streams": sum(bool(one.failed) for one in told),
+        "statuses": dict(Counter(one.status for one in told)),
+        "neither_ended_nor_told": sum(one.status == 200 and not one.ended and not one.failed for one in told),
+        "last_told_after_seconds": last - begun - after if last else None,
+        "server_ended_with": server.ended(),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -399,6 +426,9 @@ def main() -> None:
     parser.add_argument(
         "--every", type=float, default=5.0, help="seconds between two looks at the server's memory"
     )
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--kill", type=float, help="kill a rank after so many seconds of a run at the end")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--trace", type=Path, default=DATA / "azure_llm_2023" / "AzureLLMInferenceTrace_conv.csv"
@@ -415,18 +445,20 @@ def main() -> None:
     rows = rows_of(asked.trace)
     start = random.Random(asked.seed).randrange(len(rows) - asked.distinct)
     torch.set_num_threads(asked.threads)
-    asks = asks_of(rows[start : start + asked.distinct], asked.scale, asked.drawn, asked.seed)
+    where = {"device": asked.device, "tensor_parallel": asked.tensor_parallel}
+    asks = asks_of(rows[start : start + asked.distinct], asked.scale, asked.drawn, asked.seed, **where)
+    flags = [part for name, value in (SETTINGS | where).items() for part in (flag_of(name), str(value))]
     result: dict[str, Any] = {
         "bench": "serving load",
         "model": "shipped",
         "trace": asked.trace.name,
-        "server": [*FLAGS, "--queue", str(QUEUE)],
+        "server": [*flags, "--queue", str(QUEUE)],
     }
     result |= {"scale": asked.scale, "distinct": asked.distinct, "threads": asked.threads, "runs": []}
     with tempfile.TemporaryDirectory() as folder:
-        flags = ("--port", "0", "--quiet", "--queue", str(QUEUE), *FLAGS)
-        environment = {"OMP_NUM_THREADS": str(asked.threads)}
-        with ending(Server(Path(folder) / "said.txt", *flags, environment=environment)) as server:
+        flags = ["--port", "0", "--quiet", "--queue", str(QUEUE), *flags]
+        own = {"OMP_NUM_THREADS": str(asked.threads)}
+        with ending(Server(Path(folder) / "said.txt", *flags, environment=own)) as server:
             server.wait()
             place = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
             rate = asked.rate
@@ -443,14 +475,25 @@ def main() -> None:
                 }
                 result["runs"].append(found)
                 tell(found)
+                if asked.out is not None:
+                    write(asked.out, result)
             assert "Traceback" not in server.said(), server.said()
+            if asked.kill is not None:
+                when = list(arrivals(rows, rate, 2 * asked.kill, asked.seed + 2))
+                result["killed"] = killed(server, asks, when, asked.kill)
+                row("a rank was killed", json.dumps(result["killed"]))
     if asked.out is not None:
-        asked.out.write_text(json.dumps(result | {"machine": environment()}) + "\n")
+        write(asked.out, result)
     bad = [
         name
         for found in result["runs"]
         for name in ("lost", "wrong", "other_statuses", "refused_without_retry_after")
         if found[name]
+    ]
+    bad += [
+        f"{name} after a kill"
+        for name in ("wrong", "neither_ended_nor_told")
+        if result.get("killed", {}).get(name)
     ]
     sys.exit(f"not as it should be: {', '.join(bad)}" if bad else 0)
 

@@ -1,19 +1,22 @@
 """Compare a model on two devices with the same on one, in the same run: tokens, decode steps, streamed
 layers, and the time of an all-reduce.
 
-    PYTHONPATH=src python3 benchmarks/tensor_parallel.py --out tensor_parallel.json PYTHONPATH=src python3
-    benchmarks/tensor_parallel.py --tiny --device cpu     the same course on processes of a CPU
+    PYTHONPATH=src python3 benchmarks/tensor_parallel.py --out tensor_parallel.json
+    PYTHONPATH=src python3 benchmarks/tensor_parallel.py --tiny --device cpu    on processes of a CPU
 
-Parts: equal, sums, decode, stream. Random weights in real shapes, bfloat16, but for `equal`, which is
-float32.
+Parts: ceilings, equal, sums, decode, formats, stream, kv. Random weights in real shapes, bfloat16 or few
+bits, but for `equal`, which is float32.
 """
 
 import argparse
 import dataclasses
 import importlib
 import json
+import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,11 +27,15 @@ from recording import Recording
 from torch import Tensor
 
 from penstock import LLM, SamplingParams
+from penstock.arch.formats.recipe import config_in
 from penstock.base.config import Config
 from penstock.bench.shapes import SHAPES
+from penstock.bench.speed import measure
 from penstock.bench.speed.latency import BenchKind, LatencyBench, run
-from penstock.bench.speed.setup import Target
+from penstock.bench.speed.setup import Target, opened
 from penstock.bench.times import Timings
+from penstock.memory.device import give_back
+from penstock.memory.probe import link_rates, memory_read
 from penstock.ops.kernels import pdl_launches
 from penstock.ops.norm import add_rms_norm
 from penstock.parallel.group import Group
@@ -44,6 +51,17 @@ TINY = SHAPES["100M"] | {
     "vocab_size": 256,
     "head_dim": 16,
 }
+TINY_MIXTURE = SHAPES["gpt-oss-20b"] | {
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "vocab_size": 256,
+}
 Found = dict[str, object]
 
 
@@ -54,7 +72,7 @@ class Place:
     ranks: int
 
     def config(self, ranks: int, **more: object) -> Config:
-        return Config(Path(), device=self.device, tensor_parallel=ranks, host_kv_memory=0, **more)  # type: ignore[arg-type]
+        return Config(Path(), device=self.device, tensor_parallel=ranks, **({"host_kv_memory": 0} | more))  # type: ignore[arg-type]
 
     def shape(self, name: str, **more: object) -> Mapping[str, object]:
         return TINY if self.tiny else SHAPES[name] | more
@@ -188,7 +206,7 @@ def part_sums(place: Place) -> Found:
 
 def part_decode(place: Place) -> Found:
     found: Found = {}
-    for batch, target in ((1, 1.5), (64, 1.7)):
+    for batch, aim in ((1, 1.6), (64, 1.7)):
         times = {}
         for ranks in (1, place.ranks):
             context, output = (20, 8) if place.tiny else (2048, 64)
@@ -197,17 +215,82 @@ def part_decode(place: Place) -> Found:
             report = run(LatencyBench(BenchKind.DECODE, target, sequences, context, output, repeat))
             times[ranks] = report.ms
             found[f"batch {batch}, {ranks} ranks"] = json.loads(report.line())
-        told(f"decode, 8B, batch {batch}", times, target, found)
+        told(f"decode, 8B, batch {batch}", times, aim, found)
+    return found
+
+
+def part_ceilings(place: Place) -> Found:
+    """Bytes a second that each device reads, and that its link carries, alone and all at once."""
+    found: Found = {}
+    if place.device == "cpu":
+        return found
+    devices = [torch.device("cuda", rank) for rank in range(place.ranks)]
+    for device in devices:
+        torch.cuda.set_device(device)
+        found[str(device)] = {"read": memory_read(device), **dataclasses.asdict(link_rates(device))}
+    with ThreadPoolExecutor(place.ranks) as pool:
+        together = list(pool.map(link_rates, devices))
+    found["links at once"] = {str(at): dataclasses.asdict(one) for at, one in enumerate(together)}
+    torch.cuda.set_device(0)
+    for name, one in found.items():
+        row(name, json.dumps(one))
+    return found
+
+
+def part_formats(place: Place) -> Found:
+    """8B in int4, and a mixture in MXFP4, decoded at batch 1 and 64."""
+    found: Found = {}
+    for name, form in (("8B", "int4"), ("gpt-oss-20b", None)):
+        shape = place.shape(name) if form or not place.tiny else TINY_MIXTURE
+        source = config_in(form, shape, name) if form else shape
+        for batch in (1,) if place.tiny else (1, 64):
+            times = {}
+            for ranks in (1, place.ranks):
+                context, output = (20, 8) if place.tiny else (2048 if batch == 1 else 512, 64)
+                target = Target(name, source, place.config(ranks))
+                report = run(
+                    LatencyBench(BenchKind.DECODE, target, batch, context, output, 1 if place.tiny else 2)
+                )
+                times[ranks] = report.ms
+                found[f"{name} {form or ''}, batch {batch}, {ranks} ranks"] = json.loads(report.line())
+            told(f"decode, {name} {form or ''}, batch {batch}", times, 1.3, found)
+    return found
+
+
+def part_kv(place: Place) -> Found:
+    """One long sequence whose KV is in host memory, and comes to the devices in every step."""
+    found: Found = {}
+    context, output, pages = (200, 4, 16) if place.tiny else (65_536, 12, 64)
+    times, rates = {}, {}
+    for ranks in (1, place.ranks):
+        settings = {"kv_blocks": pages, "max_length": context + 64, "max_sequences": 1, "prefix_cache": False}
+        config = place.config(ranks, host_kv_memory="64MiB" if place.tiny else "16GiB", **settings)
+        with opened(Target("8B", place.shape("8B"), config)) as model:
+            booted = model.boot(config, lambda _: None)
+        with closing(booted.engine):
+            one = measure.context(booted, context, output, random.Random(0))
+        times[ranks] = Timings.of(one.steps)
+        rates[ranks] = one.kv_copied / (times[ranks].median / 1e3)
+        found[f"{ranks} ranks"] = dataclasses.asdict(one) | {"kv_copied_per_second_and_rank": rates[ranks]}
+        row(
+            f"{ranks} ranks",
+            f"prompt {one.prefill:.2f} s, {rates[ranks] / 1e9:.1f} GB/s of KV over each link",
+        )
+        del booted
+        give_back(torch.device(place.device))
+    told(f"decode, 8B, KV of {context:,} tokens in host memory", times, 1.9, found)
     return found
 
 
 def part_stream(place: Place) -> Found:
-    """Layers of a 70B, all of them in host memory but for a ring."""
+    """Layers of a 70B, all of them in host memory but for a ring. Several devices have as much memory
+    together as one."""
     found: Found = {}
-    layers, room = (2, None) if place.tiny else (16, "6GiB")
+    layers, room = (2, None) if place.tiny else (16, 6 << 30)
     times, rates = {}, {}
     for ranks in (1, place.ranks):
-        config = place.config(ranks, device_memory=room, max_length=256, max_step_tokens=128)
+        own = room and f"{room // ranks}B"
+        config = place.config(ranks, device_memory=own, max_length=256, max_step_tokens=128)
         target = Target("70B", place.shape("70B", num_hidden_layers=layers), config)
         report = run(LatencyBench(BenchKind.DECODE, target, 1, 20, 8 if place.tiny else 12, 1))
         times[ranks] = report.ms
@@ -239,10 +322,13 @@ def told(what: str, times: dict[int, Timings], target: float, found: Found) -> N
 
 
 PARTS: dict[str, Callable[[Place], Found]] = {
+    "ceilings": part_ceilings,
     "equal": part_equal,
     "sums": part_sums,
     "decode": part_decode,
+    "formats": part_formats,
     "stream": part_stream,
+    "kv": part_kv,
 }
 
 
