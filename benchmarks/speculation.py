@@ -7,6 +7,9 @@ Weights of a shape are random, so nothing can be said of how often drafts hold. 
 decoded without drafts. Then a drafter that knows them proposes as many as are to hold, and wrong ones behind
 them, and the engine verifies what pays by its own measurements. Every token is compared. In half precision
 rounding may turn one; then that output goes another way, its drafts fail, and the share of it is reported.
+Random weights make near ties everywhere, so outputs of a shape have a bias that makes each a single token
+again and again; what is computed is the same. With and without drafts are processes of their own, so that
+both have the same memory.
 
 `--drafts suffix`, or a draft model, measures the drafter itself instead, with what really holds.
 """
@@ -14,10 +17,14 @@ rounding may turn one; then that output goes another way, its drafts fail, and t
 import argparse
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 from recording import Recording
 
@@ -34,6 +41,10 @@ from penstock.sched.suffix import Draft
 from penstock.step.plan import RequestId
 from penstock.weights.checkpoint.shape import Shape
 
+Outputs = Mapping[tuple[int, ...], Sequence[int]]
+T = TypeVar("T")
+CERTAIN = 1e4
+"""Bias of a token that is certain."""
 WARM = 4
 """Passes behind the first token that are not timed."""
 
@@ -45,7 +56,7 @@ class Oracle:
     draft.
     """
 
-    def __init__(self, truth: Mapping[tuple[int, ...], Sequence[int]], vocabulary: int) -> None:
+    def __init__(self, truth: Outputs, vocabulary: int) -> None:
         self._truth, self._vocabulary = truth, vocabulary
         self.holds, self.drafted = 1, 16
 
@@ -70,21 +81,25 @@ class Spoken:
     passes: float
 
 
-def speak(booted: Booted, prompts: Sequence[Sequence[int]], output: int, temperature: float) -> Spoken:
-    """Decode `output` tokens behind each prompt, all together."""
-    engine = booted.engine
+def speak(booted: Booted, prompts: Sequence[Sequence[int]], asked: argparse.Namespace) -> Spoken:
+    """Decode tokens behind each prompt, all together."""
+    engine, output = booted.engine, asked.output
     ids: dict[RequestId, tuple[int, ...]] = {}
     for seed, prompt in enumerate(prompts):
-        ids[engine.submit(prompt, sampling(temperature, seed), output)] = tuple(prompt)
+        wishes = sampling(asked.temperature, seed)
+        if asked.shape:
+            wishes = replace(wishes, logit_bias=((prompt[0], CERTAIN),))
+        ids[engine.submit(prompt, wishes, output)] = tuple(prompt)
     got = {prompt: list[int]() for prompt in ids.values()}
     begun = passes = warm = counted = 0
     since = 0.0
     while engine.busy:
-        for event in engine.step():
+        events = engine.step()
+        for event in events:
             check_sound(event)
             if event.token is not None:
                 got[ids[event.request]].append(event.token)
-        if all(got.values()):
+        if events and all(got.values()):
             warm += 1
             if warm == WARM:
                 since, begun = time.perf_counter(), sum(map(len, got.values()))
@@ -113,6 +128,63 @@ def differing(mine: Spoken, plain: Spoken) -> float:
     return 1 - same / total
 
 
+def config_of(asked: argparse.Namespace) -> Config:
+    """Return the settings, without drafts."""
+    return Config(
+        Path() if asked.shape else locate(asked.model).path,
+        device=asked.device,
+        dtype=asked.dtype,
+        device_memory=asked.device_memory,
+        host_memory=asked.host_memory,
+        max_sequences=asked.batch,
+        max_length=asked.context + asked.output + 64,
+        prefix_cache=False,
+    )
+
+
+def prompts_of(asked: argparse.Namespace, config: Config, vocabulary: int) -> list[list[int]]:
+    """Return what is asked: a text, or random tokens."""
+    chance = random.Random(0)
+    if not asked.prompt:
+        return [[chance.randrange(vocabulary) for _ in range(asked.context)] for _ in range(asked.batch)]
+    tokenizer = Tokenizer.from_model(config.model)
+    assert tokenizer is not None, f"{config.model} has no tokenizer"
+    return [tokenizer.encode(asked.prompt)]
+
+
+def plain_of(asked: argparse.Namespace) -> list[Spoken]:
+    """Decode without drafts."""
+    config = config_of(asked)
+    booted = booted_of(asked, config)
+    with closing(booted.engine):
+        prompts = prompts_of(asked, config, booted.spec.vocab_size)
+        return [speak(booted, prompts, asked) for _ in range(asked.repeat)]
+
+
+def drafted_of(asked: argparse.Namespace, outputs: Outputs) -> dict[str, list[Spoken]]:
+    """Decode with drafts, of each number of tokens that are to hold."""
+    config = replace(config_of(asked), speculate=asked.drafts or "suffix")
+    booted = booted_of(asked, config)
+    with closing(booted.engine):
+        prompts = prompts_of(asked, config, booted.spec.vocab_size)
+        if asked.drafts:
+            return {asked.drafts: [speak(booted, prompts, asked) for _ in range(asked.repeat)]}
+        speculation = booted.engine.scheduler.speculation
+        assert speculation is not None
+        speculation.drafter = oracle = Oracle(outputs, booted.spec.vocab_size)
+        oracle.drafted, found = asked.drafted, {}
+        for holds in [int(number) for number in asked.accepted.split(",")]:
+            oracle.holds = holds
+            found[f"{holds} imposed"] = [speak(booted, prompts, asked) for _ in range(asked.repeat)]
+        return found
+
+
+def apart(work: Callable[..., T], *given: object) -> T:
+    """Run it in a process of its own, and return what it returns."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(work, *given).result()
+
+
 def main() -> None:
     """Run plain decoding, and then drafts of each number of tokens that hold."""
     parser = argparse.ArgumentParser(
@@ -137,42 +209,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     record = Recording(asked.out, bench="speculation")
-    config = Config(
-        Path() if asked.shape else locate(asked.model).path,
-        device=asked.device,
-        dtype=asked.dtype,
-        device_memory=asked.device_memory,
-        host_memory=asked.host_memory,
-        max_sequences=asked.batch,
-        max_length=asked.context + asked.output + 64,
-        prefix_cache=False,
-    )
-    booted = booted_of(asked, config)
-    chance, vocabulary = random.Random(0), booted.spec.vocab_size
-    prompts = [[chance.randrange(vocabulary) for _ in range(asked.context)] for _ in range(asked.batch)]
-    if asked.prompt:
-        tokenizer = Tokenizer.from_model(config.model)
-        assert tokenizer is not None, f"{config.model} has no tokenizer"
-        prompts = [tokenizer.encode(asked.prompt)]
-    plains = [speak(booted, prompts, asked.output, asked.temperature) for _ in range(asked.repeat)]
-    booted.engine.close()
+    plains = apart(plain_of, asked)
     rate = median(one.rate for one in plains)
-    print(f"plain {rate:8.2f} tokens/s, of {[round(one.rate, 2) for one in plains]}")
+    print(f"plain {rate:8.2f} tokens/s, of {[round(one.rate, 2) for one in plains]}", flush=True)
     found: dict[str, object] = {"plain": [one.rate for one in plains]}
-
-    booted = booted_of(asked, replace(config, speculate=asked.drafts or "suffix"))
-    speculation = booted.engine.scheduler.speculation
-    assert speculation is not None
-    oracle = Oracle(plains[-1].outputs, vocabulary)
-    oracle.drafted = asked.drafted
-    if not asked.drafts:
-        speculation.drafter = oracle
-    for holds in [int(number) for number in asked.accepted.split(",")] if not asked.drafts else [0]:
-        oracle.holds = holds
-        those = [speak(booted, prompts, asked.output, asked.temperature) for _ in range(asked.repeat)]
+    for what, those in apart(drafted_of, asked, plains[-1].outputs).items():
         mine, passes = median(one.rate for one in those), median(one.passes for one in those)
         other = max(differing(one, plains[-1]) for one in those)
-        what = f"{holds} imposed" if holds else asked.drafts
         print(
             f"{what:>12} {mine:8.2f} tokens/s, {mine / rate:5.2f} of plain, {passes:5.2f} tokens a pass, "
             f"{mine / rate / passes:4.2f} of that; {other:.1%} of tokens behind a difference"
@@ -183,8 +226,9 @@ def main() -> None:
             "tokens_a_pass": [one.passes for one in those],
             "behind_a_difference": other,
         }
-    booted.engine.close()
     what = [asked.shape or Path(asked.model).name, asked.format, asked.drafts, asked.device_memory]
+    what.append(f"batch {asked.batch}" if asked.batch > 1 else "")
+    what.append(f"temperature {asked.temperature:g}" if asked.temperature else "")
     record.part(" ".join(word for word in what if word), found)
 
 
