@@ -286,7 +286,7 @@ def part_stream(place: Place) -> Found:
     """Layers of a 70B, all of them in host memory but for a ring. Several devices have as much memory
     together as one."""
     found: Found = {}
-    layers, room = (2, None) if place.tiny else (16, 6 << 30)
+    layers, room = (2, None) if place.tiny else (16, 12 << 30)
     times, rates = {}, {}
     for ranks in (1, place.ranks):
         own = room and f"{room // ranks}B"

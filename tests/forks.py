@@ -218,7 +218,8 @@ def _stem(environment: Mapping[str, str], more: tuple[str, ...] = ()) -> _Stem:
         name: value for name, value in environment.items() if name.startswith(_AT_START) and name != _PATH
     }
     if more:
-        looked[_PATH] = _ours(environment)
+        # What penstock needs may lie elsewhere, where this process has found it.
+        looked[_PATH] = os.pathsep.join(filter(None, [_ours(environment), os.environ.get(_PATH)]))
     kind = (*sorted(looked.items()), more)
     stem = _stems.get(kind)
     if stem is None or not stem.alive:

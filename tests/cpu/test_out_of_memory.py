@@ -163,6 +163,17 @@ def test_a_largest_step_that_does_not_fit_is_refused_at_the_start() -> None:
         LLM(tiny.checkpoint("llama"), **SETTINGS)  # type: ignore[arg-type]
 
 
+def test_weights_beside_which_the_largest_step_does_not_fit_are_refused_at_the_start() -> None:
+    """Room for the largest group is taken before the step runs."""
+    fault = torch.OutOfMemoryError("Tried to allocate 1004.00 MiB. 993.11 MiB allowed")
+    match = "the largest step does not fit into device memory: cpu has too little memory for a step"
+    with (
+        patch("penstock.engine.measuring.Blank", side_effect=fault),
+        pytest.raises(BudgetError, match=match),
+    ):
+        LLM(tiny.checkpoint("llama"), **SETTINGS)  # type: ignore[arg-type]
+
+
 def test_other_faults_are_none_of_it() -> None:
     for fault in (
         ValueError("out of memory"),

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 import adapters
 import forks
 import tiny
+from cpu.test_run_ahead import alike
 from penstock import LLM, Completion, SamplingParams
 from penstock.base.errors import BudgetError, CheckpointError, ConfigError, DeviceError, EngineClosedError
 from penstock.cli.main import main
@@ -88,6 +90,17 @@ def test_three_ranks_whose_parts_are_uneven_and_requests_that_push_each_other_ou
         assert llm.stats().preemptions > 0
     with LLM(tiny.checkpoint("qwen3"), **few) as llm:
         assert found == [one.tokens for one in llm.generate(tiny.prompts(), params)]
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "llama"])
+def test_feed_forwards_that_ranks_divide_in_whole_units(name: str, tmp_path: Path) -> None:
+    """Nine units of 64 rows: five and four."""
+    path = tiny.write(replace(tiny.CASES[name], seed=3), tmp_path / "model", intermediate_size=576)
+    found = []
+    for ranks in (1, 2):
+        with LLM(path, **SETTINGS, tensor_parallel=ranks) as llm:
+            found.append(asked(llm))
+    alike(found[1], found[0], 1e-4)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from penstock.arch.families import family_of, read_spec
 from penstock.arch.formats.format import TensorSlice
 from penstock.arch.layout import GroupLayout, group_layouts, kv_layout
 from penstock.arch.parts import held, local_spec
-from penstock.arch.shards import WHOLE, Shard, cut, share_heads
+from penstock.arch.shards import UNIT, WHOLE, Shard, cut, cut_inner, share_heads
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import CheckpointError, ConfigError, PenstockError
 from penstock.weights.pack.manifest import Manifest, parse, place, seal
@@ -125,6 +125,21 @@ def test_each_rank_holds_its_own(data: st.DataObject, kv_heads: int, group: int)
 def test_experts_are_cut_each(ranks: int) -> None:
     check_cut([part.expert_inner for part in all_of(spec("qwen3_moe"), ranks)], 11)
     assert [part.expert_inner for part in all_of(spec("llama"), ranks)] == [range(0)] * ranks
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("count", [6, 96, 768, 1408, 2880, 11008, 14336])
+def test_inner_rows_are_divided_in_whole_units(count: int, ranks: int) -> None:
+    """Where there are a few for each rank. Kernels for few bits take no other rows as fast."""
+    parts = [cut_inner(count, Shard(rank, ranks)) for rank in range(ranks)]
+    assert [row for part in parts for row in part] == list(range(count))
+    sizes = [len(part) for part in parts]
+    if count >= 256 * ranks:
+        assert all(size % UNIT == 0 for size in sizes)
+        assert max(sizes) - min(sizes) in (0, UNIT)
+        assert sizes[0] == max(sizes)
+    else:
+        assert max(sizes) - min(sizes) <= 1
 
 
 def test_by_hand() -> None:

@@ -5,7 +5,7 @@ Every rank has every layer, with its own heads and inner rows. Its result is one
 
 from dataclasses import dataclass, replace
 
-from penstock.arch.shards import Shard, cut
+from penstock.arch.shards import Shard, cut, cut_inner
 from penstock.arch.spec import Mlp, ModelSpec, MoeSpec
 from penstock.base.errors import ConfigError
 
@@ -43,8 +43,8 @@ def held(spec: ModelSpec, shard: Shard, whose: str = "the model's") -> Held:
                 f"tensor_parallel={shard.ranks} is more than {whose} {count} {what}; give a "
                 f"tensor_parallel of at most {count}"
             )
-    sizes = spec.intermediate_size, expert_inner, spec.shared_size, spec.vocab_size
-    return Held(*(cut(size, shard) for size in sizes))
+    inner = (cut_inner(size, shard) for size in (spec.intermediate_size, expert_inner, spec.shared_size))
+    return Held(*inner, cut(spec.vocab_size, shard))
 
 
 def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:

@@ -24,6 +24,10 @@ class Shard:
 
 
 WHOLE = Shard(0, 1)
+UNIT = 64
+"""Rows of which kernels for few bits read whole runs, with whole words of scales beside them."""
+_FEW = 4
+"""Units for each rank from which on it matters less that some have one more than that rows are in units."""
 
 
 def cut(count: int, shard: Shard) -> range:
@@ -32,6 +36,18 @@ def cut(count: int, shard: Shard) -> range:
     Parts follow each other in the order of ranks. Their lengths differ by at most one.
     """
     return range(count * shard.rank // shard.ranks, count * (shard.rank + 1) // shard.ranks)
+
+
+def cut_inner(count: int, shard: Shard) -> range:
+    """Return the rank's part of the inner rows of a feed-forward.
+
+    Ranks have the same number of rows where these are whole units. Otherwise they have parts of whole units,
+    if there are a few for each rank, and the first ranks have the larger parts.
+    """
+    if count % (UNIT * shard.ranks) == 0 or count % UNIT or count < _FEW * UNIT * shard.ranks:
+        return cut(count, shard)
+    first, last = (-(-(count // UNIT) * rank // shard.ranks) for rank in (shard.rank, shard.rank + 1))
+    return range(first * UNIT, last * UNIT)
 
 
 def share_heads(group: int, kv_heads: int, shard: Shard) -> tuple[range, range]:

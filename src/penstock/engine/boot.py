@@ -24,7 +24,7 @@ from penstock.engine.budget import Budget, memory_of
 from penstock.engine.contexts import LongRoom
 from penstock.engine.drafter import ModelDrafter
 from penstock.engine.engine import Engine
-from penstock.engine.measuring import activation_peak
+from penstock.engine.measuring import activation_peak, step_fits
 from penstock.engine.parts import (
     blank_runner,
     make_carrier,
@@ -260,9 +260,10 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
             compile_ahead(blank, device, one.sizes, recorded=one.recorded)
 
         def measured(one: Settled, by: RankCollectives | None) -> tuple[int, int]:
-            stays = left_by(device, partial(ahead, one, by, one.early)) + (by.bytes if by else 0)
-            alone = runner if one is outline else make_runner(one, device, by)
-            return stays, activation_peak(one, alone, device)
+            with step_fits(device):
+                stays = left_by(device, partial(ahead, one, by, one.early)) + (by.bytes if by else 0)
+                alone = runner if one is outline else make_runner(one, device, by)
+                return stays, activation_peak(one, alone, device)
 
         stays, peaks = zip(*map(measured, outline.models, sums), strict=True)
         # Steps of one model and of another take the same memory in turn.

@@ -1,6 +1,7 @@
 """Measures what the largest step takes of the device's memory."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -40,9 +41,9 @@ def activation_peak(settled: Settled, runner: Runner, device: torch.device) -> i
             blank = Blank(settled.layouts, device)
             runner.attach(blank, make_pool(settled, 1, device), carrier, early=settled.early)
             plan = largest_step(sizes, past=room.tile_tokens if room else PAST_TILE, cold=room is not None)
-            peak = max(peak, _peak(device, partial(runner.run, plan, layers)))
+            peak = max(peak, peak_of(device, partial(runner.run, plan, layers)))
             if sizes.drafted:
-                peak = max(peak, _peak(device, partial(runner.run, draft_step(sizes), layers)))
+                peak = max(peak, peak_of(device, partial(runner.run, draft_step(sizes), layers)))
         finally:
             runner.detach()
             if carrier is not None:
@@ -58,14 +59,15 @@ def activation_peak(settled: Settled, runner: Runner, device: torch.device) -> i
     return peak + beside if device.type == "cuda" else on_heap(peak, library_buffers(device))
 
 
-def _peak(device: torch.device, work: Callable[[], object]) -> int:
-    """Return the bytes that a step takes.
-
-    Raises BudgetError if there is too little memory even without weights and KV.
-    """
+@contextmanager
+def step_fits(device: torch.device) -> Iterator[None]:
+    """Raise BudgetError where there is too little memory even without weights and KV."""
     try:
-        return peak_of(device, work)
+        yield
     except Exception as fault:
         if not (short := shortage(fault, device)):
             raise
-    raise BudgetError(f"the largest step does not fit into device memory: {short}")
+        message = f"the largest step does not fit into device memory: {short}"
+    else:
+        return
+    raise BudgetError(message)
