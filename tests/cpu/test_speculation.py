@@ -180,3 +180,74 @@ def test_a_draft_model_changes_no_token(more: dict[str, object]) -> None:
         alike(found, plain, 1e-4)
         drafted = sum(one.drafted_tokens for one in found)
         assert sum(one.accepted_tokens for one in found) > drafted / 3 > 10
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_copy_in_few_bits_that_uses_the_models_kv_changes_no_token(name: str, tmp_path: Path) -> None:
+    """Nor when prefixes are found that were computed beside drafts: no KV of a draft is among them."""
+    asked = wanted()
+    prompts, params = [prompt for prompt, _ in asked], [wishes for _, wishes in asked]
+    longer = [SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)] * len(prompts)
+    plain = answers(name, asked)
+    said = [[*one.prompt_tokens, *one.tokens][:60] for one in plain]
+    after = answers(name, list(zip(said, longer, strict=True)))
+    for ahead in (False, True):
+        settings = SETTINGS | {"speculate": "self", "cache": tmp_path}
+        with (
+            patch.object(Runner, "ahead", ahead),
+            always(Adversary({}, tiny.VOCAB, kinds="n")),
+            LLM(tiny.checkpoint(name), **settings) as llm,
+        ):
+            found = llm.generate(prompts, params)
+            alike(found, plain, 1e-4)
+            found_after = llm.generate(said, longer)
+            alike(found_after, after, 1e-4)
+            assert sum(one.cached_tokens for one in found_after) > 40
+        drafted = sum(one.drafted_tokens for one in found)
+        assert sum(one.accepted_tokens for one in found) > drafted / 4 > 10
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"kv_blocks": 24, "max_sequences": 6},
+        {"kv_blocks": 12, "max_sequences": 3, "host_kv_memory": "1MiB"},
+    ],
+    ids=["preempted", "long"],
+)
+def test_nor_where_room_for_its_drafts_is_short(more: dict[str, object], tmp_path: Path) -> None:
+    asked = wanted()
+    plain = answers("llama", asked)
+    for ahead in (False, True):
+        with patch.object(Runner, "ahead", ahead), always(Adversary({}, tiny.VOCAB, kinds="n")):
+            found = answers("llama", asked, speculate="self", cache=tmp_path, **more)
+        alike(found, plain, 1e-4)
+        assert sum(one.accepted_tokens for one in found) > 10
+
+
+def test_a_copy_needs_no_kv_of_its_own(tmp_path: Path) -> None:
+    """The memory that it takes is that of its weights, and its pack is made once."""
+    settings = SETTINGS | {"kv_blocks": 64, "cache": tmp_path}
+    totals, said = [], list[list[str]]()
+    for speculate in ("suffix", "self", "self"):
+        with LLM(tiny.checkpoint("llama"), **settings, speculate=speculate) as llm:
+            budget = llm.booted.budget
+            totals.append((budget.block_bytes, budget.blocks))
+        said.append([path.name for path in tmp_path.glob("llama-*")])
+    assert totals[0] == totals[1] == totals[2]
+    assert not said[0]
+    assert said[1] == said[2]
+    assert len(said[1]) == 1
+
+
+def test_a_model_of_few_bits_has_no_copy_of_fewer(tmp_path: Path) -> None:
+    with LLM(tiny.checkpoint("llama"), **SETTINGS, speculate="self", cache=tmp_path):
+        pass
+    [pack] = tmp_path.glob("llama-*")
+    with pytest.raises(ConfigError, match=r"in four bits, but .* is a pack"):
+        LLM(pack, **SETTINGS, speculate="self", cache=tmp_path)
+
+
+def test_nor_is_one_divided_among_ranks() -> None:
+    with pytest.raises(ConfigError, match="speculate self does not work with tensor_parallel"):
+        LLM(tiny.checkpoint("llama"), **SETTINGS, speculate="self", tensor_parallel=2)

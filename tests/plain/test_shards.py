@@ -19,6 +19,7 @@ from penstock.arch.parts import held, local_spec
 from penstock.arch.shards import UNIT, WHOLE, Shard, cut, cut_inner, share_heads
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import CheckpointError, ConfigError, PenstockError
+from penstock.bench.shapes import SHAPES
 from penstock.weights.pack.manifest import Manifest, parse, place, seal
 from penstock.weights.pieces import DIGEST_BYTES
 
@@ -140,6 +141,11 @@ def test_inner_rows_are_divided_in_whole_units(count: int, ranks: int) -> None:
         assert sizes[0] == max(sizes)
     else:
         assert max(sizes) - min(sizes) <= 1
+
+
+def test_experts_of_gpt_oss_are_divided_in_whole_units() -> None:
+    spec = read_spec(SHAPES["gpt-oss-20b"], "its config")
+    assert [held(spec, Shard(rank, 2)).expert_inner for rank in range(2)] == [range(1472), range(1472, 2880)]
 
 
 def test_by_hand() -> None:

@@ -43,8 +43,12 @@ def held(spec: ModelSpec, shard: Shard, whose: str = "the model's") -> Held:
                 f"tensor_parallel={shard.ranks} is more than {whose} {count} {what}; give a "
                 f"tensor_parallel of at most {count}"
             )
-    inner = (cut_inner(size, shard) for size in (spec.intermediate_size, expert_inner, spec.shared_size))
-    return Held(*inner, cut(spec.vocab_size, shard))
+    return Held(
+        inner=cut_inner(spec.intermediate_size, shard),
+        expert_inner=cut_inner(expert_inner, shard),
+        shared_inner=cut_inner(spec.shared_size, shard),
+        vocabulary=cut(spec.vocab_size, shard),
+    )
 
 
 def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:

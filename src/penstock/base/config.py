@@ -33,10 +33,10 @@ def check_device(text: str) -> None:
 
 def check_speculate(text: str) -> None:
     """Raise ConfigError for a way to draft that there is none of."""
-    if text in ("", "on", "auto", "self", "ngram"):
+    if text in ("", "on", "auto", "ngram"):
         raise ConfigError(
             f"speculate {text!r} is no way to draft tokens; choose off, suffix (which looks up what followed "
-            "before), or name a draft model"
+            "before), self (the model in four bits), or name a draft model"
         )
 
 
@@ -204,12 +204,14 @@ class Config(Declared):
     )
     speculate: str = setting(
         "off",
-        help="Speculative decoding, off, or by drafts of: suffix, or a draft model.",
+        help="Speculative decoding, off, or by drafts of: suffix, self, or a draft model.",
         details="A step verifies several drafted tokens, as many as pay by what was measured. suffix drafts "
         "what followed the last time that the newest tokens occurred in prompt or output: it pays where an "
-        "output repeats, such as edited code. A draft model is a smaller one with the same tokenizer, named "
-        "as a model is. It stays on the device. Tokens are those that the model draws without drafts, up to "
-        "rounding: several tokens are summed in another order than one.",
+        "output repeats, such as edited code. self drafts with a copy of the model in four bits, which is "
+        "made once, in the cache, and uses the model's KV: it pays where weights stream. A draft model is a "
+        "smaller one with the same tokenizer, named as a model is. Both stay on the device. Tokens are those "
+        "that the model draws without drafts, up to rounding: several tokens are summed in another order "
+        "than one.",
         check=check_speculate,
     )
     cpu_compute: str = setting(
@@ -267,7 +269,12 @@ class Config(Declared):
     @property
     def draft_model(self) -> str | None:
         """Return what names the draft model; None without one."""
-        return None if self.speculate in ("off", "suffix") else self.speculate
+        return None if self.speculate in ("off", "suffix", "self") else self.speculate
+
+    @property
+    def drafts_itself(self) -> bool:
+        """Tell whether the draft model is a copy of the model in few bits."""
+        return self.speculate == "self"
 
     def changed(self) -> dict[str, object]:
         """Return the settings that are not the defaults, without the model, for a report in JSON."""

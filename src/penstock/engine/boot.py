@@ -121,7 +121,8 @@ def boot(
         threads = threads_for(config, outline, device, since=since, say=say)
         if draft is not None and scheduler.speculation is not None:
             most = outline.limits.max_step_tokens
-            scheduler.speculation.model = ModelDrafter(ranks, most, threads)
+            shares = config.drafts_itself
+            scheduler.speculation.model = ModelDrafter(ranks, most, threads, shares_kv=shares)
         note = carry_rates(scheduler.tiers.rates, part.store, by)
         engine = Engine(scheduler, ranks, note, threads, outline.lora)
         opened.pop_all()
@@ -292,8 +293,8 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
         runner.attach(weights, pool, carrier, early=plan.early)
         of_draft = plan.of_draft
         if drafts is not None and of_draft is not None:
-            pool = make_pool(of_draft.outline, blocks, device)
-            runner.attach(drafts, pool, early=of_draft.early, role=ModelRole.DRAFT)
+            own = pool if config.drafts_itself else make_pool(of_draft.outline, blocks, device)
+            runner.attach(drafts, own, early=of_draft.early, role=ModelRole.DRAFT)
         runner.bound_heap(plan.budget.activations // 8)
         _record(plan, runner, say, ModelRole.TARGET)
         if of_draft is not None:

@@ -5,6 +5,12 @@ The draft model draws by the settings of each request and with the noise of each
 
 Its KV is in the pages of the requests, under the same numbers, in a pool of its own. `KVSpan.drafted` says
 how far it has come. What it lacks, such as a prompt whose KV was found, it computes before its first draft.
+
+A copy of the target in few bits has no pool: it reads the target's KV of all tokens but the newest, and
+writes its own for that one and for what it drafts. Why this is safe. No step of the target is under way while
+it drafts. The share of the same plan that verifies a draft begins with the newest token, so the target writes
+the same places anew before anything reads them, as far as the draft is verified. What lies behind is in no
+request's tokens: it is never named, found or stored, and is written before it is read.
 """
 
 from collections import defaultdict, deque
@@ -25,10 +31,12 @@ _LAST = 5
 class ModelDrafter:
     """Carries out the steps of a draft model."""
 
-    def __init__(self, ranks: Ranks, most: int, threads: Threads | None = None) -> None:
+    def __init__(
+        self, ranks: Ranks, most: int, threads: Threads | None = None, *, shares_kv: bool = False
+    ) -> None:
         """Draft by steps of the draft model of these ranks. most: tokens of a step. threads: of the CPU that
-        steps compute with."""
-        self._ranks, self._most, self._threads = ranks, most, threads
+        steps compute with. shares_kv: it reads the target's KV, and has none of its own."""
+        self._ranks, self._most, self._threads, self._shares_kv = ranks, most, threads, shares_kv
         self.seconds = 0.0
         """Time of a step that drafts a token for each request; 0 before one was measured."""
         self.spent = 0.0
@@ -64,7 +72,14 @@ class ModelDrafter:
 
     def _known(self, asked: Sequence[tuple[Request, Share, int]]) -> Iterator[Plan]:
         """Yield the steps that compute what the draft model lacks of the requests' tokens."""
-        lacking = [(request, request.kv.drafted, share.first_new_block) for request, share, _ in asked]
+        lacking = [
+            (
+                request,
+                len(request.tokens) - 1 if self._shares_kv else request.kv.drafted,
+                share.first_new_block,
+            )
+            for request, share, _ in asked
+        ]
         while lacking:
             shares, left, room = list[Share](), list[tuple[Request, int, int]](), self._most
             for request, start, block in lacking:

@@ -86,7 +86,7 @@ def settle(
         resident += bank
         say(f"LoRA adapters: room for {lora.slots} of up to rank {lora.rank}, {format_size(bank)}")
     if draft:
-        resident += draft.weights + -(-limits.max_length // limits.block_size) * draft.kv.block_bytes
+        resident += draft.weights + -(-limits.max_length // limits.block_size) * draft.block_bytes
     mine = local_spec(spec, shard)
     far = long_room(config, mine, limits, kv, hardware, total, resident)
     if far and hardware.cuda and config.max_step_tokens is None:
@@ -112,7 +112,9 @@ def _draft(config: Config, target: Model, model: Model, device: torch.device, sh
     if isinstance(model, Checkpoint):
         model.verify(group_layouts(spec, model.names, dtype))
     layouts = group_layouts(spec, model.names, dtype, shard)
-    return DraftModel(spec, dtype, layouts, kv_layout(spec, dtype, config.block_size, shard))
+    kv = kv_layout(spec, dtype, config.block_size, shard)
+    assert not config.drafts_itself or kv == kv_layout(target.spec, dtype, config.block_size, shard)
+    return DraftModel(spec, dtype, layouts, kv, config.drafts_itself)
 
 
 def choose_dtype(config: Config, model: Model, device: torch.device) -> str:

@@ -15,7 +15,7 @@ from penstock.api.text.tokenizer import Tokenizer
 from penstock.api.text.vocabularies import check_tokens
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
-from penstock.base.errors import CheckpointError, EngineClosedError, UnsupportedModelError
+from penstock.base.errors import CheckpointError, ConfigError, EngineClosedError, UnsupportedModelError
 from penstock.base.units import format_rate, format_size
 from penstock.engine.draft import check_draft
 from penstock.engine.plan import dtype_of
@@ -230,6 +230,11 @@ def _spec_of(config: Config) -> tuple[ModelSpec, Path | None]:
 def _draft_of(config: Config, target: ModelSpec) -> ModelSpec | None:
     """Return the shape of a model's draft model; None without one. Raises ConfigError if that does not fit,
     and what reading it raises."""
+    if config.drafts_itself:
+        raise ConfigError(
+            "speculate self does not work with several models on demand, whose memory is counted before a "
+            "copy of one is there; give speculate suffix, or name a draft model"
+        )
     if config.draft_model is None:
         return None
     path = locate(config.draft_model).path

@@ -1,5 +1,5 @@
-"""Keeps packs that were made because a model had to be streamed: one for each model and dtype in a directory
-of the user's, made once.
+"""Keeps packs that were made because a model had to be streamed, or drafts for itself: one for each model and
+dtype, and one in few bits, in a directory of the user's, made once.
 
 Why this is safe. Whoever finds no finished pack locks its directory first, waiting for another who has it,
 and looks again: so one process writes it and the others open what it finished, or go on with it if it was
@@ -19,6 +19,7 @@ from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shards import INDEX, SINGLE
 from penstock.weights.pack.directory import locked
 from penstock.weights.pack.manifest import place
+from penstock.weights.pack.quantising import QuantisedCheckpoint
 from penstock.weights.pack.reader import Pack
 from penstock.weights.pack.writer import Progress, write_locked
 from penstock.weights.pieces import JOURNAL, MANIFEST
@@ -29,15 +30,20 @@ _UNFIT = re.compile(r"[^\w.-]", re.ASCII)
 
 
 def cached_pack(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | QuantisedCheckpoint,
     dtype: str,
     directory: Path,
     progress: Progress | None,
     say: Callable[[str], None],
     shard: Shard = WHOLE,
+    *,
+    why: str = "do not fit into device and host memory",
 ) -> Pack:
     """Return the pack of a checkpoint's weights, or a shard's, as `dtype` under `directory`; it is written
     first if it is not there, or not all of it.
+
+    checkpoint: to be packed as it is, or in few bits.
+    why: says in the line on writing what it is for.
 
     `say` gets a line on what takes so long, before it is begun: writing, or waiting for another process that
     does. `progress` gets bytes as from write_pack. The pack is found by the checkpoint's fingerprint, over
@@ -66,10 +72,7 @@ def cached_pack(
                 packing = (
                     "going on with packing them" if os.path.lexists(path / JOURNAL) else "packing them once"
                 )
-                say(
-                    f"weights of {size} in {dtype} do not fit into device and host memory; {packing} into "
-                    f"{path}"
-                )
+                say(f"weights of {size} in {dtype} {why}; {packing} into {path}")
                 write_locked(checkpoint, path, dtype, progress=progress, shard=shard)
     try:
         pack = Pack.open(path, shard)

@@ -32,6 +32,7 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.errors import CheckpointError, ConfigError
 from penstock.ops.quantise import quantise
 from penstock.weights.checkpoint.config import read_config
+from penstock.weights.checkpoint.generation import GenerationDefaults
 from penstock.weights.checkpoint.reader import FINGERPRINT_BYTES, Checkpoint
 from penstock.weights.pack.reader import in_order
 from penstock.weights.pieces import PAGE
@@ -97,6 +98,15 @@ class QuantisedCheckpoint:
     def verify(self, layouts: Sequence[GroupLayout]) -> None:
         """Check the dense checkpoint as `Checkpoint.verify` does; `layouts` are not looked at."""
         self._checkpoint.verify(self._dense.values())
+
+    @property
+    def generation(self) -> GenerationDefaults:
+        """Return what `Checkpoint.generation` does."""
+        return self._checkpoint.generation
+
+    def identify(self) -> int:
+        """Return what `Checkpoint.identify` does."""
+        return self._checkpoint.identify()
 
     def fingerprint(self) -> bytes:
         """Return FINGERPRINT_BYTES, a digest of the checkpoint's fingerprint and of the recipe. Raises
