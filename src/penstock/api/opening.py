@@ -53,7 +53,7 @@ def boot_model(config: Config, model: Checkpoint | Pack, **more: Any) -> Booted:
 def copy_in_few_bits(config: Config, model: Checkpoint | Pack, say: Callable[[str], None]) -> Pack:
     """Return the model's weights in four bits, from the cache, where they are put first if need be.
 
-    Embedding and head are kept. Raises ConfigError where the model has few bits already, is a pack, or is
+    Embedding and head have eight. Raises ConfigError where the model has few bits already, is a pack, or is
     divided among ranks, and what packing raises.
     """
     if config.tensor_parallel > 1:
@@ -79,5 +79,5 @@ def _quantised(model: Checkpoint, dtype: str, device: torch.device) -> Quantised
     *larger, least = (128, 64, 32, 16, 8)
     for group in larger:
         with suppress(ConfigError):
-            return QuantisedCheckpoint(model, Recipe.of("int4", group), dtype, device)
-    return QuantisedCheckpoint(model, Recipe.of("int4", least), dtype, device)
+            return QuantisedCheckpoint(model, Recipe("int4", group, ends=True), dtype, device)
+    return QuantisedCheckpoint(model, Recipe("int4", least, ends=True), dtype, device)

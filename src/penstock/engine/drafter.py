@@ -54,7 +54,9 @@ class ModelDrafter:
         begin, drafts = perf_counter(), defaultdict[RequestId, list[int]](list)
         owner = {request.row: request.id for request, _, _ in asked}
         for plan, step in [(plan, self._begin(plan)) for plan in plans]:
-            for share, result in zip(plan.shares, step.outcome().results, strict=True):
+            outcome = step.outcome()
+            assert not outcome.landed, "transfers that a draft's step reports are lost"
+            for share, result in zip(plan.shares, outcome.results, strict=True):
                 drafts[owner[share.row]] += result.tokens
         for request, _, count in asked:
             request.kv.drafted = len(request.tokens) + count - 1

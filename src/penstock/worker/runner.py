@@ -217,8 +217,9 @@ class Runner:
 
     @torch.inference_mode()
     def end(self, begun: "Begun") -> Outcome:
-        """Wait for a plan, the oldest of those that have begun and not ended, and return its outcome."""
-        plan, carrier = begun.plan, self.target.carrier
+        """Wait for the oldest plan that has not ended, and return its outcome. A draft model's has no reports."""
+        plan = begun.plan
+        carrier = self.target.carrier if plan.model is ModelRole.TARGET else None
         transfers = carrier.transfers if carrier is not None else None
         with self._here():
             results = begun.results()

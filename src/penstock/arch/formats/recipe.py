@@ -7,7 +7,7 @@ from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.floats import Float4, Float8
 from penstock.arch.formats.format import NUMBERS, TensorSlice, WeightFormat
 from penstock.arch.formats.integers import Integers, Packing
-from penstock.arch.formats.names import ByName, ModuleNames, linears
+from penstock.arch.formats.names import EMBEDDING, HEAD, ByName, ModuleNames, linears
 from penstock.arch.formats.words import Words
 from penstock.base.errors import ConfigError
 
@@ -53,18 +53,21 @@ QUANTISED_TO = ("int4", "fp8", "int8")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe says how a model's matrices are quantised. Embedding, head, norms and routers stay dense.
+    """A recipe says how a model's matrices are quantised. Norms and routers stay dense, and usually embedding
+    and head.
 
     format: one of `FEW_BITS`.
     group: columns that share a scale, and a zero point; 0 where the format fixes that.
     int8: parts of the names of modules that are kept in eight bits, where the others have four.
     measured: True if penstock has chosen these by what the model loses.
+    ends: True if embedding and head are in eight bits, which is good enough for drafts.
     """
 
     format: str
     group: int = 0
     int8: tuple[str, ...] = ()
     measured: bool = False
+    ends: bool = False
 
     @classmethod
     def of(cls, format: str, group: int | None = None, int8: tuple[str, ...] = ()) -> "Recipe":
@@ -106,7 +109,8 @@ class Recipe:
         grouped = isinstance(_FORMATS[format], Integers)
         if group < 0 or bool(group) != grouped:
             words.refuse("group_size", "a number of columns, for int4 and int8 alone")
-        return cls(format, group, words.list("int8_modules"), words.flag("measured", False))
+        flags = (words.flag(name, False) for name in ("measured", "ends_in_int8"))
+        return cls(format, group, words.list("int8_modules"), *flags)
 
     def __str__(self) -> str:
         groups = f" in groups of {self.group}" if self.group else ""
@@ -117,6 +121,7 @@ class Recipe:
         group = {"group_size": self.group} if self.group else {}
         kept = {"int8_modules": list(self.int8)} if self.int8 else {}
         how = {"measured": True} if self.measured else {}
+        how |= {"ends_in_int8": True} if self.ends else {}
         return {"quant_method": METHOD, "version": VERSION, "format": self.format, **group, **kept, **how}
 
     def weight_format(self) -> WeightFormat:
@@ -128,6 +133,8 @@ class Recipe:
         wide = replace(eight, checkpoint_group=self.group or GROUP)
         excepted, all_others = linears(format)
         rules = (excepted, (ModuleNames(parts=self.int8), wide)) if self.int8 else (excepted,)
+        if self.ends:
+            rules = ((ModuleNames(whole=frozenset({EMBEDDING, HEAD})), wide), *rules)
         return ByName(METHOD, rules=(*rules, all_others))
 
 
