@@ -217,10 +217,9 @@ class Runner:
 
     @torch.inference_mode()
     def end(self, begun: "Begun") -> Outcome:
-        """Wait for the oldest plan that has not ended, and return its outcome. A draft model's has no reports."""
-        plan = begun.plan
-        carrier = self.target.carrier if plan.model is ModelRole.TARGET else None
-        transfers = carrier.transfers if carrier is not None else None
+        """Wait for the oldest plan that has not ended. The outcome of a draft model never tells what landed."""
+        plan, carrier = begun.plan, self.target.carrier
+        transfers = carrier.transfers if carrier is not None and plan.model is ModelRole.TARGET else None
         with self._here():
             results = begun.results()
             if self._cpu is not None:
