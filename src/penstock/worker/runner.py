@@ -217,7 +217,7 @@ class Runner:
 
     @torch.inference_mode()
     def end(self, begun: "Begun") -> Outcome:
-        """Wait for the oldest plan that has not ended. The outcome of a draft model never tells what landed."""
+        """Wait for the oldest plan that has not ended. That of a draft model never tells what has landed."""
         plan, carrier = begun.plan, self.target.carrier
         transfers = carrier.transfers if carrier is not None and plan.model is ModelRole.TARGET else None
         with self._here():
