@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
-from penstock.arch.layout import GroupLayout, KVLayout
+from penstock.arch.families import TensorNames
+from penstock.arch.layout import GroupLayout, KVLayout, group_layouts, kv_layout
+from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.errors import ConfigError
 from penstock.weights.streaming.residency import padded
@@ -25,6 +28,14 @@ class DraftModel:
     dtype: str
     layouts: Sequence[GroupLayout]
     kv: KVLayout
+
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, names: TensorNames, dtype: str, block_size: int, shard: Shard = WHOLE
+    ) -> Self:
+        """Return what is to be known of a model, of which this rank has a part."""
+        layouts = group_layouts(spec, names, dtype, shard)
+        return cls(spec, dtype, layouts, kv_layout(spec, dtype, block_size, shard))
 
     @property
     def weights(self) -> int:

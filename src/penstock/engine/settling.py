@@ -111,8 +111,7 @@ def _draft(config: Config, target: Model, model: Model, device: torch.device, sh
     spec, dtype = model.spec, choose_dtype(config, model, device)
     if isinstance(model, Checkpoint):
         model.verify(group_layouts(spec, model.names, dtype))
-    layouts = group_layouts(spec, model.names, dtype, shard)
-    return DraftModel(spec, dtype, layouts, kv_layout(spec, dtype, config.block_size, shard))
+    return DraftModel.of(spec, model.names, dtype, config.block_size, shard)
 
 
 def choose_dtype(config: Config, model: Model, device: torch.device) -> str:
