@@ -6,9 +6,11 @@ from typing import Any
 
 from penstock.api.text.vocabularies import check_tokens
 from penstock.base.config import Config
+from penstock.base.errors import ConfigError
 from penstock.engine.boot import Booted, boot
 from penstock.hub.models import locate
 from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.checkpoint.scoring import yields_no_text
 from penstock.weights.pack.cache import is_pack
 from penstock.weights.pack.reader import Pack
 
@@ -18,18 +20,31 @@ def open_weights(path: Path, cache: Path) -> Checkpoint | Pack:
     return Pack.open(path) if is_pack(path) else Checkpoint.open(path, cache.expanduser())
 
 
+def find_draft(config: Config, name: str) -> Path:
+    """Return where the draft model of this name is, fetched if need be.
+
+    Raises ConfigError if it has other tokens than the model or continues no text, CheckpointError for files
+    that are damaged, and what `locate` raises.
+    """
+    path = locate(name).path
+    if path.exists() and (instead := yields_no_text(path)):
+        raise ConfigError(
+            f"the draft model {path} {instead}, and does not continue text; give a smaller model with the "
+            "same tokenizer, or speculate suffix"
+        )
+    check_tokens(config.model, path)
+    return path
+
+
 def boot_model(config: Config, model: Checkpoint | Pack, **more: Any) -> Booted:
     """Return a running engine, as `boot` does, with the draft model that the settings name.
 
-    Raises ConfigError if that has other tokens than the model, before anything is loaded, and what opening it
-    raises.
+    Raises what `find_draft` does, before anything is loaded, and what opening it raises.
     """
     start = partial(boot, config, model, **more)
     if config.draft_model is None:
         return start()
-    path = locate(config.draft_model).path
-    check_tokens(config.model, path)
-    draft = open_weights(path, config.cache)
+    draft = open_weights(find_draft(config, config.draft_model), config.cache)
     try:
         return start(draft=draft)
     finally:
