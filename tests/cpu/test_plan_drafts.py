@@ -123,7 +123,7 @@ def test_a_boot_decides_what_was_planned_where_the_target_streams() -> None:
 # ---- what is shown
 
 
-@pytest.mark.parametrize("drafts", ["suffix", SMALL])
+@pytest.mark.parametrize("drafts", ["suffix", SMALL], ids=["suffix", "draft model"])
 def test_the_line_has_what_the_table_says(drafts: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = [LARGE, *NARROW, "--speculate", drafts]
     table, found = text_of(capsys, *asked), json_of(capsys, *asked)

@@ -117,9 +117,8 @@ class Pacing:
         layouts, tied = outline.layouts, outline.spec.tied_embeddings
         if not plan.streams:  # A boot takes all groups alike then; a forecast counts experts by themselves.
             slots = [padded(layout) for layout in layouts if layout.id.kind is GroupKind.EXPERT]
-            room = (
-                plan.limits.device + len(slots) * max(slots, default=0) - sum(slots)
-            )  # Of slots of one size.
+            # Slots have one size.
+            room = plan.limits.device + len(slots) * max(slots, default=0) - sum(slots)
             placement, experts, _ = solve_model(
                 layouts, tied, replace(plan.limits, device=room), machine.rates, disk=False
             )
@@ -144,9 +143,8 @@ class Pacing:
         if not step.decodes or not rates.cpu_read or (step.verifies and self.experts is None):
             return alone
         shared = _pace(self.spec, machine, *others)
-        if shared.cpu is None or (
-            self.work.settings.cpu_compute == "auto" and shared.seconds >= alone.seconds
-        ):
+        auto = self.work.settings.cpu_compute == "auto"
+        if shared.cpu is None or (auto and shared.seconds >= alone.seconds):
             return alone
         return replace(shared, cpu=replace(shared.cpu, alone=alone.seconds))
 
