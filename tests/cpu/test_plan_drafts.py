@@ -263,7 +263,7 @@ def reranker(path: Path) -> Path:
     ids=["embeddings", "scores", "no tokenizer"],
 )
 def test_a_model_that_cannot_draft_is_refused_before_anything_is_loaded(
-    make: Any, why: str, tmp_path: Path
+    make: Any, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draft = make(tmp_path / "draft")
     (draft / "model.safetensors").write_bytes(b"")  # Whoever opened it would say so.
@@ -272,6 +272,9 @@ def test_a_model_that_cannot_draft_is_refused_before_anything_is_loaded(
         LLM.from_config(config)
     with pytest.raises(ConfigError, match=why):
         Hosting({"shipped": config}, {}, OnDemandSettings()).prepare()
+    # A plan needs no tokenizer.
+    assert main(["plan", str(SHIPPED_MODEL), *NARROW, "--speculate", str(draft)]) == 2 * ("text" in why)
+    assert ("does not continue text" in capsys.readouterr().err) == ("text" in why)
 
 
 def test_a_target_without_text_takes_a_draft_without(tmp_path: Path) -> None:

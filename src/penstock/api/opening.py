@@ -6,11 +6,10 @@ from typing import Any
 
 from penstock.api.text.vocabularies import check_tokens
 from penstock.base.config import Config
-from penstock.base.errors import ConfigError
 from penstock.engine.boot import Booted, boot
+from penstock.engine.draft import check_continues
 from penstock.hub.models import locate
 from penstock.weights.checkpoint.reader import Checkpoint
-from penstock.weights.checkpoint.scoring import yields_no_text
 from penstock.weights.pack.cache import is_pack
 from penstock.weights.pack.reader import Pack
 
@@ -27,11 +26,7 @@ def find_draft(config: Config, name: str) -> Path:
     that are damaged, and what `locate` raises.
     """
     path = locate(name).path
-    if path.exists() and (instead := yields_no_text(path)):
-        raise ConfigError(
-            f"the draft model {path} {instead}, and does not continue text; give a smaller model with the "
-            "same tokenizer, or speculate suffix"
-        )
+    check_continues(path)
     check_tokens(config.model, path)
     return path
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 from penstock.arch.families import TensorNames
@@ -9,6 +10,7 @@ from penstock.arch.layout import GroupLayout, KVLayout, group_layouts, kv_layout
 from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.errors import ConfigError
+from penstock.weights.checkpoint.scoring import yields_no_text
 from penstock.weights.streaming.residency import padded
 
 
@@ -55,6 +57,16 @@ def beyond_trained(draft: ModelSpec, length: int) -> str:
         f"warning: the draft model was trained for {draft.max_length:,} positions, and requests may have "
         f"{length:,}: few of its drafts beyond will be right; lower max_length, or give another draft model"
     )
+
+
+def check_continues(path: Path) -> None:
+    """Raise ConfigError if a draft model does not continue text, as far as the files at `path` are there to
+    tell, and CheckpointError for files that are damaged."""
+    if path.exists() and (instead := yields_no_text(path)):
+        raise ConfigError(
+            f"the draft model {path} {instead}, and does not continue text; give a smaller model with the "
+            "same tokenizer, or speculate suffix"
+        )
 
 
 def check_draft(target: ModelSpec, draft: ModelSpec) -> None:

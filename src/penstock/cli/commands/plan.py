@@ -2,6 +2,7 @@
 has to be here."""
 
 import math
+import os
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from penstock.cli.plan_report import ASSUMED, Figure, Report, Setting
 from penstock.cli.shape import open_model
 from penstock.cli.terminal import say
 from penstock.engine.costs import costs_file, read_costs
-from penstock.engine.draft import DraftModel, check_draft
+from penstock.engine.draft import DraftModel, check_continues, check_draft
 from penstock.engine.forecast import forecast
 from penstock.engine.machines import BLOCK_SIZE, ExpertUse, Machine, Work
 from penstock.weights.streaming.ring import StreamRates
@@ -306,6 +307,8 @@ def _draft_of(text: str, target: ModelSpec, work: Work, dtype: str) -> DraftMode
     if text in ("off", "suffix"):
         return None
     _, spec, names = open_model(text)
+    if os.path.isdir(text):
+        check_continues(Path(text))
     check_draft(target, spec)
     return DraftModel.of(spec, names, spec.dtype if dtype == "auto" else dtype, BLOCK_SIZE, work.shard)
 
