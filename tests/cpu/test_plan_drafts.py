@@ -104,11 +104,11 @@ def test_a_boot_decides_what_was_planned() -> None:
         assert replace(found.budget, activations=budget.activations) == budget
 
 
-def test_a_boot_decides_what_was_planned_where_the_target_streams() -> None:
+def test_a_boot_decides_what_was_planned_where_the_target_streams(tmp_path: Path) -> None:
     with opened(QWEN, LLAMA, **SAME) as booted:
         budget, (target, _) = booted.budget, bytes_of(booted, TARGET)
         memory = budget.weights + budget.activations + budget.kv - target // 8
-    with opened(QWEN, LLAMA, **SAME, device_memory=f"{memory}B") as booted:
+    with opened(QWEN, LLAMA, **SAME, device_memory=f"{memory}B", cache=tmp_path) as booted:
         stats = booted.weights.stats(exact=True)
         rates = StreamRates(stats.link_rate, stats.disk_rate, USUAL.device_read)
         found, said = forecast_of(budget.total, rates)
