@@ -265,7 +265,7 @@ def _held(found: Forecast, tier: Tier) -> TierHeld:
         capacity, kv, activations = machine.device - found.plan.beside, budget.kv, budget.activations
         state, beside = budget.state, found.work.draft
         if beside:
-            kv -= budget.blocks * beside.kv.block_bytes
+            kv -= budget.blocks * beside.block_bytes
             draft = budget.kv - kv + beside.weights
         process = machine.device - machine.usable
     elif tier is Tier.HOST:

@@ -62,7 +62,7 @@ def speculation(spec: ModelSpec, names: TensorNames, found: Forecast) -> DraftFo
     plan, work, draft = found.plan, found.work, found.work.draft
     off = replace(work, settings=replace(work.settings, speculate="off"), draft=None)
     without = forecast(spec, names, found.machine, off).decode.tokens_per_second
-    kv = plan.budget.blocks * draft.kv.block_bytes if draft else 0
+    kv = plan.budget.blocks * draft.block_bytes if draft else 0
     weights = draft.weights if draft else 0
     warnings = []
     if draft and (warning := beyond_trained(draft.spec, work.context)):

@@ -31,6 +31,11 @@ class DraftModel:
     layouts: Sequence[GroupLayout]
     kv: KVLayout
 
+    @property
+    def block_bytes(self) -> int:
+        """Return the bytes of a KV block in its pool."""
+        return self.kv.block_bytes
+
     @classmethod
     def of(
         cls, spec: ModelSpec, names: TensorNames, dtype: str, block_size: int, shard: Shard = WHOLE

@@ -178,7 +178,7 @@ def _outline_of(
         activations += lora.bytes(spec, work.shard, work.dtype)
     resident, far = sum(map(padded, layouts)) + activations + state, None
     if draft:
-        resident += draft.weights + blocks // work.batch * draft.kv.block_bytes
+        resident += draft.weights + blocks // work.batch * draft.block_bytes
     host = machine.host or 0
     hardware = Hardware(
         cuda, machine.usable, machine.usable, host, host, process=PROCESS - GROWTH, kernels=cuda

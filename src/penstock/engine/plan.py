@@ -102,7 +102,7 @@ class Outline(Generic[Far]):
     @property
     def block_bytes(self) -> int:
         """Return the bytes of one KV block on the device, of all models."""
-        return self.kv.block_bytes + (self.draft.kv.block_bytes if self.draft else 0)
+        return self.kv.block_bytes + (self.draft.block_bytes if self.draft else 0)
 
     @property
     def blocks_per_row(self) -> int:

@@ -86,7 +86,7 @@ def settle(
         resident += bank
         say(f"LoRA adapters: room for {lora.slots} of up to rank {lora.rank}, {format_size(bank)}")
     if draft:
-        resident += draft.weights + -(-limits.max_length // limits.block_size) * draft.kv.block_bytes
+        resident += draft.weights + -(-limits.max_length // limits.block_size) * draft.block_bytes
     mine = local_spec(spec, shard)
     far = long_room(config, mine, limits, kv, hardware, total, resident)
     if far and hardware.cuda and config.max_step_tokens is None:
