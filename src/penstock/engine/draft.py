@@ -21,20 +21,21 @@ class DraftModel:
 
     All of its weights rest on the device: a draft that streams would cost what it is to save. A KV block has
     the same number in its pool as in the target's, so the budget counts one block of both as one. Its KV
-    never leaves the device.
+    never leaves the device. A copy of the target itself may use the target's KV, and needs no pool.
 
-    spec: of the whole model. layouts, kv: of this rank's part.
+    spec: of the whole model. layouts, kv: of this rank's part. shares_kv: its KV is the target's.
     """
 
     spec: ModelSpec
     dtype: str
     layouts: Sequence[GroupLayout]
     kv: KVLayout
+    shares_kv: bool = False
 
     @property
     def block_bytes(self) -> int:
         """Return the bytes of a KV block in its pool."""
-        return self.kv.block_bytes
+        return 0 if self.shares_kv else self.kv.block_bytes
 
     @classmethod
     def of(
