@@ -86,7 +86,8 @@ def main() -> None:
             error = stdev(passes) / sqrt(len(passes))
             print(
                 f"temperature {temperature:3.1f}, drafts of {tokens:2d}: "
-                f"{fmean(passes):5.2f} +- {error:4.2f} tokens a pass, {differ} of {len(outputs)} outputs differ",
+                f"{fmean(passes):5.2f} +- {error:4.2f} tokens a pass, "
+                f"{differ} of {len(outputs)} outputs differ",
                 flush=True,
             )
             found[f"temperature {temperature:g}, {tokens} drafted"] = {

@@ -8,7 +8,7 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -38,6 +38,7 @@ from penstock.server.fleet.requests import (
 )
 from penstock.server.fleet.routing import Affinity
 from penstock.server.fleet.scale import bounds
+from penstock.server.monitoring.counts import SpeculationState
 from penstock.step.structure import Structure
 from streams import LONG
 
@@ -459,6 +460,18 @@ def test_numbers_of_replicas_that_cannot_be(text: str) -> None:
 
 def test_numbers_of_replicas() -> None:
     assert [bounds("2"), bounds("1:4"), bounds("3:3")] == [(2, 2), (1, 4), (3, 3)]
+
+
+def test_drafts_of_replicas_are_summed_and_tokens_a_pass_are_of_all() -> None:
+    """One replica has decoded 90 tokens in 30 passes, the other 10 in 10: 100 in 40 are 2.5 each, not 2."""
+    states = {
+        name: {"speculation": asdict(SpeculationState.summed(drafted, accepted, tokens, tokens - accepted))}
+        for name, drafted, accepted, tokens in (("a", 100, 60, 90), ("b", 7, 0, 10), ("c", 0, 0, 0))
+    }
+    expected = {"drafted": 107, "accepted": 60, "tokens": 100, "passes": 40, "tokens_a_pass": 2.5}
+    assert summed(states)["speculation"] == expected
+    assert summed({"a": states["c"]})["speculation"]["tokens_a_pass"] == 0
+    assert summed({"a": {"speculation": None}, "b": {"speculation": None}})["speculation"] is None
 
 
 def test_experts_of_replicas_are_summed_and_their_map_is_that_of_one() -> None:

@@ -316,6 +316,44 @@ def test_a_model_without_experts_that_move_shows_none(server: Server) -> None:
 
 
 @pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that drafts by look-up."""
+    with serving(tmp_path_factory.mktemp("drafting"), "--speculate", "suffix") as server:
+        yield server
+
+
+def repeat(server: Server) -> Mapping[str, Any]:
+    """Let the model say one word again and again, and return what the answer counts."""
+    body = {"model": "shipped", "prompt": "Again", "max_tokens": 100, "temperature": 0}
+    status, _, said = server.ask("POST", "/v1/completions", body | {"logit_bias": {"300": 100}})
+    assert status == 200, said
+    usage: Mapping[str, Any] = json.loads(said)["usage"]
+    return usage
+
+
+def test_drafts_are_counted_where_something_drafts(drafting: Server, server: Server) -> None:
+    """As each answer and /metrics count them; from nothing on."""
+    empty = {"drafted": 0, "accepted": 0, "tokens": 0, "passes": 0, "tokens_a_pass": 0}
+    assert drafting.state()["speculation"] == empty
+    drafted = accepted = tokens = 0
+    for _ in range(2):
+        usage = repeat(drafting)
+        details = usage["completion_tokens_details"]
+        accepted += details["accepted_prediction_tokens"]
+        drafted += details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
+        tokens += usage["completion_tokens"]
+    found = until(lambda: (state := drafting.state())["running"] == 0 and state["speculation"])
+    assert accepted > 0
+    assert (found["drafted"], found["accepted"], found["tokens"]) == (drafted, accepted, tokens)
+    assert found["drafted"] == counted(drafting, "spec_decode_num_draft_tokens_total")
+    assert found["accepted"] == counted(drafting, "spec_decode_num_accepted_tokens_total")
+    assert found["passes"] == tokens - accepted
+    assert found["tokens_a_pass"] == pytest.approx(tokens / (tokens - accepted))
+    assert found["tokens_a_pass"] > 1
+    assert told(server)["speculation"] is None
+
+
+@pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A mixture of 32 experts, of which some stay on the device and others on disk."""
     folder = tmp_path_factory.mktemp("mixture")
@@ -468,6 +506,20 @@ def test_the_machine_is_shown_where_a_tier_has_nothing(browser: Browser, tmp_pat
     until(lambda: browser.text("#state") == "The server cannot be reached.")
     assert browser.count("#gauges") == 0
     browser.complaints()
+
+
+def test_drafts_are_shown_where_something_drafts(browser: Browser, drafting: Server, mixture: Server) -> None:
+    browser.complaints()
+    browser.open(drafting.url)
+    until(lambda: browser.count("#drafts") == 1)
+    repeat(drafting)
+    found = until(lambda: (state := drafting.state())["running"] == 0 and state["speculation"])
+    until(lambda: browser.text("#drafts dd").replace(",", "") == str(found["drafted"]))
+    assert "tokens to each output" in browser.text("#drafts")
+    browser.open(mixture.url)
+    until(lambda: browser.count("#gauges") == 1)
+    assert browser.count("#drafts") == 0
+    assert browser.complaints() == []
 
 
 def test_experts_are_shown_as_a_map_and_as_a_table(browser: Browser, mixture: Server) -> None:

@@ -24,7 +24,8 @@ from penstock.engine.costs import (
     prompt_seconds,
     read_costs,
 )
-from penstock.engine.forecast import More, decode_pace, forecast, gains
+from penstock.engine.forecast import decode_pace, forecast
+from penstock.engine.gains import More, gains
 from penstock.engine.machines import ExpertUse, Machine, Work
 from penstock.engine.passes import UseWork, decode_step, pass_work, prompt_step
 from penstock.weights.streaming.residency import padded, pass_order

@@ -20,7 +20,8 @@ from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
 from penstock.engine.contexts import LongRoom, long_room
 from penstock.engine.cpu_share import shared_experts
-from penstock.engine.forecast import ExpertTraffic, Forecast, More, forecast, gains
+from penstock.engine.forecast import ExpertTraffic, Forecast, forecast
+from penstock.engine.gains import More, gains
 from penstock.engine.machines import BLOCK_SIZE, CONTEXT, PROCESS, TABLES, ExpertUse, Machine, Work
 from penstock.engine.passes import decode_step, mixtures_of, pass_work
 from penstock.weights.streaming.beside import HAND_OVER, LOSS

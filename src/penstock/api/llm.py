@@ -183,6 +183,11 @@ class LLM:
         runs."""
         return MemoryUse.of(self._booted)
 
+    @property
+    def speculates(self) -> bool:
+        """Tell whether tokens are drafted."""
+        return self._config.speculate != "off"
+
     def expert_map(self) -> ExpertMap:
         """Return how the experts of a mixture are used lately, and where they are. May be called from any
         thread, also while a step runs, for which it does not wait."""

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from penstock.api.text.vocabularies import check_tokens
-from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.recipe import Recipe
+from penstock.arch.formats.recipe import COPY_GROUPS, Recipe, copied
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError
 from penstock.engine.boot import Booted, boot
+from penstock.engine.draft import check_continues
 from penstock.engine.settling import choose_dtype
 from penstock.hub.models import locate
 from penstock.memory.device import choose_device
@@ -28,20 +28,29 @@ def open_weights(path: Path, cache: Path) -> Checkpoint | Pack:
     return Pack.open(path) if is_pack(path) else Checkpoint.open(path, cache.expanduser())
 
 
+def find_draft(config: Config, name: str) -> Path:
+    """Return where the draft model of this name is, fetched if need be.
+
+    Raises ConfigError if it has other tokens than the model or continues no text, CheckpointError for files
+    that are damaged, and what `locate` raises.
+    """
+    path = locate(name).path
+    check_continues(path)
+    check_tokens(config.model, path)
+    return path
+
+
 def boot_model(config: Config, model: Checkpoint | Pack, **more: Any) -> Booted:
     """Return a running engine, as `boot` does, with the draft model that the settings name, or with a copy of
     the model in few bits.
 
-    Raises ConfigError if that has other tokens than the model, before anything is loaded, and what opening it
-    raises.
+    Raises what `find_draft` does, before anything is loaded, and what opening it raises.
     """
     start = partial(boot, config, model, **more)
     if config.drafts_itself:
         draft: Checkpoint | Pack = copy_in_few_bits(config, model, more.get("say", lambda _: None))
     elif config.draft_model is not None:
-        path = locate(config.draft_model).path
-        check_tokens(config.model, path)
-        draft = open_weights(path, config.cache)
+        draft = open_weights(find_draft(config, config.draft_model), config.cache)
     else:
         return start()
     try:
@@ -61,12 +70,12 @@ def copy_in_few_bits(config: Config, model: Checkpoint | Pack, say: Callable[[st
             "speculate self does not work with tensor_parallel: a pack of few bits cannot be divided; give "
             "speculate suffix, or name a draft model"
         )
-    if isinstance(model, Pack) or model.spec.format != DENSE:
-        what = "is a pack" if isinstance(model, Pack) else "has weights of few bits already"
+    if isinstance(model, Pack):
         raise ConfigError(
-            f"speculate self drafts with a copy of a checkpoint in four bits, but {config.model} {what}; "
-            "give speculate suffix, or name a smaller model as the draft model"
+            f"speculate self drafts with a copy of a checkpoint in four bits, but {config.model} is a pack; "
+            "name the checkpoint it was made of, or a draft model"
         )
+    copied(model.spec.format, f"{config.model} has")
     device = choose_device(config.device)
     dtype = choose_dtype(config, model, device)
     few = _quantised(model, dtype, device)
@@ -76,7 +85,7 @@ def copy_in_few_bits(config: Config, model: Checkpoint | Pack, say: Callable[[st
 
 def _quantised(model: Checkpoint, dtype: str, device: torch.device) -> QuantisedCheckpoint:
     """Return the checkpoint in four bits, with the largest groups that divide the rows of every matrix."""
-    *larger, least = (128, 64, 32, 16, 8)
+    *larger, least = COPY_GROUPS
     for group in larger:
         with suppress(ConfigError):
             return QuantisedCheckpoint(model, Recipe("int4", group, ends=True), dtype, device)

@@ -32,11 +32,12 @@ def check_device(text: str) -> None:
 
 
 def check_speculate(text: str) -> None:
-    """Raise ConfigError for a way to draft that there is none of."""
-    if text in ("", "on", "auto", "ngram"):
+    """Raise ConfigError for a word that is no way to draft, and neither a path nor a name of a model."""
+    if text not in ("off", "suffix", "self") and "/" not in text and not os.path.exists(text):
         raise ConfigError(
-            f"speculate {text!r} is no way to draft tokens; choose off, suffix (which looks up what followed "
-            "before), self (the model in four bits), or name a draft model"
+            f"speculate {text!r} is no way to draft tokens, and no model is called so; choose off, suffix "
+            "(which looks up what followed before), self (the model in four bits), or a draft model: a path "
+            "that is there, or its name on the Hugging Face Hub, owner/name"
         )
 
 

@@ -27,7 +27,7 @@ _HOME: Mapping[Tier, str] = {Tier.DEVICE: "#12756b", Tier.HOST: "#e0982f", Tier.
 _RING: Mapping[Tier, str] = {Tier.DEVICE: "#7fc4ba", Tier.HOST: "#f3d19a", Tier.DISK: _PAPER}
 _LONGEST = 56
 """Letters of a model's name that have room."""
-_KV, _ACTIVATIONS, _PROCESS = "#5b4a9e", "#b3a6dc", "#8a8f98"
+_KV, _DRAFT, _ACTIVATIONS, _PROCESS = "#5b4a9e", "#3b7cb8", "#b3a6dc", "#8a8f98"
 
 
 def draw(report: Report, file: Path) -> None:
@@ -132,6 +132,7 @@ def _tier(canvas: _Canvas, one: TierHeld, top: int, scale: float, there: bool) -
         ("ring", one.ring, _RING[one.tier]),
         ("KV", one.kv, _KV),
         ("state", one.state, _KV),
+        ("draft model", one.draft, _DRAFT),
         ("activations", one.activations, _ACTIVATIONS),
         ("process", one.process, _PROCESS),
     )

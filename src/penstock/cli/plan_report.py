@@ -1,7 +1,7 @@
 """A forecast for those who asked for it: as a table, and as one line of JSON with the same numbers."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -14,12 +14,15 @@ from penstock.base.config import Config
 from penstock.base.report import JsonLine
 from penstock.base.tiers import Tier
 from penstock.base.units import counted, format_size
+from penstock.cli.columns import aligned, headed
 from penstock.cli.figures import format_count, format_figure, format_pace, format_seconds
+from penstock.cli.plan_drafts import WORDS, SpeculationShown
 from penstock.engine.contexts import LongRoom
 from penstock.engine.costs import StepCosts
 from penstock.engine.cpu import cpu_note
 from penstock.engine.cpu_share import CpuPart
-from penstock.engine.forecast import ExpertTraffic, Forecast, Gain, Pace, gains
+from penstock.engine.forecast import ExpertTraffic, Forecast, Pace
+from penstock.engine.gains import Gain, gains
 from penstock.engine.machines import PROCESS
 from penstock.engine.plan import BootPlan
 from penstock.ops.row_classes import MOST_TOKENS
@@ -27,8 +30,6 @@ from penstock.weights.streaming.ring import Link
 from penstock.worker.sizes import prefix_blocker, run_counts
 
 ASSUMED = "assumed"
-WORDS = {Link.DISK: "disk", Link.LINK: "link", Link.COMPUTE: "device"}
-"""Links are called so: the device itself is what computes and reads its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ class Setting:
 class TierHeld:
     """Bytes on a tier; `capacity` and `free` are None on DISK. On a CPU, what HOST has is taken from DEVICE.
 
-    process: what it takes beside weights. groups: of each kind, how many rest there.
+    draft: weights and KV of a draft model. process: what it takes beside weights. groups: of each kind, how
+    many rest there.
     """
 
     tier: Tier
@@ -68,6 +70,7 @@ class TierHeld:
     ring: int
     kv: int
     state: int
+    draft: int
     activations: int
     process: int
     free: int | None
@@ -179,6 +182,7 @@ class Report(JsonLine):
     decode: PaceShown
     prefill: PaceShown
     far: LongShown | None
+    speculation: SpeculationShown | None
     gains: tuple[Gain, ...]
     tiers: tuple[TierHeld, ...]
     kinds: Mapping[str, int]
@@ -209,6 +213,7 @@ class Report(JsonLine):
             decode=PaceShown.of(found.decode),
             prefill=PaceShown.of(found.prefill),
             far=LongShown.of(far, work.settings) if far else None,
+            speculation=SpeculationShown.of(spec, names, found),
             gains=gains(spec, names, found),
             tiers=tuple(_held(found, tier) for tier in reversed(Tier)),
             kinds=dict(Counter(layout.id.kind.value for layout in layouts)),
@@ -223,6 +228,7 @@ class Report(JsonLine):
             _homes(self),
             *([_far(self.far)] if self.far else []),
             _paces(self),
+            *([self.speculation.lines()] if self.speculation else []),
             _gains(self),
         )
         return "\n\n".join("\n".join(block) for block in blocks)
@@ -253,18 +259,21 @@ class Report(JsonLine):
 
 def _held(found: Forecast, tier: Tier) -> TierHeld:
     machine, budget, weights, ring = found.own, found.budget, found.resting(tier), found.ring(tier)
-    kv = state = activations = process = 0
+    kv = state = draft = activations = process = 0
     capacity: int | None = None
     if tier is Tier.DEVICE:
         capacity, kv, activations = machine.device - found.plan.beside, budget.kv, budget.activations
-        state = budget.state
+        state, beside = budget.state, found.work.draft
+        if beside:
+            kv -= budget.blocks * beside.block_bytes
+            draft = budget.kv - kv + beside.weights
         process = machine.device - machine.usable
     elif tier is Tier.HOST:
         capacity, process = (
             (found.plan.beside, 0) if machine.host is None else (machine.host, min(PROCESS, machine.host))
         )
         kv = found.far
-    taken = weights + ring + kv + state + activations + process
+    taken = weights + ring + kv + state + draft + activations + process
     free = None if capacity is None else capacity - taken
     groups = Counter(id.kind.value for id, home in found.placement.homes.items() if home is tier)
     groups[GroupKind.EXPERT.value] += found.experts_on(tier)
@@ -275,6 +284,7 @@ def _held(found: Forecast, tier: Tier) -> TierHeld:
         ring,
         kv,
         state,
+        draft,
         activations,
         process,
         free,
@@ -308,17 +318,17 @@ def _machine(setting: Setting) -> list[str]:
         )
     return [
         "Machine",
-        *_aligned(rows, "<><"),
+        *aligned(rows, "<><"),
         *(["  What is assumed, `penstock doctor` measures."] if assumed else []),
         steps,
     ]
 
 
 def _tiers(it: Report) -> list[str]:
-    states = ["state"] if any(one.state for one in it.tiers) else []
+    some = [name for name in ("state", "draft") if any(getattr(one, name) for one in it.tiers)]
 
     def held(one: TierHeld) -> list[str]:
-        beside = [one.state] if states else []
+        beside = [getattr(one, name) for name in some]
         sizes = (
             size or None for size in (one.weights, one.ring, one.kv, *beside, one.activations, one.process)
         )
@@ -328,8 +338,8 @@ def _tiers(it: Report) -> list[str]:
         ]
 
     title = "Tiers of a rank" if it.ranks > 1 else "Tiers"
-    head = [title, "capacity", "weights", "ring", "KV", *states, "activations", "process", "free"]
-    return _headed(head, map(held, it.tiers))
+    head = [title, "capacity", "weights", "ring", "KV", *some, "activations", "process", "free"]
+    return headed(head, map(held, it.tiers))
 
 
 def _homes(it: Report) -> list[str]:
@@ -340,7 +350,7 @@ def _homes(it: Report) -> list[str]:
         if it.everything_resident
         else ""
     )
-    return [title, *_aligned(rows, "<<")]
+    return [title, *aligned(rows, "<<")]
 
 
 def _far(far: LongShown) -> list[str]:
@@ -404,11 +414,11 @@ def _paces(it: Report) -> list[str]:
         )
     if it.ranks > 1:
         notes.append("  What ranks exchange takes time, too, which is left out.")
-    return [*_headed(head, [shown("decode", it.decode), shown("prefill", it.prefill)]), *notes]
+    return [*headed(head, [shown("decode", it.decode), shown("prefill", it.prefill)]), *notes]
 
 
 def _gains(it: Report) -> list[str]:
-    return _headed(
+    return headed(
         ["What more would buy, tokens/s", "decode", "prefill"],
         [[gain.more.value, *gain_texts(it, gain)] for gain in it.gains],
     )
@@ -432,19 +442,3 @@ def homes(it: Report, held: TierHeld) -> str:
             kind if whole == 1 else f"all {whole} {kind}" if count == whole else f"{count} of {whole} {kind}"
         )
     return ", ".join(parts)
-
-
-def _headed(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The head begins at the margin, what is below it two columns in."""
-    return _aligned(
-        [head, *((f"  {name}", *texts) for name, *texts in rows)], "<" + ">" * (len(head) - 1), ""
-    )
-
-
-def _aligned(rows: Sequence[Sequence[str]], sides: str, margin: str = "  ") -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(f"{text:{side}{width}}" for text, side, width in zip(row, sides, widths, strict=True))
-        for row in rows
-    )
-    return [f"{margin}{line}".rstrip() for line in lines]

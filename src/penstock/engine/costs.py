@@ -188,6 +188,10 @@ class StepCosts:
         """Return the host's seconds to launch a step over prompts of so many tokens, 0 if it is replayed."""
         if spec.moe is None and tokens <= RECORDED_TOKENS:
             return 0.0
+        return self.eager_seconds(spec)
+
+    def eager_seconds(self, spec: ModelSpec) -> float:
+        """Return the host's seconds to launch every kernel of a step that is not replayed."""
         moe_layers = sum(spec.moe_layers)
         prompt = self.prompt
         return (

@@ -2,10 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
-from penstock.arch.layout import GroupLayout, KVLayout
+from penstock.arch.families import TensorNames
+from penstock.arch.layout import GroupLayout, KVLayout, group_layouts, kv_layout
+from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.errors import ConfigError
+from penstock.weights.checkpoint.scoring import yields_no_text
 from penstock.weights.streaming.residency import padded
 
 
@@ -32,6 +37,14 @@ class DraftModel:
         """Return the bytes of a KV block in its pool."""
         return 0 if self.shares_kv else self.kv.block_bytes
 
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, names: TensorNames, dtype: str, block_size: int, shard: Shard = WHOLE
+    ) -> Self:
+        """Return what is to be known of a model, of which this rank has a part."""
+        layouts = group_layouts(spec, names, dtype, shard)
+        return cls(spec, dtype, layouts, kv_layout(spec, dtype, block_size, shard))
+
     @property
     def weights(self) -> int:
         """Return the bytes that its weights take on the device."""
@@ -50,6 +63,16 @@ def beyond_trained(draft: ModelSpec, length: int) -> str:
         f"warning: the draft model was trained for {draft.max_length:,} positions, and requests may have "
         f"{length:,}: few of its drafts beyond will be right; lower max_length, or give another draft model"
     )
+
+
+def check_continues(path: Path) -> None:
+    """Raise ConfigError if a draft model does not continue text, as far as the files at `path` are there to
+    tell, and CheckpointError for files that are damaged."""
+    if path.exists() and (instead := yields_no_text(path)):
+        raise ConfigError(
+            f"the draft model {path} {instead}, and does not continue text; give a smaller model with the "
+            "same tokenizer, or speculate suffix"
+        )
 
 
 def check_draft(target: ModelSpec, draft: ModelSpec) -> None:

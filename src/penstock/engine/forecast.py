@@ -10,8 +10,8 @@ are slower.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from math import comb
+from typing import Self
 
 from penstock.arch import bounds
 from penstock.arch.families import TensorNames
@@ -25,17 +25,22 @@ from penstock.engine.contexts import LongRoom
 from penstock.engine.costs import RECORDED_TOKENS, prompt_seconds
 from penstock.engine.cpu_share import CpuPart, class_with_cpu, dense_pass, shared_experts
 from penstock.engine.machines import BLOCK_SIZE, Machine, Work, plan_of
-from penstock.engine.passes import StepShape, UseWork, decode_step, mixtures_of, pass_work, prompt_step
-from penstock.engine.plan import BootPlan
+from penstock.engine.passes import (
+    MixtureSize,
+    StepShape,
+    UseWork,
+    decode_step,
+    mixtures_of,
+    pass_work,
+    prompt_step,
+)
+from penstock.engine.plan import BootPlan, check_state
 from penstock.weights.streaming.residency import ExpertRoom, Placement, padded, pass_order
 from penstock.weights.streaming.ring import Link, StreamRates
 from penstock.weights.streaming.solver import predict, solve_model
 
-GB = 10**9
 _TAIL = 4
 """Pages of a long sequence with KV that is only there."""
-MORE = 1.1
-"""Factor by which faster links are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,25 +93,90 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
-    """Holds the plan that a boot would build on a machine, and the pace that follows.
+class Pacing:
+    """Holds what the pace of any step of a model on a machine follows from.
 
-    placement: of the groups that every pass needs.
-    experts: of the others, if the model has any.
+    spec, machine: of a rank. placement: of the groups that every pass needs; experts: of the others, if there
+    are any. order: the groups of a pass. mixtures: see `mixtures_of`.
     """
 
+    spec: ModelSpec
+    dtype: str
     machine: Machine
     work: Work
     plan: BootPlan[LongRoom]
     placement: Placement
     experts: ExpertRoom | None
+    order: Sequence[GroupLayout]
+    mixtures: Mapping[int, MixtureSize]
+
+    @classmethod
+    def of(cls, plan: BootPlan[LongRoom], machine: Machine, work: Work) -> Self:
+        """Return what the paces of a plan follow from. machine: of a rank."""
+        outline, placement, experts = plan.outline, plan.placement, plan.experts
+        layouts, tied = outline.layouts, outline.spec.tied_embeddings
+        if not plan.streams:  # A boot takes all groups alike then; a forecast counts experts by themselves.
+            slots = [padded(layout) for layout in layouts if layout.id.kind is GroupKind.EXPERT]
+            # Slots have one size.
+            room = plan.limits.device + len(slots) * max(slots, default=0) - sum(slots)
+            placement, experts, _ = solve_model(
+                layouts, tied, replace(plan.limits, device=room), machine.rates, disk=False
+            )
+        spec, order = local_spec(outline.spec, outline.shard), pass_order(layouts, tied)
+        return cls(spec, outline.dtype, machine, work, plan, placement, experts, order, mixtures_of(layouts))
+
+    @property
+    def near(self) -> int:
+        """Return the newest tokens of each sequence whose KV is on the device, where that of others is
+        not."""
+        blocks = self.plan.budget.blocks // self.work.batch
+        return max(blocks - _TAIL, 0) * BLOCK_SIZE if self.plan.outline.far else 0
+
+    def pace(self, step: StepShape) -> Pace:
+        """Return how long such steps take, by the faster of two ways where a CPU may compute some of them. It
+        computes no feed-forwards of steps that verify drafts."""
+        machine, rates = self.machine, self.machine.rates
+        uses = pass_work(self.spec, self.dtype, self.order, self.mixtures, step)
+        arithmetic, far = _arithmetic(self.spec, machine, uses, step), self.plan.outline.far
+        others = self.placement, self.experts, step, arithmetic, _passing(far, self.work), self.work
+        alone = _pace(self.spec, replace(machine, rates=replace(rates, cpu_read=())), *others)
+        if not step.decodes or not rates.cpu_read or (step.verifies and self.experts is None):
+            return alone
+        shared = _pace(self.spec, machine, *others)
+        auto = self.work.settings.cpu_compute == "auto"
+        if shared.cpu is None or (auto and shared.seconds >= alone.seconds):
+            return alone
+        return replace(shared, cpu=replace(shared.cpu, alone=alone.seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Holds the plan that a boot would build on a machine, and the pace that follows.
+
+    pacing: what the pace of other steps follows from.
+    """
+
+    machine: Machine
+    work: Work
+    plan: BootPlan[LongRoom]
+    pacing: Pacing
     decode: Pace
     prefill: Pace
 
     @property
     def own(self) -> Machine:
         """A rank has so much of the machine, of which the plan speaks; all of it without other ranks."""
-        return self.machine.of_rank(self.work.settings.tensor_parallel)
+        return self.pacing.machine
+
+    @property
+    def placement(self) -> Placement:
+        """Return where the groups rest that every pass needs."""
+        return self.pacing.placement
+
+    @property
+    def experts(self) -> ExpertRoom | None:
+        """Return where the other groups rest, if the model has any."""
+        return self.pacing.experts
 
     @property
     def budget(self) -> Budget:
@@ -149,30 +219,13 @@ class Forecast:
         return ring + (self.experts.beside(tier) if self.experts else 0)
 
 
-class More(StrEnum):
-    """Names what a machine might have more of."""
-
-    DEVICE = "1 GB more device memory"
-    HOST = "1 GB more host memory"
-    LINK = "a link 10 % faster"
-    DISK = "a disk 10 % faster"
-
-
-@dataclass(frozen=True, slots=True)
-class Gain:
-    """Says how many tokens/s more of something would add: 0 where it would not help."""
-
-    more: More
-    decode: float
-    prefill: float
-
-
 def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) -> Forecast:
     """Forecast a workload on a machine.
 
     Raises BudgetError as a boot would, if KV for all sequences, the largest step and the ring do not fit; and
     ConfigError.
     """
+    check_state(work.settings, spec)
     if work.context > spec.max_length and spec.rope.kind is not RopeKind.DYNAMIC:
         raise ConfigError(
             f"a context of {work.context:,} is more than the {spec.max_length:,} positions the model was "
@@ -184,33 +237,18 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
             "needs a token in every step; lower --batch, or raise --step-tokens"
         )
     layouts = group_layouts(spec, names, work.dtype, work.shard)
-    every = pass_order(layouts, spec.tied_embeddings)
-    mixtures = mixtures_of(layouts)
     own = machine.of_rank(work.settings.tensor_parallel)
     plan = plan_of(spec, layouts, own, work)
-    spec = local_spec(spec, work.shard)
-    placement, experts, far = plan.placement, plan.experts, plan.outline.far
-    if not plan.streams:  # A boot takes all groups alike then; a forecast counts experts by themselves.
-        slots = [padded(layout) for layout in layouts if layout.id.kind is GroupKind.EXPERT]
-        room = plan.limits.device + len(slots) * max(slots, default=0) - sum(slots)  # Of slots of one size.
-        limits = replace(plan.limits, device=room)
-        placement, experts, _ = solve_model(layouts, spec.tied_embeddings, limits, own.rates, disk=False)
-
-    def pace(step: StepShape) -> Pace:
-        arithmetic = _arithmetic(spec, own, pass_work(spec, work.dtype, every, mixtures, step), step)
-        others = placement, experts, step, arithmetic, _passing(far, work), work
-        alone = _pace(spec, replace(own, rates=replace(own.rates, cpu_read=())), *others)
-        if not step.decodes or not own.rates.cpu_read:
-            return alone
-        shared = _pace(spec, own, *others)
-        if shared.cpu is None or (work.settings.cpu_compute == "auto" and shared.seconds >= alone.seconds):
-            return alone
-        return replace(shared, cpu=replace(shared.cpu, alone=alone.seconds))
-
-    near = max(plan.budget.blocks // work.batch - _TAIL, 0) * BLOCK_SIZE if far else 0
-    decode = pace(decode_step(spec, work.dtype, work.batch, work.context, near))
-    prefill = pace(prompt_step(spec, work.dtype, work.batch, work.context, work.step_tokens, needed=not far))
-    return Forecast(machine, work, plan, placement, experts, decode, prefill)
+    pacing, far = Pacing.of(plan, own, work), plan.outline.far
+    local, dtype, batch, context = pacing.spec, work.dtype, work.batch, work.context
+    return Forecast(
+        machine,
+        work,
+        plan,
+        pacing,
+        decode=pacing.pace(decode_step(local, dtype, batch, context, pacing.near)),
+        prefill=pacing.pace(prompt_step(local, dtype, batch, context, work.step_tokens, needed=not far)),
+    )
 
 
 def decode_pace(
@@ -229,32 +267,6 @@ def decode_pace(
     step = decode_step(spec, work.dtype, work.batch, work.context)
     uses = pass_work(spec, work.dtype, every, mixtures_of(layouts), step)
     return _pace(spec, machine, placement, experts, step, _arithmetic(spec, machine, uses, step), None, work)
-
-
-def gains(spec: ModelSpec, names: TensorNames, now: Forecast) -> tuple[Gain, ...]:
-    """Return how much more of each tier and link would help."""
-    machine, rates = now.machine, now.machine.rates
-    others = {
-        More.DEVICE: replace(machine, device=machine.device + GB),
-        More.LINK: replace(machine, rates=replace(rates, host_to_device=rates.host_to_device * MORE)),
-    }
-    if machine.host is not None:
-        others[More.HOST] = replace(machine, host=machine.host + GB)
-    if rates.disk_to_host:
-        others[More.DISK] = replace(machine, rates=replace(rates, disk_to_host=rates.disk_to_host * MORE))
-    found = []
-    for more in More:
-        if more not in others:
-            continue
-        then = forecast(spec, names, others[more], now.work)
-        paces = ((then.decode, now.decode), (then.prefill, now.prefill))
-        found.append(
-            Gain(
-                more,
-                *(max(after.tokens_per_second - before.tokens_per_second, 0.0) for after, before in paces),
-            )
-        )
-    return tuple(found)
 
 
 def _passing(far: LongRoom | None, work: Work) -> tuple[float, float] | None:
@@ -336,8 +348,10 @@ def _pace(
         busy[Link.DISK] += experts_read / machine.rates.disk_to_host if experts_read else 0.0
         if experts.on_device == experts.experts:
             traffic = None
-    if machine.costs and machine.host is not None and not step.decodes:
-        busy[Link.COMPUTE] = max(busy[Link.COMPUTE], machine.costs.launch_seconds(spec, step.tokens))
+    if machine.costs and machine.host is not None and (step.verifies or not step.decodes):
+        costs = machine.costs
+        launches = costs.eager_seconds(spec) if step.verifies else costs.launch_seconds(spec, step.tokens)
+        busy[Link.COMPUTE] = max(busy[Link.COMPUTE], launches)
         seconds = max(seconds, busy[Link.COMPUTE])
     if far:
         tiles = sum(step.far(layer) for layer in range(spec.layers))
@@ -363,7 +377,9 @@ def _asked(spec: ModelSpec, step: StepShape, work: Work) -> list[tuple[int, floa
     assert spec.moe is not None
     use = work.expert_use if step.decodes else None
     if use is not None and use.asked is not None:
-        return [(sum(spec.moe_layers), use.asked)]
+        # What was recorded is of a token of each sequence; more tokens ask for more, as if chosen evenly.
+        more = bounds.experts_chosen(spec.moe, step.tokens) / bounds.experts_chosen(spec.moe, work.batch)
+        return [(sum(spec.moe_layers), min(use.asked * more, spec.moe.experts))]
     last = int(spec.moe_layers[-1])  # There tokens whose logits are not wanted choose none.
     counts = ((sum(spec.moe_layers) - last, step.tokens), (last, step.rows))
     return [(count, bounds.experts_chosen(spec.moe, tokens)) for count, tokens in counts if count]

@@ -18,12 +18,14 @@ from penstock.engine.budget import GROWTH, goes_to_host, on_heap, usual_activati
 from penstock.engine.contexts import LongRoom, long_room
 from penstock.engine.costs import StepCosts
 from penstock.engine.cpu import may_share
+from penstock.engine.draft import DraftModel
 from penstock.engine.plan import BootPlan, Measured, Outline, plan_boot
 from penstock.engine.rooms import Hardware, host_room
 from penstock.sched.rules import SchedulerLimits
+from penstock.step.plan import MOST_DRAFTED
 from penstock.weights.streaming.residency import padded
 from penstock.weights.streaming.ring import StreamRates
-from penstock.worker.sizes import shared_bytes
+from penstock.worker.sizes import HEAD_ROWS, shared_bytes
 
 BLOCK_SIZE = 32
 PROCESS = GROWTH + (1200 << 20)
@@ -110,8 +112,8 @@ class Work:
 
     experts_fetched: how many experts a decode step brings to the device, if that was counted; experts_read:
     how many of these from disk. expert_use: how many are there, if that is known. Without these, tokens are
-    taken to choose evenly. settings: of them those for KV beyond the device, for adapters and for several
-    ranks are looked at.
+    taken to choose evenly. settings: of them those for KV beyond the device, for adapters, for drafts and for
+    several ranks are looked at. draft: the draft model, if these name one, with KV in blocks of BLOCK_SIZE.
     """
 
     dtype: str
@@ -122,6 +124,7 @@ class Work:
     experts_read: float | None = None
     expert_use: ExpertUse | None = None
     settings: Config = field(default_factory=lambda: Config(Path()))
+    draft: DraftModel | None = None
 
     @property
     def shard(self) -> Shard:
@@ -142,14 +145,15 @@ def plan_of(
         less = _less(spec, layouts, machine, work)
         if not less:
             raise
-        demand = outline.demand(measured.activations)
+        demand, none = outline.demand(measured.activations), ", or do without the draft model"
         kv = format_size((demand.fixed_blocks or 1) * demand.block_bytes)
+        draft = f", {format_size(demand.draft_weights)} for the draft model" if work.draft else ""
         sequences = f"a batch of {work.batch:,}" if work.batch > 1 else "a sequence"
         raise BudgetError(
-            f"{sequences} with a context of {work.context:,} takes {kv} of KV and "
+            f"{sequences} with a context of {work.context:,} takes {kv} of KV{draft} and "
             f"{format_size(demand.beside)} for {demand.beside_parts}, which leaves no room for one group of "
             f"weights, {format_size(max(map(padded, layouts)))}, in {format_size(outline.total)} of the "
-            f"device; {less} would fit; or raise --device-memory"
+            f"device; {less} would fit; or raise --device-memory{none if work.draft else ''}"
         ) from error
     return plan_boot(outline, measured)
 
@@ -161,7 +165,11 @@ def _outline_of(
     cuda, kv = machine.host is not None, kv_layout(spec, work.dtype, BLOCK_SIZE, work.shard)
     blocks = work.batch * -(-work.context // BLOCK_SIZE)
     tokens = min(work.step_tokens, max(work.batch * work.context, BLOCK_SIZE))
-    activations = usual_activations(spec, work.dtype, tokens, work.batch)
+    drafted = 0 if work.settings.speculate == "off" else MOST_DRAFTED
+    rows = max(work.batch, min(HEAD_ROWS, work.batch * (1 + drafted))) if drafted else work.batch
+    activations = usual_activations(spec, work.dtype, tokens, rows)
+    if draft := work.draft:  # Steps of one model and of another take the same memory in turn.
+        activations = max(activations, usual_activations(draft.spec, draft.dtype, tokens, rows))
     activations = activations + FIXED if cuda else on_heap(activations, BUFFERS)
     state = state_layout(spec, work.dtype, work.shard).bytes(work.batch)
     lora, slots = None, work.settings.max_loras
@@ -169,6 +177,8 @@ def _outline_of(
         lora = LoraRoom(slots, work.settings.max_lora_rank or LEAST_RANK)
         activations += lora.bytes(spec, work.shard, work.dtype)
     resident, far = sum(map(padded, layouts)) + activations + state, None
+    if draft:
+        resident += draft.weights + blocks // work.batch * draft.block_bytes
     host = machine.host or 0
     hardware = Hardware(
         cuda, machine.usable, machine.usable, host, host, process=PROCESS - GROWTH, kernels=cuda
@@ -180,9 +190,10 @@ def _outline_of(
     settings = replace(settings, kv_blocks=None if far else blocks)
     shard, total = work.shard, machine.usable
     outline = Outline(
-        settings, hardware, spec, shard, work.dtype, limits, not cuda, total, layouts, kv, far, lora=lora
+        settings, hardware, spec, shard, work.dtype, limits, not cuda, total, layouts, kv, far, draft, lora
     )
     activations += far.device_bytes if far else 0
+    activations += outline.of_draft.beside if outline.of_draft else 0
     if may_share(outline) and not outline.may_rest:
         activations += shared_bytes(work.batch)
     return outline, Measured(activations, hardware, machine.rates.disk_to_host > 0, machine.rates)

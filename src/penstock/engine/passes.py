@@ -5,7 +5,7 @@ them (`engine.forecast`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 from penstock.arch import bounds
@@ -23,6 +23,7 @@ class StepShape:
     kv: for a layer, bytes of KV that are read.
     far: for a layer, bytes of KV that come over the link where KV rests in host memory.
     decodes: whether it is a decode step, not a part of prefill.
+    verifies: whether it verifies drafts. Such a decode step is never recorded: the host launches its kernels.
     """
 
     tokens: float
@@ -31,6 +32,7 @@ class StepShape:
     kv: Callable[[int], float]
     far: Callable[[int], float]
     decodes: bool
+    verifies: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,22 @@ def decode_step(spec: ModelSpec, dtype: str, batch: int, context: float, near: i
 
     return StepShape(
         batch, batch, pairs, kv, lambda layer: max(kv(layer) - batch * near_bytes, 0), decodes=True
+    )
+
+
+def verify_step(
+    spec: ModelSpec, dtype: str, batch: int, context: float, tokens: int, near: int = 0
+) -> StepShape:
+    """Return the shape of a step that verifies drafts: `tokens` tokens, of which all but one are drafted, of
+    each of `batch` sequences. All of a sequence attend together, so its KV is read once. near: see
+    `decode_step`."""
+    one = decode_step(spec, dtype, batch, context, near)
+    return replace(
+        one,
+        tokens=batch * tokens,
+        rows=batch * tokens,
+        pairs=lambda layer: tokens * one.pairs(layer),
+        verifies=True,
     )
 
 

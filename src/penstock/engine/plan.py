@@ -368,11 +368,7 @@ def dtype_of(config: Config, stored: str, pack: Path | None, hardware: Hardware)
 
 def limits_of(config: Config, spec: ModelSpec, hardware: Hardware) -> SchedulerLimits:
     """Return the limits that were asked for, or the device's defaults. Raises ConfigError."""
-    if config.speculate != "off" and spec.has_state:
-        raise ConfigError(
-            f"speculate {config.speculate} does not work with {spec.family}, whose layers keep state of a "
-            "sequence: what is rejected of a draft could not be taken back; leave speculate out"
-        )
+    check_state(config, spec)
     usual = STEP["cuda" if hardware.cuda else "cpu"]
     beyond = (
         config.max_length is not None
@@ -399,6 +395,15 @@ def limits_of(config: Config, spec: ModelSpec, hardware: Hardware) -> SchedulerL
             f"block_size is {config.block_size}; give a power of two of at most 256, such as 16"
         )
     return SchedulerLimits(config.block_size, tokens, sequences, config.max_length or spec.max_length)
+
+
+def check_state(config: Config, spec: ModelSpec) -> None:
+    """Raise ConfigError if drafts were asked for, and layers keep state, which they would change for good."""
+    if config.speculate != "off" and spec.has_state:
+        raise ConfigError(
+            f"speculate {config.speculate} does not work with {spec.family}, whose layers keep state of a "
+            "sequence: what is rejected of a draft could not be taken back; leave speculate out"
+        )
 
 
 def _is_roomy(config: Config, hardware: Hardware) -> bool:

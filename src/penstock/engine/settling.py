@@ -111,10 +111,9 @@ def _draft(config: Config, target: Model, model: Model, device: torch.device, sh
     spec, dtype = model.spec, choose_dtype(config, model, device)
     if isinstance(model, Checkpoint):
         model.verify(group_layouts(spec, model.names, dtype))
-    layouts = group_layouts(spec, model.names, dtype, shard)
-    kv = kv_layout(spec, dtype, config.block_size, shard)
-    assert not config.drafts_itself or kv == kv_layout(target.spec, dtype, config.block_size, shard)
-    return DraftModel(spec, dtype, layouts, kv, config.drafts_itself)
+    draft = DraftModel.of(spec, model.names, dtype, config.block_size, shard)
+    assert not config.drafts_itself or draft.kv == kv_layout(target.spec, dtype, config.block_size, shard)
+    return replace(draft, shares_kv=config.drafts_itself)
 
 
 def choose_dtype(config: Config, model: Model, device: torch.device) -> str:

@@ -11,8 +11,8 @@ from math import inf
 from pathlib import Path
 from time import time
 
+from penstock.api.opening import find_draft
 from penstock.api.text.tokenizer import Tokenizer
-from penstock.api.text.vocabularies import check_tokens
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import CheckpointError, ConfigError, EngineClosedError, UnsupportedModelError
@@ -20,7 +20,6 @@ from penstock.base.units import format_rate, format_size
 from penstock.engine.draft import check_draft
 from penstock.engine.plan import dtype_of
 from penstock.engine.rooms import Hardware
-from penstock.hub.models import locate
 from penstock.server.broker.broker import RequestBroker
 from penstock.server.fleet.backend import RemoteBackend
 from penstock.server.fleet.process import EngineProcess, hardware_of
@@ -237,8 +236,7 @@ def _draft_of(config: Config, target: ModelSpec) -> ModelSpec | None:
         )
     if config.draft_model is None:
         return None
-    path = locate(config.draft_model).path
-    check_tokens(config.model, path)
+    path = find_draft(config, config.draft_model)
     spec, _ = _spec_of(replace(config, model=path))
     check_draft(target, spec)
     return spec

@@ -41,8 +41,8 @@ from penstock.worker.graphs import DecodeGraphs, DecodeStep
 from penstock.worker.inputs import StepTensors
 from penstock.worker.loaded import LoadedModel
 from penstock.worker.sampler import Drawn, fetched
-from penstock.worker.sizes import StepSizes, row_counts, run_counts
-from penstock.worker.warmup import HEAD_ROWS, draft_step, kernel_steps, largest_step, long_steps, small_steps
+from penstock.worker.sizes import HEAD_ROWS, StepSizes, row_counts, run_counts
+from penstock.worker.warmup import draft_step, kernel_steps, largest_step, long_steps, small_steps
 
 _PATIENCE = 0.02
 """Seconds that a step without work waits for a transfer to land."""

@@ -9,6 +9,8 @@ from penstock.arch.lora import LoraRoom
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec, RopeKind
 from penstock.ops.row_classes import MOST_TOKENS
 
+HEAD_ROWS = 64
+"""Positions with logits in memory at a time, for log-probabilities of a prompt and for drafts."""
 _GRAPH_BYTES = 16 << 20
 """Bytes of a recorded step, beside its activations."""
 _STREAM_BYTES = 64 << 20

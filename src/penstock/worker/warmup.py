@@ -10,10 +10,8 @@ from penstock.ops.attention.gathered import PAST_TILE
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, BlockId, HostBlockId, Plan, Row, Share, ShareKind
 from penstock.worker.inputs import ROW_KEYS
-from penstock.worker.sizes import StepSizes
+from penstock.worker.sizes import HEAD_ROWS, StepSizes
 
-HEAD_ROWS = 64
-"""Positions with logits in memory at a time, for log-probabilities of a prompt."""
 SORTED = Sampling(1.0, 0, 0.9, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, 1, 1)
 """Settings of a draw that sorts the vocabulary."""
 _SMALL_STEPS = ((8, 48), (8, 1024), (0, 48))

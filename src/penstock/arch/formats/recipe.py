@@ -19,6 +19,8 @@ GROUP = 64
 """Columns that share a scale where no other number is asked for."""
 GROUPS = range(8, 4097)
 """Numbers of such columns that may be asked for."""
+COPY_GROUPS = 128, 64, 32, 16, 8
+"""The same for a copy that makes drafts: the first that divides the rows of every matrix."""
 BFLOAT16 = "bf16"
 """The name of weights that are not quantised."""
 
@@ -136,6 +138,20 @@ class Recipe:
         if self.ends:
             rules = ((ModuleNames(whole=frozenset({EMBEDDING, HEAD})), wide), *rules)
         return ByName(METHOD, rules=(*rules, all_others))
+
+
+def copied(format: WeightFormat, whose: str, group: int = COPY_GROUPS[0]) -> WeightFormat:
+    """Return the formats of a copy of a model that makes drafts for it.
+
+    format: of the model's own weights. whose: begins the message of ConfigError, which is raised where these
+    have few bits already. group: columns that share a scale.
+    """
+    if format != DENSE:
+        raise ConfigError(
+            f"speculate self drafts with a copy of a checkpoint in four bits, but {whose} weights of few "
+            "bits already; give speculate suffix, or name a smaller model as the draft model"
+        )
+    return Recipe("int4", group, ends=True).weight_format()
 
 
 def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:

@@ -2,6 +2,7 @@
 has to be here."""
 
 import math
+import os
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -11,9 +12,11 @@ from typing import Any
 
 import click
 
+from penstock.arch.formats.recipe import copied
 from penstock.arch.spec import ModelSpec
-from penstock.base.config import CACHE, DTYPES, Config
+from penstock.base.config import CACHE, DTYPES, Config, check_speculate
 from penstock.base.errors import ConfigError
+from penstock.bench.shapes import SHAPES
 from penstock.cli.command import Command, debug_option, files, option
 from penstock.cli.figures import PARSERS, parse_cpu_rates
 from penstock.cli.known_costs import SHIPPED
@@ -23,8 +26,9 @@ from penstock.cli.plan_report import ASSUMED, Figure, Report, Setting
 from penstock.cli.shape import open_model
 from penstock.cli.terminal import say
 from penstock.engine.costs import costs_file, read_costs
+from penstock.engine.draft import DraftModel, check_continues, check_draft
 from penstock.engine.forecast import forecast
-from penstock.engine.machines import ExpertUse, Machine, Work
+from penstock.engine.machines import BLOCK_SIZE, ExpertUse, Machine, Work
 from penstock.weights.streaming.ring import StreamRates
 
 MACHINE, WORK, OUTPUT = "Machine", "Work", "Output"
@@ -52,6 +56,7 @@ EXAMPLES = """
   penstock plan 70B --format int4 --machine desktop-16
   penstock plan ./my-mixture --machine desktop-16 --expert-hits 0.6
   penstock plan 8B --machine desktop-24 --context 131072 --tensor-parallel 2
+  penstock plan Qwen/Qwen3-32B --machine desktop-24 --speculate Qwen/Qwen3-0.6B
 """
 GIB = 1 << 30
 _COUNT = click.IntRange(min=1)
@@ -223,6 +228,13 @@ USUAL = "desktop-24"
 )
 @option(
     WORK,
+    "--speculate",
+    default="off",
+    metavar="DRAFTS",
+    help="Show decoding with drafts, too, of: suffix, or a draft model, named as MODEL is. [off]",
+)
+@option(
+    WORK,
     "--dtype",
     type=click.Choice(DTYPES),
     default="auto",
@@ -251,9 +263,9 @@ def command(
     **given: Any,
 ) -> None:
     """Forecast where the weights of MODEL would rest, how fast it would decode and take prompts in, what
-    binds it, and what more of anything would buy. MODEL is a config.json or a directory with one, of which
-    nothing else is needed, a GGUF file, a shape that `bench` knows, or a model of the Hugging Face Hub, of
-    which no more than that is fetched.
+    binds it, and what more of anything would buy; with --speculate also what drafts would take and give.
+    MODEL is a config.json or a directory with one, of which nothing else is needed, a GGUF file, a shape that
+    `bench` knows, or a model of the Hugging Face Hub, of which no more than that is fetched.
 
     Nothing is measured. Without --machine, sizes are those of this machine, 90 % of the first GPU and 80 % of
     free memory. Rates, and what a step costs beyond bytes, are as `penstock doctor` measured them here, if it
@@ -265,9 +277,11 @@ def command(
             f"cannot write {picture}: its directory does not exist; create it, or name another file"
         )
     batch, context, step_tokens = (given.pop(name) for name in ("batch", "context", "step_tokens"))
+    speculate = given.pop("speculate")
     hits, routing = given.pop("expert_hits"), given.pop("routing")
     cpu_rate = given.pop("cpu_rate")
-    settings = Config(Path(), **{name: given.pop(name) for name in SETTINGS})
+    drafts = "off" if speculate == "off" else "suffix"  # A draft model is beside it: it may be but a shape.
+    settings = Config(Path(), speculate=drafts, **{name: given.pop(name) for name in SETTINGS})
     asked = {name: PARSERS[name](text) for name, text in given.items() if text is not None}
     name, spec, names = open_model(model, weight_format)
     chosen = spec.dtype if dtype == "auto" else dtype
@@ -276,6 +290,7 @@ def command(
     use = _expert_use(spec, batch, hits, routing)
     context = context or min(4096, spec.max_length)
     work = Work(chosen, batch, context, step_tokens or usual_step, expert_use=use, settings=settings)
+    work = replace(work, draft=_draft_of(speculate, model, spec, work, dtype))
     report = Report.of(name, spec, names, setting, forecast(spec, names, machine_of(setting), work))
     if picture is not None:
         from penstock.cli.plan_picture import draw  # Pillow: 60 ms
@@ -283,6 +298,24 @@ def command(
         draw(report, picture)
         say(f"drawn to {picture}", faint=True)
     click.echo(report.line() if json else report)
+
+
+def _draft_of(text: str, model: str, target: ModelSpec, work: Work, dtype: str) -> DraftModel | None:
+    """Return what a plan has to know of the draft model that --speculate names; None without one. Raises
+    ConfigError if it does not fit the target, and what `open_model` raises."""
+    if text not in SHAPES:
+        check_speculate(text)
+    if text in ("off", "suffix"):
+        return None
+    itself = text == "self"
+    _, spec, names = open_model(model if itself else text)
+    if itself:
+        spec = replace(spec, format=copied(spec.format, f"{model} has"))
+    if os.path.isdir(text):
+        check_continues(Path(text))
+    check_draft(target, spec)
+    draft = DraftModel.of(spec, names, spec.dtype if dtype == "auto" else dtype, BLOCK_SIZE, work.shard)
+    return replace(draft, shares_kv=itself)
 
 
 def _with_cpu(setting: Setting, settings: Config, rate: str | None) -> Setting:

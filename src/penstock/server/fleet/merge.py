@@ -1,12 +1,15 @@
 """Merges what several replicas report: metrics side by side, the state in sum."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+
+from penstock.server.monitoring.counts import SpeculationState
 
 _LABEL = "replica"
 _NAMES = ("what", "tier", "link")
@@ -79,6 +82,7 @@ _OWN_WAY: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "decode_predicted": max,
     "decode_seconds": max,
     "prefill_seconds": max,
+    "speculation": lambda found: _speculation([one for one in found if one is not None]),
     "experts": lambda found: _merged([one for one in found if one is not None]) or None,
     "queue": lambda queues: [one for queue in queues for one in queue],
     "prompt": lambda prompts: next((prompt for prompt in prompts if prompt is not None), None),
@@ -92,6 +96,11 @@ def _merged(objects: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         values = [one[name] for one in objects if name in one]
         merged[name] = _OWN_WAY[name](values) if name in _OWN_WAY else _sum(values)
     return merged
+
+
+def _speculation(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the counts of drafts of all replicas; None where nothing drafts."""
+    return asdict(SpeculationState.summed(**_merged(counts))) if counts else None
 
 
 def _sum(values: Sequence[Any]) -> Any:

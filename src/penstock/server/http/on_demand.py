@@ -11,8 +11,9 @@ from prometheus_client.registry import Collector
 from penstock.base.errors import EngineClosedError
 from penstock.server.fleet.merge import side_by_side
 from penstock.server.http.state import ServerState
+from penstock.server.monitoring.counts import CacheState, MissedState
 from penstock.server.monitoring.served import ServedModel
-from penstock.server.monitoring.state import CacheState, MissedState, PlanState, State
+from penstock.server.monitoring.state import PlanState, State
 from penstock.server.on_demand.model import ModelPhase
 
 _LABEL = "model"

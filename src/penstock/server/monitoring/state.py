@@ -17,6 +17,7 @@ from penstock.server.broker.backend import LocalBackend
 from penstock.server.broker.broker import RequestBroker
 from penstock.server.broker.calls import Call
 from penstock.server.broker.metrics import NO_KV, NO_TIERS
+from penstock.server.monitoring.counts import CacheState, MissedState, SpeculationState
 from penstock.server.monitoring.served import ServedModel
 
 _WINDOW = 2.0
@@ -99,16 +100,6 @@ class WaitState:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheState:
-    """Counts the prompt tokens since the engine started: computed, and found on a tier."""
-
-    computed: int
-    device: int
-    host: int
-    disk: int
-
-
-@dataclass(frozen=True, slots=True)
 class PlanState:
     """Places the weights, and counts the bytes that a pass over them moves.
 
@@ -127,24 +118,6 @@ class PlanState:
     decode_seconds: float
     prefill_seconds: float
     binding: str
-
-
-@dataclass(frozen=True, slots=True)
-class MissedState:
-    """Bounds the attention that policies have left out since the engine started. All are 0 if everything is
-    read.
-
-    most: the largest bound on the share of a token's attention, in a head and layer, that was missed.
-    worst, mean: of a choice's heads the largest bound and the mean one, on average.
-    read: share of the blocks.
-    """
-
-    choices: int
-    fallbacks: int
-    read: float
-    most: float
-    worst: float
-    mean: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +197,8 @@ class State:
     missed: MissedState
     experts: ExpertState | None
     """Counts of experts. None where all of them rest on the device, and before any was asked for."""
+    speculation: SpeculationState | None = None
+    """Counts of drafts. None where nothing drafts."""
     models: tuple[ServedModel, ...] = ()
     """The models of a server that loads them at their first use."""
 
@@ -296,6 +271,7 @@ class StateMonitor:
                 missed.choices, missed.fallbacks, missed.read, missed.most, missed.worst, missed.mean
             ),
             experts=_experts(first.counts.weights, weights, seconds),
+            speculation=SpeculationState.of(stats) if self._llm.speculates else None,
         )
 
     def experts(self) -> ExpertsState:

@@ -127,6 +127,18 @@ def classifies(config: Mapping[str, object]) -> bool:
     return isinstance(names, list) and any(str(name).endswith(_CLASSIFIES) for name in names)
 
 
+def yields_no_text(path: Path) -> str:
+    """Return what the checkpoint or pack at `path` does instead of continuing text; empty if it does
+    continue it. Raises CheckpointError."""
+    if is_gguf(path):
+        return ""
+    if classifies(read_config(path)):
+        return "scores documents"
+    modules = read_objects(path / MODULES, MAX_CONFIG_BYTES) if os.path.lexists(path / MODULES) else []
+    pools = any(str(module.get("type")).rsplit(".", 1)[-1] == "Pooling" for module in modules)
+    return "makes embeddings" if pools else ""
+
+
 def made_head(path: Path) -> Mapping[str, bytes]:
     """Return the file that a pack of a reranker has of its head, by name; nothing for other models. Raises
     CheckpointError."""

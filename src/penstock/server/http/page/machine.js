@@ -73,6 +73,7 @@ function showState(state) {
     if (link) views[name].show(link);
   }
   showCache(state.cache);
+  showSpeculation(state.speculation);
   showPlan(state.plan, state.missed);
   showExperts(state.experts, state.computed_rate);
   showServed(state.models, state.model);
@@ -113,6 +114,15 @@ function showCache(found) {
     ["on-host", "from host", found.host], ["on-disk", "from disk", found.disk],
   ].map(([kind, name, amount]) => ({ kind, name, amount, written: number(amount) }));
   cache.show(parts, all, `of ${number(all)} prompt tokens ${parts.map((part) => `${part.written} ${part.name}`).join(", ")}`);
+}
+
+/** Where nothing drafts there is nothing to be seen. */
+function showSpeculation(found) {
+  $("speculation").hidden = !found;
+  if (!found) return;
+  const rows = [["tokens drafted", number(found.drafted)], ["of these accepted", number(found.accepted)]];
+  const last = found.tokens ? `A pass gave ${number(found.tokens_a_pass)} tokens to each output.` : "There is no output yet.";
+  showRows($("drafts"), rows, "tokens a pass", last);
 }
 
 function showPlan(plan, missed) {

@@ -1,0 +1,155 @@
+"""Shows what drafts take and would give, as a part of a forecast's report."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from penstock.arch import bounds
+from penstock.arch.families import TensorNames
+from penstock.arch.spec import ModelSpec
+from penstock.base.units import counted, format_size
+from penstock.cli.columns import headed
+from penstock.cli.figures import format_count, format_pace, format_seconds
+from penstock.engine.acceptance import DraftedPace, speculation
+from penstock.engine.draft import DraftModel
+from penstock.engine.forecast import Forecast
+from penstock.weights.streaming.ring import Link
+
+WORDS = {Link.DISK: "disk", Link.LINK: "link", Link.COMPUTE: "device"}
+"""Links are called so: the device itself is what computes and reads its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredGain:
+    """Says how many times as fast as plain a model was with drafts of which so many tokens of each pass were
+    made to hold.
+
+    model: and where it ran. file, case: of docs/results. of_plain: by the tokens that were made to hold.
+    """
+
+    model: str
+    file: str
+    case: str
+    of_plain: Mapping[int, float]
+
+
+MEASURED = (
+    MeasuredGain(
+        "the shipped model in float32 on 2 CPU cores",
+        "cpu_speculation.json",
+        "shipped",
+        {1: 0.90, 2: 1.25, 4: 2.27, 8: 3.49, 12: 4.16},
+    ),
+    MeasuredGain(
+        "an 8B that streams, with 6 GiB of an H100",
+        "h100_speculation.json",
+        "8B 6GiB",
+        {2: 2.02, 4: 3.93, 8: 7.77, 12: 11.21},
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShown:
+    """Shows a draft model. weights, kv: bytes on the device; kv is of its own pool."""
+
+    family: str
+    layers: int
+    parameters: int
+    dtype: str
+    weights: int
+    kv: int
+
+    @classmethod
+    def of(cls, draft: DraftModel, kv: int) -> Self:
+        """Return what is shown of a draft model."""
+        spec, parameters = draft.spec, bounds.parameters(draft.layouts)
+        return cls(spec.family, spec.layers, parameters, draft.dtype, draft.weights, kv)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedPaceShown:
+    """Shows passes that yield `tokens` tokens for each sequence. tokens_per_second: of all sequences.
+    of_plain: of those of one token a pass. seconds: of a pass; drafting: of these, the draft model's."""
+
+    tokens: int
+    tokens_per_second: float
+    of_plain: float
+    seconds: float
+    drafting: float
+    binding: str
+
+    @classmethod
+    def of(cls, pace: DraftedPace, plain: DraftedPace) -> Self:
+        """Return what is shown of a pace."""
+        binding = "draft model" if pace.drafting > pace.pace.seconds else WORDS[pace.pace.binding]
+        times = pace.tokens_per_second / plain.tokens_per_second
+        return cls(pace.tokens, pace.tokens_per_second, times, pace.seconds, pace.drafting, binding)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationShown:
+    """Shows what drafts take, and what they would give.
+
+    draft: None without a draft model. left: bytes of the device that are left to the target. without:
+    tokens/s of decoding where nothing drafts. measured: what was measured, of other models.
+    """
+
+    draft: DraftShown | None
+    left: int
+    without: float
+    paces: tuple[DraftedPaceShown, ...]
+    warnings: tuple[str, ...]
+    measured: tuple[MeasuredGain, ...] = MEASURED
+
+    @classmethod
+    def of(cls, spec: ModelSpec, names: TensorNames, found: Forecast) -> Self | None:
+        """Return what is shown of a model that is forecast with drafts; None without."""
+        if found.work.settings.speculate == "off":
+            return None
+        said, draft = speculation(spec, names, found), found.work.draft
+        paces = tuple(DraftedPaceShown.of(pace, said.paces[0]) for pace in said.paces)
+        shown = DraftShown.of(draft, said.kv) if draft else None
+        return cls(shown, said.left, said.without, paces, said.warnings)
+
+    def lines(self) -> list[str]:
+        """Return the table, and what has to be known of it."""
+        drafts = ["of it drafting"] if self.draft else []
+        head = ["Speculative decoding", "tokens/s", "of plain", "a pass", *drafts, "bound by"]
+        rows = [
+            [
+                f"{counted(pace.tokens, 'token')} a pass{', plain' if pace.tokens == 1 else ''}",
+                format_pace(pace.tokens_per_second),
+                f"{pace.of_plain:.2f}",
+                format_seconds(pace.seconds),
+                *([format_seconds(pace.drafting) if pace.drafting else "-"] if drafts else []),
+                f"the {pace.binding}",
+            ]
+            for pace in self.paces
+        ]
+        return [*headed(head, rows), *(f"  {note}" for note in self._notes())]
+
+    def _notes(self) -> list[str]:
+        notes, left_out = list[str](), "that a step waits for the tokens of the last one"
+        if draft := self.draft:
+            notes.append(
+                f"The draft model ({draft.family}, {counted(draft.layers, 'layer')}, "
+                f"{format_count(draft.parameters)} parameters, {draft.dtype}) stays on the device: "
+                f"{format_size(draft.weights)} of weights, and {format_size(draft.kv)} of KV in a pool of "
+                f"its own. {format_size(self.left)} are left to the target."
+            )
+            left_out += ", and that the draft model computes each prompt"
+        return [
+            *notes,
+            f"Without --speculate it decodes {format_pace(self.without)} tokens/s.",
+            *self.warnings,
+            "How many tokens a pass yields depends on the text and on the draft, and is not forecast: in "
+            f"each row all drafts hold. None of these rows was measured. Left out: {left_out}.",
+            "How often drafts hold in real texts was measured with the shipped model alone: hardly, in "
+            "stories. Where tokens were made to hold, these models were so many times as fast as plain:",
+            *(f"  {one.model}: {_times(one)}" for one in self.measured),
+        ]
+
+
+def _times(one: MeasuredGain) -> str:
+    return ", ".join(f"{times:.2f} with {tokens}" for tokens, times in one.of_plain.items())
