@@ -27,7 +27,8 @@ from penstock.ops.attention.gathered import PAST_TILE
 from penstock.ops.attention.inputs import Scratch
 from penstock.sched.rules import PrefixRule
 from penstock.sched.scheduler import Scheduler
-from penstock.sched.speculation import Speculation, SuffixDrafter
+from penstock.sched.drafter import SuffixDrafter
+from penstock.sched.speculation import Speculation
 from penstock.sched.storage import Storage
 from penstock.sched.tiers import Store
 from penstock.weights.streaming.stream import WeightStream

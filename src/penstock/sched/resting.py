@@ -1,0 +1,120 @@
+"""Says when speculation rests, and what it may lose.
+
+While it rests, all requests run ahead, as without speculation. Before each plan some of them are looked at:
+whether a draft of what is known of them pays by now. Then speculation wakes: nothing is begun until nothing
+is under way, so that all requests are known at once, and goes on together.
+"""
+
+from collections.abc import Callable, Sequence
+
+from penstock.sched.request import Request
+from penstock.sched.suffix import NO_DRAFT, Draft
+
+_FIRST, _FREE, _MOST, _LEAST = 8.0, 0.5, 4.0, -1.0
+"""Plain steps that may be lost: before anything is known, where nothing is gained, right behind drafts that
+gained much, and how much may be owed."""
+_RATE = 0.005
+"""Of a plain step, this part may be lost by drafts."""
+_FADING = 1 / 32
+"""Part of what was gained that counts no more after a plain step."""
+_LOOKS, _AHEAD_LOOKS = 0.005, 0.03
+"""Parts of a plain step that may pass by looking: where the device waits meanwhile, and where it computes."""
+_SAVED = 8.0
+"""Plans whose time for looks may be saved up."""
+
+
+class DraftBudget:
+    """Bounds what drafts cost beside plain decoding, counted in plain steps.
+
+    Where nothing ever holds, no stretch of steps loses more than a start of `_FREE`, `_RATE` of each step, and
+    what the smallest probe costs. What drafts have gained may be lost again, up to a bound, but soon.
+    """
+
+    def __init__(self) -> None:
+        self.left = _FIRST
+
+    @property
+    def full(self) -> bool:
+        """Tell whether as much is left as there ever is where nothing is gained."""
+        return self.left >= _FREE
+
+    def plain(self) -> None:
+        """Note a plain step."""
+        if self.left > _FREE:
+            self.left = max(self.left - _FADING * (self.left - _FREE), _FREE)
+        else:
+            self.left = min(self.left + _RATE, _FREE)
+
+    def spend(self, cost: float) -> None:
+        """Note a step that took so many plain steps more than its tokens are worth; less than 0 if drafts have
+        gained."""
+        self.left = max(min(self.left - cost, max(self.left, _MOST)), _LEAST)
+
+
+class Lookout:
+    """Looks at what might be drafted for requests that run ahead, for some of them before each plan.
+
+    A draft that was seen is kept for as long as what becomes known goes along it.
+    """
+
+    def __init__(self, propose: Callable[[Request, int], Draft], clock: Callable[[], float]) -> None:
+        """Look by `propose`, as of Drafter. clock: returns seconds."""
+        self._propose, self._clock = propose, clock
+        self._seen: dict[int, tuple[int, Draft]] = {}
+        """By request: how many of its tokens were known, and the draft behind these."""
+        self._next = 0
+        """Place of the request that is looked at next."""
+        self._left = self._most = 0.0
+        """Seconds that looking may take now, and at most."""
+        self._began = 0.0
+
+    def forget(self) -> None:
+        """Forget what was seen."""
+        self._seen.clear()
+
+    def begin(self, plain: float, ahead: bool) -> bool:
+        """Tell whether there is time to look before a plan. `end` must follow then.
+
+        plain: seconds of a plain step. ahead: whether the device computes meanwhile.
+        """
+        more = (_AHEAD_LOOKS if ahead else _LOOKS) * plain
+        self._left = min(self._left + more, _SAVED * more)
+        self._began = self._clock()
+        return self._left >= 0
+
+    def end(self) -> None:
+        """Count the seconds since `begin`."""
+        self._left -= self._clock() - self._began
+
+    def look(self, requests: Sequence[tuple[Request, int]]) -> list[Draft]:
+        """Return a draft behind the known tokens of each request, and so of those that are on their way, too.
+
+        There is none for requests at which there was no time to look, but for one at least.
+
+        requests: with the most tokens of a draft behind those on their way.
+        """
+        seen, until = self._seen, self._began + self._left
+        self._seen = {request.id: seen[request.id] for request, _ in requests if request.id in seen}
+        found = [self._known(request) for request, _ in requests]
+        count = looked = 0
+        while count < len(requests) and (not looked or self._clock() < until):
+            place = (self._next + count) % len(requests)
+            count += 1
+            if found[place] is None:
+                request, most = requests[place]
+                found[place] = draft = self._propose(request, most + request.unknown)
+                self._seen[request.id] = request.known, draft
+                looked += 1
+        self._next = (self._next + count) % max(len(requests), 1)
+        return [draft or NO_DRAFT for draft in found]
+
+    def _known(self, request: Request) -> Draft | None:
+        """Return what is left of the draft that was seen of a request, or None if it has to be looked at."""
+        if request.id not in self._seen:
+            return None
+        known, draft = self._seen[request.id]
+        went = tuple(request.tokens[known : request.known])
+        if request.known < known or draft.tokens[: len(went)] != went:
+            return None
+        left = draft.behind(len(went))
+        return left if not went or len(left.tokens) > request.unknown else None
