@@ -1,5 +1,5 @@
-"""A machine whose time is counted, not measured: what a step takes is told, and so is what the host does for it.
-The engine's loop runs on it."""
+"""A machine whose time is counted, not measured: what a step takes is told, and so is what the host does for
+it. The engine's loop runs on it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +21,8 @@ Said = Callable[[int, int], int]
 
 @dataclass
 class Machine:
-    """Computes steps in `seconds` by their tokens, one after the other; the host needs `host` seconds to begin a
-    step and as many to end it."""
+    """Computes steps in `seconds` by their tokens, one after the other. The host needs `host` seconds to begin
+    one, and as many to end it."""
 
     said: Said
     seconds: Callable[[int], float]

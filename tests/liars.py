@@ -6,7 +6,7 @@ from typing import Any
 
 from halls import Hall, Worker
 from penstock.kv.ledger.keys import block_keys
-from penstock.sched.drafter import Drafter, SuffixDrafter
+from penstock.sched.drafter import SuffixDrafter
 from penstock.sched.request import Request
 from penstock.sched.speculation import Speculation
 from penstock.sched.suffix import NO_DRAFT, Draft
@@ -43,29 +43,6 @@ class Bold(Speculation):
         return counts
 
 
-class Restless(Bold):
-    """Wakes and rests at random, and drafts when it is awake."""
-
-    def __init__(self, drafter: Drafter, seed: int) -> None:
-        super().__init__(drafter)
-        self._chance = random.Random(seed)
-        self.woke = 0
-
-    def look(self, requests: Sequence[tuple[Request, int]], tokens: int, spare: int, *, ahead: bool) -> None:
-        for request, most in requests:
-            assert most > 0
-            assert request.known + request.unknown == len(request.tokens)
-            self._propose(request, most + request.unknown)
-        if self._chance.random() < 0.3:
-            self.resting = False
-            self.woke += 1
-
-    def stepped(self, plan: Plan, seconds: float) -> None:
-        super().stepped(plan, seconds)
-        if self._chance.random() < 0.4:
-            self.rest()
-
-
 class ModelLiar:
     """Drafts as a model does, as many tokens as it is asked for, of what a function proposes."""
 
@@ -99,6 +76,35 @@ class BoldModel(Bold):
 
     def depths(self, found: Sequence[Draft], tokens: int, spare: int) -> list[int]:
         return [min(self._chance.randint(0, 9), spare // len(found)) for _ in found]
+
+
+class Restless(Speculation):
+    """Wakes and rests at random. When it is awake, it drafts as the class beside it does."""
+
+    woke = unknown = 0
+    chance = random.Random()
+
+    def look(self, requests: Sequence[tuple[Request, int]], tokens: int, spare: int, *, ahead: bool) -> None:
+        for request, most in requests:
+            assert most > 0
+            self._propose(request, most + request.unknown)
+            self.unknown += request.unknown
+        if self.chance.random() < 0.3:
+            self.resting = False
+            self.woke += 1
+
+    def stepped(self, plan: Plan, seconds: float) -> None:
+        super().stepped(plan, seconds)
+        if self.chance.random() < 0.4:
+            self.rest()
+
+
+class RestlessBold(Restless, Bold):
+    """Wakes and rests at random, and verifies all that there is a place for."""
+
+
+class RestlessModel(Restless, BoldModel):
+    """The same with a draft model."""
 
 
 class Verifier(Worker):

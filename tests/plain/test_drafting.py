@@ -13,7 +13,18 @@ import numpy as np
 import pytest
 
 from halls import Hall
-from liars import Bold, BoldModel, DraftHall, ModelLiar, Propose, Told, liar
+from liars import (
+    Bold,
+    BoldModel,
+    DraftHall,
+    ModelLiar,
+    Propose,
+    Restless,
+    RestlessBold,
+    RestlessModel,
+    Told,
+    liar,
+)
 from penstock.kv.ledger.blocks import BlockLedger
 from penstock.sched.request import Request
 from penstock.sched.resting import DraftBudget
@@ -320,13 +331,19 @@ def test_no_step_verifies_more_than_there_is_to_spare(spare: int) -> None:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def crowd(seed: int, *, bold: bool = True, model: bool = False) -> DraftHall:
+def crowd(seed: int, *, bold: bool = True, model: bool = False, restless: bool = False) -> DraftHall:
     """A hall with little memory and much to do, which it has done, where everyone is lied to."""
     chance = random.Random(seed)
     size = chance.choice([1, 2, 4, 8])
     hall: DraftHall
     propose = liar(seed, lambda: hall)
-    chosen = BoldModel(propose, seed) if model else (Bold if bold else Speculation)(Told(propose))
+    chosen: Speculation
+    if model:
+        chosen = (RestlessModel if restless else BoldModel)(propose, seed)
+    else:
+        chosen = (RestlessBold if restless else Bold if bold else Speculation)(Told(propose))
+    if isinstance(chosen, Restless):
+        chosen.chance = random.Random(seed)
     hall = DraftHall(
         chosen,
         blocks=chance.randint(4, 24),
@@ -378,6 +395,24 @@ def test_drafts_change_no_token_and_leave_nothing(seed: int) -> None:
     assert 50 < accepted < verified, "these drafts are too good or too bad to prove anything"
     assert preemptions > 3, "these halls are too large to prove anything"
     assert min(hits, demoted, stopped) > 3, "in these halls too little happens to prove anything"
+
+
+@pytest.mark.parametrize("model", [False, True])
+def test_nor_where_it_wakes_and_rests_at_random(model: bool) -> None:
+    verified = accepted = preemptions = woke = ran_ahead = unknown = 0
+    for one in range(60, 80):
+        hall = crowd(one, model=model, restless=True)
+        assert isinstance(hall.speculation, Restless)
+        verified += hall.verifier.verified
+        accepted += hall.verifier.accepted
+        preemptions += hall.scheduler.preemptions
+        ran_ahead += hall.ran_ahead
+        woke += hall.speculation.woke
+        unknown += hall.speculation.unknown
+    assert verified > 150
+    assert 50 < accepted < verified
+    assert preemptions > 3
+    assert min(woke, ran_ahead, unknown) > 100, "it hardly ever wakes, or rests"
 
 
 def test_a_draft_model_changes_no_token_and_leaves_nothing() -> None:

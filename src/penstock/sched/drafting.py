@@ -84,7 +84,9 @@ class Drafting:
         if not decoding or self._paused or self.speculation.resting:
             self._rests(bool(decoding))
             return list(shares)
-        assert not any(request.unknown for _, request, _ in decoding), "a draft behind a token that is not known"
+        assert not any(request.unknown for _, request, _ in decoding), (
+            "a draft behind a token that is not known"
+        )
         tokens, kept = sum([len(share.tokens) for share in shares]), 2 * len(by_row)
         spare = self._width.tokens - tokens
         found = self.speculation.propose([(request, most) for _, request, most in decoding], spare)

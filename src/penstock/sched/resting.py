@@ -26,8 +26,8 @@ _SAVED = 8.0
 class DraftBudget:
     """Bounds what drafts cost beside plain decoding, counted in plain steps.
 
-    Where nothing ever holds, no stretch of steps loses more than a start of `_FREE`, `_RATE` of each step, and
-    what the smallest probe costs. What drafts have gained may be lost again, up to a bound, but soon.
+    Where nothing ever holds, no stretch of steps loses more than `_FREE`, `_RATE` of each step, and what one
+    probe costs. What drafts have gained may be lost again, up to a bound, but soon.
     """
 
     def __init__(self) -> None:
@@ -46,8 +46,10 @@ class DraftBudget:
             self.left = min(self.left + _RATE, _FREE)
 
     def spend(self, cost: float) -> None:
-        """Note a step that took so many plain steps more than its tokens are worth; less than 0 if drafts have
-        gained."""
+        """Note a step that took so many plain steps more than its tokens are worth.
+
+        It is less than 0 if drafts have gained.
+        """
         self.left = max(min(self.left - cost, max(self.left, _MOST)), _LEAST)
 
 
@@ -89,32 +91,23 @@ class Lookout:
     def look(self, requests: Sequence[tuple[Request, int]]) -> list[Draft]:
         """Return a draft behind the known tokens of each request, and so of those that are on their way, too.
 
-        There is none for requests at which there was no time to look, but for one at least.
+        At one it is looked at least. There is none of those at which there was no time to look, and of which
+        none is left.
 
-        requests: with the most tokens of a draft behind those on their way.
+        requests: at least one, with the most tokens of a draft behind those on their way.
         """
-        seen, until = self._seen, self._began + self._left
+        seen, until, count = self._seen, self._began + self._left, len(requests)
         self._seen = {request.id: seen[request.id] for request, _ in requests if request.id in seen}
-        found = [self._known(request) for request, _ in requests]
-        count = looked = 0
-        while count < len(requests) and (not looked or self._clock() < until):
-            place = (self._next + count) % len(requests)
-            count += 1
-            if found[place] is None:
-                request, most = requests[place]
-                found[place] = draft = self._propose(request, most + request.unknown)
-                self._seen[request.id] = request.known, draft
-                looked += 1
-        self._next = (self._next + count) % max(len(requests), 1)
-        return [draft or NO_DRAFT for draft in found]
+        for number in range(count):
+            request, most = requests[(self._next + number) % count]
+            self._seen[request.id] = request.known, self._propose(request, most + request.unknown)
+            if self._clock() >= until:
+                break
+        self._next = (self._next + number + 1) % count
+        return [self._known(request) for request, _ in requests]
 
-    def _known(self, request: Request) -> Draft | None:
-        """Return what is left of the draft that was seen of a request, or None if it has to be looked at."""
-        if request.id not in self._seen:
-            return None
-        known, draft = self._seen[request.id]
+    def _known(self, request: Request) -> Draft:
+        """Return what is left of the draft that was seen of a request."""
+        known, draft = self._seen.get(request.id, (request.known, NO_DRAFT))
         went = tuple(request.tokens[known : request.known])
-        if request.known < known or draft.tokens[: len(went)] != went:
-            return None
-        left = draft.behind(len(went))
-        return left if not went or len(left.tokens) > request.unknown else None
+        return draft.behind(len(went)) if draft.tokens[: len(went)] == went else NO_DRAFT

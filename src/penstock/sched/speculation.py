@@ -50,6 +50,8 @@ _PROBE_COST = 0.25
 """Plain steps that all tokens of a probe but the first may cost, for which it waits."""
 _QUIET = 2
 """Steps in a row that might have verified a draft and did not, after which speculation rests."""
+_NEW, _LEAST_TRUST = 0.25, 0.02
+"""Weight of the last time that speculation woke for a draft, and the least trust in what is seen at rest."""
 _WEIGHED_EVERY = 16
 """Steps of rest between two times that it is weighed whether a draft model pays."""
 _FIRST = 4
@@ -84,17 +86,19 @@ class Speculation:
         self._since: float | None = None
         """When the last step ended; None if there was nothing to do since."""
         self._apart, self._gained = 0.0, 0
-        """Seconds of a draft model's steps before the step under way, and tokens of drafts that it yielded."""
+        """Seconds of a draft model's steps before the step under way, and drafted tokens that it yielded."""
         self.budget = DraftBudget()
         self._lookout = Lookout(self._propose, clock)
         self.resting, self._woken = True, False
         """Whether it rests, and whether it has just woken."""
+        self._trust = 1.0
+        """Part of the latest times that it woke for a draft in which one was verified then."""
         self._quiet = 0
         """Steps in a row that might have verified a draft and did not."""
         self._probed: set[int] | None = None
         """Requests of which a probe is to verify drafts, if it has woken for that."""
         self._probes = False
-        """Whether the last drafts that were chosen are a probe. Another follows at once if one of them holds."""
+        """Whether the last drafts that were chosen are a probe. If one of them holds, another follows."""
         self._whole, self._needed = 0, 1
         """Drafts of which all has held since more than pays was verified, and how many of them there are
         before that is done again."""
@@ -172,7 +176,6 @@ class Speculation:
         tokens: of the step without drafts.
         spare: tokens that it may have beside.
         """
-        self._probed = None
         if not any(draft.tokens for draft in found):
             self._chose_none()
             return list(found)
@@ -194,13 +197,17 @@ class Speculation:
 
     def _chose(self, drafts: list[Draft]) -> list[Draft]:
         """Return these drafts, which are verified now."""
+        if self._woken and not self._probes:
+            self._trust += _NEW * (1 - self._trust)
         self._plain = self._quiet = 0
-        self._woken = False
+        self._woken, self._probed = False, None
         return drafts
 
     def _chose_none(self) -> None:
         """Rest if nothing was verified for some steps, or by the step for which speculation has woken."""
         self._quiet += 1
+        if self._woken and self._probed is None:
+            self._trust = max((1 - _NEW) * self._trust, _LEAST_TRUST)
         if self._woken or self._quiet >= _QUIET or self.budget.left <= 0:
             self.rest()
 
@@ -226,7 +233,9 @@ class Speculation:
         if not requests or (ahead and not self._ahead) or not self._lookout.begin(self._base(tokens), ahead):
             return
         try:
-            if self._model_may_pay(len(requests), tokens, spare) or self._draft_may_pay(requests, tokens, spare):
+            if self._model_may_pay(len(requests), tokens, spare) or self._draft_may_pay(
+                requests, tokens, spare
+            ):
                 self.resting, self._woken = False, True
                 self._lookout.forget()
         finally:
@@ -253,8 +262,10 @@ class Speculation:
         left = [draft.tokens[request.unknown :] for draft, (request, _) in zip(found, requests, strict=True)]
         if not any(left):
             return False
+        trust = self._trust if any(request.unknown for request, _ in requests) else 1.0
         survival = [
-            self.survival.of(draft)[request.unknown :] for draft, (request, _) in zip(found, requests, strict=True)
+            [trust * chance for chance in self.survival.of(draft)[request.unknown :]]
+            for draft, (request, _) in zip(found, requests, strict=True)
         ]
         if any(self._best(survival, tokens, payable)):
             return True
