@@ -21,8 +21,8 @@ Said = Callable[[int, int], int]
 
 @dataclass
 class Machine:
-    """Computes steps in `seconds` by their tokens, one after the other. The host needs `host` seconds to begin
-    one, and as many to end it."""
+    """Computes steps in `seconds` by their tokens, one after the other. The host needs `host` seconds to
+    begin one, and as many to end it."""
 
     said: Said
     seconds: Callable[[int], float]

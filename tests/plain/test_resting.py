@@ -3,6 +3,7 @@ time; where they begin to hold, that is seen."""
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -17,7 +18,7 @@ from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.scheduler import Scheduler
 from penstock.sched.speculation import Speculation
 from penstock.sched.suffix import Draft
-from penstock.step.plan import UNKNOWN, Plan, ShareKind
+from penstock.step.plan import UNKNOWN, Plan, Share, ShareKind
 from worlds import ROOT, sampling
 
 WINDOW, FIRST = 64, 128
@@ -135,6 +136,60 @@ def test_no_request_starves(name: str, seed: int) -> None:
     )
     passes, _ = run(device, 8, 400, speculation)
     assert all(least >= number for number, (_, _, least) in enumerate(passes, 1))
+
+
+@dataclass
+class Model:
+    """A draft model that needs `seconds` for a token of each request, while the target computes nothing."""
+
+    machine: Machine
+    tokens: Callable[[int, int], Sequence[int]]
+    seconds: float = 0.0
+    spent: float = 0.0
+
+    def propose(self, asked: Sequence[tuple[Request, Share, int]]) -> list[Draft]:
+        assert self.machine.free <= self.machine.now, "a step of the target is under way"
+        self.seconds = 2e-4
+        self.spent = self.seconds * max(count for _, _, count in asked)
+        self.machine.now += self.spent
+        drafts = list[Draft]()
+        for request, _, count in asked:
+            assert not request.unknown
+            request.kv.drafted = len(request.tokens) + count - 1
+            place = len(request.tokens) - len(request.prompt)
+            tokens = tuple(self.tokens(request.prompt[0], place))[:count]
+            tokens += (1000,) * (count - len(tokens))
+            drafts.append(Draft(tokens, (1.0,) * count, by_model=True))
+        return drafts
+
+
+def by_model(
+    name: str, rows: int, count: int, tokens: Callable[[int, int], Sequence[int]]
+) -> tuple[Passes, Scheduler]:
+    device = machine(name)
+    speculation = Speculation(Drafts(device, lambda number, place: []), clock=lambda: device.now)
+    speculation.model = Model(device, tokens)
+    return run(device, rows, count, speculation)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.parametrize("name", ["GPU", "small model", "weights stream"])
+def test_nor_does_a_draft_model_whose_drafts_never_hold(name: str, rows: int) -> None:
+    passes, scheduler = by_model(name, rows, 900, wrong)
+    assert min(rates(passes, FIRST)) >= 0.98 * plain_rate(name, rows)
+    assert scheduler.speculation is not None
+    assert scheduler.speculation.counts.drafts > 5
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("name", ["GPU", "weights stream"])
+def test_a_draft_model_that_begins_to_draft_well_is_found(name: str, rows: int) -> None:
+    always, _ = by_model(name, rows, 300, right)
+    assert rates(always)[-1] > 2 * plain_rate(name, rows)
+    passes, _ = by_model(
+        name, rows, 1500, lambda number, place: (right if place >= 300 else wrong)(number, place)
+    )
+    assert rates(passes)[-1] > 0.9 * rates(always)[-1]
 
 
 # -- what may be lost

@@ -74,6 +74,13 @@ class Drafting:
 
         A request whose draft is verified is left out of plans until that is known: `Request.ending`.
         """
+        if self._paused or self.speculation.resting:
+            self._paused -= bool(self._paused)
+            if self.speculation.resting:
+                self.speculation.rested()
+            else:
+                self.speculation.rest()
+            return list(shares)
         decoding = [
             (share, request, most)
             for share in shares
@@ -81,8 +88,8 @@ class Drafting:
             and share.sample
             and (most := self._most(request := by_row[share.row])) > 0
         ]
-        if not decoding or self._paused or self.speculation.resting:
-            self._rests(bool(decoding))
+        if not decoding:
+            self.speculation.rest()
             return list(shares)
         assert not any(request.unknown for _, request, _ in decoding), (
             "a draft behind a token that is not known"
@@ -103,14 +110,6 @@ class Drafting:
                 self.speculation.verifies(share, draft)
                 verifying[share.row] = self._verified(share, request, draft.tokens, grown=bool(there))
         return [share for share in shares if share.row not in verifying] + list(verifying.values())
-
-    def _rests(self, decodes: bool) -> None:
-        """Verify nothing with this plan. decodes: whether there is a request that might have had a draft."""
-        self._paused -= bool(self._paused)
-        if not self.speculation.resting:
-            self.speculation.rest()
-        elif decodes:
-            self.speculation.rested()
 
     def _by_model(
         self,

@@ -40,10 +40,14 @@ _LEAST = 0.01
 """Probability below which a token is not worth looking at."""
 _PROBED = 4
 """Tokens of a request that a probe verifies."""
+_MEASURED = 8
+"""Steps in a row without drafts that are all measured. Of those behind them, only one of as many is."""
 _GAIN = 1.02
 """Times as many tokens a second as without drafts, below which nothing is verified."""
 _PROBE_EVERY = 64
 """Fewest steps between two probes, if what the last verified did not all hold."""
+_LONG = 1 << 30
+"""Steps for which no probe waits."""
 _PROBE_SOON = 8
 """The same where much may be lost: at first, and behind drafts that have held."""
 _PROBE_COST = 0.25
@@ -83,20 +87,24 @@ class Speculation:
         self.counts = DraftCounts()
         self._seconds, self._ahead = Curve(), Curve()
         """Of steps without any of a prompt, by their tokens: those that waited, and those that ran ahead."""
+        self._thoughts: dict[int, float] = {}
+        """Seconds of steps by their tokens, as far as they were asked for since the last was measured."""
+        self._alike = 0
+        """Steps in a row that verified nothing."""
         self._since: float | None = None
         """When the last step ended; None if there was nothing to do since."""
         self._apart, self._gained = 0.0, 0
         """Seconds of a draft model's steps before the step under way, and drafted tokens that it yielded."""
         self.budget = DraftBudget()
         self._lookout = Lookout(self._propose, clock)
-        self.resting, self._woken = True, False
-        """Whether it rests, and whether it has just woken."""
+        self.resting, self._woken, self._expects = True, False, False
+        """Whether it rests, whether it has just woken, and whether it did for a draft that seemed to pay."""
         self._trust = 1.0
-        """Part of the latest times that it woke for a draft in which one was verified then."""
+        """Part of the latest times that it woke for such a draft in which one was verified then."""
         self._quiet = 0
         """Steps in a row that might have verified a draft and did not."""
-        self._probed: set[int] | None = None
-        """Requests of which a probe is to verify drafts, if it has woken for that."""
+        self._looked_up: set[int] | None = None
+        """The only requests that look-up drafts for next, if it has woken for a probe or for a model."""
         self._probes = False
         """Whether the last drafts that were chosen are a probe. If one of them holds, another follows."""
         self._whole, self._needed = 0, 1
@@ -117,7 +125,7 @@ class Speculation:
         """
         return [
             self._propose(request, min(most, MOST_DRAFTED, spare))
-            if self._probed is None or request.id in self._probed
+            if self._looked_up is None or request.id in self._looked_up
             else NO_DRAFT
             for request, most in requests
         ]
@@ -161,14 +169,14 @@ class Speculation:
         """Return how many tokens a draft model is to draft for each, to see whether they hold now: none
         before its patience is over, and no more than may be lost."""
         assert self.model is not None
-        most, took = min(_PROBED, most), self.model.seconds
-        cost = self._at(tokens + rows * most) / self._base(tokens) - 1 + self.model.spent / self._base(tokens)
+        most, took, plain = min(_PROBED, most), self.model.seconds, self._base(tokens)
+        cost = (self._thought(tokens + rows * most) + self.model.spent) / plain - 1
         self._patience = max(_PROBE_EVERY, _PROBE_EVERY * cost)
         if self._unasked < self._patience or not self.budget.full:
             return 0
-        least = self._at(tokens + rows) + took
-        allowed = least + max(self.budget.left, _PROBE_COST) * self._base(tokens)
-        return _count_within(allowed, most, lambda deep: self._at(tokens + rows * deep) + deep * took)
+        least = self._thought(tokens + rows) + took
+        allowed = least + (_PROBE_COST if self.budget.left < 1 else self.budget.left) * plain
+        return _count_within(allowed, most, lambda deep: self._thought(tokens + rows * deep) + deep * took)
 
     def choose(self, found: Sequence[Draft], tokens: int, spare: int) -> list[Draft]:
         """Return what a step verifies of the drafts of all requests, none of it for most of them.
@@ -197,16 +205,16 @@ class Speculation:
 
     def _chose(self, drafts: list[Draft]) -> list[Draft]:
         """Return these drafts, which are verified now."""
-        if self._woken and not self._probes:
+        if self._woken and self._expects and not self._probes:
             self._trust += _NEW * (1 - self._trust)
         self._plain = self._quiet = 0
-        self._woken, self._probed = False, None
+        self._woken, self._looked_up = False, None
         return drafts
 
     def _chose_none(self) -> None:
         """Rest if nothing was verified for some steps, or by the step for which speculation has woken."""
         self._quiet += 1
-        if self._woken and self._probed is None:
+        if self._woken and self._expects:
             self._trust = max((1 - _NEW) * self._trust, _LEAST_TRUST)
         if self._woken or self._quiet >= _QUIET or self.budget.left <= 0:
             self.rest()
@@ -215,7 +223,7 @@ class Speculation:
 
     def rest(self) -> None:
         """Let all requests run ahead from now on."""
-        self.resting, self._woken, self._quiet, self._probed = True, False, 0, None
+        self.resting, self._woken, self._quiet, self._looked_up = True, False, 0, None
 
     def rested(self) -> None:
         """Note that a step is planned that might have verified a draft."""
@@ -230,12 +238,15 @@ class Speculation:
         way.
         """
         # What a plain step takes is known when one has run ahead.
-        if not requests or (ahead and not self._ahead) or not self._lookout.begin(self._base(tokens), ahead):
+        if not requests or self.budget.left <= 0 or (ahead and not self._ahead):
             return
+        if not self._lookout.begin(self._base(tokens), ahead):
+            return
+        self._expects = False
         try:
-            if self._model_may_pay(len(requests), tokens, spare) or self._draft_may_pay(
-                requests, tokens, spare
-            ):
+            if by_model := self._model_may_pay(len(requests), tokens, spare):
+                self._looked_up = set()
+            if by_model or self._draft_may_pay(requests, tokens, spare):
                 self.resting, self._woken = False, True
                 self._lookout.forget()
         finally:
@@ -253,10 +264,7 @@ class Speculation:
 
     def _draft_may_pay(self, requests: Sequence[tuple[Request, int]], tokens: int, spare: int) -> bool:
         """Tell whether a draft by look-up is to be verified, or probed."""
-        payable = self._payable(tokens, spare)
         probes = self._probe_due()
-        if not payable and not probes:
-            return False
         found = self._lookout.look([(request, min(most, MOST_DRAFTED, spare)) for request, most in requests])
         # The first tokens of a draft are under way already.
         left = [draft.tokens[request.unknown :] for draft, (request, _) in zip(found, requests, strict=True)]
@@ -267,11 +275,11 @@ class Speculation:
             [trust * chance for chance in self.survival.of(draft)[request.unknown :]]
             for draft, (request, _) in zip(found, requests, strict=True)
         ]
-        if any(self._best(survival, tokens, payable)):
-            return True
-        if probes:
-            self._probed = {request.id for (request, _), some in zip(requests, left, strict=True) if some}
-        return probes
+        payable = self._payable(tokens, min(spare, sum(map(len, left))))
+        self._expects = any(self._best(survival, tokens, payable))
+        if probes and not self._expects:
+            self._looked_up = {request.id for (request, _), some in zip(requests, left, strict=True) if some}
+        return self._expects or probes
 
     def _propose(self, request: Request, most: int) -> Draft:
         """Return a draft of a request, or none where its drafter has failed, now or before."""
@@ -330,7 +338,10 @@ class Speculation:
 
     def _thought(self, tokens: int) -> float:
         """Return the same by what is known, however many tokens it has."""
-        return max([curve.at(tokens) for curve in (self._seconds, self._ahead) if curve], default=1.0)
+        if (seconds := self._thoughts.get(tokens)) is None:
+            seconds = max([curve.at(tokens) for curve in (self._seconds, self._ahead) if curve], default=1.0)
+            self._thoughts[tokens] = seconds
+        return seconds
 
     def _base(self, tokens: int) -> float:
         """Return the seconds of a step of so many tokens if nothing waits for it."""
@@ -344,6 +355,8 @@ class Speculation:
         known = [seconds for size, seconds in self._seconds.points if size > tokens]
         least = max(self._thought(tokens + 1), known[0] if known else 0.0)
         allowed = least + self.budget.left * self._base(tokens)
+        if self._thought(tokens + most) <= allowed:
+            return most
         return _count_within(allowed, most, lambda number: self._thought(tokens + number))
 
     def _probe_due(self) -> bool:
@@ -386,7 +399,7 @@ class Speculation:
         held = min(drawn - 1, len(draft.tokens))
         self.survival.learn(draft, held)
         if self._probes and held == len(draft.tokens):
-            self._plain = _PROBE_EVERY
+            self._plain = self._unasked = _LONG
         if draft.tried:
             self._needed = 1 if held > draft.tried else min(2 * self._needed, _PROBE_EVERY)
         elif held == len(draft.tokens):
@@ -413,12 +426,15 @@ class Speculation:
             seconds = max(seconds, now - since - apart)
         rows, tokens = len(plan.shares), plan.tokens
         self._largest = max(self._largest, tokens)
+        self._alike = 0 if tokens > rows else self._alike + 1
+        if self._alike > _MEASURED and self._alike % _MEASURED:
+            return self.budget.plain()
+        self._thoughts.clear()
         if any(UNKNOWN in share.tokens for share in plan.shares):
             self._ahead.add(tokens, seconds)
         else:
             self._seconds.add(tokens, seconds)
-            if lost := (self._at(tokens) + apart) / self._base(rows) - 1 - gained / rows:
-                self.budget.spend(lost)
+            self.budget.spend((self._at(tokens) + apart) / self._base(rows) - 1 - gained / rows)
         if tokens == rows:
             self.budget.plain()
         elif self._probes and not gained:
