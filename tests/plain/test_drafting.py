@@ -312,11 +312,30 @@ def test_a_probe_comes_at_the_stated_rate_where_it_costs_little() -> None:
     assert sum(gained[-50:]) > 50 * 8
 
 
+def test_where_a_probe_holds_more_follow_at_once() -> None:
+    """A token takes a tenth of a step: several have to hold until that pays."""
+    speculation = Speculation(sure(3))
+    [request] = asking([0, 1, 2])
+
+    def seconds(tokens: int) -> float:
+        return 0.9 + 0.1 * tokens
+
+    for _ in range(1000):
+        step(speculation, [request], first(0), seconds)
+    drafted = [step(speculation, [request], first(32), seconds)[0] for _ in range(400)]
+    begins = next(at for at, count in enumerate(drafted) if count)
+    assert begins < 200
+    assert all(drafted[begins : begins + 100])
+
+
 @pytest.mark.parametrize("spare", range(12))
 def test_no_step_verifies_more_than_there_is_to_spare(spare: int) -> None:
     requests = asking(*([0, 1, 2],) * 5)
-    for most, seconds in ((10, 1.0), (2, 1.0), (10, 0.0)):
+    for most, seconds, in_vain in ((10, 1.0, 0), (2, 1.0, 0), (10, 0.0, 0), (10, 1e-9, 300)):
         speculation = Speculation(sure(20))
+        speculation.stepped(Plan((), (share_of(0, 0),)), 1.0)
+        for _ in range(in_vain):
+            speculation.survival.learn(Draft((1,) * 10, (1.0,) * 10, 20), 0)
         for _ in range(90):
             drafts = speculation.choose(
                 speculation.propose([(request, most) for request in requests], spare), 5, spare
@@ -324,7 +343,7 @@ def test_no_step_verifies_more_than_there_is_to_spare(spare: int) -> None:
             assert sum(len(draft.tokens) for draft in drafts) <= spare
             assert all(len(draft.tokens) <= most for draft in drafts)
             tokens = 5 + sum(len(draft.tokens) for draft in drafts)
-            speculation.stepped(Plan((), (share_of(0, tokens - 1),)), seconds * tokens)
+            speculation.stepped(Plan((), (share_of(0, tokens - 1),)), seconds * tokens + 1.0 * bool(seconds))
 
 
 # -- in the scheduler
@@ -475,6 +494,14 @@ def test_a_draft_model_is_left_where_it_does_not_pay_and_asked_again_now_and_the
     # Each takes 4 steps of the model, two of the target's: one in 128 may come.
     assert set(asked) == {0, 4}
     assert 7 <= asked.count(4) <= 10
+
+
+def test_a_draft_model_is_asked_again_where_a_probe_has_more_tokens_than_any_step_had() -> None:
+    speculation = model_of(0.01)
+    speculation.stepped(Plan((), tuple(share_of(row, 0) for row in range(8))), 0.1)
+    for _ in range(400):
+        speculation.survival.learn(Draft((1,) * 4, (1.0,) * 4, by_model=True), 0)
+    assert any(speculation.depths([NO_DRAFT] * 8, 8, 300)[0] for _ in range(300))
 
 
 def test_what_is_looked_up_goes_before_a_draft_model_where_more_is_expected_of_it() -> None:

@@ -326,6 +326,7 @@ def test_it_wakes_for_what_is_behind_the_tokens_under_way() -> None:
         drafts = Told(lambda request, most, length=length: Draft((3,) * length, (1.0,) * length, 30))
         speculation = Speculation(drafts)
         speculation._ahead.add(1, 1.0)
+        speculation._plain = 100  # A probe is due as well.
         speculation.look([(asked([1])[0], 9)], 1, 30, ahead=True)
         assert speculation.resting is not wakes
 
@@ -333,7 +334,10 @@ def test_it_wakes_for_what_is_behind_the_tokens_under_way() -> None:
 def test_nothing_rests_with_a_draft_under_way() -> None:
     """Whatever rests is planned together, so a plan is made when the draft is known."""
     device = machine("GPU")
-    speculation = Speculation(Drafts(device, right), clock=lambda: device.now)
+    speculation = Speculation(
+        Drafts(device, lambda number, place: right(number, place) if number % 2 else []),
+        clock=lambda: device.now,
+    )
     rested = 0
     begin = device.begin
 

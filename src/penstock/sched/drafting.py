@@ -39,6 +39,7 @@ class Drafting:
         """Verify nothing for a while if this plan, whose step was too large for the memory, has drafts."""
         if plan.runs and plan.runs[-1].kind is ShareKind.VERIFY:
             self._paused = self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            self.speculation.rest()
 
     def waits(self, under_way: Sequence[Plan], running: Sequence[Request]) -> bool:
         """Tell whether the next plan has to wait for steps under way, before it is made.
@@ -74,12 +75,9 @@ class Drafting:
 
         A request whose draft is verified is left out of plans until that is known: `Request.ending`.
         """
-        if self._paused or self.speculation.resting:
+        if self.speculation.resting:
             self._paused -= bool(self._paused)
-            if self.speculation.resting:
-                self.speculation.rested()
-            else:
-                self.speculation.rest()
+            self.speculation.rested()
             return list(shares)
         decoding = [
             (share, request, most)
