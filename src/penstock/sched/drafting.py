@@ -109,6 +109,13 @@ class Drafting:
                 verifying[share.row] = self._verified(share, request, draft.tokens, grown=bool(there))
         return [share for share in shares if share.row not in verifying] + list(verifying.values())
 
+    def stepped(self, plan: Plan, seconds: float, *, idle: bool) -> None:
+        """Note that a step has been committed, and how long it took. idle: whether there is nothing to do."""
+        if plan.shares:
+            self.speculation.stepped(plan, seconds)
+        if idle:
+            self.speculation.idle()
+
     def _by_model(
         self,
         decoding: Sequence[tuple[Share, Request, int]],

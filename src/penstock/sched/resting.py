@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from penstock.sched.request import Request
 from penstock.sched.suffix import NO_DRAFT, Draft
 
-_FIRST, _FREE, _MOST, _LEAST = 8.0, 0.5, 4.0, -1.0
-"""Plain steps that may be lost: before anything is known, where nothing is gained, right behind drafts that
-gained much, and how much may be owed."""
+_FIRST, _FREE, _MOST, _LEAST = 8.0, 0.5, 64.0, -1.0
+"""Plain steps that may be lost: before anything is known or behind the first loss after gains, where nothing
+is gained, and right behind drafts that gained much. The last is how much may be owed."""
 _RATE = 0.005
-"""Of a plain step, this part may be lost by drafts."""
+"""The part of a plain step that may be lost by drafts for each."""
 _FADING = 1 / 32
 """Part of what was gained that counts no more after a plain step."""
 _LOOKS, _AHEAD_LOOKS = 0.005, 0.03
@@ -27,7 +27,8 @@ class DraftBudget:
     """Bounds what drafts cost beside plain decoding, counted in plain steps.
 
     Where nothing ever holds, no stretch of steps loses more than `_FREE`, `_RATE` of each step, and what one
-    probe costs. What drafts have gained may be lost again, up to a bound, but soon.
+    probe costs. Much may be lost by one step right behind drafts that gained as much, or nothing would be
+    gained where a step of many tokens takes long. When it has lost, no more than `_FIRST` may be.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class DraftBudget:
 
         It is less than 0 if drafts have gained.
         """
-        self.left = max(min(self.left - cost, max(self.left, _MOST)), _LEAST)
+        self.left = max(min(self.left - cost, _FIRST if cost > 0 else _MOST), _LEAST)
 
 
 class Lookout:

@@ -295,14 +295,15 @@ class Scheduler:
             reach = len(request.tokens) + EARLY
             if reach >= room.long_from and not request.kv.long and room.is_long(reach, request.most):
                 request.kv.go_long()
-        if self.speculation is not None:
-            if plan.shares:
-                self.speculation.stepped(plan, outcome.seconds)
-            if not self._requests:
-                self.speculation.idle()
+        self._ended(plan, outcome.seconds)
+        return events
+
+    def _ended(self, plan: Plan, seconds: float) -> None:
+        """Note that a step has been committed."""
+        if self._drafting is not None:
+            self._drafting.stepped(plan, seconds, idle=not self._requests)
         if self._check:
             self.check()
-        return events
 
     def _learn(self, plan: Plan, seconds: float) -> None:
         """Note that a step has succeeded, and how long it took."""
