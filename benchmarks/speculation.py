@@ -63,7 +63,7 @@ class Oracle:
     def propose(self, request: Request, most: int) -> Draft:
         """Return the draft. Where the output is another than the known one, nothing of it is likely to
         hold."""
-        said = len(request.tokens) - len(request.prompt)
+        said = request.known - len(request.prompt)
         known = self._truth[request.prompt][said : said + self.drafted]
         right = list(known[: self.holds - 1])
         wrong = [(token + 1) % self._vocabulary for token in known[self.holds - 1 :]]

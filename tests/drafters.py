@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from penstock.sched.request import Request
 from penstock.sched.suffix import Draft
+from penstock.step.plan import UNKNOWN
 
 Truth = Mapping[tuple[int, ...], Sequence[Sequence[int]]]
 """Outputs of each prompt, as they are without drafts."""
@@ -25,8 +26,8 @@ class Adversary:
 
     def propose(self, request: Request, most: int) -> Draft:
         draw, prompt = self._random, request.prompt
-        said = tuple(request.tokens[len(prompt) :])
-        assert len(said) == len(request.tokens) - len(prompt)
+        said = tuple(request.tokens[len(prompt) : request.known])
+        assert UNKNOWN not in said
         after = [
             list(output[len(said) :])
             for output in self._truth.get(prompt, ())
@@ -42,7 +43,7 @@ class Adversary:
             case "e":
                 tokens = true[: draw.randint(0, 3)] + list(self._ends) + garbage
             case "d":
-                tokens = [request.tokens[-1]] * draw.randint(1, 9)
+                tokens = [request.tokens[request.known - 1]] * draw.randint(1, 9)
             case "g":
                 tokens = garbage
             case _:

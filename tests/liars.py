@@ -6,8 +6,9 @@ from typing import Any
 
 from halls import Hall, Worker
 from penstock.kv.ledger.keys import block_keys
+from penstock.sched.drafter import SuffixDrafter
 from penstock.sched.request import Request
-from penstock.sched.speculation import Speculation, SuffixDrafter
+from penstock.sched.speculation import Speculation
 from penstock.sched.suffix import NO_DRAFT, Draft
 from penstock.step.plan import Outcome, Plan, RequestId, Result, Share, ShareKind
 from worlds import ALPHABET, END, chosen
@@ -26,7 +27,13 @@ class Told:
 
 
 class Bold(Speculation):
-    """Verifies all that there is a place for, whatever it costs."""
+    """Verifies all that there is a place for, whatever it costs, and never rests."""
+
+    def look(self, requests: Sequence[tuple[Request, int]], tokens: int, spare: int, *, ahead: bool) -> None:
+        self.resting = False
+
+    def _payable(self, tokens: int, most: int) -> int:
+        return most
 
     def _best(self, survival: Sequence[Sequence[float]], tokens: int, spare: int) -> list[int]:
         counts = []
@@ -69,6 +76,35 @@ class BoldModel(Bold):
 
     def depths(self, found: Sequence[Draft], tokens: int, spare: int) -> list[int]:
         return [min(self._chance.randint(0, 9), spare // len(found)) for _ in found]
+
+
+class Restless(Speculation):
+    """Wakes and rests at random. When it is awake, it drafts as the class beside it does."""
+
+    woke = unknown = 0
+    chance = random.Random()
+
+    def look(self, requests: Sequence[tuple[Request, int]], tokens: int, spare: int, *, ahead: bool) -> None:
+        for request, most in requests:
+            assert most > 0
+            self._propose(request, most + request.unknown)
+            self.unknown += request.unknown
+        if self.chance.random() < 0.3:
+            self.resting = False
+            self.woke += 1
+
+    def stepped(self, plan: Plan, seconds: float) -> None:
+        super().stepped(plan, seconds)
+        if self.chance.random() < 0.4:
+            self.rest()
+
+
+class RestlessBold(Restless, Bold):
+    """Wakes and rests at random, and verifies all that there is a place for."""
+
+
+class RestlessModel(Restless, BoldModel):
+    """The same with a draft model."""
 
 
 class Verifier(Worker):
@@ -119,9 +155,9 @@ class DraftHall(Hall):
         return id
 
     def truth(self, request: Request) -> list[int]:
-        """What the request is still going to say."""
+        """What the request is going to say behind what is known."""
         known = self.live[request.id]
-        return known.expected[len(request.tokens) - len(known.prompt) :]
+        return known.expected[request.known - len(known.prompt) :]
 
     def _take(self, plan: Plan, outcome: Outcome) -> None:
         involved = [self.live[request.id] for request in self._involved()]
@@ -154,14 +190,14 @@ def liar(seed: int, hall: Callable[[], DraftHall]) -> Propose:
 
     def propose(request: Request, most: int) -> Draft:
         assert most > 0, "a draft was asked for where there is no place"
-        assert not request.unknown
         found = look.propose(request, most)
         assert request.history is not None
-        assert request.history.tokens.tolist() == request.tokens, "the history is of other tokens"
+        known = request.tokens[: request.known]
+        assert request.history.tokens.tolist() == known, "the history is of other tokens"
         truth = hall().truth(request)[:most]
         tokens = {
             0: [chance.randrange(ALPHABET) for _ in range(most)],
-            1: [request.tokens[-1]] * most,
+            1: [known[-1]] * most,
             2: [END] * most,
             3: truth,
             4: [*truth[: most // 2], chance.randrange(ALPHABET), *truth[most // 2 + 1 :]][:most],

@@ -1,5 +1,6 @@
 """Speculative decoding changes no token, whatever is drafted: by the real engine, for every family."""
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +14,10 @@ from drafters import Adversary
 from pairs import near
 from penstock import LLM, Completion, SamplingParams, Structure
 from penstock.base.errors import ConfigError
+from penstock.sched.request import Request
 from penstock.sched.speculation import Speculation
 from penstock.sched.suffix import Draft
+from penstock.step.plan import UNKNOWN, Plan
 from penstock.worker.runner import Runner
 from toys import hybrid_checkpoint, hybrid_known
 
@@ -49,8 +52,12 @@ def wanted() -> list[tuple[list[int], SamplingParams]]:
 
 
 @contextmanager
-def always(drafter: Adversary | None) -> Iterator[None]:
-    """Every draft of this drafter is verified as far as there is room."""
+def always(drafter: Adversary | None, restless: int | None = None) -> Iterator[None]:
+    """Every draft of this drafter is verified as far as there is room.
+
+    restless: seed by which it is drawn when speculation wakes and rests; else it never rests.
+    """
+    chance = random.Random(restless)
 
     def best(self: Speculation, survival: Sequence[Sequence[float]], tokens: int, spare: int) -> list[int]:
         counts = []
@@ -62,8 +69,23 @@ def always(drafter: Adversary | None) -> Iterator[None]:
     def depths(self: Speculation, found: Sequence[Draft], tokens: int, spare: int) -> list[int]:
         return [min(5, spare // len(found)) if self.model else 0] * len(found)
 
-    make = Speculation.__init__
+    def look(
+        self: Speculation, requests: Sequence[tuple[Request, int]], tokens: int, spare: int, *, ahead: bool
+    ) -> None:
+        for request, most in requests:
+            self._propose(request, most + request.unknown)
+        self.resting = restless is not None and chance.random() > 0.3
+
+    def stepped(self: Speculation, plan: Plan, seconds: float) -> None:
+        step_ended(self, plan, seconds)
+        if restless is not None and chance.random() < 0.4:
+            self.rest()
+
+    make, step_ended = Speculation.__init__, Speculation.stepped
     with (
+        patch.object(Speculation, "look", look),
+        patch.object(Speculation, "stepped", stepped),
+        patch.object(Speculation, "_payable", lambda self, tokens, most: most),
         patch.object(Speculation, "__init__", lambda self, own, **more: make(self, drafter or own, **more)),
         patch.object(Speculation, "_best", best),
         patch.object(Speculation, "depths", depths),
@@ -115,6 +137,42 @@ def test_nor_where_room_is_short_or_ranks_are_two(more: dict[str, object], ahead
         found = answers("llama", asked, speculate="suffix", **more)
     alike(found, plain, 1e-4)
     assert sum(one.accepted_tokens for one in found)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"kv_blocks": 24, "max_sequences": 6},
+        {"kv_blocks": 12, "max_sequences": 3, "host_kv_memory": "1MiB"},
+        {"tensor_parallel": 2},
+    ],
+    ids=["with room", "preempted", "long", "two ranks"],
+)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_nor_where_speculation_rests_and_wakes_at_random(more: dict[str, object], ahead: bool) -> None:
+    asked = wanted()
+    plain = answers("llama", asked)
+    kinds = {"unknown": 0, "verified": 0}
+    begin = Runner.begin
+
+    def noted(self: Runner, plan: Plan) -> object:
+        kinds["unknown"] += any(UNKNOWN in share.tokens for share in plan.shares)
+        kinds["verified"] += any(share.draft for share in plan.shares)
+        return begin(self, plan)
+
+    for seed in range(3):
+        drafter = Adversary(truth_of(plain), tiny.VOCAB, ends=[3], kinds="tbbg", seed=seed)
+        with (
+            patch.object(Runner, "ahead", ahead),
+            patch.object(Runner, "begin", noted),
+            always(drafter, restless=seed),
+        ):
+            found = answers("llama", asked, speculate="suffix", **more)
+        alike(found, plain, 1e-4)
+        assert sum(one.accepted_tokens for one in found)
+    assert kinds["verified"] > 10
+    assert (kinds["unknown"] > 10) is ahead
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -180,12 +238,13 @@ def test_a_draft_model_changes_no_token(more: dict[str, object]) -> None:
     asked = wanted()
     plain = answers("llama", asked)
     draft = near("llama", 0.02)
-    for ahead in (False, True):
-        with patch.object(Runner, "ahead", ahead), always(Adversary({}, tiny.VOCAB, kinds="n")):
+    for ahead, restless in ((False, None), (True, None), (True, 1), (True, 2)):
+        drafter = Adversary({}, tiny.VOCAB, kinds="n")
+        with patch.object(Runner, "ahead", ahead), always(drafter, restless):
             found = answers("llama", asked, speculate=str(draft), **more)
         alike(found, plain, 1e-4)
         drafted = sum(one.drafted_tokens for one in found)
-        assert sum(one.accepted_tokens for one in found) > drafted / 3 > 10
+        assert sum(one.accepted_tokens for one in found) > drafted / 3 > 3
 
 
 @pytest.mark.parametrize("name", FAMILIES)

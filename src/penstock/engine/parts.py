@@ -25,9 +25,10 @@ from penstock.models.decoder import Decoder
 from penstock.models.inputs import Collectives
 from penstock.ops.attention.gathered import PAST_TILE
 from penstock.ops.attention.inputs import Scratch
+from penstock.sched.drafter import SuffixDrafter
 from penstock.sched.rules import PrefixRule
 from penstock.sched.scheduler import Scheduler
-from penstock.sched.speculation import Speculation, SuffixDrafter
+from penstock.sched.speculation import Speculation
 from penstock.sched.storage import Storage
 from penstock.sched.tiers import Store
 from penstock.weights.streaming.stream import WeightStream

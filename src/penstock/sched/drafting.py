@@ -39,23 +39,46 @@ class Drafting:
         """Verify nothing for a while if this plan, whose step was too large for the memory, has drafts."""
         if plan.runs and plan.runs[-1].kind is ShareKind.VERIFY:
             self._paused = self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            self.speculation.rest()
 
-    def waits(self, under_way: Sequence[Plan]) -> bool:
-        """Tell whether steps under way yield tokens, which drafts begin with, so that no step runs ahead.
+    def waits(self, under_way: Sequence[Plan], running: Sequence[Request]) -> bool:
+        """Tell whether the next plan has to wait for steps under way, before it is made.
 
-        If those requests were planned that are in no step, each would have every second step from then on,
-        and the oldest might wait for pages of others. A draft model's steps are begun and ended while a plan
-        is made, so none of the target may be under way.
+        While speculation rests it has not: all requests run ahead. Before each plan it is seen whether it
+        wakes. When it is awake, nothing is planned while steps under way yield tokens, which drafts begin
+        with. If those requests were planned that are in no step, each would have every second step from then
+        on, and the oldest might wait for pages of others. So they go on together. A draft model's steps are
+        begun and ended while a plan is made, so none of the target may be under way.
         """
-        if self.speculation.model is not None and under_way:
+        speculation, verify = self.speculation, ShareKind.VERIFY
+        yields = any(share.sample for plan in under_way for share in plan.shares)
+        if speculation.resting and not self._paused:
+            self._look(running, ahead=yields)
+        if speculation.resting:
+            return any(plan.runs and plan.runs[-1].kind is verify for plan in under_way)
+        if speculation.model is not None and under_way:
             return True
-        return any(share.sample for plan in under_way for share in plan.shares)
+        return yields
+
+    def _look(self, running: Sequence[Request], *, ahead: bool) -> None:
+        """Let speculation see whether it pays to wake."""
+        decoding = [
+            (request, most)
+            for request in running
+            if not request.ending and request.kv.lacking == 1 and (most := self._most(request)) > 0
+        ]
+        spare = self._width.tokens - len(decoding)
+        self.speculation.look(decoding, len(decoding), spare, ahead=ahead)
 
     def extend(self, shares: Sequence[Share], by_row: Mapping[Row, Request]) -> list[Share]:
         """Return a plan's shares, some of which verify a draft now. These come last.
 
         A request whose draft is verified is left out of plans until that is known: `Request.ending`.
         """
+        if self.speculation.resting:
+            self._paused -= bool(self._paused)
+            self.speculation.rested()
+            return list(shares)
         decoding = [
             (share, request, most)
             for share in shares
@@ -63,9 +86,12 @@ class Drafting:
             and share.sample
             and (most := self._most(request := by_row[share.row])) > 0
         ]
-        if not decoding or self._paused:
-            self._paused -= bool(self._paused)
+        if not decoding:
+            self.speculation.rest()
             return list(shares)
+        assert not any(request.unknown for _, request, _ in decoding), (
+            "a draft behind a token that is not known"
+        )
         tokens, kept = sum([len(share.tokens) for share in shares]), 2 * len(by_row)
         spare = self._width.tokens - tokens
         found = self.speculation.propose([(request, most) for _, request, most in decoding], spare)
@@ -82,6 +108,13 @@ class Drafting:
                 self.speculation.verifies(share, draft)
                 verifying[share.row] = self._verified(share, request, draft.tokens, grown=bool(there))
         return [share for share in shares if share.row not in verifying] + list(verifying.values())
+
+    def stepped(self, plan: Plan, seconds: float, *, idle: bool) -> None:
+        """Note that a step has been committed, and how long it took. idle: whether there is nothing to do."""
+        if plan.shares:
+            self.speculation.stepped(plan, seconds)
+        if idle:
+            self.speculation.idle()
 
     def _by_model(
         self,
@@ -107,14 +140,14 @@ class Drafting:
                 grown[share.row] = count
                 asked.append((request, share, count))
                 places.append(place)
-        if asked and self.speculation.model is not None:
-            for place, draft in zip(places, self.speculation.model.propose(asked), strict=True):
+        if asked:
+            for place, draft in zip(places, self.speculation.by_model(asked), strict=True):
                 found[place] = draft
         return grown
 
     def _most(self, request: Request) -> int:
         """Return the most tokens of a draft that may all be the request's. The target adds one to them."""
-        if request.unknown or request.sampling.pooled:
+        if request.sampling.pooled:
             return 0
         most = request.most - len(request.tokens) - 1
         return most if request.kv.long else min(most, self._room.long_from - EARLY - len(request.tokens) - 1)

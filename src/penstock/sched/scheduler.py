@@ -209,7 +209,9 @@ class Scheduler:
     def plan(self) -> Plan:
         """Return the next step. It is empty only if there is nothing to do before a step under way is
         committed."""
-        if self._drafting is not None and self._drafting.waits([plan for plan, _ in self._flights]):
+        if self._drafting is not None and self._drafting.waits(
+            [plan for plan, _ in self._flights], self._queues.running
+        ):
             return Plan((), ())
         shares: list[Share] = []
         decode, pools = ShareKind.DECODE, self._pools
@@ -293,17 +295,21 @@ class Scheduler:
             reach = len(request.tokens) + EARLY
             if reach >= room.long_from and not request.kv.long and room.is_long(reach, request.most):
                 request.kv.go_long()
+        self._ended(plan, outcome.seconds)
+        return events
+
+    def _ended(self, plan: Plan, seconds: float) -> None:
+        """Note that a step has been committed."""
+        if self._drafting is not None:
+            self._drafting.stepped(plan, seconds, idle=not self._requests)
         if self._check:
             self.check()
-        return events
 
     def _learn(self, plan: Plan, seconds: float) -> None:
         """Note that a step has succeeded, and how long it took."""
         rates = self.tiers.rates
         if self._width.narrowed is not None:
             self._width.widen()
-        if self.speculation is not None:
-            self.speculation.stepped(plan, seconds)
         work = plan.tokens + sum(
             [rates.work(share.start, len(share.tokens)) - len(share.tokens) for share in plan.runs]
         )
@@ -404,6 +410,8 @@ class Scheduler:
         self._arrivals.reset()
         self._pools.reset()
         self._flights.clear()
+        if self.speculation is not None:
+            self.speculation.idle()
         self._queues.reset(self._requests.values())
         for request in self._requests.values():
             request.kv.reset()

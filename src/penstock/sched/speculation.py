@@ -5,6 +5,11 @@ before it hold. So of all drafts those tokens are verified that give the most to
 took and by what has held of earlier drafts. Where no draft gives more than plain decoding, none is verified,
 but for a probe now and then.
 
+A step that verifies waits for the one before, since a draft begins with its tokens, and the next one waits
+for what it yields. Plain steps run ahead where the device computes by itself. So both are measured from the
+end of a step to the end of the next, and apart. Where nothing was verified for some steps, speculation rests:
+see `resting`. What it may lose beside plain decoding is bounded, whatever is drafted: see `DraftBudget`.
+
 Speculation changes no token. The target draws at every position of a draft with the request's own settings
 and noise, as it would have without; tokens of the draft that equal what it draws are kept.
 
@@ -13,18 +18,20 @@ which goes on without drafts.
 """
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from math import inf, log2
-from operator import mul
+from math import inf
 from time import monotonic
-from typing import Protocol
 
+from penstock.sched.drafter import Drafter, ModelDrafting, flaw
 from penstock.sched.rates import Curve
 from penstock.sched.request import DraftCounts, Request
-from penstock.sched.suffix import MOST_MATCHED, NO_DRAFT, Draft, TokenHistory, look_up
-from penstock.step.plan import MOST_DRAFTED, Plan, Share
+from penstock.sched.resting import DraftBudget, Lookout
+from penstock.sched.suffix import NO_DRAFT, Draft
+from penstock.sched.survival import Survival
+from penstock.step.plan import MOST_DRAFTED, UNKNOWN, Plan, Share
 
 _LOG = logging.getLogger("penstock")
 _STALLED = 1.0
@@ -33,107 +40,26 @@ _LEAST = 0.01
 """Probability below which a token is not worth looking at."""
 _PROBED = 4
 """Tokens of a request that a probe verifies."""
+_MEASURED = 8
+"""Steps in a row without drafts that are all measured. Of those behind them, only one of as many is."""
 _GAIN = 1.02
 """Times as many tokens a second as without drafts, below which nothing is verified."""
 _PROBE_EVERY = 64
-"""Steps between two probes that take as long as a plain step. Those that take longer come less often."""
-_KEPT = 0.98
-"""Weight of what was seen of earlier drafts after one more: it halves with 34 of them."""
-_PRIOR = 4.0
-"""Weight of the prior belief that a match of n tokens holds with probability n / (n + 4), at first."""
-_MODEL_HOLDS = 0.8
-"""The same of a token of a draft model."""
+"""Fewest steps between two probes, if what the last verified did not all hold."""
+_LONG = 1 << 30
+"""Steps for which no probe waits."""
+_PROBE_SOON = 8
+"""The same where much may be lost: at first, and behind drafts that have held."""
+_PROBE_COST = 0.25
+"""Plain steps that all tokens of a probe but the first may cost, for which it waits."""
+_QUIET = 2
+"""Steps in a row that might have verified a draft and did not, after which speculation rests."""
+_NEW, _LEAST_TRUST = 0.25, 0.02
+"""Weight of the last time that speculation woke for a draft, and the least trust in what is seen at rest."""
+_WEIGHED_EVERY = 16
+"""Steps of rest between two times that it is weighed whether a draft model pays."""
 _FIRST = 4
 """Tokens of a draft model's drafts before it is known what its steps take."""
-_FADING = 0.98
-"""Weight of the prior belief after one more draft. If it stayed, a long draft would always seem to gain a
-little: nothing is learnt of tokens behind those that never hold."""
-
-
-class Drafter(Protocol):
-    """Proposes what may come next. It may be wrong in any way: the target decides every token."""
-
-    def propose(self, request: Request, most: int) -> Draft:
-        """Return at most `most` tokens behind a request's newest one, all of whose tokens are known.
-
-        most: at least one.
-        """
-        ...
-
-
-class ModelDrafting(Protocol):
-    """Makes drafts by steps of a draft model, for all requests of a plan at once.
-
-    seconds: time of a step that draws a token for each of them; 0 before one was measured.
-    spent: seconds of the last drafts, with what the model had to compute before.
-    """
-
-    seconds: float
-    spent: float
-
-    def propose(self, asked: Sequence[tuple[Request, Share, int]]) -> list[Draft]:
-        """Return a draft of so many tokens for each request, whose share of one token is in the plan."""
-        ...
-
-
-class SuffixDrafter:
-    """Drafts by `suffix.look_up` in the request's own tokens."""
-
-    def propose(self, request: Request, most: int) -> Draft:
-        """Look in what the request has said so far, its prompt included."""
-        if request.history is None:
-            request.history = TokenHistory()
-        request.history.follow(request.tokens, len(request.tokens))
-        return look_up(request.history.tokens, most)
-
-
-class Survival:
-    """Learns with which probability a drafted token holds if all before it have held.
-
-    By the length of the match at that token, and by whether all places agreed on it. Of a draft model: by how
-    many of its tokens are before that one.
-    """
-
-    def __init__(self) -> None:
-        # Lists, since single numbers are read, thousands of them a second.
-        self._tried, self._held, self._prior = (
-            [[first] * (max(_CLASSES) + 1) for _ in range(3)] for first in (0.0, 0.0, _PRIOR)
-        )
-
-    def of(self, draft: Draft) -> list[float]:
-        """Return for each token the probability that it and all before it hold."""
-        return list(accumulate([self._at(draft, depth) for depth in range(len(draft.tokens))], mul))
-
-    def of_model(self, most: int) -> list[float]:
-        """Return the same for a draft of so many tokens that a draft model may draw."""
-        return self.of(Draft((0,) * most, (1.0,) * most, 0, by_model=True))
-
-    def _at(self, draft: Draft, depth: int) -> float:
-        (kind, at), score, matched = self._place(draft, depth), draft.scores[depth], draft.matched + depth
-        prior = _MODEL_HOLDS if draft.by_model else score * matched / (matched + 4)
-        weight = self._prior[kind][at]
-        return (self._held[kind][at] + weight * prior) / (self._tried[kind][at] + weight)
-
-    def _place(self, draft: Draft, depth: int) -> tuple[int, int]:
-        if draft.by_model:
-            return 2, _class_of(1 + depth)
-        return int(draft.scores[depth] < 1), _class_of(draft.matched + depth)
-
-    def learn(self, draft: Draft, held: int) -> None:
-        """Note that the first `held` tokens of a draft have held. The one behind them was tried, too."""
-        for depth in range(min(held + 1, len(draft.tokens))):
-            kind, at = self._place(draft, depth)
-            self._tried[kind][at] = self._tried[kind][at] * _KEPT + 1
-            self._held[kind][at] = self._held[kind][at] * _KEPT + (depth < held)
-            self._prior[kind][at] *= _FADING
-
-
-_CLASSES = [int(2 * log2(max(matched, 1))) for matched in range(2 * MOST_MATCHED + 1)]
-"""The class of a match by its length: two for each power of two."""
-
-
-def _class_of(matched: int) -> int:
-    return _CLASSES[min(matched, 2 * MOST_MATCHED)]
 
 
 class Speculation:
@@ -159,8 +85,28 @@ class Speculation:
         it is asked again."""
         self._vocabulary, self._clock = vocabulary, clock
         self.counts = DraftCounts()
-        self._seconds = Curve()
-        """Of steps without any of a prompt, by their tokens."""
+        self._seconds, self._ahead = Curve(), Curve()
+        """Of steps without any of a prompt, by their tokens: those that waited, and those that ran ahead."""
+        self._thoughts: dict[int, float] = {}
+        """Seconds of steps by their tokens, as far as they were asked for since the last was measured."""
+        self._alike = 0
+        """Steps in a row that verified nothing."""
+        self._since: float | None = None
+        """When the last step ended; None if there was nothing to do since."""
+        self._apart, self._gained = 0.0, 0
+        """Seconds of a draft model's steps before the step under way, and drafted tokens that it yielded."""
+        self.budget = DraftBudget()
+        self._lookout = Lookout(self._propose, clock)
+        self.resting, self._woken, self._expects = True, False, False
+        """Whether it rests, whether it has just woken, and whether it did for a draft that seemed to pay."""
+        self._trust = 1.0
+        """Part of the latest times that it woke for such a draft in which one was verified then."""
+        self._quiet = 0
+        """Steps in a row that might have verified a draft and did not."""
+        self._looked_up: set[int] | None = None
+        """The only requests that look-up drafts for next, if it has woken for a probe or for a model."""
+        self._probes = False
+        """Whether the last drafts that were chosen are a probe. If one of them holds, another follows."""
         self._whole, self._needed = 0, 1
         """Drafts of which all has held since more than pays was verified, and how many of them there are
         before that is done again."""
@@ -168,8 +114,6 @@ class Speculation:
         """Most tokens of one of these."""
         self._plain = 0
         """Steps that might have verified a draft, since the last that has."""
-        self._wait = float(_PROBE_EVERY)
-        """Of these, how many come before a probe."""
         self._drafts: dict[int, Draft] = {}
         """Drafts of the step under way, by row."""
 
@@ -179,7 +123,12 @@ class Speculation:
         requests: with the most tokens that each has place for.
         spare: tokens that the step may have beside.
         """
-        return [self._propose(request, min(most, MOST_DRAFTED, spare)) for request, most in requests]
+        return [
+            self._propose(request, min(most, MOST_DRAFTED, spare))
+            if self._looked_up is None or request.id in self._looked_up
+            else NO_DRAFT
+            for request, most in requests
+        ]
 
     def depths(self, found: Sequence[Draft], tokens: int, spare: int) -> list[int]:
         """Return how many tokens the draft model is to draft for each request.
@@ -191,25 +140,43 @@ class Speculation:
         """
         if self.model is None or not found:
             return [0] * len(found)
-        most = min(MOST_DRAFTED, spare // len(found))
-        chances, took = self.survival.of_model(most), self.model.seconds
-        rows, best, depth = len(found), _GAIN * len(found) / self._at(tokens), 0
-        gained = list(accumulate(chances, initial=0.0))
-        for deep in range(1, most + 1) if took else ():
-            rate = (rows + rows * gained[deep]) / (self._at(tokens + rows * deep) + deep * took)
-            if rate > best:
-                best, depth = rate, deep
+        most, took = min(MOST_DRAFTED, spare // len(found)), self.model.seconds
+        depth, gained = self._deepest(len(found), tokens, most)
         if not took:
             depth = min(_FIRST, most)
         elif not depth:
-            cost = self._ratio(tokens, rows * min(_PROBED, most)) - 1 + self.model.spent / self._at(tokens)
-            self._patience = max(_PROBE_EVERY, _PROBE_EVERY * cost)
             self._unasked += 1
-            if self._unasked >= self._patience:
-                depth = min(_PROBED, most)
+            depth = self._probing_depth(len(found), tokens, most)
         if depth:
             self._unasked = 0
         return [0 if sum(self.survival.of(draft)) >= gained[depth] else depth for draft in found]
+
+    def _deepest(self, rows: int, tokens: int, most: int) -> tuple[int, list[float]]:
+        """Return how many tokens of the draft model for each of these rows give the most tokens a second, as
+        far as that may be lost, and how many are expected to hold of each number."""
+        assert self.model is not None
+        took, plain = self.model.seconds, self._base(tokens)
+        allowed = self._at(tokens + rows) + took + self.budget.left * plain
+        gained = list(accumulate(self.survival.of_model(most), initial=0.0))
+        best, depth = _GAIN * rows / plain, 0
+        for deep in range(1, most + 1) if took and self.budget.left > 0 else ():
+            seconds = self._at(tokens + rows * deep) + deep * took
+            if (rate := (rows + rows * gained[deep]) / seconds) > best and seconds <= allowed:
+                best, depth = rate, deep
+        return depth, gained
+
+    def _probing_depth(self, rows: int, tokens: int, most: int) -> int:
+        """Return how many tokens a draft model is to draft for each, to see whether they hold now: none
+        before its patience is over, and no more than may be lost."""
+        assert self.model is not None
+        most, took, plain = min(_PROBED, most), self.model.seconds, self._base(tokens)
+        cost = (self._thought(tokens + rows * most) + self.model.spent) / plain - 1
+        self._patience = max(_PROBE_EVERY, _PROBE_EVERY * cost)
+        if self._unasked < self._patience or not self.budget.full:
+            return 0
+        least = self._thought(tokens + rows) + took
+        allowed = least + (_PROBE_COST if self.budget.left < 1 else self.budget.left) * plain
+        return _count_within(allowed, most, lambda deep: self._thought(tokens + rows * deep) + deep * took)
 
     def choose(self, found: Sequence[Draft], tokens: int, spare: int) -> list[Draft]:
         """Return what a step verifies of the drafts of all requests, none of it for most of them.
@@ -218,26 +185,101 @@ class Speculation:
         spare: tokens that it may have beside.
         """
         if not any(draft.tokens for draft in found):
+            self._chose_none()
             return list(found)
         survival = [self.survival.of(draft) for draft in found]
-        counts = self._best(survival, tokens, spare)
+        self._probes = False
+        payable = self._payable(tokens, min(spare, sum([len(draft.tokens) for draft in found])))
+        counts = self._best(survival, tokens, payable)
         if not any(counts):
             self._plain += 1
-            if self._plain < self._wait:
+            counts = self._probe(found, survival, tokens, spare)
+            self._probes = True
+            if not any(counts):
+                self._chose_none()
                 return [NO_DRAFT] * len(found)
-            most = max(1, min(_PROBED, spare // len(found)))
-            counts = [
-                min(len(draft.tokens), most, max(0, spare - most * place))
-                for place, draft in enumerate(found)
-            ]
-            self._wait = max(_PROBE_EVERY, _PROBE_EVERY * (self._ratio(tokens, sum(counts)) - 1))
-        else:
-            self._wait = _PROBE_EVERY
-            if self._whole >= self._needed:
-                self._whole = 0
-                return self._deeper(found, counts, spare)
-        self._plain = 0
-        return [draft.first(count) for draft, count in zip(found, counts, strict=True)]
+        elif self._whole >= self._needed:
+            self._whole = 0
+            return self._chose(self._deeper(found, counts, payable))
+        return self._chose([draft.first(count) for draft, count in zip(found, counts, strict=True)])
+
+    def _chose(self, drafts: list[Draft]) -> list[Draft]:
+        """Return these drafts, which are verified now."""
+        if self._woken and self._expects and not self._probes:
+            self._trust += _NEW * (1 - self._trust)
+        self._plain = self._quiet = 0
+        self._woken, self._looked_up = False, None
+        return drafts
+
+    def _chose_none(self) -> None:
+        """Rest if nothing was verified for some steps, or by the step for which speculation has woken."""
+        self._quiet += 1
+        if self._woken and self._expects:
+            self._trust = max((1 - _NEW) * self._trust, _LEAST_TRUST)
+        if self._woken or self._quiet >= _QUIET or self.budget.left <= 0:
+            self.rest()
+
+    # ---- resting
+
+    def rest(self) -> None:
+        """Let all requests run ahead from now on."""
+        self.resting, self._woken, self._quiet, self._looked_up = True, False, 0, None
+
+    def rested(self) -> None:
+        """Note that a step is planned that might have verified a draft."""
+        self._plain += 1
+        self._unasked += 1
+
+    def look(self, requests: Sequence[tuple[Request, int]], tokens: int, spare: int, *, ahead: bool) -> None:
+        """Wake if it pays to verify a draft as soon as nothing is under way, or if a probe is due.
+
+        requests: those that decode, with the most tokens that each has place for behind its own.
+        tokens, spare: of the next step, as of `choose`. ahead: whether a step that yields tokens is under
+        way.
+        """
+        # What a plain step takes is known when one has run ahead.
+        if not requests or self.budget.left <= 0 or (ahead and not self._ahead):
+            return
+        if not self._lookout.begin(self._base(tokens), ahead):
+            return
+        self._expects = False
+        try:
+            if by_model := self._model_may_pay(len(requests), tokens, spare):
+                self._looked_up = set()
+            if by_model or self._draft_may_pay(requests, tokens, spare):
+                self.resting, self._woken = False, True
+                self._lookout.forget()
+        finally:
+            self._lookout.end()
+
+    def _model_may_pay(self, rows: int, tokens: int, spare: int) -> bool:
+        """Tell whether a draft model is to be asked."""
+        if self.model is None or (most := min(MOST_DRAFTED, spare // rows)) < 1:
+            return False
+        if not self.model.seconds:
+            return True
+        if self._unasked % _WEIGHED_EVERY and self._unasked < self._patience:
+            return False
+        return bool(self._deepest(rows, tokens, most)[0] or self._probing_depth(rows, tokens, most))
+
+    def _draft_may_pay(self, requests: Sequence[tuple[Request, int]], tokens: int, spare: int) -> bool:
+        """Tell whether a draft by look-up is to be verified, or probed."""
+        probes = self._probe_due()
+        found = self._lookout.look([(request, min(most, MOST_DRAFTED, spare)) for request, most in requests])
+        # The first tokens of a draft are under way already.
+        left = [draft.tokens[request.unknown :] for draft, (request, _) in zip(found, requests, strict=True)]
+        if not any(left):
+            return False
+        trust = self._trust if any(request.unknown for request, _ in requests) else 1.0
+        survival = [
+            [trust * chance for chance in self.survival.of(draft)[request.unknown :]]
+            for draft, (request, _) in zip(found, requests, strict=True)
+        ]
+        payable = self._payable(tokens, min(spare, sum(map(len, left))))
+        self._expects = any(self._best(survival, tokens, payable))
+        if probes and not self._expects:
+            self._looked_up = {request.id for (request, _), some in zip(requests, left, strict=True) if some}
+        return self._expects or probes
 
     def _propose(self, request: Request, most: int) -> Draft:
         """Return a draft of a request, or none where its drafter has failed, now or before."""
@@ -246,7 +288,7 @@ class Speculation:
         began = self._clock()
         try:
             draft = self.drafter.propose(request, most)
-            fault = _flaw(draft, most, self._vocabulary)
+            fault = flaw(draft, most, self._vocabulary)
         except Exception as error:  # Any fault of a drafter is one that an answer does not have to share.
             draft, fault = NO_DRAFT, f"{type(error).__name__}: {error}"
         if not fault and (seconds := self._clock() - began) > _STALLED:
@@ -270,7 +312,7 @@ class Speculation:
             [(-chance, place) for place, some in enumerate(survival) for chance in some if chance >= _LEAST]
         )[:spare]
         counts, best, gained = [0] * len(survival), 0, float(len(survival))
-        most = _GAIN * len(survival) / self._at(tokens)
+        most = _GAIN * len(survival) / self._base(tokens)
         for number, (chance, _) in enumerate(every, 1):
             gained -= chance
             if (rate := gained / self._at(tokens + number)) > most:
@@ -282,21 +324,67 @@ class Speculation:
     def _deeper(self, found: Sequence[Draft], counts: Sequence[int], spare: int) -> list[Draft]:
         """Return twice as many tokens of each draft, as far as there are. Else nothing would be learnt of
         tokens that once did not hold. The more often that is in vain, the more rarely it is done."""
-        more = list[Draft]()
+        deeper, left = list[Draft](), spare - sum(counts)
         for draft, count in zip(found, counts, strict=True):
-            most = min(2 * count, len(draft.tokens), max(spare - sum(len(one.tokens) for one in more), 0))
-            more.append(replace(draft.first(most), tried=count) if most > count else draft.first(most))
-        return more
+            more = min(count, len(draft.tokens) - count, left)
+            left -= more
+            deeper.append(replace(draft.first(count + more), tried=count) if more else draft.first(count))
+        return deeper
 
     def _at(self, tokens: int) -> float:
         """Return the seconds of a step of so many tokens. Twice as many as any step had take too long, so
         that it is found out step by step how many do not pay."""
-        if not self._seconds:
-            return 1.0 if tokens <= 2 * _PROBED else inf
-        return self._seconds.at(tokens) if tokens <= 2 * max(self._largest, _PROBED) else inf
+        return self._thought(tokens) if tokens <= 2 * max(self._largest, _PROBED) else inf
 
-    def _ratio(self, tokens: int, more: int) -> float:
-        return self._at(tokens + more) / max(self._at(tokens), 1e-9)
+    def _thought(self, tokens: int) -> float:
+        """Return the same by what is known, however many tokens it has."""
+        if (seconds := self._thoughts.get(tokens)) is None:
+            seconds = max([curve.at(tokens) for curve in (self._seconds, self._ahead) if curve], default=1.0)
+            self._thoughts[tokens] = seconds
+        return seconds
+
+    def _base(self, tokens: int) -> float:
+        """Return the seconds of a step of so many tokens if nothing waits for it."""
+        return max(self._ahead.at(tokens) if self._ahead else self._at(tokens), 1e-9)
+
+    def _payable(self, tokens: int, most: int) -> int:
+        """Return how many drafted tokens a step may have, by what is lost if none holds. The first, for which
+        the step waits, is free where anything may be lost."""
+        if self.budget.left <= 0:
+            return 0
+        known = [seconds for size, seconds in self._seconds.points if size > tokens]
+        least = max(self._thought(tokens + 1), known[0] if known else 0.0)
+        allowed = least + self.budget.left * self._base(tokens)
+        if self._thought(tokens + most) <= allowed:
+            return most
+        return _count_within(allowed, most, lambda number: self._thought(tokens + number))
+
+    def _probe_due(self) -> bool:
+        """Tell whether drafts may be verified that are not thought to pay: sooner, where much may be lost."""
+        return self.budget.full and self._plain >= (_PROBE_EVERY if self.budget.left < 1 else _PROBE_SOON)
+
+    def _probe(
+        self, found: Sequence[Draft], survival: Sequence[Sequence[float]], tokens: int, spare: int
+    ) -> list[int]:
+        """Return how many tokens of each draft are verified to see whether they hold now: of most of them
+        none, and no more than may be lost."""
+        counts = [0] * len(found)
+        if not self._probe_due():
+            return counts
+        most = min(spare, sum([min(len(draft.tokens), _PROBED) for draft in found]))
+        allowed = self._thought(tokens + 1) + _PROBE_COST * self._base(tokens)
+        left = _count_within(allowed, most, lambda number: self._thought(tokens + number))
+        for place in sorted(range(len(found)), key=lambda place: -sum(survival[place][:_PROBED])):
+            counts[place] = min(len(found[place].tokens), _PROBED, left)
+            left -= counts[place]
+        return counts
+
+    def by_model(self, asked: Sequence[tuple[Request, Share, int]]) -> list[Draft]:
+        """Return drafts of the draft model; see ModelDrafting."""
+        assert self.model is not None
+        drafts = self.model.propose(asked)
+        self._apart = self.model.spent
+        return drafts
 
     def verifies(self, share: Share, draft: Draft) -> None:
         """Note that a step verifies a draft."""
@@ -310,6 +398,8 @@ class Speculation:
             return
         held = min(drawn - 1, len(draft.tokens))
         self.survival.learn(draft, held)
+        if self._probes and held == len(draft.tokens):
+            self._plain = self._unasked = _LONG
         if draft.tried:
             self._needed = 1 if held > draft.tried else min(2 * self._needed, _PROBE_EVERY)
         elif held == len(draft.tokens):
@@ -317,23 +407,44 @@ class Speculation:
         for counts in (self.counts, request.drafts):
             counts.drafts, counts.drafted = counts.drafts + 1, counts.drafted + len(draft.tokens)
             counts.accepted += min(held, kept)
+        self._gained += min(held, kept)
 
     def stepped(self, plan: Plan, seconds: float) -> None:
-        """Note how long a step took."""
-        if seconds > 0 and not plan.chunks:
-            self._seconds.add(plan.tokens, seconds)
-            self._largest = max(self._largest, plan.tokens)
+        """Note that a step has ended, behind what was learnt of its drafts.
+
+        seconds: that it took by itself. If there was something to do since the step before, the time since
+        then counts, but for steps of a draft model.
+        """
+        now = self._clock()
+        since, self._since = self._since, now
+        apart, self._apart = self._apart, 0.0
+        gained, self._gained = self._gained, 0
+        self._drafts.clear()
+        if not seconds > 0 or plan.chunks:
+            return
+        if since is not None:
+            seconds = max(seconds, now - since - apart)
+        rows, tokens = len(plan.shares), plan.tokens
+        self._largest = max(self._largest, tokens)
+        self._alike = 0 if tokens > rows else self._alike + 1
+        if self._alike > _MEASURED and self._alike % _MEASURED:
+            return self.budget.plain()
+        self._thoughts.clear()
+        if any(UNKNOWN in share.tokens for share in plan.shares):
+            self._ahead.add(tokens, seconds)
+        else:
+            self._seconds.add(tokens, seconds)
+            self.budget.spend((self._at(tokens) + apart) / self._base(rows) - 1 - gained / rows)
+        if tokens == rows:
+            self.budget.plain()
+        elif self._probes and not gained:
+            self.rest()
+
+    def idle(self) -> None:
+        """Note that there is nothing to do: what passes from now on is not the time of a step."""
+        self._since, self._apart = None, 0.0
 
 
-def _flaw(draft: Draft, most: int, vocabulary: int | None) -> str:
-    """Return what is wrong with a draft of at most `most` tokens, or an empty string."""
-    tokens, scores = draft.tokens, draft.scores
-    if len(tokens) > most:
-        return f"a draft of {len(tokens)} tokens, where {most} have a place"
-    if len(scores) != len(tokens):
-        return f"a draft of {len(tokens)} tokens with {len(scores)} scores"
-    if not all(isinstance(token, int) and 0 <= token < (vocabulary or 1 << 31) for token in tokens):
-        return "a draft of tokens that the model does not know"
-    if not all(0 <= score <= 1 for score in scores) or draft.matched < 0:
-        return "a draft with scores that are no probabilities, or a match of less than nothing"
-    return ""
+def _count_within(allowed: float, most: int, seconds: Callable[[int], float]) -> int:
+    """Return the largest count up to `most` that takes at most the allowed seconds; more never take less."""
+    return bisect_left(range(1, most + 1), True, key=lambda count: seconds(count) > allowed)

@@ -6,7 +6,7 @@ decoding (Oliaro et al. 2024, arXiv 2411.04975) where, as here, the longest matc
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,12 @@ class Draft:
         if not count:
             return NO_DRAFT
         return Draft(self.tokens[:count], self.scores[:count], self.matched, self.by_model, self.tried)
+
+    def behind(self, count: int) -> "Draft":
+        """Return what is left of it when its first `count` tokens have held."""
+        return replace(
+            self, tokens=self.tokens[count:], scores=self.scores[count:], matched=self.matched + count
+        )
 
 
 NO_DRAFT = Draft()

@@ -1,0 +1,59 @@
+"""Says what makes drafts: look-up in the request's own tokens, a draft model, or anything of a test."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from penstock.sched.request import Request
+from penstock.sched.suffix import Draft, TokenHistory, look_up
+from penstock.step.plan import Share
+
+
+class Drafter(Protocol):
+    """Proposes what may come next. It may be wrong in any way: the target decides every token."""
+
+    def propose(self, request: Request, most: int) -> Draft:
+        """Return at most `most` tokens behind those that are known of a request: see `Request.known`.
+
+        most: at least one.
+        """
+        ...
+
+
+class ModelDrafting(Protocol):
+    """Makes drafts by steps of a draft model, for all requests of a plan at once.
+
+    seconds: time of a step that draws a token for each of them; 0 before one was measured.
+    spent: seconds of the last drafts, with what the model had to compute before.
+    """
+
+    seconds: float
+    spent: float
+
+    def propose(self, asked: Sequence[tuple[Request, Share, int]]) -> list[Draft]:
+        """Return a draft of so many tokens for each request, whose share of one token is in the plan."""
+        ...
+
+
+class SuffixDrafter:
+    """Drafts by `suffix.look_up` in the request's own tokens."""
+
+    def propose(self, request: Request, most: int) -> Draft:
+        """Look in what the request has said so far, its prompt included."""
+        if request.history is None:
+            request.history = TokenHistory()
+        request.history.follow(request.tokens, request.known)
+        return look_up(request.history.tokens, most)
+
+
+def flaw(draft: Draft, most: int, vocabulary: int | None) -> str:
+    """Return what is wrong with a draft of at most `most` tokens, or an empty string."""
+    tokens, scores = draft.tokens, draft.scores
+    if len(tokens) > most:
+        return f"a draft of {len(tokens)} tokens, where {most} have a place"
+    if len(scores) != len(tokens):
+        return f"a draft of {len(tokens)} tokens with {len(scores)} scores"
+    if not all(isinstance(token, int) and 0 <= token < (vocabulary or 1 << 31) for token in tokens):
+        return "a draft of tokens that the model does not know"
+    if not all(0 <= score <= 1 for score in scores) or draft.matched < 0:
+        return "a draft with scores that are no probabilities, or a match of less than nothing"
+    return ""
