@@ -46,11 +46,16 @@ def answers(
     def best(self: Speculation, survival: Sequence[Sequence[float]], step: int, spare: int) -> list[int]:
         return [len(some) for some in survival]
 
+    def look(self: Speculation, *_: object, **more: object) -> None:
+        self.resting = False
+
     settings = {"device": asked.device, "dtype": asked.dtype, "max_sequences": 1, "prefix_cache": False}
     room = asked.output + 256
     with (
         patch.object(Speculation, "depths", depths),
         patch.object(Speculation, "_best", best),
+        patch.object(Speculation, "_payable", lambda self, step, most: most),
+        patch.object(Speculation, "look", look),
         LLM(asked.model, **settings, speculate=speculate, max_length=room) as llm,  # type: ignore[arg-type]
     ):
         params = [
