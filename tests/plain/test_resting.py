@@ -285,6 +285,26 @@ def test_a_draft_that_was_seen_is_kept_as_long_as_it_holds() -> None:
     assert look(4, 51) == [((), 0), ((52, 53, 54, 55, 56), 3)]
 
 
+def test_a_look_that_was_worth_it_is_not_made_up_for() -> None:
+    """Else drafts that hold would come later, the longer a look-up takes."""
+    now = 0.0
+
+    def propose(request: Request, most: int) -> Draft:
+        nonlocal now
+        now += 1e-3
+        return Draft((2,) * 9, (1.0,) * 9, 9)
+
+    lookout = Lookout(propose, lambda: now)
+    for worth, again in ((False, False), (True, True)):
+        assert lookout.begin(1e-3, True)
+        lookout.look([(request, 9) for request in asked([1])])
+        lookout.end()
+        if worth:
+            lookout.forget()
+        assert lookout.begin(1e-3, True) is again
+        lookout.forget()
+
+
 @pytest.mark.parametrize(("ahead", "part"), [(True, 0.03), (False, 0.005)])
 def test_looks_take_a_small_part_of_the_time_and_come_to_everybody(ahead: bool, part: float) -> None:
     """A look takes 50 microseconds, and a step two milliseconds."""

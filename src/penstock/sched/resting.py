@@ -19,8 +19,8 @@ _FADING = 1 / 32
 """Part of what was gained that counts no more after a plain step."""
 _LOOKS, _AHEAD_LOOKS = 0.005, 0.03
 """Parts of a plain step that may pass by looking: where the device waits meanwhile, and where it computes."""
-_SAVED = 8.0
-"""Plans whose time for looks may be saved up."""
+_SAVED, _OWED = 8.0, 32.0
+"""Plans whose time for looks may be saved up, and those by which a look that took long is made up for."""
 
 
 class DraftBudget:
@@ -67,13 +67,14 @@ class Lookout:
         """By request: how many of its tokens were known, and the draft behind these."""
         self._next = 0
         """Place of the request that is looked at next."""
-        self._left = self._most = 0.0
-        """Seconds that looking may take now, and at most."""
+        self._left = self._least = 0.0
+        """Seconds that looking may take now, less than 0 if they are owed, and the least that this may be."""
         self._began = 0.0
 
     def forget(self) -> None:
-        """Forget what was seen."""
+        """Forget what was seen, and the seconds that it took: it was worth them."""
         self._seen.clear()
+        self._left = max(self._left, 0.0)
 
     def begin(self, plain: float, ahead: bool) -> bool:
         """Tell whether there is time to look before a plan. `end` must follow then.
@@ -81,13 +82,13 @@ class Lookout:
         plain: seconds of a plain step. ahead: whether the device computes meanwhile.
         """
         more = (_AHEAD_LOOKS if ahead else _LOOKS) * plain
-        self._left = min(self._left + more, _SAVED * more)
+        self._left, self._least = min(self._left + more, _SAVED * more), -_OWED * more
         self._began = self._clock()
         return self._left >= 0
 
     def end(self) -> None:
         """Count the seconds since `begin`."""
-        self._left -= self._clock() - self._began
+        self._left = max(self._left - (self._clock() - self._began), self._least)
 
     def look(self, requests: Sequence[tuple[Request, int]]) -> list[Draft]:
         """Return a draft behind the known tokens of each request, and so of those that are on their way, too.

@@ -238,9 +238,8 @@ class Speculation:
         way.
         """
         # What a plain step takes is known when one has run ahead.
-        if not requests or self.budget.left <= 0 or (ahead and not self._ahead):
-            return
-        if not self._lookout.begin(self._base(tokens), ahead):
+        may = requests and self.budget.left > 0 and (self._ahead or not ahead)
+        if not may or not self._lookout.begin(self._base(tokens), ahead):
             return
         self._expects = False
         try:
@@ -248,9 +247,10 @@ class Speculation:
                 self._looked_up = set()
             if by_model or self._draft_may_pay(requests, tokens, spare):
                 self.resting, self._woken = False, True
-                self._lookout.forget()
         finally:
             self._lookout.end()
+        if not self.resting:
+            self._lookout.forget()
 
     def _model_may_pay(self, rows: int, tokens: int, spare: int) -> bool:
         """Tell whether a draft model is to be asked."""
