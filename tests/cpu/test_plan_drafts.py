@@ -158,6 +158,24 @@ def test_the_line_has_what_the_table_says(drafts: str, capsys: pytest.CaptureFix
     assert device["free"] >= 0
 
 
+def test_a_copy_in_few_bits_has_no_kv_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Four bits and scales of each weight, eight of embedding and head."""
+    asked = ["8B", "--device-memory", "12GiB", "--host-memory", "100GiB", *NARROW, "--speculate", "self"]
+    table, said = text_of(capsys, *asked), json_of(capsys, *asked)["speculation"]
+    draft = said["draft"]
+    assert 4.5 < 8 * draft["weights"] / draft["parameters"] < 5
+    assert (draft["kv"], draft["shares_kv"]) == (0, True)
+    assert "The copy in four bits (llama, 32 layers" in table
+    assert "no KV but the target's" in table
+    assert "computes each prompt" not in table
+    assert said["paces"][-1]["of_plain"] > 9
+
+
+def test_a_model_of_few_bits_has_no_copy_of_fewer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "gpt-oss-20b", *NARROW, "--speculate", "self"]) == 2
+    assert "gpt-oss-20b has weights of few bits already" in capsys.readouterr().err
+
+
 def test_it_says_what_was_measured_and_what_was_not(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [LARGE, *NARROW, "--speculate", "suffix"]
     table, said = text_of(capsys, *asked), json_of(capsys, *asked)["speculation"]
