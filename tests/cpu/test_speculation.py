@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
+import adapters
 import tiny
 from cpu.test_run_ahead import alike
 from drafters import Adversary
@@ -288,6 +289,34 @@ def test_nor_where_room_for_its_drafts_is_short(more: dict[str, object], tmp_pat
             found = answers("llama", asked, speculate="self", cache=tmp_path, **more)
         alike(found, plain, 1e-4)
         assert sum(one.accepted_tokens for one in found) > 10
+
+
+@pytest.mark.parametrize("speculate", ["suffix", "self"])
+def test_drafts_beside_prompts_are_drawn_with_their_own_adapters(speculate: str, tmp_path: Path) -> None:
+    """Of a step with chunks of prompts, the last layer computes some rows alone: several of a draft."""
+    base = tiny.checkpoint("llama")
+    modules = {
+        "a": adapters.write(tmp_path / "a", base, 4, seed=1),
+        "b": adapters.write(tmp_path / "b", base, 8, ["q_proj", "up_proj", "down_proj"], seed=2),
+    }
+    prompts = [prompt[:50] for prompt in tiny.prompts() * 3]
+    params = [
+        SamplingParams(temperature=heat, seed=at, max_tokens=8 + 3 * (at % 8), ignore_eos=True, logprobs=0)
+        for at, heat in enumerate([0.0, 1.0] * len(prompts))
+    ][: len(prompts)]
+    wanted = [(None, "a", "b")[at % 3] for at in range(len(prompts))]
+    settings = SETTINGS | {"lora_modules": modules, "max_step_tokens": 96, "max_sequences": 3}
+
+    def said(**more: object) -> list[Completion]:
+        with LLM(base, **(settings | more)) as llm:
+            return llm.generate(prompts, params, lora=wanted)
+
+    plain = said()
+    kinds = "n" if speculate == "self" else "tb"
+    with always(Adversary(truth_of(plain), tiny.VOCAB, kinds=kinds)):
+        found = said(speculate=speculate, cache=tmp_path)
+    alike(found, plain, 1e-4)
+    assert sum(one.accepted_tokens for one in found) > 10
 
 
 def test_a_copy_needs_no_kv_of_its_own(tmp_path: Path) -> None:

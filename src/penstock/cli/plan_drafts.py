@@ -50,7 +50,7 @@ MEASURED = (
 
 
 _REAL = "9.4 tokens a pass at temperature 0 and 12.2 at 1, where 16 are drafted"
-"""Of a copy in four bits: docs/results/cpu_acceptance.json."""
+"""This is of a copy in four bits; see docs/results/cpu_acceptance.json."""
 
 
 @dataclass(frozen=True, slots=True)

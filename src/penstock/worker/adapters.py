@@ -89,12 +89,12 @@ class RowAdapters:
             return None
         shares = plan.shares
         slots = self._of_row[[share.row for share in shares]]
-        samples = np.array([share.sample for share in shares], dtype=np.bool_)
+        drawn = np.repeat(slots, [share.draws for share in shares])
         reported = np.repeat(slots, [len(share.next_prompt_tokens) for share in shares])
         return LoraInputs(
             self.bank,
             self._rows(np.repeat(slots, [len(share.tokens) for share in shares])),
-            self._rows(np.concatenate([slots[samples], reported])),
+            self._rows(np.concatenate([drawn, reported])),
         )
 
     def of_rows(self, rows: Tensor) -> LoraInputs:
