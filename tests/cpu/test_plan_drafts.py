@@ -172,8 +172,11 @@ def test_a_copy_in_few_bits_has_no_kv_of_its_own(capsys: pytest.CaptureFixture[s
 
 
 def test_a_model_of_few_bits_has_no_copy_of_fewer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "gpt-oss-20b", *NARROW, "--speculate", "self"]) == 2
-    assert "gpt-oss-20b has weights of few bits already" in capsys.readouterr().err
+    for model, *more in (["gpt-oss-20b"], ["8B", "--format", "int4"]):
+        assert main(["plan", model, *more, *NARROW, "--speculate", "self"]) == 2
+        assert f"{model} has weights of few bits already" in capsys.readouterr().err
+    assert main(["plan", "8B", "--tensor-parallel", "2", *NARROW, "--speculate", "self"]) == 2
+    assert "speculate self does not work with --tensor-parallel" in capsys.readouterr().err
 
 
 def test_it_says_what_was_measured_and_what_was_not(capsys: pytest.CaptureFixture[str]) -> None:

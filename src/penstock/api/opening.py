@@ -13,7 +13,7 @@ from penstock.arch.formats.recipe import COPY_GROUPS, Recipe, copied
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError
 from penstock.engine.boot import Booted, boot
-from penstock.engine.draft import check_continues
+from penstock.engine.draft import check_continues, check_undivided
 from penstock.engine.settling import choose_dtype
 from penstock.hub.models import locate
 from penstock.memory.device import choose_device
@@ -65,11 +65,7 @@ def copy_in_few_bits(config: Config, model: Checkpoint | Pack, say: Callable[[st
     Embedding and head have eight. Raises ConfigError where the model has few bits already, is a pack, or is
     divided among ranks, and what packing raises.
     """
-    if config.tensor_parallel > 1:
-        raise ConfigError(
-            "speculate self does not work with tensor_parallel: a pack of few bits cannot be divided; give "
-            "speculate suffix, or name a draft model"
-        )
+    check_undivided(config.tensor_parallel)
     if isinstance(model, Pack):
         raise ConfigError(
             f"speculate self drafts with a copy of a checkpoint in four bits, but {config.model} is a pack; "

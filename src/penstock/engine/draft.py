@@ -65,6 +65,15 @@ def beyond_trained(draft: ModelSpec, length: int) -> str:
     )
 
 
+def check_undivided(ranks: int) -> None:
+    """Raise ConfigError if a copy of a model in few bits is to draft for several ranks."""
+    if ranks > 1:
+        raise ConfigError(
+            "speculate self does not work with tensor_parallel: a pack of few bits cannot be divided; give "
+            "speculate suffix, or name a draft model"
+        )
+
+
 def check_continues(path: Path) -> None:
     """Raise ConfigError if a draft model does not continue text, as far as the files at `path` are there to
     tell, and CheckpointError for files that are damaged."""

@@ -26,7 +26,7 @@ from penstock.cli.plan_report import ASSUMED, Figure, Report, Setting
 from penstock.cli.shape import open_model
 from penstock.cli.terminal import say
 from penstock.engine.costs import costs_file, read_costs
-from penstock.engine.draft import DraftModel, check_continues, check_draft
+from penstock.engine.draft import DraftModel, check_continues, check_draft, check_undivided
 from penstock.engine.forecast import forecast
 from penstock.engine.machines import BLOCK_SIZE, ExpertUse, Machine, Work
 from penstock.weights.streaming.ring import StreamRates
@@ -231,7 +231,7 @@ USUAL = "desktop-24"
     "--speculate",
     default="off",
     metavar="DRAFTS",
-    help="Show decoding with drafts, too, of: suffix, or a draft model, named as MODEL is. [off]",
+    help="Show decoding with drafts, too, of: suffix, self, or a draft model, named as MODEL is. [off]",
 )
 @option(
     WORK,
@@ -310,7 +310,8 @@ def _draft_of(text: str, model: str, target: ModelSpec, work: Work, dtype: str) 
     itself = text == "self"
     _, spec, names = open_model(model if itself else text)
     if itself:
-        spec = replace(spec, format=copied(spec.format, f"{model} has"))
+        check_undivided(work.shard.ranks)
+        spec = replace(spec, format=copied(target.format, f"{model} has"))
     if os.path.isdir(text):
         check_continues(Path(text))
     check_draft(target, spec)
