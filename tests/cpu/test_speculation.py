@@ -19,6 +19,7 @@ from penstock.sched.request import Request
 from penstock.sched.speculation import Speculation
 from penstock.sched.suffix import Draft
 from penstock.step.plan import UNKNOWN, Plan
+from penstock.weights.pack.directory import PackError
 from penstock.worker.runner import Runner
 from toys import hybrid_checkpoint, hybrid_known
 
@@ -340,6 +341,12 @@ def test_a_model_of_few_bits_has_no_copy_of_fewer(tmp_path: Path) -> None:
     [pack] = tmp_path.glob("llama-*")
     with pytest.raises(ConfigError, match=r"in four bits, but .* is a pack"):
         LLM(pack, **SETTINGS, speculate="self", cache=tmp_path)
+
+
+def test_a_copy_that_cannot_be_kept_names_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PackError, match=r"is no directory; name another directory as cache$"):
+        LLM(tiny.checkpoint("llama"), **SETTINGS, speculate="self", cache=tmp_path / "file")
 
 
 def test_nor_is_one_divided_among_ranks() -> None:

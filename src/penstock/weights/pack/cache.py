@@ -8,7 +8,8 @@ killed. A pack without its manifest is never opened.
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.arch.layout import group_layouts
@@ -17,7 +18,7 @@ from penstock.base.errors import CheckpointError
 from penstock.base.units import format_size
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shards import INDEX, SINGLE
-from penstock.weights.pack.directory import locked
+from penstock.weights.pack.directory import PackError, locked
 from penstock.weights.pack.manifest import place
 from penstock.weights.pack.quantising import QuantisedCheckpoint
 from penstock.weights.pack.reader import Pack
@@ -60,11 +61,8 @@ def cached_pack(
     if shard.ranks > 1:
         path = path.with_name(f"{path.name}-{shard.rank}-of-{shard.ranks}")
     if not os.path.lexists(path / MANIFEST):
-        with locked(
-            path,
-            lambda: say(f"another process is packing this model into {path}; waiting for it"),
-            mode=0o700,
-        ):
+        waits = f"another process is packing this model into {path}; waiting for it"
+        with _cache_named(), locked(path, lambda: say(waits), mode=0o700):
             if not os.path.lexists(path / MANIFEST):
                 size = format_size(
                     place(group_layouts(checkpoint.spec, checkpoint.names, dtype, shard))[-1].end
@@ -88,6 +86,18 @@ def cached_pack(
         )
     pack.config, pack.generation = checkpoint.config, checkpoint.generation
     return pack
+
+
+@contextmanager
+def _cache_named() -> Iterator[None]:
+    """Let a PackError name the setting that says where the cache is, instead of those of `penstock pack`."""
+    try:
+        yield
+    except PackError as error:
+        text = str(error)
+        for flags in ("give another --out or --store", "name a new directory with --out"):
+            text = text.replace(flags, "name another directory as cache")
+        raise PackError(text) from error
 
 
 def is_pack(path: Path) -> bool:
