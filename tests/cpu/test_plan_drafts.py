@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 import tiny
+from cpu.test_plan import json_of, text_of
 from pairs import DRAFT, TARGET, opened, ranks_of
 from penstock import LLM
 from penstock.base.config import SHIPPED_MODEL, Config, check_speculate
@@ -20,6 +21,7 @@ from penstock.base.tiers import Tier
 from penstock.base.units import format_size
 from penstock.cli.figures import format_pace, format_seconds
 from penstock.cli.main import main
+from penstock.cli.plan_drafts import HELD
 from penstock.cli.shape import open_model
 from penstock.engine.acceptance import DraftForecast, speculation
 from penstock.engine.boot import Booted
@@ -35,24 +37,12 @@ from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.runner import Runner
 from toys import hybrid_checkpoint, hybrid_known
 
-SHAPES = Path(__file__).resolve().parents[2] / "benchmarks" / "shapes"
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES = ROOT / "benchmarks" / "shapes"
 LARGE, SMALL = str(SHAPES / "Qwen3-32B"), str(SHAPES / "Qwen3-0.6B")
 NARROW = ["--machine", "desktop-24"]
 BATCH, CONTEXT, STEP = 3, 128, 64
 QWEN, LLAMA = tiny.checkpoint("qwen3"), tiny.checkpoint("llama")
-
-
-def text_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    capsys.readouterr()
-    code = main(["plan", *arguments])
-    out, err = capsys.readouterr()
-    assert code == 0, err
-    return out
-
-
-def json_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    [line] = text_of(capsys, *arguments, "--json").splitlines()
-    return json.loads(line)
 
 
 # ---- what a boot decides
@@ -187,6 +177,10 @@ def test_it_says_what_was_measured_and_what_was_not(capsys: pytest.CaptureFixtur
     assert "in real texts was measured with the shipped model alone" in table
     shipped = said["measured"][0]
     assert shipped["of_plain"] == {"1": 0.90, "2": 1.25, "4": 2.27, "8": 3.49, "12": 4.16}
+    kept = json.loads((ROOT / "docs/results/cpu_acceptance.json").read_text())["shipped, self"]
+    for heat, held in HELD.items():
+        assert round(kept[f"temperature {heat}, 16 drafted"]["tokens_a_pass"], 1) == held
+        assert f"{held}" in table
     for one in said["measured"]:
         assert f"{one['model']}: " in table
         for tokens, times in one["of_plain"].items():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock.api.text.vocabularies import check_tokens
-from penstock.arch.formats.recipe import COPY_GROUPS, Recipe, copied
+from penstock.arch.formats.recipe import COPY_GROUPS, Recipe, copy_recipe
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError
 from penstock.engine.boot import Booted, boot
@@ -71,18 +71,20 @@ def copy_in_few_bits(config: Config, model: Checkpoint | Pack, say: Callable[[st
             f"speculate self drafts with a copy of a checkpoint in four bits, but {config.model} is a pack; "
             "name the checkpoint it was made of, or a draft model"
         )
-    copied(model.spec.format, f"{config.model} has")
     device = choose_device(config.device)
     dtype = choose_dtype(config, model, device)
-    few = _quantised(model, dtype, device)
+    recipe = partial(copy_recipe, model.spec.format, f"{config.model} has")
+    few = _quantised(model, recipe, dtype, device)
     why = "and four bits are to make drafts"
     return cached_pack(few, dtype, config.cache.expanduser(), None, say, why=why)
 
 
-def _quantised(model: Checkpoint, dtype: str, device: torch.device) -> QuantisedCheckpoint:
+def _quantised(
+    model: Checkpoint, recipe: Callable[[int], Recipe], dtype: str, device: torch.device
+) -> QuantisedCheckpoint:
     """Return the checkpoint in four bits, with the largest groups that divide the rows of every matrix."""
     *larger, least = COPY_GROUPS
     for group in larger:
         with suppress(ConfigError):
-            return QuantisedCheckpoint(model, Recipe("int4", group, ends=True), dtype, device)
-    return QuantisedCheckpoint(model, Recipe("int4", least, ends=True), dtype, device)
+            return QuantisedCheckpoint(model, recipe(group), dtype, device)
+    return QuantisedCheckpoint(model, recipe(least), dtype, device)

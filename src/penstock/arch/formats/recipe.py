@@ -140,8 +140,8 @@ class Recipe:
         return ByName(METHOD, rules=(*rules, all_others))
 
 
-def copied(format: WeightFormat, whose: str, group: int = COPY_GROUPS[0]) -> WeightFormat:
-    """Return the formats of a copy of a model that makes drafts for it.
+def copy_recipe(format: WeightFormat, whose: str, group: int = COPY_GROUPS[0]) -> Recipe:
+    """Return the recipe of a copy of a model that makes drafts for it.
 
     format: of the model's own weights. whose: begins the message of ConfigError, which is raised where these
     have few bits already. group: columns that share a scale.
@@ -151,7 +151,7 @@ def copied(format: WeightFormat, whose: str, group: int = COPY_GROUPS[0]) -> Wei
             f"speculate self drafts with a copy of a checkpoint in four bits, but {whose} weights of few "
             "bits already; give speculate suffix, or name a smaller model as the draft model"
         )
-    return Recipe("int4", group, ends=True).weight_format()
+    return Recipe("int4", group, ends=True)
 
 
 def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from penstock.arch.formats.recipe import copied
+from penstock.arch.formats.recipe import copy_recipe
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import CACHE, DTYPES, Config, check_speculate
 from penstock.base.errors import ConfigError
@@ -311,7 +311,7 @@ def _draft_of(text: str, model: str, target: ModelSpec, work: Work, dtype: str) 
     _, spec, names = open_model(model if itself else text)
     if itself:
         check_undivided(work.shard.ranks)
-        spec = replace(spec, format=copied(target.format, f"{model} has"))
+        spec = replace(spec, format=copy_recipe(target.format, f"{model} has").weight_format())
     if os.path.isdir(text):
         check_continues(Path(text))
     check_draft(target, spec)
