@@ -32,14 +32,17 @@ from penstock.api.opening import boot_model, open_weights
 from penstock.api.text.tokenizer import Tokenizer
 from penstock.arch.formats.recipe import config_in
 from penstock.base.config import SHIPPED_MODEL, Config
+from penstock.base.units import parse_size
 from penstock.bench.shapes import SHAPES
 from penstock.bench.speed.measure import check_sound, sampling
 from penstock.engine.boot import Booted, boot
+from penstock.engine.placing import Override
 from penstock.hub.models import locate
 from penstock.sched.request import Request
 from penstock.sched.suffix import Draft
 from penstock.step.plan import RequestId
 from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.streaming.residency import WeightLimits
 
 Outputs = Mapping[tuple[int, ...], Sequence[int]]
 T = TypeVar("T")
@@ -111,11 +114,13 @@ def speak(booted: Booted, prompts: Sequence[Sequence[int]], asked: argparse.Name
 
 def booted_of(asked: argparse.Namespace, config: Config) -> Booted:
     """Return an engine of the shape or the model."""
+    room = parse_size(asked.weight_memory) if asked.weight_memory else 0
+    override = Override(limits=WeightLimits(room, 1 << 40)) if room else None
     if asked.shape:
         shape = SHAPES[asked.shape]
         source = config_in(asked.format, shape, asked.shape) if asked.format else shape
-        return boot(config, Shape.of(source, asked.shape), say=print)
-    return boot_model(config, open_weights(config.model, config.cache), say=print)
+        return boot(config, Shape.of(source, asked.shape), say=print, override=override)
+    return boot_model(config, open_weights(config.model, config.cache), say=print, override=override)
 
 
 def differing(mine: Spoken, plain: Spoken) -> float:
@@ -206,6 +211,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device-memory")
     parser.add_argument("--host-memory")
+    parser.add_argument(
+        "--weight-memory", help="of the device, for the model's weights alone: what is beyond streams"
+    )
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     record = Recording(asked.out, bench="speculation")
@@ -226,7 +234,8 @@ def main() -> None:
             "tokens_a_pass": [one.passes for one in those],
             "behind_a_difference": other,
         }
-    what = [asked.shape or Path(asked.model).name, asked.format, asked.drafts, asked.device_memory]
+    weights = f"{asked.weight_memory} of weights" if asked.weight_memory else ""
+    what = [asked.shape or Path(asked.model).name, asked.format, asked.drafts, asked.device_memory, weights]
     what.append(f"batch {asked.batch}" if asked.batch > 1 else "")
     what.append(f"temperature {asked.temperature:g}" if asked.temperature else "")
     record.part(" ".join(word for word in what if word), found)
