@@ -5,7 +5,8 @@
 
 Prompts are openings of stories, at several temperatures. Every draft has as many tokens as are asked for,
 whether or not that pays, so this says how good drafts are and nothing of speed. Passes are tokens that were
-not drafted. Each output is compared with the same one without drafts; in half precision some may differ.
+not drafted. Each output is compared with the same one without drafts. In half precision some may differ, as
+they may in a batch: so outputs of batches without drafts are compared, too.
 """
 
 import argparse
@@ -33,12 +34,14 @@ OPENINGS = (
     "Grandma baked a cake for the party.",
     "The old boat lay on the sand.",
 )
+BATCH = 8
+"""Outputs at once in batches without drafts."""
 
 
 def answers(
-    asked: argparse.Namespace, speculate: str, temperature: float, tokens: int
+    asked: argparse.Namespace, speculate: str, temperature: float, tokens: int, batch: int = 1
 ) -> tuple[list[Completion], str]:
-    """Return the outputs, of drafts of so many tokens each, and what computed them."""
+    """Return the outputs, of drafts of so many tokens each, so many at once, and what computed them."""
 
     def depths(self: Speculation, found: Sequence[Draft], step: int, spare: int) -> list[int]:
         return [tokens if self.model is not None else 0] * len(found)
@@ -49,7 +52,7 @@ def answers(
     def look(self: Speculation, *_: object, **more: object) -> None:
         self.resting = False
 
-    settings = {"device": asked.device, "dtype": asked.dtype, "max_sequences": 1, "prefix_cache": False}
+    settings = {"device": asked.device, "dtype": asked.dtype, "max_sequences": batch, "prefix_cache": False}
     room = asked.output + 256
     with (
         patch.object(Speculation, "depths", depths),
@@ -63,6 +66,15 @@ def answers(
             for seed in range(len(OPENINGS))
         ]
         return llm.generate(OPENINGS, params), f"{llm.booted.dtype} on {llm.booted.device.type}"
+
+
+def behind_a_difference(outputs: Sequence[Completion], plain: Sequence[Completion]) -> float:
+    """Return the share of tokens from the first that differs of each output on."""
+    same = 0
+    for one, other in zip(outputs, plain, strict=True):
+        pairs = zip(one.tokens, other.tokens, strict=True)
+        same += next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), len(one.tokens))
+    return 1 - same / sum(len(one.tokens) for one in outputs)
 
 
 def main() -> None:
@@ -84,15 +96,22 @@ def main() -> None:
     for temperature in map(float, asked.temperatures.split(",")):
         plain, what = answers(asked, "off", temperature, 0)
         found["computed in"] = what
+        beside, _ = answers(asked, "off", temperature, 0, BATCH)
+        share = behind_a_difference(beside, plain)
+        print(
+            f"temperature {temperature:3.1f}, batches of {BATCH}: {share:.2%} of tokens behind a difference"
+        )
+        found[f"temperature {temperature:g}, batches of {BATCH}"] = {"behind_a_difference": share}
         for tokens in map(int, asked.tokens.split(",")):
             outputs, _ = answers(asked, asked.speculate, temperature, tokens)
             passes = [len(one.tokens) / (len(one.tokens) - one.accepted_tokens) for one in outputs]
             differ = sum(one.tokens != other.tokens for one, other in zip(outputs, plain, strict=True))
+            share = behind_a_difference(outputs, plain)
             error = stdev(passes) / sqrt(len(passes))
             print(
                 f"temperature {temperature:3.1f}, drafts of {tokens:2d}: "
                 f"{fmean(passes):5.2f} +- {error:4.2f} tokens a pass, "
-                f"{differ} of {len(outputs)} outputs differ",
+                f"{differ} of {len(outputs)} outputs differ, {share:.2%} of tokens behind a difference",
                 flush=True,
             )
             found[f"temperature {temperature:g}, {tokens} drafted"] = {
@@ -100,6 +119,7 @@ def main() -> None:
                 "standard_error": error,
                 "of_each_output": passes,
                 "outputs_that_differ": differ,
+                "behind_a_difference": share,
             }
     record.part(f"{Path(asked.model or 'shipped').name}, {asked.speculate}", found)
 

@@ -16,7 +16,7 @@ from penstock.step.plan import Landed, Outcome, Plan, Result, Row, Share, ShareK
 from worlds import ROOT, sampling
 
 Said = Callable[[int, int], int]
-"""The token that a request says at a place of its output. Its prompt is its number alone."""
+"""The token that a request says at a place of its output. Its prompt begins with its number."""
 
 
 @dataclass
@@ -48,8 +48,8 @@ class Machine:
         """What is drawn behind each token of a share, up to where a draft does not hold."""
         if not share.sample:
             return Result()
-        last = share.stop if share.kind is not ShareKind.VERIFY else share.start + 1
-        draws = [self.said(self.rows[share.row], at) for at in range(last - 1, last - 1 + share.draws)]
+        first = (share.stop if share.kind is not ShareKind.VERIFY else share.start + 1) - share.prompt_length
+        draws = [self.said(self.rows[share.row], at) for at in range(first, first + share.draws)]
         return Result(tuple(draws[: accepted(draws, share.draft)]))
 
     def load_adapter(self, loaded: LoadedAdapter, adapter: object) -> None:
@@ -100,18 +100,26 @@ Passes = list[tuple[float, int, int]]
 the fewest of one request."""
 
 
-def run(machine: Machine, rows: int, count: int, speculation: Speculation | None) -> tuple[Passes, Scheduler]:
-    """Decode in so many passes, all requests together."""
+def run(
+    machine: Machine,
+    rows: int,
+    count: int,
+    speculation: Speculation | None,
+    prompts: Sequence[Sequence[int]] | None = None,
+) -> tuple[Passes, Scheduler]:
+    """Decode in so many passes, all requests together. prompts: each with its number first, if they are more
+    than that."""
+    prompts = prompts or [[number] for number in range(rows)]
     limits = SchedulerLimits(16, 1024, rows, 1 << 20)
     scheduler = Scheduler(
-        BlockLedger(rows * (20 * count // 16 + 8)),
+        BlockLedger(sum([(len(prompt) + 20 * count) // 16 + 8 for prompt in prompts])),
         limits,
         PrefixRule(ROOT, False),
         speculation=speculation,
         clock=lambda: machine.now,
     )
     engine = Engine(scheduler, machine)
-    ids = {engine.submit([number], sampling(), 20 * count): number for number in range(rows)}
+    ids = {engine.submit(prompt, sampling(), 20 * count): prompt[0] for prompt in prompts}
     got, passes = dict.fromkeys(ids.values(), 0), Passes()
     while len(passes) < count:
         events = engine.step()

@@ -15,7 +15,7 @@ _FIRST, _FREE, _MOST, _LEAST = 8.0, 0.5, 64.0, -1.0
 is gained, and right behind drafts that gained much. The last is how much may be owed."""
 _RATE = 0.005
 """The part of a plain step that may be lost by drafts for each."""
-_FADING = 1 / 32
+_FADING = 1 / 16
 """Part of what was gained that counts no more after a plain step."""
 _LOOKS, _AHEAD_LOOKS = 0.005, 0.03
 """Parts of a plain step that may pass by looking: where the device waits meanwhile, and where it computes."""

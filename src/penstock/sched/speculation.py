@@ -52,7 +52,7 @@ _PROBE_SOON = 8
 """The same where much may be lost: at first, and behind drafts that have held."""
 _PROBE_COST = 0.25
 """Plain steps that all tokens of a probe but the first may cost, for which it waits."""
-_QUIET = 2
+_QUIET, _QUIET_BEHIND_GAINS = 2, 4
 """Steps in a row that might have verified a draft and did not, after which speculation rests."""
 _NEW, _LEAST_TRUST = 0.25, 0.02
 """Weight of the last time that speculation woke for a draft, and the least trust in what is seen at rest."""
@@ -216,7 +216,8 @@ class Speculation:
         self._quiet += 1
         if self._woken and self._expects:
             self._trust = max((1 - _NEW) * self._trust, _LEAST_TRUST)
-        if self._woken or self._quiet >= _QUIET or self.budget.left <= 0:
+        quiet = _QUIET if self.budget.left < 1 else _QUIET_BEHIND_GAINS
+        if self._woken or self._quiet >= quiet or self.budget.left <= 0:
             self.rest()
 
     # ---- resting
@@ -426,11 +427,16 @@ class Speculation:
             seconds = max(seconds, now - since - apart)
         rows, tokens = len(plan.shares), plan.tokens
         self._largest = max(self._largest, tokens)
-        self._alike = 0 if tokens > rows else self._alike + 1
+        self._alike, ahead = (
+            0 if tokens > rows else self._alike + 1,
+            any(UNKNOWN in x.tokens for x in plan.shares),
+        )
+        if ahead and self._woken:  # Nothing was begun behind it, since it woke.
+            return self.budget.spend(max(seconds / self._base(rows) - 1, 0.0))
         if self._alike > _MEASURED and self._alike % _MEASURED:
             return self.budget.plain()
         self._thoughts.clear()
-        if any(UNKNOWN in share.tokens for share in plan.shares):
+        if ahead:
             self._ahead.add(tokens, seconds)
         else:
             self._seconds.add(tokens, seconds)
