@@ -142,7 +142,7 @@ class Drafting:
                 places.append(place)
         if asked:
             for place, draft in zip(places, self.speculation.by_model(asked), strict=True):
-                found[place] = draft
+                found[place] = replace(draft, instead_of=found[place])
         return grown
 
     def _most(self, request: Request) -> int:

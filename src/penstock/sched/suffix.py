@@ -34,6 +34,7 @@ class Draft:
     matched: how many of the newest tokens occurred there, at most MOST_MATCHED.
     by_model: whether a draft model drew them. Then all scores are 1, and nothing was matched.
     tried: how many of them are thought to pay, where more are verified to see whether they hold; else 0.
+    instead_of: the draft by look-up in whose place it is.
     """
 
     tokens: tuple[int, ...] = ()
@@ -41,12 +42,14 @@ class Draft:
     matched: int = 0
     by_model: bool = False
     tried: int = 0
+    instead_of: "Draft | None" = None
 
     def first(self, count: int) -> "Draft":
         """Return its first `count` tokens as a draft."""
         if not count:
             return NO_DRAFT
-        return Draft(self.tokens[:count], self.scores[:count], self.matched, self.by_model, self.tried)
+        tokens, scores = self.tokens[:count], self.scores[:count]
+        return Draft(tokens, scores, self.matched, self.by_model, self.tried, self.instead_of)
 
     def behind(self, count: int) -> "Draft":
         """Return what is left of it when its first `count` tokens have held."""

@@ -1,5 +1,6 @@
 """Learns how likely drafted tokens hold, by what has held of earlier drafts."""
 
+from collections.abc import Sequence
 from itertools import accumulate
 from math import log2
 from operator import mul
@@ -56,6 +57,12 @@ class Survival:
             self._tried[kind][at] = self._tried[kind][at] * _KEPT + 1
             self._held[kind][at] = self._held[kind][at] * _KEPT + (depth < held)
             self._prior[kind][at] *= _FADING
+
+    def compare(self, draft: Draft, tokens: Sequence[int]) -> None:
+        """Note what would have held of a draft that was not verified, by the tokens that came instead."""
+        pairs = zip(draft.tokens, tokens, strict=False)
+        held = next((at for at, (one, other) in enumerate(pairs) if one != other), len(tokens))
+        self.learn(draft.first(len(tokens)), held)
 
 
 _CLASSES = [int(2 * log2(max(matched, 1))) for matched in range(2 * MOST_MATCHED + 1)]
