@@ -217,6 +217,24 @@ def test_an_output_that_repeats_is_drafted_from_itself() -> None:
     assert stats.drafts[1:] == (found.drafted_tokens, found.accepted_tokens)
 
 
+def test_outputs_that_have_finished_are_looked_in_and_no_token_is_another() -> None:
+    asked = wanted()
+    prompts, params = [prompt for prompt, _ in asked], [wishes for _, wishes in asked]
+    plain = answers("llama", asked)
+    for ahead in (False, True):
+        settings = SETTINGS | {"speculate": "suffix", "suffix_decoding_max_cached_requests": 20}
+        with (
+            patch.object(Runner, "ahead", ahead),
+            always(None),
+            LLM(tiny.checkpoint("llama"), **settings) as llm,
+        ):
+            first, second = llm.generate(prompts, params), llm.generate(prompts, params)
+        alike(first, plain, 1e-4)
+        alike(second, plain, 1e-4)
+        before, after = (sum(one.accepted_tokens for one in found) for found in (first, second))
+        assert after > 3 * before + 50
+
+
 def test_a_model_with_state_takes_no_drafts(tmp_path: Path) -> None:
     with hybrid_known():
         path = hybrid_checkpoint(tmp_path / "hybrid")

@@ -224,6 +224,15 @@ class Config(Declared):
         "is suffix, and otherwise penstock refuses to start.",
         usual="what the draft takes",
     )
+    suffix_decoding_max_cached_requests: int = setting(
+        0,
+        help="Finished requests whose outputs drafts are looked up in, beside a request's own tokens.",
+        details="The newest are kept, at most 65,536 tokens in all. Requests of another API key, where keys "
+        "are separated, or of another LoRA adapter look in none of them. vLLM calls it so, too.",
+        usual="0, none",
+        limits=(0, MOST),
+        unit="requests",
+    )
     cpu_compute: str = setting(
         "off",
         help="Whether the CPU computes experts that the GPU lacks, in host memory.",

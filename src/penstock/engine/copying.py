@@ -6,8 +6,7 @@ import torch
 
 from penstock.arch.shards import WHOLE, Shard
 from penstock.base.config import Config
-from penstock.base.errors import ConfigError
-from penstock.engine.draft import recipe_of_copy
+from penstock.engine.draft import no_copy_of_pack, recipe_of_copy
 from penstock.engine.placing import Model
 from penstock.engine.settling import choose_dtype
 from penstock.weights.checkpoint.reader import Checkpoint
@@ -19,10 +18,7 @@ from penstock.weights.pack.reader import Pack
 def check_copy(config: Config, model: Model) -> None:
     """Raise ConfigError where a model can have no copy in few bits: it is a pack, or has few bits already."""
     if isinstance(model, Pack):
-        raise ConfigError(
-            f"speculate self drafts with a copy of a checkpoint in four bits, but {config.model} is a pack; "
-            "name the checkpoint it was made of, or a draft model"
-        )
+        raise no_copy_of_pack(config.model)
     recipe_of_copy(model.spec, model.names, "bfloat16", config.tensor_parallel, f"{config.model} has")
 
 

@@ -89,6 +89,14 @@ def recipe_of_copy(spec: ModelSpec, names: TensorNames, dtype: str, ranks: int, 
     )
 
 
+def no_copy_of_pack(path: Path) -> ConfigError:
+    """Return the error for a pack that is to draft for itself."""
+    return ConfigError(
+        f"speculate self drafts with a copy of a checkpoint in four bits, but {path} is a pack; name the "
+        "checkpoint it was made of, or a draft model"
+    )
+
+
 def copy_or_why(
     spec: ModelSpec, names: TensorNames, dtype: str, block_size: int, shard: Shard = WHOLE
 ) -> DraftModel | str:

@@ -52,6 +52,8 @@ class Request:
     """False if every prompt position must be computed, because its log-probabilities were asked for."""
     adapter: int = 0
     """Slot of its LoRA adapter; 0 for none."""
+    scope: tuple[bytes, bytes] = (b"", b"")
+    """Salt, and digest of its adapter: it shares nothing with requests of another one."""
     priority: int = 0
     """The queue's first criterion: the smallest number is served first."""
     foreseen: int = 0

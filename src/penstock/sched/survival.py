@@ -21,14 +21,14 @@ little: nothing is learnt of tokens behind those that never hold."""
 class Survival:
     """Learns with which probability a drafted token holds if all before it have held.
 
-    By the length of the match at that token, and by whether all places agreed on it. Of a draft model: by how
-    many of its tokens are before that one.
+    By the length of the match at that token, by whether all places agreed on it, and by whether these are of
+    other requests. Of a draft model: by how many of its tokens are before that one.
     """
 
     def __init__(self) -> None:
         # Lists, since single numbers are read, thousands of them a second.
         self._tried, self._held, self._prior = (
-            [[first] * (max(_CLASSES) + 1) for _ in range(3)] for first in (0.0, 0.0, _PRIOR)
+            [[first] * (max(_CLASSES) + 1) for _ in range(5)] for first in (0.0, 0.0, _PRIOR)
         )
 
     def of(self, draft: Draft) -> list[float]:
@@ -48,7 +48,8 @@ class Survival:
     def _place(self, draft: Draft, depth: int) -> tuple[int, int]:
         if draft.by_model:
             return 2, _class_of(1 + depth)
-        return int(draft.scores[depth] < 1), _class_of(draft.matched + depth)
+        kind = 3 if draft.elsewhere else 0
+        return kind + (draft.scores[depth] < 1), _class_of(draft.matched + depth)
 
     def learn(self, draft: Draft, held: int) -> None:
         """Note that the first `held` tokens of a draft have held. The one behind them was tried, too."""
