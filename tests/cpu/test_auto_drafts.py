@@ -3,6 +3,7 @@ no token is another, and that two drafters at once lose nothing by counted time.
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from cpu.test_run_ahead import alike
 from cpu.test_speculation import SETTINGS, answers, wanted
 from penstock import LLM
 from penstock.base.config import Config
-from penstock.base.errors import BudgetError
+from penstock.base.errors import BudgetError, CheckpointError
 from penstock.cli.main import main
 from penstock.engine.choosing import DRAFTED, GAIN, YIELD
 from penstock.engine.deciding import decided
@@ -24,6 +25,7 @@ from penstock.sched.speculation import Speculation
 from penstock.sched.suffix import Draft
 from penstock.server.monitoring.counts import SpeculationState
 from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.pieces import STORE
 from toys import hybrid_checkpoint, hybrid_known
 
 ROOMY, NARROW = "2GiB", "80MiB"
@@ -196,6 +198,41 @@ def test_a_copy_takes_no_more_than_it_may(tmp_path: Path, capsys: pytest.Capture
         "takes 4.40 GiB of weights on the device, but --draft-memory is 1.00 GiB" in capsys.readouterr().err
     )
     assert main([*asked, "--draft-memory", "5GiB"]) == 0
+
+
+# -- copies that are damaged or old
+
+
+def test_a_damaged_copy_says_that_it_may_be_removed(tmp_path: Path) -> None:
+    settings = SETTINGS | {"speculate": "self", "cache": tmp_path}
+    with LLM(tiny.checkpoint("llama"), **settings):  # type: ignore[arg-type]
+        pass
+    [path] = tmp_path.glob("llama-*")
+    store = path / STORE
+    data = bytearray(store.read_bytes())
+    data[len(data) // 2] ^= 1
+    store.write_bytes(data)
+    with pytest.raises(CheckpointError) as told:
+        LLM(tiny.checkpoint("llama"), **settings)  # type: ignore[arg-type]
+    assert f"penstock made this pack by itself: remove {path}, and the next run" in str(told.value)
+
+
+def test_copies_of_what_a_model_was_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, cache = tmp_path / "mine", tmp_path / "cache"
+    settings = SETTINGS | {"speculate": "self", "cache": cache}
+    for seed in (1, 2):
+        tiny.write(replace(tiny.CASES["llama"], seed=seed), model)
+        (cache / f"mine-{'0' * 32}-float32").mkdir(parents=True, exist_ok=True)  # Not finished.
+        with caplog.at_level(logging.INFO, "penstock"), LLM(model, **settings):  # type: ignore[arg-type]
+            pass
+        said = [line for line in caplog.messages if "packs of what this model was before" in line]
+        finished = [path for path in cache.glob("mine-*") if (path / STORE).exists()]
+        assert len(finished) == seed
+        if seed == 1:
+            assert not said
+            [before] = finished
+    [line] = said
+    assert line.endswith(f"may be removed if no run needs them: {before}")
 
 
 # -- by counted time

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from penstock.base.errors import ConfigError
 from penstock.sched.request import Request
 from penstock.sched.speculation import Speculation
 from penstock.sched.suffix import Draft
+from penstock.server.monitoring.counts import SpeculationState
 from penstock.step.plan import UNKNOWN, Plan
 from penstock.weights.pack.directory import PackError
 from penstock.worker.runner import Runner
@@ -215,6 +217,20 @@ def test_an_output_that_repeats_is_drafted_from_itself() -> None:
     assert found.accepted_tokens > 40
     assert stats.steps < 20
     assert stats.drafts[1:] == (found.drafted_tokens, found.accepted_tokens)
+
+
+def test_a_pass_within_whose_draft_an_output_ends_is_counted() -> None:
+    prompt = tiny.prompts()[3]
+    wish = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    (plain,) = answers("llama", [(prompt, wish)])
+    at = next(at for at in range(8, 20) if plain.tokens[at] not in plain.tokens[:at])
+    drafter = Adversary(truth_of([plain]), tiny.VOCAB, kinds="t")
+    with always(drafter), LLM(tiny.checkpoint("llama"), **SETTINGS, speculate="suffix") as llm:
+        llm.generate([prompt], replace(wish, stop_token_ids=[plain.tokens[at]]))
+        stats = llm.stats()
+    assert stats.output_tokens == at + 1
+    assert stats.cut == 1
+    assert SpeculationState.of(stats, "suffix").passes == stats.steps == 2
 
 
 def test_outputs_that_have_finished_are_looked_in_and_no_token_is_another() -> None:

@@ -35,7 +35,7 @@ def slowly(outputs: list[list[int]], newest: list[int], most: int) -> Draft:
 
     places = [(output, place) for output in outputs for place in range(len(output))]
     longest = max((matched(*one) for one in places), default=0)
-    if not longest or most < 1:
+    if longest < 2 or most < 1:
         return Draft()
     going = [output[place + 1 :] for output, place in places if matched(output, place) == longest][-FOLLOWED:]
     tokens, scores, followed = list[int](), list[float](), len(going)
@@ -71,7 +71,7 @@ def test_what_followed_the_longest_match_in_other_outputs_is_found() -> None:
         assert found == slowly(outputs, newest, most)
         assert all(type(token) is int for token in found.tokens)
         drafted += len(found.tokens) > 1
-    assert drafted > 300
+    assert drafted > 200
 
 
 def test_the_newest_are_kept_and_all_of_them_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from penstock.arch.formats.dense import DENSE
 from penstock.arch.shards import Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
-from penstock.base.errors import DeviceError
+from penstock.base.errors import CheckpointError, DeviceError
 from penstock.base.trace import Trace
 from penstock.base.units import format_size
 from penstock.engine.budget import Budget, memory_of
@@ -58,6 +58,8 @@ from penstock.sched.rules import SchedulerLimits
 from penstock.step.plan import ModelRole
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.pack.cache import made_here
+from penstock.weights.pack.reader import Pack
 from penstock.weights.streaming.loading import Loading
 from penstock.weights.streaming.source import Sources
 from penstock.weights.streaming.stream import WeightStream
@@ -329,7 +331,12 @@ def _draft_weights(
     source = source_of(context.draft, of_draft.outline.dtype)
     weights = make_weights(PlacedWeights(of_draft, Sources(source, source), None), device, context.trace)
     opened.callback(weights.close)
-    weights.load(context.loading)
+    try:
+        weights.load(context.loading)
+    except CheckpointError as error:
+        if not isinstance(context.draft, Pack) or not plan.outline.settings.drafts_itself:
+            raise
+        raise made_here(error, context.draft.path) from error
     return weights
 
 

@@ -15,7 +15,7 @@ from penstock.sched.suffix import MOST_MATCHED, Ints
 Scope = tuple[bytes, bytes]
 """A salt, and the digest of an adapter."""
 MOST_TOKENS = 1 << 16
-"""Tokens of all outputs together: as many are looked through in some 30 microseconds."""
+"""Tokens of all outputs together: to look through as many takes about a tenth of a millisecond."""
 _NONE: Ints = np.empty(0, dtype=np.int32)
 
 

@@ -21,6 +21,8 @@ FOLLOWED = 32
 """Places with the longest match that are followed."""
 LEAST = 0.05
 """Part of these that have to agree on all of a draft."""
+LEAST_ELSEWHERE = 2
+"""Tokens of the shortest match in outputs of other requests."""
 _TOGETHER = 256
 """Places whose matches are compared at once; of more, token by token until fewer are left."""
 
@@ -125,13 +127,14 @@ def look_up(history: Ints, most: int) -> Draft:
 
 
 def look_up_among(outputs: Ints, newest: Ints, most: int) -> Draft:
-    """Return a draft of what followed the newest tokens in other outputs; see `look_up`.
+    """Return a draft of what followed the newest tokens in other outputs; see `look_up`. A match has
+    LEAST_ELSEWHERE tokens at least: in so many tokens each occurs somewhere.
 
     outputs: one behind the other, with -1 behind each, which no token is. newest: the tokens of a request.
     """
-    if not len(newest) or len(outputs) < 2 or most < 1:
+    if len(newest) < LEAST_ELSEWHERE or len(outputs) < 2 or most < 1:
         return NO_DRAFT
-    places, matched = _longest(outputs[:-1], newest)
+    places, matched = _longest(outputs[:-1], newest, LEAST_ELSEWHERE)
     most = min(most, LONGER * matched)
     going = [outputs[place + 1 : place + 1 + most].tolist() for place in places[-FOLLOWED:]]
     tokens, scores, all_of_them = list[int](), list[float](), len(going)
@@ -147,12 +150,16 @@ def look_up_among(outputs: Ints, newest: Ints, most: int) -> Draft:
     return Draft(tuple(tokens), tuple(scores), matched, elsewhere=True) if tokens else NO_DRAFT
 
 
-def _longest(text: Ints, newest: Ints) -> tuple[list[int], int]:
-    """Return the places of a text with the longest match of the newest tokens, in order, and its length, at
-    most MOST_MATCHED."""
+def _longest(text: Ints, newest: Ints, least: int = 1) -> tuple[list[int], int]:
+    """Return the places of a text with the longest match of the newest tokens, in order, and its length, from
+    `least` to MOST_MATCHED; none with 0 if there is no such match."""
     last = len(newest) - 1
-    places = np.flatnonzero(text == newest[last])
-    matched = int(len(places) > 0)
+    alike = text == newest[last]
+    for back in range(1, least):
+        alike[back:] &= text[:-back] == newest[last - back]
+        alike[:back] = False
+    places = np.flatnonzero(alike)
+    matched = least if len(places) else 0
     while len(places) > _TOGETHER and matched < min(MOST_MATCHED, last + 1):
         longer = places[places >= matched]
         longer = longer[text[longer - matched] == newest[last - matched]]
@@ -161,9 +168,9 @@ def _longest(text: Ints, newest: Ints) -> tuple[list[int], int]:
         places, matched = longer, matched + 1
     if not matched:
         return [], 0
-    back = np.arange(min(MOST_MATCHED, last + 1))
-    before = places[:, None] - back
-    same = (text[np.maximum(before, 0)] == newest[last - back]) & (before >= 0)
+    steps = np.arange(min(MOST_MATCHED, last + 1))
+    before = places[:, None] - steps
+    same = (text[np.maximum(before, 0)] == newest[last - steps]) & (before >= 0)
     lengths = np.logical_and.accumulate(same, axis=1).sum(axis=1)
     matched = int(lengths.max())
     return places[lengths == matched].tolist(), matched
