@@ -285,13 +285,16 @@ def test_each_request_is_drafted_for_by_what_holds_of_it() -> None:
 
 
 def test_drafts_that_look_up_gives_for_nothing_are_not_paid_for() -> None:
-    """The model's are expected to hold somewhat longer, but take as long as a step for each token."""
+    """The model's hold twice as long, but each of its tokens takes a fifth of the target's step."""
     speculation = Speculation(Drafts(machine("GPU"), wrong))
-    speculation.model = Model(machine("GPU"), right, seconds=1e-9)
+    found, drawn = Draft((1,) * 4, (1.0,) * 4, 32), Draft((1,) * 8, (1.0,) * 8, by_model=True)
     for tokens in (1, 9):
         speculation._seconds.add(tokens, 1.0)
     speculation._largest = 9
-    held = Draft((1,) * 4, (1.0,) * 4, 32)
-    assert speculation.depths([held], 1, 16) != [0], "what costs nothing may be longer"
-    speculation.model.seconds = 0.5
-    assert speculation.depths([held], 1, 16) == [0]
+    for _ in range(60):
+        speculation.survival.learn(found, 4)
+        speculation.survival.learn(drawn, 8)
+    for seconds, model in ((0.001, True), (0.2, False)):
+        speculation.model = Model(machine("GPU"), right, seconds=seconds)
+        assert speculation._deepest(1, 1, 16)[0] >= 8, "alone it would pay"
+        assert (speculation.depths([found], 1, 16) != [0]) is model
