@@ -465,11 +465,15 @@ def test_numbers_of_replicas() -> None:
 def test_drafts_of_replicas_are_summed_and_tokens_a_pass_are_of_all() -> None:
     """One replica has decoded 90 tokens in 30 passes, the other 10 in 10: 100 in 40 are 2.5 each, not 2."""
     states = {
-        name: {"speculation": asdict(SpeculationState.summed(drafted, accepted, tokens, tokens - accepted))}
+        name: {
+            "speculation": asdict(
+                SpeculationState.summed(drafted, accepted, tokens, tokens - accepted, "self")
+            )
+        }
         for name, drafted, accepted, tokens in (("a", 100, 60, 90), ("b", 7, 0, 10), ("c", 0, 0, 0))
     }
     expected = {"drafted": 107, "accepted": 60, "tokens": 100, "passes": 40, "tokens_a_pass": 2.5}
-    assert summed(states)["speculation"] == expected
+    assert summed(states)["speculation"] == expected | {"drafter": "self"}
     assert summed({"a": states["c"]})["speculation"]["tokens_a_pass"] == 0
     assert summed({"a": {"speculation": None}, "b": {"speculation": None}})["speculation"] is None
 

@@ -45,6 +45,14 @@ def test_weights_and_kv_of_a_draft_model_are_counted(monkeypatch: pytest.MonkeyP
     assert both - alone == pytest.approx(7_000_000 * 4 + kv, rel=0.05)
 
 
+def test_the_weights_of_a_copy_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no KV. What auto takes is decided in the memory that is there without drafts."""
+    alone, itself, auto = (prepared(monkeypatch, speculate) for speculate in ("off", "self", "auto"))
+    bits = 4 + 24 / 128  # With a scale and a zero point for each 128; embedding and head have eight.
+    assert itself - alone == pytest.approx(7_000_000 * bits / 8, rel=0.25)
+    assert auto == alone
+
+
 def test_a_draft_model_that_does_not_fit_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -333,7 +333,7 @@ def repeat(server: Server) -> Mapping[str, Any]:
 
 def test_drafts_are_counted_where_something_drafts(drafting: Server, server: Server) -> None:
     """As each answer and /metrics count them; from nothing on."""
-    empty = {"drafted": 0, "accepted": 0, "tokens": 0, "passes": 0, "tokens_a_pass": 0}
+    empty = {"drafted": 0, "accepted": 0, "tokens": 0, "passes": 0, "tokens_a_pass": 0, "drafter": "suffix"}
     assert drafting.state()["speculation"] == empty
     drafted = accepted = tokens = 0
     for _ in range(2):

@@ -165,8 +165,6 @@ def test_a_model_of_few_bits_has_no_copy_of_fewer(capsys: pytest.CaptureFixture[
     for model, *more in (["gpt-oss-20b"], ["8B", "--format", "int4"]):
         assert main(["plan", model, *more, *NARROW, "--speculate", "self"]) == 2
         assert f"{model} has weights of few bits already" in capsys.readouterr().err
-    assert main(["plan", "8B", "--tensor-parallel", "2", *NARROW, "--speculate", "self"]) == 2
-    assert "speculate self does not work with --tensor-parallel" in capsys.readouterr().err
 
 
 def test_it_says_what_was_measured_and_what_was_not(capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,19 +234,29 @@ def test_a_model_with_state_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    "word", ["Suffix", "sufix", "SUFFIX", "Self", "auto", "on", "ngram", "", "OFF", "true"]
+    "word", ["Suffix", "sufix", "SUFFIX", "Self", "Auto", "on", "ngram", "", "OFF", "true"]
 )
 def test_a_word_that_is_no_way_to_draft_is_refused_with_those_that_are(word: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Config(SHIPPED_MODEL, speculate=word)
-    for known in (repr(word), "off", "suffix", "a path that is there", "owner/name"):
+    for known in (repr(word), "off", "auto", "suffix", "self", "a path that is there", "owner/name"):
         assert known in str(refused.value)
 
 
 def test_a_path_that_is_there_and_names_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "draft").mkdir()
     monkeypatch.chdir(tmp_path)
-    for name in ("off", "suffix", "draft", "./draft", str(tmp_path), "Qwen/Qwen3-0.6B", "hf.co/a/b"):
+    for name in (
+        "off",
+        "auto",
+        "suffix",
+        "self",
+        "draft",
+        "./draft",
+        str(tmp_path),
+        "Qwen/Qwen3-0.6B",
+        "hf.co/a/b",
+    ):
         check_speculate(name)
 
 
@@ -300,7 +308,7 @@ def test_a_model_that_cannot_draft_is_refused_before_anything_is_loaded(
 def test_a_target_without_text_takes_a_draft_without(tmp_path: Path) -> None:
     """Both have only numbers, as have those of these tests."""
     with LLM(QWEN, device="cpu", dtype="float32", speculate=str(QWEN), max_length=64, kv_blocks=8) as llm:
-        assert llm.speculates
+        assert llm.drafter == "model"
         assert llm.generate([[3, 4, 5]])[0].tokens
     with LLM(QWEN, device="cpu", dtype="float32", max_length=64, kv_blocks=8) as llm:
-        assert not llm.speculates
+        assert llm.drafter == "off"

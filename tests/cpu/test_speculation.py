@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from penstock.base.errors import ConfigError
 from penstock.sched.request import Request
 from penstock.sched.speculation import Speculation
 from penstock.sched.suffix import Draft
+from penstock.server.monitoring.counts import SpeculationState
 from penstock.step.plan import UNKNOWN, Plan
 from penstock.weights.pack.directory import PackError
 from penstock.worker.runner import Runner
@@ -217,6 +219,38 @@ def test_an_output_that_repeats_is_drafted_from_itself() -> None:
     assert stats.drafts[1:] == (found.drafted_tokens, found.accepted_tokens)
 
 
+def test_a_pass_within_whose_draft_an_output_ends_is_counted() -> None:
+    prompt = tiny.prompts()[3]
+    wish = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    (plain,) = answers("llama", [(prompt, wish)])
+    at = next(at for at in range(8, 20) if plain.tokens[at] not in plain.tokens[:at])
+    drafter = Adversary(truth_of([plain]), tiny.VOCAB, kinds="t")
+    with always(drafter), LLM(tiny.checkpoint("llama"), **SETTINGS, speculate="suffix") as llm:
+        llm.generate([prompt], replace(wish, stop_token_ids=[plain.tokens[at]]))
+        stats = llm.stats()
+    assert stats.output_tokens == at + 1
+    assert stats.cut == 1
+    assert SpeculationState.of(stats, "suffix").passes == stats.steps == 2
+
+
+def test_outputs_that_have_finished_are_looked_in_and_no_token_is_another() -> None:
+    asked = wanted()
+    prompts, params = [prompt for prompt, _ in asked], [wishes for _, wishes in asked]
+    plain = answers("llama", asked)
+    for ahead in (False, True):
+        settings = SETTINGS | {"speculate": "suffix", "suffix_decoding_max_cached_requests": 20}
+        with (
+            patch.object(Runner, "ahead", ahead),
+            always(None),
+            LLM(tiny.checkpoint("llama"), **settings) as llm,
+        ):
+            first, second = llm.generate(prompts, params), llm.generate(prompts, params)
+        alike(first, plain, 1e-4)
+        alike(second, plain, 1e-4)
+        before, after = (sum(one.accepted_tokens for one in found) for found in (first, second))
+        assert after > 3 * before + 50
+
+
 def test_a_model_with_state_takes_no_drafts(tmp_path: Path) -> None:
     with hybrid_known():
         path = hybrid_checkpoint(tmp_path / "hybrid")
@@ -349,6 +383,46 @@ def test_a_copy_that_cannot_be_kept_names_the_cache(tmp_path: Path) -> None:
         LLM(tiny.checkpoint("llama"), **SETTINGS, speculate="self", cache=tmp_path / "file")
 
 
-def test_nor_is_one_divided_among_ranks() -> None:
-    with pytest.raises(ConfigError, match="speculate self does not work with tensor_parallel"):
-        LLM(tiny.checkpoint("llama"), **SETTINGS, speculate="self", tensor_parallel=2)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"max_step_tokens": 16},
+        {"kv_blocks": 24, "max_sequences": 6},
+        {"kv_blocks": 12, "max_sequences": 3, "host_kv_memory": "1MiB"},
+    ],
+    ids=["with room", "small steps", "preempted", "tiers"],
+)
+def test_each_rank_has_its_own_part_of_a_copy(more: dict[str, object], tmp_path: Path) -> None:
+    asked = wanted()
+    plain = answers("llama", asked)
+    settings = {"speculate": "self", "tensor_parallel": 2, "cache": tmp_path} | more
+    for ahead in (False, True):
+        with patch.object(Runner, "ahead", ahead), always(Adversary({}, tiny.VOCAB, kinds="n")):
+            found = answers("llama", asked, **settings)
+        alike(found, plain, 1e-4)
+        assert sum(one.accepted_tokens for one in found) > 10
+    assert sorted(path.name[-6:] for path in tmp_path.glob("llama-*")) == ["0-of-2", "1-of-2"]
+
+
+@pytest.mark.parametrize("name", ["qwen2_windows", "qwen3_moe", "gpt_oss", "glm4_moe"])
+def test_a_copy_on_ranks_changes_no_token_of_any_family(name: str, tmp_path: Path) -> None:
+    """Experts are as wide as real ones are, of which groups divide each rank's part."""
+    wide = {"moe_intermediate_size": 64, "intermediate_size": 64} if name != "qwen2_windows" else {}
+    path, asked = tiny.write(tiny.CASES[name], tmp_path / name, **wide), wanted()
+    prompts, params = [prompt for prompt, _ in asked], [wishes for _, wishes in asked]
+    with LLM(path, **SETTINGS) as llm:
+        plain = llm.generate(prompts, params)
+    more = {"speculate": "self", "tensor_parallel": 2, "cache": tmp_path}
+    with always(Adversary({}, tiny.VOCAB, kinds="n")), LLM(path, **(SETTINGS | more)) as llm:
+        found = llm.generate(prompts, params)
+    alike(found, plain, 1e-4)
+    drafted = sum(one.drafted_tokens for one in found)
+    assert sum(one.accepted_tokens for one in found) > drafted / 4 > 10
+
+
+def test_a_copy_whose_groups_divide_no_ranks_part_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"columns are no multiple of 8 on each rank; give speculate suffix"
+    ):
+        LLM(tiny.checkpoint("qwen3_moe"), **SETTINGS, speculate="self", tensor_parallel=2)

@@ -184,9 +184,9 @@ class LLM:
         return MemoryUse.of(self._booted)
 
     @property
-    def speculates(self) -> bool:
-        """Tell whether tokens are drafted."""
-        return self._config.speculate != "off"
+    def drafter(self) -> str:
+        """Return what drafts tokens, as boot has chosen it: off, suffix, self, or model."""
+        return self._booted.drafter
 
     def expert_map(self) -> ExpertMap:
         """Return how the experts of a mixture are used lately, and where they are. May be called from any

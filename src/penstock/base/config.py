@@ -20,6 +20,7 @@ from penstock.base.setting import (
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 POLICIES = {"window": range(2, 3), "topk": range(1, 3), "vertical_slash": range(1, 65)}
 """The attention policies beside full, each with how many numbers it may have."""
+_DRAFTERS = ("off", "auto", "suffix", "self")
 CACHE = Path("~/.cache/penstock")
 SHIPPED_MODEL = Path(__file__).parent.parent / "shipped"
 """The checkpoint that comes with the package."""
@@ -33,11 +34,11 @@ def check_device(text: str) -> None:
 
 def check_speculate(text: str) -> None:
     """Raise ConfigError for a word that is no way to draft, and neither a path nor a name of a model."""
-    if text not in ("off", "suffix", "self") and "/" not in text and not os.path.exists(text):
+    if text not in _DRAFTERS and "/" not in text and not os.path.exists(text):
         raise ConfigError(
-            f"speculate {text!r} is no way to draft tokens, and no model is called so; choose off, suffix "
-            "(which looks up what followed before), self (the model in four bits), or a draft model: a path "
-            "that is there, or its name on the Hugging Face Hub, owner/name"
+            f"speculate {text!r} is no way to draft tokens, and no model is called so; choose off, auto, "
+            "suffix (which looks up what followed before), self (the model in four bits), or a draft model: "
+            "a path that is there, or its name on the Hugging Face Hub, owner/name"
         )
 
 
@@ -205,15 +206,32 @@ class Config(Declared):
     )
     speculate: str = setting(
         "off",
-        help="Speculative decoding, off, or by drafts of: suffix, self, or a draft model.",
+        help="Speculative decoding, off, or by drafts of: auto, suffix, self, or a draft model.",
         details="A step verifies several drafted tokens, as many as pay by what was measured. suffix drafts "
         "what followed the last time that the newest tokens occurred in prompt or output: it pays where an "
         "output repeats, such as edited code. self drafts with a copy of the model in four bits, which is "
         "made once, in the cache, and uses the model's KV: it pays where weights stream. A draft model is a "
-        "smaller one with the same tokenizer, named as a model is. Both stay on the device. Tokens are those "
-        "that the model draws without drafts, up to rounding: several tokens are summed in another order "
-        "than one.",
+        "smaller one with the same tokenizer, named as a model is. Both stay on the device, and look-up "
+        "drafts beside them where it gives more. auto is suffix, or self where that is forecast to pay by "
+        "far; penstock plan shows how. Tokens are those that the model draws without drafts, up to rounding: "
+        "several tokens are summed in another order than one.",
         check=check_speculate,
+    )
+    draft_memory: Size | None = setting(
+        None,
+        help="Most device memory for a draft model, or the copy of self, with its KV: 4GiB, 20%.",
+        details="What it leaves of device_memory is the model's. Where the draft does not fit into it, auto "
+        "is suffix, and otherwise penstock refuses to start.",
+        usual="what the draft takes",
+    )
+    suffix_decoding_max_cached_requests: int = setting(
+        0,
+        help="Finished requests whose outputs drafts are looked up in, beside a request's own tokens.",
+        details="The newest are kept, at most 65,536 tokens in all. Requests of another API key, where keys "
+        "are separated, or of another LoRA adapter look in none of them. vLLM calls it so, too.",
+        usual="0, none",
+        limits=(0, MOST),
+        unit="requests",
     )
     cpu_compute: str = setting(
         "off",
@@ -270,7 +288,12 @@ class Config(Declared):
     @property
     def draft_model(self) -> str | None:
         """Return what names the draft model; None without one."""
-        return None if self.speculate in ("off", "suffix", "self") else self.speculate
+        return None if self.speculate in _DRAFTERS else self.speculate
+
+    @property
+    def drafter(self) -> str:
+        """Return what drafts, in a word: off, auto, suffix, self, or model."""
+        return self.speculate if self.speculate in _DRAFTERS else "model"
 
     @property
     def drafts_itself(self) -> bool:

@@ -1,18 +1,27 @@
 """Shows what drafts take and would give, as a part of a forecast's report."""
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Self
 
 from penstock.arch import bounds
 from penstock.arch.families import TensorNames
+from penstock.arch.formats.recipe import copy_recipe
 from penstock.arch.spec import ModelSpec
+from penstock.base.config import check_speculate
 from penstock.base.units import counted, format_size
+from penstock.bench.shapes import SHAPES
 from penstock.cli.columns import headed
 from penstock.cli.figures import format_count, format_pace, format_seconds
+from penstock.cli.shape import open_model
+from penstock.cli.terminal import say
 from penstock.engine.acceptance import DraftedPace, speculation
-from penstock.engine.draft import DraftModel
+from penstock.engine.choosing import DraftChoice, choose_drafts
+from penstock.engine.draft import DraftModel, check_continues, check_draft, copy_or_why
 from penstock.engine.forecast import Forecast
+from penstock.engine.machines import BLOCK_SIZE, Machine, Work
 from penstock.weights.streaming.ring import Link
 
 WORDS = {Link.DISK: "disk", Link.LINK: "link", Link.COMPUTE: "device"}
@@ -51,6 +60,44 @@ MEASURED = (
 
 HELD = {0: 9.4, 1: 12.2}
 """Tokens a pass by temperature, where a copy in four bits drafts 16: docs/results/cpu_acceptance.json."""
+
+
+def with_drafts(
+    text: str, target: tuple[str, ModelSpec, TensorNames], machine: Machine, work: Work, dtype: str
+) -> tuple[Work, DraftChoice | None]:
+    """Return the work with the drafts that --speculate names, and what was chosen, if it is auto.
+
+    target: how the model was named, and its shape. dtype: as it was asked for. Raises ConfigError if a draft
+    model does not fit the target, and what `open_model` raises.
+    """
+    model, spec, names = target
+    if text not in SHAPES:
+        check_speculate(text)
+    choice = None
+    if text == "auto":
+        choice = choose_drafts(spec, names, machine, work, _copy_of(spec, names, work))
+        text = choice.speculate
+    # A draft model is beside the setting: it may be but a shape.
+    words = text if text in ("off", "self") else "suffix"
+    work = replace(work, settings=replace(work.settings, speculate=words))
+    if text in ("off", "suffix"):
+        return work, choice
+    if text == "self":
+        copy_recipe(spec.format, f"{model} has")
+        copy = _copy_of(spec, names, work)
+        assert isinstance(copy, DraftModel)
+        check_draft(spec, copy.spec)
+        return replace(work, draft=copy), choice
+    _, small, its = open_model(text)
+    if os.path.isdir(text):
+        check_continues(Path(text))
+    check_draft(spec, small)
+    draft = DraftModel.of(small, its, small.dtype if dtype == "auto" else dtype, BLOCK_SIZE, work.shard)
+    return replace(work, draft=draft), choice
+
+
+def _copy_of(spec: ModelSpec, names: TensorNames, work: Work) -> DraftModel | str:
+    return copy_or_why(spec, names, work.dtype, BLOCK_SIZE, work.shard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +145,8 @@ class SpeculationShown:
     """Shows what drafts take, and what they would give.
 
     draft: None without a draft model. left: bytes of the device that are left to the target. without:
-    tokens/s of decoding where nothing drafts. measured: what was measured, of other models.
+    tokens/s of decoding where nothing drafts. measured: what was measured, of other models. choice: what auto
+    chooses here, and why; empty where drafts were named.
     """
 
     draft: DraftShown | None
@@ -107,6 +155,7 @@ class SpeculationShown:
     paces: tuple[DraftedPaceShown, ...]
     warnings: tuple[str, ...]
     measured: tuple[MeasuredGain, ...] = MEASURED
+    choice: str = ""
 
     @classmethod
     def of(cls, spec: ModelSpec, names: TensorNames, found: Forecast) -> Self | None:
@@ -150,6 +199,7 @@ class SpeculationShown:
             if not draft.shares_kv:
                 left_out += ", and that the draft model computes each prompt"
         return [
+            *([f"--speculate auto: {self.choice}."] if self.choice else []),
             *notes,
             f"Without --speculate it decodes {format_pace(self.without)} tokens/s.",
             *self.warnings,
@@ -161,6 +211,13 @@ class SpeculationShown:
             "plain:",
             *(f"  {one.model}: {_times(one)}" for one in self.measured),
         ]
+
+
+def with_choice(shown: SpeculationShown | None, choice: DraftChoice | None) -> SpeculationShown | None:
+    """Return what is shown of drafts, with what was chosen. Where that is none, a line says so by itself."""
+    if choice is not None and shown is None:
+        say(str(choice), faint=True)
+    return replace(shown, choice=str(choice)) if shown and choice else shown
 
 
 def _times(one: MeasuredGain) -> str:

@@ -75,6 +75,12 @@ def speculation(spec: ModelSpec, names: TensorNames, found: Forecast) -> DraftFo
     return DraftForecast(weights, kv, left, without, tuple(_paces(found, TOKENS)), tuple(warnings))
 
 
+def drafted_pace(found: Forecast, drafted: int) -> DraftedPace:
+    """Return the pace of passes that verify so many drafted tokens of each sequence, all of which hold."""
+    *_, last = _paces(found, (1, 1 + drafted))
+    return last
+
+
 def _paces(found: Forecast, counts: Sequence[int]) -> Iterator[DraftedPace]:
     work, pacing, seconds = found.work, found.pacing, 0.0
     step = _drafting(found)

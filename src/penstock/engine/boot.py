@@ -5,7 +5,7 @@ It decides nothing.
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -17,11 +17,13 @@ from penstock.arch.formats.dense import DENSE
 from penstock.arch.shards import Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
-from penstock.base.errors import DeviceError
+from penstock.base.errors import CheckpointError, DeviceError
 from penstock.base.trace import Trace
 from penstock.base.units import format_size
 from penstock.engine.budget import Budget, memory_of
 from penstock.engine.contexts import LongRoom
+from penstock.engine.copying import check_copy, copy_in_few_bits
+from penstock.engine.deciding import decided
 from penstock.engine.drafter import ModelDrafter
 from penstock.engine.engine import Engine
 from penstock.engine.measuring import activation_peak, step_fits
@@ -56,6 +58,8 @@ from penstock.sched.rules import SchedulerLimits
 from penstock.step.plan import ModelRole
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.pack.cache import made_here
+from penstock.weights.pack.reader import Pack
 from penstock.weights.streaming.loading import Loading
 from penstock.weights.streaming.source import Sources
 from penstock.weights.streaming.stream import WeightStream
@@ -82,6 +86,8 @@ class Booted:
     limits: SchedulerLimits
     weights: WeightStream
     seconds: float
+    drafter: str
+    """The word for what drafts; see Config.drafter."""
 
 
 def boot(
@@ -99,10 +105,14 @@ def boot(
     loading, guide, draft: see BootContext.
 
     Of a Shape the weights are random. config.model is not looked at: the model has been found by now. A pack
-    is closed with the engine. A draft model computes what plans ask of it; the scheduler asks nothing. Raises
-    PenstockErrors: DeviceError, ConfigError, BudgetError, CheckpointError.
+    is closed with the engine. A draft model that is given computes what plans ask of it; the scheduler asks
+    for drafts alone. Which of them `auto` means is decided here. Raises PenstockErrors: DeviceError,
+    ConfigError, BudgetError, CheckpointError.
     """
     begin = time.perf_counter()
+    config = decided(config, model, say)
+    if config.drafts_itself and draft is None:
+        check_copy(config, model)
     context = BootContext(say, trace, override or Override(), loading, guide, draft)
     since = first_look()
     with ExitStack() as opened:  # closed if anything fails; afterwards the engine closes it
@@ -119,7 +129,7 @@ def boot(
         weights = "all" if plan.rest is Rest.ALL else "some"
         by = f"{config.tensor_parallel} x {device_name(device)}, {weights} weights there"
         threads = threads_for(config, outline, device, since=since, say=say)
-        if draft is not None and scheduler.speculation is not None:
+        if outline.draft is not None and scheduler.speculation is not None:
             most = outline.limits.max_step_tokens
             shares = config.drafts_itself
             scheduler.speculation.model = ModelDrafter(ranks, most, threads, shares_kv=shares)
@@ -135,6 +145,8 @@ def boot(
     longest, length = engine.scheduler.longest, outline.limits.max_length
     if longest < length:
         room = "kv_blocks or host_kv_memory" if config.kv_blocks is not None else "host_kv_memory"
+        if outline.draft is not None and config.draft_memory is not None:
+            room = f"draft_memory or {room}"
         say(
             f"requests are limited to {longest:,} tokens of the context's {length:,}, since KV has no room "
             f"for more; raise {room} for longer ones"
@@ -148,6 +160,7 @@ def boot(
         outline.limits,
         part.weights,
         time.perf_counter() - begin,
+        config.drafter,
     )
 
 
@@ -230,10 +243,13 @@ class _Part:
 def _build(config: Config, model: Model, where: Place, opened: ExitStack, context: BootContext) -> _Part:
     """Build one rank's part, which is closed with `opened`. Every rank builds its part in the same steps,
     since ranks compute together when the largest step is measured."""
-    with plain_torch(not config.kernels):
+    with plain_torch(not config.kernels), ExitStack() as copied:
         device, say = where.device, context.say
         opened.callback(lift_cap, device)
         prepare(device)
+        if config.drafts_itself and context.draft is None:
+            copy = copied.enter_context(copy_in_few_bits(config, model, device, say, where.shard))
+            context = replace(context, draft=copy)
         if device.type == "cuda" and not kernels_of(device):
             why = "since there is no Triton" if config.kernels else "as asked"
             say(f"kernels: plain torch computes, {why}")
@@ -315,7 +331,12 @@ def _draft_weights(
     source = source_of(context.draft, of_draft.outline.dtype)
     weights = make_weights(PlacedWeights(of_draft, Sources(source, source), None), device, context.trace)
     opened.callback(weights.close)
-    weights.load(context.loading)
+    try:
+        weights.load(context.loading)
+    except CheckpointError as error:
+        if not isinstance(context.draft, Pack) or not plan.outline.settings.drafts_itself:
+            raise
+        raise made_here(error, context.draft.path) from error
     return weights
 
 

@@ -1,15 +1,22 @@
 """Say what a plan has to know of a draft model, and which models may be one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from penstock.arch.families import TensorNames
+from penstock.arch.formats.dense import DENSE
+from penstock.arch.formats.format import WeightFormat
+from penstock.arch.formats.integers import Integers
+from penstock.arch.formats.joined import Joined
+from penstock.arch.formats.recipe import COPY_GROUPS, Recipe, copy_recipe
 from penstock.arch.layout import GroupLayout, KVLayout, group_layouts, kv_layout
 from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec, RopeKind
+from penstock.base.config import Config
 from penstock.base.errors import ConfigError
+from penstock.base.units import parse_size
 from penstock.weights.checkpoint.scoring import yields_no_text
 from penstock.weights.streaming.residency import padded
 
@@ -65,13 +72,55 @@ def beyond_trained(draft: ModelSpec, length: int) -> str:
     )
 
 
-def check_undivided(ranks: int) -> None:
-    """Raise ConfigError if a copy of a model in few bits is to draft for several ranks."""
-    if ranks > 1:
-        raise ConfigError(
-            "speculate self does not work with tensor_parallel: a pack of few bits cannot be divided; give "
-            "speculate suffix, or name a draft model"
-        )
+def recipe_of_copy(spec: ModelSpec, names: TensorNames, dtype: str, ranks: int, whose: str) -> Recipe:
+    """Return the recipe of the copy of a model that drafts for it: with the largest groups that divide the
+    rows of every matrix, and of each rank's part of it. whose: begins the message of ConfigError, which is
+    raised where the model has few bits already, or no groups divide them."""
+    for group in COPY_GROUPS:
+        recipe = copy_recipe(spec.format, whose, group)
+        of_copy = replace(spec, format=recipe.weight_format())
+        parts = [group_layouts(of_copy, names, dtype, Shard(rank, ranks)) for rank in range(ranks)]
+        matrices = [matrix for layouts in parts for layout in layouts for matrix in layout.matrices]
+        if not any(matrix.shape[1] % group for matrix in matrices if _has_groups(matrix.format)):
+            return recipe
+    raise ConfigError(
+        f"speculate self drafts with a copy in four bits, but {whose} matrices whose columns are no multiple "
+        f"of {COPY_GROUPS[-1]}{' on each rank' * (ranks > 1)}; give speculate suffix, or name a draft model"
+    )
+
+
+def no_copy_of_pack(path: Path) -> ConfigError:
+    """Return the error for a pack that is to draft for itself."""
+    return ConfigError(
+        f"speculate self drafts with a copy of a checkpoint in four bits, but {path} is a pack; name the "
+        "checkpoint it was made of, or a draft model"
+    )
+
+
+def copy_or_why(
+    spec: ModelSpec, names: TensorNames, dtype: str, block_size: int, shard: Shard = WHOLE
+) -> DraftModel | str:
+    """Return what is to be known of the copy of a model in few bits that drafts for it, or why there is
+    none."""
+    if spec.format != DENSE:
+        return "the model has weights of few bits already"
+    try:
+        recipe = recipe_of_copy(spec, names, dtype, shard.ranks, "the model has")
+    except ConfigError:
+        return f"columns of its matrices are no multiple of {COPY_GROUPS[-1]}"
+    of_copy = replace(spec, format=recipe.weight_format())
+    return replace(DraftModel.of(of_copy, names, dtype, block_size, shard), shares_kv=True)
+
+
+def _has_groups(format: WeightFormat) -> bool:
+    formats = format.formats if isinstance(format, Joined) else (format,)
+    return any(isinstance(one, Integers) for one in formats)
+
+
+def draft_limit(config: Config, whole: int) -> int | None:
+    """Return the most bytes of the device that a draft model or a copy may take, with its KV; None without a
+    limit. whole: what a share is taken of."""
+    return None if config.draft_memory is None else parse_size(config.draft_memory, whole=whole)
 
 
 def check_continues(path: Path) -> None:

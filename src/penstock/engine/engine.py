@@ -40,6 +40,7 @@ class Stats:
     kv: KV of long contexts; None if there is no room for any.
     missed: attention that policies have left out; empty where everything is read.
     drafts: steps of requests that verified a draft, tokens of these drafts, and those that were accepted.
+    cut: drafts within which an output ended.
     """
 
     running: int
@@ -56,6 +57,7 @@ class Stats:
     missed: MissedStats
     passes: Passes
     drafts: tuple[int, int, int] = (0, 0, 0)
+    cut: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +341,7 @@ class Engine:
             missed=self.missed_stats(),
             passes=self._passes,
             drafts=(0, 0, 0) if drafts is None else (drafts.drafts, drafts.drafted, drafts.accepted),
+            cut=0 if drafts is None else drafts.cut,
         )
 
     def missed_stats(self) -> MissedStats:

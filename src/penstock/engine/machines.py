@@ -139,6 +139,7 @@ def plan_of(
     """Return the plan of a boot with KV for all sequences at their longest, no more and no less. Raises
     BudgetError, which names less work that would fit where that is all it takes."""
     outline, measured = _outline_of(spec, layouts, machine, work)
+    outline.check_draft_memory()
     try:
         _weights_room(outline, measured)
     except BudgetError as error:

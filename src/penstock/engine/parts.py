@@ -26,6 +26,7 @@ from penstock.models.inputs import Collectives
 from penstock.ops.attention.gathered import PAST_TILE
 from penstock.ops.attention.inputs import Scratch
 from penstock.sched.drafter import SuffixDrafter
+from penstock.sched.finished import FinishedOutputs
 from penstock.sched.rules import PrefixRule
 from penstock.sched.scheduler import Scheduler
 from penstock.sched.speculation import Speculation
@@ -184,6 +185,8 @@ def make_scheduler(plan: BootPlan[LongRoom], root: bytes, disk: DiskLedger | Non
     kept: Store = "off"
     if far and keeps(config, outline.spec):
         kept = "lazy" if config.kv_store == "lazy" else "eager"
+    most = config.suffix_decoding_max_cached_requests
+    outputs = FinishedOutputs(most) if most else None
     return Scheduler(
         BlockLedger(plan.budget.blocks),
         outline.limits,
@@ -193,6 +196,6 @@ def make_scheduler(plan: BootPlan[LongRoom], root: bytes, disk: DiskLedger | Non
         * outline.shard.ranks,  # Of matrices a rank has but a part.
         speculation=None
         if config.speculate == "off"
-        else Speculation(SuffixDrafter(), vocabulary=outline.spec.vocab_size),
+        else Speculation(SuffixDrafter(outputs), vocabulary=outline.spec.vocab_size),
         check=config.check,
     )

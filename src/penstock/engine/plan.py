@@ -17,12 +17,12 @@ from penstock.arch.lora import LoraRoom
 from penstock.arch.shards import Shard
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.config import Config
-from penstock.base.errors import ConfigError
+from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
-from penstock.base.units import parse_size
+from penstock.base.units import counted, format_size, parse_size
 from penstock.engine.budget import Budget, Demand, cpu_ring, divide, weights_room
 from penstock.engine.cpu import may_share, with_cpu
-from penstock.engine.draft import DraftModel
+from penstock.engine.draft import DraftModel, draft_limit
 from penstock.engine.rooms import STEP, Hardware, host_room
 from penstock.sched.rules import SchedulerLimits
 from penstock.step.plan import MOST_DRAFTED
@@ -175,6 +175,30 @@ class Outline(Generic[Far]):
     def _adapters(self) -> int:
         return self.lora.bytes(self.spec, self.shard, self.dtype) if self.lora else 0
 
+    @property
+    def _draft_blocks(self) -> int | None:
+        """The KV blocks for which a draft model's pool has room in draft_memory; None without a bound."""
+        limit = draft_limit(self.settings, self.hardware.whole)
+        if self.draft is None or limit is None or not self.draft.block_bytes:
+            return None
+        return max(limit - self.draft.weights, 0) // self.draft.block_bytes
+
+    def check_draft_memory(self) -> None:
+        """Raise BudgetError if a draft takes more than draft_memory: its weights and a block of KV, or as
+        many as were asked for."""
+        draft, limit = self.draft, draft_limit(self.settings, self.hardware.whole)
+        if draft is None or limit is None:
+            return
+        blocks, kv = self.settings.kv_blocks or 1, ""
+        if draft.block_bytes:
+            kv = f" and {format_size(blocks * draft.block_bytes)} for {counted(blocks, 'block')} of its KV"
+        if draft.weights + blocks * draft.block_bytes > limit:
+            what = "copy in few bits" if draft.shares_kv else "draft model"
+            raise BudgetError(
+                f"the {what} takes {format_size(draft.weights)} of weights{kv} on the device, but "
+                f"draft_memory is {format_size(limit)}; raise it, or give speculate suffix"
+            )
+
     def blocker(self, *, host_decides: bool) -> str | None:
         """Return why steps cannot be recorded here, or None if they can."""
         found = self.hardware
@@ -191,11 +215,14 @@ class Outline(Generic[Far]):
 
         activations: bytes of everything but weights and KV.
         """
+        useful = self.limits.max_sequences * self.blocks_per_row
+        if (most := self._draft_blocks) is not None:
+            useful = min(useful, most)
         return Demand(
             activations=activations,
             block_bytes=self.block_bytes,
             block_size=self.limits.block_size,
-            useful_blocks=self.limits.max_sequences * self.blocks_per_row,
+            useful_blocks=useful,
             fixed_blocks=self.settings.kv_blocks,
             length=None if self.far else self.settings.max_length,
             draft_weights=self.draft.weights if self.draft else 0,
@@ -298,6 +325,7 @@ def plan_boot(outline: Outline[Far], measured: Measured, given: WeightLimits | N
     given: bytes of each tier for weights, instead of what the budgets leave. Raises BudgetError if weights,
     the largest step and a block of KV do not fit.
     """
+    outline.check_draft_memory()
     layouts, demand = outline.layouts, outline.demand(measured.activations)
     room = (
         given.device
@@ -399,7 +427,7 @@ def limits_of(config: Config, spec: ModelSpec, hardware: Hardware) -> SchedulerL
 
 def check_state(config: Config, spec: ModelSpec) -> None:
     """Raise ConfigError if drafts were asked for, and layers keep state, which they would change for good."""
-    if config.speculate != "off" and spec.has_state:
+    if config.speculate not in ("off", "auto") and spec.has_state:
         raise ConfigError(
             f"speculate {config.speculate} does not work with {spec.family}, whose layers keep state of a "
             "sequence: what is rejected of a draft could not be taken back; leave speculate out"

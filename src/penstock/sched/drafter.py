@@ -1,10 +1,11 @@
-"""Says what makes drafts: look-up in the request's own tokens, a draft model, or anything of a test."""
+"""Says what makes drafts: look-up in tokens that are there, a draft model, or anything of a test."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
+from penstock.sched.finished import FinishedOutputs
 from penstock.sched.request import Request
-from penstock.sched.suffix import Draft, TokenHistory, look_up
+from penstock.sched.suffix import MOST_MATCHED, Draft, TokenHistory, look_up, look_up_among
 from penstock.step.plan import Share
 
 
@@ -35,14 +36,25 @@ class ModelDrafting(Protocol):
 
 
 class SuffixDrafter:
-    """Drafts by `suffix.look_up` in the request's own tokens."""
+    """Drafts by `suffix.look_up` in the request's own tokens, and perhaps in outputs of others that have
+    finished."""
+
+    def __init__(self, outputs: FinishedOutputs | None = None) -> None:
+        """outputs: those of requests that have finished, if these are looked at, too."""
+        self.outputs = outputs
 
     def propose(self, request: Request, most: int) -> Draft:
-        """Look in what the request has said so far, its prompt included."""
+        """Look in what the request has said so far, its prompt included; in outputs of others, too, whose
+        match has to be longer."""
         if request.history is None:
             request.history = TokenHistory()
         request.history.follow(request.tokens, request.known)
-        return look_up(request.history.tokens, most)
+        newest = request.history.tokens
+        own = look_up(newest, most)
+        if self.outputs is None or own.matched >= MOST_MATCHED:
+            return own
+        other = look_up_among(self.outputs.of(request.scope), newest, most)
+        return other if other.matched > own.matched else own
 
 
 def flaw(draft: Draft, most: int, vocabulary: int | None) -> str:

@@ -9,6 +9,7 @@ tokens. These pages have no name, so nobody finds them, until the tokens in them
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from penstock.sched.drafter import SuffixDrafter
 from penstock.sched.request import Request
 from penstock.sched.room import RequestRoom
 from penstock.sched.span import Pools
@@ -16,6 +17,7 @@ from penstock.sched.speculation import Speculation
 from penstock.sched.suffix import Draft
 from penstock.sched.width import StepWidth
 from penstock.step.plan import Plan, Row, Share, ShareKind
+from penstock.step.request import FinishReason
 
 EARLY = 2
 """A request becomes long so many tokens before it is too long for the device: its next one has no place
@@ -116,6 +118,18 @@ class Drafting:
         if idle:
             self.speculation.idle()
 
+    def finished(self, request: Request, reason: FinishReason) -> None:
+        """Let others look in the output of a request that has ended by itself."""
+        drafter, by_itself = self.speculation.drafter, reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if by_itself and isinstance(drafter, SuffixDrafter) and drafter.outputs is not None:
+            drafter.outputs.add(request.scope, request.tokens[: request.known], len(request.prompt))
+
+    def forget(self) -> None:
+        """Forget outputs of requests that have ended."""
+        drafter = self.speculation.drafter
+        if isinstance(drafter, SuffixDrafter) and drafter.outputs is not None:
+            drafter.outputs.forget()
+
     def _by_model(
         self,
         decoding: Sequence[tuple[Share, Request, int]],
@@ -142,7 +156,7 @@ class Drafting:
                 places.append(place)
         if asked:
             for place, draft in zip(places, self.speculation.by_model(asked), strict=True):
-                found[place] = draft
+                found[place] = replace(draft, instead_of=found[place])
         return grown
 
     def _most(self, request: Request) -> int:

@@ -23,13 +23,15 @@ class Phase(Enum):
 class DraftCounts:
     """Counts steps that verified a draft, tokens of these drafts, and those of them that were accepted.
 
-    failed: drafters that failed in a request, which had no drafts from then on.
+    failed: drafters that failed in a request, which had no drafts from then on. cut: drafts within which an
+    output ended, so that no token of the pass itself became output.
     """
 
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
     failed: int = 0
+    cut: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +52,8 @@ class Request:
     """False if every prompt position must be computed, because its log-probabilities were asked for."""
     adapter: int = 0
     """Slot of its LoRA adapter; 0 for none."""
+    scope: tuple[bytes, bytes] = (b"", b"")
+    """Salt, and digest of its adapter: it shares nothing with requests of another one."""
     priority: int = 0
     """The queue's first criterion: the smallest number is served first."""
     foreseen: int = 0

@@ -180,6 +180,7 @@ class Scheduler:
             kv=KVSpan(self._pools, tokens, self.prefixes.root_of(len(prompt), salt, digest)),
             share_prefix=self.prefixes.share and sampling.prompt_logprobs is None,
             adapter=slot,
+            scope=(salt, digest),
             priority=priority,
             foreseen=foreseen,
         )
@@ -198,6 +199,8 @@ class Scheduler:
         begun = request.phase is Phase.RUNNING and request.kv.computed
         if begun and len(request.tokens) == len(request.prompt):
             self.tiers.rates.abandoned()
+        if self._drafting is not None:
+            self._drafting.finished(request, reason)
         self._queues.remove(request)
         self._growth.let_go(request)
         request.phase, request.finish = Phase.FINISHED, reason
@@ -285,7 +288,7 @@ class Scheduler:
                 events.append(Event(request.id, embedding=result.embedding))
             if share.kind is verify and self.speculation is not None:
                 kept = request.kept(start + 1, result.tokens)
-                self.speculation.learn(request, share, len(result.tokens), kept)
+                self.speculation.learn(request, share, len(result.tokens), kept, result.tokens)
             finish = self._append(request, start + 1 if share.kind is verify else stop, result, events)
             if share.kind is verify:
                 self._verified(request, share, result)
@@ -384,7 +387,10 @@ class Scheduler:
     # ---- beginning anew
 
     def forget(self) -> int:
-        """Drop all cached KV, on the device and beyond. Return how many blocks were evicted."""
+        """Drop all cached KV, on the device and beyond. Return how many blocks were evicted. Outputs that
+        drafts are looked up in go, too."""
+        if self._drafting is not None:
+            self._drafting.forget()
         return self.tiers.forget() + self.ledger.forget() + self.host.forget()
 
     def narrow(self, plan: Plan) -> RequestId | None:

@@ -18,7 +18,6 @@ which goes on without drafts.
 """
 
 import logging
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -31,13 +30,12 @@ from penstock.sched.request import DraftCounts, Request
 from penstock.sched.resting import DraftBudget, Lookout
 from penstock.sched.suffix import NO_DRAFT, Draft
 from penstock.sched.survival import Survival
+from penstock.sched.weighing import best_counts, count_within, tokens_a_second
 from penstock.step.plan import MOST_DRAFTED, UNKNOWN, Plan, Share
 
 _LOG = logging.getLogger("penstock")
 _STALLED = 1.0
 """Seconds for one draft after which a drafter is not asked again for a request."""
-_LEAST = 0.01
-"""Probability below which a token is not worth looking at."""
 _PROBED = 4
 """Tokens of a request that a probe verifies."""
 _MEASURED = 8
@@ -134,22 +132,37 @@ class Speculation:
         """Return how many tokens the draft model is to draft for each request.
 
         As many as give the most tokens a second, by what its steps and the target's took. None for requests
-        of whose drafts by look-up as much is expected.
-
-        tokens, spare: see `choose`.
+        of whose drafts by look-up as much is expected, and none if look-up alone gives more. tokens, spare:
+        see `choose`.
         """
         if self.model is None or not found:
             return [0] * len(found)
         most, took = min(MOST_DRAFTED, spare // len(found)), self.model.seconds
         depth, gained = self._deepest(len(found), tokens, most)
+        probes = not depth
         if not took:
             depth = min(_FIRST, most)
-        elif not depth:
+        elif probes:
             self._unasked += 1
             depth = self._probing_depth(len(found), tokens, most)
-        if depth:
-            self._unasked = 0
-        return [0 if sum(self.survival.of(draft)) >= gained[depth] else depth for draft in found]
+        survival = [self.survival.of(draft) for draft in found]
+        deep = [0 if sum(some) >= gained[depth] else depth for some in survival]
+        both = [
+            self.survival.of_model(count) if count else some
+            for count, some in zip(deep, survival, strict=True)
+        ]
+        apart = max(deep) * took
+        if not probes and self._rate(both, tokens, spare, apart) <= self._rate(survival, tokens, spare):
+            return [0] * len(found)
+        self._unasked *= not depth
+        return deep
+
+    def _rate(
+        self, survival: Sequence[Sequence[float]], tokens: int, spare: int, apart: float = 0.0
+    ) -> float:
+        """Return the most tokens a second of drafts, as far as that may be lost. apart: seconds for them."""
+        counts = self._best(survival, tokens, self._payable(tokens, min(spare, sum(map(len, survival)))))
+        return tokens_a_second(survival, counts, self._at(tokens + sum(counts)) + apart)
 
     def _deepest(self, rows: int, tokens: int, most: int) -> tuple[int, list[float]]:
         """Return how many tokens of the draft model for each of these rows give the most tokens a second, as
@@ -176,7 +189,7 @@ class Speculation:
             return 0
         least = self._thought(tokens + rows) + took
         allowed = least + (_PROBE_COST if self.budget.left < 1 else self.budget.left) * plain
-        return _count_within(allowed, most, lambda deep: self._thought(tokens + rows * deep) + deep * took)
+        return count_within(allowed, most, lambda deep: self._thought(tokens + rows * deep) + deep * took)
 
     def choose(self, found: Sequence[Draft], tokens: int, spare: int) -> list[Draft]:
         """Return what a step verifies of the drafts of all requests, none of it for most of them.
@@ -307,20 +320,9 @@ class Speculation:
         return NO_DRAFT
 
     def _best(self, survival: Sequence[Sequence[float]], tokens: int, spare: int) -> list[int]:
-        """Return how many tokens of each draft give the most tokens a second. A token's survival is at most
-        that of the one before it, so the likeliest of all are always the first of each draft."""
-        every = sorted(
-            [(-chance, place) for place, some in enumerate(survival) for chance in some if chance >= _LEAST]
-        )[:spare]
-        counts, best, gained = [0] * len(survival), 0, float(len(survival))
-        most = _GAIN * len(survival) / self._base(tokens)
-        for number, (chance, _) in enumerate(every, 1):
-            gained -= chance
-            if (rate := gained / self._at(tokens + number)) > most:
-                best, most = number, rate
-        for _, place in every[:best]:
-            counts[place] += 1
-        return counts
+        """Return how many tokens of each draft give the most tokens a second; see `best_counts`."""
+        least = _GAIN * len(survival) / self._base(tokens)
+        return best_counts(survival, spare, least, lambda number: self._at(tokens + number))
 
     def _deeper(self, found: Sequence[Draft], counts: Sequence[int], spare: int) -> list[Draft]:
         """Return twice as many tokens of each draft, as far as there are. Else nothing would be learnt of
@@ -358,7 +360,7 @@ class Speculation:
         allowed = least + self.budget.left * self._base(tokens)
         if self._thought(tokens + most) <= allowed:
             return most
-        return _count_within(allowed, most, lambda number: self._thought(tokens + number))
+        return count_within(allowed, most, lambda number: self._thought(tokens + number))
 
     def _probe_due(self) -> bool:
         """Tell whether drafts may be verified that are not thought to pay: sooner, where much may be lost."""
@@ -374,7 +376,7 @@ class Speculation:
             return counts
         most = min(spare, sum([min(len(draft.tokens), _PROBED) for draft in found]))
         allowed = self._thought(tokens + 1) + _PROBE_COST * self._base(tokens)
-        left = _count_within(allowed, most, lambda number: self._thought(tokens + number))
+        left = count_within(allowed, most, lambda number: self._thought(tokens + number))
         for place in sorted(range(len(found)), key=lambda place: -sum(survival[place][:_PROBED])):
             counts[place] = min(len(found[place].tokens), _PROBED, left)
             left -= counts[place]
@@ -391,14 +393,16 @@ class Speculation:
         """Note that a step verifies a draft."""
         self._drafts[share.row] = draft
 
-    def learn(self, request: Request, share: Share, drawn: int, kept: int) -> None:
+    def learn(self, request: Request, share: Share, drawn: int, kept: int, said: Sequence[int] = ()) -> None:
         """Note how many tokens the target drew for a share that verified a draft, and how many of these are
-        the request's, which may have ended within the draft."""
+        the request's, which may have ended within the draft. said: the tokens that it drew."""
         draft = self._drafts.pop(share.row, None)
         if draft is None:
             return
         held = min(drawn - 1, len(draft.tokens))
         self.survival.learn(draft, held)
+        if draft.instead_of is not None:
+            self.survival.compare(draft.instead_of, said)
         if self._probes and held == len(draft.tokens):
             self._plain = self._unasked = _LONG
         if draft.tried:
@@ -408,6 +412,7 @@ class Speculation:
         for counts in (self.counts, request.drafts):
             counts.drafts, counts.drafted = counts.drafts + 1, counts.drafted + len(draft.tokens)
             counts.accepted += min(held, kept)
+            counts.cut += kept <= held
         self._gained += min(held, kept)
 
     def stepped(self, plan: Plan, seconds: float) -> None:
@@ -449,8 +454,3 @@ class Speculation:
     def idle(self) -> None:
         """Note that there is nothing to do: what passes from now on is not the time of a step."""
         self._since, self._apart = None, 0.0
-
-
-def _count_within(allowed: float, most: int, seconds: Callable[[int], float]) -> int:
-    """Return the largest count up to `most` that takes at most the allowed seconds; more never take less."""
-    return bisect_left(range(1, most + 1), True, key=lambda count: seconds(count) > allowed)

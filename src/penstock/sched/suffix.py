@@ -5,6 +5,7 @@ said: code that is edited, quotations, JSON. Known as prompt look-up and as n-gr
 decoding (Oliaro et al. 2024, arXiv 2411.04975) where, as here, the longest match decides.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,8 @@ FOLLOWED = 32
 """Places with the longest match that are followed."""
 LEAST = 0.05
 """Part of these that have to agree on all of a draft."""
+LEAST_ELSEWHERE = 2
+"""Tokens of the shortest match in outputs of other requests."""
 _TOGETHER = 256
 """Places whose matches are compared at once; of more, token by token until fewer are left."""
 
@@ -34,6 +37,8 @@ class Draft:
     matched: how many of the newest tokens occurred there, at most MOST_MATCHED.
     by_model: whether a draft model drew them. Then all scores are 1, and nothing was matched.
     tried: how many of them are thought to pay, where more are verified to see whether they hold; else 0.
+    instead_of: the draft by look-up in whose place it is.
+    elsewhere: whether it was found in outputs of other requests.
     """
 
     tokens: tuple[int, ...] = ()
@@ -41,12 +46,15 @@ class Draft:
     matched: int = 0
     by_model: bool = False
     tried: int = 0
+    instead_of: "Draft | None" = None
+    elsewhere: bool = False
 
     def first(self, count: int) -> "Draft":
         """Return its first `count` tokens as a draft."""
         if not count:
             return NO_DRAFT
-        return Draft(self.tokens[:count], self.scores[:count], self.matched, self.by_model, self.tried)
+        tokens, scores, further = self.tokens[:count], self.scores[:count], (self.instead_of, self.elsewhere)
+        return Draft(tokens, scores, self.matched, self.by_model, self.tried, *further)
 
     def behind(self, count: int) -> "Draft":
         """Return what is left of it when its first `count` tokens have held."""
@@ -91,7 +99,7 @@ def look_up(history: Ints, most: int) -> Draft:
     count = len(history)
     if count < 2 or most < 1:
         return NO_DRAFT
-    places, matched = _longest(history)
+    places, matched = _longest(history[:-1], history)
     if not matched:
         return NO_DRAFT
     most = min(most, LONGER * matched)
@@ -118,22 +126,51 @@ def look_up(history: Ints, most: int) -> Draft:
     return Draft(tuple(tokens), tuple(scores), matched)
 
 
-def _longest(history: Ints) -> tuple[list[int], int]:
-    """Return the places with the longest match, in order, and its length, at most MOST_MATCHED."""
-    last = len(history) - 1
-    places = np.flatnonzero(history[:-1] == history[-1])
-    matched = int(len(places) > 0)
-    while len(places) > _TOGETHER and matched < MOST_MATCHED:
+def look_up_among(outputs: Ints, newest: Ints, most: int) -> Draft:
+    """Return a draft of what followed the newest tokens in other outputs; see `look_up`. A match has
+    LEAST_ELSEWHERE tokens at least: in so many tokens each occurs somewhere.
+
+    outputs: one behind the other, with -1 behind each, which no token is. newest: the tokens of a request.
+    """
+    if len(newest) < LEAST_ELSEWHERE or len(outputs) < 2 or most < 1:
+        return NO_DRAFT
+    places, matched = _longest(outputs[:-1], newest, LEAST_ELSEWHERE)
+    most = min(most, LONGER * matched)
+    going = [outputs[place + 1 : place + 1 + most].tolist() for place in places[-FOLLOWED:]]
+    tokens, scores, all_of_them = list[int](), list[float](), len(going)
+    for step in range(most):
+        going = [known for known in going if step < len(known) and known[step] >= 0]
+        votes = Counter(known[step] for known in reversed(going))
+        token, count = votes.most_common(1)[0] if votes else (0, 0)  # Of equals the first.
+        if not count or count < LEAST * all_of_them:
+            break
+        tokens.append(token)
+        scores.append(count / len(going))
+        going = [known for known in going if known[step] == token]
+    return Draft(tuple(tokens), tuple(scores), matched, elsewhere=True) if tokens else NO_DRAFT
+
+
+def _longest(text: Ints, newest: Ints, least: int = 1) -> tuple[list[int], int]:
+    """Return the places of a text with the longest match of the newest tokens, in order, and its length, from
+    `least` to MOST_MATCHED; none with 0 if there is no such match."""
+    last = len(newest) - 1
+    alike = text == newest[last]
+    for back in range(1, least):
+        alike[back:] &= text[:-back] == newest[last - back]
+        alike[:back] = False
+    places = np.flatnonzero(alike)
+    matched = least if len(places) else 0
+    while len(places) > _TOGETHER and matched < min(MOST_MATCHED, last + 1):
         longer = places[places >= matched]
-        longer = longer[history[longer - matched] == history[last - matched]]
+        longer = longer[text[longer - matched] == newest[last - matched]]
         if not len(longer):
             return places.tolist(), matched
         places, matched = longer, matched + 1
     if not matched:
         return [], 0
-    back = np.arange(min(MOST_MATCHED, last))
-    before = places[:, None] - back
-    same = (history[np.maximum(before, 0)] == history[last - back]) & (before >= 0)
+    steps = np.arange(min(MOST_MATCHED, last + 1))
+    before = places[:, None] - steps
+    same = (text[np.maximum(before, 0)] == newest[last - steps]) & (before >= 0)
     lengths = np.logical_and.accumulate(same, axis=1).sum(axis=1)
     matched = int(lengths.max())
     return places[lengths == matched].tolist(), matched

@@ -1,5 +1,6 @@
 """Learns how likely drafted tokens hold, by what has held of earlier drafts."""
 
+from collections.abc import Sequence
 from itertools import accumulate
 from math import log2
 from operator import mul
@@ -20,14 +21,14 @@ little: nothing is learnt of tokens behind those that never hold."""
 class Survival:
     """Learns with which probability a drafted token holds if all before it have held.
 
-    By the length of the match at that token, and by whether all places agreed on it. Of a draft model: by how
-    many of its tokens are before that one.
+    By the length of the match at that token, by whether all places agreed on it, and by whether these are of
+    other requests. Of a draft model: by how many of its tokens are before that one.
     """
 
     def __init__(self) -> None:
         # Lists, since single numbers are read, thousands of them a second.
         self._tried, self._held, self._prior = (
-            [[first] * (max(_CLASSES) + 1) for _ in range(3)] for first in (0.0, 0.0, _PRIOR)
+            [[first] * (max(_CLASSES) + 1) for _ in range(5)] for first in (0.0, 0.0, _PRIOR)
         )
 
     def of(self, draft: Draft) -> list[float]:
@@ -47,7 +48,8 @@ class Survival:
     def _place(self, draft: Draft, depth: int) -> tuple[int, int]:
         if draft.by_model:
             return 2, _class_of(1 + depth)
-        return int(draft.scores[depth] < 1), _class_of(draft.matched + depth)
+        kind = 3 if draft.elsewhere else 0
+        return kind + (draft.scores[depth] < 1), _class_of(draft.matched + depth)
 
     def learn(self, draft: Draft, held: int) -> None:
         """Note that the first `held` tokens of a draft have held. The one behind them was tried, too."""
@@ -56,6 +58,12 @@ class Survival:
             self._tried[kind][at] = self._tried[kind][at] * _KEPT + 1
             self._held[kind][at] = self._held[kind][at] * _KEPT + (depth < held)
             self._prior[kind][at] *= _FADING
+
+    def compare(self, draft: Draft, tokens: Sequence[int]) -> None:
+        """Note what would have held of a draft that was not verified, by the tokens that came instead."""
+        pairs = zip(draft.tokens, tokens, strict=False)
+        held = next((at for at, (one, other) in enumerate(pairs) if one != other), len(tokens))
+        self.learn(draft.first(len(tokens)), held)
 
 
 _CLASSES = [int(2 * log2(max(matched, 1))) for matched in range(2 * MOST_MATCHED + 1)]

@@ -13,11 +13,12 @@ from time import time
 
 from penstock.api.opening import find_draft
 from penstock.api.text.tokenizer import Tokenizer
+from penstock.arch.families import FAMILIES
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
-from penstock.base.errors import CheckpointError, ConfigError, EngineClosedError, UnsupportedModelError
+from penstock.base.errors import CheckpointError, EngineClosedError, UnsupportedModelError
 from penstock.base.units import format_rate, format_size
-from penstock.engine.draft import check_draft
+from penstock.engine.draft import check_draft, no_copy_of_pack, recipe_of_copy
 from penstock.engine.plan import dtype_of
 from penstock.engine.rooms import Hardware
 from penstock.server.broker.broker import RequestBroker
@@ -97,7 +98,7 @@ class Hosting:
                 rates[name] = inf
                 continue
             facts = ModelFacts.of_spec(spec, dtype)
-            share = self._share(name, spec, _draft_of(config, spec), hardware, room)
+            share = self._share(name, spec, _draft_of(config, spec, dtype, pack), hardware, room)
             rates[name] = reading_rate(config.model)
             models.append(Loadable(name, facts.bytes, share))
             longest = config.max_length or spec.max_length
@@ -226,14 +227,15 @@ def _spec_of(config: Config) -> tuple[ModelSpec, Path | None]:
         return checkpoint.spec, None
 
 
-def _draft_of(config: Config, target: ModelSpec) -> ModelSpec | None:
-    """Return the shape of a model's draft model; None without one. Raises ConfigError if that does not fit,
-    and what reading it raises."""
+def _draft_of(config: Config, target: ModelSpec, dtype: str, pack: Path | None) -> ModelSpec | None:
+    """Return the shape of a model's draft model, or of its copy in few bits; None without one. Raises
+    ConfigError if that does not fit, or there can be none, and what reading it raises."""
     if config.drafts_itself:
-        raise ConfigError(
-            "speculate self does not work with several models on demand, whose memory is counted before a "
-            "copy of one is there; give speculate suffix, or name a draft model"
-        )
+        if pack is not None:
+            raise no_copy_of_pack(pack)
+        names, ranks = FAMILIES[target.family].names, config.tensor_parallel
+        recipe = recipe_of_copy(target, names, dtype, ranks, f"{config.model} has")
+        return replace(target, format=recipe.weight_format())
     if config.draft_model is None:
         return None
     path = find_draft(config, config.draft_model)

@@ -2,7 +2,6 @@
 has to be here."""
 
 import math
-import os
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -12,29 +11,28 @@ from typing import Any
 
 import click
 
-from penstock.arch.formats.recipe import copy_recipe
 from penstock.arch.spec import ModelSpec
-from penstock.base.config import CACHE, DTYPES, Config, check_speculate
+from penstock.base.config import CACHE, DTYPES, Config
 from penstock.base.errors import ConfigError
-from penstock.bench.shapes import SHAPES
 from penstock.cli.command import Command, debug_option, files, option
 from penstock.cli.figures import PARSERS, parse_cpu_rates
 from penstock.cli.known_costs import SHIPPED
 from penstock.cli.options import engine_flags, with_options
 from penstock.cli.options import weight_format as weight_format_flag
+from penstock.cli.plan_drafts import with_choice, with_drafts
 from penstock.cli.plan_report import ASSUMED, Figure, Report, Setting
 from penstock.cli.shape import open_model
 from penstock.cli.terminal import say
 from penstock.engine.costs import costs_file, read_costs
-from penstock.engine.draft import DraftModel, check_continues, check_draft, check_undivided
 from penstock.engine.forecast import forecast
-from penstock.engine.machines import BLOCK_SIZE, ExpertUse, Machine, Work
+from penstock.engine.machines import ExpertUse, Machine, Work
 from penstock.weights.streaming.ring import StreamRates
 
 MACHINE, WORK, OUTPUT = "Machine", "Work", "Output"
 SETTINGS = (
     "tensor_parallel",
     "cpu_compute",
+    "draft_memory",
     "disk_kv_memory",
     "host_kv_dtype",
     "kv_store",
@@ -45,8 +43,8 @@ SETTINGS = (
     "max_loras",
     "max_lora_rank",
 )
-"""Settings of an engine that a plan looks at: those for several ranks, for KV beyond the device, and for
-adapters."""
+"""Settings of an engine that a plan looks at: those for several ranks, for drafts, for KV beyond the device,
+and for adapters."""
 EXAMPLES = """
   penstock plan ./my-model                       on this machine, at usual rates
   penstock plan ./my-model --machine desktop-24 --picture plan.png
@@ -231,7 +229,7 @@ USUAL = "desktop-24"
     "--speculate",
     default="off",
     metavar="DRAFTS",
-    help="Show decoding with drafts, too, of: suffix, self, or a draft model, named as MODEL is. [off]",
+    help="Show decoding with drafts, too, of: auto, suffix, self, or a draft model, named as MODEL is. [off]",
 )
 @option(
     WORK,
@@ -280,8 +278,7 @@ def command(
     speculate = given.pop("speculate")
     hits, routing = given.pop("expert_hits"), given.pop("routing")
     cpu_rate = given.pop("cpu_rate")
-    drafts = "off" if speculate == "off" else "suffix"  # A draft model is beside it: it may be but a shape.
-    settings = Config(Path(), speculate=drafts, **{name: given.pop(name) for name in SETTINGS})
+    settings = Config(Path(), **{name: given.pop(name) for name in SETTINGS})
     asked = {name: PARSERS[name](text) for name, text in given.items() if text is not None}
     name, spec, names = open_model(model, weight_format)
     chosen = spec.dtype if dtype == "auto" else dtype
@@ -290,33 +287,16 @@ def command(
     use = _expert_use(spec, batch, hits, routing)
     context = context or min(4096, spec.max_length)
     work = Work(chosen, batch, context, step_tokens or usual_step, expert_use=use, settings=settings)
-    work = replace(work, draft=_draft_of(speculate, model, spec, work, dtype))
-    report = Report.of(name, spec, names, setting, forecast(spec, names, machine_of(setting), work))
+    there = machine_of(setting)
+    work, choice = with_drafts(speculate, (model, spec, names), there, work, dtype)
+    report = Report.of(name, spec, names, setting, forecast(spec, names, there, work))
+    report = replace(report, speculation=with_choice(report.speculation, choice))
     if picture is not None:
         from penstock.cli.plan_picture import draw  # Pillow: 60 ms
 
         draw(report, picture)
         say(f"drawn to {picture}", faint=True)
     click.echo(report.line() if json else report)
-
-
-def _draft_of(text: str, model: str, target: ModelSpec, work: Work, dtype: str) -> DraftModel | None:
-    """Return what a plan has to know of the draft model that --speculate names; None without one. Raises
-    ConfigError if it does not fit the target, and what `open_model` raises."""
-    if text not in SHAPES:
-        check_speculate(text)
-    if text in ("off", "suffix"):
-        return None
-    itself = text == "self"
-    _, spec, names = open_model(model if itself else text)
-    if itself:
-        check_undivided(work.shard.ranks)
-        spec = replace(spec, format=copy_recipe(target.format, f"{model} has").weight_format())
-    if os.path.isdir(text):
-        check_continues(Path(text))
-    check_draft(target, spec)
-    draft = DraftModel.of(spec, names, spec.dtype if dtype == "auto" else dtype, BLOCK_SIZE, work.shard)
-    return replace(draft, shares_kv=itself)
 
 
 def _with_cpu(setting: Setting, settings: Config, rate: str | None) -> Setting:

@@ -39,9 +39,9 @@ class SpeculationState:
     """Counts drafts since the engine started.
 
     drafted: tokens of drafts that steps verified. accepted: those of them that became output.
-    tokens, passes: of outputs, and passes over the model that gave each output its tokens; the last pass of
-        an output counts for nothing if it ended within a draft.
+    tokens, passes: of outputs, and passes over the model that gave each output its tokens.
     tokens_a_pass: tokens that such a pass gave to an output, on average: 1 without drafts, 0 before any.
+    drafter: what drafts, as boot has chosen it: suffix, self, or model.
     """
 
     drafted: int
@@ -49,14 +49,18 @@ class SpeculationState:
     tokens: int
     passes: int
     tokens_a_pass: float
+    drafter: str = ""
 
     @classmethod
-    def of(cls, stats: Stats) -> Self:
+    def of(cls, stats: Stats, drafter: str) -> Self:
         """Return what an engine with drafts has counted."""
         _, drafted, accepted = stats.drafts
-        return cls.summed(drafted, accepted, stats.output_tokens, stats.output_tokens - accepted)
+        passes = stats.output_tokens - accepted + stats.cut
+        return cls.summed(drafted, accepted, stats.output_tokens, passes, drafter)
 
     @classmethod
-    def summed(cls, drafted: int, accepted: int, tokens: int, passes: int, **_: float) -> Self:
+    def summed(
+        cls, drafted: int, accepted: int, tokens: int, passes: int, drafter: str = "", **_: float
+    ) -> Self:
         """Return these counts, of one engine or of several."""
-        return cls(drafted, accepted, tokens, passes, tokens / passes if passes else 0.0)
+        return cls(drafted, accepted, tokens, passes, tokens / passes if passes else 0.0, drafter)

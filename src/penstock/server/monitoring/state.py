@@ -238,7 +238,7 @@ class StateMonitor:
         def rate(counted: float) -> float:
             return counted / seconds if seconds > 0 else 0.0
 
-        spec, found, missed = self._llm.spec, memory.prefixes, stats.missed
+        spec, found, missed, drafter = self._llm.spec, memory.prefixes, stats.missed, self._llm.drafter
         computed = max(found.prompt_tokens - found.device - found.host - found.disk, 0)
         return State(
             model=self._name,
@@ -271,7 +271,7 @@ class StateMonitor:
                 missed.choices, missed.fallbacks, missed.read, missed.most, missed.worst, missed.mean
             ),
             experts=_experts(first.counts.weights, weights, seconds),
-            speculation=SpeculationState.of(stats) if self._llm.speculates else None,
+            speculation=SpeculationState.of(stats, drafter) if drafter != "off" else None,
         )
 
     def experts(self) -> ExpertsState:

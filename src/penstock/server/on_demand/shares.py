@@ -36,14 +36,16 @@ def usual_share(
     """Return what a model may take where nobody says: all of its weights, the largest step, and KV for one
     sequence of max_length or several of a usual length. It is no more than the room. Raises ConfigError.
 
-    draft: of its draft model, whose weights and KV are beside its own.
+    draft: of its draft model, whose weights and KV are beside its own, or of its copy in few bits, which has
+    no KV.
     """
     dtype = dtype_of(config, spec.dtype, None, hardware)
     limits = limits_of(config, spec, hardware)
     weights, token = _weights(spec, dtype), kv_token_bytes(spec, dtype)
     if draft is not None:
         own = dtype_of(config, draft.dtype, None, hardware)
-        weights, token = weights + _weights(draft, own), token + kv_token_bytes(draft, own)
+        weights += _weights(draft, own)
+        token += 0 if config.drafts_itself else kv_token_bytes(draft, own)
     step = usual_activations(spec, dtype, limits.max_step_tokens, limits.max_sequences)
     if not hardware.cuda:
         step = on_heap(step, _BUFFERS)

@@ -20,7 +20,7 @@ from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shards import INDEX, SINGLE
 from penstock.weights.pack.directory import PackError, locked
 from penstock.weights.pack.manifest import place
-from penstock.weights.pack.quantising import QuantisedCheckpoint
+from penstock.weights.pack.quantising import QuantisedCheckpoint, recipe_in
 from penstock.weights.pack.reader import Pack
 from penstock.weights.pack.writer import Progress, write_locked
 from penstock.weights.pieces import JOURNAL, MANIFEST
@@ -72,12 +72,11 @@ def cached_pack(
                 )
                 say(f"weights of {size} in {dtype} {why}; {packing} into {path}")
                 write_locked(checkpoint, path, dtype, progress=progress, shard=shard)
+                _tell_older(path, fingerprint.hex(), say)
     try:
         pack = Pack.open(path, shard)
     except CheckpointError as error:
-        raise CheckpointError(
-            f"{error}; penstock made this pack by itself: remove {path}, and the next run makes it again"
-        ) from error
+        raise made_here(error, path) from error
     if (pack.manifest.fingerprint, pack.dtype) != (fingerprint.hex(), dtype):
         pack.close()
         raise CheckpointError(
@@ -86,6 +85,34 @@ def cached_pack(
         )
     pack.config, pack.generation = checkpoint.config, checkpoint.generation
     return pack
+
+
+def made_here(error: CheckpointError, path: Path) -> CheckpointError:
+    """Return an error of a pack in the cache, which says that nobody needs to keep it."""
+    return CheckpointError(
+        f"{error}; penstock made this pack by itself: remove {path}, and the next run makes it again"
+    )
+
+
+def _tell_older(path: Path, fingerprint: str, say: Callable[[str], None]) -> None:
+    """Say which packs of the same name, dtype and format are beside a new one: of the model before it was
+    changed, or of another that is called so."""
+    before, _, behind = path.name.partition(fingerprint)
+    alike = re.compile(f"{re.escape(before)}[0-9a-f]{{{len(fingerprint)}}}{re.escape(behind)}")
+    older = [
+        one
+        for one in sorted(path.parent.iterdir())
+        if one != path
+        and alike.fullmatch(one.name)
+        and os.path.lexists(one / MANIFEST)
+        and recipe_in(one) == recipe_in(path)
+    ]
+    if older:
+        size = sum(file.stat().st_size for one in older for file in one.iterdir() if file.is_file())
+        say(
+            f"{format_size(size)} are taken by packs of what this model was before, or of others of its "
+            f"name, which may be removed if no run needs them: {', '.join(map(str, older))}"
+        )
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from penstock.arch.formats.integers import Integers
 from penstock.arch.formats.joined import Joined
 from penstock.arch.formats.recipe import GROUPS, METHOD, Recipe
 from penstock.arch.layout import ALIGNMENT, Field, GroupId, GroupLayout, MatrixLayout, group_layouts
+from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import CheckpointError, ConfigError
 from penstock.ops.quantise import quantise
@@ -55,8 +56,16 @@ class _Making:
 class QuantisedCheckpoint:
     """Stands where a Checkpoint does for `write_pack`, and reads its weights in a format of few bits."""
 
-    def __init__(self, checkpoint: Checkpoint, recipe: Recipe, dtype: str, device: torch.device) -> None:
-        """Read nothing yet. dtype: of all that stays dense. device: where numbers are computed.
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        recipe: Recipe,
+        dtype: str,
+        device: torch.device,
+        shard: Shard = WHOLE,
+    ) -> None:
+        """Read nothing yet. dtype: of all that stays dense. device: where numbers are computed. shard: the
+        rank's part of the model that is read.
 
         Raises ConfigError for a checkpoint that is quantised already, for groups that do not divide the width
         of a matrix, and for names of modules that no matrix has.
@@ -72,10 +81,10 @@ class QuantisedCheckpoint:
             read_spec(self.config, str(checkpoint.path / "config.json")), dtype=checkpoint.spec.dtype
         )
         self.names: TensorNames = checkpoint.names
-        self.recipe = recipe
-        self._checkpoint, self._device = checkpoint, device
-        self._dense = {one.id: one for one in group_layouts(checkpoint.spec, checkpoint.names, dtype)}
-        layouts = group_layouts(self.spec, self.names, dtype)
+        self.recipe, self.shard = recipe, shard
+        self._checkpoint, self._device, self._dtype = checkpoint, device, dtype
+        self._dense = {one.id: one for one in group_layouts(checkpoint.spec, checkpoint.names, dtype, shard)}
+        layouts = group_layouts(self.spec, self.names, dtype, shard)
         _expect_groups(layouts, recipe)
         _expect_modules(layouts, recipe)
         self.bits = _bits(layouts)
@@ -97,7 +106,8 @@ class QuantisedCheckpoint:
 
     def verify(self, layouts: Sequence[GroupLayout]) -> None:
         """Check the dense checkpoint as `Checkpoint.verify` does; `layouts` are not looked at."""
-        self._checkpoint.verify(self._dense.values())
+        # A rank may lack some tensors of others.
+        self._checkpoint.verify(group_layouts(self._checkpoint.spec, self.names, self._dtype))
 
     @property
     def generation(self) -> GenerationDefaults:

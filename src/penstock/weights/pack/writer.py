@@ -107,7 +107,8 @@ def write_locked(
     shard: Shard | None = None,
 ) -> bool:
     """Do what write_pack does, for whoever has `out` locked."""
-    if isinstance(checkpoint, QuantisedCheckpoint) and (shard or WHOLE) != WHOLE:
+    if isinstance(checkpoint, QuantisedCheckpoint) and (shard or WHOLE) != checkpoint.shard:
+        assert checkpoint.shard == WHOLE, "a part of a model is packed as another part"
         raise PackError(f"{out}: a model is quantised as a whole, not as {shard}; pack it without ranks")
     layouts = group_layouts(checkpoint.spec, checkpoint.names, dtype, shard)
     checkpoint.verify(group_layouts(checkpoint.spec, checkpoint.names, dtype))
