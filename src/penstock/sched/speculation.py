@@ -50,8 +50,8 @@ _PROBE_SOON = 8
 """The same where much may be lost: at first, and behind drafts that have held."""
 _PROBE_COST = 0.25
 """Plain steps that all tokens of a probe but the first may cost, for which it waits."""
-_QUIET, _QUIET_BEHIND_GAINS = 2, 4
-"""Steps in a row that might have verified a draft and did not, after which speculation rests."""
+_QUIET = 2, 4
+"""Steps in a row that might have verified a draft and did not, after which it rests; behind gains."""
 _NEW, _LEAST_TRUST = 0.25, 0.02
 """Weight of the last time that speculation woke for a draft, and the least trust in what is seen at rest."""
 _WEIGHED_EVERY = 16
@@ -182,7 +182,7 @@ class Speculation:
         """Return how many tokens a draft model is to draft for each, to see whether they hold now: none
         before its patience is over, and no more than may be lost."""
         assert self.model is not None
-        most, took, plain = min(_PROBED, most), self.model.seconds, self._base(tokens)
+        most, took, plain = min(_PROBED, most, max(32 // rows, 1)), self.model.seconds, self._base(tokens)
         cost = (self._thought(tokens + rows * most) + self.model.spent) / plain - 1
         self._patience = max(_PROBE_EVERY, _PROBE_EVERY * cost)
         if self._unasked < self._patience or not self.budget.full:
@@ -229,8 +229,7 @@ class Speculation:
         self._quiet += 1
         if self._woken and self._expects:
             self._trust = max((1 - _NEW) * self._trust, _LEAST_TRUST)
-        quiet = _QUIET if self.budget.left < 1 else _QUIET_BEHIND_GAINS
-        if self._woken or self._quiet >= quiet or self.budget.left <= 0:
+        if self._woken or self._quiet >= _QUIET[self.budget.left >= 1] or self.budget.left <= 0:
             self.rest()
 
     # ---- resting
@@ -432,10 +431,8 @@ class Speculation:
             seconds = max(seconds, now - since - apart)
         rows, tokens = len(plan.shares), plan.tokens
         self._largest = max(self._largest, tokens)
-        self._alike, ahead = (
-            0 if tokens > rows else self._alike + 1,
-            any(UNKNOWN in x.tokens for x in plan.shares),
-        )
+        self._alike = 0 if tokens > rows else self._alike + 1
+        ahead = any([UNKNOWN in share.tokens for share in plan.shares])
         if ahead and self._woken:  # Nothing was begun behind it, since it woke.
             return self.budget.spend(max(seconds / self._base(rows) - 1, 0.0))
         if self._alike > _MEASURED and self._alike % _MEASURED:
