@@ -47,7 +47,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chosen(path: Path, cache: Path, **more: object) -> tuple[str, str]:
     """What a boot decides, and the line that it says."""
     said = list[str]()
-    config = Config(path, **(SETTINGS | {"speculate": "auto", "cache": cache} | more))  # type: ignore[arg-type]
+    config = Config(path, **(SETTINGS | {"speculate": "auto", "cache": cache} | more))
     with Checkpoint.open(path, cache) as model:
         found = decided(config, model, said.append)
     [line] = said
@@ -82,10 +82,10 @@ def test_where_no_copy_is_possible_it_says_why_and_looks_up(
     tmp_path: Path, wide: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = SETTINGS | {"cache": tmp_path, "device_memory": NARROW}
-    with LLM(wide, **settings, speculate="self"):  # type: ignore[arg-type]
+    with LLM(wide, **settings, speculate="self"):
         pass
     few = next(path for path in tmp_path.glob("wide-*"))
-    with caplog.at_level(logging.INFO, "penstock"), LLM(few, **settings, speculate="auto") as llm:  # type: ignore[arg-type]
+    with caplog.at_level(logging.INFO, "penstock"), LLM(few, **settings, speculate="auto") as llm:
         assert llm.drafter == "suffix"
     assert "drafts: of look-up, since" in caplog.text
 
@@ -142,11 +142,11 @@ def test_groups_of_a_copy_divide_the_rows_of_every_matrix(cache: Path) -> None:
 def test_no_token_is_another_and_both_draft(wide: Path, cache: Path) -> None:
     asked = wanted()
     prompts, params = [prompt for prompt, _ in asked], [wishes for _, wishes in asked]
-    with LLM(wide, **SETTINGS, device_memory=ROOMY) as llm:  # type: ignore[arg-type]
+    with LLM(wide, **SETTINGS, device_memory=ROOMY) as llm:
         plain = llm.generate(prompts, params)
     for memory, drafter in ((ROOMY, "suffix"), (NARROW, "self")):
         more = {"device_memory": memory, "cache": cache, "speculate": "auto", "max_sequences": 4}
-        with LLM(wide, **(SETTINGS | more)) as llm:  # type: ignore[arg-type]
+        with LLM(wide, **(SETTINGS | more)) as llm:
             assert llm.drafter == drafter
             assert llm.booted.weights.placement.everything_resident is (drafter == "suffix")
             alike(llm.generate(prompts, params), plain, 1e-4)
@@ -161,7 +161,7 @@ def test_a_draft_model_takes_no_more_than_it_may(cache: Path) -> None:
     """Its pool has fewer blocks then, and so have requests; what they say is the same."""
     draft, asked = str(tiny.checkpoint("qwen3")), wanted()
     plain = answers("llama", asked)
-    with LLM(tiny.checkpoint("llama"), **SETTINGS, speculate=draft) as llm:  # type: ignore[arg-type]
+    with LLM(tiny.checkpoint("llama"), **SETTINGS, speculate=draft) as llm:
         most = llm.booted.budget.blocks
         model = llm.booted.engine.scheduler.speculation
         assert model is not None
@@ -170,7 +170,7 @@ def test_a_draft_model_takes_no_more_than_it_may(cache: Path) -> None:
     for blocks in (25, most):
         limit = found.weights + blocks * found.block_bytes
         settings = SETTINGS | {"speculate": draft, "draft_memory": limit, "max_length": None}
-        with LLM(tiny.checkpoint("llama"), **settings) as llm:  # type: ignore[arg-type]
+        with LLM(tiny.checkpoint("llama"), **settings) as llm:
             assert llm.booted.budget.blocks == blocks
             few = [(prompt, wish) for prompt, wish in asked if len(prompt) + (wish.max_tokens or 0) < 90]
             alike(
@@ -183,14 +183,14 @@ def test_a_draft_model_takes_no_more_than_it_may(cache: Path) -> None:
         {"draft_memory": found.weights + 9 * found.block_bytes, "kv_blocks": 10},
     ):
         with pytest.raises(BudgetError, match=r"the draft model takes .* of its KV on the device, but"):
-            LLM(tiny.checkpoint("llama"), **(SETTINGS | {"speculate": draft} | more))  # type: ignore[arg-type]
+            LLM(tiny.checkpoint("llama"), **(SETTINGS | {"speculate": draft} | more))
 
 
 def test_a_copy_takes_no_more_than_it_may(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = SETTINGS | {"speculate": "self", "cache": tmp_path}
     with pytest.raises(BudgetError, match=r"^the copy in few bits takes .* of weights on the device, but"):
-        LLM(tiny.checkpoint("llama"), **settings, draft_memory="1KiB")  # type: ignore[arg-type]
-    with LLM(tiny.checkpoint("llama"), **settings, draft_memory="1MiB") as llm:  # type: ignore[arg-type]
+        LLM(tiny.checkpoint("llama"), **settings, draft_memory="1KiB")
+    with LLM(tiny.checkpoint("llama"), **settings, draft_memory="1MiB") as llm:
         assert llm.drafter == "self"
     asked = ["plan", "8B", "--machine", "desktop-16", "--speculate", "self"]
     assert main([*asked, "--draft-memory", "1GiB"]) == 2
@@ -205,7 +205,7 @@ def test_a_copy_takes_no_more_than_it_may(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_damaged_copy_says_that_it_may_be_removed(tmp_path: Path) -> None:
     settings = SETTINGS | {"speculate": "self", "cache": tmp_path}
-    with LLM(tiny.checkpoint("llama"), **settings):  # type: ignore[arg-type]
+    with LLM(tiny.checkpoint("llama"), **settings):
         pass
     [path] = tmp_path.glob("llama-*")
     store = path / STORE
@@ -213,7 +213,7 @@ def test_a_damaged_copy_says_that_it_may_be_removed(tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     store.write_bytes(data)
     with pytest.raises(CheckpointError) as told:
-        LLM(tiny.checkpoint("llama"), **settings)  # type: ignore[arg-type]
+        LLM(tiny.checkpoint("llama"), **settings)
     assert f"penstock made this pack by itself: remove {path}, and the next run" in str(told.value)
 
 
@@ -223,7 +223,7 @@ def test_copies_of_what_a_model_was_are_named(tmp_path: Path, caplog: pytest.Log
     for seed in (1, 2):
         tiny.write(replace(tiny.CASES["llama"], seed=seed), model)
         (cache / f"mine-{'0' * 32}-float32").mkdir(parents=True, exist_ok=True)  # Not finished.
-        with caplog.at_level(logging.INFO, "penstock"), LLM(model, **settings):  # type: ignore[arg-type]
+        with caplog.at_level(logging.INFO, "penstock"), LLM(model, **settings):
             pass
         said = [line for line in caplog.messages if "packs of what this model was before" in line]
         finished = [path for path in cache.glob("mine-*") if (path / STORE).exists()]
