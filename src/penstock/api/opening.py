@@ -10,13 +10,16 @@ import torch
 
 from penstock.api.text.vocabularies import check_tokens
 from penstock.arch.formats.recipe import COPY_GROUPS, Recipe, copy_recipe
+from penstock.arch.heads import check_head, read_head
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError
 from penstock.engine.boot import Booted, boot
-from penstock.engine.draft import check_continues, check_undivided
+from penstock.engine.draft import check_continues, check_one_rank, check_undivided
 from penstock.engine.settling import choose_dtype
 from penstock.hub.models import locate
 from penstock.memory.device import choose_device
+from penstock.weights.checkpoint.config import read_config
+from penstock.weights.checkpoint.heads import HeadCheckpoint, holds_head
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.cache import cached_pack, is_pack
 from penstock.weights.pack.quantising import QuantisedCheckpoint
@@ -31,10 +34,13 @@ def open_weights(path: Path, cache: Path) -> Checkpoint | Pack:
 def find_draft(config: Config, name: str) -> Path:
     """Return where the draft model of this name is, fetched if need be.
 
-    Raises ConfigError if it has other tokens than the model or continues no text, CheckpointError for files
-    that are damaged, and what `locate` raises.
+    Raises ConfigError if it has other tokens than the model or continues no text, or is a draft head that
+    does not run here, CheckpointError for files that are damaged, and what `locate` raises.
     """
     path = locate(name).path
+    if holds_head(path):
+        check_one_rank(name, config.tensor_parallel)
+        return path
     check_continues(path)
     check_tokens(config.model, path)
     return path
@@ -50,13 +56,21 @@ def boot_model(config: Config, model: Checkpoint | Pack, **more: Any) -> Booted:
     if config.drafts_itself:
         draft: Checkpoint | Pack = copy_in_few_bits(config, model, more.get("say", lambda _: None))
     elif config.draft_model is not None:
-        draft = open_weights(find_draft(config, config.draft_model), config.cache)
+        draft = _open_draft(find_draft(config, config.draft_model), config.cache, model)
     else:
         return start()
     try:
         return start(draft=draft)
     finally:
         draft.close()
+
+
+def _open_draft(path: Path, cache: Path, model: Checkpoint | Pack) -> Checkpoint | Pack:
+    """Open a draft model, or a draft head. Raises ConfigError for a head that was made for another model."""
+    if not holds_head(path):
+        return open_weights(path, cache)
+    check_head(read_head(read_config(path), str(path / "config.json")), model.spec, str(path))
+    return HeadCheckpoint.open_head(path)
 
 
 def copy_in_few_bits(config: Config, model: Checkpoint | Pack, say: Callable[[str], None]) -> Pack:

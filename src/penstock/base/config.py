@@ -205,12 +205,13 @@ class Config(Declared):
     )
     speculate: str = setting(
         "off",
-        help="Speculative decoding, off, or by drafts of: suffix, self, or a draft model.",
+        help="Speculative decoding, off, or by drafts of: suffix, self, a draft model or an EAGLE-3 head.",
         details="A step verifies several drafted tokens, as many as pay by what was measured. suffix drafts "
         "what followed the last time that the newest tokens occurred in prompt or output: it pays where an "
         "output repeats, such as edited code. self drafts with a copy of the model in four bits, which is "
         "made once, in the cache, and uses the model's KV: it pays where weights stream. A draft model is a "
-        "smaller one with the same tokenizer, named as a model is. Both stay on the device. Tokens are those "
+        "smaller one with the same tokenizer, named as a model is, and so is an EAGLE-3 head that was made "
+        "for the model. All of these stay on the device. Tokens are those "
         "that the model draws without drafts, up to rounding: several tokens are summed in another order "
         "than one.",
         check=check_speculate,

@@ -56,7 +56,7 @@ HELD = {0: 9.4, 1: 12.2}
 @dataclass(frozen=True, slots=True)
 class DraftShown:
     """Shows a draft model. weights, kv: bytes on the device; kv is of its own pool. shares_kv: it is a copy
-    of the model, and uses its KV."""
+    of the model, and uses its KV. head: it is a draft head, not a model."""
 
     family: str
     layers: int
@@ -65,12 +65,14 @@ class DraftShown:
     weights: int
     kv: int
     shares_kv: bool
+    head: bool
 
     @classmethod
     def of(cls, draft: DraftModel, kv: int) -> Self:
         """Return what is shown of a draft model."""
         spec, parameters = draft.spec, bounds.parameters(draft.layouts)
-        return cls(spec.family, spec.layers, parameters, draft.dtype, draft.weights, kv, draft.shares_kv)
+        own = draft.shares_kv, draft.head is not None
+        return cls(spec.family, spec.layers, parameters, draft.dtype, draft.weights, kv, *own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ class SpeculationShown:
     def _notes(self) -> list[str]:
         notes, left_out = list[str](), "that a step waits for the tokens of the last one"
         if draft := self.draft:
-            what = "copy in four bits" if draft.shares_kv else "draft model"
+            what = "copy in four bits" if draft.shares_kv else f"draft {'head' if draft.head else 'model'}"
             kv, own = f"{format_size(draft.kv)} of KV in a pool of its own", "no KV but the target's"
             notes.append(
                 f"The {what} ({draft.family}, {counted(draft.layers, 'layer')}, "
@@ -148,7 +150,7 @@ class SpeculationShown:
                 f"{format_size(self.left)} are left to the target."
             )
             if not draft.shares_kv:
-                left_out += ", and that the draft model computes each prompt"
+                left_out += f", and that the {what} computes each prompt"
         return [
             *notes,
             f"Without --speculate it decodes {format_pace(self.without)} tokens/s.",

@@ -24,6 +24,7 @@ from penstock.engine.budget import Budget, memory_of
 from penstock.engine.contexts import LongRoom
 from penstock.engine.drafter import ModelDrafter
 from penstock.engine.engine import Engine
+from penstock.engine.head_drafter import HeadDrafter
 from penstock.engine.measuring import activation_peak, step_fits
 from penstock.engine.parts import (
     blank_runner,
@@ -50,14 +51,16 @@ from penstock.engine.threads import first_look, threads_for
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.store.blocks import BlockStore
 from penstock.memory.device import choose_device, device_name, give_back, left_by, lift_cap
+from penstock.models.draft_head import HiddenTaps
 from penstock.ops.kernels import kernels_of, plain_torch
 from penstock.ops.native.few_bits import find_library
 from penstock.sched.rules import SchedulerLimits
 from penstock.step.plan import ModelRole
+from penstock.weights.checkpoint.heads import HeadCheckpoint
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.loading import Loading
-from penstock.weights.streaming.source import Sources
+from penstock.weights.streaming.source import Sources, WithEmbedding
 from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.ahead import compile_ahead, prepare
 from penstock.worker.collectives import RankCollectives
@@ -122,7 +125,11 @@ def boot(
         if draft is not None and scheduler.speculation is not None:
             most = outline.limits.max_step_tokens
             shares = config.drafts_itself
-            scheduler.speculation.model = ModelDrafter(ranks, most, threads, shares_kv=shares)
+            scheduler.speculation.model = (
+                HeadDrafter(ranks, most, threads)
+                if isinstance(draft, HeadCheckpoint)
+                else ModelDrafter(ranks, most, threads, shares_kv=shares)
+            )
         note = carry_rates(scheduler.tiers.rates, part.store, by)
         engine = Engine(scheduler, ranks, note, threads, outline.lora)
         opened.pop_all()
@@ -275,7 +282,7 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
         if isinstance(model, Checkpoint) and outlives(outline):
             model.identify()  # Its files are hashed while the same bytes are loaded.
         weights.load(context.loading)
-        drafts = _draft_weights(placed.plan, opened, context, device)
+        drafts = _draft_weights(placed.plan, model, opened, context, device)
         root = root_of(config, model, outline, say, blocks=blocks)
         carrier = store = disk = None
         if outline.far:
@@ -295,6 +302,8 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
         if drafts is not None and of_draft is not None:
             own = pool if config.drafts_itself else make_pool(of_draft.outline, blocks, device)
             runner.attach(drafts, own, early=of_draft.early, role=ModelRole.DRAFT)
+            if (head := of_draft.outline.head) is not None and head.head is not None:
+                runner.target.decoder.taps = HiddenTaps(head.head, outline.spec.layers, drafts, own.layers)
         runner.bound_heap(plan.budget.activations // 8)
         _record(plan, runner, say, ModelRole.TARGET)
         if of_draft is not None:
@@ -306,13 +315,15 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
 
 
 def _draft_weights(
-    plan: BootPlan[LongRoom], opened: ExitStack, context: BootContext, device: torch.device
+    plan: BootPlan[LongRoom], model: Model, opened: ExitStack, context: BootContext, device: torch.device
 ) -> WeightStream | None:
     """Return the weights of the draft model, loaded, which are closed with `opened`; None without one."""
-    of_draft = plan.of_draft
-    if of_draft is None or context.draft is None:
+    of_draft, draft = plan.of_draft, context.draft
+    if of_draft is None or draft is None:
         return None
-    source = source_of(context.draft, of_draft.outline.dtype)
+    source = source_of(draft, of_draft.outline.dtype)
+    if isinstance(draft, HeadCheckpoint) and not draft.embeds:
+        source = WithEmbedding(source, source_of(model, plan.outline.dtype))
     weights = make_weights(PlacedWeights(of_draft, Sources(source, source), None), device, context.trace)
     opened.callback(weights.close)
     weights.load(context.loading)

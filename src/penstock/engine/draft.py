@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Self
 
 from penstock.arch.families import TensorNames
+from penstock.arch.heads import HeadSpec, head_layouts
 from penstock.arch.layout import GroupLayout, KVLayout, group_layouts, kv_layout
 from penstock.arch.shards import WHOLE, Shard
-from penstock.arch.spec import ModelSpec, RopeKind
+from penstock.arch.spec import DTYPE_BYTES, ModelSpec, RopeKind
 from penstock.base.errors import ConfigError
 from penstock.weights.checkpoint.scoring import yields_no_text
 from penstock.weights.streaming.residency import padded
@@ -23,7 +24,9 @@ class DraftModel:
     the same number in its pool as in the target's, so the budget counts one block of both as one. Its KV
     never leaves the device. A copy of the target itself may use the target's KV, and needs no pool.
 
-    spec: of the whole model. layouts, kv: of this rank's part. shares_kv: its KV is the target's.
+    spec: of the whole model. layouts, kv: of this rank's part. shares_kv: its KV is the target's. head: what
+    it is beside a model of one layer, if it is a draft head. ids: the target's token of each that a head can
+    draft; none where only its config was read.
     """
 
     spec: ModelSpec
@@ -31,6 +34,8 @@ class DraftModel:
     layouts: Sequence[GroupLayout]
     kv: KVLayout
     shares_kv: bool = False
+    head: HeadSpec | None = None
+    ids: tuple[int, ...] = ()
 
     @property
     def block_bytes(self) -> int:
@@ -45,10 +50,32 @@ class DraftModel:
         layouts = group_layouts(spec, names, dtype, shard)
         return cls(spec, dtype, layouts, kv_layout(spec, dtype, block_size, shard))
 
+    @classmethod
+    def of_head(
+        cls,
+        head: HeadSpec,
+        dtype: str,
+        block_size: int,
+        ids: tuple[int, ...] = (),
+        embedding: GroupLayout | None = None,
+    ) -> Self:
+        """Return what is to be known of a draft head, which no other rank has a part of. dtype: the target's.
+        embedding: the target's, where the head has none of its own, and a copy of that is made."""
+        layouts, kv = head_layouts(head, dtype, embedding), kv_layout(head.spec, dtype, block_size)
+        return cls(head.spec, dtype, layouts, kv, head=head, ids=ids)
+
     @property
     def weights(self) -> int:
-        """Return the bytes that its weights take on the device."""
-        return sum(map(padded, self.layouts))
+        """Return the bytes that its weights take on the device, and a head's block that is nobody's."""
+        return sum(map(padded, self.layouts)) + (self.kv.block_bytes if self.head else 0)
+
+    @property
+    def tapped(self) -> int:
+        """Return the bytes of each token of the target's steps that a head takes there; 0 for a model."""
+        if self.head is None:
+            return 0
+        mixer = self.head.mixer
+        return (2 * mixer.taps * mixer.target_hidden + mixer.hidden) * DTYPE_BYTES[self.dtype]
 
 
 def beyond_trained(draft: ModelSpec, length: int) -> str:
@@ -71,6 +98,15 @@ def check_undivided(ranks: int) -> None:
         raise ConfigError(
             "speculate self does not work with tensor_parallel: a pack of few bits cannot be divided; give "
             "speculate suffix, or name a draft model"
+        )
+
+
+def check_one_rank(head: str, ranks: int) -> None:
+    """Raise ConfigError if a draft head is to draft for several ranks."""
+    if ranks > 1:
+        raise ConfigError(
+            f"the draft head {head} does not work with tensor_parallel: it is not divided, and each rank has "
+            "but a part of what it reads; give speculate suffix, or a smaller model with the same tokenizer"
         )
 
 

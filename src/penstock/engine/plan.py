@@ -68,7 +68,8 @@ class Outline(Generic[Far]):
     spec: of the whole model. shard: this rank's part of it, of which all that follows speaks. one_memory:
     whether host memory is no more than the device: on a CPU, unless host_memory allows more. total: bytes on
     the device, without what far KV takes of them as host memory. far: None without KV beyond the device.
-    draft: a second model, None without one. lora: room for LoRA adapters, None without any.
+    draft: a second model, None without one. lora: room for LoRA adapters, None without any. head: the draft
+    head that this is the outline of, None of a model.
     """
 
     settings: Config
@@ -84,6 +85,7 @@ class Outline(Generic[Far]):
     far: Far | None
     draft: DraftModel | None = None
     lora: LoraRoom | None = None
+    head: DraftModel | None = None
 
     @property
     def of_draft(self) -> "Outline[Far] | None":
@@ -92,7 +94,8 @@ class Outline(Generic[Far]):
             return None
         own = replace(self, spec=draft.spec, dtype=draft.dtype, layouts=draft.layouts, kv=draft.kv)
         alone = replace(self.settings, cpu_compute="off")  # All of its weights rest.
-        return replace(own, settings=alone, far=None, draft=None, lora=None)
+        head = draft if draft.head else None
+        return replace(own, settings=alone, far=None, draft=None, lora=None, head=head)
 
     @property
     def models(self) -> "tuple[Outline[Far], ...]":
@@ -168,6 +171,8 @@ class Outline(Generic[Far]):
             shared = may_share(self)
             graphs = graph_bytes(self.spec, self.dtype, rows, tokens, shared=shared, lora=self.lora)
         of_draft = self.of_draft
+        if self.head is not None:  # A CPU's heap holds the memory of a step twice.
+            graphs += (1 if self.hardware.cuda else 2) * self.head.tapped * limits.max_step_tokens
         far = self.far.device_bytes if self.far else 0
         return graphs + self._adapters + far + (of_draft.beside if of_draft else 0)
 
@@ -178,6 +183,8 @@ class Outline(Generic[Far]):
     def blocker(self, *, host_decides: bool) -> str | None:
         """Return why steps cannot be recorded here, or None if they can."""
         found = self.hardware
+        if self.head is not None:
+            return "the host launches the kernels of a draft head"
         return graph_blocker(
             self.spec,
             cuda=found.cuda,

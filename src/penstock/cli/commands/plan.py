@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from penstock.arch.formats.recipe import copy_recipe
+from penstock.arch.heads import check_head
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import CACHE, DTYPES, Config, check_speculate
 from penstock.base.errors import ConfigError
@@ -23,10 +24,10 @@ from penstock.cli.known_costs import SHIPPED
 from penstock.cli.options import engine_flags, with_options
 from penstock.cli.options import weight_format as weight_format_flag
 from penstock.cli.plan_report import ASSUMED, Figure, Report, Setting
-from penstock.cli.shape import open_model
+from penstock.cli.shape import open_head, open_model
 from penstock.cli.terminal import say
 from penstock.engine.costs import costs_file, read_costs
-from penstock.engine.draft import DraftModel, check_continues, check_draft, check_undivided
+from penstock.engine.draft import DraftModel, check_continues, check_draft, check_one_rank, check_undivided
 from penstock.engine.forecast import forecast
 from penstock.engine.machines import BLOCK_SIZE, ExpertUse, Machine, Work
 from penstock.weights.streaming.ring import StreamRates
@@ -231,7 +232,7 @@ USUAL = "desktop-24"
     "--speculate",
     default="off",
     metavar="DRAFTS",
-    help="Show decoding with drafts, too, of: suffix, self, or a draft model, named as MODEL is. [off]",
+    help="Show decoding with drafts, too, of: suffix, self, a draft model or an EAGLE-3 head, named as MODEL is. [off]",
 )
 @option(
     WORK,
@@ -308,6 +309,10 @@ def _draft_of(text: str, model: str, target: ModelSpec, work: Work, dtype: str) 
     if text in ("off", "suffix"):
         return None
     itself = text == "self"
+    if not itself and (head := open_head(text)) is not None:
+        check_one_rank(text, work.shard.ranks)
+        check_head(head, target, text)
+        return DraftModel.of_head(head, work.dtype, BLOCK_SIZE)
     _, spec, names = open_model(model if itself else text)
     if itself:
         check_undivided(work.shard.ranks)
