@@ -4,6 +4,7 @@ import array
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -105,9 +106,12 @@ def holds_head(path: Path) -> bool:
         return True
     check_kind(config, str(path / "config.json"))
     if any(os.path.lexists(path / name) for name in (SINGLE, INDEX)):
-        shards = Shards(path)
-        shards.close()
-        if "fc.weight" in {name.removeprefix("model.") for name in shards.tensors}:
+        names = set[str]()
+        with suppress(CheckpointError):  # Whoever opens it says so.
+            shards = Shards(path)
+            shards.close()
+            names = {name.removeprefix("model.") for name in shards.tensors}
+        if "fc.weight" in names:
             refuse_older(str(path))
     return False
 
