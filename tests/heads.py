@@ -17,13 +17,16 @@ DRAFT_VOCAB = 41
 USUAL = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 
 
-def config_of(target: Mapping[str, object], nested: bool, **more: object) -> dict[str, object]:
+def config_of(
+    target: Mapping[str, object], nested: bool, kind: str = "llama", **more: object
+) -> dict[str, object]:
     """The config of a head for a target with this config, in the authors' form or in that of
-    `speculators`."""
+    `speculators`. kind: of its layer."""
     hidden = target["hidden_size"]
     layer = {
-        "model_type": "llama",
+        "model_type": kind,
         "hidden_size": hidden,
+        "head_dim": hidden // USUAL["num_attention_heads"],
         "vocab_size": target["vocab_size"],
         "num_hidden_layers": 1,
         "rms_norm_eps": 1e-5,
@@ -82,6 +85,8 @@ def tensors_of(config: Mapping[str, object], seed: int = 0, *, embeds: bool = Tr
         "d2t": ids - torch.arange(draft),
         "t2d": known,
     }
+    if layer["model_type"] == "qwen3":
+        tensors |= {f"{at}self_attn.{name}_norm.weight": norm(dim) for name in "qk"}
     if embeds:
         tensors["embed_tokens.weight"] = torch.randn(vocab, hidden, generator=rng)
     if config.get("norm_before_fc"):
@@ -149,6 +154,8 @@ class PlainHead:
             (pairs @ w[f"{at}self_attn.{name}_proj.weight"].T).view(len(tokens), count, dim).transpose(0, 1)
             for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
         )
+        if f"{at}self_attn.q_norm.weight" in w:
+            q, k = (self._norm(x, w[f"{at}self_attn.{name}_norm.weight"]) for x, name in ((q, "q"), (k, "k")))
         angles = torch.arange(len(tokens))[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
         cos, sin = torch.cat((angles, angles), 1).cos(), torch.cat((angles, angles), 1).sin()
 

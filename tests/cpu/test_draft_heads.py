@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import heads
 import tiny
+from cpu.test_ahead_hostile import played
 from cpu.test_plan import json_of, text_of
 from cpu.test_run_ahead import alike
 from cpu.test_speculation import FAMILIES, SETTINGS, always, answers, wanted
@@ -32,15 +33,19 @@ from penstock.engine.forecast import forecast
 from penstock.engine.head_drafter import HeadDrafter
 from penstock.engine.machines import BLOCK_SIZE, Machine, Work
 from penstock.engine.plan import USUAL
+from penstock.ops.sampling import draw, pack_sampling
 from penstock.sched.arrivals import Arrivals
 from penstock.sched.rates import TransferRates
 from penstock.sched.request import Request
 from penstock.sched.suffix import Draft
 from penstock.server.hosting import Hosting
 from penstock.server.settings import OnDemandSettings
-from penstock.step.plan import ModelRole, Share
+from penstock.step.params import Sampling
+from penstock.step.plan import Admission, ModelRole, Plan, Share
 from penstock.weights.streaming.stream import WeightStream
+from penstock.worker.graphs import DecodeGraphs
 from penstock.worker.runner import Runner
+from penstock.worker.sampler import Sampler
 
 NOBODY = Adversary({}, tiny.VOCAB, kinds="n")
 """Drafts nothing, so that all drafts are the head's."""
@@ -84,7 +89,10 @@ class Reference:
         }
         embedding = tensors.get("embed_tokens.weight", self.model.get_input_embeddings().weight)
         self.head = heads.PlainHead(config, tensors, embedding)
-        self.taps = config["eagle_aux_hidden_state_layer_ids"]
+        inside = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+        # Inside they name layers whose output is taken, outside those whose input is.
+        outputs = [tap + 1 for tap in inside] if inside else None
+        self.taps = outputs or config["eagle_aux_hidden_state_layer_ids"]
 
     @torch.inference_mode()
     def hidden(self, tokens: Sequence[int]) -> list[torch.Tensor]:
@@ -95,6 +103,19 @@ class Reference:
         hook.remove()
         states = [*(one[0] for one in found[:-1]), last[0]]
         return [states[tap] for tap in self.taps]
+
+    @torch.inference_mode()
+    def drawn(self, seen: Seen, sampling: Sampling) -> list[int]:
+        """What is drawn of the head's logits with the noise of the target, behind each token of a draft."""
+        tokens, taps, found = [*seen.tokens, *seen.draft], self.hidden(seen.tokens[:-1]), list[int]()
+        for level in range(len(seen.draft)):
+            own = self.head.logits(self.head.output(taps, tokens[1 : len(seen.tokens) + level]))
+            logits = torch.full((1, tiny.VOCAB), -torch.inf).index_copy_(1, self.head.ids, own[None])
+            chosen = logits.argmax(-1)
+            asked = pack_sampling([0], [sampling], [len(seen.tokens) + level])
+            draw(logits, torch.from_numpy(asked), chosen)
+            found.append(int(chosen))
+        return found
 
     @torch.inference_mode()
     def lead(self, seen: Seen) -> float:
@@ -123,6 +144,11 @@ VARIANTS: dict[str, dict[str, object]] = {
     "output normed": {"nested": True, "norm_output": True},
     "one norm of taps": {"nested": True, "norm_before_fc": True},
     "a norm of each tap": {"nested": True, "fc_norm": True},
+    "numbers of outputs": {
+        "eagle_aux_hidden_state_layer_ids": None,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+    },
+    "a layer of Qwen3": {"nested": True, "kind": "qwen3"},
     "two taps": {"eagle_aux_hidden_state_layer_ids": [1, 2]},
     "whole vocabulary": {"draft_vocab_size": tiny.VOCAB},
 }
@@ -144,6 +170,58 @@ def test_drafts_are_those_of_the_published_arithmetic(variant: str, tmp_path: Pa
         again = llm.generate([prompt[:37] for prompt in prompts], asked_of(prompts, 6))
     assert sum(one.cached_tokens for one in again) > 30
     assert sum(len(one.draft) for one in seen) > 60
+    assert max(map(reference.lead, seen)) < 1e-3
+
+
+def test_drafts_are_drawn_with_the_noise_of_the_target(tmp_path: Path) -> None:
+    head = heads.random_head(tmp_path / "head", "llama")
+    reference, prompt = Reference(tiny.checkpoint("llama"), head), tiny.prompts()[0][:20]
+    wish = SamplingParams(temperature=1.0, top_k=30, seed=5, max_tokens=40, ignore_eos=True)
+    admitted = list[Sampling]()
+    admit = Sampler.admit
+
+    def noted(self: Sampler, admission: Admission) -> None:
+        admitted.append(admission.sampling)
+        admit(self, admission)
+
+    with always(NOBODY), watched() as seen, patch.object(Sampler, "admit", noted):
+        answers("llama", [(prompt, wish)], speculate=str(head))
+    sampling = next(one for one in admitted if one.seed == 5)
+    alike_ones = [one.draft == tuple(reference.drawn(one, sampling)) for one in seen]
+    assert len(alike_ones) > 20
+    assert all(alike_ones)
+
+
+def test_features_are_left_by_recorded_steps_too(tmp_path: Path) -> None:
+    """Steps of padded rows over inputs at fixed addresses, computed as a graph would replay them."""
+    head = heads.random_head(tmp_path / "head", "llama")
+    reference, asked = Reference(tiny.checkpoint("llama"), head), wanted()
+    prompts = [prompt for prompt, _ in asked]
+    replayed = 0
+    run = DecodeGraphs.run
+
+    def counted(self: DecodeGraphs, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal replayed
+        replayed += 1
+        return run(self, plan)
+
+    with LLM(tiny.checkpoint("llama"), **SETTINGS) as llm:
+        plain = llm.generate(prompts, asked_of(asked, 30))
+    with (
+        patch.object(Runner, "ahead", True),
+        patch.object(DecodeGraphs, "record", played),
+        patch.object(DecodeGraphs, "run", counted),
+        always(NOBODY, 3),
+        watched() as seen,
+        LLM(tiny.checkpoint("llama"), **SETTINGS, prefix_cache=False, speculate=str(head)) as llm,
+    ):
+        runner, limits = llm.booted.engine._ranks, llm.booted.limits
+        assert isinstance(runner, Runner)
+        runner.record(limits.max_sequences, 0, limits.max_length, record_runs=False)
+        found = llm.generate(prompts, asked_of(asked, 30))
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+    assert replayed > 4
+    assert len(seen) > 10
     assert max(map(reference.lead, seen)) < 1e-3
 
 
