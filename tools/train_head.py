@@ -31,8 +31,6 @@ SHIPPED = Path(__file__).resolve().parents[1] / "src" / "penstock" / "shipped"
 
 LATER = 0.8
 """Weight of the loss of each further step, over that of the one before."""
-DEPTH = 4
-"""Steps in which the head goes on with its own outputs."""
 
 
 @dataclass
@@ -219,7 +217,7 @@ def train(head: Head, model: SmallLlama, rows: Tensor, args: argparse.Namespace)
         start = int(torch.randint(rows.shape[1] - args.length + 1, (1,), generator=rng))
         batch = batch[:, start : start + args.length]
         states, logits = seen(model, batch, head.taps)
-        each = losses(head, model.weights, batch, states, logits, DEPTH)
+        each = losses(head, model.weights, batch, states, logits, args.depth)
         loss = sum(one * LATER**step for step, one in enumerate(each))
         assert isinstance(loss, Tensor)
         loss.backward()
@@ -264,6 +262,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--steps", type=int, default=0, help="stop after so many steps, not by the clock")
     p.add_argument("--rows", type=int, default=400, help="rows of text")
     p.add_argument("--own", type=int, default=0, help="rows of these whose second half the model says")
+    p.add_argument("--depth", type=int, default=4, help="tokens that are drafted one behind the other")
     p.add_argument("--batch", type=int, default=4)
     p.add_argument("--length", type=int, default=96, help="tokens of a row in a step")
     p.add_argument("--vocabulary", type=int, default=1024, help="tokens that can be drafted")
