@@ -38,7 +38,7 @@ def config_of(
     }
     head = {"draft_vocab_size": DRAFT_VOCAB, "torch_dtype": "float32", **more}
     if not nested:
-        return {"architectures": ["LlamaForCausalLMEagle3"], **layer, **head}
+        return {"architectures": ["LlamaForCausalLMEagle3"]} | layer | head
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",

@@ -149,6 +149,11 @@ VARIANTS: dict[str, dict[str, object]] = {
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
     },
     "a layer of Qwen3": {"nested": True, "kind": "qwen3"},
+    "keys without meaning": {
+        "tie_word_embeddings": True,
+        "sliding_window": 64,
+        "use_sliding_window": False,
+    },
     "two taps": {"eagle_aux_hidden_state_layer_ids": [1, 2]},
     "whole vocabulary": {"draft_vocab_size": tiny.VOCAB},
 }
@@ -363,7 +368,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "dynamic rope": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic rope does not run"),
     "words for layers": ({"eagle_aux_hidden_state_layer_ids": ["low"]}, "it must be a list of layers"),
     "more tokens than there are": ({"draft_vocab_size": 98}, "key 'draft_vocab_size' is 98"),
-    "tied": ({"tie_word_embeddings": True}, "key 'tie_word_embeddings' is True"),
+    "a window": ({"sliding_window": 64}, "key 'sliding_window' is 64"),
 }
 
 

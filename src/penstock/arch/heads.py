@@ -135,6 +135,7 @@ def flat_config(config: Mapping[str, object], where: str) -> dict[str, object]:
         raise UnsupportedModelError(
             f"{where}: key 'model_type' of {_LAYER} is {kind!r}; supported: llama, qwen3; {_INSTEAD}"
         )
+    flat["tie_word_embeddings"] = False  # A head's own rows of the vocabulary are others, whatever it says.
     flat["model_type"] = "qwen3" if kind == "qwen3" else "llama"
     for key in ("norm_before_fc", "norm_before_residual", "norm_output", "fc_norm"):
         flat[key] = nested.get(key, config.get(key))
@@ -149,9 +150,11 @@ def read_head(config: Mapping[str, object], where: str = "config.json") -> HeadS
     the key, for what this engine does not run."""
     reader = ConfigReader(flat_config(config, where), where)
     reader.only("num_hidden_layers", 1)
-    reader.only("tie_word_embeddings", False, None)
-    for key in ("sliding_window", "use_sliding_window"):
-        reader.only(key, None, False)
+    if reader.get("sliding_window") is not None and reader.flag("use_sliding_window", True):
+        raise UnsupportedModelError(
+            f"{where}: key 'sliding_window' is {reader.get('sliding_window')!r}; a draft head with a window "
+            f"does not run here; {_INSTEAD}"
+        )
     bias = reader.flag("attention_bias", False)
     spec = spec_of(
         reader,
