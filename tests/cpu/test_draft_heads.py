@@ -22,6 +22,7 @@ from cpu.test_speculation import FAMILIES, SETTINGS, always, answers, wanted
 from drafters import Adversary
 from penstock import LLM, Completion, SamplingParams
 from penstock.arch.families import TensorNames
+from penstock.arch.layout import GroupId, GroupKind
 from penstock.base.config import Config
 from penstock.base.errors import CheckpointError, ConfigError, UnsupportedModelError
 from penstock.cli.main import main
@@ -473,3 +474,23 @@ def test_models_on_demand_refuse_a_head(tmp_path: Path) -> None:
     host = Hosting({"one": config}, {}, OnDemandSettings())
     with pytest.raises(ConfigError, match="does not work with several models on demand"):
         host.prepare()
+
+
+def test_the_embedding_of_a_pack_in_few_bits_is_the_heads_too(tmp_path: Path) -> None:
+    with LLM(tiny.checkpoint("llama"), **SETTINGS, speculate="self", cache=tmp_path):
+        pass
+    [pack] = tmp_path.glob("llama-*")
+    head = heads.random_head(tmp_path / "head", "llama", embeds=False)
+    prompts = [prompt[:30] for prompt in tiny.prompts()]
+    with LLM(pack, **SETTINGS) as llm:
+        plain = llm.generate(prompts, asked_of(prompts))
+    with always(NOBODY), watched() as seen, LLM(pack, **SETTINGS, speculate=str(head)) as llm:
+        found = llm.generate(prompts, asked_of(prompts))
+        runner = llm.booted.engine._ranks
+        assert isinstance(runner, Runner)
+        weights = runner.models[ModelRole.DRAFT].weights
+        assert weights is not None
+        (matrix,) = weights.take(GroupId(GroupKind.EMBEDDING)).matrices.values()
+    assert matrix.dense is None
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+    assert len(seen) > 20
