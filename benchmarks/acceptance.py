@@ -83,7 +83,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="[the shipped one]")
-    parser.add_argument("--speculate", default="self", help="suffix, self, or a draft model")
+    parser.add_argument("--speculate", default="self", help="suffix, self, a draft model or an EAGLE-3 head")
     parser.add_argument("--tokens", default="4,8,16", help="of each draft")
     parser.add_argument("--temperatures", default="0,0.6,1")
     parser.add_argument("--output", type=int, default=200, help="tokens of each output")

@@ -9,17 +9,18 @@ from typing import Self
 from penstock.arch import bounds
 from penstock.arch.families import TensorNames
 from penstock.arch.formats.recipe import copy_recipe
+from penstock.arch.heads import check_head
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import check_speculate
 from penstock.base.units import counted, format_size
 from penstock.bench.shapes import SHAPES
 from penstock.cli.columns import headed
 from penstock.cli.figures import format_count, format_pace, format_seconds
-from penstock.cli.shape import open_model
+from penstock.cli.shape import open_head, open_model
 from penstock.cli.terminal import say
 from penstock.engine.acceptance import DraftedPace, speculation
 from penstock.engine.choosing import DraftChoice, choose_drafts
-from penstock.engine.draft import DraftModel, check_continues, check_draft, copy_or_why
+from penstock.engine.draft import DraftModel, check_continues, check_draft, check_one_rank, copy_or_why
 from penstock.engine.forecast import Forecast
 from penstock.engine.machines import BLOCK_SIZE, Machine, Work
 from penstock.weights.streaming.ring import Link
@@ -88,6 +89,10 @@ def with_drafts(
         assert isinstance(copy, DraftModel)
         check_draft(spec, copy.spec)
         return replace(work, draft=copy), choice
+    if (head := open_head(text)) is not None:
+        check_one_rank(text, work.shard.ranks)
+        check_head(head, spec, text)
+        return replace(work, draft=DraftModel.of_head(head, work.dtype, BLOCK_SIZE)), choice
     _, small, its = open_model(text)
     if os.path.isdir(text):
         check_continues(Path(text))
@@ -103,7 +108,7 @@ def _copy_of(spec: ModelSpec, names: TensorNames, work: Work) -> DraftModel | st
 @dataclass(frozen=True, slots=True)
 class DraftShown:
     """Shows a draft model. weights, kv: bytes on the device; kv is of its own pool. shares_kv: it is a copy
-    of the model, and uses its KV."""
+    of the model, and uses its KV. head: it is a draft head, not a model."""
 
     family: str
     layers: int
@@ -112,12 +117,14 @@ class DraftShown:
     weights: int
     kv: int
     shares_kv: bool
+    head: bool
 
     @classmethod
     def of(cls, draft: DraftModel, kv: int) -> Self:
         """Return what is shown of a draft model."""
         spec, parameters = draft.spec, bounds.parameters(draft.layouts)
-        return cls(spec.family, spec.layers, parameters, draft.dtype, draft.weights, kv, draft.shares_kv)
+        own = draft.shares_kv, draft.head is not None
+        return cls(spec.family, spec.layers, parameters, draft.dtype, draft.weights, kv, *own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +194,7 @@ class SpeculationShown:
     def _notes(self) -> list[str]:
         notes, left_out = list[str](), "that a step waits for the tokens of the last one"
         if draft := self.draft:
-            what = "copy in four bits" if draft.shares_kv else "draft model"
+            what = "copy in four bits" if draft.shares_kv else f"draft {'head' if draft.head else 'model'}"
             kv, own = f"{format_size(draft.kv)} of KV in a pool of its own", "no KV but the target's"
             notes.append(
                 f"The {what} ({draft.family}, {counted(draft.layers, 'layer')}, "
@@ -197,7 +204,7 @@ class SpeculationShown:
                 f"{format_size(self.left)} are left to the target."
             )
             if not draft.shares_kv:
-                left_out += ", and that the draft model computes each prompt"
+                left_out += f", and that the {what} computes each prompt"
         return [
             *([f"--speculate auto: {self.choice}."] if self.choice else []),
             *notes,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from penstock.arch.families import TensorNames, family_of, read_spec
 from penstock.arch.formats.recipe import config_in
+from penstock.arch.heads import HeadSpec, check_kind, is_head, read_head
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import CheckpointError
 from penstock.bench.shapes import SHAPES
@@ -46,3 +47,23 @@ def open_model(model: str, weight_format: str | None = None) -> tuple[str, Model
             name = one_line(named.parent.name)
     config = config_in(weight_format, config, where)
     return name, read_spec(config, where), family_of(config, where).names
+
+
+def open_head(model: str) -> HeadSpec | None:
+    """Return the draft head that a text means; None if it means another model, or nothing.
+
+    Raises ConfigError for a draft head of a kind that does not run here, CheckpointError and
+    UnsupportedModelError.
+    """
+    path = Path(model)
+    if model in SHAPES and not path.exists():
+        return None
+    if ModelName.parse(model) and local(model) is None:
+        with shape_of(model) as found:
+            return open_head(str(found.path))
+    file = path / "config.json" if path.is_dir() else path
+    if not file.exists() or is_gguf(file):
+        return None
+    config = read_config(path) if path.is_dir() else read_object(file, MAX_CONFIG_BYTES)
+    check_kind(config, str(file))
+    return read_head(config, str(file)) if is_head(config) else None

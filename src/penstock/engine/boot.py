@@ -26,6 +26,7 @@ from penstock.engine.copying import check_copy, copy_in_few_bits
 from penstock.engine.deciding import decided
 from penstock.engine.drafter import ModelDrafter
 from penstock.engine.engine import Engine
+from penstock.engine.head_drafter import HeadDrafter
 from penstock.engine.measuring import activation_peak, step_fits
 from penstock.engine.parts import (
     blank_runner,
@@ -50,18 +51,21 @@ from penstock.engine.team import (
 )
 from penstock.engine.threads import first_look, threads_for
 from penstock.kv.ledger.disk import DiskLedger
+from penstock.kv.movement.pool import KVPool
 from penstock.kv.store.blocks import BlockStore
 from penstock.memory.device import choose_device, device_name, give_back, left_by, lift_cap
+from penstock.models.draft_head import HiddenTaps
 from penstock.ops.kernels import kernels_of, plain_torch
 from penstock.ops.native.few_bits import find_library
 from penstock.sched.rules import SchedulerLimits
 from penstock.step.plan import ModelRole
+from penstock.weights.checkpoint.heads import HeadCheckpoint
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.pack.cache import made_here
 from penstock.weights.pack.reader import Pack
 from penstock.weights.streaming.loading import Loading
-from penstock.weights.streaming.source import Sources
+from penstock.weights.streaming.source import Sources, WithEmbedding
 from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.ahead import compile_ahead, prepare
 from penstock.worker.collectives import RankCollectives
@@ -132,7 +136,11 @@ def boot(
         if outline.draft is not None and scheduler.speculation is not None:
             most = outline.limits.max_step_tokens
             shares = config.drafts_itself
-            scheduler.speculation.model = ModelDrafter(ranks, most, threads, shares_kv=shares)
+            scheduler.speculation.model = (
+                HeadDrafter(ranks, most, threads)
+                if isinstance(draft, HeadCheckpoint)
+                else ModelDrafter(ranks, most, threads, shares_kv=shares)
+            )
         note = carry_rates(scheduler.tiers.rates, part.store, by)
         engine = Engine(scheduler, ranks, note, threads, outline.lora)
         opened.pop_all()
@@ -240,6 +248,14 @@ class _Part:
     """The division of each rank's memory."""
 
 
+def _attach_drafts(runner: Runner, drafts: WeightStream, pool: KVPool, plan: BootPlan[LongRoom]) -> None:
+    """Attach what drafts: a model or a copy, or a head, to which the target's passes give hidden states."""
+    runner.attach(drafts, pool, early=plan.early, role=ModelRole.DRAFT)
+    if (head := plan.outline.head) is not None and head.head is not None:
+        decoder = runner.target.decoder
+        decoder.taps = HiddenTaps(head.head, decoder.spec.layers, drafts, pool.layers)
+
+
 def _build(config: Config, model: Model, where: Place, opened: ExitStack, context: BootContext) -> _Part:
     """Build one rank's part, which is closed with `opened`. Every rank builds its part in the same steps,
     since ranks compute together when the largest step is measured."""
@@ -291,7 +307,7 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
         if isinstance(model, Checkpoint) and outlives(outline):
             model.identify()  # Its files are hashed while the same bytes are loaded.
         weights.load(context.loading)
-        drafts = _draft_weights(placed.plan, opened, context, device)
+        drafts = _draft_weights(placed.plan, model, opened, context, device)
         root = root_of(config, model, outline, say, blocks=blocks)
         carrier = store = disk = None
         if outline.far:
@@ -310,7 +326,7 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
         of_draft = plan.of_draft
         if drafts is not None and of_draft is not None:
             own = pool if config.drafts_itself else make_pool(of_draft.outline, blocks, device)
-            runner.attach(drafts, own, early=of_draft.early, role=ModelRole.DRAFT)
+            _attach_drafts(runner, drafts, own, of_draft)
         runner.bound_heap(plan.budget.activations // 8)
         _record(plan, runner, say, ModelRole.TARGET)
         if of_draft is not None:
@@ -322,13 +338,15 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
 
 
 def _draft_weights(
-    plan: BootPlan[LongRoom], opened: ExitStack, context: BootContext, device: torch.device
+    plan: BootPlan[LongRoom], model: Model, opened: ExitStack, context: BootContext, device: torch.device
 ) -> WeightStream | None:
     """Return the weights of the draft model, loaded, which are closed with `opened`; None without one."""
-    of_draft = plan.of_draft
-    if of_draft is None or context.draft is None:
+    of_draft, draft = plan.of_draft, context.draft
+    if of_draft is None or draft is None:
         return None
-    source = source_of(context.draft, of_draft.outline.dtype)
+    source = source_of(draft, of_draft.outline.dtype)
+    if isinstance(draft, HeadCheckpoint) and not draft.embeds:
+        source = WithEmbedding(source, source_of(model, plan.outline.dtype))
     weights = make_weights(PlacedWeights(of_draft, Sources(source, source), None), device, context.trace)
     opened.callback(weights.close)
     try:

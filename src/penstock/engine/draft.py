@@ -11,9 +11,10 @@ from penstock.arch.formats.format import WeightFormat
 from penstock.arch.formats.integers import Integers
 from penstock.arch.formats.joined import Joined
 from penstock.arch.formats.recipe import COPY_GROUPS, Recipe, copy_recipe
+from penstock.arch.heads import HeadSpec, head_layouts
 from penstock.arch.layout import GroupLayout, KVLayout, group_layouts, kv_layout
 from penstock.arch.shards import WHOLE, Shard
-from penstock.arch.spec import ModelSpec, RopeKind
+from penstock.arch.spec import DTYPE_BYTES, ModelSpec, RopeKind
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError
 from penstock.base.units import parse_size
@@ -30,7 +31,9 @@ class DraftModel:
     the same number in its pool as in the target's, so the budget counts one block of both as one. Its KV
     never leaves the device. A copy of the target itself may use the target's KV, and needs no pool.
 
-    spec: of the whole model. layouts, kv: of this rank's part. shares_kv: its KV is the target's.
+    spec: of the whole model. layouts, kv: of this rank's part. shares_kv: its KV is the target's. head: what
+    it is beside a model of one layer, if it is a draft head. ids: the target's token of each that a head can
+    draft; none where only its config was read.
     """
 
     spec: ModelSpec
@@ -38,6 +41,8 @@ class DraftModel:
     layouts: Sequence[GroupLayout]
     kv: KVLayout
     shares_kv: bool = False
+    head: HeadSpec | None = None
+    ids: tuple[int, ...] = ()
 
     @property
     def block_bytes(self) -> int:
@@ -52,10 +57,32 @@ class DraftModel:
         layouts = group_layouts(spec, names, dtype, shard)
         return cls(spec, dtype, layouts, kv_layout(spec, dtype, block_size, shard))
 
+    @classmethod
+    def of_head(
+        cls,
+        head: HeadSpec,
+        dtype: str,
+        block_size: int,
+        ids: tuple[int, ...] = (),
+        embedding: GroupLayout | None = None,
+    ) -> Self:
+        """Return what is to be known of a draft head, which no other rank has a part of. dtype: the target's.
+        embedding: the target's, where the head has none of its own, and a copy of that is made."""
+        layouts, kv = head_layouts(head, dtype, embedding), kv_layout(head.spec, dtype, block_size)
+        return cls(head.spec, dtype, layouts, kv, head=head, ids=ids)
+
     @property
     def weights(self) -> int:
-        """Return the bytes that its weights take on the device."""
-        return sum(map(padded, self.layouts))
+        """Return the bytes that its weights take on the device, and a head's block that is nobody's."""
+        return sum(map(padded, self.layouts)) + (self.kv.block_bytes if self.head else 0)
+
+    @property
+    def tapped(self) -> int:
+        """Return the bytes of each token of the target's steps that a head takes there; 0 for a model."""
+        if self.head is None:
+            return 0
+        mixer = self.head.mixer
+        return (2 * mixer.taps * mixer.target_hidden + mixer.hidden) * DTYPE_BYTES[self.dtype]
 
 
 def beyond_trained(draft: ModelSpec, length: int) -> str:
@@ -121,6 +148,24 @@ def draft_limit(config: Config, whole: int) -> int | None:
     """Return the most bytes of the device that a draft model or a copy may take, with its KV; None without a
     limit. whole: what a share is taken of."""
     return None if config.draft_memory is None else parse_size(config.draft_memory, whole=whole)
+
+
+def check_state(config: Config, spec: ModelSpec) -> None:
+    """Raise ConfigError if drafts were asked for, and layers keep state, which they would change for good."""
+    if config.speculate not in ("off", "auto") and spec.has_state:
+        raise ConfigError(
+            f"speculate {config.speculate} does not work with {spec.family}, whose layers keep state of a "
+            "sequence: what is rejected of a draft could not be taken back; leave speculate out"
+        )
+
+
+def check_one_rank(head: str, ranks: int) -> None:
+    """Raise ConfigError if a draft head is to draft for several ranks."""
+    if ranks > 1:
+        raise ConfigError(
+            f"the draft head {head} does not work with tensor_parallel: it is not divided, and each rank has "
+            "but a part of what it reads; give speculate suffix, or a smaller model with the same tokenizer"
+        )
 
 
 def check_continues(path: Path) -> None:

@@ -24,6 +24,7 @@ from penstock.engine.budget import Budget
 from penstock.engine.contexts import LongRoom
 from penstock.engine.costs import RECORDED_TOKENS, prompt_seconds
 from penstock.engine.cpu_share import CpuPart, class_with_cpu, dense_pass, shared_experts
+from penstock.engine.draft import check_state
 from penstock.engine.machines import BLOCK_SIZE, Machine, Work, plan_of
 from penstock.engine.passes import (
     MixtureSize,
@@ -34,7 +35,7 @@ from penstock.engine.passes import (
     pass_work,
     prompt_step,
 )
-from penstock.engine.plan import BootPlan, check_state
+from penstock.engine.plan import BootPlan
 from penstock.weights.streaming.residency import ExpertRoom, Placement, padded, pass_order
 from penstock.weights.streaming.ring import Link, StreamRates
 from penstock.weights.streaming.solver import predict, solve_model

@@ -22,6 +22,7 @@ from penstock.kv.movement.tiles import Streams
 from penstock.kv.store.blocks import BlockStore
 from penstock.memory.streams import streams_both_ways
 from penstock.models.decoder import Decoder
+from penstock.models.draft_head import HeadDecoder
 from penstock.models.inputs import Collectives
 from penstock.ops.attention.gathered import PAST_TILE
 from penstock.ops.attention.inputs import Scratch
@@ -59,8 +60,17 @@ def make_runner(
     tables = BlockTables(limits.max_sequences, settled.blocks_per_row, device)
     sampler = Sampler(spec.vocab_size, limits.max_sequences, device, agree, guide)
     scratch = Scratch()
+    # A request may begin for a draft head behind its first block, so it has tables of its own.
+    apart = BlockTables(limits.max_sequences, settled.blocks_per_row, device)
     target, *drafts = (
-        _make_model(one, device, sums, tables, sampler if one is settled else sampler.for_drafts(), scratch)
+        _make_model(
+            one,
+            device,
+            sums,
+            apart if one.head else tables,
+            sampler if one is settled else sampler.for_drafts(),
+            scratch,
+        )
         for one, sums in zip(settled.models, collectives, strict=True)
     )
     return Runner(target, device, draft=next(iter(drafts), None), kernels=settled.settings.kernels)
@@ -91,6 +101,9 @@ def _make_model(
         like = torch.empty(0, dtype=dtype, device=device)
         adapters = RowAdapters(settled.spec, settled.shard, settled.lora, rows, like)
     decoder = Decoder(settled.spec, settled.shard, collectives, dtype=dtype)
+    if settled.head is not None and settled.head.head is not None:
+        like = torch.empty(0, dtype=dtype, device=device)
+        decoder = HeadDecoder(settled.head.head, settled.head.ids, rows, like)
     return LoadedModel(decoder, inputs, sampler, adapters)
 
 
@@ -118,7 +131,8 @@ def make_pool(outline: Settled, blocks: int, device: torch.device) -> KVPool:
     if outline.spec.has_state:
         layout = state_layout(outline.spec, outline.dtype, outline.shard)
         state = StatePool(layout, outline.limits.max_sequences, device)
-    return KVPool(outline.kv, blocks, device, state)
+    # What has no place is written to the last block of a draft head.
+    return KVPool(outline.kv, blocks + (outline.head is not None), device, state)
 
 
 def layer_kinds(spec: ModelSpec, each: int = 1) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from penstock.base.tiers import Tier
 from penstock.base.units import counted, format_size, parse_size
 from penstock.engine.budget import Budget, Demand, cpu_ring, divide, weights_room
 from penstock.engine.cpu import may_share, with_cpu
-from penstock.engine.draft import DraftModel, draft_limit
+from penstock.engine.draft import DraftModel, check_state, draft_limit
 from penstock.engine.rooms import STEP, Hardware, host_room
 from penstock.sched.rules import SchedulerLimits
 from penstock.step.plan import MOST_DRAFTED
@@ -68,7 +68,8 @@ class Outline(Generic[Far]):
     spec: of the whole model. shard: this rank's part of it, of which all that follows speaks. one_memory:
     whether host memory is no more than the device: on a CPU, unless host_memory allows more. total: bytes on
     the device, without what far KV takes of them as host memory. far: None without KV beyond the device.
-    draft: a second model, None without one. lora: room for LoRA adapters, None without any.
+    draft: a second model, None without one. lora: room for LoRA adapters, None without any. head: the draft
+    head that this is the outline of, None of a model.
     """
 
     settings: Config
@@ -84,6 +85,7 @@ class Outline(Generic[Far]):
     far: Far | None
     draft: DraftModel | None = None
     lora: LoraRoom | None = None
+    head: DraftModel | None = None
 
     @property
     def of_draft(self) -> "Outline[Far] | None":
@@ -92,7 +94,9 @@ class Outline(Generic[Far]):
             return None
         own = replace(self, spec=draft.spec, dtype=draft.dtype, layouts=draft.layouts, kv=draft.kv)
         alone = replace(self.settings, cpu_compute="off")  # All of its weights rest.
-        return replace(own, settings=alone, far=None, draft=None, lora=None)
+        return replace(
+            own, settings=alone, far=None, draft=None, lora=None, head=draft if draft.head else None
+        )
 
     @property
     def models(self) -> "tuple[Outline[Far], ...]":
@@ -168,6 +172,8 @@ class Outline(Generic[Far]):
             shared = may_share(self)
             graphs = graph_bytes(self.spec, self.dtype, rows, tokens, shared=shared, lora=self.lora)
         of_draft = self.of_draft
+        if self.head is not None:  # A CPU's heap holds the memory of a step twice.
+            graphs += (1 if self.hardware.cuda else 2) * self.head.tapped * limits.max_step_tokens
         far = self.far.device_bytes if self.far else 0
         return graphs + self._adapters + far + (of_draft.beside if of_draft else 0)
 
@@ -202,6 +208,8 @@ class Outline(Generic[Far]):
     def blocker(self, *, host_decides: bool) -> str | None:
         """Return why steps cannot be recorded here, or None if they can."""
         found = self.hardware
+        if self.head is not None:
+            return "the host launches the kernels of a draft head"
         return graph_blocker(
             self.spec,
             cuda=found.cuda,
@@ -423,15 +431,6 @@ def limits_of(config: Config, spec: ModelSpec, hardware: Hardware) -> SchedulerL
             f"block_size is {config.block_size}; give a power of two of at most 256, such as 16"
         )
     return SchedulerLimits(config.block_size, tokens, sequences, config.max_length or spec.max_length)
-
-
-def check_state(config: Config, spec: ModelSpec) -> None:
-    """Raise ConfigError if drafts were asked for, and layers keep state, which they would change for good."""
-    if config.speculate not in ("off", "auto") and spec.has_state:
-        raise ConfigError(
-            f"speculate {config.speculate} does not work with {spec.family}, whose layers keep state of a "
-            "sequence: what is rejected of a draft could not be taken back; leave speculate out"
-        )
 
 
 def _is_roomy(config: Config, hardware: Hardware) -> bool:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from penstock.arch.heads import check_head
 from penstock.arch.layout import group_layouts, kv_layout, state_layout
 from penstock.arch.lora import LEAST_RANK, LoraRoom
 from penstock.arch.parts import local_spec
@@ -28,6 +29,7 @@ from penstock.memory.device import (
 )
 from penstock.memory.probe import copy_rate, matmul_rate
 from penstock.sched.rules import SchedulerLimits
+from penstock.weights.checkpoint.heads import HeadCheckpoint
 from penstock.weights.checkpoint.lora import config_rank
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.reader import Pack
@@ -70,8 +72,9 @@ def settle(
     if isinstance(model, Checkpoint) and (left := model.left_for_drafts):
         say(f"left for drafts: {counted(len(left), 'tensor')} behind the last layer, from {left[0]} on")
     if draft:
+        kind, layers = "head" if draft.head else "model", counted(draft.spec.layers, "layer")
         say(
-            f"draft model: {draft.spec.family}, {counted(draft.spec.layers, 'layer')}, {draft.dtype}; its "
+            f"draft {kind}: {draft.spec.family}, {layers}, {draft.dtype}; its "
             f"{format_size(draft.weights)} of weights stay on the device"
         )
         if warning := beyond_trained(draft.spec, limits.max_length):
@@ -107,6 +110,8 @@ def settle(
 
 
 def _draft(config: Config, target: Model, model: Model, device: torch.device, shard: Shard) -> DraftModel:
+    if isinstance(model, HeadCheckpoint):
+        return _head(config, target, model, device)
     check_draft(target.spec, model.spec)
     spec, dtype = model.spec, choose_dtype(config, model, device)
     if isinstance(model, Checkpoint):
@@ -114,6 +119,17 @@ def _draft(config: Config, target: Model, model: Model, device: torch.device, sh
     draft = DraftModel.of(spec, model.names, dtype, config.block_size, shard)
     assert not config.drafts_itself or draft.kv == kv_layout(target.spec, dtype, config.block_size, shard)
     return replace(draft, shares_kv=config.drafts_itself)
+
+
+def _head(config: Config, target: Model, model: HeadCheckpoint, device: torch.device) -> DraftModel:
+    """Return what is to be known of a draft head. It computes in the target's dtype, since it reads the
+    target's hidden states."""
+    check_head(model.head, target.spec, str(model.path))
+    dtype = choose_dtype(config, target, device)
+    embedding = None if model.embeds else group_layouts(target.spec, target.names, dtype)[0]
+    draft = DraftModel.of_head(model.head, dtype, config.block_size, model.ids, embedding)
+    model.verify(draft.layouts)
+    return draft
 
 
 def choose_dtype(config: Config, model: Model, device: torch.device) -> str:

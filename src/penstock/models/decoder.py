@@ -20,6 +20,7 @@ from penstock.models.inputs import (
     LoraInputs,
     Routing,
     StepInputs,
+    Taps,
     Weights,
 )
 from penstock.models.mixers import FORWARD, Mixing, attention_at_once
@@ -97,6 +98,8 @@ class Decoder:
         self._dtype = dtype
         self.routing: Routing | None = None
         """Sees the scores of every router, if a measurement asks for it."""
+        self.taps: Taps | None = None
+        """Takes hidden states for a draft head, if there is one."""
 
     def forward(
         self,
@@ -116,7 +119,7 @@ class Decoder:
         stay: whether all weights stay where they are lent, so that a CPU may pass all layers in one call.
         """
         wanted, ends = inputs.wanted, self._ends(inputs) if layers is None else None
-        lora = inputs.lora
+        lora, taps, slots = inputs.lora, self.taps if layers is None else None, inputs.attention.slots
         embedding = weights.take(EMBEDDING)
         residual = Residual(
             self._embed(inputs.tokens, embedding.matrices["embedding"]),
@@ -132,10 +135,13 @@ class Decoder:
                 and cold is None
                 and ends is None
                 and inputs.lora is None
+                and taps is None
                 and self._at_once(weights, caches, inputs, residual)
             )
             layers = range(0 if at_once else self.spec.layers)
         for layer in layers:
+            if taps is not None:
+                taps.see(layer, residual.peek, slots)
             spec = self._local.stack[layer]
             last = wanted if layer == ends else None
             mixing = Mixing(layer, inputs, cold, last, self.spec.norm_eps, self._collectives)
@@ -145,6 +151,8 @@ class Decoder:
                 if not len(last):
                     return residual.x
             self._feed_forward(layer, spec, residual, weights, inputs.padding, lora)
+        if taps is not None:
+            taps.see(self.spec.layers, residual.peek, slots)
         hidden = residual.sum()
         return hidden if wanted is None else hidden[wanted]
 
@@ -175,6 +183,7 @@ class Decoder:
         The other positions leave only KV there.
         """
         few = inputs.wanted is not None and 2 * len(inputs.wanted) <= len(inputs.tokens)
+        few = few and (self.taps is None or self.spec.layers not in self.taps.before)
         return self.spec.layers - 1 if few else None
 
     @contextmanager

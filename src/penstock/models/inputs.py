@@ -95,6 +95,18 @@ class LoraInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftingInputs:
+    """DraftingInputs say what a draft head has to know of a step: whose tokens it draws.
+
+    rows: int64 `[draws]`, the row of each draw. goes_on: whether the step is of tokens that this head has
+    drawn in the step before, one of each row, so that its own outputs are their features.
+    """
+
+    rows: Tensor
+    goes_on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """Holds one step on the device. tokens int64 `[tokens]`; cos, sin float32 `[tokens, dim / 2]`; wanted
     int64 `[rows]`: positions whose hidden state leaves the pass.
@@ -103,6 +115,7 @@ class StepInputs:
     sequence; for the last layer, where the others are not needed. None where they are not, or are most of the
     step. state: of a model that has any. padding: bool `[tokens]`, tokens that are nobody's, behind those
     that are somebody's; None where there are none. lora: adapters of its tokens; None where none has any.
+    drafting: of a draft head alone.
     """
 
     tokens: Tensor
@@ -114,6 +127,7 @@ class StepInputs:
     state: StateInputs | None = None
     padding: Tensor | None = None
     lora: LoraInputs | None = None
+    drafting: DraftingInputs | None = None
 
 
 class Weights(Protocol):
@@ -222,6 +236,25 @@ class Routing(Protocol):
     def foretold(self, layer: int, scores: Tensor) -> Tensor:
         """Return the scores to foretell an expert of a layer by, `[tokens, experts]`: these ones, which its
         router gives hidden states of the layer before, or others."""
+
+
+class Taps(Protocol):
+    """Takes hidden states of whole passes, for a draft head.
+
+    before: the layers whose input is taken, ascending; the number of layers is behind the last.
+    """
+
+    @property
+    def before(self) -> Sequence[int]:
+        """Return the layers."""
+
+    def see(self, layer: int, hidden: Callable[[], Tensor], slots: Tensor) -> None:
+        """Take the hidden states before a layer, if it is one of these. Called for every layer of a pass, and
+        once behind the last.
+
+        hidden: returns a copy of them, `[tokens, hidden]`. slots: each token's place in pages, int64
+            `[tokens]`, or -1.
+        """
 
 
 class Collectives(Protocol):

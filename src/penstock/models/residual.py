@@ -74,6 +74,10 @@ class Residual:
         """Keep only these rows, int64 `[rows]`. No output may be waiting to be added."""
         self.x = self.x[rows]
 
+    def peek(self) -> Tensor:
+        """Return a copy of the sum so far. Nothing that is computed later changes by it."""
+        return self.x.clone() if self._part is None else self.x + self._part
+
     def sum(self) -> Tensor:
         """Return the hidden states, with the outputs of all blocks."""
         part, self._part = self._part, None

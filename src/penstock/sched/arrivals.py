@@ -176,6 +176,7 @@ class Arrivals:
         pages = transfer.pages[:right]
         for page, name in zip(pages, names, strict=False):
             self._pages.seal(page, *name)
+        self._pages.brought.update(pages)
         if request is None:
             self._pages.release(pages)
             return

@@ -42,12 +42,9 @@ _MEASURED = 8
 """Steps in a row without drafts that are all measured. Of those behind them, only one of as many is."""
 _GAIN = 1.02
 """Times as many tokens a second as without drafts, below which nothing is verified."""
-_PROBE_EVERY = 64
-"""Fewest steps between two probes, if what the last verified did not all hold."""
-_LONG = 1 << 30
-"""Steps for which no probe waits."""
-_PROBE_SOON = 8
-"""The same where much may be lost: at first, and behind drafts that have held."""
+_PROBE_EVERY, _PROBE_SOON, _LONG = 64, 8, 1 << 30
+"""Fewest steps between two probes, if what the last verified did not all hold; where much may be lost, at
+first and behind drafts that have held; and steps for which no probe waits."""
 _PROBE_COST = 0.25
 """Plain steps that all tokens of a probe but the first may cost, for which it waits."""
 _QUIET = 2, 4
@@ -432,7 +429,7 @@ class Speculation:
         rows, tokens = len(plan.shares), plan.tokens
         self._largest = max(self._largest, tokens)
         self._alike = 0 if tokens > rows else self._alike + 1
-        ahead = any([UNKNOWN in share.tokens for share in plan.shares])
+        ahead = any(UNKNOWN in share.tokens for share in plan.shares)
         if ahead and self._woken:  # Nothing was begun behind it, since it woke.
             return self.budget.spend(max(seconds / self._base(rows) - 1, 0.0))
         if self._alike > _MEASURED and self._alike % _MEASURED:

@@ -16,7 +16,7 @@ from penstock.api.text.tokenizer import Tokenizer
 from penstock.arch.families import FAMILIES
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
-from penstock.base.errors import CheckpointError, EngineClosedError, UnsupportedModelError
+from penstock.base.errors import CheckpointError, ConfigError, EngineClosedError, UnsupportedModelError
 from penstock.base.units import format_rate, format_size
 from penstock.engine.draft import check_draft, no_copy_of_pack, recipe_of_copy
 from penstock.engine.plan import dtype_of
@@ -33,6 +33,7 @@ from penstock.server.on_demand.model import LoadError, OnDemandModel
 from penstock.server.on_demand.models import OnDemandModels
 from penstock.server.on_demand.shares import given_share, room_of, usual_share
 from penstock.server.settings import Listening, OnDemandSettings
+from penstock.weights.checkpoint.heads import holds_head
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.cache import is_pack
 from penstock.weights.pack.reader import Pack
@@ -239,6 +240,11 @@ def _draft_of(config: Config, target: ModelSpec, dtype: str, pack: Path | None) 
     if config.draft_model is None:
         return None
     path = find_draft(config, config.draft_model)
+    if holds_head(path):
+        raise ConfigError(
+            f"the draft head {config.draft_model} does not work with several models on demand, whose memory "
+            "is counted without it; give speculate suffix, or name a draft model"
+        )
     spec, _ = _spec_of(replace(config, model=path))
     check_draft(target, spec)
     return spec

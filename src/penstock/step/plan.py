@@ -134,6 +134,7 @@ class Share:
         and the following positions are not in pages.
     first_new_cold, new_cold: the table of host blocks is extended at this index by these. Then it covers [0,
         cold_stop).
+    ahead: by how much the positions of what it draws lie behind the next one, in a step of a draft head.
     """
 
     row: Row
@@ -151,6 +152,7 @@ class Share:
     first_new_cold: int = 0
     new_cold: tuple[HostBlockId, ...] = ()
     pooled: bool = False
+    ahead: int = 0
 
     @property
     def stop(self) -> int:

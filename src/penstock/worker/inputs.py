@@ -10,12 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.arch.mixers.head import HeadAttention
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.kv.movement.carrier import Send
 from penstock.kv.movement.chosen import Reader
 from penstock.kv.movement.tiles import Tile
 from penstock.memory.sending import send
-from penstock.models.inputs import StateInputs, StateRun, StepInputs
+from penstock.models.inputs import DraftingInputs, StateInputs, StateRun, StepInputs
 from penstock.ops.attention.attend import reads_pages
 from penstock.ops.attention.gathered import PAST_TILE
 from penstock.ops.attention.inputs import (
@@ -83,6 +84,7 @@ class InputBuilder:
         self._dynamic = spec.rope.kind is RopeKind.DYNAMIC
         self._windows = tuple(dict.fromkeys(spec.windows))
         self._has_state = spec.has_state
+        self._is_head = isinstance(spec.stack[0].mixer, HeadAttention)
         self.tables = tables
         self._table, self._cold = tables.pages, tables.cold
         self._tile_blocks = max(tile_tokens // block_size, 1)
@@ -171,6 +173,7 @@ class InputBuilder:
             self._send(np.array(wanted, dtype=np.int64)),
             last,
             self._state(shares, first, len(singles)) if self._has_state else None,
+            drafting=self._drafting(shares) if self._is_head else None,
         )
         return StepTensors(inputs, samples, reported, tiling.tiles, sends, readers)
 
@@ -204,6 +207,7 @@ class InputBuilder:
             AttentionInputs(in_blocks, at_offsets, in_slots, attending, ()),
             None,
             state=self._state(shares, np.arange(len(rows)), len(rows)) if self._has_state else None,
+            drafting=self._drafting(shares) if self._is_head else None,
         )
         return StepTensors(inputs, len(rows), (0,) * len(rows))
 
@@ -232,6 +236,10 @@ class InputBuilder:
         return StateInputs(
             self._send(np.array([share.row for share in shares[:singles]], dtype=np.int64)), runs
         )
+
+    def _drafting(self, shares: Sequence[Share]) -> DraftingInputs:
+        rows = np.array([share.row for share in shares for _ in range(share.draws)], dtype=np.int64)
+        return DraftingInputs(self._send(rows), UNKNOWN in shares[0].tokens)
 
     def _chooses(self, share: Share) -> bool:
         return self._choosing[share.kind is not ShareKind.DECODE]

@@ -51,6 +51,7 @@ class LoadedModel:
         if self.graphs is not None:
             self.graphs.close()
         self.weights = self.pool = self.carrier = self.graphs = None
+        self.decoder.taps = None  # They have weights and pages of another model.
 
     def close(self) -> None:
         """Let go of them for good: what moves weights or KV ends."""

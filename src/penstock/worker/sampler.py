@@ -182,7 +182,7 @@ class Sampler:
         return drawn
 
     def _draws(self, share: Share) -> "Iterator[_Draw]":
-        state, first = self._rows[share.row], share.stop - len(share.draft)
+        state, first = self._rows[share.row], share.stop - len(share.draft) + share.ahead
         for at in range(share.draws):
             yield _Draw(state, first + at, share.draft[:at])
 

@@ -242,12 +242,15 @@ class BlockLedger(Ledger[BlockId]):
     """
 
     _free: list[BlockId]
+    brought: set[BlockId]
+    """Blocks whose KV came from another tier, so that no pass has computed it in its place."""
 
     def reset(self) -> None:
         """Free all blocks, the first of them to be used first."""
         super().reset()
         self._free = [BlockId(block) for block in reversed(range(self.blocks))]
         self._cached = Lru[bytes]()
+        self.brought = set()
 
     def _order(self, block: BlockId) -> Eviction[bytes]:
         return self._cached
@@ -288,4 +291,5 @@ class BlockLedger(Ledger[BlockId]):
             taken += self._evict(self._cached.victims(count - len(taken)))
         for block in taken:
             self._holders[block] = 1
+        self.brought.difference_update(taken)
         return taken

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.arch.formats.format import STORED_BYTES
-from penstock.arch.layout import GroupLayout
+from penstock.arch.layout import GroupKind, GroupLayout
 from penstock.memory.disk import in_pages
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.reader import Pack
@@ -90,6 +90,22 @@ class CheckpointSource:
     def close(self) -> None:
         """Do nothing: the checkpoint is the caller's."""
         pass
+
+
+class WithEmbedding:
+    """Reads a draft head without an embedding, and for that the target's, which it borrows."""
+
+    def __init__(self, head: WeightSource, target: WeightSource) -> None:
+        self._head, self._target = head, target
+
+    def read(self, layout: GroupLayout, start: int, into: Tensor, check: bool) -> None:
+        """Read a part of a group, as `WeightSource.read` says."""
+        source = self._target if layout.id.kind is GroupKind.EMBEDDING else self._head
+        source.read(layout, start, into, check)
+
+    def close(self) -> None:
+        """Close the head."""
+        self._head.close()
 
 
 class RandomSource:
