@@ -71,6 +71,18 @@ def test_a_copy_drafts_where_weights_stream_and_it_fits(wide: Path, cache: Path)
     assert "takes 7.99 MiB, and draft_memory is 4.00 MiB" in line
 
 
+def test_ranks_choose_alike(wide: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 decides for those that it starts. Those of torchrun would each measure by themselves."""
+    settings: dict[str, object] = {"device_memory": "130MiB", "tensor_parallel": 2, "max_sequences": 4}
+    assert chosen(wide, cache, **settings)[0] == "self"
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    kind, line = chosen(wide, cache, **settings)
+    assert kind == "suffix"
+    assert "torchrun has started the ranks" in line
+
+
 def test_what_is_named_stays_as_it_is(wide: Path, cache: Path) -> None:
     with Checkpoint.open(wide, cache) as model:
         for named in ("off", "suffix", "self"):

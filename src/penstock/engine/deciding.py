@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from penstock.base.config import Config
+from penstock.base.config import Config, launched
 from penstock.engine.choosing import choose_drafts
 from penstock.engine.costs import costs_file, read_costs
 from penstock.engine.draft import DraftModel, copy_or_why, draft_limit
@@ -43,7 +43,9 @@ def decided(config: Config, model: Model, say: Say) -> Config:
         settings = replace(settings, max_loras=len(config.lora_modules))
     work = Work(dtype, 1, min(_CONTEXT, limits.max_length), limits.max_step_tokens, settings=settings)
     copy: DraftModel | str = "the model is a pack, which cannot be put in four bits"
-    if not isinstance(model, Pack):
+    if config.tensor_parallel > 1 and launched() is not None:
+        copy = "torchrun has started the ranks, each of which would decide by itself"
+    elif not isinstance(model, Pack):
         copy = copy_or_why(model.spec, model.names, dtype, BLOCK_SIZE, work.shard)
     machine = _machine(config, device)
     choice = choose_drafts(model.spec, model.names, machine, work, copy)
