@@ -698,8 +698,8 @@ def test_masks_on_logits_and_when_tokens_are_waited_for() -> None:
     logits[4] = -torch.inf
     # The fourth of them verifies a draft of three tokens.
     places = [2, 3, 4, 5, *range(9, count + 2)]
-    before, rows = logits.clone(), {at: (Row(at), (70, 71, 72) if at == 5 else ()) for at in places}
-    for row, _ in rows.values():
+    before, rows = logits.clone(), {at: (Row(at), (70, 71, 72) if at == 5 else (), ()) for at in places}
+    for row, *_ in rows.values():
         masks.admit(
             Admission(
                 row, replace(sampling(), structure=Structure.regex("a")), (1,), (8, 9) if row == 2 else ()
@@ -714,22 +714,22 @@ def test_masks_on_logits_and_when_tokens_are_waited_for() -> None:
         assert torch.equal(logits[share], before[share])
     assert guide.heard[:4] == ["begin", (8, 9), "begin", ()]
     guide.heard.clear()
-    two = {0: (Row(2), ()), 1: (Row(3), ())}
-    masks.drawn({1: (Row(2), ())}, guide)
+    two = {0: (Row(2), (), ()), 1: (Row(3), (), ())}
+    masks.drawn({1: (Row(2), (), ())}, guide)
     assert guide.heard == [], "what is under way is waited for when it is needed"
     masks.put(logits[:2], two)
     assert guide.heard == ["read", (71,), ()]
     # Of a draft that which was accepted is said, and the token behind it.
     for draft, said in (((70, 71), (70, 71, 72)), ((70, 72), (70, 71)), ((71,), (70,)), ((), (70,))):
         guide.heard.clear()
-        masks.drawn({0: (Row(2), draft)}, guide)
+        masks.drawn({0: (Row(2), draft, ())}, guide)
         masks.put(logits[:2], two)
         assert guide.heard == ["read", said, ()]
     # What is no token is not said, nor what follows it.
     guide.wrong = frozenset({1})
     for first, draft, said in ((1, (), ()), (0, (70, 71), (70,)), (0, (72,), (70,))):
         guide.heard.clear()
-        masks.drawn({first: (Row(2), draft)}, guide)
+        masks.drawn({first: (Row(2), draft, ())}, guide)
         masks.put(logits[:2], two)
         assert guide.heard == ["read", said, ()]
 

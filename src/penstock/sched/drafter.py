@@ -47,7 +47,7 @@ class SuffixDrafter:
 
 def flaw(draft: Draft, most: int, vocabulary: int | None) -> str:
     """Return what is wrong with a draft of at most `most` tokens, or an empty string."""
-    tokens, scores = draft.tokens, draft.scores
+    tokens, scores, parents = draft.tokens, draft.scores, draft.parents
     if len(tokens) > most:
         return f"a draft of {len(tokens)} tokens, where {most} have a place"
     if len(scores) != len(tokens):
@@ -56,4 +56,6 @@ def flaw(draft: Draft, most: int, vocabulary: int | None) -> str:
         return "a draft of tokens that the model does not know"
     if not all(0 <= score <= 1 for score in scores) or draft.matched < 0:
         return "a draft with scores that are no probabilities, or a match of less than nothing"
+    if parents and (len(parents) != len(tokens) or any(not 0 <= one <= at for at, one in enumerate(parents))):
+        return "a tree in which a token is not behind its parent"
     return ""

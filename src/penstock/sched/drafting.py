@@ -104,9 +104,9 @@ class Drafting:
             if count < there:
                 request.kv.truncate(request.kv.computed - there + count)
             if count:
-                draft = draft.first(count)
+                draft = draft.first(count).heavy_first()
                 self.speculation.verifies(share, draft)
-                verifying[share.row] = self._verified(share, request, draft.tokens, grown=bool(there))
+                verifying[share.row] = self._verified(share, request, draft, grown=bool(there))
         return [share for share in shares if share.row not in verifying] + list(verifying.values())
 
     def stepped(self, plan: Plan, seconds: float, *, idle: bool) -> None:
@@ -162,16 +162,17 @@ class Drafting:
             count = min(count, -kv.computed % pools.size)
         return count
 
-    def _verified(self, share: Share, request: Request, draft: tuple[int, ...], *, grown: bool) -> Share:
+    def _verified(self, share: Share, request: Request, draft: Draft, *, grown: bool) -> Share:
         kv, size = request.kv, self._pools.size
         if not grown:
-            kv.grow(len(draft))
+            kv.grow(len(draft.tokens))
             kv.note_tables()
         kv.fast_decode_until, request.ending = 0, True
         return replace(
             share,
             kind=ShareKind.VERIFY,
-            tokens=(*share.tokens, *draft),
+            tokens=(*share.tokens, *draft.tokens),
+            parents=draft.parents,
             new_blocks=tuple(kv.pages[share.first_new_block - kv.first_page :]),
             cold_start=min(share.start, kv.first_page * size),
             cold_stop=len(kv.host) * size,

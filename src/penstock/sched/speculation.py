@@ -390,19 +390,19 @@ class Speculation:
         """Note that a step verifies a draft."""
         self._drafts[share.row] = draft
 
-    def learn(self, request: Request, share: Share, drawn: int, kept: int) -> None:
-        """Note how many tokens the target drew for a share that verified a draft, and how many of these are
+    def learn(self, request: Request, share: Share, drawn: Sequence[int], kept: int) -> None:
+        """Note the tokens that the target drew for a share that verified a draft, and how many of these are
         the request's, which may have ended within the draft."""
         draft = self._drafts.pop(share.row, None)
         if draft is None:
             return
-        held = min(drawn - 1, len(draft.tokens))
-        self.survival.learn(draft, held)
-        if self._probes and held == len(draft.tokens):
+        held, deep = min(len(drawn) - 1, len(draft.tokens)), draft.deep
+        self.survival.learn_drawn(draft, drawn)
+        if self._probes and held == deep:
             self._plain = self._unasked = _LONG
         if draft.tried:
             self._needed = 1 if held > draft.tried else min(2 * self._needed, _PROBE_EVERY)
-        elif held == len(draft.tokens):
+        elif held == deep:
             self._whole += 1
         for counts in (self.counts, request.drafts):
             counts.drafts, counts.drafted = counts.drafts + 1, counts.drafted + len(draft.tokens)

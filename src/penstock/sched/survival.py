@@ -1,5 +1,6 @@
 """Learns how likely drafted tokens hold, by what has held of earlier drafts."""
 
+from collections.abc import Sequence
 from itertools import accumulate
 from math import log2
 from operator import mul
@@ -17,22 +18,32 @@ _FADING = 0.98
 little: nothing is learnt of tokens behind those that never hold."""
 
 
+_BINS = 8
+"""Classes of a tree's scores, beside that of 1."""
+
+
 class Survival:
     """Learns with which probability a drafted token holds if all before it have held.
 
     By the length of the match at that token, and by whether all places agreed on it. Of a draft model: by how
-    many of its tokens are before that one.
+    many of its tokens are before that one. Of a tree: by its score, for those before which all has held.
     """
 
     def __init__(self) -> None:
         # Lists, since single numbers are read, thousands of them a second.
         self._tried, self._held, self._prior = (
-            [[first] * (max(_CLASSES) + 1) for _ in range(3)] for first in (0.0, 0.0, _PRIOR)
+            [[first] * (max(_CLASSES) + 1) for _ in range(4)] for first in (0.0, 0.0, _PRIOR)
         )
 
     def of(self, draft: Draft) -> list[float]:
         """Return for each token the probability that it and all before it hold."""
-        return list(accumulate([self._at(draft, depth) for depth in range(len(draft.tokens))], mul))
+        each = [self._at(draft, depth) for depth in range(len(draft.tokens))]
+        if not draft.parents:
+            return list(accumulate(each, mul))
+        every = [1.0]
+        for parent, own in zip(draft.parents, each, strict=True):
+            every.append(every[parent] * own)
+        return every[1:]
 
     def of_model(self, most: int) -> list[float]:
         """Return the same for a draft of so many tokens that a draft model may draw."""
@@ -40,11 +51,15 @@ class Survival:
 
     def _at(self, draft: Draft, depth: int) -> float:
         (kind, at), score, matched = self._place(draft, depth), draft.scores[depth], draft.matched + depth
-        prior = _MODEL_HOLDS if draft.by_model else score * matched / (matched + 4)
+        prior = score * matched / (matched + 4)
+        if draft.by_model:
+            prior = score if draft.parents else _MODEL_HOLDS
         weight = self._prior[kind][at]
         return (self._held[kind][at] + weight * prior) / (self._tried[kind][at] + weight)
 
     def _place(self, draft: Draft, depth: int) -> tuple[int, int]:
+        if draft.parents:
+            return 3, int(draft.scores[depth] * _BINS)
         if draft.by_model:
             return 2, _class_of(1 + depth)
         return int(draft.scores[depth] < 1), _class_of(draft.matched + depth)
@@ -52,10 +67,37 @@ class Survival:
     def learn(self, draft: Draft, held: int) -> None:
         """Note that the first `held` tokens of a draft have held. The one behind them was tried, too."""
         for depth in range(min(held + 1, len(draft.tokens))):
-            kind, at = self._place(draft, depth)
-            self._tried[kind][at] = self._tried[kind][at] * _KEPT + 1
-            self._held[kind][at] = self._held[kind][at] * _KEPT + (depth < held)
-            self._prior[kind][at] *= _FADING
+            self._note(*self._place(draft, depth), depth < held)
+
+    def _note(self, kind: int, at: int, held: bool) -> None:
+        self._tried[kind][at] = self._tried[kind][at] * _KEPT + 1
+        self._held[kind][at] = self._held[kind][at] * _KEPT + held
+        self._prior[kind][at] *= _FADING
+
+    def learn_drawn(self, draft: Draft, drawn: Sequence[int]) -> None:
+        """Note what was drawn where a draft was verified: of a line the tokens that held, and one more.
+
+        Of a tree's tokens those were tried before which all has held.
+        """
+        if not draft.parents:
+            return self.learn(draft, len(drawn) - 1)
+        held = set(draft.nodes(drawn[:-1]))
+        for child, parent in enumerate(draft.parents, 1):
+            if parent in held:
+                self._note(*self._place(draft, child - 1), child in held)
+
+    def _note(self, kind: int, at: int, held: bool) -> None:
+        self._tried[kind][at] = self._tried[kind][at] * _KEPT + 1
+        self._held[kind][at] = self._held[kind][at] * _KEPT + held
+        self._prior[kind][at] *= _FADING
+
+    def learn_tree(self, draft: Draft, nodes: Sequence[int]) -> None:
+        """Note which of a tree's tokens have held, from 1 on, behind 0 for the newest. Their other children
+        have not."""
+        held = set(nodes)
+        for child, parent in enumerate(draft.parents, 1):
+            if parent in held:
+                self._note(*self._place(draft, child - 1), child in held)
 
 
 _CLASSES = [int(2 * log2(max(matched, 1))) for matched in range(2 * MOST_MATCHED + 1)]

@@ -22,17 +22,7 @@ from penstock.models.inputs import Weights
 from penstock.ops.attention.gathered import PAST_TILE
 from penstock.ops.kernels import between_products, counting, pdl_launches, plain_torch
 from penstock.step.adapter import LoadedAdapter
-from penstock.step.plan import (
-    Landed,
-    ModelRole,
-    Outcome,
-    Plan,
-    Result,
-    Share,
-    ShareKind,
-    TokenLogprob,
-    accepted,
-)
+from penstock.step.plan import Landed, ModelRole, Outcome, Plan, Result, Share, ShareKind, TokenLogprob
 from penstock.weights.checkpoint.lora import Adapter
 from penstock.weights.streaming.cpu_experts import CpuService
 from penstock.weights.streaming.snapshots import SlotSnapshots
@@ -42,6 +32,7 @@ from penstock.worker.inputs import StepTensors
 from penstock.worker.loaded import LoadedModel
 from penstock.worker.sampler import Drawn, fetched
 from penstock.worker.sizes import HEAD_ROWS, StepSizes, row_counts, run_counts
+from penstock.worker.trees import Move, compact, moves_of
 from penstock.worker.warmup import draft_step, kernel_steps, largest_step, long_steps, small_steps
 
 _PATIENCE = 0.02
@@ -420,7 +411,7 @@ class Begun:
         return self.runner.end(self)
 
     def results(self) -> tuple[Result, ...]:
-        """Return the results of its shares, when they are known."""
+        """Return the results of its shares, when they are known. The KV of accepted trees is moved then."""
         tokens, logprobs = list[int](), list[TokenLogprob | None]()
         broken, wrong = set[int](), set[int]()
         for some in self.drawn:
@@ -432,19 +423,24 @@ class Begun:
         plain = not (any(self.prompts) or broken or wrong or any(run.draft for run in self.plan.runs))
         if plain and len(tokens) == len(self.plan.shares) and self.embeddings is None:
             return tuple(map(Result, zip(tokens), scores))  # Tuples of one token each.
-        first, results = 0, []
+        first, results, moves = 0, [], list[Move]()
         embeddings = iter(self.embeddings.tolist() if self.embeddings is not None else ())
         for share, prompt in zip(self.plan.shares, self.prompts, strict=True):
             draws = share.draws if self.drawn else 0
             if not draws:
                 results.append(Result(prompt_logprobs=tuple(prompt)))
                 continue
-            faulty = min((place - first for place in wrong if first <= place < first + draws), default=draws)
-            kept = min(accepted(tokens[first : first + draws], share.draft), faulty + 1)
-            last = first + kept
+            nodes = share.accepted(tokens[first : first + draws])
+            faulty = next((at for at, node in enumerate(nodes, 1) if first + node in wrong), len(nodes))
+            places = [first + node for node in nodes[:faulty]]
+            moves += moves_of(share, nodes[:faulty]) if share.parents else ()
             pooled = tuple(next(embeddings)) if share.pooled else ()
-            own = tuple(score for some in scores[first:last] for score in some)
-            ends = last - 1 in broken, last - 1 in wrong
-            results.append(Result(tuple(tokens[first:last]), own, tuple(prompt), *ends, pooled))
+            own = tuple(score for place in places for score in scores[place])
+            ends = places[-1] in broken, places[-1] in wrong
+            said = tuple(tokens[place] for place in places)
+            results.append(Result(said, own, tuple(prompt), *ends, pooled))
             first += draws
+        model = self.runner.models[self.plan.model]
+        if moves and model.pool is not None:
+            compact(moves, model.inputs.tables, model.pool)
         return tuple(results)

@@ -3,7 +3,7 @@
 Only reading tokens, `prompt_logprobs`, and a step with structured rows wait for the device: see `structures`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,6 +18,7 @@ from penstock.ops.sampling import TokenCounts, draw, is_greedy, pack_sampling, p
 from penstock.ops.steps import NO_TOKEN, likeliest_on_host, without_numbers
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row, Share, TokenLogprob
+from penstock.step.tree import lines, repeated, sights
 from penstock.worker.structures import Guide, Masks
 
 _ROWS = 16
@@ -134,7 +135,8 @@ class Sampler:
         """
         if not logits.is_cuda and self._takes_likeliest(shares):
             tokens = likeliest_on_host(logits)
-            self.newest.numpy()[[share.row for share in shares]] = tokens.clamp(min=0)[_last(tokens, shares)]
+            last, _ = _walked(tokens, shares)
+            self.newest.numpy()[[share.row for share in shares]] = tokens.clamp(min=0)[last]
             return Drawn(tokens)
         draws = [draw for share in shares for draw in self._draws(share)]
         wanted = {
@@ -148,10 +150,10 @@ class Sampler:
         for row, one in enumerate(draws):
             if one.state.adjusts:
                 self._adjust(logits[row], one)
-        held, first = dict[int, tuple[Row, Sequence[int]]](), 0
+        held, first = dict[int, tuple[Row, Sequence[int], Sequence[int]]](), 0
         for share in shares:
             if self._rows[share.row].sampling.structure is not None:
-                held[first] = share.row, share.draft
+                held[first] = share.row, share.draft, share.parents
             first += share.draws
         broken = self._masks.put(logits, held) if held and self._masks is not None else frozenset[int]()
         tokens = logits.argmax(-1)
@@ -169,10 +171,10 @@ class Sampler:
         # has masks.
         if self._agree is not None and (random or held):
             self._agree(tokens)
-        known, last = tokens.clamp(min=0), _last(tokens, shares)
+        known, (last, kept) = tokens.clamp(min=0), _walked(tokens, shares)
         self.newest[self._ids([share.row for share in shares])] = known[last]
         if self._counts_drawn:
-            self._count(known, last, shares)
+            self._count(known, last, kept, shares)
         scores = (
             None if raw is None else _Scores(raw, known[scored], {row: wanted[row] for row in logprob_rows})
         )
@@ -182,12 +184,20 @@ class Sampler:
         return drawn
 
     def _draws(self, share: Share) -> "Iterator[_Draw]":
-        state, first = self._rows[share.row], share.stop - len(share.draft)
-        for at in range(share.draws):
-            yield _Draw(state, first + at, share.draft[:at])
+        state, draft, draws = self._rows[share.row], share.draft, share.draws
+        if share.parents and draws:
+            assert len(share.parents) == len(draft), "a tree of which not all is verified"
+            for position, path in zip(share.positions, lines(draft, share.parents), strict=True):
+                yield _Draw(state, position + 1, path)
+            return
+        first = share.stop - len(draft)
+        for at in range(draws):
+            yield _Draw(state, first + at, draft[:at])
 
-    def _count(self, known: Tensor, last: Tensor | slice, shares: Sequence[Share]) -> None:
-        """Count accepted tokens as output, where penalties use the counts."""
+    def _count(
+        self, known: Tensor, last: Tensor | slice, trees: Mapping[int, Tensor], shares: Sequence[Share]
+    ) -> None:
+        """Count accepted tokens as output, where penalties use the counts. last, trees: as of `_walked`."""
         first = 0
         for place, share in enumerate(shares):
             counts, draws = self._rows[share.row].counts, share.draws
@@ -195,7 +205,9 @@ class Sampler:
                 counts.output.index_add_(0, known[first : first + 1], self._one)
             elif counts is not None:
                 assert isinstance(last, Tensor)
-                kept = torch.arange(first, first + draws, device=self._device) <= last[place]
+                kept = trees.get(place)
+                if kept is None:
+                    kept = torch.arange(first, first + draws, device=self._device) <= last[place]
                 counts.output.index_add_(0, known[first : first + draws], kept.int())
             first += draws
 
@@ -312,19 +324,34 @@ class Drawn:
         return tokens, self._scores.read(tokens) if self._scores is not None else [None] * len(tokens)
 
 
-def _last(tokens: Tensor, shares: Sequence[Share]) -> Tensor | slice:
-    """Return the place of each share's last accepted token, in int64 tokens `[draws]`."""
+def _walked(tokens: Tensor, shares: Sequence[Share]) -> tuple[Tensor | slice, Mapping[int, Tensor]]:
+    """Return the place of each share's last accepted token in int64 tokens `[draws]`; and of shares that verify
+    a tree, by their index, which of their draws are accepted, bool `[draws]`."""
     if len(tokens) == len(shares):
-        return slice(None)
-    places, first = list[Tensor](), 0
-    for share in shares:
-        held = tokens.new_zeros(())
-        if share.draft:
+        return slice(None), {}
+    places, trees, first = list[Tensor](), dict[int, Tensor](), 0
+    for place, share in enumerate(shares):
+        last = tokens.new_zeros(())
+        if share.parents and share.draft:
+            last, trees[place] = _walked_tree(tokens[first : first + share.draws], share)
+        elif share.draft:
             draft = send(np.array(share.draft, dtype=np.int64), tokens.device)
-            held = (tokens[first : first + len(draft)] == draft).long().cumprod(0).sum()
-        places.append(held + first)
+            last = (tokens[first : first + len(draft)] == draft).long().cumprod(0).sum()
+        places.append(last + first)
         first += share.draws
-    return torch.stack(places)
+    return torch.stack(places), trees
+
+
+def _walked_tree(drawn: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+    """Do what `tree.walk` does, without waiting for the device."""
+    draft, parents = share.draft, share.parents
+    bits = np.array(sights(parents), dtype=np.uint64)[:, None] >> np.arange(len(drawn), dtype=np.uint64)
+    seen = send((bits & 1).astype(np.int64), drawn.device).bool()
+    told = send(np.array([draft, parents, repeated(draft, parents)], dtype=np.int64), drawn.device)
+    held = (drawn[told[1]] == told[0]) & (told[2] == 0)
+    alive = (torch.cat([held.new_ones(1), held]) | ~seen).all(1)
+    last = (alive * seen.sum(1)).argmax()
+    return last, seen[last]
 
 
 def fetched(x: Tensor) -> Tensor:

@@ -15,14 +15,16 @@ from torch import Tensor
 
 from penstock.memory.sending import send
 from penstock.step.params import Sampling
-from penstock.step.plan import Admission, Row, accepted
+from penstock.step.plan import Admission, Row
+from penstock.step.tree import lines, walk
 
 _ROWS = 16
 """Rows that are masked at a time. That takes their logits once more, and two bytes for each."""
 
 
-Held = Mapping[int, tuple[Row, Sequence[int]]]
-"""Rows with a structure, and the draft that each verifies, by the place of their first draw."""
+Held = Mapping[int, tuple[Row, Sequence[int], Sequence[int]]]
+"""Rows with a structure, and the draft that each verifies, with its tokens' parents if it is a tree, by the
+place of their first draw."""
 
 
 class Guide(Protocol):
@@ -74,13 +76,13 @@ class _Line:
 
     untaken: tokens that the guide does not have yet.
     newest: the tokens of the step that drew its newest one, the index of that, and the draft that it
-        verified, of which more may have been accepted.
+        verified, of which more may have been accepted, with its tokens' parents.
     """
 
     sampling: Sampling
     untaken: Sequence[int]
     begun: bool = False
-    newest: tuple[Arriving, int, Sequence[int]] | None = None
+    newest: tuple[Arriving, int, Sequence[int], Sequence[int]] | None = None
 
 
 class Masks:
@@ -100,8 +102,8 @@ class Masks:
 
     def drawn(self, held: Held, tokens: Arriving) -> None:
         """Note the tokens that a step has drawn for these rows. They may still be on their way."""
-        for first, (row, draft) in held.items():
-            self._lines[row].newest = tokens, first, draft
+        for first, (row, draft, parents) in held.items():
+            self._lines[row].newest = tokens, first, draft, parents
 
     def put(self, logits: Tensor, held: Held) -> frozenset[int]:
         """Mask logits float32 `[draws, vocab]`, in place. Return the draws that break off.
@@ -109,7 +111,7 @@ class Masks:
         Tokens that a structure does not allow become impossible. If all allowed ones were impossible before,
         they become equally likely.
         """
-        draws = [first + at for first, (_, draft) in held.items() for at in range(1 + len(draft))]
+        draws = [first + at for first, (_, draft, _) in held.items() for at in range(1 + len(draft))]
         masks, broken = self._next(held.values())
         for start in range(0, len(draws), _ROWS):
             some = send(np.array(draws[start : start + _ROWS]), self._device)
@@ -119,21 +121,48 @@ class Masks:
             logits[some] = part.masked_fill_(allowed & nothing, 0.0)
         return frozenset(draws[place] for place in broken)
 
-    def _next(self, rows: Collection[tuple[Row, Sequence[int]]]) -> tuple[NDArray[np.int32], frozenset[int]]:
-        for row, _ in rows:
+    def _next(
+        self, held: Collection[tuple[Row, Sequence[int], Sequence[int]]]
+    ) -> tuple[NDArray[np.int32], frozenset[int]]:
+        for row, *_ in held:
             line = self._lines[row]
             if not line.begun:
                 self._guide.begin(row, line.sampling)
                 line.begun = True
             if line.newest is not None:
-                tokens, first, draft = line.newest
+                tokens, first, draft, parents = line.newest
                 said = tokens.read()[first : first + 1 + len(draft)]
-                last = first + accepted(said, draft)
-                wrong = min((at for at in tokens.wrong if first <= at < last), default=last)
-                line.untaken, line.newest = (*line.untaken, *said[: wrong - first]), None
+                nodes = walk(said, draft, parents)
+                last = next((at for at, node in enumerate(nodes) if first + node in tokens.wrong), len(nodes))
+                line.untaken, line.newest = (*line.untaken, *[said[node] for node in nodes[:last]]), None
             self._guide.take(row, line.untaken)
             line.untaken = ()
-        return self._guide.masks([row for row, _ in rows], [draft for _, draft in rows])
+        rows, drafts, places = list[Row](), list[Sequence[int]](), list[int]()
+        for row, draft, parents in held:
+            where, own = _followed(draft, parents)
+            first = len(rows) + sum(map(len, drafts))
+            places += [first + place for place in where]
+            rows += [row] * len(own)
+            drafts += own
+        masks, broken = self._guide.masks(rows, drafts)
+        return masks[places], frozenset(at for at, place in enumerate(places) if place in broken)
+
+
+def _followed(draft: Sequence[int], parents: Sequence[int]) -> tuple[list[int], list[Sequence[int]]]:
+    """Return lines that together have all nodes of a draft, and where the mask behind each node is among
+    theirs: a line has one for the newest token, and one for each token."""
+    if not parents:
+        return list(range(1 + len(draft))), [draft]
+    every, inner = lines(draft, parents), set(parents)
+    above, where, first = list(parents), [0] * (1 + len(draft)), 0
+    ends = [node for node in range(1, 1 + len(draft)) if node not in inner]
+    for end in ends:
+        node = end
+        while node:
+            where[node] = first + len(every[node])
+            node = above[node - 1]
+        first += 1 + len(every[end])
+    return where, [every[end] for end in ends]
 
 
 def _bits(masks: Tensor, count: int) -> Tensor:
