@@ -56,13 +56,10 @@ class Adversary:
 class TreeAdversary(Adversary):
     """Drafts trees by turns: the truth deep in a side branch, equal siblings, end tokens and garbage; also
     lines, and nothing.
-
-    deep: the most tokens of a tree that were the truth of one line, so far.
     """
 
     def __init__(self, truth: Truth, vocab: int, ends: Sequence[int] = (), seed: int = 0) -> None:
         super().__init__(truth, vocab, ends, kinds="tbbedgn", seed=seed)
-        self.deep = self.beside = 0
 
     def propose(self, request: Request, most: int) -> Draft:
         draw = self._random

@@ -173,7 +173,13 @@ def check_run(
 
 
 def check_tree(
-    tokens: int, begin: int, *, earlier: int = 0, tuning: DecodeTuning | None = None, seed: int = 0, **case: Any
+    tokens: int,
+    begin: int,
+    *,
+    earlier: int = 0,
+    tuning: DecodeTuning | None = None,
+    seed: int = 0,
+    **case: Any,
 ) -> None:
     """Attend with a random tree behind `begin` tokens, or with the last of it behind `earlier` of its tokens.
 

@@ -575,13 +575,13 @@ def walk(structures: Structures, row: int, seed: int, ends: frozenset[int], most
     """What a model says that likes all tokens alike; without the end, and with it if it came."""
     rng, said = random.Random(seed), list[int]()
     for _ in range(most):
-        [mask], broken = structures.masks([Row(row)], [()])
+        [mask], broken = structures.masks([Row(row)], [()], [()])
         assert not broken
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         token = int(rng.choice(allowed[allowed < structures._size]))
         structures.take(Row(row), [token])
         if token in ends:
-            [mask], _ = structures.masks([Row(row)], [()])
+            [mask], _ = structures.masks([Row(row)], [()], [()])
             assert (
                 set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")))
                 - {structures._size}
@@ -674,7 +674,7 @@ class Said:
         self.heard.append(tuple(tokens))
 
     def masks(
-        self, rows: Sequence[Row], drafts: Sequence[Sequence[int]]
+        self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
     ) -> tuple[np.ndarray, frozenset[int]]:
         count = len(rows) + sum(map(len, drafts))
         bits = np.zeros((count, 128), dtype=bool)

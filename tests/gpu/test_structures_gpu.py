@@ -54,7 +54,7 @@ class Given:
     def take(self, row: Row, tokens: Sequence[int]) -> None: ...
 
     def masks(
-        self, rows: Sequence[Row], drafts: Sequence[Sequence[int]]
+        self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
     ) -> tuple[np.ndarray, frozenset[int]]:
         return self.words[: len(rows)].copy(), frozenset()
 

@@ -80,7 +80,7 @@ class Draft:
         for node, parent in enumerate(self.parents, 1):
             first.setdefault(parent, node)
         line = [0]
-        while (node := first.get(line[-1], 0)):
+        while node := first.get(line[-1], 0):
             line.append(node)
         order = [*line, *sorted(set(range(1, len(self.tokens) + 1)) - set(line))]
         place = {node: at for at, node in enumerate(order)}

@@ -86,11 +86,6 @@ class Survival:
             if parent in held:
                 self._note(*self._place(draft, child - 1), child in held)
 
-    def _note(self, kind: int, at: int, held: bool) -> None:
-        self._tried[kind][at] = self._tried[kind][at] * _KEPT + 1
-        self._held[kind][at] = self._held[kind][at] * _KEPT + held
-        self._prior[kind][at] *= _FADING
-
     def learn_tree(self, draft: Draft, nodes: Sequence[int]) -> None:
         """Note which of a tree's tokens have held, from 1 on, behind 0 for the newest. Their other children
         have not."""

@@ -192,7 +192,7 @@ class Share:
         return [self.begin + depth for depth in depths(self.parents)[-len(self.tokens) :]]
 
     def accepted(self, drawn: Sequence[int]) -> list[int]:
-        """Return which of its draws are accepted, in order. drawn: what was drawn behind each of its tokens."""
+        """Return which of its draws are accepted, in order. drawn: what was drawn behind each token."""
         return walk(drawn, self.draft, self.parents)
 
 

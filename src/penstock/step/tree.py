@@ -1,8 +1,8 @@
 """Trees of drafted tokens: how far each is from the newest token, what is before it, and which of them hold.
 
 The nodes of a tree are numbered: 0 is the newest token, and the drafted ones follow, each behind its parent.
-`parents` has the parent of each node but 0. Without any the draft is a line, in which each token is the parent
-of the next.
+`parents` has the parent of each node but 0. Without any the draft is a line, in which each token is the
+parent of the next.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def lines(draft: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]
 def sights(parents: Sequence[int], window: int | None = None) -> list[int]:
     """Return which nodes each one sees, as bits of a number: itself and all before it on its line, as far as
     they are in a window of so many tokens."""
-    found, every = [1], [(0,)]
+    found, every = [1], list[tuple[int, ...]]([(0,)])
     for node, parent in enumerate(parents, 1):
         every.append((*every[parent], node))
         found.append(sum(1 << seen for seen in every[node][-window if window else None :]))
@@ -35,8 +35,8 @@ def sights(parents: Sequence[int], window: int | None = None) -> list[int]:
 
 
 def walk(drawn: Sequence[int], draft: Sequence[int], parents: Sequence[int]) -> list[int]:
-    """Return the nodes behind which the tokens that were drawn are accepted: the newest token, and then as long
-    as a node's child is what was drawn behind it, that child. Of equal children it is the first.
+    """Return the nodes behind which the tokens that were drawn are accepted: the newest token, and then, as
+    long as a node's child is what was drawn behind it, that child. Of equal children it is the first.
 
     drawn: the token that was drawn behind each node.
     """

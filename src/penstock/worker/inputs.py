@@ -300,11 +300,7 @@ class InputBuilder:
 
         It is the prompt's length for a prompt's tokens, and the position's for later ones.
         """
-        return [
-            max(share.prompt_length, position + 1)
-            for share in shares
-            for position in share.positions
-        ]
+        return [max(share.prompt_length, position + 1) for share in shares for position in share.positions]
 
     def _last(self, shares: Sequence[Share]) -> AttentionInputs:
         """Return the newest token of each sampling share as a row.

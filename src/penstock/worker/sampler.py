@@ -325,8 +325,8 @@ class Drawn:
 
 
 def _walked(tokens: Tensor, shares: Sequence[Share]) -> tuple[Tensor | slice, Mapping[int, Tensor]]:
-    """Return the place of each share's last accepted token in int64 tokens `[draws]`; and of shares that verify
-    a tree, by their index, which of their draws are accepted, bool `[draws]`."""
+    """Return the place of each share's last accepted token in int64 tokens `[draws]`; and of shares that
+    verify a tree, by their index, which of their draws are accepted, bool `[draws]`."""
     if len(tokens) == len(shares):
         return slice(None), {}
     places, trees, first = list[Tensor](), dict[int, Tensor](), 0

@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.memory.sending import send
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row
-from penstock.step.tree import lines, walk
+from penstock.step.tree import walk
 
 _ROWS = 16
 """Rows that are masked at a time. That takes their logits once more, and two bytes for each."""
@@ -46,13 +46,14 @@ class Guide(Protocol):
         ...
 
     def masks(
-        self, rows: Sequence[Row], drafts: Sequence[Sequence[int]]
+        self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
     ) -> tuple[NDArray[np.int32], frozenset[int]]:
         """Return which tokens may be next, and which of the masks are of rows that have broken off, by index.
 
         In masks `[masks, words]` token t is bit t % 32 of word t // 32. A row has a mask for its next token,
         and one behind each token of its draft. Each has at least one token. A row that has broken off may
-        only end, and its output is not what it should be.
+        only end, and its output is not what it should be. parents: of drafts that are trees, those of each
+        token.
         """
         ...
 
@@ -137,32 +138,8 @@ class Masks:
                 line.untaken, line.newest = (*line.untaken, *[said[node] for node in nodes[:last]]), None
             self._guide.take(row, line.untaken)
             line.untaken = ()
-        rows, drafts, places = list[Row](), list[Sequence[int]](), list[int]()
-        for row, draft, parents in held:
-            where, own = _followed(draft, parents)
-            first = len(rows) + sum(map(len, drafts))
-            places += [first + place for place in where]
-            rows += [row] * len(own)
-            drafts += own
-        masks, broken = self._guide.masks(rows, drafts)
-        return masks[places], frozenset(at for at, place in enumerate(places) if place in broken)
-
-
-def _followed(draft: Sequence[int], parents: Sequence[int]) -> tuple[list[int], list[Sequence[int]]]:
-    """Return lines that together have all nodes of a draft, and where the mask behind each node is among
-    theirs: a line has one for the newest token, and one for each token."""
-    if not parents:
-        return list(range(1 + len(draft))), [draft]
-    every, inner = lines(draft, parents), set(parents)
-    above, where, first = list(parents), [0] * (1 + len(draft)), 0
-    ends = [node for node in range(1, 1 + len(draft)) if node not in inner]
-    for end in ends:
-        node = end
-        while node:
-            where[node] = first + len(every[node])
-            node = above[node - 1]
-        first += 1 + len(every[end])
-    return where, [every[end] for end in ends]
+        rows, drafts, parents = zip(*held, strict=True)
+        return self._guide.masks(rows, drafts, parents)
 
 
 def _bits(masks: Tensor, count: int) -> Tensor:

@@ -40,7 +40,7 @@ class KVPool:
             self.layers = [planes + arrays for planes, arrays in zip(self.layers, state.layers, strict=True)]
 
         self._tokens = list(self._tokens_together())
-        """KV by tokens: whole numbers `[blocks, planes, block_size, numbers]`, of planes that lie together."""
+        """KV by tokens, of planes that lie together: integers `[blocks, planes, block_size, width]`."""
 
     def _tokens_together(self) -> Iterator[Tensor]:
         """Yield the planes of all layers, as many at a time as follow one another and are of one width."""

@@ -129,8 +129,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class RunTree:
-    """A RunTree says what the tokens of a run see that are no line, but a tree: all before the tree, and of the
-    tree those on their own line.
+    """A RunTree says what the tokens of a run see that are a tree: all before it, and of it those on their
+    own line.
 
     begin: where the tree's keys begin, at most `start` of the run; and the position of its first token.
     depths: how many tokens each query is behind the first one: its position less `begin`.

@@ -14,9 +14,7 @@ from penstock.ops.attention.gathered import Cache, past_in_pages, places_in_page
 from penstock.ops.attention.inputs import LayerAttention, QueryRun, RunTree
 
 
-def attend_tree(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, run: QueryRun, layer: LayerAttention
-) -> Part:
+def attend_tree(q: Tensor, k: Tensor, v: Tensor, cache: Cache, run: QueryRun, layer: LayerAttention) -> Part:
     """Attend to the tree and to its past in pages, and return a state, into which more may be folded.
 
     k, v: the run's own. Those of tokens of earlier steps are in pages.

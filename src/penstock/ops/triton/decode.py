@@ -177,8 +177,9 @@ def decode(  # type: ignore[no-untyped-def]
 
     RUN: the sequences are one, cut at every TOKENS of its last `queries` tokens, which begin at `begins`; no
         lengths are read then. If it is 2, both numbers are read where lengths would be.
-    TREE: of a run: its tokens are a tree, whose keys begin at `root`. Each sees the keys before, and of those
-        from there on the ones of its `bits`; `limits` have the position behind each, from which windows count.
+    TREE: whether the tokens of a run are a tree, whose keys begin at `root`. Each sees the keys before, and
+        of those from there on the ones of its `bits`. `limits` have the position behind each, from which
+        windows count.
     LSE: whether the log-sum-exp is written.
     SINKS: whether sinks weigh on the output: `sinks` are `[heads]`.
     CAP: soft cap of scores, 0 for none.
