@@ -242,12 +242,12 @@ def whole_tree(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
 
 
 def tree_with_tiles(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
-    """Behind a cold tile and tokens in pages."""
-    made, [blocks] = step([(8, 4, 11)], dim_v, dtype)
+    """Behind a cold tile."""
+    made, [blocks] = step([(8, 0, 11)], dim_v, dtype)
     k, v = made.seen[0]
     made.tiles = [(k[:8], v[:8])]
     tile = ColdTile(0, 8, (), torch.empty(0, dtype=torch.int64), (0,))
-    run = QueryRun(0, 11, 12, torch.tensor(blocks[:1]), paged=False, near=8)
+    run = QueryRun(0, 11, 8, torch.tensor(blocks[:0], dtype=torch.int64), paged=False, near=8)
     made = changed(made, runs=(run,), cold=ColdInputs((tile,), ()))
     return as_tree(made, 0, PARENTS, window)
 

@@ -19,9 +19,10 @@ from penstock import LLM, Completion, SamplingParams, Structure
 from penstock.arch.layout import KVLayout
 from penstock.arch.mixers.mixer import Plane
 from penstock.kv.movement.pool import KVPool
+from penstock.sched.drafter import flaw
 from penstock.sched.suffix import Draft
 from penstock.step.plan import Admission, BlockId, Plan, Row, Share, ShareKind
-from penstock.step.tree import depths, lines, walk
+from penstock.step.tree import depths, lines, sights, walk
 from penstock.worker.runner import Runner
 from penstock.worker.sampler import Sampler
 from penstock.worker.trees import moves_of
@@ -195,6 +196,21 @@ def test_the_walk_on_a_device_is_that_on_the_host() -> None:
             assert depths(parents)[nodes[-1]] == len(line)
             ends = [node for node, above in enumerate(parents, 1) if above == nodes[-1]]
             assert said[-1] not in [draft[node - 1] for node in ends]
+
+
+def test_a_node_sees_its_line_as_far_as_its_window() -> None:
+    parents = (0, 1, 2, 0, 4)
+    assert sights(parents) == [0b1, 0b11, 0b111, 0b1111, 0b10001, 0b110001]
+    assert sights(parents, 2) == [0b1, 0b11, 0b110, 0b1100, 0b10001, 0b110000]
+    assert sights(parents, 1) == [1 << node for node in range(6)]
+
+
+@pytest.mark.parametrize("parents", [(0, 2), (0, 3), (0, -1), (0,), (1, 0)])
+def test_what_is_no_tree_is_not_verified(parents: tuple[int, ...]) -> None:
+    assert flaw(Draft((5, 6), (1.0, 1.0), 0, parents=parents), 8, 10) == (
+        "a tree in which a token is not behind its parent"
+    )
+    assert not flaw(Draft((5, 6), (1.0, 1.0), 0, parents=(0, 0)), 8, 10)
 
 
 def test_the_first_line_of_a_tree_comes_first() -> None:

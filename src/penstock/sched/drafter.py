@@ -24,10 +24,18 @@ class ModelDrafting(Protocol):
 
     seconds: time of a step that draws a token for each of them; 0 before one was measured.
     spent: seconds of the last drafts, with what the model had to compute before.
+    most: tokens of a draft, at most.
+    trees: whether its drafts are trees.
     """
 
     seconds: float
     spent: float
+    most: int
+    trees: bool
+
+    def levels(self, count: int) -> int:
+        """Return how many steps a draft of so many tokens takes."""
+        ...
 
     def propose(self, asked: Sequence[tuple[Request, Share, int]]) -> list[Draft]:
         """Return a draft of so many tokens for each request, whose share of one token is in the plan."""

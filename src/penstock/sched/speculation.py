@@ -140,7 +140,7 @@ class Speculation:
         """
         if self.model is None or not found:
             return [0] * len(found)
-        most, took = min(MOST_DRAFTED, spare // len(found)), self.model.seconds
+        most, took = min(self.model.most, spare // len(found)), self.model.seconds
         depth, gained = self._deepest(len(found), tokens, most)
         if not took:
             depth = min(_FIRST, most)
@@ -157,10 +157,10 @@ class Speculation:
         assert self.model is not None
         took, plain = self.model.seconds, self._base(tokens)
         allowed = self._at(tokens + rows) + took + self.budget.left * plain
-        gained = list(accumulate(self.survival.of_model(most), initial=0.0))
+        gained = list(accumulate(self.survival.of_model(most, tree=self.model.trees), initial=0.0))
         best, depth = _GAIN * rows / plain, 0
         for deep in range(1, most + 1) if took and self.budget.left > 0 else ():
-            seconds = self._at(tokens + rows * deep) + deep * took
+            seconds = self._at(tokens + rows * deep) + self.model.levels(deep) * took
             if (rate := (rows + rows * gained[deep]) / seconds) > best and seconds <= allowed:
                 best, depth = rate, deep
         return depth, gained
@@ -170,13 +170,13 @@ class Speculation:
         before its patience is over, and no more than may be lost."""
         assert self.model is not None
         most, took, plain = min(_PROBED, most), self.model.seconds, self._base(tokens)
-        cost = (self._thought(tokens + rows * most) + self.model.spent) / plain - 1
-        self._patience = max(_PROBE_EVERY, _PROBE_EVERY * cost)
+        by, steps = self.model.levels, self._thought
+        self._patience = _PROBE_EVERY * max(1, (steps(tokens + rows * most) + self.model.spent) / plain - 1)
         if self._unasked < self._patience or not self.budget.full:
             return 0
         least = self._thought(tokens + rows) + took
         allowed = least + (_PROBE_COST if self.budget.left < 1 else self.budget.left) * plain
-        return _count_within(allowed, most, lambda deep: self._thought(tokens + rows * deep) + deep * took)
+        return _count_within(allowed, most, lambda deep: steps(tokens + rows * deep) + by(deep) * took)
 
     def choose(self, found: Sequence[Draft], tokens: int, spare: int) -> list[Draft]:
         """Return what a step verifies of the drafts of all requests, none of it for most of them.
@@ -254,7 +254,7 @@ class Speculation:
 
     def _model_may_pay(self, rows: int, tokens: int, spare: int) -> bool:
         """Tell whether a draft model is to be asked."""
-        if self.model is None or (most := min(MOST_DRAFTED, spare // rows)) < 1:
+        if self.model is None or (most := min(self.model.most, spare // rows)) < 1:
             return False
         if not self.model.seconds:
             return True

@@ -6,6 +6,7 @@ from math import log2
 from operator import mul
 
 from penstock.sched.suffix import MOST_MATCHED, Draft
+from penstock.step.plan import MOST_NODES
 
 _KEPT = 0.98
 """Weight of what was seen of earlier drafts after one more: it halves with 34 of them."""
@@ -18,6 +19,9 @@ _FADING = 0.98
 little: nothing is learnt of tokens behind those that never hold."""
 
 
+_NODE_HOLDS = 0.93
+"""The part of a draft model's trees that is thought, at first, to hold at their likeliest token, and at each
+behind it of that at the one before."""
 _BINS = 8
 """Classes of a tree's scores, beside that of 1."""
 
@@ -34,6 +38,8 @@ class Survival:
         self._tried, self._held, self._prior = (
             [[first] * (max(_CLASSES) + 1) for _ in range(4)] for first in (0.0, 0.0, _PRIOR)
         )
+        self._nodes = [_NODE_HOLDS**at for at in range(1, MOST_NODES + 1)]
+        """How likely the tokens of a draft model's trees hold, the likeliest first."""
 
     def of(self, draft: Draft) -> list[float]:
         """Return for each token the probability that it and all before it hold."""
@@ -45,8 +51,10 @@ class Survival:
             every.append(every[parent] * own)
         return every[1:]
 
-    def of_model(self, most: int) -> list[float]:
-        """Return the same for a draft of so many tokens that a draft model may draw."""
+    def of_model(self, most: int, *, tree: bool = False) -> list[float]:
+        """Return the same for a draft of so many tokens that a draft model may make, the likeliest first."""
+        if tree:
+            return [self._nodes[min(at, MOST_NODES - 1)] for at in range(most)]
         return self.of(Draft((0,) * most, (1.0,) * most, 0, by_model=True))
 
     def _at(self, draft: Draft, depth: int) -> float:
@@ -81,15 +89,10 @@ class Survival:
         """
         if not draft.parents:
             return self.learn(draft, len(drawn) - 1)
+        if draft.by_model:
+            for at, chance in enumerate(sorted(self.of(draft), reverse=True)):
+                self._nodes[at] += (1 - _KEPT) * (chance - self._nodes[at])
         held = set(draft.nodes(drawn[:-1]))
-        for child, parent in enumerate(draft.parents, 1):
-            if parent in held:
-                self._note(*self._place(draft, child - 1), child in held)
-
-    def learn_tree(self, draft: Draft, nodes: Sequence[int]) -> None:
-        """Note which of a tree's tokens have held, from 1 on, behind 0 for the newest. Their other children
-        have not."""
-        held = set(nodes)
         for child, parent in enumerate(draft.parents, 1):
             if parent in held:
                 self._note(*self._place(draft, child - 1), child in held)

@@ -233,6 +233,9 @@ class Plan:
     """Keys of blocks on disk."""
     model: ModelRole = ModelRole.TARGET
     """The one that computes the shares."""
+    children: int = 0
+    """Tokens that are told for each draw, of those that may come next, where a draft model grows trees; then
+    none is drawn."""
 
     @property
     def runs(self) -> tuple[Share, ...]:
@@ -273,6 +276,7 @@ class Result:
     tokens: in order, usually one. Each is at the position after the one that it was drawn from.
     logprobs: one for each of the tokens, or none at all.
     embedding: the hidden state of the share's last position, behind the last norm, if it was asked for.
+    children: for each draw the tokens that may come next, and how likely each is, if they were asked for.
     broken: whether the output could no longer follow its structure. The last token then ends the output.
     wrong: whether logits had a NaN. The last token is then arbitrary, and KV computed before it is not to be
         trusted.
@@ -284,6 +288,7 @@ class Result:
     broken: bool = False
     wrong: bool = False
     embedding: tuple[float, ...] = ()
+    children: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

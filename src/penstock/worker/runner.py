@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from time import perf_counter
 
@@ -285,7 +286,7 @@ class Runner:
         state = model.pool.state if model.pool is not None else None
         if state is not None and (begun := [share.row for share in plan.shares if not share.start]):
             state.clear(send(np.array(begun, dtype=np.int64), self._device))
-        if graphs is not None and graphs.fits(plan):
+        if graphs is not None and not plan.children and graphs.fits(plan):
             inputs.tables.note(plan)
             if plan.runs:
                 inputs.tables.note_on_device(plan)
@@ -321,7 +322,8 @@ class Runner:
                     logits = logits_of(slice(first)).float()
                 for some in drafts:
                     end = first + sum([share.draws for share in some])
-                    verified.append(model.sampler.sample(logits_of(slice(first, end)).float(), some))
+                    part = logits_of(slice(first, end)).float()
+                    verified.append(model.sampler.sample(part, some, plan.children))
                     first = end
                 if pooled := [place for place, share in enumerate(sampled(plan)) if share.pooled]:
                     rows = send(np.array(pooled, dtype=np.int64), self._device)
@@ -335,7 +337,7 @@ class Runner:
                     first += positions
         if by_cpu is not None:
             by_cpu.end_pass()
-        drawn = () if logits is None else (model.sampler.sample(logits, plain),)
+        drawn = () if logits is None else (model.sampler.sample(logits, plain, plan.children),)
         return (*drawn, *verified), prompts, embeddings
 
     def _tell(
@@ -412,6 +414,9 @@ class Begun:
 
     def results(self) -> tuple[Result, ...]:
         """Return the results of its shares, when they are known. The KV of accepted trees is moved then."""
+        if self.plan.children:
+            found = iter([one for some in self.drawn for one in some.children()])
+            return tuple(Result(children=tuple(islice(found, share.draws))) for share in self.plan.shares)
         tokens, logprobs = list[int](), list[TokenLogprob | None]()
         broken, wrong = set[int](), set[int]()
         for some in self.drawn:
@@ -435,10 +440,9 @@ class Begun:
             places = [first + node for node in nodes[:faulty]]
             moves += moves_of(share, nodes[:faulty]) if share.parents else ()
             pooled = tuple(next(embeddings)) if share.pooled else ()
-            own = tuple(score for place in places for score in scores[place])
+            said, own = zip(*[(tokens[place], scores[place]) for place in places], strict=True)
             ends = places[-1] in broken, places[-1] in wrong
-            said = tuple(tokens[place] for place in places)
-            results.append(Result(said, own, tuple(prompt), *ends, pooled))
+            results.append(Result(said, tuple(chain(*own)), tuple(prompt), *ends, pooled))
             first += draws
         model = self.runner.models[self.plan.model]
         if moves and model.pool is not None:

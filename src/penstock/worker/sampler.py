@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from penstock.memory.sending import send
-from penstock.ops.sampling import TokenCounts, draw, is_greedy, pack_sampling, penalise, ranked
+from penstock.ops.sampling import (
+    TokenCounts,
+    draw,
+    is_greedy,
+    noisy_scores,
+    pack_sampling,
+    penalise,
+    ranked,
+)
 from penstock.ops.steps import NO_TOKEN, likeliest_on_host, without_numbers
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row, Share, TokenLogprob
@@ -26,6 +34,9 @@ _ROWS = 16
 
 Each takes several times its memory.
 """
+
+_SPREAD = 0.5
+"""Scores with noise by this are the logits of what the target may draw: how far a draft's scores are off."""
 
 
 @dataclass(slots=True)
@@ -124,7 +135,7 @@ class Sampler:
         rows = self._non_greedy_rows
         return not rows or rows.isdisjoint([share.row for share in shares])
 
-    def sample(self, logits: Tensor, shares: Sequence[Share]) -> "Drawn":
+    def sample(self, logits: Tensor, shares: Sequence[Share], children: int = 0) -> "Drawn":
         """Sample the tokens that shares draw, and find their log-probabilities if wanted.
 
         Those of a draft that is verified are drawn as if all before it had been drawn and counted. The newest
@@ -132,7 +143,10 @@ class Sampler:
 
         logits: float32 `[draws, vocab]` of the positions after which a token is drawn: of each share in turn.
             They may be overwritten.
+        children: if not 0, so many tokens that may come next are found for each draw, and none is drawn.
         """
+        if children:
+            return self._children(logits, shares, children)
         if not logits.is_cuda and self._takes_likeliest(shares):
             tokens = likeliest_on_host(logits)
             last, _ = _walked(tokens, shares)
@@ -182,6 +196,33 @@ class Sampler:
         if self._masks is not None:
             self._masks.drawn(held, drawn.tokens)
         return drawn
+
+    def _children(self, logits: Tensor, shares: Sequence[Share], most: int) -> "Drawn":
+        """Find the tokens that the target may draw behind each token of these shares, by a draft's logits and
+        the noise of each position, and how likely each is.
+
+        logits: float32 `[draws, vocab]`, as of `sample`.
+        """
+        places = [
+            (self._rows[share.row], position + 1)
+            for share in shares
+            for position in (share.positions[-share.draws :] if share.draws else ())
+        ]
+        for row, (state, position) in enumerate(places):
+            if state.adjusts:
+                self._adjust(logits[row], _Draw(state, position, ()))
+        random = [row for row, (state, _) in enumerate(places) if not is_greedy(state.sampling)]
+        if random:
+            settings, positions = (
+                [places[row][0].sampling for row in random],
+                [places[row][1] for row in random],
+            )
+            sorts = any(one.top_k or one.top_p < 1 for one in settings)
+            asked = send(pack_sampling(random, settings, positions), self._device)
+            rows = self._ids(random)
+            logits[rows] = noisy_scores(logits[rows], asked, sorts=sorts) / _SPREAD
+        best, tokens = logits.topk(min(most, self._vocab))
+        return Drawn(tokens.flatten(), chances=(best - logits.logsumexp(-1, keepdim=True)).exp())
 
     def _draws(self, share: Share) -> "Iterator[_Draw]":
         state, draft, draws = self._rows[share.row], share.draft, share.draws
@@ -307,16 +348,30 @@ class Drawn:
     """Holds the tokens and scores that a step has drawn. Reading waits for them."""
 
     def __init__(
-        self, tokens: Tensor, scores: _Scores | None = None, broken: frozenset[int] = frozenset()
+        self,
+        tokens: Tensor,
+        scores: _Scores | None = None,
+        broken: frozenset[int] = frozenset(),
+        chances: Tensor | None = None,
     ) -> None:
         """Start the copies.
 
         tokens: as for PendingTokens.
         broken: shares that could not follow their structure, so that they may only end.
+        chances: float32 `[draws, count]`, if the tokens are as many for each draw that may come next: how
+            likely each is.
         """
         self._scores = scores
+        self._chances = None if chances is None else fetched(chances)
         self.tokens = PendingTokens(tokens)
         self.broken = broken
+
+    def children(self) -> list[tuple[tuple[int, float], ...]]:
+        """Wait for tokens that may come next and return those of each draw, and how likely each is."""
+        tokens = iter(self.tokens.read())
+        assert self._chances is not None, "tokens that were drawn are not what may come next"
+        pairs = [[(next(tokens), min(chance, 1.0)) for chance in some] for some in self._chances.tolist()]
+        return [tuple([pair for pair in some if pair[1] > 0]) for some in pairs]
 
     def read(self) -> tuple[list[int], list[TokenLogprob | None]]:
         """Wait for tokens and scores and return them, one for each share."""
