@@ -4,24 +4,31 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
+import penstock.engine.boot
 import tiny
 from cpu.test_run_ahead import alike
 from cpu.test_speculation import FAMILIES, SETTINGS, always, answers, truth_of, wanted
-from drafters import TreeAdversary
+from drafters import Adversary, TreeAdversary
 from layouts import kv_of_heads
+from pairs import near
 from penstock import LLM, Completion, SamplingParams, Structure
 from penstock.arch.layout import KVLayout
 from penstock.arch.mixers.mixer import Plane
+from penstock.engine.tree_drafter import GrowingTree, TreeDrafter
 from penstock.kv.movement.pool import KVPool
 from penstock.sched.drafter import flaw
+from penstock.sched.speculation import Speculation
 from penstock.sched.suffix import Draft
-from penstock.step.plan import Admission, BlockId, Plan, Row, Share, ShareKind
+from penstock.sched.survival import Survival
+from penstock.step.plan import MOST_NODES, Admission, BlockId, Plan, Row, Share, ShareKind
 from penstock.step.tree import depths, lines, sights, walk
 from penstock.worker.runner import Runner
 from penstock.worker.sampler import Sampler
@@ -154,6 +161,126 @@ def test_a_structure_is_kept_along_every_line(ahead: bool) -> None:
         found = llm.generate(prompts, params)
     alike(found, plain, 1e-4)
     assert counts["beside"] > 10
+
+
+# ---- trees of a draft model
+
+
+@contextmanager
+def of_trees(nodes: int, restless: int | None = None) -> Iterator[None]:
+    """Draft models grow trees of so many nodes, wherever weights rest."""
+
+    def depths(self: Speculation, found: Sequence[Draft], tokens: int, spare: int) -> list[int]:
+        return [min(nodes, spare // len(found))] * len(found)
+
+    with (
+        patch.object(penstock.engine.boot, "ModelDrafter", TreeDrafter),
+        always(Adversary({}, tiny.VOCAB, kinds="n"), restless),
+        patch.object(Speculation, "depths", depths),
+    ):
+        yield
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"tensor_parallel": 2, "max_step_tokens": 32},
+        {"kv_blocks": 24, "max_sequences": 6},
+        {"kv_blocks": 12, "max_sequences": 3, "host_kv_memory": "1MiB"},
+    ],
+    ids=["alone", "two ranks", "preempted", "tiers"],
+)
+def test_a_draft_models_trees_change_no_token(more: dict[str, object]) -> None:
+    plain, draft = answers("llama", wanted()), near("llama", 0.05)
+    for ahead, restless in ((False, None), (True, None), (True, 1)):
+        with patch.object(Runner, "ahead", ahead), of_trees(14, restless), counted() as counts:
+            found = answers("llama", wanted(), speculate=str(draft), **more)
+        alike(found, plain, 1e-4)
+        assert counts["trees"] > 5
+        assert sum(one.accepted_tokens for one in found) > 10
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nor_do_those_of_a_copy_that_uses_the_models_kv(name: str, tmp_path: Path) -> None:
+    """Nor when prefixes are found that were computed beside drafts: no KV of a draft is among them."""
+    asked = wanted()
+    prompts, params = [prompt for prompt, _ in asked], [wishes for _, wishes in asked]
+    longer = [SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)] * len(prompts)
+    plain = answers(name, asked)
+    said = [[*one.prompt_tokens, *one.tokens][:60] for one in plain]
+    after = answers(name, list(zip(said, longer, strict=True)))
+    settings = SETTINGS | {"speculate": "self", "cache": tmp_path}
+    with of_trees(20), counted() as counts, LLM(tiny.checkpoint(name), **settings) as llm:
+        alike(llm.generate(prompts, params), plain, 1e-4)
+        assert counts["trees"] > 20
+        found_after = llm.generate(said, longer)
+    alike(found_after, after, 1e-4)
+    assert sum(one.cached_tokens for one in found_after) > 40
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_dynamic", "qwen2_windows"])
+def test_a_draft_model_that_is_the_model_knows_what_comes(name: str) -> None:
+    """At any temperature: its trees are computed at the right positions, and it knows the noise of each."""
+    prompt = tiny.prompts()[0][:20]
+    params = [
+        SamplingParams(temperature=heat, seed=3, max_tokens=40, ignore_eos=True, top_k=top)
+        for heat, top in ((0, 0), (0.6, 0), (1, 0), (1, 9))
+    ]
+    asked = [(prompt, one) for one in params]
+    plain = answers(name, asked)
+    with of_trees(48):
+        found = answers(name, asked, speculate=str(near(name, 0.0)), max_step_tokens=256)
+    alike(found, plain, 1e-4)
+    assert max(len(one.tokens) - one.accepted_tokens for one in found) <= 7
+
+
+def test_the_likeliest_lines_are_the_tree() -> None:
+    """Of all that was offered; end tokens have no children, and none is likelier than its parent."""
+    chance = random.Random(7)
+    for count in (1, 2, 7, 20, MOST_NODES):
+        request = SimpleNamespace(tokens=[4, 5], sampling=replace(sampling(), end_tokens=frozenset({3})))
+        tree = GrowingTree(request, count)  # type: ignore[arg-type]
+        known = {(): 1.0}
+        coming = [()]
+        for _ in range(9):
+            offers = [[(token, chance.choice([1.0, chance.random()])) for token in range(5)] for _ in coming]
+            tree.offer(offers)
+            for line, some in zip(coming, offers, strict=True):
+                known.update({(*line, token): known[line] * own for token, own in some})
+            before, tokens, parents = len(tree.computed), tree.widen(), tree.parents_computed()
+            assert len(tree.computed) == before + len(tokens) <= 1 + count
+            every = lines([0] * len(parents), parents)
+            assert all(parent < node for node, parent in enumerate(parents, 1))
+            computed = [tree._tokens[node] for node in tree.computed[1:]]
+            coming = lines(computed, parents)[before:]
+            assert all(len(line) == len(same) for line, same in zip(coming, every[before:], strict=True))
+            assert 3 not in [token for line in coming for token in line[:-1]]
+            if not tokens:
+                break
+        draft = tree.draft()
+        assert not flaw(draft, count, 5)
+        found = lines(draft.tokens, draft.parents)[1:]
+        del known[()]
+        best = sorted(known.values(), reverse=True)[:count]
+        assert [known[line] for line in found] == pytest.approx(best)
+        assert len(set(found)) == len(found)
+
+
+def test_what_trees_hold_is_learnt_of_their_scores() -> None:
+    """Of scores that say too much, by what held of nodes before which all has held."""
+    chance, survival = random.Random(2), Survival()
+    draft = Draft((1, 2, 3, 4), (0.9, 0.9, 0.05, 0.9), 0, by_model=True, parents=(0, 1, 0, 3))
+    for _ in range(600):
+        held = [1] if chance.random() < 0.4 else []
+        held += [2] if held and chance.random() < 0.4 else []
+        survival.learn_drawn(draft, (*held, 0))
+    first, second, third, fourth = survival.of(draft)
+    assert first == pytest.approx(0.4, abs=0.15)
+    assert second == pytest.approx(first * first)
+    assert third < 0.05
+    assert fourth == pytest.approx(third * first)
+    assert survival.of_model(2, tree=True) == pytest.approx([first, second], abs=0.1)
 
 
 # ---- its parts

@@ -47,6 +47,7 @@ from penstock.engine.team import (
     threads_of_rank,
 )
 from penstock.engine.threads import first_look, threads_for
+from penstock.engine.tree_drafter import TreeDrafter
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.store.blocks import BlockStore
 from penstock.memory.device import choose_device, device_name, give_back, left_by, lift_cap
@@ -122,7 +123,8 @@ def boot(
         if draft is not None and scheduler.speculation is not None:
             most = outline.limits.max_step_tokens
             shares = config.drafts_itself
-            scheduler.speculation.model = ModelDrafter(ranks, most, threads, shares_kv=shares)
+            drafter = ModelDrafter if plan.rest is Rest.ALL else TreeDrafter
+            scheduler.speculation.model = drafter(ranks, most, threads, shares_kv=shares)
         note = carry_rates(scheduler.tiers.rates, part.store, by)
         engine = Engine(scheduler, ranks, note, threads, outline.lora)
         opened.pop_all()

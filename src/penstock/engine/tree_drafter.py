@@ -24,8 +24,8 @@ from penstock.step.plan import MOST_NODES, Plan, Row, Share, ShareKind
 
 _CHILDREN = 8
 """Tokens that are offered behind each one."""
-_LEVELS, _NODES_OF_A_LEVEL = 8, 8
-"""Steps of a small tree, and how many nodes more a step more is for."""
+_LEVELS, _NODES_OF_A_LEVEL = 8, 4
+"""Steps of a small tree, and how many nodes more a step more is for. Deep trees gain more than broad ones."""
 _AT_ONCE = 5
 """A step computes at most so many parts of a tree."""
 _LEAST = 1e-6
@@ -53,12 +53,15 @@ class TreeDrafter(ModelDrafter):
         known = list(self.known(asked))
         for plan in known:
             self._grow(plan, trees)
-        deepest = max(self.levels(count) for _, _, count in asked)
-        for level in range(1, deepest):
+        # Of a tree that is deeper than the output may become, the rest would be in vain.
+        depths = [
+            min(self.levels(count), request.most - len(request.tokens) - 1) for request, _, count in asked
+        ]
+        for level in range(1, max(depths)):
             shares = [
                 share
-                for request, _, count in asked
-                if level < self.levels(count) and (share := self._level(request, trees))
+                for (request, _, _), depth in zip(asked, depths, strict=True)
+                if level < depth and (share := self._level(request, trees))
             ]
             if not shares:
                 break

@@ -129,19 +129,20 @@ class Drafting:
         The pages of these requests grow by the drafts, which the model computes there. Returns by how many
         tokens, by row.
         """
-        grown, asked, places = dict[Row, int](), list[tuple[Request, Share, int]](), list[int]()
+        grown, asked, which = dict[Row, int](), list[tuple[Request, Share, int]](), list[int]()
         for place, depth in enumerate(self.speculation.depths(found, tokens, spare)):
             share, request, most = decoding[place]
             # The draft model's KV never leaves the device.
-            count = 0 if request.kv.long else self._fitting(request, min(depth, most), kept)
+            places = min(depth, self._places(request, most))
+            count = 0 if request.kv.long else self._fitting(request, places, kept)
             if count:
                 request.kv.grow(count)
                 request.kv.note_tables()
                 grown[share.row] = count
                 asked.append((request, share, count))
-                places.append(place)
+                which.append(place)
         if asked:
-            for place, draft in zip(places, self.speculation.by_model(asked), strict=True):
+            for place, draft in zip(which, self.speculation.by_model(asked), strict=True):
                 found[place] = draft
         return grown
 
@@ -151,6 +152,13 @@ class Drafting:
             return 0
         most = request.most - len(request.tokens) - 1
         return most if request.kv.long else min(most, self._room.long_from - EARLY - len(request.tokens) - 1)
+
+    def _places(self, request: Request, most: int) -> int:
+        """Return how many tokens of a draft model's draft there are places for, if `most` may all hold."""
+        model = self.speculation.model
+        if model is None or not model.trees:
+            return most
+        return min(self._room.longest, self._room.long_from - EARLY) - len(request.tokens) - 1
 
     def _fitting(self, request: Request, count: int, kept: int) -> int:
         """Return how many of so many tokens have a place in blocks. kept: pages that are left to others."""
