@@ -287,11 +287,11 @@ def decode(  # type: ignore[no-untyped-def]
                     if RUN:
                         if TREE:
                             behind = tl.minimum(tl.maximum(pos - root, 0), 63).to(tl.int64)
-                            own = ((sight[:, None] >> behind[None, :]) & 1) != 0
+                            among = ((sight[:, None] >> behind[None, :]) & 1) != 0
                             before = pos[None, :] < root
                             if WINDOWED:
                                 before = before & (pos[None, :] >= (limit - window)[:, None])
-                            visible = before | (own & (pos >= root)[None, :] & seen[None, :])
+                            visible = before | (among & (pos >= root)[None, :] & seen[None, :])
                         else:
                             visible = pos[None, :] < limit[:, None]
                             if WINDOWED:
