@@ -1,12 +1,14 @@
 """Measure how many tokens a pass yields where each verifies a draft of a given length.
 
     PYTHONPATH=src python3 benchmarks/acceptance.py --speculate self --out acceptance.json
+    PYTHONPATH=src python3 benchmarks/acceptance.py --speculate self --trees --tokens 63
     PYTHONPATH=src python3 benchmarks/acceptance.py --model Qwen/Qwen3-8B --speculate Qwen/Qwen3-0.6B
 
 Prompts are openings of stories, at several temperatures. Every draft has as many tokens as are asked for,
-whether or not that pays, so this says how good drafts are and nothing of speed. Passes are tokens that were
-not drafted. Each output is compared with the same one without drafts. In half precision some may differ, as
-they may in a batch: so outputs of batches without drafts are compared, too.
+whether or not that pays, so this says how good drafts are and nothing of speed. With --trees a draft is a
+tree, of at most 63 tokens, else a line. Passes are tokens that were not drafted. Each output is compared with
+the same one without drafts. In half precision some may differ, as they may in a batch: so outputs of batches
+without drafts are compared, too.
 """
 
 import argparse
@@ -18,7 +20,10 @@ from unittest.mock import patch
 
 from recording import Recording
 
+import penstock.engine.boot
 from penstock import LLM, Completion, SamplingParams
+from penstock.engine.drafter import ModelDrafter
+from penstock.engine.tree_drafter import TreeDrafter
 from penstock.sched.speculation import Speculation
 from penstock.sched.suffix import Draft
 
@@ -52,9 +57,12 @@ def answers(
     def look(self: Speculation, *_: object, **more: object) -> None:
         self.resting = False
 
+    drafter = TreeDrafter if asked.trees else ModelDrafter
     settings = {"device": asked.device, "dtype": asked.dtype, "max_sequences": batch, "prefix_cache": False}
     room = asked.output + 256
     with (
+        patch.object(penstock.engine.boot, "ModelDrafter", drafter),
+        patch.object(penstock.engine.boot, "TreeDrafter", drafter),
         patch.object(Speculation, "depths", depths),
         patch.object(Speculation, "_best", best),
         patch.object(Speculation, "_payable", lambda self, step, most: most),
@@ -85,6 +93,7 @@ def main() -> None:
     parser.add_argument("--model", help="[the shipped one]")
     parser.add_argument("--speculate", default="self", help="suffix, self, a draft model or an EAGLE-3 head")
     parser.add_argument("--tokens", default="4,8,16", help="of each draft")
+    parser.add_argument("--trees", action="store_true", help="let a draft model grow trees")
     parser.add_argument("--temperatures", default="0,0.6,1")
     parser.add_argument("--output", type=int, default=200, help="tokens of each output")
     parser.add_argument("--device", default="auto")
@@ -121,7 +130,9 @@ def main() -> None:
                 "outputs_that_differ": differ,
                 "behind_a_difference": share,
             }
-    record.part(f"{Path(asked.model or 'shipped').name}, {asked.speculate}", found)
+    record.part(
+        f"{Path(asked.model or 'shipped').name}, {asked.speculate}{', trees' if asked.trees else ''}", found
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from penstock.arch.experts import ExpertKind
 from penstock.arch.formats.format import matrix
 from penstock.arch.formats.gguf import FORMATS
 from penstock.arch.spec import Activation, MoeSpec, Router, Scoring
-from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
+from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows, RunTree
 from penstock.ops.handover import Handover, HandoverBox, StepRows
 from penstock.ops.kernels import pdl_launches
 from penstock.ops.matrix import Matrix
@@ -107,13 +107,17 @@ def decode(
 
 def run(
     tokens: int, *, heads: int = HEADS, dim: int = DIM, dtype: torch.dtype = BF16,
-    ways: Sequence[str] = ("known", "placed"), **more: Any,
+    ways: Sequence[str] = ("known", "tree", "placed"), **more: Any,
 ) -> None:  # fmt: skip
-    """ways: whether the host knows where the run is, or the device. more: as of `scores`."""
+    """ways: whether the host knows where the run is, also of a tree, or the device. more: as of `scores`."""
     q, blocks = empty(tokens, heads, dim, dtype=dtype), empty(64, dtype=torch.int64)
     cache, layer = pages(dim=dim, dtype=dtype), scores(heads, dtype, **more)
     if "known" in ways:
         triton_attention.paged_run(q, cache, QueryRun(0, tokens, 2048, blocks), layer)
+    if "tree" in ways:
+        limits, bits = empty(tokens, dtype=torch.int32), empty(tokens, dtype=torch.int64)
+        tree = RunTree(2048, (0,) * tokens, limits, {layer.window: bits})
+        triton_attention.paged_run(q, cache, QueryRun(0, tokens, 2048, blocks, tree=tree), layer)
     if "placed" in ways:
         placed = PlacedRun(blocks.int(), empty(2, dtype=torch.int32), 4096)
         triton_attention.placed_run(q, cache, placed, layer, out=torch.empty_like(q))

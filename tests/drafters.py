@@ -51,3 +51,40 @@ class Adversary:
         tokens = tokens[:most]
         self.proposed += len(tokens)
         return Draft(tuple(tokens), (1.0,) * len(tokens), 32)
+
+
+class TreeAdversary(Adversary):
+    """Drafts trees by turns: the truth deep in a side branch, equal siblings, end tokens and garbage; also
+    lines, and nothing.
+    """
+
+    def __init__(self, truth: Truth, vocab: int, ends: Sequence[int] = (), seed: int = 0) -> None:
+        super().__init__(truth, vocab, ends, kinds="tbbedgn", seed=seed)
+
+    def propose(self, request: Request, most: int) -> Draft:
+        draw = self._random
+        lines = [super(TreeAdversary, self).propose(request, most).tokens for _ in range(draw.randint(1, 4))]
+        tokens, parents = list[int](), list[int]()
+        for line in lines:
+            # From anywhere along what is there, so that lines part late, and equal siblings come about.
+            parent = 0
+            for token in line:
+                alike = [
+                    node for node, (one, above) in enumerate(zip(tokens, parents, strict=True), 1)
+                    if above == parent and one == token
+                ]  # fmt: skip
+                if alike and draw.random() < 0.8:
+                    parent = alike[0]
+                    continue
+                if len(tokens) == most:
+                    break
+                tokens.append(token)
+                parents.append(parent)
+                parent = len(tokens)
+                if draw.random() < 0.3 and len(tokens) < most:
+                    tokens.append(draw.choice([token, draw.randrange(self._vocab), *self._ends]))
+                    parents.append(draw.choice([parent, parents[-1], draw.randint(0, len(parents))]))
+        if parents == list(range(len(parents))):
+            return Draft(tuple(tokens), (1.0,) * len(tokens), 32)
+        scores = tuple(draw.random() for _ in tokens)
+        return Draft(tuple(tokens), scores, 32, parents=tuple(parents))

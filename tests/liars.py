@@ -10,7 +10,7 @@ from penstock.sched.drafter import SuffixDrafter
 from penstock.sched.request import Request
 from penstock.sched.speculation import Speculation
 from penstock.sched.suffix import NO_DRAFT, Draft
-from penstock.step.plan import Outcome, Plan, RequestId, Result, Share, ShareKind
+from penstock.step.plan import MOST_DRAFTED, Outcome, Plan, RequestId, Result, Share, ShareKind
 from worlds import ALPHABET, END, chosen
 
 Propose = Callable[[Request, int], Draft]
@@ -49,7 +49,10 @@ class ModelLiar:
     def __init__(self, propose: Propose) -> None:
         self._propose = propose
         self.seconds, self.spent = 0.01, 0.04
-        self.drafted = 0
+        self.drafted, self.most, self.trees = 0, MOST_DRAFTED, False
+
+    def levels(self, count: int) -> int:
+        return count
 
     def propose(self, asked: Sequence[tuple[Request, Share, int]]) -> list[Draft]:
         drafts = []

@@ -2,15 +2,18 @@
 answer in float64."""
 
 import math
+import random
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
+from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows, RunTree
 from penstock.ops.triton.attention import paged_decode, paged_run, placed_run
 from penstock.ops.triton.tuning import DecodeTuning
+from penstock.step.tree import depths, sights
 
 # Against the largest value of the answer: that of one rounding, and of the probabilities rounded before they
 # meet V.
@@ -167,6 +170,41 @@ def check_run(
     got = paged_run(q, cache, run, of.layer, out=out[:-1], lse=lse, tuning=tuning)
     check_tokens(of, q, k, v, start, (got, lse))
     assert out[-1].isnan().all(), "what is behind the last token was written"
+
+
+def check_tree(
+    tokens: int,
+    begin: int,
+    *,
+    earlier: int = 0,
+    tuning: DecodeTuning | None = None,
+    seed: int = 0,
+    **case: Any,
+) -> None:
+    """Attend with a random tree behind `begin` tokens, or with the last of it behind `earlier` of its tokens.
+
+    case: fields of `Case`.
+    """
+    of, rng, chance = Case(**case), torch.Generator().manual_seed(seed), random.Random(seed)
+    count = earlier + tokens
+    parents = [chance.randint(max(0, node - 4), node) for node in range(count - 1)]
+    cache = of.cache([begin + count])
+    table, [k], [v] = fill(*cache, [begin + count], rng)
+    q = of.queries(tokens, rng)
+    blocks = table[0, : -(-(begin + count) // of.block_size)].to(torch.int64)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    own = depths(parents)[earlier:]
+    limits = torch.tensor([begin + depth + 1 for depth in own], dtype=torch.int32, device=of.device)
+    bits = np.array(sights(parents, of.window)[earlier:], dtype=np.uint64).view(np.int64)
+    tree = RunTree(begin, tuple(own), limits, {of.window: torch.from_numpy(bits).to(of.device)})
+    run = QueryRun(0, tokens, begin + earlier, blocks, tree=tree)
+    got = paged_run(q, cache, run, of.layer, lse=lse, tuning=tuning)
+    for query, node in enumerate(range(earlier, count)):
+        line = [node]
+        while line[0]:
+            line.insert(0, parents[line[0] - 1])
+        places = [*range(begin), *(begin + one for one in line)]
+        check_answer(got[query], lse[query], *of.answer(q[query], k[places], v[places]))
 
 
 def check_tokens(

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -28,8 +29,10 @@ from penstock.ops.attention.inputs import (
     QueryRun,
     RowGroup,
     Rows,
+    RunTree,
 )
 from penstock.ops.kernels import plain_torch, triton_kernels
+from penstock.step.tree import depths, sights
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HEADS, KV_HEADS, DIM, BLOCK, SCALE = 4, 2, 16, 4, 0.3
@@ -194,8 +197,64 @@ def placed(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
     return changed(made, placed=PlacedRun(torch.tensor(blocks, dtype=torch.int32), where, 40))
 
 
+PARENTS = [0, 1, 2, 0, 4, 2, 4, 7, 7, 3]
+"""Of a tree behind its first token: the longest line is neither first nor last, and two tokens are equal."""
+
+
+def as_tree(made: Step, run: int, parents: list[int], window: int | None) -> Step:
+    """Make a step whose run is the end of a tree of its last tokens, as far as it has so many."""
+    one = made.inputs.runs[run]
+    count, begin = one.count, one.start + one.count - 1 - len(parents)
+    own, above = depths(parents)[-count:], [[0]]
+    for node, parent in enumerate(parents, 1):
+        above.append([*above[parent], node])
+    for query, line in zip(range(one.first, one.first + count), above[-count:], strict=True):
+        places = [*range(begin), *(begin + node for node in line)]
+        last = made.seen[one.first + count - 1]
+        made.seen[query] = last[0][places], last[1][places]
+    bits = torch.from_numpy(np.array(sights(parents, window)[-count:], dtype=np.uint64).view(np.int64))
+    limits = torch.tensor([begin + depth + 1 for depth in own], dtype=torch.int32)
+    runs = list(made.inputs.runs)
+    runs[run] = replace(one, tree=RunTree(begin, tuple(own), limits, {window: bits}))
+    return changed(made, runs=tuple(runs))
+
+
+def tree(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
+    made, [blocks] = step([(0, 50, 11)], dim_v, dtype)
+    run = QueryRun(0, 11, 50, torch.tensor(blocks))
+    return as_tree(changed(made, runs=(run,)), 0, PARENTS, window)
+
+
+def tree_from_its_middle(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
+    """Its last tokens; the first are in pages."""
+    made, [blocks] = step([(0, 27, 4)], dim_v, dtype)
+    run = QueryRun(0, 4, 27, torch.tensor(blocks))
+    return as_tree(changed(made, runs=(run,)), 0, PARENTS, window)
+
+
+def whole_tree(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
+    """Of as many tokens as there may be, beside a row and a chunk."""
+    made, (one, two, three) = step([(0, 6, 1), (0, 3, 5), (0, 20, 64)], dim_v, dtype)
+    runs = QueryRun(1, 5, 3, torch.tensor(two)), QueryRun(6, 64, 20, torch.tensor(three))
+    parents = [*PARENTS, *range(10, 40), *(node * 7 % 40 for node in range(40, 63))]
+    made = changed(made, rows=rows_of([one], [7], window), runs=runs)
+    return as_tree(made, 1, parents, window)
+
+
+def tree_with_tiles(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
+    """Behind a cold tile."""
+    made, [blocks] = step([(8, 0, 11)], dim_v, dtype)
+    k, v = made.seen[0]
+    made.tiles = [(k[:8], v[:8])]
+    tile = ColdTile(0, 8, (), torch.empty(0, dtype=torch.int64), (0,))
+    run = QueryRun(0, 11, 8, torch.tensor(blocks[:0], dtype=torch.int64), paged=False, near=8)
+    made = changed(made, runs=(run,), cold=ColdInputs((tile,), ()))
+    return as_tree(made, 0, PARENTS, window)
+
+
 Path = Callable[[int, int | None, torch.dtype], Step]
-PATHS: list[Path] = [rows, long_rows, chunk, chunk_with_past, mixed, tiles, rows_with_tiles, chosen]
+TREES: list[Path] = [tree, tree_from_its_middle, whole_tree, tree_with_tiles]
+PATHS: list[Path] = [rows, long_rows, chunk, chunk_with_past, mixed, tiles, rows_with_tiles, chosen, *TREES]
 
 
 @pytest.fixture(autouse=True)

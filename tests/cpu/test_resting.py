@@ -18,7 +18,7 @@ from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.scheduler import Scheduler
 from penstock.sched.speculation import Speculation
 from penstock.sched.suffix import Draft
-from penstock.step.plan import UNKNOWN, Plan, Share, ShareKind
+from penstock.step.plan import MOST_DRAFTED, UNKNOWN, Plan, Share, ShareKind
 from worlds import ROOT, sampling
 
 WINDOW, FIRST = 64, 128
@@ -146,6 +146,11 @@ class Model:
     tokens: Callable[[int, int], Sequence[int]]
     seconds: float = 0.0
     spent: float = 0.0
+    most: int = MOST_DRAFTED
+    trees: bool = False
+
+    def levels(self, count: int) -> int:
+        return count
 
     def propose(self, asked: Sequence[tuple[Request, Share, int]]) -> list[Draft]:
         assert self.machine.free <= self.machine.now, "a step of the target is under way"

@@ -575,13 +575,13 @@ def walk(structures: Structures, row: int, seed: int, ends: frozenset[int], most
     """What a model says that likes all tokens alike; without the end, and with it if it came."""
     rng, said = random.Random(seed), list[int]()
     for _ in range(most):
-        [mask], broken = structures.masks([Row(row)], [()])
+        [mask], broken = structures.masks([Row(row)], [()], [()])
         assert not broken
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         token = int(rng.choice(allowed[allowed < structures._size]))
         structures.take(Row(row), [token])
         if token in ends:
-            [mask], _ = structures.masks([Row(row)], [()])
+            [mask], _ = structures.masks([Row(row)], [()], [()])
             assert (
                 set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")))
                 - {structures._size}
@@ -674,7 +674,7 @@ class Said:
         self.heard.append(tuple(tokens))
 
     def masks(
-        self, rows: Sequence[Row], drafts: Sequence[Sequence[int]]
+        self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
     ) -> tuple[np.ndarray, frozenset[int]]:
         count = len(rows) + sum(map(len, drafts))
         bits = np.zeros((count, 128), dtype=bool)
@@ -698,8 +698,8 @@ def test_masks_on_logits_and_when_tokens_are_waited_for() -> None:
     logits[4] = -torch.inf
     # The fourth of them verifies a draft of three tokens.
     places = [2, 3, 4, 5, *range(9, count + 2)]
-    before, rows = logits.clone(), {at: (Row(at), (70, 71, 72) if at == 5 else ()) for at in places}
-    for row, _ in rows.values():
+    before, rows = logits.clone(), {at: (Row(at), (70, 71, 72) if at == 5 else (), ()) for at in places}
+    for row, *_ in rows.values():
         masks.admit(
             Admission(
                 row, replace(sampling(), structure=Structure.regex("a")), (1,), (8, 9) if row == 2 else ()
@@ -714,22 +714,22 @@ def test_masks_on_logits_and_when_tokens_are_waited_for() -> None:
         assert torch.equal(logits[share], before[share])
     assert guide.heard[:4] == ["begin", (8, 9), "begin", ()]
     guide.heard.clear()
-    two = {0: (Row(2), ()), 1: (Row(3), ())}
-    masks.drawn({1: (Row(2), ())}, guide)
+    two = {0: (Row(2), (), ()), 1: (Row(3), (), ())}
+    masks.drawn({1: (Row(2), (), ())}, guide)
     assert guide.heard == [], "what is under way is waited for when it is needed"
     masks.put(logits[:2], two)
     assert guide.heard == ["read", (71,), ()]
     # Of a draft that which was accepted is said, and the token behind it.
     for draft, said in (((70, 71), (70, 71, 72)), ((70, 72), (70, 71)), ((71,), (70,)), ((), (70,))):
         guide.heard.clear()
-        masks.drawn({0: (Row(2), draft)}, guide)
+        masks.drawn({0: (Row(2), draft, ())}, guide)
         masks.put(logits[:2], two)
         assert guide.heard == ["read", said, ()]
     # What is no token is not said, nor what follows it.
     guide.wrong = frozenset({1})
     for first, draft, said in ((1, (), ()), (0, (70, 71), (70,)), (0, (72,), (70,))):
         guide.heard.clear()
-        masks.drawn({first: (Row(2), draft)}, guide)
+        masks.drawn({first: (Row(2), draft, ())}, guide)
         masks.put(logits[:2], two)
         assert guide.heard == ["read", said, ()]
 

@@ -28,6 +28,7 @@ from paged import (
     check_decode,
     check_placed_run,
     check_run,
+    check_tree,
     decode,
     fill,
     pool_views,
@@ -351,6 +352,15 @@ class TestRun:
     def test_sinks(self, tokens: int, start: int, window: int | None) -> None:
         check_run(tokens, start, heads=16, window=window, sinks=True)
         check_placed_run(tokens, start, 5, heads=16, window=window, sinks=True, max_length=4096)
+
+    @pytest.mark.parametrize("window", [None, 1, 5, 40])
+    @pytest.mark.parametrize(
+        ("tokens", "begin", "earlier"), [(64, 90, 0), (9, 3, 0), (5, 60, 11), (1, 33, 30), (40, 20, 24)]
+    )
+    def test_trees(self, tokens: int, begin: int, earlier: int, window: int | None) -> None:
+        """Whole, and from their middle on."""
+        check_tree(tokens, begin, earlier=earlier, heads=16, kv_heads=2, window=window, seed=begin)
+        check_tree(tokens, begin, earlier=earlier, heads=3, kv_heads=3, window=window, sinks=True)
 
     def test_nothing(self) -> None:
         k_cache, v_cache = pool_views(2, 16, 2, 16, torch.float32)

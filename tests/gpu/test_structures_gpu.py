@@ -54,7 +54,7 @@ class Given:
     def take(self, row: Row, tokens: Sequence[int]) -> None: ...
 
     def masks(
-        self, rows: Sequence[Row], drafts: Sequence[Sequence[int]]
+        self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
     ) -> tuple[np.ndarray, frozenset[int]]:
         return self.words[: len(rows)].copy(), frozenset()
 
@@ -63,11 +63,11 @@ class Given:
 def test_masks_are_those_on_the_cpu(vocab: int) -> None:
     logits = torch.randn(40, vocab, generator=torch.Generator().manual_seed(1))
     logits[7] = -torch.inf
-    rows = {share: (Row(share), ()) for share in range(1, 40, 2)}
+    rows = {share: (Row(share), (), ()) for share in range(1, 40, 2)}
     found = []
     for device in ("cpu", "cuda"):
         masks, some = Masks(Given(40, vocab), torch.device(device)), logits.clone().to(device)
-        for row, _ in rows.values():
+        for row, *_ in rows.values():
             masks.admit(Admission(row, replace(sampling(), structure=Structure.regex("a")), (1,), ()))
         masks.put(some, rows)
         found.append(some.cpu())

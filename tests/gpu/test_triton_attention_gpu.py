@@ -16,6 +16,7 @@ from paged import (
     check_decode,
     check_placed_run,
     check_run,
+    check_tree,
     decode,
     fill,
     pool_views,
@@ -113,6 +114,19 @@ def test_runs(tokens: int, start: int, heads: int, kv_heads: int, dim: int, wind
         dtype=torch.bfloat16,
         device="cuda",
     )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "begin", "earlier"), [(64, 32768, 0), (64, 100, 0), (12, 4000, 40), (1, 511, 63)]
+)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64), (4, 4, 256)])
+@pytest.mark.parametrize("window", [None, 20, 300])
+def test_trees(
+    tokens: int, begin: int, earlier: int, heads: int, kv_heads: int, dim: int, window: int | None
+) -> None:
+    case = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block_size": 64, "window": window}
+    for dtype in (torch.bfloat16, torch.float32):
+        check_tree(tokens, begin, earlier=earlier, dtype=dtype, device="cuda", **case)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -167,7 +167,7 @@ def step(
         if draft.tokens:
             speculation.verifies(share, draft)
             count = held(share.row, draft)
-            speculation.learn(request, share, count + 1, count + 1)
+            speculation.learn(request, share, (0,) * (count + 1), count + 1)
             yielded += count
     took = seconds(sum(len(share.tokens) for share in shares))
     speculation.stepped(Plan((), tuple(shares)), took)

@@ -45,18 +45,32 @@ class Matcher:
         self._copies = copies
         self.inner, self._first = copies()
 
-    def ahead(self, draft: Sequence[int]) -> "list[Matcher]":
-        """Return matchers that have followed this one's output, and a token of a draft more each, as far as
-        the structure allows these."""
+    def ahead(self, draft: Sequence[int], parents: Sequence[int] = ()) -> "dict[int, Matcher]":
+        """Return matchers that have followed this one's output, and the tokens of a draft up to one of them
+        each, by its number from 1 on, as far as the structure allows these. parents: as of `step.tree`."""
         if self.inner is None:
-            return []
+            return {}
+        if parents:
+            return self._along(draft, parents)
         allowed = self.inner.deep_copy().validate_tokens(list(draft))
-        matchers, last = list[Matcher](), self
-        for token in draft[: max(allowed, 0)]:
+        matchers, last = dict[int, Matcher](), self
+        for number, token in enumerate(draft[: max(allowed, 0)], 1):
             last = last._copy()
             last.take(token)
-            matchers.append(last)
+            matchers[number] = last
         return matchers
+
+    def _along(self, draft: Sequence[int], parents: Sequence[int]) -> "dict[int, Matcher]":
+        found = {0: self}
+        for number, (token, parent) in enumerate(zip(draft, parents, strict=True), 1):
+            before = found.get(parent)
+            if before is None or before.inner is None:
+                continue
+            if before.inner.deep_copy().validate_tokens([token]) == 1:
+                found[number] = before._copy()
+                found[number].take(token)
+        del found[0]
+        return found
 
     def _copy(self) -> "Matcher":
         other = Matcher(self._ends)

@@ -153,18 +153,21 @@ class Structures:
             matcher.take(token)
 
     def masks(
-        self, rows: Sequence[Row], drafts: Sequence[Sequence[int]]
+        self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
     ) -> tuple[NDArray[np.int32], frozenset[int]]:
         """Return the masks of tokens that rows may have next, and behind each token of their drafts: `[masks,
         ceil(vocab / 32)]` bits in int32; and the places of those whose structure could not be held.
 
-        Behind a token that the structure does not allow, anything is allowed.
+        Behind a token that the structure does not allow, anything is allowed. parents: of drafts that are
+        trees.
         """
         found = list[tuple[int, Matcher]]()
         place = 0
-        for row, draft in zip(rows, drafts, strict=True):
+        for row, draft, above in zip(rows, drafts, parents, strict=True):
             matcher = self._rows[row]
-            found += enumerate([matcher, *(matcher.ahead(draft) if draft else ())], place)
+            found.append((place, matcher))
+            ahead = matcher.ahead(draft, above) if draft else {}
+            found += [(place + number, other) for number, other in ahead.items()]
             place += 1 + len(draft)
         masks = np.full((place, self._size // 32 + 1), -1, dtype=np.int32)
         masks[[at for at, _ in found]] = 0

@@ -50,6 +50,7 @@ from penstock.engine.team import (
     threads_of_rank,
 )
 from penstock.engine.threads import first_look, threads_for
+from penstock.engine.tree_drafter import TreeDrafter
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.movement.pool import KVPool
 from penstock.kv.store.blocks import BlockStore
@@ -136,10 +137,11 @@ def boot(
         if outline.draft is not None and scheduler.speculation is not None:
             most = outline.limits.max_step_tokens
             shares = config.drafts_itself
+            lines = ModelDrafter if plan.rest is Rest.ALL else TreeDrafter
             scheduler.speculation.model = (
                 HeadDrafter(ranks, most, threads)
                 if isinstance(draft, HeadCheckpoint)
-                else ModelDrafter(ranks, most, threads, shares_kv=shares)
+                else lines(ranks, most, threads, shares_kv=shares)
             )
         note = carry_rates(scheduler.tiers.rates, part.store, by)
         engine = Engine(scheduler, ranks, note, threads, outline.lora)

@@ -22,7 +22,7 @@ from time import perf_counter
 from penstock.engine.ranks import Ranks, Threads
 from penstock.sched.request import Request
 from penstock.sched.suffix import Draft
-from penstock.step.plan import UNKNOWN, ModelRole, Plan, RequestId, Share, ShareKind, Step
+from penstock.step.plan import MOST_DRAFTED, UNKNOWN, ModelRole, Plan, RequestId, Share, ShareKind, Step
 
 _LAST = 5
 """Measurements of which the median is taken."""
@@ -42,6 +42,11 @@ class ModelDrafter:
         self.spent = 0.0
         """Seconds of the last drafts, with what the model had to compute before."""
         self._took = deque[float](maxlen=_LAST)
+        self.most, self.trees = MOST_DRAFTED, False
+
+    def levels(self, count: int) -> int:
+        """Return how many steps a draft of so many tokens takes: one for each."""
+        return count
 
     def propose(self, asked: Sequence[tuple[Request, Share, int]]) -> list[Draft]:
         """Return a draft of so many tokens for each request.
@@ -49,30 +54,36 @@ class ModelDrafter:
         Each has a share of one token in the plan of the target that is being made, and pages for that and for
         the draft.
         """
-        known = list(self._known(asked))
+        known = list(self.known(asked))
         plans, computed = [*known, *self._further(asked)], sum([plan.tokens for plan in known])
         begin, drafts = perf_counter(), defaultdict[RequestId, list[int]](list)
         owner = {request.row: request.id for request, _, _ in asked}
-        for plan, step in [(plan, self._begin(plan)) for plan in plans]:
+        for plan, step in [(plan, self.begin(plan)) for plan in plans]:
             outcome = step.outcome()
             assert not outcome.landed, "transfers that a draft's step reports are lost"
             for share, result in zip(plan.shares, outcome.results, strict=True):
                 drafts[owner[share.row]] += result.tokens
         for request, _, count in asked:
             request.kv.drafted = len(request.tokens) + count - 1
-        self.spent = perf_counter() - begin
-        if computed <= 2 * sum([count for _, _, count in asked]):  # Otherwise most of it was a prompt.
-            self._took.append(self.spent / len(plans))
-            self.seconds = median(self._took)
+        self.took(perf_counter() - begin, len(plans), computed <= 2 * sum([count for _, _, count in asked]))
         return [
             Draft(tuple(drafts[request.id]), (1.0,) * count, by_model=True) for request, _, count in asked
         ]
 
-    def _begin(self, plan: Plan) -> Step:
+    def took(self, spent: float, steps: int, alike: bool) -> None:
+        """Note the seconds of so many steps. alike: whether they say how long others take; they do not where
+        most of that was a prompt."""
+        self.spent = spent
+        if alike:
+            self._took.append(spent / steps)
+            self.seconds = median(self._took)
+
+    def begin(self, plan: Plan) -> Step:
+        """Begin a step of the draft model."""
         with nullcontext() if self._threads is None else self._threads.of(plan.tokens):
             return self._ranks.begin(plan)
 
-    def _known(self, asked: Sequence[tuple[Request, Share, int]]) -> Iterator[Plan]:
+    def known(self, asked: Sequence[tuple[Request, Share, int]]) -> Iterator[Plan]:
         """Yield the steps that compute what the draft model lacks of the requests' tokens."""
         lacking = [
             (
@@ -87,25 +98,25 @@ class ModelDrafter:
             for request, start, block in lacking:
                 stop = min(start + room, len(request.tokens))
                 if start < stop:
-                    shares.append(_share(request, start, tuple(request.tokens[start:stop]), block))
+                    shares.append(share_of(request, start, tuple(request.tokens[start:stop]), block))
                     room, block = room - (stop - start), len(request.kv.pages)
                 if stop < len(request.tokens):
                     left.append((request, stop, block))
-            yield _plan(shares)
+            yield plan_of(shares)
             lacking = left
 
     def _further(self, asked: Sequence[tuple[Request, Share, int]]) -> Iterator[Plan]:
         """Yield the steps behind these, each of the token that the one before draws."""
         for level in range(1, max(count for _, _, count in asked)):
             shares = [
-                _share(request, len(request.tokens) - 1 + level, (UNKNOWN,), len(request.kv.pages))
+                share_of(request, len(request.tokens) - 1 + level, (UNKNOWN,), len(request.kv.pages))
                 for request, _, count in asked
                 if level < count
             ]
-            yield _plan(shares)
+            yield plan_of(shares)
 
 
-def _share(request: Request, start: int, tokens: tuple[int, ...], block: int) -> Share:
+def share_of(request: Request, start: int, tokens: tuple[int, ...], block: int) -> Share:
     """Return a share that computes these tokens, and draws one behind the request's newest or a later one.
     block: index of its first page that workers may not know."""
     row, kv = request.row, request.kv
@@ -122,7 +133,8 @@ def _share(request: Request, start: int, tokens: tuple[int, ...], block: int) ->
     )
 
 
-def _plan(shares: Sequence[Share]) -> Plan:
+def plan_of(shares: Sequence[Share]) -> Plan:
+    """Return the draft model's step of these shares."""
     rows = [share for share in shares if share.kind is ShareKind.DECODE]
     runs = [share for share in shares if share.kind is not ShareKind.DECODE]
     return Plan((), (*rows, *runs), model=ModelRole.DRAFT)

@@ -29,7 +29,7 @@ from time import perf_counter
 from penstock.engine.ranks import Ranks, Threads
 from penstock.sched.request import Request
 from penstock.sched.suffix import NO_DRAFT, Draft
-from penstock.step.plan import UNKNOWN, ModelRole, Plan, RequestId, Share, ShareKind, Step
+from penstock.step.plan import MOST_DRAFTED, UNKNOWN, ModelRole, Plan, RequestId, Share, ShareKind, Step
 
 _LAST = 5
 """Measurements of which the median is taken."""
@@ -61,6 +61,11 @@ class HeadDrafter:
         self.spent = 0.0
         """Seconds of the last drafts, with what the head had to compute before."""
         self._took = deque[float](maxlen=_LAST)
+        self.most, self.trees = MOST_DRAFTED, False
+
+    def levels(self, count: int) -> int:
+        """Return how many steps a draft of so many tokens takes: one for each."""
+        return count
 
     def propose(self, asked: Sequence[tuple[Request, Share, int]]) -> list[Draft]:
         """Return a draft of so many tokens for each request, or none where there are no features to begin

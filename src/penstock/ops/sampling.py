@@ -119,6 +119,14 @@ def draw_reference(logits: Tensor, asked: Tensor, *, sorts: bool = True) -> Tens
     logits: float32 `[draws, vocab]`, a row for each draw.
     sorts: whether any row has top-k or top-p, and so needs an order.
     """
+    return noisy_scores(logits, asked, sorts=sorts).argmax(-1)  # The first, of equal ones.
+
+
+def noisy_scores(logits: Tensor, asked: Tensor, *, sorts: bool = True) -> Tensor:
+    """Return the numbers of which a draw takes the highest: -inf for tokens that cannot be drawn.
+
+    The arguments are those of `draw_reference`.
+    """
     most, nucleus = asked[:, 2, None], asked[:, 3, None]
     warm, below = _warm(logits, asked)
     noisy = below + gumbel(asked[:, 5:], logits.shape[1])
@@ -131,7 +139,7 @@ def draw_reference(logits: Tensor, asked: Tensor, *, sorts: bool = True) -> Tens
             _truncate(best, most, nucleus, likelihood.double().cumsum(-1)[:, -1:])
             left &= torch.zeros_like(left).scatter_(-1, order, best > 0)
         noisy.masked_fill_(~left, -torch.inf)
-    return noisy.argmax(-1)  # The first, of equal ones.
+    return noisy
 
 
 def _draw_among_all(logits: Tensor, asked: Tensor, tokens: Tensor) -> Tensor:

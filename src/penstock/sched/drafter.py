@@ -25,10 +25,18 @@ class ModelDrafting(Protocol):
 
     seconds: time of a step that draws a token for each of them; 0 before one was measured.
     spent: seconds of the last drafts, with what the model had to compute before.
+    most: tokens of a draft, at most.
+    trees: whether its drafts are trees.
     """
 
     seconds: float
     spent: float
+    most: int
+    trees: bool
+
+    def levels(self, count: int) -> int:
+        """Return how many steps a draft of so many tokens takes."""
+        ...
 
     def propose(self, asked: Sequence[tuple[Request, Share, int]]) -> list[Draft]:
         """Return a draft of so many tokens for each request, whose share of one token is in the plan."""
@@ -59,7 +67,7 @@ class SuffixDrafter:
 
 def flaw(draft: Draft, most: int, vocabulary: int | None) -> str:
     """Return what is wrong with a draft of at most `most` tokens, or an empty string."""
-    tokens, scores = draft.tokens, draft.scores
+    tokens, scores, parents = draft.tokens, draft.scores, draft.parents
     if len(tokens) > most:
         return f"a draft of {len(tokens)} tokens, where {most} have a place"
     if len(scores) != len(tokens):
@@ -68,4 +76,6 @@ def flaw(draft: Draft, most: int, vocabulary: int | None) -> str:
         return "a draft of tokens that the model does not know"
     if not all(0 <= score <= 1 for score in scores) or draft.matched < 0:
         return "a draft with scores that are no probabilities, or a match of less than nothing"
+    if parents and (len(parents) != len(tokens) or any(not 0 <= one <= at for at, one in enumerate(parents))):
+        return "a tree in which a token is not behind its parent"
     return ""

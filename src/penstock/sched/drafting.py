@@ -106,9 +106,9 @@ class Drafting:
             if count < there:
                 request.kv.truncate(request.kv.computed - there + count)
             if count:
-                draft = draft.first(count)
+                draft = draft.first(count).heavy_first()
                 self.speculation.verifies(share, draft)
-                verifying[share.row] = self._verified(share, request, draft.tokens, grown=bool(there))
+                verifying[share.row] = self._verified(share, request, draft, grown=bool(there))
         return [share for share in shares if share.row not in verifying] + list(verifying.values())
 
     def stepped(self, plan: Plan, seconds: float, *, idle: bool) -> None:
@@ -143,19 +143,20 @@ class Drafting:
         The pages of these requests grow by the drafts, which the model computes there. Returns by how many
         tokens, by row.
         """
-        grown, asked, places = dict[Row, int](), list[tuple[Request, Share, int]](), list[int]()
+        grown, asked, which = dict[Row, int](), list[tuple[Request, Share, int]](), list[int]()
         for place, depth in enumerate(self.speculation.depths(found, tokens, spare)):
             share, request, most = decoding[place]
             # The draft model's KV never leaves the device.
-            count = 0 if request.kv.long else self._fitting(request, min(depth, most), kept)
+            places = min(depth, self._places(request, most))
+            count = 0 if request.kv.long else self._fitting(request, places, kept)
             if count:
                 request.kv.grow(count)
                 request.kv.note_tables()
                 grown[share.row] = count
                 asked.append((request, share, count))
-                places.append(place)
+                which.append(place)
         if asked:
-            for place, draft in zip(places, self.speculation.by_model(asked), strict=True):
+            for place, draft in zip(which, self.speculation.by_model(asked), strict=True):
                 found[place] = replace(draft, instead_of=found[place])
         return grown
 
@@ -165,6 +166,13 @@ class Drafting:
             return 0
         most = request.most - len(request.tokens) - 1
         return most if request.kv.long else min(most, self._room.long_from - EARLY - len(request.tokens) - 1)
+
+    def _places(self, request: Request, most: int) -> int:
+        """Return how many tokens of a draft model's draft there are places for, if `most` may all hold."""
+        model = self.speculation.model
+        if model is None or not model.trees:
+            return most
+        return min(self._room.longest, self._room.long_from - EARLY) - len(request.tokens) - 1
 
     def _fitting(self, request: Request, count: int, kept: int) -> int:
         """Return how many of so many tokens have a place in blocks. kept: pages that are left to others."""
@@ -176,16 +184,17 @@ class Drafting:
             count = min(count, -kv.computed % pools.size)
         return count
 
-    def _verified(self, share: Share, request: Request, draft: tuple[int, ...], *, grown: bool) -> Share:
+    def _verified(self, share: Share, request: Request, draft: Draft, *, grown: bool) -> Share:
         kv, size = request.kv, self._pools.size
         if not grown:
-            kv.grow(len(draft))
+            kv.grow(len(draft.tokens))
             kv.note_tables()
         kv.fast_decode_until, request.ending = 0, True
         return replace(
             share,
             kind=ShareKind.VERIFY,
-            tokens=(*share.tokens, *draft),
+            tokens=(*share.tokens, *draft.tokens),
+            parents=draft.parents,
             new_blocks=tuple(kv.pages[share.first_new_block - kv.first_page :]),
             cold_start=min(share.start, kv.first_page * size),
             cold_stop=len(kv.host) * size,

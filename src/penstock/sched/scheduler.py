@@ -288,7 +288,7 @@ class Scheduler:
                 events.append(Event(request.id, embedding=result.embedding))
             if share.kind is verify and self.speculation is not None:
                 kept = request.kept(start + 1, result.tokens)
-                self.speculation.learn(request, share, len(result.tokens), kept, result.tokens)
+                self.speculation.learn(request, share, result.tokens, kept)
             finish = self._append(request, start + 1 if share.kind is verify else stop, result, events)
             if share.kind is verify:
                 self._verified(request, share, result)

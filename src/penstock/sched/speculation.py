@@ -20,6 +20,7 @@ which goes on without drafts.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from math import inf
 from time import monotonic
@@ -134,7 +135,7 @@ class Speculation:
         """
         if self.model is None or not found:
             return [0] * len(found)
-        most, took = min(MOST_DRAFTED, spare // len(found)), self.model.seconds
+        most, took = min(self.model.most, spare // len(found)), self.model.seconds
         depth, gained = self._deepest(len(found), tokens, most)
         probes = not depth
         if not took:
@@ -144,11 +145,9 @@ class Speculation:
             depth = self._probing_depth(len(found), tokens, most)
         survival = [self.survival.of(draft) for draft in found]
         deep = [0 if sum(some) >= gained[depth] else depth for some in survival]
-        both = [
-            self.survival.of_model(count) if count else some
-            for count, some in zip(deep, survival, strict=True)
-        ]
-        apart = max(deep) * took
+        by_model = partial(self.survival.of_model, tree=self.model.trees)
+        both = [by_model(count) if count else some for count, some in zip(deep, survival, strict=True)]
+        apart = self.model.levels(max(deep)) * took
         if not probes and self._rate(both, tokens, spare, apart) <= self._rate(survival, tokens, spare):
             return [0] * len(found)
         self._unasked *= not depth
@@ -167,10 +166,10 @@ class Speculation:
         assert self.model is not None
         took, plain = self.model.seconds, self._base(tokens)
         allowed = self._at(tokens + rows) + took + self.budget.left * plain
-        gained = list(accumulate(self.survival.of_model(most), initial=0.0))
+        gained = list(accumulate(self.survival.of_model(most, tree=self.model.trees), initial=0.0))
         best, depth = _GAIN * rows / plain, 0
         for deep in range(1, most + 1) if took and self.budget.left > 0 else ():
-            seconds = self._at(tokens + rows * deep) + deep * took
+            seconds = self._at(tokens + rows * deep) + self.model.levels(deep) * took
             if (rate := (rows + rows * gained[deep]) / seconds) > best and seconds <= allowed:
                 best, depth = rate, deep
         return depth, gained
@@ -180,13 +179,13 @@ class Speculation:
         before its patience is over, and no more than may be lost."""
         assert self.model is not None
         most, took, plain = min(_PROBED, most, max(32 // rows, 1)), self.model.seconds, self._base(tokens)
-        cost = (self._thought(tokens + rows * most) + self.model.spent) / plain - 1
-        self._patience = max(_PROBE_EVERY, _PROBE_EVERY * cost)
+        by, steps = self.model.levels, self._thought
+        self._patience = _PROBE_EVERY * max(1, (steps(tokens + rows * most) + self.model.spent) / plain - 1)
         if self._unasked < self._patience or not self.budget.full:
             return 0
         least = self._thought(tokens + rows) + took
         allowed = least + (_PROBE_COST if self.budget.left < 1 else self.budget.left) * plain
-        return count_within(allowed, most, lambda deep: self._thought(tokens + rows * deep) + deep * took)
+        return count_within(allowed, most, lambda deep: steps(tokens + rows * deep) + by(deep) * took)
 
     def choose(self, found: Sequence[Draft], tokens: int, spare: int) -> list[Draft]:
         """Return what a step verifies of the drafts of all requests, none of it for most of them.
@@ -264,7 +263,7 @@ class Speculation:
 
     def _model_may_pay(self, rows: int, tokens: int, spare: int) -> bool:
         """Tell whether a draft model is to be asked."""
-        if self.model is None or (most := min(MOST_DRAFTED, spare // rows)) < 1:
+        if self.model is None or (most := min(self.model.most, spare // rows)) < 1:
             return False
         if not self.model.seconds:
             return True
@@ -389,21 +388,21 @@ class Speculation:
         """Note that a step verifies a draft."""
         self._drafts[share.row] = draft
 
-    def learn(self, request: Request, share: Share, drawn: int, kept: int, said: Sequence[int] = ()) -> None:
-        """Note how many tokens the target drew for a share that verified a draft, and how many of these are
-        the request's, which may have ended within the draft. said: the tokens that it drew."""
+    def learn(self, request: Request, share: Share, drawn: Sequence[int], kept: int) -> None:
+        """Note the tokens that the target drew for a share that verified a draft, and how many of these are
+        the request's, which may have ended within the draft."""
         draft = self._drafts.pop(share.row, None)
         if draft is None:
             return
-        held = min(drawn - 1, len(draft.tokens))
-        self.survival.learn(draft, held)
+        held, deep = min(len(drawn) - 1, len(draft.tokens)), draft.deep
+        self.survival.learn_drawn(draft, drawn)
         if draft.instead_of is not None:
-            self.survival.compare(draft.instead_of, said)
-        if self._probes and held == len(draft.tokens):
+            self.survival.compare(draft.instead_of, drawn)
+        if self._probes and held == deep:
             self._plain = self._unasked = _LONG
         if draft.tried:
             self._needed = 1 if held > draft.tried else min(2 * self._needed, _PROBE_EVERY)
-        elif held == len(draft.tokens):
+        elif held == deep:
             self._whole += 1
         for counts in (self.counts, request.drafts):
             counts.drafts, counts.drafted = counts.drafts + 1, counts.drafted + len(draft.tokens)

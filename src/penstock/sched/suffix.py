@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.step.tree import depths
+
 MOST_MATCHED = 32
 """Tokens of a match beyond which a longer one says nothing more."""
 
@@ -39,6 +41,9 @@ class Draft:
     tried: how many of them are thought to pay, where more are verified to see whether they hold; else 0.
     instead_of: the draft by look-up in whose place it is.
     elsewhere: whether it was found in outputs of other requests.
+    parents: of a tree, for each token the number of the one that it follows, from 1 on, or 0 where that is
+        the newest token; a token comes behind its parent. None for a line.
+        The scores are then how likely each is its parent's next.
     """
 
     tokens: tuple[int, ...] = ()
@@ -48,16 +53,55 @@ class Draft:
     tried: int = 0
     instead_of: "Draft | None" = None
     elsewhere: bool = False
+    parents: tuple[int, ...] = ()
 
     def first(self, count: int) -> "Draft":
         """Return its first `count` tokens as a draft."""
         if not count:
             return NO_DRAFT
-        tokens, scores, further = self.tokens[:count], self.scores[:count], (self.instead_of, self.elsewhere)
-        return Draft(tokens, scores, self.matched, self.by_model, self.tried, *further)
+        return replace(
+            self, tokens=self.tokens[:count], scores=self.scores[:count], parents=self.parents[:count]
+        )
+
+    @property
+    def deep(self) -> int:
+        """Return how many tokens of it hold at most."""
+        return max(depths(self.parents)) if self.parents else len(self.tokens)
+
+    def nodes(self, tokens: Sequence[int]) -> list[int]:
+        """Return which of a tree's tokens hold where these come next, behind 0 for the newest one."""
+        found = [0]
+        for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True), 1):
+            if parent == found[-1] and [token] == list(tokens[len(found) - 1 : len(found)]):
+                found.append(node)
+        return found
+
+    def heavy_first(self) -> "Draft":
+        """Return the same tree with its first line in front: of each token's children the first, and so on.
+
+        If that holds, its KV is where it is to be.
+        """
+        if not self.parents:
+            return self
+        first = dict[int, int]()
+        for node, parent in enumerate(self.parents, 1):
+            first.setdefault(parent, node)
+        line = [0]
+        while node := first.get(line[-1], 0):
+            line.append(node)
+        order = [*line, *sorted(set(range(1, len(self.tokens) + 1)) - set(line))]
+        place = {node: at for at, node in enumerate(order)}
+        return replace(
+            self,
+            tokens=tuple([self.tokens[node - 1] for node in order[1:]]),
+            scores=tuple([self.scores[node - 1] for node in order[1:]]),
+            parents=tuple([place[self.parents[node - 1]] for node in order[1:]]),
+        )
 
     def behind(self, count: int) -> "Draft":
-        """Return what is left of it when its first `count` tokens have held."""
+        """Return what is left of it when its first `count` tokens have held, if it is a line."""
+        if self.parents and count:
+            return NO_DRAFT
         return replace(
             self, tokens=self.tokens[count:], scores=self.scores[count:], matched=self.matched + count
         )

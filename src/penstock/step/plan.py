@@ -7,6 +7,7 @@ from typing import NewType, Protocol
 
 from penstock.step.params import Sampling
 from penstock.step.record import record
+from penstock.step.tree import depths, walk
 
 RequestId = NewType("RequestId", int)
 BlockId = NewType("BlockId", int)
@@ -92,7 +93,9 @@ class Landed:
 
 
 MOST_DRAFTED = 32
-"""Most tokens of a draft."""
+"""Most tokens of a draft that is a line."""
+MOST_NODES = 63
+"""Most tokens of a draft that is a tree. With the newest token they are as many as a number has bits."""
 
 
 class ShareKind(Enum):
@@ -108,12 +111,18 @@ class ShareKind(Enum):
     They yield the accepted tokens of the draft and one more: from one token up to as many as the share has.
     A token is drawn after each of them, as it would be without a draft. It is accepted if all tokens of the
     draft before it were drawn, too.
+
+    A draft may be a tree, of which each token attends to those on its own line. It is accepted if these were
+    drawn. After the step the KV of what was accepted is at the places behind the newest token's.
     """
 
 
 @record(frozen=True, slots=True)
 class Share:
     """A share is one request's part of a step: `tokens` at positions [start, start + len(tokens)).
+
+    Of a tree these are the places of their KV alone. The position of a token is that of the newest one and
+    how many tokens it is behind it.
 
     The row's block table is extended at index `first_new_block` by `new_blocks`. Then it covers every
     position from `near` up to the share's end. With `sample`, the last position yields a token.
@@ -135,6 +144,8 @@ class Share:
     first_new_cold, new_cold: the table of host blocks is extended at this index by these. Then it covers [0,
         cold_stop).
     ahead: by how much the positions of what it draws lie behind the next one, in a step of a draft head.
+    parents: of a draft that is a tree, the parent of each of its tokens: see `tree`. Where there are more
+        than drafted tokens, the first nodes are those of earlier steps, whose KV is before `start`.
     """
 
     row: Row
@@ -153,10 +164,11 @@ class Share:
     new_cold: tuple[HostBlockId, ...] = ()
     pooled: bool = False
     ahead: int = 0
+    parents: tuple[int, ...] = ()
 
     @property
     def stop(self) -> int:
-        """Return the position after its last token."""
+        """Return the place after that of its last token."""
         return self.start + len(self.tokens)
 
     @property
@@ -169,12 +181,27 @@ class Share:
         """Return how many tokens are drawn: one, and one behind each token of a draft."""
         return 1 + len(self.draft) if self.sample else 0
 
+    @property
+    def begin(self) -> int:
+        """Return the place of a tree's first node, or of the first token where there is none."""
+        return self.stop - 1 - len(self.parents) if self.parents else self.start
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """Return the position of each of its tokens."""
+        if not self.parents:
+            return range(self.start, self.stop)
+        return [self.begin + depth for depth in depths(self.parents)[-len(self.tokens) :]]
+
+    def accepted(self, drawn: Sequence[int]) -> list[int]:
+        """Return which of its draws are accepted, in order. drawn: what was drawn behind each token."""
+        return walk(drawn, self.draft, self.parents)
+
 
 def accepted(tokens: Sequence[int], draft: Sequence[int]) -> int:
     """Return how many of the tokens that were drawn after each token of a draft are accepted: those before
     which the draft has held."""
-    held = next((at for at, token in enumerate(draft) if tokens[at] != token), len(draft))
-    return held + 1
+    return len(walk(tokens, draft, ()))
 
 
 class ModelRole(Enum):
@@ -208,6 +235,9 @@ class Plan:
     """Keys of blocks on disk."""
     model: ModelRole = ModelRole.TARGET
     """The one that computes the shares."""
+    children: int = 0
+    """Tokens that are told for each draw, of those that may come next, where a draft model grows trees; then
+    none is drawn."""
 
     @property
     def runs(self) -> tuple[Share, ...]:
@@ -248,6 +278,7 @@ class Result:
     tokens: in order, usually one. Each is at the position after the one that it was drawn from.
     logprobs: one for each of the tokens, or none at all.
     embedding: the hidden state of the share's last position, behind the last norm, if it was asked for.
+    children: for each draw the tokens that may come next, and how likely each is, if they were asked for.
     broken: whether the output could no longer follow its structure. The last token then ends the output.
     wrong: whether logits had a NaN. The last token is then arbitrary, and KV computed before it is not to be
         trusted.
@@ -259,6 +290,7 @@ class Result:
     broken: bool = False
     wrong: bool = False
     embedding: tuple[float, ...] = ()
+    children: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from penstock.ops.rope import RotaryAngles
 from penstock.step.plan import UNKNOWN, HostBlockId, Plan, Share, ShareKind
 from penstock.worker.tables import BlockTables
 from penstock.worker.tiling import Stretch, Table, stretches
+from penstock.worker.trees import run_tree
 
 Ints = NDArray[np.int64]
 
@@ -110,11 +111,12 @@ class InputBuilder:
         starts = np.array([share.start for share in shares], dtype=np.int64)
         first = np.cumsum(counts) - counts
         total = int(counts.sum())
-        positions = np.arange(total) - np.repeat(first - starts, counts)
+        places = np.arange(total) - np.repeat(first - starts, counts)
+        positions = _positions(places, shares, first)
         blocks = self._table[
-            np.repeat([share.row for share in shares], counts), positions // self._block_size
+            np.repeat([share.row for share in shares], counts), places // self._block_size
         ].astype(np.int64)
-        offsets = positions % self._block_size
+        offsets = places % self._block_size
         wanted = [
             place
             for at, count, share in zip(first, counts, shares, strict=True)
@@ -124,7 +126,7 @@ class InputBuilder:
         for at, share in zip(first, shares, strict=True):
             wanted.extend(range(int(at), int(at) + len(share.next_prompt_tokens)))
         # What goes to host blocks alone has no place in pages.
-        is_cold = positions < np.repeat([share.near for share in shares], counts)
+        is_cold = places < np.repeat([share.near for share in shares], counts)
         slots = np.where(is_cold, -1, blocks * self._block_size + offsets)
         sends = tuple(self._sends(shares, first))
         tiling = self._tile(shares)
@@ -306,11 +308,7 @@ class InputBuilder:
 
         It is the prompt's length for a prompt's tokens, and the position's for later ones.
         """
-        return [
-            max(share.prompt_length, position + 1)
-            for share in shares
-            for position in range(share.start, share.stop)
-        ]
+        return [max(share.prompt_length, position + 1) for share in shares for position in share.positions]
 
     def _last(self, shares: Sequence[Share]) -> AttentionInputs:
         """Return the newest token of each sampling share as a row.
@@ -411,9 +409,19 @@ class InputBuilder:
                         self._send(table.astype(np.int64)),
                         paged,
                         begin,
+                        run_tree(share, self._windows, self._device),
                     )
                 )
         return tuple(runs)
+
+
+def _positions(places: Ints, shares: Sequence[Share], first: Ints) -> Ints:
+    """Return the positions of a step's tokens, whose KV is at these places of their sequences."""
+    trees = [(int(at), share) for at, share in zip(first, shares, strict=True) if share.parents]
+    positions = places.copy() if trees else places
+    for at, share in trees:
+        positions[at : at + len(share.tokens)] = share.positions
+    return positions
 
 
 def _plain(share: Share) -> bool:

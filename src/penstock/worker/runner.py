@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from time import perf_counter
 
@@ -22,17 +23,7 @@ from penstock.models.inputs import Weights
 from penstock.ops.attention.gathered import PAST_TILE
 from penstock.ops.kernels import between_products, counting, pdl_launches, plain_torch
 from penstock.step.adapter import LoadedAdapter
-from penstock.step.plan import (
-    Landed,
-    ModelRole,
-    Outcome,
-    Plan,
-    Result,
-    Share,
-    ShareKind,
-    TokenLogprob,
-    accepted,
-)
+from penstock.step.plan import Landed, ModelRole, Outcome, Plan, Result, Share, ShareKind, TokenLogprob
 from penstock.weights.checkpoint.lora import Adapter
 from penstock.weights.streaming.cpu_experts import CpuService
 from penstock.weights.streaming.snapshots import SlotSnapshots
@@ -42,7 +33,8 @@ from penstock.worker.inputs import StepTensors
 from penstock.worker.loaded import LoadedModel
 from penstock.worker.sampler import Drawn, fetched
 from penstock.worker.sizes import HEAD_ROWS, StepSizes, row_counts, run_counts
-from penstock.worker.warmup import draft_step, kernel_steps, largest_step, long_steps, small_steps
+from penstock.worker.trees import Move, compact, moves_of
+from penstock.worker.warmup import draft_step, kernel_steps, largest_step, long_steps, small_steps, tree_step
 
 _PATIENCE = 0.02
 """Seconds that a step without work waits for a transfer to land."""
@@ -136,7 +128,7 @@ class Runner:
         """
         plans = *kernel_steps(sizes), *small_steps(sizes), largest_step(sizes, past=PAST_TILE)
         if sizes.drafted:
-            plans += (draft_step(sizes),)
+            plans += draft_step(sizes), tree_step(sizes)
         if self.target.carrier is not None:
             plans += (*long_steps(sizes),)
         yield from (partial(self.run, plan) for plan in plans)
@@ -294,7 +286,7 @@ class Runner:
         state = model.pool.state if model.pool is not None else None
         if state is not None and (begun := [share.row for share in plan.shares if not share.start]):
             state.clear(send(np.array(begun, dtype=np.int64), self._device))
-        if graphs is not None and graphs.fits(plan):
+        if graphs is not None and not plan.children and graphs.fits(plan):
             inputs.tables.note(plan)
             if plan.runs:
                 inputs.tables.note_on_device(plan)
@@ -330,7 +322,8 @@ class Runner:
                     logits = logits_of(slice(first)).float()
                 for some in drafts:
                     end = first + sum([share.draws for share in some])
-                    verified.append(model.sampler.sample(logits_of(slice(first, end)).float(), some))
+                    part = logits_of(slice(first, end)).float()
+                    verified.append(model.sampler.sample(part, some, plan.children))
                     first = end
                 if pooled := [place for place, share in enumerate(sampled(plan)) if share.pooled]:
                     rows = send(np.array(pooled, dtype=np.int64), self._device)
@@ -344,7 +337,7 @@ class Runner:
                     first += positions
         if by_cpu is not None:
             by_cpu.end_pass()
-        drawn = () if logits is None else (model.sampler.sample(logits, plain),)
+        drawn = () if logits is None else (model.sampler.sample(logits, plain, plan.children),)
         return (*drawn, *verified), prompts, embeddings
 
     def _tell(
@@ -420,7 +413,10 @@ class Begun:
         return self.runner.end(self)
 
     def results(self) -> tuple[Result, ...]:
-        """Return the results of its shares, when they are known."""
+        """Return the results of its shares, when they are known. The KV of accepted trees is moved then."""
+        if self.plan.children:
+            found = iter([one for some in self.drawn for one in some.children()])
+            return tuple(Result(children=tuple(islice(found, share.draws))) for share in self.plan.shares)
         tokens, logprobs = list[int](), list[TokenLogprob | None]()
         broken, wrong = set[int](), set[int]()
         for some in self.drawn:
@@ -432,19 +428,23 @@ class Begun:
         plain = not (any(self.prompts) or broken or wrong or any(run.draft for run in self.plan.runs))
         if plain and len(tokens) == len(self.plan.shares) and self.embeddings is None:
             return tuple(map(Result, zip(tokens), scores))  # Tuples of one token each.
-        first, results = 0, []
+        first, results, moves = 0, [], list[Move]()
         embeddings = iter(self.embeddings.tolist() if self.embeddings is not None else ())
         for share, prompt in zip(self.plan.shares, self.prompts, strict=True):
             draws = share.draws if self.drawn else 0
             if not draws:
                 results.append(Result(prompt_logprobs=tuple(prompt)))
                 continue
-            faulty = min((place - first for place in wrong if first <= place < first + draws), default=draws)
-            kept = min(accepted(tokens[first : first + draws], share.draft), faulty + 1)
-            last = first + kept
+            nodes = share.accepted(tokens[first : first + draws])
+            faulty = next((at for at, node in enumerate(nodes, 1) if first + node in wrong), len(nodes))
+            places = [first + node for node in nodes[:faulty]]
+            moves += moves_of(share, nodes[:faulty]) if share.parents else ()
             pooled = tuple(next(embeddings)) if share.pooled else ()
-            own = tuple(score for some in scores[first:last] for score in some)
-            ends = last - 1 in broken, last - 1 in wrong
-            results.append(Result(tuple(tokens[first:last]), own, tuple(prompt), *ends, pooled))
+            said, own = zip(*[(tokens[place], scores[place]) for place in places], strict=True)
+            ends = places[-1] in broken, places[-1] in wrong
+            results.append(Result(said, tuple(chain(*own)), tuple(prompt), *ends, pooled))
             first += draws
+        model = self.runner.models[self.plan.model]
+        if moves and model.pool is not None:
+            compact(moves, model.inputs.tables, model.pool)
         return tuple(results)

@@ -15,14 +15,16 @@ from torch import Tensor
 
 from penstock.memory.sending import send
 from penstock.step.params import Sampling
-from penstock.step.plan import Admission, Row, accepted
+from penstock.step.plan import Admission, Row
+from penstock.step.tree import walk
 
 _ROWS = 16
 """Rows that are masked at a time. That takes their logits once more, and two bytes for each."""
 
 
-Held = Mapping[int, tuple[Row, Sequence[int]]]
-"""Rows with a structure, and the draft that each verifies, by the place of their first draw."""
+Held = Mapping[int, tuple[Row, Sequence[int], Sequence[int]]]
+"""Rows with a structure, and the draft that each verifies, with its tokens' parents if it is a tree, by the
+place of their first draw."""
 
 
 class Guide(Protocol):
@@ -44,13 +46,14 @@ class Guide(Protocol):
         ...
 
     def masks(
-        self, rows: Sequence[Row], drafts: Sequence[Sequence[int]]
+        self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
     ) -> tuple[NDArray[np.int32], frozenset[int]]:
         """Return which tokens may be next, and which of the masks are of rows that have broken off, by index.
 
         In masks `[masks, words]` token t is bit t % 32 of word t // 32. A row has a mask for its next token,
         and one behind each token of its draft. Each has at least one token. A row that has broken off may
-        only end, and its output is not what it should be.
+        only end, and its output is not what it should be. parents: of drafts that are trees, those of each
+        token.
         """
         ...
 
@@ -74,13 +77,13 @@ class _Line:
 
     untaken: tokens that the guide does not have yet.
     newest: the tokens of the step that drew its newest one, the index of that, and the draft that it
-        verified, of which more may have been accepted.
+        verified, of which more may have been accepted, with its tokens' parents.
     """
 
     sampling: Sampling
     untaken: Sequence[int]
     begun: bool = False
-    newest: tuple[Arriving, int, Sequence[int]] | None = None
+    newest: tuple[Arriving, int, Sequence[int], Sequence[int]] | None = None
 
 
 class Masks:
@@ -100,8 +103,8 @@ class Masks:
 
     def drawn(self, held: Held, tokens: Arriving) -> None:
         """Note the tokens that a step has drawn for these rows. They may still be on their way."""
-        for first, (row, draft) in held.items():
-            self._lines[row].newest = tokens, first, draft
+        for first, (row, draft, parents) in held.items():
+            self._lines[row].newest = tokens, first, draft, parents
 
     def put(self, logits: Tensor, held: Held) -> frozenset[int]:
         """Mask logits float32 `[draws, vocab]`, in place. Return the draws that break off.
@@ -109,7 +112,7 @@ class Masks:
         Tokens that a structure does not allow become impossible. If all allowed ones were impossible before,
         they become equally likely.
         """
-        draws = [first + at for first, (_, draft) in held.items() for at in range(1 + len(draft))]
+        draws = [first + at for first, (_, draft, _) in held.items() for at in range(1 + len(draft))]
         masks, broken = self._next(held.values())
         for start in range(0, len(draws), _ROWS):
             some = send(np.array(draws[start : start + _ROWS]), self._device)
@@ -119,21 +122,24 @@ class Masks:
             logits[some] = part.masked_fill_(allowed & nothing, 0.0)
         return frozenset(draws[place] for place in broken)
 
-    def _next(self, rows: Collection[tuple[Row, Sequence[int]]]) -> tuple[NDArray[np.int32], frozenset[int]]:
-        for row, _ in rows:
+    def _next(
+        self, held: Collection[tuple[Row, Sequence[int], Sequence[int]]]
+    ) -> tuple[NDArray[np.int32], frozenset[int]]:
+        for row, *_ in held:
             line = self._lines[row]
             if not line.begun:
                 self._guide.begin(row, line.sampling)
                 line.begun = True
             if line.newest is not None:
-                tokens, first, draft = line.newest
+                tokens, first, draft, parents = line.newest
                 said = tokens.read()[first : first + 1 + len(draft)]
-                last = first + accepted(said, draft)
-                wrong = min((at for at in tokens.wrong if first <= at < last), default=last)
-                line.untaken, line.newest = (*line.untaken, *said[: wrong - first]), None
+                nodes = walk(said, draft, parents)
+                last = next((at for at, node in enumerate(nodes) if first + node in tokens.wrong), len(nodes))
+                line.untaken, line.newest = (*line.untaken, *[said[node] for node in nodes[:last]]), None
             self._guide.take(row, line.untaken)
             line.untaken = ()
-        return self._guide.masks([row for row, _ in rows], [draft for _, draft in rows])
+        rows, drafts, parents = zip(*held, strict=True)
+        return self._guide.masks(rows, drafts, parents)
 
 
 def _bits(masks: Tensor, count: int) -> Tensor:

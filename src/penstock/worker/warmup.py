@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from penstock.ops.attention.gathered import PAST_TILE
 from penstock.step.params import Sampling
-from penstock.step.plan import Admission, BlockId, HostBlockId, Plan, Row, Share, ShareKind
+from penstock.step.plan import MOST_NODES, Admission, BlockId, HostBlockId, Plan, Row, Share, ShareKind
 from penstock.worker.inputs import ROW_KEYS
 from penstock.worker.sizes import HEAD_ROWS, StepSizes
 
@@ -132,6 +132,15 @@ def draft_step(sizes: StepSizes) -> Plan:
         for row in range(drafts)
     ]
     return Plan(tuple(Admission(share.row, SORTED, share.tokens, ()) for share in shares), tuple(shares))
+
+
+def tree_step(sizes: StepSizes) -> Plan:
+    """Return a step that verifies a tree behind another token, as kernels over pages are compiled for."""
+    count = min(1 + MOST_NODES, sizes.max_step_tokens, sizes.max_length - 1)
+    share = _warm_share(0, 1, count, sizes.block_size)
+    if count > 1:
+        share = replace(share, kind=ShareKind.VERIFY, parents=(0,) * (count - 1))
+    return Plan((Admission(share.row, SORTED, (0, 0), ()),), (share,))
 
 
 def _warm_share(row: int, start: int, count: int, block_size: int) -> Share:

@@ -5,7 +5,7 @@ page holds what is in `ledger.blocks.BlockLedger`.
 """
 
 from collections.abc import Iterator, Sequence
-from math import prod
+from math import gcd, prod
 
 import torch
 from torch import Tensor
@@ -38,6 +38,38 @@ class KVPool:
         state, strided views `[rows, *shape]`."""
         if state is not None:
             self.layers = [planes + arrays for planes, arrays in zip(self.layers, state.layers, strict=True)]
+
+        self._tokens = list(self._tokens_together())
+        """KV by tokens, of planes that lie together: integers `[blocks, planes, block_size, width]`."""
+
+    def _tokens_together(self) -> Iterator[Tensor]:
+        """Yield the planes of all layers, as many at a time as follow one another and are of one width."""
+        size = self.layout.block_size
+        planes = [
+            (offset + one.offset, one.size // size)
+            for layer, offset in zip(self.layout.placed, self.layout.layer_offsets, strict=True)
+            for one in layer
+        ]
+        first = 0
+        for at in range(1, len(planes) + 1):
+            begin, width = planes[first]
+            if at < len(planes) and planes[at] == (begin + (at - first) * size * width, width):
+                continue
+            part = self._blocks[:, begin : begin + (at - first) * size * width]
+            step = gcd(width, begin, self.layout.block_bytes, 8)
+            whole: torch.dtype = getattr(torch, {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}[step])
+            yield part.view(whole).view(self.blocks, at - first, size, width // step)
+            first = at
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy the KV of some tokens, in all layers, from slots to slots, int64 `[tokens]`.
+
+        All of it is read before any is written.
+        """
+        assert self.layout.rounded_from is None, "tokens of a block in fp8 have a scale together"
+        size = self.layout.block_size
+        for view in self._tokens:
+            view[targets // size, :, targets % size] = view[sources // size, :, sources % size]
 
     def free(self) -> None:
         """Forget what all blocks hold. In host memory they take none from now on, until they are used."""

@@ -3,7 +3,8 @@
 A step has two sorts of queries. *Rows* add one token to a sequence and attend to everything in its blocks,
 themselves included. *Runs* are chunks, longer pieces of one sequence. A run attends causally to itself and
 then, tile by tile, to everything before it. The parts are merged by their log-sum-exp in float32, which is
-exact. The memory that a run takes does not depend on the context's length. A short run behind a past in
+exact. A run may be a tree of drafted tokens: then a mask says what it sees of itself. The memory that a run
+takes does not depend on the context's length. A short run behind a past in
 pages, such as the rest of a prompt with a cached prefix, is attended to straight in pages, if there is a
 kernel for it.
 
@@ -36,6 +37,7 @@ from penstock.ops.attention.inputs import (
     Rows,
     Tiles,
 )
+from penstock.ops.attention.tree import attend_tree, fold_before
 from penstock.ops.kernels import native_kernels, triton_kernels
 from penstock.ops.runs import suits_run
 
@@ -220,7 +222,8 @@ def _attend_paged(
     if (native := _native_kernels(q, cache, layer)) and native.suits_run(run):
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if levels else None
         return _with_sinks((native.paged_run(q, cache, run, layer, lse=lse), lse), layer)
-    if layer.window is not None and run.start + run.count > layer.window and not (levels and q.is_cuda):
+    cut = layer.window is not None and run.start + run.count > layer.window
+    if cut and run.tree is None and not (levels and q.is_cuda):
         return _with_sinks(attend_window(q, cache, run, layer, lse=levels), layer)
     return _with_sinks(_attend_chunk(q, k, v, cache, run, layer, more=run.start > 0), layer)
 
@@ -232,6 +235,8 @@ def _attend_chunk(
 
     more: whether it has a past, in pages or elsewhere; then return a state, into which to fold.
     """
+    if run.tree is not None:
+        return attend_tree(q, k, v, cache, run, layer)
     own, lse = attend_itself(q, k, v, layer)
     if not more:
         return own, lse
@@ -254,7 +259,10 @@ def _fold_tiles(
             _fold_into_rows(rows, q, k, v, tile, inputs.cold.positions, layer)
         for index in tile.runs:
             run = inputs.runs[index]
-            fold_past(runs[index], q[run.queries], k, v, layer, run.start - tile.start)
+            if run.tree is not None:
+                fold_before(runs[index], q[run.queries], k, v, layer, run.tree, tile.start)
+            else:
+                fold_past(runs[index], q[run.queries], k, v, layer, run.start - tile.start)
         tiles.release()
 
 

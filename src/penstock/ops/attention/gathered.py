@@ -92,6 +92,15 @@ def past_in_pages(cache: Cache, run: QueryRun, window: int | None) -> Iterator[t
             yield position, past_k, past_v
 
 
+def places_in_pages(cache: Cache, run: QueryRun, begin: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Return K and V of a run's sequence at the places [begin, stop), which are in its pages."""
+    size = cache[0].shape[1]
+    first = begin // size
+    blocks, skipped = run.blocks[first - run.near // size : -(-stop // size)], begin - first * size
+    k, v = (_of_blocks(x, blocks)[skipped : skipped + stop - begin] for x in cache)
+    return k, v
+
+
 def attend_window(
     q: Tensor, cache: Cache, run: QueryRun, layer: LayerAttention, *, lse: bool
 ) -> tuple[Tensor, Tensor | None]:

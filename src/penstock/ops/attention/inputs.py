@@ -128,6 +128,28 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class RunTree:
+    """A RunTree says what the tokens of a run see that are a tree: all before it, and of it those on their
+    own line.
+
+    begin: where the tree's keys begin, at most `start` of the run; and the position of its first token.
+    depths: how many tokens each query is behind the first one: its position less `begin`.
+    limits: the position behind each query, int32 `[queries]`.
+    bits: by window, int64 `[queries]`: bit n says whether a query sees the n-th key of the tree.
+    """
+
+    begin: int
+    depths: tuple[int, ...]
+    limits: Tensor
+    bits: Mapping[int | None, Tensor]
+
+    def seen(self, window: int | None, keys: int) -> Tensor:
+        """Return which of the tree's first keys each query sees, bool `[queries, keys]`."""
+        bits = self.bits[window]
+        return (bits[:, None] >> torch.arange(keys, device=bits.device) & 1).bool()
+
+
+@dataclass(frozen=True, slots=True)
 class QueryRun:
     """A QueryRun is a prefill chunk: queries [first, first + count) of a step, consecutive in one sequence.
 
@@ -136,6 +158,7 @@ class QueryRun:
     paged: whether all of its past is in pages. If not, only the positions from `near` on are, in these
         blocks. The run then sees these, the tiles that name it, and itself, by k and v, not by pages.
     near: position of the first token in `blocks`.
+    tree: what its queries see, if they are a tree. `start` is then the place of the first one's key.
     """
 
     first: int
@@ -144,6 +167,7 @@ class QueryRun:
     blocks: Tensor
     paged: bool = True
     near: int = 0
+    tree: RunTree | None = None
 
     @property
     def queries(self) -> slice:

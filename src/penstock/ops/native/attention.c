@@ -27,6 +27,9 @@ struct rows {
     int64_t q_row, q_head, k_block, k_token, k_head, v_block, v_token, v_head;
     float scale;
     int32_t kind, out_kind; /* of q, k and v; of out */
+    const uint64_t *bits;   /* [rows], or null; a row of a tree sees the keys before `begin`, and those of the next 64
+                               of which it has a bit; its length then says where its window ends */
+    int64_t begin;
 };
 
 struct rows_work {
@@ -52,6 +55,8 @@ INLINE void attend_row(const struct rows *a, int64_t row, int64_t head, const in
     float most[SHARING], total[SHARING];
     int64_t length = a->lengths[row];
     int64_t start = a->window && length > a->window ? length - a->window : 0;
+    uint64_t own = a->bits ? a->bits[row] : 0;
+    int64_t stop = a->bits ? a->begin : length; /* Of keys one after the other. */
     const int32_t *table = a->table + row * a->columns;
     for (int g = 0; g < group; g++) {
         head_of(kind, a->q, row * a->q_row + (head * group + g) * a->q_head, dim, q + g * dim);
@@ -59,9 +64,16 @@ INLINE void attend_row(const struct rows *a, int64_t row, int64_t head, const in
             q[g * dim + i] *= a->scale, acc[g * dim + i] = 0;
         most[g] = -__builtin_inff(), total[g] = 0;
     }
-    while (start < length) {
+    for (;;) {
+        if (start >= stop) {
+            if (!own)
+                break;
+            int first = __builtin_ctzll(own), run = ~(own >> first) ? __builtin_ctzll(~(own >> first)) : 64;
+            start = a->begin + first, stop = start + run;
+            own = first + run < 64 ? own >> (first + run) << (first + run) : 0;
+        }
         int64_t offset = start % a->block_size, block = table[start / a->block_size];
-        int64_t there = a->block_size - offset < length - start ? a->block_size - offset : length - start;
+        int64_t there = a->block_size - offset < stop - start ? a->block_size - offset : stop - start;
         int count = there < TILE_KEYS ? (int)there : TILE_KEYS;
         int64_t k = block * a->k_block + offset * a->k_token + head * a->k_head;
         int64_t v = block * a->v_block + offset * a->v_token + head * a->v_head;

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from penstock.ops.attention.inputs import LayerAttention, QueryRun, Rows
+from penstock.ops.attention.inputs import LayerAttention, QueryRun, Rows, RunTree
 from penstock.ops.native.few_bits import NUMBERS, library
 
 _WIDEST, _SHARING = 256, 16
@@ -36,6 +36,8 @@ class _Rows(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("v_block", "v_token", "v_head")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("kind", "out_kind")),
+        ("bits", ctypes.c_void_p),
+        ("begin", ctypes.c_int64),
     ]
 
 
@@ -82,17 +84,21 @@ def paged_run(q: Tensor, cache: Cache, run: QueryRun, layer: LayerAttention, *, 
     Return the output, `[queries, heads, dim]`; see `paged_decode`.
     """
     out = torch.empty(q.shape, dtype=q.dtype)
-    lengths = torch.arange(run.start + 1, run.start + run.count + 1, dtype=torch.int32)
-    _attend(q, cache, run.blocks.int().expand(1, -1), lengths, layer, out, lse)
+    if run.tree is not None:
+        lengths = run.tree.limits
+    else:
+        lengths = torch.arange(run.start + 1, run.start + run.count + 1, dtype=torch.int32)
+    _attend(q, cache, run.blocks.int().expand(1, -1), lengths, layer, out, lse, run.tree)
     return out
 
 
 def _attend(
     q: Tensor, cache: Cache, table: Tensor, lengths: Tensor, layer: LayerAttention, out: Tensor,
-    lse: Tensor | None,
+    lse: Tensor | None, tree: RunTree | None = None,
 ) -> None:  # fmt: skip
-    """Attend with rows; a table of one row is that of all."""
+    """Attend with rows; a table of one row is that of all. tree: the rows are its queries."""
     found, (k, v) = library(), cache
+    bits = None if tree is None else tree.bits[layer.window].contiguous()
     assert found is not None, "suits() says whether there are kernels"
     assert out.is_contiguous(), out.stride()
     assert lse is None or lse.is_contiguous(), lse.stride()
@@ -103,5 +109,6 @@ def _attend(
         table.shape[1] if len(table) > 1 else 0, k.shape[1], layer.window or 0,
         *q.stride()[:2], *k.stride()[:3], *v.stride()[:3],
         layer.scale, NUMBERS[q.dtype], NUMBERS[out.dtype],
+        None if bits is None else bits.data_ptr(), 0 if tree is None else tree.begin,
     )  # fmt: skip
     found.attend_rows(ctypes.byref(about), torch.get_num_threads(), found.parallel)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows
+from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows, RunTree
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.runs import run_tokens
 from penstock.ops.triton.decode import decode, join
@@ -102,12 +102,13 @@ def paged_run(
 ) -> Tensor:  # fmt: skip
     """Attend with a run, q `[tokens, heads, dim]`, each token to all that comes up to itself.
 
-    It is for few tokens behind many keys, which are read once for every `run_tokens` of them. The tokens' own
+    It is for few tokens behind many keys, which are read once for every `run_tokens` of them. Of a tree each
+    token sees what `run.tree` says. The tokens' own
     keys and values are in pages. The other arguments, and the answer, are those of `paged_decode`.
     """
     assert run.start >= 0, run.start
     tuning = tuning or _run_tuning(q, cache)
-    cut = _run_cut(q, cache, run.blocks, run.start + len(q), None, run.start)
+    cut = replace(_run_cut(q, cache, run.blocks, run.start + len(q), None, run.start), tree=run.tree)
     return _attended(q, cache, cut, layer, tuning, out, lse)
 
 
@@ -135,6 +136,7 @@ class _Cut:
     longest: bound of their lengths.
     lengths: their lengths; or the place of the run, if `start` is -1; or None, if `start` is its place.
     arrivals: counters, for a join in the same launch.
+    tree: what the queries of a run see, if they are a tree.
     """
 
     table: Tensor
@@ -144,6 +146,7 @@ class _Cut:
     lengths: Tensor | None
     start: int = 0
     arrivals: Tensor | None = None
+    tree: RunTree | None = None
 
 
 def _run_tuning(q: Tensor, cache: tuple[Tensor, Tensor]) -> DecodeTuning:
@@ -181,7 +184,7 @@ def _attended(
     if queries == 0:
         return out
     early = uses_pdl()
-    window = layer.window
+    window, tree = layer.window, cut.tree
     seen = cut.longest if window is None else min(cut.longest, window + cut.tokens - 1 + tuning.tile)
     wanted = multiprocessors(q.device) * tuning.workers_per_sm
     workers = _workers(kv_heads, cut.count, triton.cdiv(max(seen, 1), tuning.tile), wanted)
@@ -205,6 +208,8 @@ def _attended(
         ends,
         ends if arrivals is None else arrivals,
         part_lse if sinks is None else sinks,
+        ends if tree is None else tree.limits,
+        ends if tree is None else tree.bits[window],
         score_factor(layer),
         window or 0,
         cut.count,
@@ -217,10 +222,12 @@ def _attended(
         out.stride(1),
         cut.start,
         queries,
+        0 if tree is None else tree.begin,
         HEADS=heads,
         GROUP=group,
         TOKENS=cut.tokens,
         RUN=run,
+        TREE=tree is not None,
         ROWS=max(16, triton.next_power_of_2(group * cut.tokens)),
         DIM=dim,
         COLS=cols,

@@ -114,8 +114,8 @@ def _joined(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["window", "batch", "workers", "s_table", "begins", "queries"],
-    do_not_specialize_on_alignment=["table", "lengths", "arrivals"],
+    do_not_specialize=["window", "batch", "workers", "s_table", "begins", "queries", "root"],
+    do_not_specialize_on_alignment=["table", "lengths", "arrivals", "limits", "bits"],
 )
 def decode(  # type: ignore[no-untyped-def]
     q,
@@ -130,6 +130,8 @@ def decode(  # type: ignore[no-untyped-def]
     ends,
     arrivals,
     sinks,
+    limits,
+    bits,
     scale_log2,
     window,
     batch,
@@ -144,10 +146,12 @@ def decode(  # type: ignore[no-untyped-def]
     s_out_head,
     begins,
     queries,
+    root,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     RUN: tl.constexpr,
+    TREE: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     COLS: tl.constexpr,
@@ -173,6 +177,9 @@ def decode(  # type: ignore[no-untyped-def]
 
     RUN: the sequences are one, cut at every TOKENS of its last `queries` tokens, which begin at `begins`; no
         lengths are read then. If it is 2, both numbers are read where lengths would be.
+    TREE: whether the tokens of a run are a tree, whose keys begin at `root`. Each sees the keys before, and
+        of those from there on the ones of its `bits`. `limits` have the position behind each, from which
+        windows count.
     LSE: whether the log-sum-exp is written.
     SINKS: whether sinks weigh on the output: `sinks` are `[heads]`.
     CAP: soft cap of scores, 0 for none.
@@ -189,6 +196,8 @@ def decode(  # type: ignore[no-untyped-def]
     inside = row_in[:, None] & col_in[None, :]
     seqs = tl.arange(0, BATCH)
     reach = window + TOKENS - 1
+    if TREE:  # A token far behind in memory may be near.
+        reach = window + begins + queries - root - 1
     if RUN:
         if RUN == 2:
             begins, queries = tl.load(lengths), tl.load(lengths + 1)
@@ -250,6 +259,9 @@ def decode(  # type: ignore[no-untyped-def]
                 )
                 if WIDEN:
                     query = query.to(tl.float32)
+                if TREE:
+                    limit = tl.load(limits + first_seq + token, mask=row_in, other=0)
+                    sight = tl.load(bits + first_seq + token, mask=row_in, other=0)
                 top = tl.full([ROWS], float("-inf"), tl.float32)
                 weight = tl.zeros([ROWS], tl.float32)
                 acc = tl.zeros([ROWS, COLS], tl.float32)
@@ -273,9 +285,17 @@ def decode(  # type: ignore[no-untyped-def]
                         k, v = k.to(tl.float32), v.to(tl.float32)
                     score = scaled(tl.dot(query, tl.trans(k), input_precision="ieee"), scale_log2, CAP)
                     if RUN:
-                        visible = pos[None, :] < limit[:, None]
-                        if WINDOWED:
-                            visible = visible & (pos[None, :] >= (limit - window)[:, None])
+                        if TREE:
+                            behind = tl.minimum(tl.maximum(pos - root, 0), 63).to(tl.int64)
+                            among = ((sight[:, None] >> behind[None, :]) & 1) != 0
+                            before = pos[None, :] < root
+                            if WINDOWED:
+                                before = before & (pos[None, :] >= (limit - window)[:, None])
+                            visible = before | (among & (pos >= root)[None, :] & seen[None, :])
+                        else:
+                            visible = pos[None, :] < limit[:, None]
+                            if WINDOWED:
+                                visible = visible & (pos[None, :] >= (limit - window)[:, None])
                         score = tl.where(visible, score, float("-inf"))
                         higher = tl.maximum(top, tl.max(score, 1))
                         # A tile may lie beyond some of the tokens.
