@@ -5,12 +5,14 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 
 from counted import Drafts, Machine, Passes, run
 from liars import Told
 from penstock.kv.ledger.blocks import BlockLedger
+from penstock.sched import resting
 from penstock.sched.drafter import SuffixDrafter
 from penstock.sched.request import Request
 from penstock.sched.resting import DraftBudget, Lookout
@@ -18,7 +20,7 @@ from penstock.sched.rules import PrefixRule, SchedulerLimits
 from penstock.sched.scheduler import Scheduler
 from penstock.sched.speculation import Speculation
 from penstock.sched.suffix import Draft
-from penstock.step.plan import MOST_DRAFTED, UNKNOWN, Plan, Share, ShareKind
+from penstock.step.plan import MOST_DRAFTED, UNKNOWN, Plan, Row, Share, ShareKind
 from worlds import ROOT, sampling
 
 WINDOW, FIRST = 64, 128
@@ -79,6 +81,42 @@ def test_drafts_that_never_hold_cost_less_than_two_percent_in_any_window(name: s
     assert min(rates(passes)) >= 0.9 * plain_rate(name, rows), "what is not known costs too much"
     assert scheduler.speculation is not None
     assert scheduler.speculation.counts.drafts > 10, "whether they hold now is looked at now and then"
+
+
+@pytest.mark.parametrize("rate", [0.0044, 0.005])
+def test_all_that_is_lost_is_paid_for_by_the_budget(rate: float) -> None:
+    name, rows, count = "small model", 8, 900
+    with patch.object(resting, "_RATE", rate):
+        passes, scheduler = drafted(name, rows, count, wrong)
+    assert min(rates(passes, FIRST)) >= 0.98 * plain_rate(name, rows)
+    lost = passes[-1][0] * plain_rate(name, rows) / rows - count
+    assert lost <= 8 + rate * count + 1, "more than what may be lost at first, and at each step"
+    assert scheduler.speculation is not None
+    assert scheduler.speculation.counts.drafts >= count // (3 * WINDOW)
+
+
+def test_what_it_wakes_for_is_done_and_paid_for() -> None:
+    """The step for whose end it waits has none behind it, and the next one waited, whatever it verifies."""
+    now = 0.0
+    speculation = Speculation(SuffixDrafter(), clock=lambda: now)
+    runs_ahead, waited = (Plan((), (Share(Row(0), 8, (token,), 0, (), True, 4),)) for token in (UNKNOWN, 5))
+
+    def step(plan: Plan, seconds: float) -> float:
+        nonlocal now
+        now, before = now + seconds, speculation.budget.left
+        speculation.stepped(plan, seconds)
+        return speculation.budget.left - before
+
+    for _ in range(82):
+        step(runs_ahead, 1e-3)
+    speculation.resting, speculation._woken, speculation._expects = False, True, False
+    assert step(runs_ahead, 1.3e-3) == pytest.approx(-0.3, abs=0.01)
+    speculation._plain = 64
+    assert not speculation.budget.full
+    (probe,) = speculation.choose([Draft((1, 2, 3, 4), (0.1,) * 4, 1)], 1, 100)
+    assert probe.tokens, "a probe for which it has woken"
+    speculation.rest()
+    assert step(waited, 1.3e-3) < -0.2
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32])

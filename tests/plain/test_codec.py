@@ -260,7 +260,7 @@ def test_a_forged_message_is_refused_or_a_plan_and_takes_no_memory() -> None:
 def test_a_step_of_many_rows_is_small() -> None:
     """In memory that is about what its numbers take."""
     shares = tuple(Share(Row(row), 2000 + row, (50000 + row,), 60, (), True, 1000) for row in range(256))
-    assert len(PLANS.encode(Plan((), shares))) < 256 * 24
+    assert len(PLANS.encode(Plan((), shares))) < 256 * 25
     prompt = Plan((Admission(Row(0), SAMPLING, tuple(range(100_000)), ()),), ())
     assert len(PLANS.encode(prompt)) < 100_000 * 4 + 500
 

@@ -181,7 +181,7 @@ class Speculation:
         most, took, plain = min(_PROBED, most, max(32 // rows, 1)), self.model.seconds, self._base(tokens)
         by, steps = self.model.levels, self._thought
         self._patience = _PROBE_EVERY * max(1, (steps(tokens + rows * most) + self.model.spent) / plain - 1)
-        if self._unasked < self._patience or not self.budget.full:
+        if self._unasked < self._patience or not (self.budget.full or self._woken):
             return 0
         least = self._thought(tokens + rows) + took
         allowed = least + (_PROBE_COST if self.budget.left < 1 else self.budget.left) * plain
@@ -367,7 +367,7 @@ class Speculation:
         """Return how many tokens of each draft are verified to see whether they hold now: of most of them
         none, and no more than may be lost."""
         counts = [0] * len(found)
-        if not self._probe_due():
+        if not (self._probe_due() or (self._woken and not self._expects)):
             return counts
         most = min(spare, sum([min(len(draft.tokens), _PROBED) for draft in found]))
         allowed = self._thought(tokens + 1) + _PROBE_COST * self._base(tokens)
@@ -431,7 +431,7 @@ class Speculation:
         ahead = any(UNKNOWN in share.tokens for share in plan.shares)
         if ahead and self._woken:  # Nothing was begun behind it, since it woke.
             return self.budget.spend(max(seconds / self._base(rows) - 1, 0.0))
-        if self._alike > _MEASURED and self._alike % _MEASURED:
+        if (ahead or not self._ahead) and self._alike > _MEASURED and self._alike % _MEASURED:
             return self.budget.plain()
         self._thoughts.clear()
         if ahead:
