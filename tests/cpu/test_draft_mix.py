@@ -2,6 +2,7 @@
 in prose, in a play and in records; resident and streamed, alone and in batches."""
 
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -12,13 +13,11 @@ from tokenizers import Tokenizer
 
 from counted import Machine, Passes, run
 from cpu.test_resting import MACHINES, rates
-from penstock.sched import speculation as chosen
 from penstock.sched.drafter import SuffixDrafter
 from penstock.sched.speculation import Speculation
 from penstock.sched.suffix import Draft
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
-SOURCE = Path(chosen.__file__).parents[1]
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="needs real texts in ../shared/data")
 PASSES, WINDOW, FIRST = 420, 64, 128
 """Passes of a run, those of a window, and those at first in which it is learnt what steps take."""
@@ -48,10 +47,11 @@ def text(kind: str) -> list[int]:
 
 @cache
 def code() -> tuple[list[int], list[int]]:
-    """Modules of this project, and the same with other names for some things, as an editor is asked for."""
-    files = sorted(SOURCE.glob("sched/*.py")) + sorted(SOURCE.glob("worker/*.py"))
-    before = "\n".join(path.read_text() for path in files)
-    after = before.replace("request", "query").replace("Return", "Give").replace("tokens", "pieces")
+    """Modules of Python, and the same with other names for some things, as an editor is asked for."""
+    before = "\n".join(
+        path.read_text(encoding="utf-8") for path in sorted(Path(os.__file__).parent.glob("[c-h]*.py"))
+    )
+    after = before.replace("self", "this").replace("value", "number").replace("name", "title")
     return list(tokenizer().encode(before).ids), list(tokenizer().encode(after).ids)
 
 

@@ -137,11 +137,12 @@ def boot(
         if outline.draft is not None and scheduler.speculation is not None:
             most = outline.limits.max_step_tokens
             shares = config.drafts_itself
-            lines = ModelDrafter if plan.rest is Rest.ALL else TreeDrafter
+            # Trees have not been verified on a GPU yet.
+            lines = plan.rest is Rest.ALL or device.type == "cuda"
             scheduler.speculation.model = (
                 HeadDrafter(ranks, most, threads)
                 if isinstance(draft, HeadCheckpoint)
-                else lines(ranks, most, threads, shares_kv=shares)
+                else (ModelDrafter if lines else TreeDrafter)(ranks, most, threads, shares_kv=shares)
             )
         note = carry_rates(scheduler.tiers.rates, part.store, by)
         engine = Engine(scheduler, ranks, note, threads, outline.lora)
