@@ -41,7 +41,7 @@ class ModelDrafter:
         """Time of a step that drafts a token for each request; 0 before one was measured."""
         self.spent = 0.0
         """Seconds of the last drafts, with what the model had to compute before."""
-        self._took = deque[float](maxlen=_LAST)
+        self._took, self._begun = deque[float](maxlen=_LAST), False
         self.most, self.trees = MOST_DRAFTED, False
 
     def levels(self, count: int) -> int:
@@ -72,8 +72,8 @@ class ModelDrafter:
 
     def took(self, spent: float, steps: int, alike: bool) -> None:
         """Note the seconds of so many steps. alike: whether they say how long others take; they do not where
-        most of that was a prompt."""
-        self.spent = spent
+        most of that was a prompt, nor do the first of all, for which a device prepares much."""
+        self.spent, alike, self._begun = spent, alike and self._begun, self._begun or alike
         if alike:
             self._took.append(spent / steps)
             self.seconds = median(self._took)

@@ -60,7 +60,7 @@ class HeadDrafter:
         """Time of a step that drafts a token for each request; 0 before one was measured."""
         self.spent = 0.0
         """Seconds of the last drafts, with what the head had to compute before."""
-        self._took = deque[float](maxlen=_LAST)
+        self._took, self._begun = deque[float](maxlen=_LAST), False
         self.most, self.trees = MOST_DRAFTED, False
 
     def levels(self, count: int) -> int:
@@ -89,8 +89,10 @@ class HeadDrafter:
             one.request.kv.drafted = one.newest
         self.spent = perf_counter() - begin
         if plans and computed <= 2 * sum([one.count for one in able]):  # Otherwise most of it was a prompt.
-            self._took.append(self.spent / len(plans))
-            self.seconds = median(self._took)
+            if self._begun:  # For the first of all a device prepares much.
+                self._took.append(self.spent / len(plans))
+                self.seconds = median(self._took)
+            self._begun = True
         return [
             Draft(tuple(drafts[request.id]), (1.0,) * count, by_model=True)
             if request.id in drafts

@@ -380,8 +380,7 @@ class Speculation:
     def by_model(self, asked: Sequence[tuple[Request, Share, int]]) -> list[Draft]:
         """Return drafts of the draft model; see ModelDrafting."""
         assert self.model is not None
-        drafts = self.model.propose(asked)
-        self._apart = self.model.spent
+        drafts, self._apart = self.model.propose(asked), self.model.spent
         return drafts
 
     def verifies(self, share: Share, draft: Draft) -> None:
@@ -438,7 +437,9 @@ class Speculation:
             self._ahead.add(tokens, seconds)
         else:
             self._seconds.add(tokens, seconds)
-            self.budget.spend((self._at(tokens) + apart) / self._base(rows) - 1 - gained / rows)
+            # A draft model's first steps are slow, and say nothing of others.
+            if not apart or (self.model is not None and self.model.seconds):
+                self.budget.spend((self._at(tokens) + apart) / self._base(rows) - 1 - gained / rows)
         if tokens == rows:
             self.budget.plain()
         elif self._probes and not gained:
