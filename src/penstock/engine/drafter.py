@@ -13,40 +13,24 @@ the same places anew before anything reads them, as far as the draft is verified
 request's tokens: it is never named, found or stored, and is written before it is read.
 """
 
-from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from statistics import median
-from time import perf_counter
 
+from penstock.engine.draft_steps import DraftSteps
 from penstock.engine.ranks import Ranks, Threads
 from penstock.sched.request import Request
 from penstock.sched.suffix import Draft
-from penstock.step.plan import MOST_DRAFTED, UNKNOWN, ModelRole, Plan, RequestId, Share, ShareKind, Step
-
-_LAST = 5
-"""Measurements of which the median is taken."""
+from penstock.step.plan import UNKNOWN, ModelRole, Plan, Share, ShareKind
 
 
-class ModelDrafter:
+class ModelDrafter(DraftSteps):
     """Carries out the steps of a draft model."""
 
     def __init__(
-        self, ranks: Ranks, most: int, threads: Threads | None = None, *, shares_kv: bool = False
+        self, ranks: Ranks, step_tokens: int, threads: Threads | None = None, *, shares_kv: bool = False
     ) -> None:
-        """Draft by steps of the draft model of these ranks. most: tokens of a step. threads: of the CPU that
-        steps compute with. shares_kv: it reads the target's KV, and has none of its own."""
-        self._ranks, self._most, self._threads, self._shares_kv = ranks, most, threads, shares_kv
-        self.seconds = 0.0
-        """Time of a step that drafts a token for each request; 0 before one was measured."""
-        self.spent = 0.0
-        """Seconds of the last drafts, with what the model had to compute before."""
-        self._took, self._begun = deque[float](maxlen=_LAST), False
-        self.most, self.trees = MOST_DRAFTED, False
-
-    def levels(self, count: int) -> int:
-        """Return how many steps a draft of so many tokens takes: one for each."""
-        return count
+        """Draft as DraftSteps does. shares_kv: the model reads the target's KV, and has none of its own."""
+        super().__init__(ranks, step_tokens, threads)
+        self._shares_kv = shares_kv
 
     def propose(self, asked: Sequence[tuple[Request, Share, int]]) -> list[Draft]:
         """Return a draft of so many tokens for each request.
@@ -54,34 +38,12 @@ class ModelDrafter:
         Each has a share of one token in the plan of the target that is being made, and pages for that and for
         the draft.
         """
-        known = list(self.known(asked))
-        plans, computed = [*known, *self._further(asked)], sum([plan.tokens for plan in known])
-        begin, drafts = perf_counter(), defaultdict[RequestId, list[int]](list)
-        owner = {request.row: request.id for request, _, _ in asked}
-        for plan, step in [(plan, self.begin(plan)) for plan in plans]:
-            outcome = step.outcome()
-            assert not outcome.landed, "transfers that a draft's step reports are lost"
-            for share, result in zip(plan.shares, outcome.results, strict=True):
-                drafts[owner[share.row]] += result.tokens
+        known, further = list(self.known(asked)), list(self._further(asked))
+        computed = sum([plan.tokens for plan in known])
+        drawn = self.drawn([*known, *further], computed <= 2 * sum([count for _, _, count in asked]))
         for request, _, count in asked:
             request.kv.drafted = len(request.tokens) + count - 1
-        self.took(perf_counter() - begin, len(plans), computed <= 2 * sum([count for _, _, count in asked]))
-        return [
-            Draft(tuple(drafts[request.id]), (1.0,) * count, by_model=True) for request, _, count in asked
-        ]
-
-    def took(self, spent: float, steps: int, alike: bool) -> None:
-        """Note the seconds of so many steps. alike: whether they say how long others take; they do not where
-        most of that was a prompt, nor do the first of all, for which a device prepares much."""
-        self.spent, alike, self._begun = spent, alike and self._begun, self._begun or alike
-        if alike:
-            self._took.append(spent / steps)
-            self.seconds = median(self._took)
-
-    def begin(self, plan: Plan) -> Step:
-        """Begin a step of the draft model."""
-        with nullcontext() if self._threads is None else self._threads.of(plan.tokens):
-            return self._ranks.begin(plan)
+        return [Draft(tuple(drawn[share.row]), (1.0,) * count, by_model=True) for _, share, count in asked]
 
     def known(self, asked: Sequence[tuple[Request, Share, int]]) -> Iterator[Plan]:
         """Yield the steps that compute what the draft model lacks of the requests' tokens."""
@@ -94,7 +56,7 @@ class ModelDrafter:
             for request, share, _ in asked
         ]
         while lacking:
-            shares, left, room = list[Share](), list[tuple[Request, int, int]](), self._most
+            shares, left, room = list[Share](), list[tuple[Request, int, int]](), self._step_tokens
             for request, start, block in lacking:
                 stop = min(start + room, len(request.tokens))
                 if start < stop:

@@ -19,20 +19,13 @@ alone. A page that two requests share may have the head's KV of whichever has dr
 its last position, if other tokens come behind the page: a draft may then be another, an output never.
 """
 
-from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from statistics import median
-from time import perf_counter
 
-from penstock.engine.ranks import Ranks, Threads
+from penstock.engine.draft_steps import DraftSteps
 from penstock.sched.request import Request
 from penstock.sched.suffix import NO_DRAFT, Draft
-from penstock.step.plan import MOST_DRAFTED, UNKNOWN, ModelRole, Plan, RequestId, Share, ShareKind, Step
-
-_LAST = 5
-"""Measurements of which the median is taken."""
+from penstock.step.plan import UNKNOWN, ModelRole, Plan, Share, ShareKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +42,8 @@ class _HeadRequest:
         return len(self.request.tokens) - 1
 
 
-class HeadDrafter:
+class HeadDrafter(DraftSteps):
     """Carries out the steps of a draft head."""
-
-    def __init__(self, ranks: Ranks, most: int, threads: Threads | None = None) -> None:
-        """Draft by steps of the draft head of these ranks. most: tokens of a step. threads: of the CPU that
-        steps compute with."""
-        self._ranks, self._most, self._threads = ranks, most, threads
-        self.seconds = 0.0
-        """Time of a step that drafts a token for each request; 0 before one was measured."""
-        self.spent = 0.0
-        """Seconds of the last drafts, with what the head had to compute before."""
-        self._took, self._begun = deque[float](maxlen=_LAST), False
-        self.most, self.trees = MOST_DRAFTED, False
-
-    def levels(self, count: int) -> int:
-        """Return how many steps a draft of so many tokens takes: one for each."""
-        return count
 
     def propose(self, asked: Sequence[tuple[Request, Share, int]]) -> list[Draft]:
         """Return a draft of so many tokens for each request, or none where there are no features to begin
@@ -76,39 +54,22 @@ class HeadDrafter:
         """
         able = [_HeadRequest(request, count, _base(request)) for request, _, count in asked]
         able = [one for one in able if one.base < one.newest]
-        begin, drafts = perf_counter(), defaultdict[RequestId, list[int]](list)
-        known = list(self._known(able))
-        plans, computed = [*known, *self._further(able)], sum([plan.tokens for plan in known])
-        owner = {one.request.row: one.request.id for one in able}
-        for plan, step in [(plan, self._begin(plan)) for plan in plans]:
-            outcome = step.outcome()
-            assert not outcome.landed, "transfers that a draft's step reports are lost"
-            for share, result in zip(plan.shares, outcome.results, strict=True):
-                drafts[owner[share.row]] += result.tokens
+        known, further = list(self._known(able)), list(self._further(able))
+        computed = sum([plan.tokens for plan in known])
+        alike = bool(known or further) and computed <= 2 * sum([one.count for one in able])
+        drawn = self.drawn([*known, *further], alike)
         for one in able:
             one.request.kv.drafted = one.newest
-        self.spent = perf_counter() - begin
-        if plans and computed <= 2 * sum([one.count for one in able]):  # Otherwise most of it was a prompt.
-            if self._begun:  # For the first of all a device prepares much.
-                self._took.append(self.spent / len(plans))
-                self.seconds = median(self._took)
-            self._begun = True
         return [
-            Draft(tuple(drafts[request.id]), (1.0,) * count, by_model=True)
-            if request.id in drafts
-            else NO_DRAFT
-            for request, _, count in asked
+            Draft(tuple(drawn[share.row]), (1.0,) * count, by_model=True) if share.row in drawn else NO_DRAFT
+            for _, share, count in asked
         ]
-
-    def _begin(self, plan: Plan) -> Step:
-        with nullcontext() if self._threads is None else self._threads.of(plan.tokens):
-            return self._ranks.begin(plan)
 
     def _known(self, able: Sequence[_HeadRequest]) -> Iterator[Plan]:
         """Yield the steps that compute what the head lacks, up to the position before the newest token."""
         lacking = [(one, max(one.request.kv.drafted, one.base)) for one in able]
         while lacking:
-            shares, left, room = list[Share](), list[tuple[_HeadRequest, int]](), self._most
+            shares, left, room = list[Share](), list[tuple[_HeadRequest, int]](), self._step_tokens
             for one, start in lacking:
                 stop = min(start + room, one.newest)
                 if start < stop:

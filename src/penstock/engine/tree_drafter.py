@@ -36,10 +36,10 @@ class TreeDrafter(ModelDrafter):
     """Carries out the steps of a draft model that grow trees."""
 
     def __init__(
-        self, ranks: Ranks, most: int, threads: Threads | None = None, *, shares_kv: bool = False
+        self, ranks: Ranks, step_tokens: int, threads: Threads | None = None, *, shares_kv: bool = False
     ) -> None:
         """Draft as ModelDrafter does, but trees."""
-        super().__init__(ranks, most, threads, shares_kv=shares_kv)
+        super().__init__(ranks, step_tokens, threads, shares_kv=shares_kv)
         self.most, self.trees = MOST_NODES, True
 
     def levels(self, count: int) -> int:

@@ -438,7 +438,7 @@ class Speculation:
         else:
             self._seconds.add(tokens, seconds)
             # A draft model's first steps are slow, and say nothing of others.
-            if not apart or (self.model is not None and self.model.seconds):
+            if not apart or tokens == rows or (self.model is not None and self.model.seconds):
                 self.budget.spend((self._at(tokens) + apart) / self._base(rows) - 1 - gained / rows)
         if tokens == rows:
             self.budget.plain()
