@@ -8,6 +8,7 @@ refuses it.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -15,12 +16,19 @@ import torch
 from torch import Tensor
 
 import far
+import heads
+import penstock.engine.boot
 import tiny
+from cpu.test_speculation import always
+from drafters import Adversary
+from pairs import near
 from penstock import LLM, Completion, SamplingParams
 from penstock.base.errors import BudgetError, DeviceError, EngineClosedError
+from penstock.engine.drafter import ModelDrafter
+from penstock.engine.tree_drafter import TreeDrafter
 from penstock.memory.device import shortage
 from penstock.models.decoder import Decoder
-from penstock.step.plan import Plan
+from penstock.step.plan import ModelRole, Plan
 from penstock.step.request import FinishReason
 from penstock.worker.runner import Runner
 
@@ -58,6 +66,23 @@ def too_large(judge: Callable[[Plan], bool]) -> Iterator[list[Plan]]:
         yield failed
 
 
+@contextmanager
+def no_room_for_drafts(which: slice) -> Iterator[list[Plan]]:
+    """These of the steps that draft run out of memory. Their plans."""
+    begin, seen, failed = Runner._begin, list[Plan](), list[Plan]()
+
+    def begun(self: Runner, plan: Plan, layers: tuple[int, ...] | None) -> object:
+        if plan.model is ModelRole.DRAFT:
+            seen.append(plan)
+            if len(seen) - 1 in range(*which.indices(len(seen))):
+                failed.append(plan)
+                torch.empty(MORE_THAN_THERE_IS, dtype=torch.uint8)
+        return begin(self, plan, layers)
+
+    with patch.object(Runner, "_begin", begun):
+        yield failed
+
+
 def answers(llm: LLM, name: str) -> list[Completion]:
     return llm.generate([reference.prompt for reference in tiny.references(name)], GREEDY)
 
@@ -90,6 +115,31 @@ def test_smaller_steps_take_its_place(
         right(answers(llm, name), name)
         right(answers(llm, name), name)
         assert scheduler.narrowed is None
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("drafter", ["lines", "trees", "head"])
+def test_a_step_that_drafts_and_does_not_fit_ends_nothing(
+    drafter: str, rows: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the engine, before the first step of the target, nor a request, behind its smallest step."""
+    head = drafter == "head"
+    draft = heads.random_head(tmp_path / "head", "llama") if head else near("llama", 0.02)
+    settings = SETTINGS | {"max_sequences": rows, "speculate": str(draft), "max_length": 80}
+    for failing in (slice(None), slice(2, 4)):
+        with (
+            no_room_for_drafts(failing) as failed,
+            patch.object(
+                penstock.engine.boot, "ModelDrafter", TreeDrafter if drafter == "trees" else ModelDrafter
+            ),
+            always(Adversary({}, tiny.VOCAB, kinds="n")),
+            LLM(tiny.checkpoint("llama"), **settings) as llm,  # type: ignore[arg-type]
+        ):
+            found = answers(llm, "llama")
+            assert llm.booted.engine.scheduler.narrowed is None
+        right(found, "llama")
+        assert failed
+    assert "nothing is drafted for a while" in caplog.text
 
 
 def test_a_request_that_fits_into_no_step_ends_alone(caplog: pytest.LogCaptureFixture) -> None:

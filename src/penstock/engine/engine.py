@@ -201,6 +201,7 @@ class Engine:
         flight, self._flight = self._flight, None
         if flight is not None and not ranks.ahead:
             return [(flight[0], flight[1].outcome())]
+        self._planned = None
         plan = self.scheduler.plan()
         ended = []
         if plan.shares or plan.transfers or plan.forget or (flight is None and self.scheduler.tiers.moving):
@@ -289,14 +290,18 @@ class Engine:
     def _shrink(self, ranks: Ranks, short: StepMemoryError) -> list[Event]:
         """Start all requests anew in smaller steps, after one that was too large for the memory.
 
-        They lose nothing. If it was the smallest step of a single request, that request ends.
+        They lose nothing. If it was the smallest step of a single request, that request ends. If it was a
+        step that drafts, which is computed while a plan is made, nothing is drafted for a while.
         """
         plan = self._planned
-        if plan is None or not plan.shares:
+        if plan is not None and not plan.shares:
             self._fail(short)
             raise short
         request = self.scheduler.narrow(plan)
         self._recover(ranks)
+        if plan is None:
+            _LOG.warning("%s; it was a step that drafts, and nothing is drafted for a while", short)
+            return []
         if request is None:
             tokens, requests = self.scheduler.narrowed or (0, 0)
             _LOG.warning(

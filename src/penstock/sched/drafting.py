@@ -37,9 +37,10 @@ class Drafting:
         self._paused, self._pause = 0, _PAUSE // 2
         """Steps that are still left without drafts, and those that the last failure cost."""
 
-    def pause(self, plan: Plan) -> None:
-        """Verify nothing for a while if this plan, whose step was too large for the memory, has drafts."""
-        if plan.runs and plan.runs[-1].kind is ShareKind.VERIFY:
+    def pause(self, plan: Plan | None) -> None:
+        """Verify nothing for a while if this plan, whose step was too large for the memory, has drafts. plan:
+        None if it was a step that drafts."""
+        if plan is None or (plan.runs and plan.runs[-1].kind is ShareKind.VERIFY):
             self._paused = self._pause = min(2 * self._pause, _LONGEST_PAUSE)
             self.speculation.rest()
 

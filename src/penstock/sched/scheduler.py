@@ -393,15 +393,16 @@ class Scheduler:
             self._drafting.forget()
         return self.tiers.forget() + self.ledger.forget() + self.host.forget()
 
-    def narrow(self, plan: Plan) -> RequestId | None:
+    def narrow(self, plan: Plan | None) -> RequestId | None:
         """Make the next steps smaller, since this plan's step was too large for the memory (see StepWidth).
+        plan: None if it was a step that drafts; then only that is left out for a while.
 
         `recover` must follow. Returns a request that has to be stopped, if its smallest step does not fit, or
         None.
         """
         if self._drafting is not None:
             self._drafting.pause(plan)
-        if self._width.narrow(plan, self._least):
+        if plan is None or self._width.narrow(plan, self._least):
             return None
         return self._queues.by_row[plan.shares[0].row].id
 
