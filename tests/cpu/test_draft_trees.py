@@ -15,11 +15,11 @@ import torch
 import penstock.engine.boot
 import tiny
 from cpu.test_run_ahead import alike
-from cpu.test_speculation import FAMILIES, SETTINGS, always, answers, truth_of, wanted
+from cpu.test_speculation import FAMILIES, SETTINGS, always, answers, formed, truth_of, wanted
 from drafters import Adversary, TreeAdversary
 from layouts import kv_of_heads
 from pairs import near
-from penstock import LLM, Completion, SamplingParams, Structure
+from penstock import LLM, Completion, SamplingParams
 from penstock.arch.layout import KVLayout
 from penstock.arch.mixers.mixer import Plane
 from penstock.engine.tree_drafter import GrowingTree, TreeDrafter
@@ -135,19 +135,7 @@ def test_what_is_found_later_was_accepted(more: dict[str, object]) -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_structure_is_kept_along_every_line(ahead: bool) -> None:
     pytest.importorskip("llguidance")
-    schema = {
-        "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    }
-    forms = [Structure.json_schema(schema), Structure.regex("(red|blue|reddish)( [0-9]{3})*"), None]
-    params = [
-        SamplingParams(structure=form, temperature=heat, seed=seed, max_tokens=40, presence_penalty=penalty)
-        for seed, (heat, penalty) in enumerate([(0, 0), (0.6, 0), (1, 0.3), (1, 0)])
-        for form in forms
-    ]
-    prompts = [f"{seed} Once upon a time" for seed in range(len(params))]
+    prompts, params = formed()
     settings = {"device": "cpu", "dtype": "float32", "check": True, "max_length": 256}
     with LLM(**settings) as llm:
         plain = llm.generate(prompts, params)

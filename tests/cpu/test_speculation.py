@@ -179,9 +179,8 @@ def test_nor_where_speculation_rests_and_wakes_at_random(more: dict[str, object]
     assert (kinds["unknown"] > 10) is ahead
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_structure_is_kept_along_every_draft(ahead: bool) -> None:
-    pytest.importorskip("llguidance")
+def formed() -> tuple[list[str], list[SamplingParams]]:
+    """Prompts of the shipped model, whose outputs are to be JSON, as an expression says, or anything."""
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -195,6 +194,13 @@ def test_a_structure_is_kept_along_every_draft(ahead: bool) -> None:
         for form in forms
     ]
     prompts = [f"{seed} Once upon a time" for seed in range(len(params))]
+    return prompts, params
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_structure_is_kept_along_every_draft(ahead: bool) -> None:
+    pytest.importorskip("llguidance")
+    prompts, params = formed()
     settings = {"device": "cpu", "dtype": "float32", "check": True, "max_length": 256}
     with LLM(**settings) as llm:
         plain = llm.generate(prompts, params)

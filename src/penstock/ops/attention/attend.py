@@ -4,9 +4,8 @@ A step has two sorts of queries. *Rows* add one token to a sequence and attend t
 themselves included. *Runs* are chunks, longer pieces of one sequence. A run attends causally to itself and
 then, tile by tile, to everything before it. The parts are merged by their log-sum-exp in float32, which is
 exact. A run may be a tree of drafted tokens: then a mask says what it sees of itself. The memory that a run
-takes does not depend on the context's length. A short run behind a past in
-pages, such as the rest of a prompt with a cached prefix, is attended to straight in pages, if there is a
-kernel for it.
+takes does not depend on the context's length. A short run behind a past in pages, such as the rest of a
+prompt with a cached prefix, is attended to straight in pages, if there is a kernel for it.
 
 A sequence too long for the device's pages keeps only its newest tokens there, the tail. Its other KV streams
 by in *tiles*, in an order fixed before the step. Each tile is lent once a layer and serves every query that

@@ -103,8 +103,8 @@ def paged_run(
     """Attend with a run, q `[tokens, heads, dim]`, each token to all that comes up to itself.
 
     It is for few tokens behind many keys, which are read once for every `run_tokens` of them. Of a tree each
-    token sees what `run.tree` says. The tokens' own
-    keys and values are in pages. The other arguments, and the answer, are those of `paged_decode`.
+    token sees what `run.tree` says. The tokens' own keys and values are in pages. The other arguments, and
+    the answer, are those of `paged_decode`.
     """
     assert run.start >= 0, run.start
     tuning = tuning or _run_tuning(q, cache)
