@@ -374,7 +374,7 @@ def few_bits(
             triton_few_bits.few_rows(x, large, gated=outer == 2 * INNER)
             kind = kind_of(large.format)
             assert kind is not None, name
-            if outer == 2 * INNER and rows <= few_bits_mma.MOST_ROWS and warp_tiles.reads_rows(x, kind.codes):
+            if outer == 2 * INNER and rows <= few_bits_mma.MOST_ROWS and warp_tiles.reads_rows(x):
                 triton_few_bits.few_rows(x, large, gated=True, tuning=few_bits_mma.MmaTuning(2, 8))
         triton_few_bits.dequantise(large, slice(0, 1024), empty(1024, inner))
 

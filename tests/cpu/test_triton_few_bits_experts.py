@@ -173,9 +173,27 @@ def test_few_tokens_by_warps(scheme: str) -> None:
         torch.testing.assert_close(made.total().float(), want, rtol=0, atol=2e-2 * float(want.abs().amax()))
 
 
-def test_inner_numbers_that_are_no_whole_runs_are_computed_by_no_warps() -> None:
+def test_inner_numbers_that_are_no_whole_runs_are_computed_by_warps_too() -> None:
+    """As a rank has them of gpt-oss."""
+    for scheme, inner in (("mxfp4", 96), ("nvfp4", 48), ("awq", 96)):
+        its = weights(scheme, 192, inner)
+        for tokens in (1, 3):
+            made, table, want = mixed(its, tokens, BY_WARPS, dtype=torch.bfloat16)
+            with patch.object(kernels, "expert_columns", wraps=kernels.expert_columns) as by_warps:
+                made.compute(table)
+            assert by_warps.call_count == 2
+            assert torch.isfinite(made.total()).all()
+            torch.testing.assert_close(
+                made.total().float(), want, rtol=0, atol=3.5e-2 * float(want.abs().amax())
+            )
+
+
+def test_activations_that_cannot_be_read_by_fours_are_computed_by_no_warps() -> None:
     """Neither product: the second would begin while the first, which waits otherwise, still runs."""
     made, table, want = mixed(weights("mxfp4", 192, 96), 2, BY_WARPS, dtype=torch.bfloat16)
+    aside = torch.zeros(2, 193, dtype=torch.bfloat16)[:, 1:]
+    aside.copy_(made._x)
+    made._x = aside
     with patch.object(kernels, "expert_columns") as by_warps:
         made.compute(table)
     assert not by_warps.called

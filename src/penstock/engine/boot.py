@@ -73,7 +73,6 @@ from penstock.worker.collectives import RankCollectives
 from penstock.worker.runner import Runner
 from penstock.worker.sizes import prefix_blocker
 from penstock.worker.structures import Guide
-from penstock.worker.trees import grow_on
 
 if TYPE_CHECKING:  # Needed by several ranks alone.
     from penstock.parallel.seat import Seat
@@ -138,7 +137,7 @@ def boot(
         if outline.draft is not None and scheduler.speculation is not None:
             most = outline.limits.max_step_tokens
             shares = config.drafts_itself
-            lines = plan.rest is Rest.ALL or not grow_on(device)
+            lines = plan.rest is Rest.ALL
             scheduler.speculation.model = (
                 HeadDrafter(ranks, most, threads)
                 if isinstance(draft, HeadCheckpoint)

@@ -33,7 +33,7 @@ from penstock.worker.inputs import StepTensors
 from penstock.worker.loaded import LoadedModel
 from penstock.worker.sampler import Drawn, fetched
 from penstock.worker.sizes import HEAD_ROWS, StepSizes, row_counts, run_counts
-from penstock.worker.trees import Move, compact, grow_on, moves_of
+from penstock.worker.trees import Move, compact, moves_of
 from penstock.worker.warmup import draft_step, kernel_steps, largest_step, long_steps, small_steps, tree_step
 
 _PATIENCE = 0.02
@@ -128,7 +128,7 @@ class Runner:
         """
         plans = *kernel_steps(sizes), *small_steps(sizes), largest_step(sizes, past=PAST_TILE)
         if sizes.drafted:
-            plans += draft_step(sizes), *([tree_step(sizes)] if grow_on(self._device) else ())
+            plans += draft_step(sizes), tree_step(sizes)
         if self.target.carrier is not None:
             plans += (*long_steps(sizes),)
         yield from (partial(self.run, plan) for plan in plans)

@@ -16,11 +16,6 @@ Move = tuple[Row, int, int]
 """A row, and places in its sequence: from where, and to where."""
 
 
-def grow_on(device: torch.device) -> bool:
-    """Tell whether trees are drafted on a device. On a GPU they have not been verified yet."""
-    return device.type != "cuda"
-
-
 def run_tree(share: Share, windows: Sequence[int | None], device: torch.device) -> RunTree | None:
     """Return what the tokens of a share see if they are a tree."""
     if not share.parents:

@@ -73,6 +73,7 @@ def _expert_columns(  # type: ignore[no-untyped-def]
     PTX: tl.constexpr,
     REGISTERS: tl.constexpr,
     FOLDED: tl.constexpr,
+    EVEN: tl.constexpr,
     MOVES: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -164,6 +165,7 @@ def _expert_columns(  # type: ignore[no-untyped-def]
         ALPHA,
         SHIFT,
         LIMIT,
+        EVEN,
     )
 
 

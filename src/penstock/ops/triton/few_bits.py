@@ -225,7 +225,7 @@ def few_rows(
     assert 0 < rows <= MOST_ROWS, x.shape
     assert x.shape[1] == inner, (x.shape, weight.shape)
     assert x.stride(1) == 1, x.stride()
-    if tuning is None and reads_rows(x, kind.codes):
+    if tuning is None and reads_rows(x):
         tuning = mma_tuning(rows, kind.codes, height, inner, multiprocessors(x.device))
     if isinstance(tuning, MmaTuning):
         return few_columns(x, weight, bias, gated=gated, out=out, tuning=tuning)

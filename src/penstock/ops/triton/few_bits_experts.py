@@ -235,7 +235,7 @@ def products(
     if not part:
         return
     few = tuning.rows == BLOCK and tokens <= FEW_TOKENS
-    few = few and all(reads_rows(rows, one.codes) for rows, one in ((x, gate_up), (h, down)))
+    few = few and reads_rows(x) and reads_rows(h)
     step = _MixtureStep(table, order, blocks, pairs // tokens, tuning, part, kind.activation, few, kind.moves)
     _product(x, h, gate_up, step, (0, matrices if kind.biases > 0 else 0), gated=True)
     _product(h, y, down, step, (gate_up.tensors, matrices + 1 if kind.biases > 1 else 0), gated=False)

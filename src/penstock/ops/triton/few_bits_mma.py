@@ -55,6 +55,7 @@ def _few_columns(  # type: ignore[no-untyped-def]
     PTX: tl.constexpr,
     REGISTERS: tl.constexpr,
     FOLDED: tl.constexpr,
+    EVEN: tl.constexpr,
 ) -> None:
     """Compute the numbers of TILES tiles; see `tiles_of_products`."""
     if EARLY:
@@ -98,6 +99,7 @@ def _few_columns(  # type: ignore[no-untyped-def]
         1.0,
         0.0,
         0.0,
+        EVEN,
     )
 
 
@@ -128,7 +130,7 @@ def few_columns(
     (height, inner), rows = weight.shape, len(x)
     outer = height // 2 if gated else height
     assert 0 < rows <= MOST_ROWS, x.shape
-    assert reads_rows(x, kind.codes), (x.shape, x.stride(), x.dtype)
+    assert reads_rows(x), (x.shape, x.stride(), x.dtype)
     y = torch.empty(rows, outer, dtype=x.dtype, device=x.device) if out is None else out
     words, scale = parts["codes"].view(torch.int32), parts["scale"]
     scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale

@@ -53,22 +53,30 @@ def _apart(words):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _beside(  # type: ignore[no-untyped-def]
-    own_at, other_at, group, EACH: tl.constexpr, APART: tl.constexpr
+    own_at, other_at, group, last, EACH: tl.constexpr, APART: tl.constexpr
 ):
     """Return what lies beside the codes of a run: for each quarter of it, of one row, then of another.
 
-    EACH: quarters of a number. APART: whether there is more than one number in a run.
+    last: group of the last column. EACH: quarters of a number. APART: whether there is more than one number
+    in a run.
     """
     a, e = tl.load(own_at + group[:, :, None]), tl.load(other_at + group[:, :, None])
     b, c, d, f, g, h = a, a, a, e, e, e
     if APART and EACH == 2:
-        c, g = tl.load(own_at + group[:, :, None] + 1), tl.load(other_at + group[:, :, None] + 1)
+        c, g = _next(own_at, other_at, group, last, 1)
         d, h = c, g
     if APART and EACH == 1:
-        b, f = tl.load(own_at + group[:, :, None] + 1), tl.load(other_at + group[:, :, None] + 1)
-        c, g = tl.load(own_at + group[:, :, None] + 2), tl.load(other_at + group[:, :, None] + 2)
-        d, h = tl.load(own_at + group[:, :, None] + 3), tl.load(other_at + group[:, :, None] + 3)
+        b, f = _next(own_at, other_at, group, last, 1)
+        c, g = _next(own_at, other_at, group, last, 2)
+        d, h = _next(own_at, other_at, group, last, 3)
     return a, b, c, d, e, f, g, h
+
+
+@triton.jit
+def _next(own_at, other_at, group, last, more: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return what lies beside the codes of the group that is `more` further on, or of the last one."""
+    at = tl.minimum(group + more, last)[:, :, None]
+    return tl.load(own_at + at), tl.load(other_at + at)
 
 
 @triton.jit
@@ -115,6 +123,7 @@ def tiles_of_products(  # type: ignore[no-untyped-def]
     ALPHA: tl.constexpr,
     SHIFT: tl.constexpr,
     LIMIT: tl.constexpr,
+    EVEN: tl.constexpr,
 ) -> None:
     """Compute the numbers of TILES tiles from `first` on, of 16 rows of the matrix each; where GATED, of half
     as many of the gate, each with its own of what is gated, `outer` further on.
@@ -122,7 +131,8 @@ def tiles_of_products(  # type: ignore[no-untyped-def]
     rows_at: where a lane's rows of activations begin, as fours, the first eight's and the next, `[LANES, 1]`.
     to, stored: where its numbers go and whether they do, for rows 2 * (lane % 4), the next one, and those
     eight further on, `[LANES, 1]`.
-    GATED and SECOND: as in `few_bits`. WIDE: eights of rows of activations.
+    GATED and SECOND: as in `few_bits`. WIDE: eights of rows of activations. EVEN: whether columns are whole
+    runs.
 
     Tensors have the axes LANES, WARPS and TILES. A warp takes every WARPS-th step of two runs.
     """
@@ -149,13 +159,20 @@ def tiles_of_products(  # type: ignore[no-untyped-def]
     run = (part // 2 * RUN)[:, None]
     words = _words(own_at, other_at, column, run, inner, PLACES)
     # Scales are read where columns end, too, so that they are numbers.
-    at = tl.minimum(column + run, inner - RUN)
+    last_run = (inner - 1) // RUN * RUN
+    end = (inner - 1) // GROUP
+    at = tl.minimum(column + run, last_run)
     scales = _beside(
-        scale + own_beside, scale + other_beside, at // (RUN if RAW else GROUP), EACH, APART and not RAW
+        scale + own_beside,
+        scale + other_beside,
+        at // (RUN if RAW else GROUP),
+        end,
+        EACH,
+        APART and not RAW,
     )
     zeros = scales
     if ZEROS:
-        zeros = _beside(zero + own_beside, zero + other_beside, at // GROUP, EACH, APART)
+        zeros = _beside(zero + own_beside, zero + other_beside, at // GROUP, end, EACH, APART)
     nothing = tl.zeros([32, WARPS, TILES], tl.float32)
     sums = (nothing, nothing, nothing, nothing)
     more = sums
@@ -165,18 +182,25 @@ def tiles_of_products(  # type: ignore[no-untyped-def]
         # What the next step needs of the matrix is asked for before this one begins.
         following = column + STEP * WARPS
         next_words = _words(own_at, other_at, following, run, inner, PLACES)
-        at = tl.minimum(following + run, inner - RUN)
+        at = tl.minimum(following + run, last_run)
         next_scales = _beside(
-            scale + own_beside, scale + other_beside, at // (RUN if RAW else GROUP), EACH, APART and not RAW
+            scale + own_beside,
+            scale + other_beside,
+            at // (RUN if RAW else GROUP),
+            end,
+            EACH,
+            APART and not RAW,
         )
         next_zeros = next_scales
         if ZEROS:
-            next_zeros = _beside(zero + own_beside, zero + other_beside, at // GROUP, EACH, APART)
-        given, inside = words, column + run < inner
+            next_zeros = _beside(zero + own_beside, zero + other_beside, at // GROUP, end, EACH, APART)
+        given, four, inside = words, column // 4 + fours, column + run < inner
         for each in tl.static_range(PLACES):
-            given = given + _activations(rows_at[0] + (column // 4 + fours + 2 * each), inside)
+            if not EVEN:
+                inside = 4 * (four + 2 * each) < inner
+            given = given + _activations(rows_at[0] + (four + 2 * each), inside)
             if WIDE == 2:
-                given = given + _activations(rows_at[1] + (column // 4 + fours + 2 * each), inside)
+                given = given + _activations(rows_at[1] + (four + 2 * each), inside)
         found = warp_products(
             place,
             given,
@@ -338,17 +362,17 @@ def codes_options(
         "LESS": less(kind.codes, half=half),
         "PTX": ptx,
         "REGISTERS": registers,
+        "EVEN": inner % (8 * places) == 0,
         "FOLDED": 2.0 ** FOLDED[kind.scales] if raw and kind.codes == E2M1.value else 1.0,
     }
 
 
-def reads_rows(x: Tensor, codes: int) -> bool:
-    """Tell whether rows of activations can be read by fours, of whole runs of codes of a kind, on a device
-    whose warps have these products, from compute capability 8.0 on, and by a compiler that deals tensors out
-    as they need."""
+def reads_rows(x: Tensor) -> bool:
+    """Tell whether rows of activations can be read by fours, on a device whose warps have these products,
+    from compute capability 8.0 on, and by a compiler that deals tensors out as they need."""
     return (
         x.dtype.itemsize == 2
-        and x.shape[1] % (64 if codes in FOUR_BITS else 32) == 0
+        and x.shape[1] % 4 == 0
         and x.stride(0) % 4 == 0
         and x.data_ptr() % 8 == 0
         and (not COMPILED or (DEALT and driver.active.get_current_target().arch >= 80))
