@@ -682,6 +682,7 @@ def test_recorded_steps_have_the_cpu_compute_feed_forwards(
 
 ROW = Share(Row(0), 9, (1,), 0, (), sample=True, prompt_length=5)
 RUN = replace(ROW, tokens=(1, 2, 3), kind=ShareKind.CHUNK)
+VERIFY = replace(RUN, kind=ShareKind.VERIFY)
 HOST = (HostBlockId(3),)
 
 
@@ -704,7 +705,15 @@ HOST = (HostBlockId(3),)
         ([ROW, RUN], False),
         ([RUN, RUN], False),
         ([replace(RUN, sample=False)], False),
-        ([replace(RUN, kind=ShareKind.VERIFY)], False),
+        ([VERIFY], True),
+        ([replace(VERIFY, new_blocks=(BlockId(1), BlockId(2)))], True),
+        ([ROW, VERIFY, VERIFY], True),
+        ([ROW, ROW, VERIFY, VERIFY], False),
+        ([replace(VERIFY, start=1 << 16)], False),
+        ([replace(VERIFY, parents=(0, 0))], False),
+        ([replace(VERIFY, next_prompt_tokens=(4,))], False),
+        ([replace(VERIFY, cold_start=4, cold_stop=4, near=4)], False),
+        ([RUN, VERIFY], False),
         ([replace(RUN, next_prompt_tokens=(4,))], False),
         ([replace(RUN, pooled=True)], False),
         ([replace(RUN, cold_stop=8)], False),

@@ -16,7 +16,9 @@ from pairs import near
 from penstock import LLM, Completion, SamplingParams, Structure
 from penstock.engine.boot import boot
 from penstock.engine.placing import Override
+from penstock.step.plan import Plan, ShareKind
 from penstock.weights.streaming.residency import WeightLimits
+from penstock.worker.graphs import DecodeGraphs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SETTINGS: dict[str, object] = {
@@ -78,6 +80,25 @@ def test_nor_where_weights_stream() -> None:
         found = answers("llama", speculate="suffix")
     alike(found, plain, OFF)
     assert sum(one.accepted_tokens for one in found)
+
+
+def test_drafts_are_verified_by_recorded_steps() -> None:
+    """Of several requests, and of one alone."""
+    for more in ({}, {"max_sequences": 1}):
+        plain, run, drafts = answers("llama", **more), DecodeGraphs.run, []
+
+        def noted(self: DecodeGraphs, plan: Plan, run: object = run, drafts: list[int] = drafts) -> object:
+            drafts.append(sum(share.kind is ShareKind.VERIFY for share in plan.shares))
+            return run(self, plan)  # type: ignore[operator]
+
+        with (
+            patch.object(DecodeGraphs, "run", noted),
+            always(Adversary(truth_of(plain), tiny.VOCAB, ends=[3], kinds="tbg")),
+        ):
+            found = answers("llama", speculate="suffix", **more)
+        alike(found, plain, OFF)
+        assert sum(map(bool, drafts)) > 5
+        assert more or max(drafts) > 1
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -369,7 +369,7 @@ def _record(plan: BootPlan[LongRoom], runner: Runner, say: Say, role: ModelRole)
         return
     limits = outline.limits
     graphs = runner.record(
-        limits.max_sequences,
+        outline.sizes.rows(outline.spec),
         limits.max_step_tokens,
         limits.max_length,
         record_runs=plan.record_runs,

@@ -167,7 +167,7 @@ class Outline(Generic[Far]):
         """Bytes of the device that far KV, adapters and recorded steps of all models take, beside weights, KV
         and a step."""
         limits, tokens = self.limits, self.limits.max_step_tokens if self.may_rest else 0
-        graphs, rows = 0, limits.max_sequences
+        graphs, rows = 0, self.sizes.rows(self.spec)
         if self.recorded:
             shared = may_share(self)
             graphs = graph_bytes(self.spec, self.dtype, rows, tokens, shared=shared, lora=self.lora)

@@ -1,10 +1,14 @@
-"""Decides how a short run behind a long past is cut for the kernel over pages, and up to where that pays."""
+"""Decides how a short run behind a long past is attended to in pages, and up to where that pays."""
 
 _MOST_READ = 1 << 18
 """Largest number of keys that a run may read in all its pieces.
 
 For one KV head of 128 in bfloat16 they are 128 MiB.
 """
+
+
+_MOST_READ_BY_ROWS = 1 << 16
+"""Largest number of keys that the tokens of a draft may read, each by itself."""
 
 
 def run_tokens(group: int, head_bytes: int) -> int:
@@ -25,3 +29,9 @@ def suits_run(tokens: int, stop: int, group: int, head_bytes: int) -> bool:
     That reads more bytes than gathering the past first and merging later, in fewer launches.
     """
     return -(-tokens // run_tokens(group, head_bytes)) * stop <= _MOST_READ
+
+
+def suits_rows(tokens: int, stop: int) -> bool:
+    """Tell whether so many tokens of a sequence, which end at `stop`, should be attended to as rows of their
+    own. That reads their past once for each, in the launches of a decode step."""
+    return tokens * stop <= _MOST_READ_BY_ROWS

@@ -9,8 +9,9 @@ writes to no page and attends to nothing.
 
 So are steps of one run, a short prompt or what is left of one that was found, which launched one by one would
 take the host longer than the device: its tokens stand where rows do, and attend together, to what comes up to
-each. Where weights stream, the same kernels over the same inputs are launched one by one, since bits must not
-depend on where weights rest, and the host has the time.
+each. Drafts that are lines are verified by decode steps: each of their tokens is a row, since all KV of a
+step is written before any is read. Where weights stream, the same kernels over the same inputs are launched
+one by one, since bits must not depend on where weights rest, and the host has the time.
 
 A pass over weights that stream is recorded in pieces, between what is taken and what is released; a group
 lies at the same address in every pass. Whatever a pass must wait for on the host, such as which experts a
@@ -44,7 +45,7 @@ from penstock.ops.attention.inputs import AttentionInputs, PlacedRun, Rows
 from penstock.ops.kernels import counting, pdl_launches
 from penstock.ops.matrix import GroupViews
 from penstock.ops.rope import RotaryAngles
-from penstock.ops.runs import suits_run
+from penstock.ops.runs import suits_rows, suits_run
 from penstock.ops.steps import FIELDS, LEAST, Placed, likeliest, place
 from penstock.step.plan import Plan, Share, ShareKind
 from penstock.weights.streaming.stream import WeightStream
@@ -120,12 +121,13 @@ class DecodeStep:
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def give(self, shares: Sequence[Share], count: int) -> None:
-        """Send the inputs of a step of `count` rows. Each share may have one new page at most."""
+        """Send the inputs of a step of `count` rows. Each share may have one new page at most; where any has
+        several tokens, all new pages must be in the table."""
         staging, fields = self._next(count)
-        used = len(shares)
-        fields[0, :used] = [share.row for share in shares]
-        fields[1, :used] = [share.start for share in shares]
-        fields[2, :used] = [share.tokens[0] for share in shares]
+        used = sum([len(share.tokens) for share in shares])
+        fields[0, :used] = [share.row for share in shares for _ in share.tokens]
+        fields[1, :used] = [at for share in shares for at, _ in enumerate(share.tokens, share.start)]
+        fields[2, :used] = [token for share in shares for token in share.tokens]
         fields[:3, used:] = [[self._nobody], [-1], [0]]
         fields[3:] = [[self._nobody], [0], [0]]
         for index, share in enumerate(shares):
@@ -314,23 +316,23 @@ class DecodeGraphs:
     def fits(self, plan: Plan) -> bool:
         """Tell whether a recorded step serves this plan.
 
-        Each share must be one token of a row with KV in pages, and yield another token; or the plan is one
-        such run, which does not read too much.
+        Each share must be one token of a row with KV in pages, and yield another token, perhaps with a draft
+        that is a line; or the plan is one such run. None reads too much.
         """
-        shares = plan.shares
-        if plan.runs:
+        shares, runs = plan.shares, plan.runs
+        if runs and runs[0].kind is ShareKind.CHUNK:
             return len(shares) == 1 and self._fits_run(shares[0])
-        if not 0 < len(shares) <= self._counts[0]:
+        if not 0 < plan.tokens <= self._counts[0]:
             return False
         odd = (
             not share.sample
             or share.pooled
             or share.cold_stop
             or share.next_prompt_tokens
-            or len(share.new_blocks) > 1
+            or (not runs and len(share.new_blocks) > 1)
             for share in shares
         )
-        return not any(odd)
+        return not any(odd) and all(not run.parents and suits_rows(len(run.tokens), run.stop) for run in runs)
 
     def _fits_run(self, share: Share) -> bool:
         chunk = share.kind is ShareKind.CHUNK and share.sample
@@ -343,17 +345,19 @@ class DecodeGraphs:
     def run(self, plan: Plan) -> tuple[Tensor, Tensor]:
         """Compute a plan.
 
-        Return logits `[shares, vocab]` and likeliest tokens `[shares]`, until the next step.
+        Return logits `[draws, vocab]` and likeliest tokens `[draws]`, until the next step.
         """
-        used, adapters = len(plan.shares), self._step.adapters
+        adapters, runs = self._step.adapters, plan.runs
         adapted = adapters is not None and adapters.needs(plan)
         self._weights.begin_pass()
-        if plan.runs:
+        if runs and runs[0].kind is ShareKind.CHUNK:
+            used = 1
             count = min(count for count in self._runs if count >= plan.tokens)
             self._weights.turn(0)
             self._step.give_run(plan.shares[0], count)
             (self._adapted_runs if adapted else self._run_programs)[count]()
         else:
+            used = plan.tokens
             count = min(count for count in self._counts if count >= used)
             shared = self._weights.turn(0 if adapted else count)
             programs = self._adapted if adapted else self._shared if shared else self._programs

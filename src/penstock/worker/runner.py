@@ -132,9 +132,10 @@ class Runner:
         if self.target.carrier is not None:
             plans += (*long_steps(sizes),)
         yield from (partial(self.run, plan) for plan in plans)
-        weights, rows, tokens = self.target.weights, sizes.max_sequences, sizes.max_step_tokens
+        weights, tokens = self.target.weights, sizes.max_step_tokens
         assert weights is not None, "rehearse before attach"
         if recorded:
+            rows = sizes.rows(self.target.decoder.spec)
             with self._here(), torch.inference_mode():
                 step = self.target.decode_step(rows, tokens, sizes.max_length)
             steps = [partial(step.compute, count) for count in row_counts(rows)]

@@ -131,8 +131,13 @@ class Sampler:
         return send(np.array(numbers, dtype=np.int64), self._device)
 
     def choose(self, logits: Tensor, likeliest: Tensor, shares: Sequence[Share]) -> "Drawn":
-        """Choose tokens as `sample` does, where the likeliest tokens are known and are the rows' newest."""
+        """Choose tokens as `sample` does, where the likeliest tokens are known, and those of shares of one
+        token are the rows' newest."""
         if self._takes_likeliest(shares):
+            if any(share.draft for share in shares):
+                last, _ = _walked(likeliest, shares)
+                rows = self._ids([share.row for share in shares])
+                self.newest[rows] = likeliest.clamp(min=0)[last]
             return Drawn(likeliest)
         return self.sample(logits.float(), shares)
 

@@ -32,6 +32,14 @@ class StepSizes:
     block_size: int
     drafted: int = 0
 
+    def rows(self, spec: ModelSpec) -> int:
+        """Return the most rows of a recorded step: one for each sequence, or one for each token where drafts
+        are verified. Of a mixture these might ask for more experts than have room."""
+        if not self.drafted or spec.moe is not None:
+            return self.max_sequences
+        most = min(HEAD_ROWS, self.max_sequences * (1 + self.drafted), self.max_step_tokens)
+        return max(self.max_sequences, most)
+
 
 def graph_blocker(
     spec: ModelSpec,
