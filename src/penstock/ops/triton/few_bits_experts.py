@@ -51,10 +51,10 @@ _TUNINGS = (
     (64, ExpertTuning(64, 128, 128, warps=4, stages=3, group=4)),
     (None, ExpertTuning(128, 128, 128, warps=8, stages=3, group=8)),
 )
-"""Tunings up to so many pairs for each expert, on average: the one place for constants. `depth` is the most
+"""Tunings up to so many pairs for each expert, on average: one place for constants. `depth` is the most
 columns at a time."""
-_BY_WARPS = {True: MmaTuning(1, 2), False: MmaTuning(1, 4)}
-"""Each says how products of few tokens are cut: with gate and up, or with down, which has half the rows."""
+_MANY_ROWS = 2048
+"""Rows of a gate from which on its product keeps a GPU busy by two warps for each of their tiles."""
 _SHALLOW = 128
 """Most columns at a time where a group has no more, so that a step may lie within a group."""
 
@@ -62,6 +62,16 @@ _SHALLOW = 128
 def expert_tuning(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTuning:
     """Return the tuning of a step with so many pairs."""
     return next(tuning for most, tuning in _TUNINGS if most is None or pairs <= most * experts)
+
+
+def by_warps(outer: int, tokens: int, *, gated: bool) -> MmaTuning:
+    """Return how a product of few tokens is cut, the other place for constants: with gate and up, or with
+    down. Where little is read at a time, more warps share a row.
+
+    outer: numbers of a row of the product.
+    """
+    more = outer < _MANY_ROWS if gated else tokens == 1
+    return MmaTuning(1, 4 if more else 2)
 
 
 @triton.jit(do_not_specialize=["first", "count", "bound"])  # type: ignore[untyped-decorator]
@@ -275,7 +285,7 @@ def _product(
             at,
             top=step.top,
             activation=step.activation if gated else None,
-            tuning=_BY_WARPS[gated],
+            tuning=by_warps(outer, len(y) // step.top, gated=gated),
         )
         return
     four, group = kind.codes in FOUR_BITS, WHOLE if kind.group >= inner else kind.group
