@@ -1,4 +1,4 @@
-"""Checkpoints of GLM-4 with an MTP layer for tests, and the published arithmetic of such a layer in plain torch
+"""Checkpoints of GLM-4 with an MTP layer for tests, and the published arithmetic of such a layer: plain torch
 around a decoder layer of transformers."""
 
 import json
@@ -17,14 +17,16 @@ LAYERS = 3
 AT = f"model.layers.{LAYERS}"
 
 
-def checkpoint(path: Path, name: str = "glm4_moe", *, shares: bool = False, **more: object) -> Path:
-    """A random checkpoint of a kind of GLM-4 whose last layer predicts a further token.
+def checkpoint(
+    path: Path, name: str = "glm4_moe", *, shares: bool = False, vocab: int = tiny.VOCAB, **more: object
+) -> Path:
+    """A random checkpoint of a kind of GLM-4 with a layer behind the last one that predicts a further token.
 
     shares: whether it has no embedding and no head of its own. more: changes its config.json. Beside it,
     `whole` is the same with that layer as a usual one.
     """
     case = replace(tiny.CASES[name], shard="1GB")
-    whole = tiny.write(case, path / "whole", num_hidden_layers=LAYERS + 1)
+    whole = tiny.write(case, path / "whole", num_hidden_layers=LAYERS + 1, vocab_size=vocab)
     config = json.loads((whole / "config.json").read_text())
     config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1} | more
     config.pop("layer_types", None)
@@ -45,8 +47,8 @@ def checkpoint(path: Path, name: str = "glm4_moe", *, shares: bool = False, **mo
     }
     if not shares:  # Others than the target's, so that a test sees which are taken.
         tensors |= {
-            f"{AT}.embed_tokens.weight": torch.randn(tiny.VOCAB, hidden, generator=rng),
-            f"{AT}.shared_head.head.weight": matrix(tiny.VOCAB, hidden, 3.0),
+            f"{AT}.embed_tokens.weight": torch.randn(vocab, hidden, generator=rng),
+            f"{AT}.shared_head.head.weight": matrix(vocab, hidden, 3.0),
         }
     return write(path / "model", config, tensors)
 
@@ -55,7 +57,7 @@ def write(path: Path, config: dict[str, object], tensors: dict[str, Tensor]) -> 
     """Write a checkpoint."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
-    save_file({name: one.contiguous() for name, one in tensors.items()}, path / "model.safetensors")
+    save_file({name: one.clone().contiguous() for name, one in tensors.items()}, path / "model.safetensors")
     return path
 
 
@@ -87,9 +89,11 @@ class PlainMtp:
 
     @torch.inference_mode()
     def output(self, hidden: Tensor, behind: Sequence[int]) -> Tensor:
-        """The output behind the layer's own last norm at the last of these tokens, `[hidden]`. The first ones,
-        each with the target's hidden state of the token before, are followed by a draft, behind each token of
-        which the layer goes on with its own output."""
+        """The output behind the layer's own last norm at the last of these tokens, `[hidden]`.
+
+        The first ones, each with the target's hidden state of the token before, are followed by a draft,
+        behind each token of which the layer goes on with its own output.
+        """
         while True:
             count = len(hidden)
             embedded = self._own("embed_tokens", "model.embed_tokens")[torch.tensor(behind[:count])]
