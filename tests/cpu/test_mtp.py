@@ -24,6 +24,7 @@ from penstock.base.errors import BudgetError, CheckpointError, ConfigError
 from penstock.cli.main import main
 from penstock.cli.shape import open_model, open_mtp
 from penstock.engine.acceptance import speculation
+from penstock.engine.boot import boot
 from penstock.engine.draft import DraftModel
 from penstock.engine.forecast import forecast
 from penstock.engine.machines import BLOCK_SIZE, Machine, Work
@@ -34,6 +35,7 @@ from penstock.server.settings import OnDemandSettings
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, ModelRole
 from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.pack.writer import write_pack
 from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.runner import Runner
@@ -283,6 +285,11 @@ def test_other_models_are_refused(glm: Path, tmp_path: Path) -> None:
     with Checkpoint.open(glm) as checkpoint:
         write_pack(checkpoint, tmp_path / "pack", "float32")
     refused(tmp_path / "pack", "is a pack, which has none; name the checkpoint")
+
+
+def test_a_shape_has_none(glm: Path) -> None:
+    with pytest.raises(ConfigError, match="by the MTP layer of the model itself, but a benchmark opens none"):
+        boot(Config(glm, device="cpu", dtype="float32", speculate="mtp", max_length=64), Shape.open(glm))
 
 
 @pytest.mark.parametrize(

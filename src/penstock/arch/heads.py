@@ -50,7 +50,7 @@ class HeadSpec:
     taps: before which of the target's layers hidden states are taken, counted from 0; empty for the usual
     ones. residual_normed: whether the layer adds to normalised features. output_normed: whether the next
     token's features are the output behind the last norm. place: of a layer that predicts a further token
-    (MTP), which one of the target's checkpoint it is; None of a head of its own. names: of its feed-forward.
+    (MTP), which one of the target's checkpoint it is; None of a head of its own.
     """
 
     spec: ModelSpec
@@ -59,7 +59,6 @@ class HeadSpec:
     residual_normed: bool = False
     output_normed: bool = False
     place: int | None = None
-    names: TensorNames = TensorNames()
 
     @property
     def mixer(self) -> HeadAttention:
@@ -242,7 +241,7 @@ def _mtp_layouts(head: HeadSpec, place: int, dtype: str) -> tuple[GroupLayout, .
     """Return the layouts of an MTP layer's groups, from its tensors of the target's checkpoint: of embedding
     and head from its own if there are any, else from the target's, which they are equal to."""
     whole, at = replace(head.spec, stack=head.spec.stack * (place + 1)), f"model.layers.{place}"
-    embedding, *layer, last = group_layouts(whole, head.names, dtype, first=place)
+    embedding, *layer, last = group_layouts(whole, TensorNames(), dtype, first=place)
     return (
         _renamed(embedding, {"model.embed_tokens.weight": f"{at}.embed_tokens.weight"}),
         *(replace(one, id=replace(one.id, layer=0)) for one in layer),

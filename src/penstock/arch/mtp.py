@@ -8,7 +8,6 @@ goes on with its own output, behind its own last norm, as often as tokens are dr
 from collections.abc import Mapping
 from dataclasses import replace
 
-from penstock.arch.families import FAMILIES
 from penstock.arch.heads import HeadSpec
 from penstock.arch.mixers.attention import Attention
 from penstock.arch.mixers.head import MtpAttention, TapNorms
@@ -54,7 +53,6 @@ def read_mtp(config: Mapping[str, object], spec: ModelSpec, where: str) -> HeadS
         (place,),
         output_normed=True,
         place=place,
-        names=FAMILIES[_FAMILY].names,
     )
 
 

@@ -211,13 +211,13 @@ class Config(Declared):
         details="A step verifies several drafted tokens, as many as pay by what was measured. suffix drafts "
         "what followed the last time that the newest tokens occurred in prompt or output: it pays where an "
         "output repeats, such as edited code. self drafts with a copy of the model in four bits, which is "
-        "made once, in the cache, and uses the model's KV: it pays where weights stream. A draft model is a "
-        "smaller one with the same tokenizer, named as a model is, and so is an EAGLE-3 head that was made "
-        "for the model. mtp is the layer behind the last one in checkpoints of GLM-4.5, 4.6 and 4.7, which "
-        "predicts one token further; it reuses its own output for more. All of these stay on the device, and look-up drafts beside them where it gives more. "
-        "auto is suffix, or self where that is forecast to pay by far; penstock plan shows how. Tokens are "
-        "those that the model draws without drafts, up to rounding: several tokens are summed in another "
-        "order than one.",
+        "made once, in the cache, and uses the model's KV: it pays where weights stream. mtp drafts with the "
+        "layer behind the last one that a checkpoint of GLM-4.5, 4.6 or 4.7 holds to predict one token "
+        "further. A draft model is a smaller one with the same tokenizer, named as a model is, and so is an "
+        "EAGLE-3 head that was made for the model. All of these stay on the device, and look-up drafts "
+        "beside them where it gives more. auto is suffix, or self where that is forecast to pay by far; "
+        "penstock plan shows how. Tokens are those that the model draws without drafts, up to rounding: "
+        "several tokens are summed in another order than one.",
         check=check_speculate,
     )
     draft_memory: Size | None = setting(

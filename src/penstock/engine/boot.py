@@ -121,7 +121,7 @@ def boot(
     if config.drafts_itself and draft is None:
         check_copy(config, model)
     if config.drafts_by_mtp and draft is None:
-        raise no_mtp("here is but a shape, without a checkpoint")
+        raise no_mtp("a benchmark opens none")
     context = BootContext(say, trace, override or Override(), loading, guide, draft)
     since = first_look()
     with ExitStack() as opened:  # closed if anything fails; afterwards the engine closes it
