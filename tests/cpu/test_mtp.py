@@ -235,11 +235,14 @@ def test_a_structure_is_kept_along_its_drafts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["fp8", "packed", "gptq"])
 def test_an_mtp_layer_of_few_bits(scheme: str, glm: Path, tmp_path: Path) -> None:
-    """It drafts what that of the same numbers in float32 drafts; embedding and head have all their bits."""
-    its = SCHEMES[scheme]
+    """It drafts what that of the same numbers in float32 drafts; embedding and head have all their bits, and
+    in FP8 the projection of pairs has, too, as released checkpoints list it."""
+    its, dense_ones = SCHEMES[scheme], {"embed_tokens": None, "shared_head": None}
     if scheme == "fp8":
-        its = replace(its, config=its.config | {"modules_to_not_convert": ["lm_head", "mlp.gate"]})
-    few, dense = checkpoints(glm, tmp_path, its, {"embed_tokens": None, "shared_head": None})
+        listed = ["lm_head", "mlp.gate", f"{mtps.AT}.eh_proj"]
+        its = replace(its, config=its.config | {"modules_to_not_convert": listed})
+        dense_ones["eh_proj"] = None
+    few, dense = checkpoints(glm, tmp_path, its, dense_ones)
     prompts, drafts = [prompt[:30] for prompt in tiny.prompts()][:4], list[list[Seen]]()
     for path in (few, dense):
         with always(NOBODY), watched() as seen, LLM(path, **SETTINGS, speculate="mtp", kernels=False) as llm:
