@@ -185,7 +185,7 @@ class LLM:
 
     @property
     def drafter(self) -> str:
-        """Return what drafts tokens, as boot has chosen it: off, suffix, self, or model."""
+        """Return what drafts tokens, as boot has chosen it: off, suffix, self, mtp, or model."""
         return self._booted.drafter
 
     def expert_map(self) -> ExpertMap:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from penstock.arch.families import TensorNames
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.layout import GroupLayout, group_layouts
+from penstock.arch.layout import Field, GroupLayout, group_layouts
 from penstock.arch.mixers.attention import Attention
 from penstock.arch.mixers.head import HeadAttention, TapNorms
 from penstock.arch.reading import ConfigReader, spec_of
@@ -49,7 +49,8 @@ class HeadSpec:
     spec: of its layer, with the target's vocabulary. draft_vocab: how many tokens of that it can draft.
     taps: before which of the target's layers hidden states are taken, counted from 0; empty for the usual
     ones. residual_normed: whether the layer adds to normalised features. output_normed: whether the next
-    token's features are the output behind the last norm.
+    token's features are the output behind the last norm. place: of a layer that predicts a further token
+    (MTP), which one of the target's checkpoint it is; None of a head of its own.
     """
 
     spec: ModelSpec
@@ -57,6 +58,7 @@ class HeadSpec:
     taps: tuple[int, ...] = ()
     residual_normed: bool = False
     output_normed: bool = False
+    place: int | None = None
 
     @property
     def mixer(self) -> HeadAttention:
@@ -228,9 +230,47 @@ def check_head(head: HeadSpec, target: ModelSpec, where: str) -> None:
 
 def head_layouts(head: HeadSpec, dtype: str, embedding: GroupLayout | None = None) -> tuple[GroupLayout, ...]:
     """Return the layouts of a head's groups. embedding: the target's, where the head has none of its own."""
+    if head.place is not None:
+        return _mtp_layouts(head, head.place, dtype)
     names = TensorNames()
     _, *rest = group_layouts(replace(head.spec, vocab_size=head.draft_vocab), names, dtype)
     return embedding or group_layouts(head.spec, names, dtype)[0], *rest
+
+
+def _mtp_layouts(head: HeadSpec, place: int, dtype: str) -> tuple[GroupLayout, ...]:
+    """Return the layouts of an MTP layer's groups, from its tensors of the target's checkpoint: of embedding
+    and head from its own if there are any, else from the target's, which they are equal to."""
+    whole, at = replace(head.spec, stack=head.spec.stack * (place + 1)), f"model.layers.{place}"
+    embedding, *layer, last = group_layouts(whole, TensorNames(), dtype, first=place)
+    return (
+        _renamed(embedding, {"model.embed_tokens.weight": f"{at}.embed_tokens.weight"}),
+        *(replace(one, id=replace(one.id, layer=0)) for one in layer),
+        _renamed(
+            last,
+            {
+                "model.norm.weight": f"{at}.shared_head.norm.weight",
+                "lm_head.weight": f"{at}.shared_head.head.weight",
+            },
+        ),
+    )
+
+
+def _renamed(layout: GroupLayout, names: Mapping[str, str]) -> GroupLayout:
+    """Return a group that is made of tensors of other names. Matrices may have the first one still, and have
+    it if they are of few bits."""
+    kept = {field for one in layout.matrices if one.format != DENSE for _, field in one.parts}
+    made = dict[Field, Field]()
+    for field in layout.fields:
+        sources = [
+            replace(one, tensor=names[one.tensor], also=(one.tensor,) if len(one.shape) == 2 else ())
+            for one in field.sources
+            if field not in kept
+        ]
+        made[field] = replace(field, sources=tuple(sources)) if sources else field
+    matrices = [
+        replace(one, parts=tuple((name, made[field]) for name, field in one.parts)) for one in layout.matrices
+    ]
+    return replace(layout, fields=tuple(made.values()), matrices=tuple(matrices))
 
 
 def _whole(numbers: object, where: str) -> Sequence[int]:

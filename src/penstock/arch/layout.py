@@ -290,9 +290,10 @@ def kv_layout(spec: ModelSpec, dtype: str, block_size: int, shard: Shard | None 
 
 @lru_cache(maxsize=2)
 def group_layouts(
-    spec: ModelSpec, names: TensorNames, dtype: str, shard: Shard | None = None
+    spec: ModelSpec, names: TensorNames, dtype: str, shard: Shard | None = None, first: int = 0
 ) -> tuple[GroupLayout, ...]:
-    """Return the layouts of all groups of the model, in the order in which a pass uses them.
+    """Return the layouts of all groups of the model, in the order in which a pass uses them; of its layers
+    from `first` on.
 
     With tied embeddings the head has no matrix of its own. A shard has the same groups, with the rank's rows
     of `qkv`, `gate_up`, `embedding` and `output`, its columns of `out` and `down`, and all of the norms and
@@ -306,7 +307,7 @@ def group_layouts(
         "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size, rows=lay.held.vocabulary
     )
     groups = [lay.group(GroupId(GroupKind.EMBEDDING), {"embedding": [embedding]})]
-    for layer in range(spec.layers):
+    for layer in range(first, spec.layers):
         groups += [lay.mixer(layer), *lay.feed_forward(layer)]
     head: Tensors = {"norm": [vector("model.norm.weight", spec.hidden_size)]}
     if not spec.tied_embeddings:

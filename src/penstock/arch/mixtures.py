@@ -91,7 +91,7 @@ def _qwen_layers(config: ConfigReader) -> tuple[bool, ...]:
 def glm4_moe(config: ConfigReader) -> ModelSpec:
     """Return the spec of GLM-4.5, 4.5-Air, 4.6 and 4.7: partial rotary, dense first layers, shared experts.
 
-    Tensors of the layers behind the last one predict several tokens (MTP) and are not part of the spec.
+    Tensors of the layer behind the last one predict one token further (MTP): see `arch/mtp.py`.
     """
     layers, norms = layers_of(config), config.flag("use_qk_norm", False)
     config, rotated = _partly_rotated(config, 0.5)

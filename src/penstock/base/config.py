@@ -20,7 +20,7 @@ from penstock.base.setting import (
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 POLICIES = {"window": range(2, 3), "topk": range(1, 3), "vertical_slash": range(1, 65)}
 """The attention policies beside full, each with how many numbers it may have."""
-_DRAFTERS = ("off", "auto", "suffix", "self")
+_DRAFTERS = ("off", "auto", "suffix", "self", "mtp")
 CACHE = Path("~/.cache/penstock")
 SHIPPED_MODEL = Path(__file__).parent.parent / "shipped"
 """The checkpoint that comes with the package."""
@@ -37,8 +37,9 @@ def check_speculate(text: str) -> None:
     if text not in _DRAFTERS and "/" not in text and not os.path.exists(text):
         raise ConfigError(
             f"speculate {text!r} is no way to draft tokens, and no model is called so; choose off, auto, "
-            "suffix (which looks up what followed before), self (the model in four bits), or a draft model: "
-            "a path that is there, or its name on the Hugging Face Hub, owner/name"
+            "suffix (which looks up what followed before), self (the model in four bits), mtp (the model's "
+            "own MTP layer), or a draft model: a path that is there, or its name on the Hugging Face Hub, "
+            "owner/name"
         )
 
 
@@ -206,16 +207,17 @@ class Config(Declared):
     )
     speculate: str = setting(
         "off",
-        help="Speculative decoding, off, or by drafts of: auto, suffix, self, a draft model, EAGLE-3 heads.",
+        help="Speculative decoding, off, or by drafts of: auto, suffix, self, mtp, a draft model, EAGLE-3.",
         details="A step verifies several drafted tokens, as many as pay by what was measured. suffix drafts "
         "what followed the last time that the newest tokens occurred in prompt or output: it pays where an "
         "output repeats, such as edited code. self drafts with a copy of the model in four bits, which is "
-        "made once, in the cache, and uses the model's KV: it pays where weights stream. A draft model is a "
-        "smaller one with the same tokenizer, named as a model is, and so is an EAGLE-3 head that was made "
-        "for the model. All of these stay on the device, and look-up drafts beside them where it gives more. "
-        "auto is suffix, or self where that is forecast to pay by far; penstock plan shows how. Tokens are "
-        "those that the model draws without drafts, up to rounding: several tokens are summed in another "
-        "order than one.",
+        "made once, in the cache, and uses the model's KV: it pays where weights stream. mtp drafts with the "
+        "layer behind the last one that a checkpoint of GLM-4.5, 4.6 or 4.7 holds to predict one token "
+        "further. A draft model is a smaller one with the same tokenizer, named as a model is, and so is an "
+        "EAGLE-3 head that was made for the model. All of these stay on the device, and look-up drafts "
+        "beside them where it gives more. auto is suffix, or self where that is forecast to pay by far; "
+        "penstock plan shows how. Tokens are those that the model draws without drafts, up to rounding: "
+        "several tokens are summed in another order than one.",
         check=check_speculate,
     )
     draft_memory: Size | None = setting(
@@ -293,8 +295,13 @@ class Config(Declared):
 
     @property
     def drafter(self) -> str:
-        """Return what drafts, in a word: off, auto, suffix, self, or model."""
+        """Return what drafts, in a word: off, auto, suffix, self, mtp, or model."""
         return self.speculate if self.speculate in _DRAFTERS else "model"
+
+    @property
+    def drafts_by_mtp(self) -> bool:
+        """Tell whether the draft head is the MTP layer of the model's own checkpoint."""
+        return self.speculate == "mtp"
 
     @property
     def drafts_itself(self) -> bool:

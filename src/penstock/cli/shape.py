@@ -4,8 +4,9 @@ imports torch."""
 from pathlib import Path
 
 from penstock.arch.families import TensorNames, family_of, read_spec
-from penstock.arch.formats.recipe import config_in
+from penstock.arch.formats.recipe import METHOD, config_in
 from penstock.arch.heads import HeadSpec, check_kind, is_head, read_head
+from penstock.arch.mtp import no_mtp, read_mtp
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import CheckpointError
 from penstock.bench.shapes import SHAPES
@@ -16,6 +17,7 @@ from penstock.weights.checkpoint.config import read_config
 from penstock.weights.gguf.config import read_gguf_config
 from penstock.weights.gguf.files import GGUFFiles, is_gguf
 from penstock.weights.jsonfile import MAX_CONFIG_BYTES, read_object
+from penstock.weights.pieces import MANIFEST
 
 
 def open_model(model: str, weight_format: str | None = None) -> tuple[str, ModelSpec, TensorNames]:
@@ -67,3 +69,21 @@ def open_head(model: str) -> HeadSpec | None:
     config = read_config(path) if path.is_dir() else read_object(file, MAX_CONFIG_BYTES)
     check_kind(config, str(file))
     return read_head(config, str(file)) if is_head(config) else None
+
+
+def open_mtp(model: str, spec: ModelSpec) -> HeadSpec:
+    """Return the MTP layer of a model that `open_model` has opened. Raises ConfigError if it has none."""
+    path = Path(model)
+    if model in SHAPES and not path.exists():
+        return read_mtp(SHAPES[model], spec, model)
+    if ModelName.parse(model) and local(model) is None:
+        with shape_of(model) as found:
+            return open_mtp(str(found.path), spec)
+    if is_gguf(path):
+        raise no_mtp(f"{model} is a GGUF file, in which it is not read")
+    if (path / MANIFEST).exists():
+        raise no_mtp(f"{model} is a pack, which has none")
+    if spec.format.name == METHOD:
+        raise no_mtp("weights in another format than the model's are in a pack, which has none")
+    config = read_config(path) if path.is_dir() else read_object(path, MAX_CONFIG_BYTES)
+    return read_mtp(config, spec, str(path / "config.json" if path.is_dir() else path))

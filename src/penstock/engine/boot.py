@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.arch.formats.dense import DENSE
+from penstock.arch.mtp import no_mtp
 from penstock.arch.shards import Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
@@ -118,6 +119,8 @@ def boot(
     config = decided(config, model, say)
     if config.drafts_itself and draft is None:
         check_copy(config, model)
+    if config.drafts_by_mtp and draft is None:
+        raise no_mtp("a benchmark opens none")
     context = BootContext(say, trace, override or Override(), loading, guide, draft)
     since = first_look()
     with ExitStack() as opened:  # closed if anything fails; afterwards the engine closes it

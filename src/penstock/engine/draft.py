@@ -21,6 +21,8 @@ from penstock.base.units import parse_size
 from penstock.weights.checkpoint.scoring import yields_no_text
 from penstock.weights.streaming.residency import padded
 
+MTP = "the MTP layer of a model"
+
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
@@ -160,10 +162,10 @@ def check_state(config: Config, spec: ModelSpec) -> None:
 
 
 def check_one_rank(head: str, ranks: int) -> None:
-    """Raise ConfigError if a draft head is to draft for several ranks."""
+    """Raise ConfigError if a draft head, or an MTP layer, is to draft for several ranks."""
     if ranks > 1:
         raise ConfigError(
-            f"the draft head {head} does not work with tensor_parallel: it is not divided, and each rank has "
+            f"{head} does not work with tensor_parallel: it is not divided, and each rank has "
             "but a part of what it reads; give speculate suffix, or a smaller model with the same tokenizer"
         )
 

@@ -1,5 +1,5 @@
-"""Drafts by a head behind the target's hidden states (EAGLE-3), in steps of its own between those of the
-target.
+"""Drafts by a head behind the target's hidden states (EAGLE-3, or an MTP layer), in steps of its own between
+those of the target.
 
 The head draws by the settings of each request and with the noise of each position, as the target will, of the
 tokens that it knows. Its KV and the features that the target's passes have left are in pages of the same

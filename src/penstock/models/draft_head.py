@@ -1,5 +1,5 @@
-"""Computes a draft head of EAGLE-3 (Li et al. 2025, arXiv 2503.01840): one layer behind a target's hidden
-states.
+"""Computes a draft head: one layer behind a target's hidden states, of EAGLE-3 (Li et al. 2025, arXiv
+2503.01840) or in the target's own checkpoint (MTP; DeepSeek-V3, arXiv 2412.19437).
 
 A position of the head has the features of the target's same position and the token behind it, and what it
 yields is the token behind that. Features of computed positions are in a plane of the head's pages, which the
@@ -16,13 +16,14 @@ from torch import Tensor
 
 from penstock.arch.heads import HeadSpec
 from penstock.arch.layout import GroupId, GroupKind
-from penstock.arch.mixers.head import TapNorms
+from penstock.arch.mixers.head import MtpAttention, TapNorms
 from penstock.models.decoder import EMBEDDING, HEAD, Decoder, Head
 from penstock.models.inputs import ColdCache, LayerCaches, StepInputs, Weights
 from penstock.models.mixers import Mixing, attention
 from penstock.models.residual import Residual
 from penstock.ops.embedding import look_up
 from penstock.ops.linear import linear
+from penstock.ops.matrix import GroupViews
 from penstock.ops.norm import rms_norm
 
 _LAYER = GroupId(GroupKind.ATTENTION, 0)
@@ -66,20 +67,28 @@ class HeadDecoder(Decoder):
             else features[_places(inputs.attention.slots, features)][:, 0]
         )
         w, layer = weights.take(_LAYER), self._local.stack[0]
-        normed = rms_norm(seen, w.vectors["hidden_norm"], eps)
-        pairs = torch.cat((rms_norm(embedded, w.vectors["norm"], eps), normed), -1)
-        mixing = Mixing(0, inputs, cold, None, eps)
-        out = attention(layer.mixer, pairs, w, (keys, values), mixing)
-        residual = Residual(normed if self._head.residual_normed else seen, eps, None)
+        residual, given = self._begun(embedded, seen, w)
+        out = attention(layer.mixer, given, w, (keys, values), Mixing(0, inputs, cold, None, eps))
         residual.add(linear(out, w.matrices["out"], w.vectors.get("out_bias")))
         weights.release(_LAYER)
-        self._feed_forward(0, layer, residual, weights, None, None)
+        self._feed_forward(0, layer, residual, weights, inputs.padding, None)
         found = residual.sum()
         found = found if inputs.wanted is None else found[inputs.wanted]
         rows = drafting.rows
         if len(rows):
             self._newest[rows] = self._passed_on(found[: len(rows)], weights)
         return found
+
+    def _begun(self, embedded: Tensor, seen: Tensor, w: GroupViews) -> tuple[Residual, Tensor]:
+        """Return the residual that the layer adds to, and the input of attention, from embedded tokens and
+        the features before them."""
+        eps, normed = self.spec.norm_eps, rms_norm(seen, w.vectors["hidden_norm"], self.spec.norm_eps)
+        if isinstance(self._head.mixer, MtpAttention):
+            pairs = torch.cat((rms_norm(embedded, w.vectors["embedding_norm"], eps), normed), -1)
+            residual = Residual(linear(pairs, w.matrices["pair"]), eps, None)
+            return residual, residual.normed(w.vectors["norm"])
+        pairs = torch.cat((rms_norm(embedded, w.vectors["norm"], eps), normed), -1)
+        return Residual(normed if self._head.residual_normed else seen, eps, None), pairs
 
     def _passed_on(self, found: Tensor, weights: Weights) -> Tensor:
         """Return what the next token's features are."""
@@ -154,7 +163,7 @@ class HiddenTaps:
         elif self._norms is TapNorms.EACH:
             gains = w.vectors["tap_norm"].chunk(len(seen))
             x = torch.cat([rms_norm(one, g, self._eps) for one, g in zip(seen, gains, strict=True)], -1)
-        out = linear(x, w.matrices["fc"])
+        out = linear(x, w.matrices["fc"]) if "fc" in w.matrices else x
         self._weights.release(_LAYER)
         return out
 

@@ -237,6 +237,11 @@ def _draft_of(config: Config, target: ModelSpec, dtype: str, pack: Path | None) 
         names, ranks = FAMILIES[target.family].names, config.tensor_parallel
         recipe = recipe_of_copy(target, names, dtype, ranks, f"{config.model} has")
         return replace(target, format=recipe.weight_format())
+    if config.drafts_by_mtp:
+        raise ConfigError(
+            "speculate mtp does not work with several models on demand, whose memory is counted without it; "
+            "give speculate suffix, or name a draft model"
+        )
     if config.draft_model is None:
         return None
     path = find_draft(config, config.draft_model)

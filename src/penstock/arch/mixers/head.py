@@ -1,4 +1,5 @@
-"""Declares the mixer of a draft head of EAGLE-3 (Li et al. 2025, arXiv 2503.01840)."""
+"""Declares the mixers of draft heads: of EAGLE-3 (Li et al. 2025, arXiv 2503.01840), and of a layer that
+predicts a further token (MTP; DeepSeek-V3, arXiv 2412.19437)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -56,3 +57,21 @@ class HeadAttention(Attention):
                 vector(f"fc_norm.{tap}.weight", self.target_hidden) for tap in range(self.taps)
             ]
         return tensors
+
+
+class MtpAttention(HeadAttention):
+    """MtpAttention is attention of a usual layer, whose input is projected from such pairs.
+
+    Its one tap is the target's hidden state behind the last layer, and the features are that behind the
+    target's last norm.
+    """
+
+    def weights(self, at: str, hidden: int, shard: Shard) -> dict[str, Sequence[TensorSlice]]:
+        """Return those of attention, the norms of both halves of a pair, their projection, and the target's
+        last norm."""
+        return Attention.weights(self, at, hidden, shard) | {
+            "embedding_norm": [vector(f"{at}.enorm.weight", hidden)],
+            "hidden_norm": [vector(f"{at}.hnorm.weight", hidden)],
+            "pair": [matrix(f"{at}.eh_proj.weight", hidden, 2 * hidden)],
+            "tap_norm": [vector("model.norm.weight", hidden)],
+        }

@@ -229,8 +229,8 @@ USUAL = "desktop-24"
     "--speculate",
     default="off",
     metavar="DRAFTS",
-    help="Show decoding with drafts, too, of: auto, suffix, self, a draft model or an EAGLE-3 head, named as "
-    "MODEL is. [off]",
+    help="Show decoding with drafts, too, of: auto, suffix, self, mtp, or a draft model or an EAGLE-3 head, "
+    "named as MODEL is. [off]",
 )
 @option(
     WORK,

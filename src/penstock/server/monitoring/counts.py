@@ -41,7 +41,7 @@ class SpeculationState:
     drafted: tokens of drafts that steps verified. accepted: those of them that became output.
     tokens, passes: of outputs, and passes over the model that gave each output its tokens.
     tokens_a_pass: tokens that such a pass gave to an output, on average: 1 without drafts, 0 before any.
-    drafter: what drafts, as boot has chosen it: suffix, self, or model.
+    drafter: what drafts, as boot has chosen it: suffix, self, mtp, or model.
     """
 
     drafted: int

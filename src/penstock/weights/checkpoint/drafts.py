@@ -1,7 +1,7 @@
 """Find the tensors of layers that predict several tokens (MTP; DeepSeek-V3, arXiv 2412.19437).
 
 They stand behind a model's last layer, or in modules of their own called `mtp`. No pass of the model reads
-them: they are left for drafts.
+them: they are left for drafts, and `arch/mtp.py` says which of them draft.
 """
 
 import re

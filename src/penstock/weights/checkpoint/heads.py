@@ -1,4 +1,5 @@
-"""Reads the checkpoint of a draft head, in the names of its authors or of the library `speculators`."""
+"""Reads the checkpoint of a draft head, in the names of its authors or of the library `speculators`, and
+the MTP layer in a model's own checkpoint."""
 
 import array
 import os
@@ -10,6 +11,7 @@ from typing import Self
 
 from penstock.arch.heads import HeadSpec, check_kind, flat_config, is_head, read_head, refuse_older
 from penstock.arch.layout import GroupLayout
+from penstock.arch.mtp import no_mtp, read_mtp
 from penstock.base.errors import CheckpointError, PenstockError
 from penstock.weights.checkpoint.config import expect_directory, read_config
 from penstock.weights.checkpoint.generation import GenerationDefaults
@@ -28,7 +30,8 @@ _OUTSIDE = ("norm.weight", "embed_tokens.weight")
 
 
 class HeadCheckpoint(Checkpoint):
-    """Holds the checkpoint of a draft head open. Its tensors have the names of a model with one layer."""
+    """Holds the checkpoint of a draft head open. Its tensors have the names of a model with one layer; an MTP
+    layer has those of the model's checkpoint, which holds it."""
 
     head: HeadSpec
     ids: tuple[int, ...]
@@ -54,9 +57,27 @@ class HeadCheckpoint(Checkpoint):
             raise
         return found
 
+    @classmethod
+    def open_mtp(cls, path: Path) -> Self:
+        """Open the MTP layer in the checkpoint of a model. Raises ConfigError if
+        there is none that runs here, and what opening a checkpoint raises."""
+        if is_gguf(path):
+            raise no_mtp(f"{path} is a GGUF file, in which it is not read")
+        found = cls.open(path)
+        try:
+            found.head = read_mtp(found.config, found.spec, str(path / "config.json"))
+            projection = f"model.layers.{found.head.place}.eh_proj"
+            if not any(name.startswith(f"{projection}.") for name in found._shards.tensors):
+                raise no_mtp(f"the weights in {path} lack it: no tensor is called {projection}.weight")
+        except PenstockError:
+            found.close()
+            raise
+        found.ids = tuple(range(found.spec.vocab_size))
+        return found
+
     @property
     def embeds(self) -> bool:
-        """Tell whether it has an embedding of its own, not the target's."""
+        """Tell whether there is an embedding in its checkpoint, not the target's."""
         return EMBEDDING in self._shards.tensors
 
     def verify(self, layouts: Iterable[GroupLayout]) -> None:
@@ -65,7 +86,8 @@ class HeadCheckpoint(Checkpoint):
         super().verify([first, *rest] if self.embeds else rest)
 
     def _ignorable(self, name: str) -> bool:
-        return name in (_IDS, _KNOWN) or super()._ignorable(name)
+        # The model, which is held against its own layouts, is beside an MTP layer.
+        return self.head.place is not None or name in (_IDS, _KNOWN) or super()._ignorable(name)
 
     def _read_ids(self) -> tuple[int, ...]:
         count, vocabulary = self.head.draft_vocab, self.spec.vocab_size

@@ -121,7 +121,7 @@ function showSpeculation(found) {
   $("speculation").hidden = !found;
   if (!found) return;
   const rows = [["tokens drafted", number(found.drafted)], ["of these accepted", number(found.accepted)]];
-  const beside = { self: " and by the model in four bits", model: " and by a draft model" }[found.drafter] ?? "";
+  const beside = { self: " and by the model in four bits", mtp: " and by the model's MTP layer", model: " and by a draft model" }[found.drafter] ?? "";
   const last = found.tokens ? `A pass gave ${number(found.tokens_a_pass)} tokens to each output.` : "There is no output yet.";
   showRows($("drafts"), rows, "tokens a pass", `${last} Drafts come by look-up${beside}.`);
 }
