@@ -11,9 +11,11 @@ import torch
 pytest.importorskip("transformers")
 
 import heads
+import mtps
 import tiny
 from cpu.test_draft_heads import NOBODY, Reference, accepted, asked_of, watched
 from cpu.test_draft_trees import counted, of_trees
+from cpu.test_mtp import Reference as MtpReference
 from cpu.test_run_ahead import alike
 from cpu.test_speculation import FAMILIES, always, truth_of, wanted
 from drafters import TreeAdversary
@@ -148,5 +150,25 @@ def test_a_heads_drafts_are_those_of_the_published_arithmetic(tmp_path: Path) ->
             LLM(tiny.checkpoint("llama"), **SETTINGS, prefix_cache=False, speculate=str(head)) as llm,
         ):
             llm.generate(prompts, asked_of(prompts, 30))
+        assert len(seen) > 10
+        assert max(map(reference.lead, seen)) < 1e-3
+
+
+def test_an_mtp_layer_changes_no_token_and_drafts_as_published(tmp_path: Path) -> None:
+    """Of GLM-4, a mixture of its own, in pages of the target's numbers."""
+    glm, asked = mtps.checkpoint(tmp_path), wanted()
+    prompts, wishes = [prompt for prompt, _ in asked], [wish for _, wish in asked]
+    with LLM(glm, **SETTINGS) as llm:
+        plain = llm.generate(prompts, wishes)
+    reference = MtpReference(glm)
+    for restless in (None, 1):
+        with (
+            always(NOBODY, restless),
+            watched() as seen,
+            LLM(glm, **SETTINGS, prefix_cache=False, speculate="mtp") as llm,
+        ):
+            alike(llm.generate(prompts, wishes), plain, OFF)
+            seen.clear()
+            llm.generate([one[:40] for one in prompts[:4]], asked_of(prompts[:4], 30))
         assert len(seen) > 10
         assert max(map(reference.lead, seen)) < 1e-3

@@ -123,8 +123,7 @@ class Runner:
         """Yield calls that launch every kernel of ours that steps of the target need, once or more often.
         After `attach`.
 
-        recorded: whether decode steps and short runs will be recorded. With a carrier these are also the
-        kernels of long requests.
+        recorded: whether decode steps and short runs will be. Kernels of long requests are for a carrier.
         """
         plans = *kernel_steps(sizes), *small_steps(sizes), largest_step(sizes, past=PAST_TILE)
         if sizes.drafted:
