@@ -195,6 +195,7 @@ def decode(  # type: ignore[no-untyped-def]
     part_heads = heads + token * HEADS
     inside = row_in[:, None] & col_in[None, :]
     seqs = tl.arange(0, BATCH)
+    SWEEPS: tl.constexpr = 2 if RUN and not WINDOWED else 1
     reach = window + TOKENS - 1
     if TREE:  # A token far behind in memory may be near.
         reach = window + begins + queries - root - 1
@@ -265,52 +266,56 @@ def decode(  # type: ignore[no-untyped-def]
                 top = tl.full([ROWS], float("-inf"), tl.float32)
                 weight = tl.zeros([ROWS], tl.float32)
                 acc = tl.zeros([ROWS, COLS], tl.float32)
-                # a table entry must arrive before the address of its keys is known: the compiler gives each
-                # of the two loads DEPTH stages
-                for tile in tl.range(at + shift, upto + shift, num_stages=2 * DEPTH + 1):
-                    pos = tile * TILE + keys
-                    seen = pos < length
-                    if TILE > BLOCK:  # a tile of several blocks: one table entry per key
-                        block = tl.load(row + pos // BLOCK, mask=seen, other=0).to(tl.int64)
-                        place = (block * s_block + (pos % BLOCK) * s_token)[:, None] + cols[None, :]
-                        k_at, v_at = k_base + place, v_base + place
-                    else:  # a tile inside one block: one address, and offsets that do not change
-                        block = tl.load(row + tile * TILE // BLOCK).to(tl.int64)
-                        start = block * s_block + tile * TILE % BLOCK * s_token
-                        k_at, v_at = k_base + start + inner, v_base + start + inner
-                    here = seen[:, None] if COLS == DIM else seen[:, None] & col_in[None, :]
-                    k = tl.load(k_at, mask=here, other=0.0)
-                    v = tl.load(v_at, mask=here, other=0.0)
-                    if WIDEN:  # the interpreter cannot multiply bf16; the products are the same
-                        k, v = k.to(tl.float32), v.to(tl.float32)
-                    score = scaled(tl.dot(query, tl.trans(k), input_precision="ieee"), scale_log2, CAP)
-                    if RUN:
-                        if TREE:
-                            behind = tl.minimum(tl.maximum(pos - root, 0), 63).to(tl.int64)
-                            among = ((sight[:, None] >> behind[None, :]) & 1) != 0
-                            before = pos[None, :] < root
-                            if WINDOWED:
-                                before = before & (pos[None, :] >= (limit - window)[:, None])
-                            visible = before | (among & (pos >= root)[None, :] & seen[None, :])
-                        else:
-                            visible = pos[None, :] < limit[:, None]
-                            if WINDOWED:
-                                visible = visible & (pos[None, :] >= (limit - window)[:, None])
-                        score = tl.where(visible, score, float("-inf"))
-                        higher = tl.maximum(top, tl.max(score, 1))
-                        # A tile may lie beyond some of the tokens.
-                        floor = tl.where(higher == float("-inf"), 0.0, higher)
-                    else:
-                        if WINDOWED:
-                            seen = seen & (pos >= oldest)
-                        score = tl.where(seen[None, :], score, float("-inf"))
+                first, last = at + shift, upto + shift
+                # Tiles of which every token of a run sees all come first, and need no mask.
+                for sweep in tl.static_range(SWEEPS):
+                    until = last
+                    if sweep + 1 < SWEEPS:
+                        clear = (root if TREE else length - own + 1) // TILE
+                        until = tl.minimum(tl.maximum(clear, first), last)
+                    # a table entry must arrive before the address of its keys is known: the compiler gives
+                    # each of the two loads DEPTH stages
+                    for tile in tl.range(first, until, num_stages=2 * DEPTH + 1):
+                        pos = tile * TILE + keys
+                        seen = pos < length
+                        if TILE > BLOCK:  # a tile of several blocks: one table entry per key
+                            block = tl.load(row + pos // BLOCK, mask=seen, other=0).to(tl.int64)
+                            place = (block * s_block + (pos % BLOCK) * s_token)[:, None] + cols[None, :]
+                            k_at, v_at = k_base + place, v_base + place
+                        else:  # a tile inside one block: one address, and offsets that do not change
+                            block = tl.load(row + tile * TILE // BLOCK).to(tl.int64)
+                            start = block * s_block + tile * TILE % BLOCK * s_token
+                            k_at, v_at = k_base + start + inner, v_base + start + inner
+                        here = seen[:, None] if COLS == DIM else seen[:, None] & col_in[None, :]
+                        k, v = tl.load(k_at, mask=here, other=0.0), tl.load(v_at, mask=here, other=0.0)
+                        if WIDEN:  # the interpreter cannot multiply bf16; the products are the same
+                            k, v = k.to(tl.float32), v.to(tl.float32)
+                        score = scaled(tl.dot(query, tl.trans(k), input_precision="ieee"), scale_log2, CAP)
+                        if sweep + 1 == SWEEPS:
+                            if TREE:
+                                behind = tl.minimum(tl.maximum(pos - root, 0), 63).to(tl.int64)
+                                among = ((sight[:, None] >> behind[None, :]) & 1) != 0
+                                before = pos[None, :] < root
+                                if WINDOWED:
+                                    before = before & (pos[None, :] >= (limit - window)[:, None])
+                                visible = before | (among & (pos >= root)[None, :] & seen[None, :])
+                            elif RUN:
+                                visible = pos[None, :] < limit[:, None]
+                                if WINDOWED:
+                                    visible = visible & (pos[None, :] >= (limit - window)[:, None])
+                            else:
+                                visible = (seen & (pos >= oldest) if WINDOWED else seen)[None, :]
+                            score = tl.where(visible, score, float("-inf"))
                         higher = tl.maximum(top, tl.max(score, 1))
                         floor = higher
-                    p = tl.exp2(score - floor[:, None])
-                    fade = tl.exp2(top - floor)
-                    weight = weight * fade + tl.sum(p, 1)
-                    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-                    top = higher
+                        if RUN and sweep + 1 == SWEEPS:  # A tile may lie beyond some of the tokens.
+                            floor = tl.where(higher == float("-inf"), 0.0, higher)
+                        p = tl.exp2(score - floor[:, None])
+                        fade = tl.exp2(top - floor)
+                        weight = weight * fade + tl.sum(p, 1)
+                        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+                        top = higher
+                    first = until
                 if RUN:
                     weight = tl.where(weight > 0.0, weight, 1.0)
                 acc = acc / weight[:, None]
