@@ -18,7 +18,7 @@ import tiny
 from cpu.test_ahead_hostile import played
 from cpu.test_plan import json_of, text_of
 from cpu.test_run_ahead import alike
-from cpu.test_speculation import FAMILIES, SETTINGS, always, answers, wanted
+from cpu.test_speculation import FAMILIES, SETTINGS, always, answers, plainly, wanted
 from drafters import Adversary
 from penstock import LLM, Completion, SamplingParams
 from penstock.arch.families import TensorNames
@@ -240,7 +240,7 @@ def accepted(found: Sequence[Completion]) -> tuple[int, int]:
 def test_a_head_changes_no_token(name: str, tmp_path: Path) -> None:
     """A random one, whose drafts hardly ever hold; of every family, at every temperature, with every wish."""
     asked = wanted()
-    plain = answers(name, asked)
+    plain = plainly(name)
     head = heads.random_head(tmp_path / "head", name, nested=name == "qwen3")
     for ahead, restless in ((False, None), (True, None), (True, 1)):
         with patch.object(Runner, "ahead", ahead), always(NOBODY, restless):
@@ -263,7 +263,7 @@ def test_a_head_changes_no_token(name: str, tmp_path: Path) -> None:
 def test_nor_where_room_is_short(more: dict[str, object], tmp_path: Path) -> None:
     """What is drafted is still what the published arithmetic drafts, from where its features begin."""
     asked = wanted()
-    plain = answers("llama", asked)
+    plain = plainly("llama")
     head = heads.random_head(tmp_path / "head", "llama")
     reference = Reference(tiny.checkpoint("llama"), head)
     greedy = [(prompt, params) for (prompt, _), params in zip(asked, asked_of(asked), strict=True)]
@@ -306,7 +306,7 @@ def test_nor_where_weights_stream(tmp_path: Path) -> None:
     head = heads.random_head(tmp_path / "head", "llama_tied", embeds=False)
     reference = Reference(tiny.checkpoint("llama_tied"), head)
     asked, settings = wanted(), {"speculate": str(head), "kv_blocks": 90, "cache": tmp_path}
-    plain = answers("llama_tied", asked)
+    plain = plainly("llama_tied")
     with LLM(tiny.checkpoint("llama_tied"), **(SETTINGS | settings)) as llm:
         budget = llm.booted.budget
         largest = max(layout.size for layout in llm.booted.weights._layouts.values())
