@@ -29,6 +29,7 @@ import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -138,14 +139,11 @@ def check(project: Path = PROJECT, house: House | None = None) -> list[str]:
 
 def find(project: Path, house: House) -> Iterator[Finding]:
     """Yield every place over a limit, also those that house.toml excuses."""
-    trees = {
-        path.relative_to(project).as_posix(): ast.parse(path.read_text())
-        for path in sorted((project / SOURCE).rglob("*.py"))
-    }
     yield from _measured_by_ruff(project, house.limits)
     classes = defaultdict[str, list[tuple[str, str, int]]](list)
-    for file, tree in trees.items():
-        length = len((project / file).read_text().splitlines())
+    for path in sorted((project / SOURCE).rglob("*.py")):
+        file, text = path.relative_to(project).as_posix(), path.read_text()
+        tree, length = ast.parse(text), len(text.splitlines())
         if length > house.limits["length"]:
             text = f"{length} lines are more than {house.limits['length']}"
             yield Finding("length", file, Path(file).name, 1, text)
@@ -180,7 +178,7 @@ def flaw(docstring: Docstring, house: House) -> str | None:
     if not words or any(f"{sentence} ".startswith(f"{opening} ") for opening in house.openings):
         return "opening"
     words = [word.lower() for word in words]
-    named = docstring.kind in ("module", "class") and words[0] in map(third_person, house.verbs)
+    named = docstring.kind in ("module", "class") and words[0] in third_persons(house.verbs)
     if docstring.kind == "field" or named or has_verb(words, house.verbs):
         return None  # "Reads a file." has a subject where it stands under a name.
     return "verb"
@@ -193,7 +191,7 @@ def first_sentence(text: str) -> str:
 
 def has_verb(words: Sequence[str], verbs: frozenset[str]) -> bool:
     """Tell whether a sentence begins with an imperative of `verbs` or has a finite verb."""
-    finite = {third_person(verb) for verb in verbs}
+    finite = third_persons(verbs)
     before = ["", *words[:-1]]
     return (words[0] in verbs and words[1:2] != ["of"]) or any(
         (word in AUXILIARIES and previous not in ("that", "which", "who", "what"))
@@ -211,13 +209,19 @@ def third_person(verb: str) -> str:
     return verb + ("es" if re.search(r"(s|x|z|ch|sh|o)$", verb) else "s")
 
 
+@cache
+def third_persons(verbs: frozenset[str]) -> frozenset[str]:
+    """Return those of all verbs, which every docstring is held against."""
+    return frozenset(map(third_person, verbs))
+
+
 def named(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
     """Yield every class and function below `tree` with its qualified name."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield prefix + node.name, node
             yield from named(node, f"{prefix}{node.name}.")
-        else:
+        elif not isinstance(node, ast.expr):  # In which no class or function is defined.
             yield from named(node, prefix)
 
 
@@ -264,14 +268,14 @@ def _measured_by_ruff(project: Path, limits: Mapping[str, int]) -> Iterator[Find
     result = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True)
     by_file = defaultdict[str, list[Mapping[str, object]]](list)
     for problem in json.loads(result.stdout):
-        by_file[Path(problem["filename"]).relative_to(project).as_posix()].append(problem)
+        file = Path(problem["filename"]).relative_to(project).as_posix()
+        if RUFF_RULES[problem["code"]] != "docstring" or file.startswith(f"{SOURCE}/"):
+            by_file[file].append(problem)
     for file, problems in sorted(by_file.items()):
         places = {node.lineno: (name, node) for name, node in named(ast.parse((project / file).read_text()))}
         for problem in problems:
             rule, line = RUFF_RULES[problem["code"]], problem["location"]["row"]
             name, node = places[line]
-            if rule == "docstring" and not file.startswith(f"{SOURCE}/"):
-                continue
             if rule == "docstring" or not is_kernel(node):
                 yield Finding(rule, file, name, line, f"{name}: {problem['message']}")
 

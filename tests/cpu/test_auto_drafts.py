@@ -13,7 +13,7 @@ from counted import Drafts, Machine, Passes, run
 from cpu.test_plan import json_of, text_of
 from cpu.test_resting import MACHINES, Model, machine, plain_rate, rates, right, wrong
 from cpu.test_run_ahead import alike
-from cpu.test_speculation import SETTINGS, answers, wanted
+from cpu.test_speculation import SETTINGS, plainly, wanted
 from penstock import LLM
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, CheckpointError
@@ -172,7 +172,7 @@ def test_no_token_is_another_and_both_draft(wide: Path, cache: Path) -> None:
 def test_a_draft_model_takes_no_more_than_it_may(cache: Path) -> None:
     """Its pool has fewer blocks then, and so have requests; what they say is the same."""
     draft, asked = str(tiny.checkpoint("qwen3")), wanted()
-    plain = answers("llama", asked)
+    plain = plainly("llama")
     with LLM(tiny.checkpoint("llama"), **SETTINGS, speculate=draft) as llm:
         most = llm.booted.budget.blocks
         model = llm.booted.engine.scheduler.speculation

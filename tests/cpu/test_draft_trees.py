@@ -15,7 +15,7 @@ import torch
 import penstock.engine.boot
 import tiny
 from cpu.test_run_ahead import alike
-from cpu.test_speculation import FAMILIES, SETTINGS, always, answers, formed, truth_of, wanted
+from cpu.test_speculation import FAMILIES, SETTINGS, always, answers, formed, later, plainly, truth_of, wanted
 from drafters import Adversary, TreeAdversary
 from layouts import kv_of_heads
 from pairs import near
@@ -68,7 +68,7 @@ def compared(name: str, plain: Sequence[Completion], seed: int = 0, **more: obje
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_token_is_another_whatever_trees_hold(name: str) -> None:
-    compared(name, answers(name, wanted()), seed=len(name))
+    compared(name, plainly(name), seed=len(name))
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ def test_nor_where_room_is_short_or_ranks_are_two(name: str, more: dict[str, obj
     """gpt_oss has windows shorter than trees, and sinks."""
     if name == "gpt_oss" and "tensor_parallel" in more:
         pytest.skip("as of llama")
-    compared(name, answers(name, wanted()), **more)
+    compared(name, plainly(name), **more)
 
 
 def test_nor_where_speculation_rests_and_wakes_at_random() -> None:
-    plain = answers("llama", wanted())
-    for seed in range(3):
+    plain = plainly("llama")
+    for seed in range(2):
         drafter = TreeAdversary(truth_of(plain), tiny.VOCAB, ends=[3], seed=seed)
         with patch.object(Runner, "ahead", True), always(drafter, restless=seed), counted() as counts:
             found = answers("llama", wanted(), speculate="suffix", kv_blocks=24, max_sequences=6)
@@ -116,7 +116,7 @@ def test_what_is_found_later_was_accepted(more: dict[str, object]) -> None:
     more_of_it = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     said = [([*one.prompt_tokens, *one.tokens][:60], more_of_it) for one in plain]
     after, moved = answers("llama", said, prefix_cache=False), 0
-    for seed in range(3):
+    for seed in range(2):
         drafter = TreeAdversary(truth_of(plain), tiny.VOCAB, ends=[3], seed=seed)
         with (
             always(drafter),
@@ -180,7 +180,7 @@ def of_trees(nodes: int, restless: int | None = None) -> Iterator[None]:
     ids=["alone", "two ranks", "preempted", "tiers"],
 )
 def test_a_draft_models_trees_change_no_token(more: dict[str, object]) -> None:
-    plain, draft = answers("llama", wanted()), near("llama", 0.05)
+    plain, draft = plainly("llama"), near("llama", 0.05)
     for ahead, restless in ((False, None), (True, None), (True, 1)):
         with patch.object(Runner, "ahead", ahead), of_trees(14, restless), counted() as counts:
             found = answers("llama", wanted(), speculate=str(draft), **more)
@@ -194,10 +194,7 @@ def test_nor_do_those_of_a_copy_that_uses_the_models_kv(name: str, tmp_path: Pat
     """Nor when prefixes are found that were computed beside drafts: no KV of a draft is among them."""
     asked = wanted()
     prompts, params = [prompt for prompt, _ in asked], [wishes for _, wishes in asked]
-    longer = [SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)] * len(prompts)
-    plain = answers(name, asked)
-    said = [[*one.prompt_tokens, *one.tokens][:60] for one in plain]
-    after = answers(name, list(zip(said, longer, strict=True)))
+    plain, (said, longer, after) = plainly(name), later(name)
     settings = SETTINGS | {"speculate": "self", "cache": tmp_path}
     with of_trees(20), counted() as counts, LLM(tiny.checkpoint(name), **settings) as llm:
         alike(llm.generate(prompts, params), plain, 1e-4)

@@ -4,6 +4,7 @@ time; where they begin to hold, that is seen."""
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -60,6 +61,7 @@ def rates(passes: Passes, first: int = 0) -> list[float]:
     ]
 
 
+@cache
 def plain_rate(name: str, rows: int) -> float:
     """Tokens a second without speculation."""
     passes, _ = run(machine(name), rows, 40 + WINDOW, None)
