@@ -295,7 +295,7 @@ def test_lines_are_as_they_are_described(server: Server, document: Json, path: s
     ]
     assert kind == "application/x-ndjson"
     lines = said.splitlines()
-    assert len(lines) == 4
+    assert 2 <= len(lines) <= 4, "tokens that come at once share a line"
     for line in lines:
         conforms(document, content["schema"], json.loads(line))
 
