@@ -6,9 +6,10 @@
 
 Prompts are openings of stories, at several temperatures. Every draft has as many tokens as are asked for,
 whether or not that pays, so this says how good drafts are and nothing of speed. With --trees a draft is a
-tree, of at most 63 tokens, else a line. Passes are tokens that were not drafted. Each output is compared with
-the same one without drafts. In half precision some may differ, as they may in a batch: so outputs of batches
-without drafts are compared, too.
+tree, of at most 63 tokens, else a line. Passes are tokens that were not drafted. How many tokens the engine
+expected of a pass, by what had held before, is told beside how many came, of all passes and of the second
+half. Each output is compared with the same one without drafts. In half precision some may differ, as they may
+in a batch: so outputs of batches without drafts are compared, too.
 """
 
 import argparse
@@ -45,13 +46,16 @@ BATCH = 8
 
 def answers(
     asked: argparse.Namespace, speculate: str, temperature: float, tokens: int, batch: int = 1
-) -> tuple[list[Completion], str]:
-    """Return the outputs, of drafts of so many tokens each, so many at once, and what computed them."""
+) -> tuple[list[Completion], str, list[float]]:
+    """Return the outputs, of drafts of so many tokens each, so many at once, what computed them, and how many
+    tokens were expected of each pass."""
+    expected = list[float]()
 
     def depths(self: Speculation, found: Sequence[Draft], step: int, spare: int) -> list[int]:
         return [tokens if self.model is not None else 0] * len(found)
 
     def best(self: Speculation, survival: Sequence[Sequence[float]], step: int, spare: int) -> list[int]:
+        expected.extend([1 + sum(some) for some in survival])
         return [len(some) for some in survival]
 
     def look(self: Speculation, *_: object, **more: object) -> None:
@@ -67,13 +71,14 @@ def answers(
         patch.object(Speculation, "_best", best),
         patch.object(Speculation, "_payable", lambda self, step, most: most),
         patch.object(Speculation, "look", look),
-        LLM(asked.model, **settings, speculate=speculate, max_length=room) as llm,  # type: ignore[arg-type]
+        LLM(asked.model, **settings, speculate=speculate, max_length=room) as llm,
     ):
         params = [
             SamplingParams(temperature=temperature, seed=seed, max_tokens=asked.output, ignore_eos=True)
             for seed in range(len(OPENINGS))
         ]
-        return llm.generate(OPENINGS, params), f"{llm.booted.dtype} on {llm.booted.device.type}"
+        outputs = llm.generate(OPENINGS, params)
+        return outputs, f"{llm.booted.dtype} on {llm.booted.device.type}", expected
 
 
 def behind_a_difference(outputs: Sequence[Completion], plain: Sequence[Completion]) -> float:
@@ -83,6 +88,20 @@ def behind_a_difference(outputs: Sequence[Completion], plain: Sequence[Completio
         pairs = zip(one.tokens, other.tokens, strict=True)
         same += next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), len(one.tokens))
     return 1 - same / sum(len(one.tokens) for one in outputs)
+
+
+def calibration(outputs: Sequence[Completion], expected: Sequence[float]) -> tuple[float, float]:
+    """Return how many times as many tokens came of all passes as were expected, and of their second half, by
+    outputs, which come one behind the other."""
+    # The first token of an output is of its prompt's pass, of which nothing is expected.
+    came = [len(one.tokens) - 1 for one in outputs]
+    passes = [tokens - one.accepted_tokens for tokens, one in zip(came, outputs, strict=True)]
+    half = len(outputs) // 2
+    first = round(len(expected) * sum(passes[:half]) / sum(passes))
+    return (
+        sum(came) / sum(passes) / fmean(expected),
+        sum(came[half:]) / sum(passes[half:]) / fmean(expected[first:]),
+    )
 
 
 def main() -> None:
@@ -103,23 +122,25 @@ def main() -> None:
     record = Recording(asked.out, bench="acceptance")
     found: dict[str, object] = {"outputs": len(OPENINGS), "tokens of each": asked.output}
     for temperature in map(float, asked.temperatures.split(",")):
-        plain, what = answers(asked, "off", temperature, 0)
+        plain, what, _ = answers(asked, "off", temperature, 0)
         found["computed in"] = what
-        beside, _ = answers(asked, "off", temperature, 0, BATCH)
+        beside, *_ = answers(asked, "off", temperature, 0, BATCH)
         share = behind_a_difference(beside, plain)
         print(
             f"temperature {temperature:3.1f}, batches of {BATCH}: {share:.2%} of tokens behind a difference"
         )
         found[f"temperature {temperature:g}, batches of {BATCH}"] = {"behind_a_difference": share}
         for tokens in map(int, asked.tokens.split(",")):
-            outputs, _ = answers(asked, asked.speculate, temperature, tokens)
+            outputs, _, expected = answers(asked, asked.speculate, temperature, tokens)
             passes = [len(one.tokens) / (len(one.tokens) - one.accepted_tokens) for one in outputs]
             differ = sum(one.tokens != other.tokens for one, other in zip(outputs, plain, strict=True))
             share = behind_a_difference(outputs, plain)
             error = stdev(passes) / sqrt(len(passes))
+            ratios = calibration(outputs, expected)
             print(
                 f"temperature {temperature:3.1f}, drafts of {tokens:2d}: "
                 f"{fmean(passes):5.2f} +- {error:4.2f} tokens a pass, "
+                f"{ratios[0]:.2f} of what was expected of {len(expected)} passes, {ratios[1]:.2f} in a half, "
                 f"{differ} of {len(outputs)} outputs differ, {share:.2%} of tokens behind a difference",
                 flush=True,
             )
@@ -127,6 +148,9 @@ def main() -> None:
                 "tokens_a_pass": fmean(passes),
                 "standard_error": error,
                 "of_each_output": passes,
+                "passes": len(expected),
+                "of_expected": ratios[0],
+                "of_expected_in_the_second_half": ratios[1],
                 "outputs_that_differ": differ,
                 "behind_a_difference": share,
             }
