@@ -140,8 +140,9 @@ def main() -> None:
             print(
                 f"temperature {temperature:3.1f}, drafts of {tokens:2d}: "
                 f"{fmean(passes):5.2f} +- {error:4.2f} tokens a pass, "
-                f"{ratios[0]:.2f} of what was expected of {len(expected)} passes, {ratios[1]:.2f} in a half, "
-                f"{differ} of {len(outputs)} outputs differ, {share:.2%} of tokens behind a difference",
+                f"{ratios[0]:.2f} of what was expected of {len(expected)} passes, "
+                f"{ratios[1]:.2f} in the second half, {differ} of {len(outputs)} outputs differ, "
+                f"{share:.2%} of tokens behind a difference",
                 flush=True,
             )
             found[f"temperature {temperature:g}, {tokens} drafted"] = {
