@@ -22,7 +22,7 @@ from pairs import near
 from penstock import LLM, Completion, SamplingParams
 from penstock.arch.layout import KVLayout
 from penstock.arch.mixers.mixer import Plane
-from penstock.engine.tree_drafter import GrowingTree, TreeDrafter
+from penstock.engine.tree_drafter import GrowingTree, TreeDrafter, grows_trees
 from penstock.kv.movement.pool import KVPool
 from penstock.sched.drafter import flaw
 from penstock.sched.speculation import Speculation
@@ -218,6 +218,13 @@ def test_a_draft_model_that_is_the_model_knows_what_comes(name: str) -> None:
         found = answers(name, asked, speculate=str(near(name, 0.0)), max_step_tokens=256)
     alike(found, plain, 1e-4)
     assert max(len(one.tokens) - one.accepted_tokens for one in found) <= 7
+
+
+def test_trees_are_grown_where_passes_over_weights_are_long() -> None:
+    """On a GPU, where the steps that grow them are launched one by one. A CPU has no other steps."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [grows_trees(cpu, seconds) for seconds in (0.0, 0.0004, 0.25)] == [False, True, True]
+    assert [grows_trees(gpu, seconds) for seconds in (0.0, 0.0004, 0.25)] == [False, False, True]
 
 
 def test_the_likeliest_lines_are_the_tree() -> None:

@@ -51,7 +51,7 @@ from penstock.engine.team import (
     threads_of_rank,
 )
 from penstock.engine.threads import first_look, threads_for
-from penstock.engine.tree_drafter import TreeDrafter
+from penstock.engine.tree_drafter import TreeDrafter, grows_trees
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.movement.pool import KVPool
 from penstock.kv.store.blocks import BlockStore
@@ -140,11 +140,13 @@ def boot(
         if outline.draft is not None and scheduler.speculation is not None:
             most = outline.limits.max_step_tokens
             shares = config.drafts_itself
-            lines = plan.rest is Rest.ALL
+            streams = 0.0 if plan.rest is Rest.ALL else plan.placement.prediction.seconds
             scheduler.speculation.model = (
                 HeadDrafter(ranks, most, threads)
                 if isinstance(draft, HeadCheckpoint)
-                else (ModelDrafter if lines else TreeDrafter)(ranks, most, threads, shares_kv=shares)
+                else (TreeDrafter if grows_trees(device, streams) else ModelDrafter)(
+                    ranks, most, threads, shares_kv=shares
+                )
             )
         note = carry_rates(scheduler.tiers.rates, part.store, by)
         engine = Engine(scheduler, ranks, note, threads, outline.lora)

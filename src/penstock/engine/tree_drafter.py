@@ -16,6 +16,8 @@ from dataclasses import replace
 from math import ceil, log
 from time import perf_counter
 
+import torch
+
 from penstock.engine.drafter import ModelDrafter, plan_of, share_of
 from penstock.engine.ranks import Ranks, Threads
 from penstock.sched.request import Request
@@ -30,6 +32,15 @@ _AT_ONCE = 5
 """A step computes at most so many parts of a tree."""
 _LEAST = 1e-6
 """Probability below which a token is not offered."""
+_LONG_PASS = 0.05
+"""Seconds of a pass over weights that stream from which on trees are grown on a GPU: the host launches each
+kernel of the steps that grow one, while lines are drafted by recorded steps."""
+
+
+def grows_trees(device: torch.device, seconds: float) -> bool:
+    """Tell whether a draft model grows trees for a target of whose passes the streams take so many seconds,
+    0 if nothing streams."""
+    return seconds >= _LONG_PASS if device.type == "cuda" else seconds > 0
 
 
 class TreeDrafter(ModelDrafter):
