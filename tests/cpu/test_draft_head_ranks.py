@@ -23,6 +23,7 @@ import mtps
 import tiny
 from cpu.test_draft_heads import NOBODY, VARIANTS, Reference, accepted, asked_of, watched
 from cpu.test_mtp import Reference as MtpReference
+from cpu.test_plan import json_of
 from cpu.test_run_ahead import alike
 from cpu.test_speculation import FAMILIES, SETTINGS, always, answers, formed, wanted
 from cpu.test_tensor_parallel import children
@@ -265,6 +266,15 @@ def test_a_rank_that_is_killed_while_a_head_drafts_is_an_error_that_says_so(tmp_
 
 
 # ---- its memory
+
+
+def test_a_plan_for_ranks_shows_all_of_the_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head, glm = heads.random_head(tmp_path / "head", "llama"), mtps.checkpoint(tmp_path)
+    for model, speculate in ((tiny.checkpoint("llama"), str(head)), (glm, "mtp")):
+        asked = [str(model), "--machine", "desktop-24", "--speculate", speculate]
+        alone, both = json_of(capsys, *asked), json_of(capsys, *asked, "--tensor-parallel", "2")
+        assert both["speculation"]["draft"] == alone["speculation"]["draft"]
+        assert both["ranks"] == 2
 
 
 @pytest.mark.parametrize("kind", ["head", "mtp"])
