@@ -27,18 +27,21 @@ from cpu.test_plan import json_of
 from cpu.test_run_ahead import alike
 from cpu.test_speculation import FAMILIES, SETTINGS, always, answers, formed, wanted
 from cpu.test_tensor_parallel import children
-from penstock import LLM
+from penstock import LLM, Completion
 from penstock.base.config import SHIPPED_MODEL, Config
 from penstock.base.errors import DeviceError
 from penstock.cli.shape import open_head, open_model, open_mtp
 from penstock.engine.acceptance import speculation
+from penstock.engine.boot import boot
 from penstock.engine.draft import DraftModel
 from penstock.engine.forecast import forecast
 from penstock.engine.machines import BLOCK_SIZE, Machine, Work
+from penstock.engine.placing import Override
 from penstock.engine.plan import USUAL
 from penstock.sched.arrivals import Arrivals
 from penstock.sched.rates import TransferRates
 from penstock.step.plan import ModelRole
+from penstock.weights.streaming.residency import WeightLimits
 from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.rank import Leader
 from penstock.worker.runner import Runner
@@ -155,6 +158,33 @@ def test_a_prefix_from_host_memory_has_no_features_and_the_head_begins_behind_it
     assert max(map(reference.lead, seen)) < 1e-3
 
 
+def test_nor_where_weights_stream(tmp_path: Path) -> None:
+    """From a pack of each rank's part. The head has a whole copy of the embedding, which is the target's head
+    too."""
+    head = heads.random_head(tmp_path / "head", "llama_tied", embeds=False)
+    reference, asked = Reference(tiny.checkpoint("llama_tied"), head), wanted()
+    more = {"speculate": str(head), "cache": tmp_path, "prefix_cache": False} | TWO
+    plain = answers("llama_tied", asked)
+    with LLM(tiny.checkpoint("llama_tied"), **(SETTINGS | more)) as llm:
+        whole = llm.booted.weights.bytes
+    some = Override(limits=WeightLimits(whole // 2, whole // 2))
+    with (
+        patch("penstock.api.opening.boot", partial(boot, override=some)),
+        always(NOBODY),
+        watched() as seen,
+        LLM(tiny.checkpoint("llama_tied"), **(SETTINGS | more)) as llm,
+    ):
+        found = llm.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+        assert llm.memory.weights.read > 0
+        seen.clear()
+        prompts = [prompt[:30] for prompt in tiny.prompts()]
+        llm.generate(prompts, asked_of(prompts))
+    alike(found, plain, 1e-4)
+    assert accepted(found)[0] > 100
+    assert len(seen) > 10
+    assert max(map(reference.lead, seen)) < 1e-3
+
+
 def test_a_structure_is_kept_along_its_drafts(tmp_path: Path) -> None:
     """Rank 0 alone knows it."""
     pytest.importorskip("llguidance")
@@ -238,11 +268,19 @@ def noted(folder: Path, monkeypatch: pytest.MonkeyPatch, *, off: bool) -> Iterat
 
 @pytest.mark.parametrize("off", [False, True], ids=["as it is", "rounded otherwise"])
 def test_both_ranks_draft_alike(off: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All use rank 0's tokens, and have the same features and KV, at every temperature."""
-    head, asked = heads.random_head(tmp_path / "head", "llama"), wanted()
-    plain = answers("llama", asked)
+    """All use rank 0's tokens, and have the same features and KV: at every temperature, and in steps of the
+    likeliest tokens alone, of logits as they are or adjusted."""
+    head, (prompts, wishes) = heads.random_head(tmp_path / "head", "llama"), zip(*wanted(), strict=True)
+    likeliest = asked_of(prompts)
+    turns = [[*wishes], likeliest, [replace(one, presence_penalty=0.5) for one in likeliest]]
+
+    def said(**more: object) -> list[Completion]:
+        with LLM(tiny.checkpoint("llama"), **(SETTINGS | more)) as llm:
+            return [one for turn in turns for one in llm.generate([*prompts], turn)]
+
+    plain = said()
     with always(NOBODY), noted(tmp_path, monkeypatch, off=off) as files:
-        found = answers("llama", asked, speculate=str(head), **TWO)
+        found = said(speculate=str(head), **TWO)
     alike(found, plain, 1e-4)
     (drawn, *kept), (drawn_there, *kept_there) = map(torch.load, files)
     assert drawn == drawn_there
