@@ -396,12 +396,6 @@ def test_a_head_for_another_model_is_refused_before_weights_are_loaded(fault: st
         LLM(tiny.checkpoint("llama"), **SETTINGS, speculate=str(path))
 
 
-def test_a_head_with_two_ranks_is_refused(tmp_path: Path) -> None:
-    path = heads.random_head(tmp_path / "head", "llama")
-    with pytest.raises(ConfigError, match="does not work with tensor_parallel"):
-        LLM(tiny.checkpoint("llama"), **SETTINGS, speculate=str(path), tensor_parallel=2)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -154,6 +154,38 @@ def test_a_heads_drafts_are_those_of_the_published_arithmetic(tmp_path: Path) ->
         assert max(map(reference.lead, seen)) < 1e-3
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("kind", ["head", "mtp"])
+def test_nor_do_heads_on_two_devices_and_they_draft_as_published(
+    kind: str, graphs: bool, tmp_path: Path
+) -> None:
+    """Each device has all of a head. Hidden states are summed where it reads them, in recorded steps too."""
+    if kind == "mtp":
+        path, speculate = mtps.checkpoint(tmp_path), "mtp"
+        lead = MtpReference(path).lead
+    else:
+        path, head = tiny.checkpoint("llama"), heads.random_head(tmp_path / "head", "llama", embeds=False)
+        speculate, lead = str(head), Reference(path, head).lead
+    asked, settings = wanted(), SETTINGS | {"graphs": graphs, "tensor_parallel": 2, "prefix_cache": False}
+    prompts, wishes = [prompt for prompt, _ in asked], [wish for _, wish in asked]
+    with LLM(path, **settings) as llm:
+        plain = llm.generate(prompts, wishes)
+    for restless in (None, 3):
+        with (
+            always(NOBODY, restless),
+            watched() as seen,
+            LLM(path, **settings, speculate=speculate) as llm,
+        ):
+            found = llm.generate(prompts, wishes)
+            seen.clear()
+            llm.generate([one[:40] for one in prompts[:4]], asked_of(prompts[:4], 30))
+        alike(found, plain, OFF)
+        assert accepted(found)[0] > 50
+        assert len(seen) > 10
+        assert max(map(lead, seen)) < 1e-3
+
+
 def test_an_mtp_layer_changes_no_token_and_drafts_as_published(tmp_path: Path) -> None:
     """Of GLM-4, a mixture of its own, in pages of the target's numbers."""
     glm, asked = mtps.checkpoint(tmp_path), wanted()

@@ -9,7 +9,7 @@ from penstock.arch.heads import check_head, read_head
 from penstock.arch.mtp import no_mtp
 from penstock.base.config import Config
 from penstock.engine.boot import Booted, boot
-from penstock.engine.draft import MTP, check_continues, check_one_rank
+from penstock.engine.draft import check_continues
 from penstock.hub.models import locate
 from penstock.weights.checkpoint.config import read_config
 from penstock.weights.checkpoint.heads import HeadCheckpoint, holds_head
@@ -31,7 +31,6 @@ def find_draft(config: Config, name: str) -> Path:
     """
     path = locate(name).path
     if holds_head(path):
-        check_one_rank(f"the draft head {name}", config.tensor_parallel)
         return path
     check_continues(path)
     check_tokens(config.model, path)
@@ -45,7 +44,6 @@ def boot_model(config: Config, model: Checkpoint | Pack, **more: Any) -> Booted:
     Raises what `find_draft` does, before anything is loaded, and what opening it raises.
     """
     if config.drafts_by_mtp:
-        check_one_rank(MTP, config.tensor_parallel)
         if isinstance(model, Pack):
             raise no_mtp(f"{model.path} is a pack, which has none; name the checkpoint it was made of")
         with closing(HeadCheckpoint.open_mtp(model.path)) as draft:

@@ -20,14 +20,7 @@ from penstock.cli.shape import open_head, open_model, open_mtp
 from penstock.cli.terminal import say
 from penstock.engine.acceptance import DraftedPace, speculation
 from penstock.engine.choosing import DraftChoice, choose_drafts
-from penstock.engine.draft import (
-    MTP,
-    DraftModel,
-    check_continues,
-    check_draft,
-    check_one_rank,
-    copy_or_why,
-)
+from penstock.engine.draft import DraftModel, check_continues, check_draft, copy_or_why
 from penstock.engine.forecast import Forecast
 from penstock.engine.machines import BLOCK_SIZE, Machine, Work
 from penstock.weights.streaming.ring import Link
@@ -97,11 +90,9 @@ def with_drafts(
         check_draft(spec, copy.spec)
         return replace(work, draft=copy), choice
     if text == "mtp":
-        check_one_rank(MTP, work.shard.ranks)
         layer = open_mtp(model, spec)
         return replace(work, draft=DraftModel.of_head(layer, work.dtype, BLOCK_SIZE)), choice
     if (head := open_head(text)) is not None:
-        check_one_rank(f"the draft head {text}", work.shard.ranks)
         check_head(head, spec, text)
         return replace(work, draft=DraftModel.of_head(head, work.dtype, BLOCK_SIZE)), choice
     _, small, its = open_model(text)

@@ -7,7 +7,6 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -43,6 +42,7 @@ from penstock.engine.ranks import Ranks
 from penstock.engine.settling import Settled, settle
 from penstock.engine.store import carry_rates, ledger_of, open_store, outlives, root_of
 from penstock.engine.team import (
+    Description,
     Place,
     described,
     device_of,
@@ -63,7 +63,6 @@ from penstock.sched.rules import SchedulerLimits
 from penstock.step.plan import ModelRole
 from penstock.weights.checkpoint.heads import HeadCheckpoint
 from penstock.weights.checkpoint.reader import Checkpoint
-from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.pack.cache import made_here
 from penstock.weights.pack.reader import Pack
 from penstock.weights.streaming.loading import Loading
@@ -180,7 +179,7 @@ def boot(
 
 
 def follow(
-    seat: "Seat", config: Config, what: Path | Shape, override: Override, draft: Path | Shape | None
+    seat: "Seat", config: Config, what: Description, override: Override, draft: Description | None
 ) -> None:
     """Do all that another rank does, in a process of its own: build its part of the models, and then do what
     rank 0 says."""
@@ -284,7 +283,7 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
         if native and (why := find_library(config.cache.expanduser(), say)):
             what = "attention" if outline.spec.format == DENSE else "weights of few bits"
             say(f"kernels for {what}: none, plain torch computes much slower: {why}")
-        sums = [where.collectives(one.spec, one.dtype) for one in outline.models]
+        sums = [None if one.head else where.collectives(one.spec, one.dtype) for one in outline.models]
         if (collectives := sums[0]) is not None and device.type == "cuda":
             few = f"of up to {collectives.rows} rows in one launch, " if collectives.rows else ""
             say(f"all-reduce: {few}by NCCL")

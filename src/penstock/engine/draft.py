@@ -21,8 +21,6 @@ from penstock.base.units import parse_size
 from penstock.weights.checkpoint.scoring import yields_no_text
 from penstock.weights.streaming.residency import padded
 
-MTP = "the MTP layer of a model"
-
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
@@ -33,9 +31,9 @@ class DraftModel:
     the same number in its pool as in the target's, so the budget counts one block of both as one. Its KV
     never leaves the device. A copy of the target itself may use the target's KV, and needs no pool.
 
-    spec: of the whole model. layouts, kv: of this rank's part. shares_kv: its KV is the target's. head: what
-    it is beside a model of one layer, if it is a draft head. ids: the target's token of each that a head can
-    draft; none where only its config was read.
+    spec: of the whole model. layouts, kv: of what a rank has of it. shares_kv: its KV is the target's. head:
+    what it is beside a model of one layer, if it is a draft head. ids: the target's token of each that a head
+    can draft; none where only its config was read.
     """
 
     spec: ModelSpec
@@ -68,8 +66,13 @@ class DraftModel:
         ids: tuple[int, ...] = (),
         embedding: GroupLayout | None = None,
     ) -> Self:
-        """Return what is to be known of a draft head, which no other rank has a part of. dtype: the target's.
-        embedding: the target's, where the head has none of its own, and a copy of that is made."""
+        """Return what is to be known of a draft head. dtype: the target's. embedding: the target's, where the
+        head has none of its own, and a copy of that is made.
+
+        Every rank has all of it and computes it alone, without sums over ranks: it is one layer, and what it
+        goes on from, the target's hidden states and its own last output, is whole on each of them. So its
+        memory, that of an MTP layer's experts too, is taken on each.
+        """
         layouts, kv = head_layouts(head, dtype, embedding), kv_layout(head.spec, dtype, block_size)
         return cls(head.spec, dtype, layouts, kv, head=head, ids=ids)
 
@@ -158,15 +161,6 @@ def check_state(config: Config, spec: ModelSpec) -> None:
         raise ConfigError(
             f"speculate {config.speculate} does not work with {spec.family}, whose layers keep state of a "
             "sequence: what is rejected of a draft could not be taken back; leave speculate out"
-        )
-
-
-def check_one_rank(head: str, ranks: int) -> None:
-    """Raise ConfigError if a draft head, or an MTP layer, is to draft for several ranks."""
-    if ranks > 1:
-        raise ConfigError(
-            f"{head} does not work with tensor_parallel: it is not divided, and each rank has "
-            "but a part of what it reads; give speculate suffix, or a smaller model with the same tokenizer"
         )
 
 

@@ -68,7 +68,7 @@ def make_runner(
             device,
             sums,
             apart if one.head else tables,
-            sampler if one is settled else sampler.for_drafts(),
+            sampler if one is settled else sampler.for_drafts(same_bits=one.head is None),
             scratch,
         )
         for one, sums in zip(settled.models, collectives, strict=True)

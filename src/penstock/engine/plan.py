@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from penstock.arch.layout import GroupKind, GroupLayout, KVLayout, mixture_layouts, state_layout
 from penstock.arch.lora import LoraRoom
-from penstock.arch.shards import Shard
+from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
@@ -89,14 +89,14 @@ class Outline(Generic[Far]):
 
     @property
     def of_draft(self) -> "Outline[Far] | None":
-        """The same of the draft model: its steps and sequences have the same limits."""
+        """The same of the draft model: its steps and sequences have the same limits. Of a draft head every
+        rank has all, so the outline is that of a single rank."""
         if (draft := self.draft) is None:
             return None
         own = replace(self, spec=draft.spec, dtype=draft.dtype, layouts=draft.layouts, kv=draft.kv)
         alone = replace(self.settings, cpu_compute="off")  # All of its weights rest.
-        return replace(
-            own, settings=alone, far=None, draft=None, lora=None, head=draft if draft.head else None
-        )
+        own = replace(own, settings=alone, far=None, draft=None, lora=None)
+        return replace(own, shard=WHOLE, head=draft) if draft.head else own
 
     @property
     def models(self) -> "tuple[Outline[Far], ...]":

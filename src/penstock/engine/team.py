@@ -21,6 +21,7 @@ from penstock.engine.placing import Model
 from penstock.engine.plan import Outline
 from penstock.kv.ledger.keys import KEY_BYTES
 from penstock.memory.device import choose_device
+from penstock.weights.checkpoint.heads import HeadCheckpoint
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.pack.reader import Pack
@@ -113,6 +114,8 @@ def team_config(config: Config, *models: Model) -> Config:
     """Return the settings of each rank. Raises ConfigError for what several ranks, or so many of one of these
     models, cannot do. A second model is the draft model."""
     for model, whose in zip(models, ("the model's", "the draft model's"), strict=False):
+        if isinstance(model, HeadCheckpoint):  # Each rank has all of it.
+            continue
         held(model.spec, Shard(0, config.tensor_parallel), whose)
         if isinstance(model, Pack):
             few = quantised_here(model.config)
@@ -141,11 +144,27 @@ def threads_of_rank(device: torch.device, ranks: int, asked: int | None = None) 
         torch.set_num_threads(before)
 
 
-def described(model: Model) -> Path | Shape:
+@dataclass(frozen=True, slots=True)
+class HeadPath:
+    """Says where the checkpoint of a draft head is, or that of the model whose MTP layer drafts."""
+
+    path: Path
+    of_mtp: bool
+
+
+Description = Path | HeadPath | Shape
+
+
+def described(model: Model) -> Description:
     """Return a description from which another process opens the same model."""
-    return model if isinstance(model, Shape) else model.path.resolve()
+    if isinstance(model, Shape):
+        return model
+    path = model.path.resolve()
+    return HeadPath(path, model.head.place is not None) if isinstance(model, HeadCheckpoint) else path
 
 
-def open_described(what: Path | Shape, cache: Path) -> Checkpoint | Shape:
+def open_described(what: Description, cache: Path) -> Checkpoint | Shape:
     """The model that another process has described. cache: where digests of weight files are remembered."""
+    if isinstance(what, HeadPath):
+        return (HeadCheckpoint.open_mtp if what.of_mtp else HeadCheckpoint.open_head)(what.path)
     return what if isinstance(what, Shape) else Checkpoint.open(what, cache)

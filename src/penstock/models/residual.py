@@ -75,8 +75,14 @@ class Residual:
         self.x = self.x[rows]
 
     def peek(self) -> Tensor:
-        """Return a copy of the sum so far. Nothing that is computed later changes by it."""
-        return self.x.clone() if self._part is None else self.x + self._part
+        """Return a copy of the sum so far. Nothing that is computed later changes by it, but that on GPUs of
+        several ranks the squares of the next norm are added up in another order.
+
+        All ranks call it at once: what is not added yet is summed over them here, not in the next norm.
+        """
+        if self._part is None or self._collectives is not None:
+            return self.sum().clone()
+        return self.x + self._part
 
     def sum(self) -> Tensor:
         """Return the hidden states, with the outputs of all blocks."""

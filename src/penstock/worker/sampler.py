@@ -96,15 +96,22 @@ class Sampler:
         """Of those, whoever wants more than the likeliest token."""
         self._counts_drawn = True
         """Whether what is drawn is counted as output."""
+        self._same_bits = True
+        """Whether logits have the same bits on all ranks."""
         self.newest = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         """Newest token of each row. The last is for padding."""
         self._one = torch.ones(1, dtype=torch.int32, device=device)
 
-    def for_drafts(self) -> "Sampler":
+    def for_drafts(self, *, same_bits: bool = True) -> "Sampler":
         """Return a sampler for the drafts of the same rows: it draws by their settings and counts and by the
-        same numbers, but nothing that it draws is counted or held to a structure. `newest` is its own."""
+        same numbers, but nothing that it draws is counted or held to a structure. `newest` is its own.
+
+        same_bits: whether logits have the same bits on all ranks. They need not, where each rank computes
+        them by itself, on devices that differ: then all use rank 0's tokens.
+        """
         drafts = copy(self)
         drafts._masks, drafts._counts_drawn, drafts.newest = None, False, torch.zeros_like(self.newest)
+        drafts._same_bits = same_bits
         return drafts
 
     def admit(self, admission: Admission) -> None:
@@ -159,6 +166,8 @@ class Sampler:
             return self._children(logits, shares, children)
         if not logits.is_cuda and self._takes_likeliest(shares):
             tokens = likeliest_on_host(logits)
+            if self._agree is not None and not self._same_bits:
+                self._agree(tokens)
             last, _ = _walked(tokens, shares)
             self.newest.numpy()[[share.row for share in shares]] = tokens.clamp(min=0)[last]
             return Drawn(tokens)
@@ -191,9 +200,9 @@ class Sampler:
             )
             draw(logits, send(asked, self._device), tokens)
             tokens.masked_fill_(wrong, NO_TOKEN)
-        # Logits have the same bits on all ranks. Likelihoods need not where devices differ, and only rank 0
-        # has masks.
-        if self._agree is not None and (random or held):
+        # Logits may have the same bits on all ranks. Likelihoods need not where devices differ, and only rank
+        # 0 has masks.
+        if self._agree is not None and (random or held or not self._same_bits):
             self._agree(tokens)
         known, (last, kept) = tokens.clamp(min=0), _walked(tokens, shares)
         self.newest[self._ids([share.row for share in shares])] = known[last]
