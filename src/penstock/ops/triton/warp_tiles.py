@@ -72,7 +72,7 @@ def _beside(  # type: ignore[no-untyped-def]
     return a, b, c, d, e, f, g, h
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _next(own_at, other_at, group, last, more: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return what lies beside the codes of the group that is `more` further on, or of the last one."""
     at = tl.minimum(group + more, last)[:, :, None]
