@@ -192,7 +192,8 @@ REST = "defghijklmnopqrstuvwxyz"
 def test_run_continues_the_prompt_and_prints_the_sizing(penstock: Penstock, model: Path) -> None:
     result = penstock("run", model, "abc")
     assert (result.code, result.out) == (0, f"{REST}\n")
-    lines = result.err.splitlines()
+    # Whoever comes first compiles, and says so.
+    lines = [line for line in result.err.splitlines() if not line.startswith("kernels for this processor: ")]
     assert lines[0].startswith("llama, 1 layer, float32 on CPU")
     assert re.match(r"memory .* weights .*, activations .*, KV .* blocks of 64 tokens", lines[1])
     assert len(lines) == 2

@@ -300,6 +300,13 @@ def test_lines_are_as_they_are_described(server: Server, document: Json, path: s
         conforms(document, content["schema"], json.loads(line))
 
 
+def test_a_path_without_its_version_is_named_with_it(server: Server) -> None:
+    status, _, said = server.ask("POST", "/chat/completions", {})
+    assert status == 404
+    assert "nothing at /chat/completions; did you mean /v1/chat/completions?" in json.dumps(said)
+    assert "did you mean" not in json.dumps(server.ask("POST", "/chat/completion", {})[2])
+
+
 def test_a_response_that_is_kept_is_as_it_is_described(server: Server, document: Json) -> None:
     _, _, first = server.ask(
         "POST", RESPONSES, {"model": "shipped", "input": "Hello", "max_output_tokens": 3}

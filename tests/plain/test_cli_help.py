@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import pytest
 from penstock import __version__
 from penstock.api.outputs import Delta
 from penstock.base.errors import PenstockError
-from penstock.cli import options
+from penstock.cli import options, other_names
 from penstock.cli.command import Option
 from penstock.cli.commands import chat, pack, plan, run
 from penstock.cli.commands.run import Screen
@@ -184,14 +185,27 @@ def test_examples_in_the_help_are_commands_that_parse() -> None:
         (["run", "--max-token", "5"], "no such option '--max-token'; did you mean --max-tokens?"),
         (
             ["run", "x", "--max-tokens", "0"],
-            "--max-tokens 0 must be a whole number, at least 1; left out, it goes on to the context's end",
+            "--max-tokens 0 must be a whole number, at least 1; leave it out for what is usual",
         ),
         (["run", "x", "--seed"], "option '--seed' requires an argument; see penstock run --help"),
         (
             ["run", "Qwen3-8B"],
             "model 'Qwen3-8B' does not exist; give a directory with a config.json, or a model of the Hugging "
-            "Face Hub as owner/name; a prompt of this one word goes through a pipe",
+            "Face Hub as owner/name; as a prompt, one word goes through a pipe: echo Qwen3-8B | penstock run",
         ),
+        (
+            ["chat", "Hello"],
+            "model 'Hello' does not exist; give a directory with a config.json, or a model of the Hugging "
+            "Face Hub as owner/name; what you say comes once chat has begun",
+        ),
+        (["serve", "--max-model-len", "9"], "no such option '--max-model-len'; here it is --max-length"),
+        (["serve", "--served-model-name", "x"], "no such option '--served-model-name'; here it is --name"),
+        (
+            ["run", "x", "--gpu-memory-utilization", ".9"],
+            "no such option '--gpu-memory-utilization'; here it is --device-memory, such as 90%",
+        ),
+        (["rm", "--ctx-size", "0"], "no such option '--ctx-size'; see penstock rm --help"),
+        (["help", "rum"], "no such command 'rum'; did you mean run?"),
         (["chat", "a", "b"], "got unexpected extra argument (b); see penstock chat --help"),
     ],
 )
@@ -363,7 +377,7 @@ def test_a_prompt_that_is_left_out_on_a_terminal_is_missing(
             monkeypatch.setattr(sys, "stdin", stdin)
             with pytest.raises(
                 click.UsageError,
-                match="the prompt is missing; give it in quotes, with --file, or through a pipe",
+                match="the prompt is missing; give it in quotes, with --file, or through a pipe, or talk",
             ):
                 model_and_prompt((), None)
             with pytest.raises(click.UsageError, match=f"the prompt is missing after the model {model}; "):
@@ -424,3 +438,23 @@ def test_outputs_are_written_one_below_the_other_however_they_come(
         capsys.readouterr().out
         == "P\n--- output 1 of 3 ---\naA\n--- output 2 of 3 ---\nbB\n--- output 3 of 3 ---\nc\n"
     )
+
+
+@pytest.mark.parametrize(("asked", "same"), [(["help"], ["--help"]), (["help", "run"], ["run", "--help"])])
+def test_help_is_a_word_too(asked: list[str], same: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for arguments in (asked, same):
+        assert main(arguments) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+
+
+def test_what_other_engines_call_otherwise_is_named_as_it_is_here() -> None:
+    """Each by an option that some command has."""
+    options = set[str]()
+    for name in COMMANDS:
+        command = import_module(f"penstock.cli.commands.{name}").command
+        options |= {one for param in command.params for one in (*param.opts, *param.secondary_opts)}
+    for theirs in other_names._OURS:
+        assert other_names.ours_for(theirs, options), theirs
+        assert theirs not in options

@@ -224,7 +224,7 @@ def test_what_is_not_there_is_noticed() -> None:
         "Planner",
         "penstock fly",
         "make coffee",
-        "--temp",
+        "--tempo",
         "12parsecs",
         "base/nothing/",
         "~/.penstock",

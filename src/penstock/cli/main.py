@@ -16,6 +16,7 @@ import click
 from penstock import __version__
 from penstock.base.errors import PenstockError
 from penstock.cli.command import CONTEXT, Session, config_option, debug_option
+from penstock.cli.other_names import ours_for
 from penstock.cli.terminal import one_line, say
 
 # NAME is penstock.cli.commands.NAME.command, imported when it is called or asked for its own help. So
@@ -72,6 +73,11 @@ class Root(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command that is asked for. Raise click.UsageError with one of a name like it."""
+        if args[0] == "help":
+            args = [*args[1:2], "--help"]
+            if len(args) == 1:
+                click.echo(ctx.get_help())
+                ctx.exit()
         if args[0] not in COMMANDS and not args[0].startswith("-"):
             from difflib import get_close_matches  # 5 ms, and only where there is none of that name
 
@@ -177,6 +183,11 @@ def _internal(session: Session, error: Exception) -> int:
 
 def _usage(error: click.ClickException) -> str:
     """Return what click found wrong, worded like errors of our own, which say what to try."""
+    if isinstance(error, click.NoSuchOption):
+        params = error.ctx.command.params if error.ctx else ()
+        known = [name for param in params for name in (*param.opts, *param.secondary_opts)]
+        if ours := ours_for(error.option_name, known):
+            return f"error: no such option {error.option_name!r}; here it is {ours}"
     if isinstance(error, click.NoSuchOption) and error.possibilities:
         return f"error: no such option {error.option_name!r}; did you mean {error.possibilities[0]}?"
     text = error.format_message().rstrip(".")

@@ -44,11 +44,13 @@ def model_and_prompt(arguments: tuple[str, ...], file: str | None) -> tuple[Path
         return model_path(arguments[0]), _prompt(arguments[1])
     if arguments and not _is_model(arguments[0]):
         return SHIPPED_MODEL, _prompt(arguments[0])
-    model = model_path(arguments[0] if arguments else None, "; a prompt of this one word goes through a pipe")
+    name = arguments[0] if arguments else None
+    model = model_path(name, f"; as a prompt, one word goes through a pipe: echo {name} | penstock run")
     if sys.stdin is None or is_terminal(sys.stdin):
-        where = f" after the model {arguments[0]}" if arguments else ""
+        where = f" after the model {name}" if name else ""
         raise click.UsageError(
-            f"the prompt is missing{where}; give it in quotes, with --file, or through a pipe"
+            f"the prompt is missing{where}; give it in quotes, with --file, or through a pipe, or talk with "
+            f"the model: penstock chat{f' {name}' if name else ''}"
         )
     return model, _prompt("-")
 

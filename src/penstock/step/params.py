@@ -81,7 +81,7 @@ class SamplingParams:
         _within("frequency_penalty", self.frequency_penalty, -100, 100, "0 is none")
         _whole("top_k", self.top_k, 0, "0 keeps all")
         _whole("min_tokens", self.min_tokens, 0, "0 is no minimum")
-        _whole("max_tokens", self.max_tokens, 1, "left out, it goes on to the context's end")
+        _whole("max_tokens", self.max_tokens, 1, "leave it out for what is usual")
         _whole("n", self.n, 1, "1 is usual", MOST_OUTPUTS)
         _whole("logprobs", self.logprobs, -1, "None is none, -1 the whole vocabulary")
         _whole("prompt_logprobs", self.prompt_logprobs, -1, "None is none, -1 the whole vocabulary")

@@ -78,7 +78,12 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         raise click.UsageError("--system needs the chat template, which --raw leaves out; give one of them")
     params = sampling_params(ctx)
     asks = template_settings(ctx, template=asked["chat"])
-    config, _ = located(engine_config(ctx, model_path(asked["model"], hint=""), sequences=1), **taken(asked))
+    config, _ = located(
+        engine_config(
+            ctx, model_path(asked["model"], hint="; what you say comes once chat has begun"), sequences=1
+        ),
+        **taken(asked),
+    )
     with loaded(config, quiet=asked["quiet"], trace=asked["trace"]) as llm:
         conversation = Conversation(llm, asked["chat"], asked["system"], **asks)
         conversation.check()

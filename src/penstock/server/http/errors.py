@@ -86,9 +86,11 @@ def no_route(request: Request, fault: Exception) -> Response:
     path, status = request.scope["path"], fault.status_code
     if (instead := ABSENT.get(path)) is not None:
         return json_response(refusal(path, 501, f"{path} is not supported: {instead}"), 501)
+    there = {getattr(route, "path", None) for route in request.app.routes}
+    instead = f"did you mean /v1{path}?" if f"/v1{path}" in there else "/openapi.json lists what there is"
     message = (
         f"{path[:200]} does not take {request.method}"
         if status == 405
-        else f"there is nothing at {path[:200]}; /openapi.json lists what there is"
+        else f"there is nothing at {path[:200]}; {instead}"
     )
     return json_response(refusal(path, status, message), status, fault.headers)
