@@ -191,6 +191,8 @@ def ready() -> None:
     for environment in (os.environ, {**os.environ, "OMP_NUM_THREADS": "1"}):
         with _forking:
             _stem(environment)
+    with _forking:
+        _stem(os.environ, LoadedPopen.imported)
 
 
 def close() -> None:

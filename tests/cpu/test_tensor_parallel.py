@@ -220,7 +220,6 @@ def test_a_rank_that_is_killed_is_an_error_that_says_so_and_leaves_nothing() -> 
 
 
 def test_a_rank_that_fails_while_it_starts_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = children()
     what = (
         "def fail(*what):\n    raise OSError('no such disk')\n\nimport penstock.engine.team as "
         "team\nteam.open_described = fail\n"
@@ -233,6 +232,7 @@ def test_a_rank_that_fails_while_it_starts_says_why(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(
         "penstock.parallel.crew.subprocess", subprocess
     )  # sitecustomize is for processes that start.
+    before = children()
     with pytest.raises(DeviceError, match=r"rank 1 of 2 .*no such disk"):
         LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2)
     until(lambda: children() <= before)  # A compiler that was started meanwhile comes to its end.
