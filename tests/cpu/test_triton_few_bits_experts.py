@@ -174,7 +174,7 @@ def test_few_tokens_by_warps(scheme: str) -> None:
 
 
 def test_inner_numbers_that_are_no_whole_runs_are_computed_by_warps_too() -> None:
-    """As a rank has them of gpt-oss."""
+    """As ranks have them whose part of an expert is no whole number of runs."""
     for scheme, inner in (("mxfp4", 96), ("nvfp4", 48), ("awq", 96)):
         its = weights(scheme, 192, inner)
         for tokens in (1, 3):

@@ -151,7 +151,7 @@ def test_a_heads_drafts_are_those_of_the_published_arithmetic(tmp_path: Path) ->
         ):
             llm.generate(prompts, asked_of(prompts, 30))
         assert len(seen) > 10
-        assert max(map(reference.lead, seen)) < 1e-3
+        assert max(reference.leads(seen)) < 1e-3
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

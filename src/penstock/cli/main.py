@@ -188,8 +188,8 @@ def _usage(error: click.ClickException) -> str:
         known = [name for param in params for name in (*param.opts, *param.secondary_opts)]
         if ours := ours_for(error.option_name, known):
             return f"error: no such option {error.option_name!r}; here it is {ours}"
-    if isinstance(error, click.NoSuchOption) and error.possibilities:
-        return f"error: no such option {error.option_name!r}; did you mean {error.possibilities[0]}?"
+        if error.possibilities:
+            return f"error: no such option {error.option_name!r}; did you mean {error.possibilities[0]}?"
     text = error.format_message().rstrip(".")
     if not text[1:2].isupper():
         text = f"{text[:1].lower()}{text[1:]}"

@@ -34,7 +34,7 @@ _LEAST = 1e-6
 """Probability below which a token is not offered."""
 _LONG_PASS = 0.05
 """Seconds of a pass over weights that stream from which on trees are grown on a GPU: the host launches each
-kernel of the steps that grow one, while lines are drafted by recorded steps."""
+kernel of the steps that grow one, while lines are drafted by recorded steps. Set by hand."""
 
 
 def grows_trees(device: torch.device, seconds: float) -> bool:
