@@ -286,8 +286,9 @@ def test_a_model_with_state_takes_no_drafts(tmp_path: Path) -> None:
         {"tensor_parallel": 2, "max_step_tokens": 16},
         {"kv_blocks": 24, "max_sequences": 6},
         {"kv_blocks": 12, "max_sequences": 3, "host_kv_memory": "1MiB"},
+        {"tensor_parallel": 2, "kv_blocks": 12, "max_sequences": 3, "host_kv_memory": "1MiB"},
     ],
-    ids=["alone", "two ranks", "preempted", "tiers"],
+    ids=["alone", "two ranks", "preempted", "tiers", "tiers of two ranks"],
 )
 def test_a_draft_model_changes_no_token(more: dict[str, object]) -> None:
     """One that is nearly the model itself draws nearly as the model does, also at temperature 1."""
