@@ -4,8 +4,8 @@ layers, and the time of an all-reduce.
     PYTHONPATH=src python3 benchmarks/tensor_parallel.py --out tensor_parallel.json
     PYTHONPATH=src python3 benchmarks/tensor_parallel.py --tiny --device cpu    on processes of a CPU
 
-Parts: ceilings, equal, sums, decode, formats, stream, kv. Random weights in real shapes, bfloat16 or few
-bits, but for `equal`, which is float32.
+Parts: ceilings, equal, sums, decode, formats, stream, kv; one that is named twice is measured twice. Random
+weights in real shapes, bfloat16 or few bits, but for `equal`, which is float32.
 """
 
 import argparse
@@ -20,6 +20,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
+from threading import Barrier
 
 import torch
 from execution import row
@@ -210,7 +212,7 @@ def part_decode(place: Place) -> Found:
         times = {}
         for ranks in (1, place.ranks):
             context, output = (20, 8) if place.tiny else (2048, 64)
-            sequences, repeat = (2, 1) if place.tiny else (batch, 2)
+            sequences, repeat = (2, 1) if place.tiny else (batch, 4)
             target = Target("8B", place.shape("8B"), place.config(ranks))
             report = run(LatencyBench(BenchKind.DECODE, target, sequences, context, output, repeat))
             times[ranks] = report.ms
@@ -220,7 +222,7 @@ def part_decode(place: Place) -> Found:
 
 
 def part_ceilings(place: Place) -> Found:
-    """Bytes a second that each device reads, and that its link carries, alone and all at once."""
+    """Bytes a second that each device reads, and that its link carries, alone and while all do the same."""
     found: Found = {}
     if place.device == "cpu":
         return found
@@ -228,13 +230,44 @@ def part_ceilings(place: Place) -> Found:
     for device in devices:
         torch.cuda.set_device(device)
         found[str(device)] = {"read": memory_read(device), **dataclasses.asdict(link_rates(device))}
-    with ThreadPoolExecutor(place.ranks) as pool:
-        together = list(pool.map(link_rates, devices))
-    found["links at once"] = {str(at): dataclasses.asdict(one) for at, one in enumerate(together)}
+    found["links at once, to devices"] = at_once(devices)
     torch.cuda.set_device(0)
     for name, one in found.items():
         row(name, json.dumps(one))
     return found
+
+
+SENT = 256 << 20
+SENDINGS = 64
+
+
+def at_once(devices: Sequence[torch.device]) -> Found:
+    """Bytes a second that come to each device while the others are sent to as well: the median of five, and
+    all five."""
+    start = Barrier(len(devices))
+
+    def sent(device: torch.device) -> list[float]:
+        torch.cuda.set_device(device)
+        source = torch.empty(SENT, dtype=torch.uint8, pin_memory=True)
+        target = torch.empty(SENT, dtype=torch.uint8, device=device)
+        rates = []
+        for _ in range(6):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.wait()
+            begin.record()
+            for _ in range(SENDINGS):
+                target.copy_(source, non_blocking=True)
+            end.record()
+            end.synchronize()
+            rates.append(SENT * SENDINGS / (begin.elapsed_time(end) / 1e3))
+        return rates[1:]
+
+    with ThreadPoolExecutor(len(devices)) as pool:
+        told = list(pool.map(sent, devices))
+    return {
+        str(device): {"median": median(rates), "all": rates}
+        for device, rates in zip(devices, told, strict=True)
+    }
 
 
 def part_formats(place: Place) -> Found:
@@ -249,7 +282,7 @@ def part_formats(place: Place) -> Found:
                 context, output = (20, 8) if place.tiny else (2048 if batch == 1 else 512, 64)
                 target = Target(name, source, place.config(ranks))
                 report = run(
-                    LatencyBench(BenchKind.DECODE, target, batch, context, output, 1 if place.tiny else 2)
+                    LatencyBench(BenchKind.DECODE, target, batch, context, output, 1 if place.tiny else 6)
                 )
                 times[ranks] = report.ms
                 found[f"{name} {form or ''}, batch {batch}, {ranks} ranks"] = json.loads(report.line())
@@ -260,7 +293,7 @@ def part_formats(place: Place) -> Found:
 def part_kv(place: Place) -> Found:
     """One long sequence whose KV is in host memory, and comes to the devices in every step."""
     found: Found = {}
-    context, output, pages = (200, 4, 16) if place.tiny else (65_536, 12, 64)
+    context, output, pages = (200, 4, 16) if place.tiny else (65_536, 24, 64)
     times, rates = {}, {}
     for ranks in (1, place.ranks):
         settings = {"kv_blocks": pages, "max_length": context + 64, "max_sequences": 1, "prefix_cache": False}
@@ -292,7 +325,7 @@ def part_stream(place: Place) -> Found:
         own = room and f"{room // ranks}B"
         config = place.config(ranks, device_memory=own, max_length=256, max_step_tokens=128)
         target = Target("70B", place.shape("70B", num_hidden_layers=layers), config)
-        report = run(LatencyBench(BenchKind.DECODE, target, 1, 20, 8 if place.tiny else 12, 1))
+        report = run(LatencyBench(BenchKind.DECODE, target, 1, 20, 8 if place.tiny else 32, 1))
         times[ranks] = report.ms
         found[f"{ranks} ranks"] = json.loads(report.line())
         if report.streaming is None and not place.tiny:
@@ -344,9 +377,11 @@ def main() -> None:
     args = parser.parse_args()
     place = Place(args.device, args.tiny, args.ranks)
     recording = Recording(args.out, bench="tensor_parallel", tiny=args.tiny, ranks=args.ranks)
-    for part in args.parts.split(","):
+    parts = args.parts.split(",")
+    for at, part in enumerate(parts):
         print(part, flush=True)
-        recording.part(part, PARTS[part](place))
+        again = parts[:at].count(part)
+        recording.part(f"{part}, again {again}" if again else part, PARTS[part](place))
 
 
 if __name__ == "__main__":
