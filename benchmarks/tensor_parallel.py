@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from threading import Barrier
+from typing import TypedDict
 
 import torch
 from execution import row
@@ -67,6 +68,13 @@ TINY_MIXTURE = SHAPES["gpt-oss-20b"] | {
 Found = dict[str, object]
 
 
+class Rates(TypedDict):
+    """Holds bytes a second."""
+
+    median: float
+    all: list[float]
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     device: str
@@ -75,6 +83,9 @@ class Place:
 
     def config(self, ranks: int, **more: object) -> Config:
         return Config(Path(), device=self.device, tensor_parallel=ranks, **({"host_kv_memory": 0} | more))  # type: ignore[arg-type]
+
+    def devices(self) -> list[torch.device]:
+        return [torch.device("cuda", rank) for rank in range(self.ranks)]
 
     def shape(self, name: str, **more: object) -> Mapping[str, object]:
         return TINY if self.tiny else SHAPES[name] | more
@@ -226,7 +237,7 @@ def part_ceilings(place: Place) -> Found:
     found: Found = {}
     if place.device == "cpu":
         return found
-    devices = [torch.device("cuda", rank) for rank in range(place.ranks)]
+    devices = place.devices()
     for device in devices:
         torch.cuda.set_device(device)
         found[str(device)] = {"read": memory_read(device), **dataclasses.asdict(link_rates(device))}
@@ -241,7 +252,17 @@ SENT = 256 << 20
 SENDINGS = 64
 
 
-def at_once(devices: Sequence[torch.device]) -> Found:
+def links(when: str, place: Place) -> Found:
+    """What each link carries alone and at once with the others, before and after what they are judged by."""
+    if place.device == "cpu":
+        return {}
+    alone, together = at_once(place.devices()[:1]), at_once(place.devices())
+    rates = [one["median"] / 1e9 for one in (*alone.values(), *together.values())]
+    row(f"links {when}", f"alone {rates[0]:.1f}, at once {', '.join(f'{one:.1f}' for one in rates[1:])} GB/s")
+    return {f"links {when}": {"alone": alone, "at once": together}}
+
+
+def at_once(devices: Sequence[torch.device]) -> dict[str, Rates]:
     """Bytes a second that come to each device while the others are sent to as well: the median of five, and
     all five."""
     start = Barrier(len(devices))
@@ -265,7 +286,7 @@ def at_once(devices: Sequence[torch.device]) -> Found:
     with ThreadPoolExecutor(len(devices)) as pool:
         told = list(pool.map(sent, devices))
     return {
-        str(device): {"median": median(rates), "all": rates}
+        str(device): Rates(median=median(rates), all=rates)
         for device, rates in zip(devices, told, strict=True)
     }
 
@@ -295,6 +316,7 @@ def part_kv(place: Place) -> Found:
     found: Found = {}
     context, output, pages = (200, 4, 16) if place.tiny else (65_536, 24, 64)
     times, rates = {}, {}
+    found |= links("before", place)
     for ranks in (1, place.ranks):
         settings = {"kv_blocks": pages, "max_length": context + 64, "max_sequences": 1, "prefix_cache": False}
         config = place.config(ranks, host_kv_memory="64MiB" if place.tiny else "16GiB", **settings)
@@ -311,6 +333,7 @@ def part_kv(place: Place) -> Found:
         )
         del booted
         give_back(torch.device(place.device))
+    found |= links("after", place)
     told(f"decode, 8B, KV of {context:,} tokens in host memory", times, 1.9, found)
     return found
 
@@ -321,6 +344,7 @@ def part_stream(place: Place) -> Found:
     found: Found = {}
     layers, room = (2, None) if place.tiny else (16, 12 << 30)
     times, rates = {}, {}
+    found |= links("before", place)
     for ranks in (1, place.ranks):
         own = room and f"{room // ranks}B"
         config = place.config(ranks, device_memory=own, max_length=256, max_step_tokens=128)
@@ -334,6 +358,7 @@ def part_stream(place: Place) -> Found:
             report.streaming is not None
         ):  # Several devices hold more, so less crosses the links: what these carry is told by itself.
             rates[ranks] = ranks * report.streaming.copied_per_pass / (report.ms.median / 1e3)
+    found |= links("after", place)
     told(f"decode, {layers} layers of a 70B, streamed", times, 1.9, found)
     if len(rates) == 2:
         found["bytes/s over all links"], found["links: times as fast"] = rates, rates[place.ranks] / rates[1]
