@@ -13,7 +13,7 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
 
@@ -22,7 +22,7 @@ from penstock.api.sequences import PreparedPrompt
 from penstock.base.errors import EngineClosedError, PenstockError
 from penstock.base.units import counted
 from penstock.server.broker.backend import Backend, Quotas
-from penstock.server.broker.calls import BusyError, Call, overdue
+from penstock.server.broker.calls import BusyError, Call, Update, overdue
 from penstock.server.broker.mailbox import Mailbox
 from penstock.server.broker.metrics import Metrics, RequestTimes
 
@@ -244,9 +244,9 @@ class RequestBroker:
         if not self._of_key[owner]:
             del self._of_key[owner]
 
-    def _deliver(self) -> None:
+    def _deliver(self, updates: Collection[Update]) -> None:
         """Give calls what the backend has reported of them."""
-        updates, now, gaps = self._mailbox.collect(), monotonic(), list[float]()
+        now, gaps = monotonic(), list[float]()
         for call, deltas, over, fault in updates:
             if call not in self._calls:
                 continue
