@@ -277,6 +277,13 @@ def test_json_that_is_cut_in_a_chat_is_told(penstock: Penstock, model: Path, tmp
     )
 
 
+@pytest.mark.parametrize("more", [[], ["--max-tokens", "1"]])
+def test_who_means_tokens_by_n_is_told_what_it_is(penstock: Penstock, model: Path, more: list[str]) -> None:
+    result = penstock("run", model, "z", "-n", "12", *more)
+    note = "penstock: note: -n 12 makes 12 outputs; their length is --max-tokens"
+    assert (result.code, note in result.err.splitlines()) == (0, not more)
+
+
 def test_without_max_tokens_a_prompt_near_the_contexts_end_gets_what_is_left(
     penstock: Penstock, model: Path
 ) -> None:

@@ -959,7 +959,7 @@ def test_a_long_prompt_has_a_bar_until_the_first_text(
         large.until(lambda screen: screen.region == (0, 23) and "from the device" in "".join(screen.shown()))
         assert process.wait() == 0
     shown = large.settle().shown()
-    lines = only(text, (24, 90))
+    lines = only("".join(piece for piece, _ in Wrapper(lambda: 90).add(text)), (24, 90))
     begin = shown.index(lines[0])
     assert shown[begin : begin + len(lines)] == lines
     assert "━" not in "".join(shown)

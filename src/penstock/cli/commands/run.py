@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from penstock.api.outputs import Delta
 
 USUAL_TOKENS = 256
+_MANY = 10
+"""Outputs from which -n is rather meant as their tokens, as llama.cpp has it."""
 EXAMPLES = r"""
   penstock run "Once upon a time"                        a story from the model that comes with penstock
   penstock run ./my-model "The capital of France is" --temperature 0 --max-tokens 8
@@ -110,7 +112,15 @@ class Screen:
     metavar="N",
     help=f"Most tokens of output. [{USUAL_TOKENS}, or what the context has room for]",
 )
-@option(SAMPLING, "-n", "n", type=int, default=1, metavar="N", help="Independent outputs. [1]")
+@option(
+    SAMPLING,
+    "-n",
+    "n",
+    type=int,
+    default=1,
+    metavar="N",
+    help="Independent outputs of the prompt; for their length see --max-tokens. [1]",
+)
 @chat_options
 @option(OUTPUT, "--json", is_flag=True, help="Print one JSON object at the end, and nothing else, on stdout.")
 @option(
@@ -145,6 +155,8 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     params = sampling_params(ctx)
     chat = asked["chat"] or asked["system"] is not None
     asks = template_settings(ctx, template=chat)
+    if params.n >= _MANY and asked["max_tokens"] is None and not asked["quiet"]:
+        say(f"penstock: note: -n {params.n} makes {params.n} outputs; their length is --max-tokens")
     config, _ = located(engine_config(ctx, model, params.n), **taken(asked))
     with loaded(config, quiet=asked["quiet"], trace=asked["trace"]) as llm:
         conversation = Conversation(llm, chat, asked["system"], **asks)
