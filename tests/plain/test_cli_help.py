@@ -18,6 +18,7 @@ import pytest
 
 from penstock import __version__
 from penstock.api.outputs import Delta
+from penstock.base.config import CACHE, completion_file, state_directory
 from penstock.base.errors import PenstockError
 from penstock.cli import options, other_names
 from penstock.cli.command import Option
@@ -480,6 +481,20 @@ def test_a_model_that_is_named_as_in_ollama_is_refused_with_the_hubs_name(
     assert capsys.readouterr().err == (
         "penstock: error: model 'qwen3:8b' does not exist; on the Hugging Face Hub it is Qwen/Qwen3-8B\n"
     )
+
+
+def test_what_is_to_be_removed_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("XDG_STATE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["uninstall"]) == 2
+    told = capsys.readouterr().err
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    for path in (CACHE, state_directory(), completion_file("bash")[0].parent):
+        home = str(path).replace(str(Path.home()), "~")
+        assert f"`{home}`" in readme
+        assert str(path) in told or "share" in home
 
 
 def test_help_shows_speculation_and_what_n_means(capsys: pytest.CaptureFixture[str]) -> None:
