@@ -398,9 +398,8 @@ class Hall:
         assert many == sorted(many), "a share of one token stands behind a longer one"
         assert len({share.row for share in plan.shares}) == len(plan.shares), "a row has two shares"
         self.demoted += len(plan.orders)
+        self._note(plan)
         for share in plan.shares:
-            known = self.live[self.scheduler._queues.by_row[share.row].id]
-            known.computed.update(range(share.start, min(share.stop, len(known.prompt))))
             is_chunk = share.cold_stop > share.start
             if is_chunk and not share.sample:
                 assert share.stop % size == 0, "a chunk leaves part of a block before the prompt's end"
@@ -409,12 +408,20 @@ class Hall:
                     "full blocks of the tail stay longer than they should"
                 )
 
+    def _note(self, plan: Plan) -> None:
+        """What a plan computes counts as computed, also if it is not carried out."""
+        for share in plan.shares:
+            known = self.live[self.scheduler._queues.by_row[share.row].id]
+            known.computed.update(range(share.start, min(share.stop, len(known.prompt))))
+
     def interrupt(self) -> None:
         """What has begun and is not committed may have been carried out in part."""
         if self.flight is not None:
             self.worker.spoil(self.flight[0])
         self.flight = None
-        self.recover(self.worker.spoil(self.scheduler.plan()))
+        plan = self.scheduler.plan()
+        self._note(plan)
+        self.recover(self.worker.spoil(plan))
 
     def recover(self, landed: Sequence[Landed] = ()) -> None:
         self.scheduler.recover(landed)
